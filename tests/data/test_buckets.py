@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.build import catalog_of, section
 
 from longtake import config
-from longtake.config import Bucket, DataSection
+from longtake.config import Bucket
 from longtake.data import buckets
 from longtake.data.buckets import (
     all_windows,
@@ -34,7 +35,6 @@ from longtake.data.plan import begin
 
 _Size = tuple[int, int, int]
 """(width, height, number of frames)"""
-_CatalogOf = Callable[..., Catalog]
 
 
 def _bucket(width: int, height: int, num_frames: int) -> Bucket:
@@ -42,7 +42,7 @@ def _bucket(width: int, height: int, num_frames: int) -> Bucket:
 
 
 @pytest.fixture(scope="session")
-def sized(catalog_of: _CatalogOf) -> Callable[[Sequence[_Size]], Catalog]:
+def sized() -> Callable[[Sequence[_Size]], Catalog]:
     """Makes catalogs whose rows are clips of the given sizes, in the given order."""
 
     def make(sizes: Sequence[_Size]) -> Catalog:
@@ -79,7 +79,6 @@ def _chosen(
 
 
 def test_the_bucket_that_keeps_most_is_chosen(sized: _Sized) -> None:
-    """The nearest aspect ratio, then the most frames, then the nearest area."""
     expected = {
         (640, 640, 100): 0,  # the aspect ratio comes first
         (1280, 1280, 9): 0,
@@ -94,7 +93,6 @@ def test_the_bucket_that_keeps_most_is_chosen(sized: _Sized) -> None:
 
 
 def test_videos_are_trained_as_stills_only_where_the_recipe_asks(sized: _Sized) -> None:
-    """Also videos of the very shape of a bucket of one frame, and those too short for others."""
     clips = sized([(400, 600, 100), (640, 640, 8), (640, 640, 2), (400, 600, 1)])
     assert _chosen(clips, _SHAPES) == [0, -1, -1, 4]
     assert _chosen(clips, _SHAPES, stills=True) == [4, 4, 4, 4]
@@ -104,19 +102,16 @@ def test_videos_are_trained_as_stills_only_where_the_recipe_asks(sized: _Sized) 
 
 
 def test_a_few_pixels_are_the_same_aspect_ratio(sized: _Sized) -> None:
-    """Where ratios differ by less than half a percent, the longer bucket keeps more."""
     clips = sized([(960, 640, 20)])
     assert _chosen(clips, [_bucket(960, 640, 9), _bucket(958, 640, 17)]) == [1]
     assert _chosen(clips, [_bucket(960, 640, 9), _bucket(900, 640, 17)]) == [0]
 
 
 def test_of_equal_buckets_the_first_is_chosen(sized: _Sized) -> None:
-    """So that a bucket that is listed twice is no matter of chance."""
     assert _chosen(sized([(96, 64, 9)]), [_SHAPES[1], _SHAPES[1]]) == [0]
 
 
 def test_a_clip_that_is_too_short_has_no_bucket(sized: _Sized) -> None:
-    """A window of n frames at a stride of s covers (n - 1) s + 1 frames of the clip."""
     shapes = [_bucket(64, 64, 9)]
     assert span(shapes[0], stride=3) == 25
     assert _chosen(sized([(64, 64, 25), (64, 64, 24)]), shapes, stride=3) == [0, -1]
@@ -154,13 +149,11 @@ _shapes = st.lists(
 def test_all_clips_at_once_are_as_one_by_one(
     sized: _Sized, sizes: list[_Size], shapes: list[Bucket], stride: int, stills: bool
 ) -> None:
-    """Against a plain reference."""
     expected = [_reference(size, shapes, stride, stills=stills) for size in sizes]
     assert _chosen(sized(sizes), shapes, stride, stills=stills) == expected
 
 
 def test_clips_are_sorted_and_what_is_left_out_is_counted(sized: _Sized) -> None:
-    """Each bucket keeps the catalog's order; only the rows that are asked for take part."""
     clips = sized([(96, 64, 9), (64, 64, 9), (64, 64, 9), (96, 64, 3), (96, 64, 12)])
     rows = np.array([0, 2, 3, 4], np.uint32)
     members, dropped = sort_into_buckets(clips, rows, _SHAPES[:3], stride=1)
@@ -174,7 +167,6 @@ def test_clips_are_sorted_and_what_is_left_out_is_counted(sized: _Sized) -> None
 def test_sorting_in_chunks_and_mapping_from_disk_change_nothing(
     sized: _Sized, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What many clips are sorted by gives the same rows, which are not on the heap."""
     clips = sized([(64 + 32 * (n % 2), 64, 9) for n in range(50)])
     plain, _ = sort_into_buckets(clips, _rows(clips), _SHAPES[:2], stride=1)
     monkeypatch.setattr(buckets, "_CHUNK", 7)
@@ -186,20 +178,18 @@ def test_sorting_in_chunks_and_mapping_from_disk_change_nothing(
         np.testing.assert_array_equal(one, other)
 
 
-_Section = Callable[..., DataSection]
 _SHAPE = Bucket(num_frames=4, height=16, width=16)
 _SEEDS = [derive("sample", number) for number in range(400)]
 
 
 @pytest.fixture(scope="module")
-def clip(catalog_of: Callable[..., Catalog]) -> Clip:
+def clip() -> Clip:
     """Twenty frames of 64x32, ten ticks apart; it can be entered at frames 0, 6 and 12."""
     one = catalog_of([1], num_frames=lambda _: 20, width=lambda _: 64, height=lambda _: 32)
     return replace(one.clip(0), timing=Timing(first=100, step=10), keyframes=(0, 6, 12))
 
 
-def test_the_window_is_of_its_clip(clip: Clip, section: _Section) -> None:
-    """All that a decoder has to know is taken from the record."""
+def test_the_window_is_of_its_clip(clip: Clip) -> None:
     turned = replace(clip, rotation=90, stream_index=2)
     window = sample_window(turned, _SHAPE, section(), _SEEDS[0])
     assert (window.identity, window.media, window.kind) == (clip.identity, clip.media, "video")
@@ -211,10 +201,7 @@ def test_the_window_is_of_its_clip(clip: Clip, section: _Section) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**63 - 1), stride=st.integers(1, 6))
-def test_windows_stay_inside_their_clip(
-    clip: Clip, section: _Section, seed: int, stride: int
-) -> None:
-    """With the timestamps of just their frames, entered at the nearest keyframe before them."""
+def test_windows_stay_inside_their_clip(clip: Clip, seed: int, stride: int) -> None:
     window = sample_window(clip, _SHAPE, section(frame_stride=stride), seed)
     frames = [window.start + number * stride for number in range(4)]
     assert 0 <= frames[0] <= frames[-1] < 20
@@ -223,22 +210,20 @@ def test_windows_stay_inside_their_clip(
     assert window.seek_to == (100 + 10 * keyframe if keyframe else None)
 
 
-def test_every_start_is_equally_likely(clip: Clip, section: _Section) -> None:
-    """From the first frame to the last that a window fits after."""
+def test_every_start_is_equally_likely(clip: Clip) -> None:
     starts = Counter(sample_window(clip, _SHAPE, section(), seed).start for seed in _SEEDS)
     assert set(starts) == set(range(17))
     assert sum((n - 400 / 17) ** 2 / (400 / 17) for n in starts.values()) < 39.3  # p > 0.001
 
 
-def test_without_timestamps_frames_are_counted(clip: Clip, section: _Section) -> None:
-    """There is nowhere to enter a file whose timestamps cannot be relied on."""
+def test_without_timestamps_frames_are_counted(clip: Clip) -> None:
     for seed in _SEEDS[:20]:
         window = sample_window(replace(clip, timing=None), _SHAPE, section(), seed)
         assert (window.timestamps, window.seek_to) == ((), None)
         assert window.start == sample_window(clip, _SHAPE, section(), seed).start
 
 
-def test_frames_are_cut_from_the_middle_unless_asked(clip: Clip, section: _Section) -> None:
+def test_frames_are_cut_from_the_middle_unless_asked(clip: Clip) -> None:
     """Else anywhere: on the side that has a margin, all over it, by the sample's seed."""
     middle = {sample_window(clip, _SHAPE, section(), seed).left for seed in _SEEDS}
     assert middle == {8}
@@ -250,8 +235,7 @@ def test_frames_are_cut_from_the_middle_unless_asked(clip: Clip, section: _Secti
     assert windows == again
 
 
-def test_a_share_of_samples_is_mirrored(clip: Clip, section: _Section) -> None:
-    """None, all, or about as many as asked; neither crop nor start depends on it."""
+def test_a_share_of_samples_is_mirrored(clip: Clip) -> None:
     for share in (0.0, 0.25, 1.0):
         data = section(flip=share, random_crop=True)
         windows = [sample_window(clip, _SHAPE, data, seed) for seed in _SEEDS]
@@ -261,8 +245,7 @@ def test_a_share_of_samples_is_mirrored(clip: Clip, section: _Section) -> None:
         assert [replace(each, is_flipped=False) for each in windows] == plain
 
 
-def test_what_is_random_is_independent(clip: Clip, section: _Section) -> None:
-    """Mirrored samples begin and are cut where others are, on average."""
+def test_what_is_random_is_independent(clip: Clip) -> None:
     data = section(flip=0.5, random_crop=True)
     windows = [sample_window(clip, _SHAPE, data, seed) for seed in _SEEDS]
     for value in ("start", "left"):
@@ -273,16 +256,14 @@ def test_what_is_random_is_independent(clip: Clip, section: _Section) -> None:
         assert means == pytest.approx([8, 8], abs=1.2)
 
 
-def test_an_image_is_one_frame(clip: Clip, section: _Section) -> None:
-    """Whatever the stride."""
+def test_an_image_is_one_frame(clip: Clip) -> None:
     image = replace(clip, kind="image", num_frames=1, timing=None, keyframes=())
     shape = Bucket(num_frames=1, height=16, width=16)
     window = sample_window(image, shape, section(frame_stride=3), 5)
     assert (window.kind, window.start, window.num_frames) == ("image", 0, 1)
 
 
-def test_a_clip_of_one_windows_length_has_only_that(clip: Clip, section: _Section) -> None:
-    """Unless it is cut anywhere: then each epoch wants other pixels."""
+def test_a_clip_of_one_windows_length_has_only_that(clip: Clip) -> None:
     exact = Bucket(num_frames=20, height=16, width=16)
     assert num_starts(clip, exact, 1) == 1
     assert num_starts(clip, _SHAPE, 5) == 5
@@ -296,9 +277,8 @@ def test_a_clip_of_one_windows_length_has_only_that(clip: Clip, section: _Sectio
     [(1, [8]), (2, [0, 16]), (3, [0, 8, 16]), (4, [0, 5, 11, 16]), (5, [0, 4, 8, 12, 16])],
 )
 def test_a_fixed_number_of_windows_is_spread_over_the_clip(
-    clip: Clip, section: _Section, windows: int, expected: list[int]
+    clip: Clip, windows: int, expected: list[int]
 ) -> None:
-    """From its first frame to its last, one in the middle; seeds choose among them evenly."""
     data = section(windows=windows)
     assert list(starts(clip, _SHAPE, data)) == expected
     chosen = Counter(sample_window(clip, _SHAPE, data, seed).start for seed in _SEEDS)
@@ -310,9 +290,8 @@ def test_a_fixed_number_of_windows_is_spread_over_the_clip(
 
 @given(windows=st.integers(1, 40), frames=st.integers(4, 30), stride=st.integers(1, 3))
 def test_windows_are_distinct_and_as_many_as_there_are(
-    clip: Clip, section: _Section, windows: int, frames: int, stride: int
+    clip: Clip, windows: int, frames: int, stride: int
 ) -> None:
-    """A clip that holds fewer gives all it holds, as without a number."""
     frames += 3 * (stride - 1)
     some, all_of_them = section(windows=windows, frame_stride=stride), section(frame_stride=stride)
     longer = replace(clip, num_frames=frames)
@@ -328,10 +307,7 @@ def test_windows_are_distinct_and_as_many_as_there_are(
 
 
 @pytest.mark.parametrize("flip", [0.0, 0.3, 1.0])
-def test_all_windows_are_those_that_samples_have(
-    clip: Clip, section: _Section, flip: float
-) -> None:
-    """No more and no fewer, mirrored ones where there are any."""
+def test_all_windows_are_those_that_samples_have(clip: Clip, flip: float) -> None:
     data = section(windows=3, flip=flip)
     listed = all_windows(clip, _SHAPE, data)
     assert len(listed) == len(set(listed)) == (6 if flip == 0.3 else 3)
@@ -351,10 +327,7 @@ _CLIPS = list(product(_SIZES, _FRAMES))
 
 
 @pytest.mark.parametrize("path", _RECIPES, ids=lambda path: path.stem)
-def test_every_bucket_of_every_stage_gets_clips(
-    path: Path, catalog_of: Callable[..., Catalog]
-) -> None:
-    """And no video is trained as a still picture."""
+def test_every_bucket_of_every_stage_gets_clips(path: Path) -> None:
 
     def of(index: int) -> Callable[[int], Any]:
         return lambda number: _CLIPS[number][0][index]

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.build import catalog_of
 from torch import Tensor
 
 from longtake.config import Bucket, DataSection
 from longtake.data.buckets import sample_window
 from longtake.data.cache import Cache, CacheEntry, ContentHashes, make_folder
-from longtake.data.catalog import Catalog
 from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
 
@@ -31,7 +30,7 @@ def data(tmp_path: Path) -> DataSection:
 
 
 @pytest.fixture
-def window(catalog_of: Callable[..., Catalog], data: DataSection) -> Window:
+def window(data: DataSection) -> Window:
     """A window of four frames from the second on of a clip of eight."""
     return replace(sample_window(catalog_of([1]).clip(0), _SHAPE, data, seed=1), start=1)
 
@@ -61,7 +60,6 @@ _ODD = [0.0, -0.0, 1.0, -2.5, 0.1, float("inf"), float("nan"), 1e-42, 3.4e38]
 def test_what_is_read_is_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, values: list[float], rows: int, is_narrow: bool
 ) -> None:
-    """To the bit: whether it fits bf16, ends in zeros, or has odd numbers and strides."""
     floats = torch.tensor(values[: len(values) // rows * rows]).reshape(rows, -1)
     floats = floats.bfloat16().float() if is_narrow else floats
     written = {
@@ -84,7 +82,6 @@ def test_what_is_read_is_what_was_written(
 def test_embeddings_of_a_bf16_encoder_take_half_and_padding_nothing(
     tmp_path: Path, data: DataSection
 ) -> None:
-    """512 tokens of which 20 are words: what is stored is 20 rows of bf16."""
     entry = _cache(tmp_path, data).prompt("a cat")
     embeds = torch.randn(512, 64)
     embeds[20:] = 0
@@ -95,7 +92,6 @@ def test_embeddings_of_a_bf16_encoder_take_half_and_padding_nothing(
 
 
 def test_a_truncated_entry_is_no_entry(tmp_path: Path, data: DataSection, window: Window) -> None:
-    """At whatever length it was cut; reading it says so, and removes it."""
     entry = _cache(tmp_path, data).latents(window)
     assert not entry.is_whole()
     entry.write({"latents": torch.randn(4, 2, 3, 3)})
@@ -113,7 +109,6 @@ def test_a_truncated_entry_is_no_entry(tmp_path: Path, data: DataSection, window
 def test_a_flipped_bit_is_found_when_it_is_read(
     tmp_path: Path, data: DataSection, window: Window
 ) -> None:
-    """In the numbers or in what describes them."""
     entry = _cache(tmp_path, data).latents(window)
     entry.write({"latents": torch.randn(4, 2, 3, 3)})
     whole = entry.path.read_bytes()
@@ -133,7 +128,6 @@ def test_a_flipped_bit_is_found_when_it_is_read(
 def test_an_entry_that_is_not_there_says_what_it_would_be(
     tmp_path: Path, data: DataSection, window: Window
 ) -> None:
-    """For whoever fills a cache and forgets a part."""
     cache = _cache(tmp_path, data)
     with pytest.raises(ClipError, match=r"does not hold the latents of /clips/1\.mp4 from frame 1"):
         cache.latents(window).read()
@@ -144,7 +138,6 @@ def test_an_entry_that_is_not_there_says_what_it_would_be(
 def test_whatever_decides_the_pixels_decides_the_name(
     tmp_path: Path, data: DataSection, window: Window
 ) -> None:
-    """Clip, frames, crop, mirror, decoder and codec do; where the file lies does not."""
     cache = _cache(tmp_path, data)
     changes: list[dict[str, Any]] = [
         {"identity": "0" * 32},
@@ -174,7 +167,6 @@ def test_whatever_decides_the_pixels_decides_the_name(
 def test_a_pictures_name_is_its_content_and_cut(
     tmp_path: Path, data: DataSection, window: Window
 ) -> None:
-    """Not its clip, nor where it lies; a changed file has another name at once."""
     cache, pose = _cache(tmp_path, data), tmp_path / "pose"
     pose.mkdir()
     for name in ("1", "2", "3"):
@@ -198,7 +190,6 @@ def test_a_pictures_name_is_its_content_and_cut(
 
 
 def test_content_is_hashed_once_for_all_processes(tmp_path: Path) -> None:
-    """As long as size and time stay, another process believes the first; torn lines are ignored."""
     file, folder = tmp_path / "a.png", tmp_path / "hashes"
     file.write_bytes(b"abc")
     first = ContentHashes(folder).of(str(file))
@@ -216,7 +207,6 @@ def test_content_is_hashed_once_for_all_processes(tmp_path: Path) -> None:
 
 
 def test_hashes_that_cannot_be_kept_are_made_again(tmp_path: Path) -> None:
-    """A folder that cannot be written costs time, not the run."""
     (tmp_path / "a.png").write_bytes(b"abc")
     (tmp_path / "file").touch()
     hashes = ContentHashes(tmp_path / "file" / "hashes")
@@ -226,7 +216,6 @@ def test_hashes_that_cannot_be_kept_are_made_again(tmp_path: Path) -> None:
 def test_writers_of_one_entry_do_not_disturb_each_other(
     tmp_path: Path, data: DataSection, window: Window
 ) -> None:
-    """Whoever reads meanwhile sees nothing or the whole; nothing is left aside."""
     cache = _cache(tmp_path, data)
     entry, latents = cache.latents(window), {"latents": torch.randn(4, 8, 32, 32)}
     done = threading.Event()
@@ -251,7 +240,6 @@ def test_writers_of_one_entry_do_not_disturb_each_other(
 def test_what_killed_processes_left_is_tidied_up_when_it_is_old(
     tmp_path: Path, data: DataSection
 ) -> None:
-    """What is young may be somebody's who is writing."""
     cache = _cache(tmp_path, data)
     aside = cache.folder / "aside"
     (aside / "parts").mkdir()
@@ -266,7 +254,6 @@ def test_what_killed_processes_left_is_tidied_up_when_it_is_old(
 def test_a_cache_that_cannot_be_written_says_so(
     tmp_path: Path, data: DataSection, window: Window
 ) -> None:
-    """When it is opened, and when it is written to; nothing half-written is left."""
     (tmp_path / "file").touch()
     blocked = tmp_path / "file" / "cache"
     with pytest.raises(DataError, match=r"cache cannot be written: .*--set data\.cache=FOLDER"):

@@ -106,7 +106,6 @@ def test_all_that_any_step_asks_for_is_there(data: DataSection, tmp_path: Path) 
 
 
 def test_what_is_there_is_not_made_again(data: DataSection, tmp_path: Path) -> None:
-    """Only what was lost is, and what a wider recipe wants more."""
     cache = _cache(data, tmp_path)
     first = _fill(cache, data)
     assert _fill(cache, data).computed == {}
@@ -134,7 +133,6 @@ def test_what_is_there_is_not_made_again(data: DataSection, tmp_path: Path) -> N
 def test_shares_are_disjoint_and_make_the_whole(
     data: DataSection, tmp_path: Path, size: int
 ) -> None:
-    """However many ranks fill it, nothing is made twice, and nothing is left."""
     cache, made = _cache(data, tmp_path), 0
     for rank in range(size):
         made += _fill(cache, data, share=slice(rank, None, size)).computed["latents"]
@@ -143,7 +141,6 @@ def test_shares_are_disjoint_and_make_the_whole(
 
 
 def test_progress_is_told(data: DataSection, tmp_path: Path) -> None:
-    """Of looking, of captions and of clips: it ends with all."""
     cache, told = _cache(data, tmp_path), list[tuple[int, int]]()
 
     def tell(done: int, total: int) -> None:
@@ -173,7 +170,6 @@ def damaged(clips: Path, tmp_path: Path) -> Path:
 def test_a_clip_that_cannot_be_decoded_is_found_out_when_its_turn_comes(
     damaged: Path, tmp_path: Path, world_size: int
 ) -> None:
-    """On one rank and on ranks of one clip each: batches, stand-ins and state are as without."""
     data = _section(damaged)
     cache = _cache(data, tmp_path)
     report = _fill(cache, data)
@@ -204,7 +200,6 @@ def _steps(ranks: list[Loader]) -> Any:
 
 
 def test_a_quarantined_clip_is_not_asked_for(damaged: Path, tmp_path: Path) -> None:
-    """A run that has set it aside does not decode it again."""
     data = _section(damaged, max_quarantined_clips=0)
     (clip,) = (c for c in Catalog.load(damaged / "catalog.parquet").clips() if "2.mp4" in c.path)
     with pytest.raises(DataError, match=r"1 clips could not be decoded for the cache, more than"):
@@ -214,7 +209,6 @@ def test_a_quarantined_clip_is_not_asked_for(damaged: Path, tmp_path: Path) -> N
 
 
 def test_a_cache_that_was_not_filled_is_no_data(data: DataSection, tmp_path: Path) -> None:
-    """Nothing is made up: the clips are set aside, and soon there are too many of them."""
     loader = _loader(data)
     loader.read_from(_cache(data, tmp_path), {})
     with pytest.raises(DataError, match=r"could be decoded. One: .*the cache does not hold"):

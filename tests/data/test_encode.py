@@ -1,15 +1,27 @@
-"""Frames that were written come back; what cannot be written is refused and leaves nothing."""
+"""Videos that are written come back; prepared clips show the same frames at the same times."""
 
+import json
+import os
+import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
+from PIL import Image
+from tests.data.build import pictures_of
 
-from longtake.data.clip import Media
-from longtake.data.decode import probe
-from longtake.data.encode import write_video
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip, Media
+from longtake.data.decode import probe, read_image
+from longtake.data.encode import PrepareReport, Settings, prepare, scaled_size, write_video
+from longtake.data.index import index
 from longtake.errors import DataError
 
 
@@ -20,10 +32,7 @@ def _smooth(num_frames: int = 6, height: int = 32, width: int = 48) -> NDArray[n
     return np.stack([red, green, blue], axis=-1).astype(np.uint8)
 
 
-def test_frames_come_back_nearly_unchanged(
-    tmp_path: Path, pictures_of: Callable[..., NDArray[np.uint8]]
-) -> None:
-    """At crf 0 only the colour conversion costs: four levels at most, 1.5 on average."""
+def test_frames_come_back_nearly_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "clip.mp4"
     frames = _smooth()
     write_video(path, frames, fps=12.5, crf=0)
@@ -35,7 +44,6 @@ def test_frames_come_back_nearly_unchanged(
 
 @pytest.mark.parametrize("fps", [8, 12.5, 30000 / 1001])
 def test_the_frame_rate_is_kept(tmp_path: Path, fps: float) -> None:
-    """Whole, fractional and NTSC rates come back."""
     write_video(tmp_path / "clip.mp4", _smooth(), fps=fps)
     found = probe(Media(str(tmp_path / "clip.mp4")))
     assert found.fps == pytest.approx(fps, rel=1e-4)
@@ -43,7 +51,6 @@ def test_the_frame_rate_is_kept(tmp_path: Path, fps: float) -> None:
 
 
 def test_a_higher_crf_makes_a_smaller_file(tmp_path: Path) -> None:
-    """The rate factor reaches the encoder."""
     noise = np.random.default_rng(0).integers(0, 256, (4, 32, 48, 3), np.uint8)
     write_video(tmp_path / "fine.mp4", noise, fps=8, crf=0)
     write_video(tmp_path / "coarse.mp4", noise, fps=8, crf=40)
@@ -65,14 +72,12 @@ def test_a_higher_crf_makes_a_smaller_file(tmp_path: Path) -> None:
 def test_frames_that_do_not_fit_are_refused(
     tmp_path: Path, frames: NDArray[np.uint8], message: str
 ) -> None:
-    """The message says what came, what was expected, and what to do; no file appears."""
     with pytest.raises(DataError, match=message):
         write_video(tmp_path / "clip.mp4", frames, fps=8)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_writing_leaves_only_the_file(tmp_path: Path) -> None:
-    """The file that is written aside is gone afterwards, and an older video is replaced."""
     path = tmp_path / "clip.mp4"
     write_video(path, _smooth(2), fps=8)
     write_video(path, _smooth(5), fps=8)
@@ -81,7 +86,6 @@ def test_writing_leaves_only_the_file(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Where the file cannot be put in place, the part written aside is removed."""
     path = tmp_path / "clip.mp4"
     path.mkdir()
     with pytest.raises(DataError, match=r"clip\.mp4 cannot be written: Is a directory"):
@@ -92,7 +96,6 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_an_interrupted_write_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever ends it, here Ctrl-C while frames are written, the older video stays alone."""
 
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
@@ -107,13 +110,255 @@ def test_an_interrupted_write_leaves_nothing_behind(
 
 
 def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:
-    """Nothing can lie below a file, not even what is written aside."""
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written: Not a directory"):
         write_video(tmp_path / "file" / "clip.mp4", _smooth(), fps=8)
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
-    """The folder is the caller's to make."""
     with pytest.raises(DataError, match="cannot be written: No such file or directory"):
         write_video(tmp_path / "nowhere" / "clip.mp4", _smooth(), fps=8)
+
+
+_Pictures = Callable[[Clip], NDArray[np.uint8]]
+
+
+def _prepare(
+    folder: Path, settings: Settings
+) -> tuple[PrepareReport, dict[str, tuple[Clip, Clip]]]:
+    """Index a folder, prepare it, and pair every clip with what was made of it, by name."""
+    index([folder], captions=None, out=folder / "catalog.parquet", workers=0)
+    report = prepare(
+        folder / "catalog.parquet", folder.parent / "out", settings=settings, workers=0
+    )
+    before = {clip.identity: clip for clip in Catalog.load(folder / "catalog.parquet").clips()}
+    after = Catalog.load(report.catalog).clips()
+    pairs = ((before[clip.prepared_from], clip) for clip in after)
+    return report, {Path(old.path).name: (old, new) for old, new in pairs}
+
+
+@pytest.fixture(scope="session")
+def pictures() -> _Pictures:
+    """Gives all frames of a clip, [F, H, W, 3], upright."""
+
+    def read(clip: Clip) -> NDArray[np.uint8]:
+        if clip.kind == "image":
+            return read_image(clip.media)[None]
+        return pictures_of(clip.path, clip.rotation, clip.stream_index)
+
+    return read
+
+
+def _resized(frames: NDArray[np.uint8], clip: Clip) -> NDArray[np.uint8]:
+    size = (clip.width, clip.height)
+    pictures = (Image.fromarray(each).resize(size, Image.Resampling.BICUBIC) for each in frames)
+    return np.stack([np.asarray(each) for each in pictures])
+
+
+def _seconds(clip: Clip) -> list[float]:
+    with av.open(clip.path) as container:
+        times = [float(frame.time or 0) for frame in container.decode(video=0)]
+    return [time - times[0] for time in times]
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Path:
+    """a.mp4 and b.mp4 (30 moving frames of 64x96, captioned) and c.png."""
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    y, x = np.mgrid[0:64, 0:96]
+    for phase, name in enumerate("ab"):
+        waves = [127 + 90 * np.sin((x + 2 * y * phase + 3 * t) / 9) for t in range(30)]
+        frames = np.repeat(np.stack(waves)[..., None], 3, -1).astype(np.uint8)
+        write_video(folder / f"{name}.mp4", frames, fps=8)
+        (folder / f"{name}.txt").write_text(f"clip {name}")
+    Image.fromarray(frames[0]).save(folder / "c.png")
+    return folder
+
+
+def test_real_clips_keep_frames_times_and_colours(
+    material: Path, tmp_path: Path, pictures: _Pictures
+) -> None:
+    names = [
+        *("torchcodec/nasa_13013_rotated.mp4", "derived/vfr_bikes_h264.mp4"),
+        *("torchcodec/bt601_full_range.mp4", "torchcodec/testsrc2_odd_width_444.mp4"),
+        *("torchcodec/discard_first_keyframe.mp4", "torchcodec/test_non_zero_start.mp4"),
+        *("decord/video_180.mov", "intel/want.mkv", "torchcodec/sine_stereo_mp2.mpg"),
+    ]
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for name in names:
+        (folder / Path(name).name).symlink_to(material / "videos" / name)
+    report, pairs = _prepare(folder, Settings(sizes=((112, 200),)))
+    assert (report.prepared, report.rejected) == (len(names), [])
+    for name, (old, new) in pairs.items():
+        assert (new.num_frames, new.rotation, new.codec) == (old.num_frames, 0, "h264"), name
+        assert set(new.keyframes) == set(range(0, new.num_frames, 12)), name
+        np.testing.assert_allclose(_seconds(new), _seconds(old), atol=1e-4, err_msg=name)
+        shown = pictures(new).astype(np.float64)
+        difference = shown - _resized(pictures(old), new)
+        assert np.abs(difference.mean((0, 1, 2))).max() < 1.5, name  # no colour cast
+        # A test pattern's thin edges survive neither scaling nor 4:2:0 well; nature does.
+        limit = 20 if re.match("testsrc|bt601|discard", name) else 8
+        assert np.sqrt((difference**2).mean()) < limit, name
+
+
+def test_captions_scores_and_origin_go_along(videos: Path) -> None:
+    _, pairs = _prepare(videos, Settings(sizes=((32, 48),)))
+    path = videos / "catalog.parquet"
+    Catalog.load(path).with_attribute("nouns", np.array([1.0, 2.0, np.nan])).save(path)
+    report = prepare(path, videos.parent / "out", settings=Settings(sizes=((32, 48),)), workers=0)
+    old = {clip.identity: clip for clip in Catalog.load(path).clips()}
+    for clip in Catalog.load(report.catalog).clips():
+        source = old[clip.prepared_from]
+        assert (clip.caption, clip.attributes) == (source.caption, source.attributes)
+        assert clip.identity != source.identity
+    assert (pairs["c.png"][1].kind, pairs["c.png"][1].codec) == ("image", "jpeg")
+    assert report.bytes_after < report.bytes_before
+    assert json.dumps({"catalog": str(report.catalog)})
+
+
+def test_pictures_are_the_same_but_smaller(videos: Path, pictures: _Pictures) -> None:
+    _, pairs = _prepare(videos, Settings(sizes=((32, 48),), crf=6))
+    for old, new in pairs.values():
+        assert (new.height, new.width) == (32, 48)
+        difference = pictures(new).astype(np.float64) - _resized(pictures(old), new)
+        assert np.sqrt((difference**2).mean()) < 3
+
+
+def test_what_is_there_is_not_written_again(videos: Path) -> None:
+    settings = Settings(sizes=((32, 48),))
+    first, pairs = _prepare(videos, settings)
+    stamps = {new.path: os.stat(new.path).st_mtime_ns for _, new in pairs.values()}  # noqa: PTH116
+    victim = Path(pairs["a.mp4"][1].path)
+    content = victim.read_bytes()
+    victim.unlink()
+    left = victim.with_name(f".{victim.stem}.0123abcd.partial.mp4")
+    left.write_bytes(content[:99])  # of a process that was killed
+    second, _ = _prepare(videos, settings)
+    assert not left.exists()
+    assert (first.reused, second.reused, second.prepared) == (0, 2, 3)
+    assert victim.read_bytes() == content
+    changed = [path for path, stamp in stamps.items() if Path(path).stat().st_mtime_ns != stamp]
+    assert changed == [str(victim)]
+    third, _ = _prepare(videos, replace(settings, gop=5))
+    assert third.reused == 0
+
+
+def test_a_damaged_prepared_file_is_written_anew_next_time(videos: Path) -> None:
+    settings = Settings(sizes=((32, 48),))
+    _, pairs = _prepare(videos, settings)
+    victim = Path(pairs["a.mp4"][1].path)
+    victim.write_bytes(victim.read_bytes()[:500])
+    report, _ = _prepare(videos, settings)
+    (rejection,) = report.rejected
+    assert rejection.path == pairs["a.mp4"][0].path
+    assert rejection.reason.startswith("its prepared file: not a readable video")
+    assert _prepare(videos, settings)[0].rejected == []
+
+
+def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path) -> None:
+    """A file that vanished or changed its content since it was indexed is named."""
+    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+    (videos / "a.mp4").unlink()
+    shutil.copyfile(videos / "c.png", videos / "b.mp4")
+    out, settings = videos.parent / "out", Settings(sizes=((32, 48),))
+    report = prepare(videos / "catalog.parquet", out, settings=settings, workers=0)
+    assert report.prepared == 1
+    reasons = {Path(each.path).name: each.reason for each in report.rejected}
+    assert reasons == {"a.mp4": "does not exist", "b.mp4": "is not what was indexed; index again"}
+    (videos / "c.png").unlink()
+    shutil.rmtree(out)
+    with pytest.raises(DataError, match=r"None of 3 clips could be prepared.*\n.*a\.mp4: does not"):
+        prepare(videos / "catalog.parquet", out, settings=settings, workers=0)
+
+
+def test_fps_thins_out_and_never_doubles(videos: Path) -> None:
+    _, pairs = _prepare(videos, Settings(sizes=((32, 48),), fps=3.0))
+    old, new = pairs["a.mp4"]
+    kept = _seconds(new)
+    assert set(np.round(kept, 4)) <= set(np.round(_seconds(old), 4))
+    assert new.num_frames == len({int(second * 3 + 1e-6) for second in _seconds(old)})
+    _, pairs = _prepare(videos, Settings(sizes=((32, 48),), fps=60.0))
+    assert pairs["a.mp4"][1].num_frames == 30
+
+
+@given(st.integers(2, 3000), st.integers(2, 3000), st.integers(1, 512), st.integers(1, 512))
+def test_sizes_cover_evenly_and_never_grow(
+    height: int, width: int, half_height: int, half_width: int
+) -> None:
+    size = (2 * half_height, 2 * half_width)
+    scaled = scaled_size(height, width, [size])
+    for new, old, wanted in zip(scaled, (height, width), size, strict=True):
+        assert new % 2 == 0
+        assert 2 <= new <= old
+        assert new >= min(wanted, old - old % 2)
+    if height >= size[0] and width >= size[1]:
+        assert scaled[0] == size[0] or scaled[1] == size[1]
+
+
+def test_each_clip_covers_the_size_it_is_most_like() -> None:
+    sizes = [(256, 448), (448, 256)]
+    assert scaled_size(720, 1280, sizes) == (256, 456)
+    assert scaled_size(1280, 720, sizes) == (456, 256)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Settings(sizes=()), "expected at least 2x2"),
+        (Settings(sizes=((0, 8),)), "expected at least 2x2"),
+        (Settings(sizes=((8, 8),), gop=0), "gop is 0"),
+        (Settings(sizes=((8, 8),), crf=52), "crf 52"),
+        (Settings(sizes=((8, 8),), fps=0.0), "fps 0.0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    videos: Path, settings: Settings, message: str
+) -> None:
+    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+    with pytest.raises(DataError, match=message):
+        prepare(videos / "catalog.parquet", videos.parent / "out", settings=settings)
+    assert not (videos.parent / "out").exists()
+
+
+def test_the_source_catalog_is_never_overwritten(videos: Path) -> None:
+    """Preparing into the catalog's own folder would replace it; that is refused."""
+    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+    with pytest.raises(DataError, match=r"is the catalog to be prepared\. Name another folder"):
+        prepare(videos / "catalog.parquet", videos, settings=Settings(sizes=((8, 8),)))
+
+
+def test_progress_counts_writing_and_checking(videos: Path) -> None:
+    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+    told: list[tuple[int, int]] = []
+    prepare(
+        videos / "catalog.parquet",
+        videos.parent / "out",
+        settings=Settings(sizes=((32, 48),)),
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(done, 6) for done in range(1, 7)]
+
+
+def test_a_clip_in_a_tar_is_prepared_from_there(videos: Path) -> None:
+    media = Media(str(videos / "joined.tar"), "a.mp4", 100, (videos / "a.mp4").stat().st_size)
+    index([videos / "a.mp4"], captions=None, out=videos / "catalog.parquet", workers=0)
+    (clip,) = Catalog.load(videos / "catalog.parquet").clips()
+    (videos / "joined.tar").write_bytes(b"x" * 100 + (videos / "a.mp4").read_bytes() + b"y" * 100)
+    Catalog.of([replace(clip, media=media)]).save(videos / "joined.parquet")
+    settings = Settings(sizes=((32, 48),))
+    one = prepare(videos / "catalog.parquet", videos / "one", settings=settings).catalog
+    two = prepare(videos / "joined.parquet", videos / "two", settings=settings).catalog
+    assert Catalog.load(one).fingerprint == Catalog.load(two).fingerprint
+
+
+def test_nothing_but_a_catalog_is_overwritten(videos: Path) -> None:
+    """A file of somebody else's under the new catalog's name is left alone."""
+    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+    precious = videos.parent / "out" / "catalog.parquet"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    with pytest.raises(DataError, match="exists and is not a catalog; it was not overwritten"):
+        prepare(videos / "catalog.parquet", precious.parent, settings=Settings(sizes=((8, 8),)))
+    assert precious.read_text() == "precious"

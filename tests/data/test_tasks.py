@@ -60,7 +60,6 @@ def shapes(shapes_catalog: Path) -> Catalog:
 
 
 def test_results_come_with_their_items_numbers(shapes: Catalog) -> None:
-    """However many processes there are, in whatever order they finish."""
     clips = list(shapes.clips())[:6]
     here = list(in_order(run_tasks(MotionScore(), clips, workers=0)))
     found = dict(run_tasks(MotionScore(), iter(clips), workers=2))
@@ -69,14 +68,12 @@ def test_results_come_with_their_items_numbers(shapes: Catalog) -> None:
 
 
 def test_what_a_task_raises_ends_the_work(shapes: Catalog, own: str) -> None:
-    """The error comes from the process as it is; the other items are not waited for."""
     results = run_tasks(OwnScore("own_processes:none", own), shapes.clips(), workers=1)
     with pytest.raises(DataError, match="has no function 'none'"):
         next(results)
 
 
 def test_an_item_that_ends_or_hangs_its_process_is_lost(shapes: Catalog, own: str) -> None:
-    """With how; those before and after it share a process, or get another."""
     clips = sorted(shapes.clips(), key=lambda clip: clip.path)[:5]
     task = OwnScore("own_processes:ends_itself", own, silence_seconds=3)
     first, *lost, last = in_order(run_tasks(task, clips, workers=1))
@@ -107,7 +104,6 @@ class _Counting(Task[int, int]):
 
 
 def test_what_a_task_has_loaded_is_not_sent() -> None:
-    """Its settings are, and each process loads for itself."""
     task = _Counting(3)
     assert task.loaded is open
     assert task.__getstate__() == {"start": 3}
@@ -115,7 +111,6 @@ def test_what_a_task_has_loaded_is_not_sent() -> None:
 
 
 def test_results_are_put_in_order() -> None:
-    """Each is there as soon as those before it are."""
     taken: list[int] = []
 
     def results() -> Generator[tuple[int, str]]:
@@ -130,7 +125,6 @@ def test_results_are_put_in_order() -> None:
 
 
 def test_a_clips_error_is_the_same_in_another_process(shapes: Catalog, tmp_path: Path) -> None:
-    """Path and reason are those that it was made with."""
     clip = shapes.clip(0)
     gone = replace(clip, media=replace(clip.media, path=str(tmp_path / "gone.mp4")))
     (error,) = in_order(run_tasks(MotionScore(), [gone], workers=1))
@@ -155,7 +149,6 @@ def _sizes(batches: ItemBatches[int], count: int, seconds: float) -> list[int]:
 
 
 def test_items_are_taken_as_they_are_needed() -> None:
-    """A million clips are not all in memory."""
     taken: list[int] = []
 
     def items() -> Iterator[int]:
@@ -170,7 +163,6 @@ def test_items_are_taken_as_they_are_needed() -> None:
 
 
 def test_what_comes_back_goes_out_alone_and_is_given_up_in_the_end() -> None:
-    """In a batch of several it is not known which one it was; one that is lost each time is."""
     batches = ItemBatches("abc")
     batches.learn(1e-9)
     first = batches.take()
@@ -184,14 +176,12 @@ def test_what_comes_back_goes_out_alone_and_is_given_up_in_the_end() -> None:
 
 
 def test_another_place_is_refused() -> None:
-    """With what there is."""
     expected = r"--on dask: expected `ray` .* or `ray://HOST:PORT`"
     with pytest.raises(DataError, match=expected), connected("dask"):
         pass
 
 
 def test_without_ray_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an error of the user's, with the command."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(DataError, match=r"pip install 'longtake\[ray\]'"), connected("ray"):
         pass
@@ -218,7 +208,6 @@ def test_a_cluster_that_cannot_be_reached_is_named(
 
 
 def test_versions_that_differ_are_named() -> None:
-    """Only those, with both values, and what to do."""
     here = {"longtake": "0.1.0", "av": "18.1.0", "numpy": "2.4.6"}
     said = version_differences("node7", {"longtake": "0.1.0", "av": "17.0.0"}, here)
     assert said.startswith(
@@ -228,7 +217,6 @@ def test_versions_that_differ_are_named() -> None:
 
 
 def test_a_node_without_longtake_says_so(tmp_path: Path) -> None:
-    """The worker's class brings its own code, so it gets as far as to say what is missing."""
     pickler = pytest.importorskip(
         "ray.cloudpickle", reason="Ray is not installed: pip install 'longtake[ray]'"
     )
@@ -246,7 +234,6 @@ def test_a_node_without_longtake_says_so(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
-    """By a file that was left in it, before anything is written; where it is, all is well."""
     marker = tmp_path / ".sign"
     setup = pickle.dumps(NodeSetup(MotionScore(), [marker], Path.cwd()))
     with pytest.raises(DataError, match=f"{tmp_path} on .* is another folder than where this was"):
@@ -256,7 +243,6 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
 
 
 def test_versions_are_those_that_results_depend_on() -> None:
-    """Of what decodes, scores and encodes; a build for another GPU is no other version."""
     found = package_versions()
     assert found["av"] == version("av")
     assert found["torch"] == version("torch").split("+")[0]

