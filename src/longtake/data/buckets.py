@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ Rows = NDArray[np.uint32]  # of a catalog
 TOO_SHORT = "too short for every bucket"
 ONLY_STILLS = "a video that only buckets of 1 frame could take"
 
+_SIZES = ("num_frames", "width", "height")
 _CHUNK = 2**20
 _MAX_ROWS_ON_HEAP = 2**18  # a megabyte; more are mapped from a file
 
@@ -48,13 +49,15 @@ def sort_into_buckets(
     catalog: Catalog, rows: Rows, shapes: Sequence[Bucket], stride: int, *, stills: bool = False
 ) -> tuple[BucketAssignment, Counter[str]]:
     """Assign every clip to its best bucket, as `choose`; count those that fit none, by reason."""
-    sizes = _Sizes.of(catalog)
+    columns = [catalog.column(name) for name in _SIZES]
     taken: list[list[Rows]] = [[] for _ in shapes]
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]
-        choice = _choose(sizes.at(chunk), shapes, stride, stills)
-        for bucket, mine in enumerate(_grouped(chunk, choice, len(shapes))):
-            taken[bucket].append(mine)
+        choice = _choose([column[chunk] for column in columns], shapes, stride, stills)
+        order = np.argsort(choice.astype(np.int16), kind="stable")
+        ends = np.searchsorted(choice[order], np.arange(len(shapes) + 1))
+        for mine, (begin, end) in zip(taken, pairwise(ends), strict=True):
+            mine.append(chunk[order[begin:end]])
     members = BucketAssignment(tuple(shapes), _stored(taken))
     dropped = len(rows) - len(members)
     has_stills = any(shape.num_frames == 1 for shape in shapes)  # long enough for these are all
@@ -69,39 +72,20 @@ def choose(
     The nearest aspect ratio first (least cropped), then the most frames, then the nearest area.
     With `stills` a bucket of one frame takes videos too, otherwise only clips of one frame.
     """
-    return _choose(_Sizes.of(catalog).at(rows), shapes, stride, stills)
-
-
-class _Sizes(NamedTuple):
-    frames: NDArray[Any]
-    widths: NDArray[Any]
-    heights: NDArray[Any]
-
-    @classmethod
-    def of(cls, catalog: Catalog) -> Self:
-        return cls(*(catalog.column(name) for name in ("num_frames", "width", "height")))
-
-    def at(self, rows: Rows) -> "_Sizes":
-        return _Sizes(*(column[rows].astype(np.int64) for column in self))
+    return _choose([catalog.column(name)[rows] for name in _SIZES], shapes, stride, stills)
 
 
 def _choose(
-    sizes: _Sizes, shapes: Sequence[Bucket], stride: int, stills: bool
+    sizes: Sequence[NDArray[Any]], shapes: Sequence[Bucket], stride: int, stills: bool
 ) -> NDArray[np.int64]:
     # Millions of clips have few different sizes; each is compared with the buckets once.
+    num_frames, widths, heights = (column.astype(np.int64) for column in sizes)
     spans = np.unique([1, 2, *(span(shape, stride) for shape in shapes)])  # 2: it is a video
-    fits = np.searchsorted(spans, sizes.frames, side="right")  # how many spans are short enough
-    key = (fits << 40) | (sizes.widths << 20) | sizes.heights
+    fits = np.searchsorted(spans, num_frames, side="right")  # how many spans are short enough
+    key = (fits << 40) | (widths << 20) | heights
     kinds, which = np.unique(key, return_inverse=True)
     frames, side = np.concatenate([[0], spans])[kinds >> 40], 2**20 - 1
-    different = _Sizes(frames, (kinds >> 20) & side, kinds & side)
-    return _choose_for_sizes(different, shapes, stride, stills)[which]
-
-
-def _choose_for_sizes(
-    sizes: _Sizes, shapes: Sequence[Bucket], stride: int, stills: bool
-) -> NDArray[np.int64]:
-    frames, widths, heights = sizes
+    widths, heights = (kinds >> 20) & side, kinds & side
     best = np.full(len(frames), -1)
     distance = np.full((3, len(frames)), np.inf)
     aspects, areas = np.log(widths / heights), np.log(widths * heights)
@@ -115,13 +99,7 @@ def _choose_for_sizes(
         is_better = fits & _is_less(here, distance)
         best[is_better] = index
         distance[:, is_better] = here[:, is_better]
-    return best
-
-
-def _grouped(rows: Rows, choice: NDArray[np.int64], num_buckets: int) -> list[Rows]:
-    order = np.argsort(choice.astype(np.int16), kind="stable")
-    ends = np.searchsorted(choice[order], np.arange(num_buckets + 1))
-    return [rows[order[start:end]] for start, end in pairwise(ends)]
+    return best[which]
 
 
 def span(shape: Bucket, stride: int) -> int:
@@ -151,9 +129,6 @@ def _stored(taken: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
     return tuple(rows[start:end] for start, end in pairwise(ends))
 
 
-_MIDDLE = 0.5
-
-
 def sample_seed(run_seed: int, stage: str, source: str, epoch: int, clip: Clip) -> int:
     return derive(run_seed, "sample", f"{stage}/{source}", epoch, clip.identity)
 
@@ -162,7 +137,7 @@ def sample_window(clip: Clip, shape: Bucket, data: DataSection, seed: int) -> Wi
     """The window of a sample: where it begins, how it is cut and whether it is mirrored."""
     begins = starts(clip, shape, data)
     start = begins[seed % len(begins)]
-    across, down = (_fraction(seed, axis) if data.random_crop else _MIDDLE for axis in "xy")
+    across, down = (_fraction(seed, axis) if data.random_crop else 0.5 for axis in "xy")
     cut = crop(clip.height, clip.width, shape, across, down)
     is_flipped = data.flip > 0 and _fraction(seed, "flip") < data.flip
     return _window(clip, shape, data, start, cut, is_flipped=is_flipped)

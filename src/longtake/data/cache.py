@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import safetensors
 import torch
@@ -67,12 +67,13 @@ class CacheEntry:
         """Whether the file is there in its whole length; its content is checked by `read`."""
         try:
             with open_regular(self.path) as file:
-                return _header(file) is not None
+                start = file.read(8)
+                header = file.read(min(int.from_bytes(start, "little"), _MOST_HEADER_BYTES))
+                return _parse(start, header, file.seek(0, 2)) is not None
         except OSError:
             return False
 
     def read(self) -> dict[str, Tensor]:
-        """What was written."""
         try:
             data = read_regular(self.path)
         except FileNotFoundError as error:
@@ -141,7 +142,6 @@ class Cache:
         return ContentHashes(self.folder / "hashes")
 
     def latents(self, window: Window) -> CacheEntry:
-        """Where the latents of a window are."""
         facts = (
             *(window.identity, window.kind, window.stream_index, window.rotation),
             *(window.start, window.num_frames, window.stride),
@@ -206,7 +206,6 @@ class CachedSource:
         self.threads.shutdown(wait=True, cancel_futures=True)
 
     def content(self, clip: Clip, window: Window) -> _Content:
-        """Read a sample."""
         cache = self.cache
         entry = cache.latents(window)
         if failure := self._failures.get(entry.key):
@@ -283,7 +282,10 @@ class ContentHashes:
         with self._lock:
             known[path] = stamp, content
             with suppress(OSError):  # then somebody reads it again
-                self._write(path, stamp, content)
+                if not self._mine.exists():
+                    make_writable(self._folder)
+                with self._mine.open("ab") as file:
+                    file.write(json.dumps([path, *stamp, content]).encode() + b"\n")
         return content
 
     def _remembered(self) -> dict[str, tuple[_Stamp, str]]:
@@ -291,19 +293,10 @@ class ContentHashes:
             if self._known is None:
                 self._known = {}
                 for file in sorted(self._folder.glob("*.jsonl")):
-                    self._read(file, self._known)
+                    with suppress(RecordError):
+                        for record in read_records(file, tuple[str, int, int, str]):
+                            self._known[record[0]] = record[1:3], record[3]
             return self._known
-
-    def _read(self, file: Path, known: dict[str, tuple[_Stamp, str]]) -> None:
-        with suppress(RecordError):
-            for path, num_bytes, mtime_ns, content in read_records(file, tuple[str, int, int, str]):
-                known[path] = (num_bytes, mtime_ns), content
-
-    def _write(self, path: str, stamp: _Stamp, content: str) -> None:
-        if not self._mine.exists():
-            make_writable(self._folder)
-        with self._mine.open("ab") as file:
-            file.write(json.dumps([path, *stamp, content]).encode() + b"\n")
 
 
 def make_folder(folder: Path) -> None:
@@ -324,7 +317,6 @@ def make_folder(folder: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> DataError:
-    """The error that says that a cache cannot be written."""
     return DataError(
         f"The cache cannot be written: {path}: {error.strerror or error}. Make room or make it "
         "writable, or choose another folder with --set data.cache=FOLDER."
@@ -397,12 +389,6 @@ def _digest(tensors: Mapping[str, Tensor], shapes: Mapping[str, list[Any]]) -> s
         digest.update(f"{name} {list(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _header(file: BinaryIO) -> dict[str, Any] | None:
-    start = file.read(8)
-    header = file.read(min(int.from_bytes(start, "little"), _MOST_HEADER_BYTES))
-    return _parse(start, header, file.seek(0, 2))
 
 
 def _parse(start: bytes, rest: bytes, num_bytes: int) -> dict[str, Any] | None:

@@ -91,7 +91,6 @@ class CacheReport:
         self.num_bytes += num_bytes
 
     def add(self, other: "CacheReport") -> None:
-        """Add what another process did."""
         self.present.update(other.present)
         self.computed.update(other.computed)
         self.num_bytes += other.num_bytes
@@ -99,7 +98,6 @@ class CacheReport:
         self.incidents += other.incidents
 
     def refuse_too_many(self, allowed: int) -> None:
-        """Raise DataError if more clips failed than are allowed to."""
         clips = {failure.identity: failure for failure in self.failures.values()}
         if len(clips) > allowed:
             last = list(clips.values())[-1]
@@ -111,7 +109,6 @@ class CacheReport:
             )
 
     def facts(self) -> dict[str, Any]:
-        """All of it as JSON."""
         failed = sorted({(each.path, each.reason) for each in self.failures.values()})
         return {
             **{
@@ -205,19 +202,24 @@ def fill_latents(
         DataError: more clips fail than `data.max_quarantined_clips` allows, or the cache cannot be
             written.
     """
-    data, under_way = cache.data, deque[_Job]()
+    data, under_way = cache.data, deque[tuple[Window, list[_Part]]]()
     limit, memory = data.sample_timeout_seconds, data.sample_memory_gib
     with DecodePool(data.workers, limit, memory_gib=memory, heartbeats=heartbeats) as pool:
         for done, each in enumerate(_shuffled(clips)):
             item: CacheItem = each.item() if isinstance(each, _Row) else each
             for window in all_windows(*item, data):
-                under_way.append(_begin(cache, window, pool))
+                parts = [
+                    _Part(name, wanted, pool.submit(wanted))
+                    for name, wanted in _wanted(cache, window).items()
+                    if not _whole(cache, name, wanted)
+                ]
+                under_way.append((window, parts))
             while len(under_way) > 2 * max(data.workers, 1):
-                _finish(cache, under_way.popleft(), encode, report)
+                _finish(cache, *under_way.popleft(), encode, report)
             if progress:
                 progress(done, len(clips))
-        for job in under_way:
-            _finish(cache, job, encode, report)
+        for window, parts in under_way:
+            _finish(cache, window, parts, encode, report)
         report.incidents += pool.incidents()
     if progress:
         progress(len(clips), len(clips))
@@ -243,7 +245,6 @@ class EncodeTask(Task[Sequence[CacheItem | str], CacheReport]):
         return (self.cache.folder / "aside",)
 
     def do(self, item: Sequence[CacheItem | str], progress: Callable[[], object]) -> CacheReport:
-        """Add the entries that are missing."""
         report = CacheReport()
         fill: Callable[..., None] = fill_prompts if isinstance(item[0], str) else fill_latents
         fill(self.cache, item, self._encode, report, lambda done, total: progress())
@@ -298,14 +299,6 @@ class _Part(NamedTuple):
     pixels: Future[NDArray[np.uint8]]
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One window, and what is missing of it and of the pictures that belong to it."""
-
-    window: Window
-    parts: list[_Part]
-
-
 def _rows(plan: Plan) -> Iterator[_Row]:
     """Every clip of a plan in every shape that it is trained in, once."""
     rows: dict[tuple[int, Bucket], list[NDArray[np.uint32]]] = {}
@@ -351,7 +344,6 @@ def _entry(cache: Cache, name: str, wanted: Window | ReferencePicture) -> CacheE
 
 
 def _whole(cache: Cache, name: str, wanted: Window | ReferencePicture) -> CacheEntry | None:
-    """The entry, if it is there."""
     try:
         entry = _entry(cache, name, wanted)
     except ClipError:  # decoding will say what is wrong with the picture
@@ -359,30 +351,21 @@ def _whole(cache: Cache, name: str, wanted: Window | ReferencePicture) -> CacheE
     return entry if entry.is_whole() else None
 
 
-def _begin(cache: Cache, window: Window, pool: DecodePool) -> _Job:
-    """Start to decode what is missing of a window and its pictures."""
-    parts = [
-        _Part(name, wanted, pool.submit(wanted))
-        for name, wanted in _wanted(cache, window).items()
-        if not _whole(cache, name, wanted)
-    ]
-    return _Job(window, parts)
-
-
-def _finish(cache: Cache, job: _Job, encode: EncodePixels, report: CacheReport) -> None:
-    """Encode what was decoded, and note what could not be."""
+def _finish(
+    cache: Cache, window: Window, parts: list[_Part], encode: EncodePixels, report: CacheReport
+) -> None:
     failures = []
-    for name, wanted, pixels in job.parts:
+    for name, wanted, pixels in parts:
         try:
             decoded, entry = pixels.result(), _entry(cache, name, wanted)
         except ClipError as error:
-            why = reference_error(job.window, name, error) if name else error
-            failures.append(CacheFailure(job.window.identity, str(why.path), why.reason))
+            why = reference_error(window, name, error) if name else error
+            failures.append(CacheFailure(window.identity, str(why.path), why.reason))
             continue
         if not entry.is_whole():  # another process may have been faster
             report.wrote(entry, entry.write({"latents": encode(decoded)}))
     if failures:
-        report.failures[cache.latents(job.window).key] = failures[0]
+        report.failures[cache.latents(window).key] = failures[0]
         report.refuse_too_many(cache.data.max_quarantined_clips)
 
 

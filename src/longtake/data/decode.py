@@ -51,7 +51,6 @@ def max_pixels() -> int:
 
 
 def check_pixels(media: Media, width: int, height: int) -> None:
-    """Refuse a picture that is too large to be decoded."""
     if width * height > max_pixels():
         raise ClipError(
             str(media),
@@ -532,7 +531,6 @@ def rotation_of(media: Media, frame: VideoFrame) -> int:
 
 
 def probe_image(media: Media) -> Probe:
-    """Decode the image and return what is in it."""
     identity = content_hash(media)
     pixels, codec, mode = decode_image(media)
     height, width, _ = pixels.shape

@@ -459,7 +459,6 @@ def _transcode_all(
     workers: int | None,
     report: Callable[[int, int], None],
 ) -> dict[str, ClipError]:
-    """Write the missing files; return the errors by identity."""
     missing = [clip for clip in clips if not task.target(clip).exists()]
     if present := len(clips) - len(missing):
         report(present, 2 * len(clips))

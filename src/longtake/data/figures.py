@@ -457,7 +457,6 @@ def _scores(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _crops(plan: Plan, recipe: Recipe, pool: DecodePool) -> Iterator[CropRow]:
-    """Clips of every bucket that is trained in, each bucket of a catalog once."""
     sources = {stream.source for stream in plan.streams()}
     shown: set[tuple[str, Bucket]] = set()
     for stream in plan.streams():
@@ -516,7 +515,6 @@ def _row(
 
 
 def _overview(window: Window) -> Window:
-    """Few small whole frames of the same time."""
     every = max(1, -(-(window.num_frames - 1) // (MAX_FRAMES - 1)))
     height, width = frame_size(window.source_height, window.source_width)
     return replace(

@@ -261,7 +261,6 @@ def probe_all(
 
 
 def _captioned(found: FoundMedia, captions: Path | None) -> tuple[list[Item], list[str]]:
-    """The items with their captions, and the names in the captions that match no item."""
     paths = {str(item.media): Path(str(item.media)) for item in found.items}
     texts, unmatched = read_captions(captions, found.folders, list(paths.values()))
     is_alone = captions is not None and not is_sidecar(captions)

@@ -451,7 +451,6 @@ class Loader:
             prefetch.following = self._skipped.next_kept(prefetch.following + 1)
 
     def _begin(self, step: int, source: SampleSource) -> _PendingBatch:
-        """Start to fetch this rank's share of a batch."""
         planned = self.plan_history.batch(step)
         buffer = source.buffer(planned.bucket, len(self._mine))
         samples: list[_Sample | None] = [None] * len(self._mine)

@@ -69,7 +69,6 @@ class EpochSpan:
         return self.first_epoch + epoch
 
     def batch(self, index: int) -> BatchIndex:
-        """One of the span's batches, by its number."""
         assert self.num_batches is None or index < self.num_batches
         epoch = self.epoch_of(index)
         number = index - self.epoch_start(epoch)

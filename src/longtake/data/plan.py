@@ -214,7 +214,6 @@ def fresh_stage(
     batch_size: int,
     seed: int,
 ) -> StagePlan:
-    """A stage from its first epoch on."""
     weights = stage_weights(stage, catalogs, data)
     streams, dropped = [], {}
     for source in weights:

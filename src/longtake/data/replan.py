@@ -118,7 +118,6 @@ class CatalogDifference:
 
 
 def compare(old: Catalog, new: Catalog) -> CatalogDifference:
-    """How a catalog differs from an older one."""
     added, removed = _without(new, old), _without(old, new)
     both_old = np.flatnonzero(pc.is_in(old.identities, value_set=new.identities).to_numpy(False))
     both_new = np.flatnonzero(pc.is_in(new.identities, value_set=old.identities).to_numpy(False))
@@ -367,7 +366,6 @@ def _begun(progress: _StreamProgress | None) -> tuple[list[OpenEpoch], int]:
 def _filtered(
     catalog: Catalog, members: BucketAssignment, *, keep: pa.Array = None, drop: pa.Array = None
 ) -> BucketAssignment:
-    """The assigned clips that are among `keep`, or that are not among `drop`."""
     rows = []
     for mine in members.rows:
         identities = catalog.identities.take(pa.array(mine))
@@ -479,7 +477,6 @@ def resume(
     seed: int,
     kept: Path | None,
 ) -> PlanHistory:
-    """The plans of a run that resumes at a step, with a new plan if the data changed."""
     changes = _describe(history[-1], catalogs, data, batch_size, kept)
     if changes and data.on_change == "refuse":
         raise DataChangedError(_refusal(changes, step))
@@ -575,7 +572,6 @@ def _describe(
     batch_size: int,
     kept: Path | None,
 ) -> list[str]:
-    """The changes since the newest record, a line each."""
     lines = []
     then = last["catalogs"]
     for source in {**then, **catalogs}:

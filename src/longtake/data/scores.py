@@ -5,9 +5,9 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,6 @@ def nouns(caption: str) -> list[str]:
 def nouns_of_all(
     captions: Sequence[str], *, on: str | None = None, workers: int | None = None
 ) -> Generator[float]:
-    """`num_nouns` of every caption, in their order."""
     chunks = [captions[start : start + _CHUNK] for start in range(0, len(captions), _CHUNK)]
     if len(chunks) < 2 and on is None:
         workers = 0  # starting another process takes longer
@@ -291,7 +290,8 @@ def score(
     name = _checked(by.rpartition(":")[2] if name is None else name)
     if by == "length":
         lengths = [num_words(caption) for caption in catalog.captions()]
-        return _scored(catalog, name, np.array(lengths, dtype=np.float64))
+        values = np.array(lengths, dtype=np.float64)
+        return Scored(catalog.with_attribute(name, values), name, values)
     if own and on is None:
         workers = 0  # a user's function need not work in another process
     facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
@@ -300,14 +300,28 @@ def score(
         path = out.with_name(f".{out.name}.{name}.journal.jsonl")
         journal = Journal(path, _ROW, header=facts)
     known = dict(journal.read()) if journal else {}
+    values, failed = np.full(len(catalog), np.nan), []
+    values[list(known)] = list(known.values())
     rows = [row for row in range(len(catalog)) if row not in known]
-    task = own or MotionScore(Limits(memory_gib))
-    results = _results(catalog, rows, by, task, on, workers)
+    results: Generator[float | ClipError]
+    if by == "nouns":
+        captions = catalog.captions()
+        results = nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
+    else:
+        clips = catalog.clips() if not known else (catalog.clip(row) for row in rows)
+        task = own or MotionScore(Limits(memory_gib))
+        results = in_order(run_tasks(task, clips, on=on, workers=workers))
     with closing(results), journal or nullcontext():
-        values, failed = _collected(
-            catalog, known, zip(rows, results, strict=True), journal, progress
-        )
-    return replace(_scored(catalog, name, values), failed=failed, journal=journal)
+        for done, (row, result) in enumerate(zip(rows, results, strict=True), len(known) + 1):
+            if isinstance(result, ClipError):
+                failed.append(Rejection(catalog.clip(row).path, result.reason))
+            else:
+                values[row] = result
+                if journal:
+                    journal.add((row, result))
+            if progress:
+                progress(done, len(catalog))
+    return Scored(catalog.with_attribute(name, values), name, values, tuple(failed), journal)
 
 
 def _own(by: str) -> OwnScore:
@@ -321,50 +335,6 @@ def _own(by: str) -> OwnScore:
     own = OwnScore(by, str(Path.cwd()))
     _ = own.function  # what is wrong with it is said before any work
     return own
-
-
-def _scored(catalog: Catalog, name: str, values: NDArray[np.float64]) -> Scored:
-    return Scored(catalog.with_attribute(name, values), name, values)
-
-
-def _results(
-    catalog: Catalog,
-    rows: Sequence[int],
-    by: str,
-    task: Task[Clip, float | ClipError],
-    on: str | None,
-    workers: int | None,
-) -> Generator[float | ClipError]:
-    """The scores of some clips, in their order."""
-    if by == "nouns":
-        captions = catalog.captions()
-        yield from nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
-        return
-    is_all = len(rows) == len(catalog)
-    clips = catalog.clips() if is_all else (catalog.clip(row) for row in rows)
-    yield from in_order(run_tasks(task, clips, on=on, workers=workers))
-
-
-def _collected(
-    catalog: Catalog,
-    known: Mapping[int, float],
-    results: Iterable[tuple[int, float | ClipError]],
-    journal: Journal[tuple[int, float]] | None,
-    progress: _Progress | None,
-) -> tuple[NDArray[np.float64], tuple[Rejection, ...]]:
-    """The values [N], NaN where a clip failed, and the failures."""
-    values, failed = np.full(len(catalog), np.nan), []
-    values[list(known)] = list(known.values())
-    for done, (row, result) in enumerate(results, start=len(known) + 1):
-        if isinstance(result, ClipError):
-            failed.append(Rejection(catalog.clip(row).path, result.reason))
-        else:
-            values[row] = result
-            if journal:
-                journal.add((row, result))
-        if progress:
-            progress(done, len(catalog))
-    return values, tuple(failed)
 
 
 def _checked(name: str) -> str:

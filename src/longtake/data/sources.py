@@ -56,7 +56,6 @@ class FoundMedia:
 
 
 def find(sources: Sequence[Path]) -> FoundMedia:
-    """Return all media that the sources name."""
     folders, items, tars = [], [], set()
     passed_over, unreadable = Counter[str](), list[ClipError]()
     for source in sources:
@@ -309,7 +308,6 @@ class _Table:
 
 
 def read_listing(path: Path) -> list[Item]:
-    """The items of a list or a table, in its order."""
     items = _read_list(path) if path.suffix.lower() == ".txt" else _read_table(path)
     missing = [item.media.path for item in items if not is_there(Path(item.media.path))]
     if missing:

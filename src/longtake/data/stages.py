@@ -87,7 +87,6 @@ def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
 
 
 def parse_condition(condition: str) -> tuple[str, str, str]:
-    """Attribute, operator and value."""
     parsed = _CONDITION.fullmatch(condition)
     if parsed is None:
         raise DataError(

@@ -40,7 +40,6 @@ _HDR = pa.array(["pq", "hlg"])
 
 
 def catalog_stats(catalog: Catalog) -> dict[str, Any]:
-    """Count and measure a catalog's clips."""
     table = catalog.table
     kinds = _counted(table["kind"])
     is_video = pc.equal(table["kind"], "video").to_numpy().astype(bool)
@@ -327,7 +326,6 @@ def _bucket(plan: Plan, stream: Stream, assignment: ClipAssignment, index: int) 
 
 
 def _fit(catalog: Catalog, rows: Rows, shape: Bucket) -> dict[str, Any]:
-    """How clips are scaled to cover a bucket and cut to it."""
     if not len(rows):
         return {"share_cut": None, "scale": None, "enlarged": 0, "enlarged_by": None}
     across = shape.width / catalog.column("width")[rows]
@@ -471,7 +469,6 @@ def print_show(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def print_catalog(console: Console, facts: Mapping[str, Any], name: str = "") -> None:
-    """Print what a catalog holds; `name` is what a recipe calls it."""
     called = f"Catalog {name}: {facts['catalog']}" if name else f"Catalog {facts['catalog']}"
     _title(console, called)
     _print(console, f"{_clips_sentence(facts)}\n")
@@ -483,7 +480,6 @@ def print_catalog(console: Console, facts: Mapping[str, Any], name: str = "") ->
 
 
 def print_plan(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what a recipe makes of its catalogs."""
     _title(console, "Plan")
     planned = facts["planned_steps"]
     stages = "the last stage has no end" if planned is None else f"the stages have {planned:,}"
@@ -657,7 +653,6 @@ def _share_cut(share: float | None) -> str:
 
 
 def _drops(entry: Mapping[str, Any]) -> Table:
-    """Which bucket drops how many clips for which reason."""
     table = _table(numbers=("frames", "size", "dropped"))
     for reason in entry["dropped"]:
         table.add_column(escape(reason), justify="right", max_width=18, overflow="fold")

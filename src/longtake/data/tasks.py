@@ -255,7 +255,6 @@ class NodeWorker:
         self._pool = WorkerPool(self._task, 1, cwd=cwd if cwd.is_dir() else None)
 
     def work(self, items: list[Any]) -> _Answers:
-        """Return the results of some items."""
         begun, results = time.perf_counter(), []
         try:
             futures = [self._pool.submit(item) for item in items]
@@ -271,7 +270,6 @@ class NodeWorker:
 
 
 def package_versions() -> dict[str, str]:
-    """Return, by name, what must be the same on every node."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from numpy.typing import NDArray
@@ -164,12 +163,7 @@ class WorkerPool(Generic[Item, Result]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _stop(self, why: Exception) -> None:
@@ -415,7 +409,6 @@ class _Worker:
         return is_late and not self.connection.poll()
 
     def begin(self, job: _Job, silence_seconds: float) -> None:
-        """Let it begin with an item."""
         number = None
         if job.out is not None:
             number = self.buffer = (self.buffer + 1) % len(self._buffers)
