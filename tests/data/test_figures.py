@@ -70,12 +70,17 @@ def test_stages_are_drawn_over_all_clips(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [[], [np.nan] * 3, [2.5], [7.0] * 5, [0.0, 1e9], [0.1, 0.2, np.nan]]
+    "values",
+    [
+        *([], [np.nan] * 3, [2.5], [7.0] * 5, [0.0, 1e9], [0.1, 0.2, np.nan]),
+        *([1e308, -1e308], [5e-324, 0.0], [2.0**53, 2.0**53 + 2]),
+    ],
 )
-def test_any_values_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
+def test_any_values_of_any_name_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
+    """Names are no formulas, and differences may overflow or vanish."""
     path = tmp_path / "score.png"
     all_ = np.array(values, dtype=np.float64)
-    histogram_picture(path, "score", all_, [("all", all_), ("none", all_[:0])])
+    histogram_picture(path, r"$\frac{x$", all_, [(r"$a^{", all_), ("none", all_[:0])])
     assert _pixels(path).shape[1] == 1100
 
 
@@ -132,11 +137,3 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"picture\.png cannot be written: No such file"):
         contact_sheet(missing, [_row([0], 8, 8, 0.0, 0.0, 1.0, 1.0)])
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("values", [[1e308, -1e308], [5e-324, 0.0], [2.0**53, 2.0**53 + 2]])
-def test_any_score_of_any_name_is_drawn(tmp_path: Path, values: list[float]) -> None:
-    path = tmp_path / "histogram.png"
-    numbers = np.array([*values, np.nan])
-    histogram_picture(path, r"$\frac{x$", numbers, [(r"$a^{", numbers[:1])])
-    assert _pixels(path).any()

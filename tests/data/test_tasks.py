@@ -4,9 +4,8 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Generator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,37 +25,19 @@ from longtake.data.tasks import (
     run_tasks,
     version_differences,
 )
-from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
-
-_OWN = """
-import os
-import signal
-import time
-from longtake.errors import DataError
-
-def ends_itself(clip):
-    if clip.path.endswith("00001.mp4"):
-        os._exit(3)
-    if clip.path.endswith("00002.mp4"):
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if clip.path.endswith("00003.mp4"):
-        time.sleep(3600)
-    return os.getpid()
-"""
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> str:
-    """A folder with a module of functions."""
-    (tmp_path / "own_processes.py").write_text(_OWN)
-    return str(tmp_path)
 
 
 @pytest.fixture
 def shapes(shapes_catalog: Path) -> Catalog:
     """64 clips of eight frames."""
     return Catalog.load(shapes_catalog)
+
+
+def test_what_a_task_has_loaded_is_not_sent() -> None:
+    task = OwnScore("json:dumps", "")
+    assert callable(task.function)
+    assert task.__getstate__() == {"by": "json:dumps", "folder": ""}
 
 
 def test_results_come_with_their_items_numbers(shapes: Catalog) -> None:
@@ -67,47 +48,10 @@ def test_results_come_with_their_items_numbers(shapes: Catalog) -> None:
     assert list(in_order(run_tasks(MotionScore(), [], workers=2))) == []
 
 
-def test_what_a_task_raises_ends_the_work(shapes: Catalog, own: str) -> None:
-    results = run_tasks(OwnScore("own_processes:none", own), shapes.clips(), workers=1)
+def test_what_a_task_raises_ends_the_work(shapes: Catalog, tmp_path: Path) -> None:
+    results = run_tasks(OwnScore("json:none", str(tmp_path)), shapes.clips(), workers=1)
     with pytest.raises(DataError, match="has no function 'none'"):
         next(results)
-
-
-def test_an_item_that_ends_or_hangs_its_process_is_lost(shapes: Catalog, own: str) -> None:
-    clips = sorted(shapes.clips(), key=lambda clip: clip.path)[:5]
-    task = OwnScore("own_processes:ends_itself", own, silence_seconds=3)
-    first, *lost, last = in_order(run_tasks(task, clips, workers=1))
-    assert all(isinstance(each, ClipError) for each in lost)
-    exited, crashed, hung = map(str, lost)
-    assert exited == f"{clips[1].path}: the scoring process ended with exit status 3"
-    assert crashed.startswith(f"{clips[2].path}: the scoring process was ended by SIGSEGV; last")
-    assert hung.startswith(f"{clips[3].path}: scoring made no progress for 3 s; last seen in ")
-    assert hung.endswith("in ends_itself")
-    assert isinstance(first, float)
-    assert isinstance(last, float)
-    assert not any(Path(f"/proc/{int(pid)}").exists() for pid in (first, last))
-
-
-@dataclass(frozen=True)
-class _Counting(Task[int, int]):
-    start: int
-
-    @cached_property
-    def loaded(self) -> object:
-        return open  # stands for what cannot be sent
-
-    def do(self, item: int, progress: Callable[[], object]) -> int:
-        return self.start + item
-
-    def lost(self, item: int, reason: str) -> int:
-        return -1
-
-
-def test_what_a_task_has_loaded_is_not_sent() -> None:
-    task = _Counting(3)
-    assert task.loaded is open
-    assert task.__getstate__() == {"start": 3}
-    assert list(in_order(run_tasks(task, range(3), workers=0))) == [3, 4, 5]
 
 
 def test_results_are_put_in_order() -> None:
@@ -148,23 +92,10 @@ def _sizes(batches: ItemBatches[int], count: int, seconds: float) -> list[int]:
     return found
 
 
-def test_items_are_taken_as_they_are_needed() -> None:
-    taken: list[int] = []
-
-    def items() -> Iterator[int]:
-        for number in range(1000):
-            taken.append(number)
-            yield number
-
-    batches = ItemBatches(items())
-    assert batches.ahead(4) == 4
-    assert batches.take()
-    assert len(taken) <= 5
-
-
 def test_what_comes_back_goes_out_alone_and_is_given_up_in_the_end() -> None:
     batches = ItemBatches("abc")
     batches.learn(1e-9)
+    assert batches.ahead(1) == 1  # items are taken as they are needed
     first = batches.take()
     assert first == [(0, "a"), (1, "b")]
     assert batches.put_back(first) == []

@@ -19,7 +19,7 @@ from PIL import Image
 from tests.data.build import catalog_of, pictures_of
 
 from longtake.config import Bucket, DataSection, parse
-from longtake.data.buckets import sample_window
+from longtake.data.buckets import sample_window, window_of
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.decode import Probe, decoded, opened, probe
@@ -28,6 +28,7 @@ from longtake.data.index import index
 from longtake.data.loader import Loader
 from longtake.data.plan import refuse_missing
 from longtake.data.window import (
+    Crop,
     ReferencePicture,
     Window,
     crop,
@@ -41,33 +42,12 @@ from longtake.errors import ClipError, DataError, RecipeError
 _ACCURATE = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 
 
-def _window(media: Media, clip: Probe, start: int, num_frames: int, **changes: Any) -> Window:
-    """Of whole frames in their own size, found by their timestamps, from the last keyframe on."""
-    stride = changes.get("stride", 1)
+def _window(media: Media, probed: Probe, start: int, num_frames: int, stride: int = 1) -> Window:
+    """Of whole frames in their own size."""
+    clip = Clip(media=media, caption="", **vars(probed))
     frames = range(start, start + num_frames * stride, stride)
-    keyframe = max((key for key in clip.keyframes if key <= start), default=None)
-    window = Window(
-        identity=clip.identity,
-        media=media,
-        kind=clip.kind,
-        stream_index=clip.stream_index,
-        rotation=clip.rotation,
-        source_height=clip.height,
-        source_width=clip.width,
-        start=start,
-        num_frames=num_frames,
-        stride=stride,
-        timestamps=tuple(map(clip.timing.of, frames)) if clip.timing else (),
-        seek_to=None if keyframe is None or not clip.timing else clip.timing.of(keyframe),
-        scaled_height=clip.height,
-        scaled_width=clip.width,
-        top=0,
-        left=0,
-        height=clip.height,
-        width=clip.width,
-        is_flipped=False,
-    )
-    return replace(window, **changes)
+    whole = Crop(clip.height, clip.width, 0, 0)
+    return window_of(clip, frames, whole, clip.height, clip.width)
 
 
 def _scaled(window: Window, height: int, width: int) -> Window:
@@ -332,8 +312,7 @@ def test_a_crop_elsewhere_stays_inside(width: int, height: int, across: float, d
 
 
 def test_a_clip_of_its_buckets_size_is_not_touched() -> None:
-    cut = crop(64, 96, _bucket(96, 64, 1))
-    assert (cut.scaled_width, cut.scaled_height, cut.left, cut.top) == (96, 64, 0, 0)
+    assert crop(64, 96, _bucket(96, 64, 1)) == Crop(64, 96, top=0, left=0)
 
 
 _SHAPE = Bucket(num_frames=1, height=24, width=32)
@@ -403,33 +382,23 @@ def test_a_pattern_that_cannot_mean_anything_is_refused(
         parse(values, source="recipe")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("random_crop", [False, True])
+@pytest.mark.parametrize(("random_crop", "workers"), [(True, 0), (False, 2)])
 def test_a_picture_of_the_clips_size_is_cut_as_the_clip(
     path: Path, random_crop: bool, workers: int
 ) -> None:
     data = _section(path, random_crop=random_crop, flip=0.5, workers=workers)
-    loader = Loader(data, batch_size=4, seed=1)
+    plain = data.model_copy(update={"references": {}})
+    loaders = [Loader(each, batch_size=4, seed=1).batches(6) for each in (data, plain)]
     flips = set()
-    for batch in loader.batches(6):
+    for batch, without in zip(*loaders, strict=True):
+        assert (batch.seeds, batch.identities) == (without.seeds, without.identities)
+        np.testing.assert_array_equal(batch.videos, without.videos)
         assert batch.references.keys() == {"pose", "style"}
         assert batch.references["pose"].shape == (4, 3, 1, 24, 32)
         np.testing.assert_array_equal(batch.references["pose"], batch.videos)
         for style in batch.references["style"]:
             flips.add(bytes(style.numpy().tobytes()))
     assert len(flips) == 2  # a picture of another size is cut in the middle, and mirrored
-
-
-def test_references_change_nothing_else(path: Path) -> None:
-    plain = Loader(_section(path, references={}, flip=0.5, random_crop=True), batch_size=4)
-    more = Loader(_section(path, flip=0.5, random_crop=True), batch_size=4)
-    for one, other in zip(plain.batches(5), more.batches(5), strict=True):
-        assert one.references == {}
-        assert (one.seeds, one.identities, one.weights.tolist()) == (
-            (other.seeds, other.identities, other.weights.tolist())
-        )
-        np.testing.assert_array_equal(one.videos, other.videos)
-    assert plain.state_dict() == more.state_dict()
 
 
 def test_a_picture_of_another_size_is_cut_in_the_middle(path: Path, tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ import numpy as np
 import psutil
 import pytest
 from numpy.typing import NDArray
+from tests.data.build import clip
 
 from longtake import stacks
+from longtake.data.buckets import window_of
 from longtake.data.clip import Media
 from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
-from longtake.data.window import Window, read_window
+from longtake.data.window import Crop, Window, read_window
 from longtake.data.workers import WorkerIncident, WorkerPool
 from longtake.errors import ClipError, DataError
 
@@ -32,27 +34,8 @@ T = TypeVar("T")
 
 
 def _window_of(path: Path, num_frames: int = 4, size: int = 32) -> Window:
-    return Window(
-        identity=path.stem,
-        media=Media(str(path)),
-        kind="video",
-        stream_index=0,
-        rotation=0,
-        source_height=32,
-        source_width=48,
-        start=0,
-        num_frames=num_frames,
-        stride=1,
-        timestamps=(),
-        seek_to=None,
-        scaled_height=size,
-        scaled_width=size,
-        top=0,
-        left=0,
-        height=size,
-        width=size,
-        is_flipped=False,
-    )
+    one = clip(0, identity=path.stem, media=Media(str(path)), width=48, height=32)
+    return window_of(one, range(num_frames), Crop(size, size, 0, 0), size, size)
 
 
 @pytest.fixture(scope="module")
@@ -317,12 +300,9 @@ _PROGRAM = """
 import os, sys, time
 from longtake.data.clip import Media
 from longtake.data.decode_worker import DecodePool
-from longtake.data.window import Window
+from longtake.data.window import Crop, ReferencePicture
 
-sizes = dict(scaled_height=32, scaled_width=32, top=0, left=0, height=32, width=32)
-window = Window(identity="x", media=Media(sys.argv[1]), kind="video", stream_index=0, rotation=0,
-                source_height=32, source_width=48, start=0, num_frames=1, stride=1,
-                timestamps=(), seek_to=None, is_flipped=False, **sizes)
+window = ReferencePicture("x", Media(sys.argv[1]), 32, 48, Crop(32, 32, 0, 0), 32, 32, False)
 print("main", os.getpid(), flush=True)
 pool = DecodePool(2, sample_timeout_seconds=2.0)
 futures = [pool.submit(window) for _ in range(2)]
