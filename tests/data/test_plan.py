@@ -1,6 +1,7 @@
 """The plan: from a global step to the clips of its batch, over stages, catalogs and epochs."""
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from tests.data.build import catalog_of, section
 
 from longtake.config import DataSection
 from longtake.data.catalog import Catalog
-from longtake.data.plan import Drift, Plan, begin, drifts, review
+from longtake.data.clip import Media
+from longtake.data.plan import Drift, Plan, begin, drifts, refuse_missing, review
 from longtake.errors import DataError
 
 
@@ -323,3 +325,15 @@ def test_a_stage_of_other_catalogs_is_compared_too() -> None:
     assert (b.stage, b.before, b.after, b.distance) == ("b", 10, 12.5, np.inf)
     assert (c.stage, c.before, c.after) == ("c", 12.5, 20)
     assert c.distance == pytest.approx(7.5 / np.std([10, 10, 10, 20]))
+
+
+def test_files_that_are_gone_are_counted_and_named(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.mp4").touch()
+    clips = catalog_of(range(5), media=lambda n: Media(str(tmp_path / f"{n}.mp4")))
+    assert refuse_missing(clips, allowed=0) == []
+    (tmp_path / "3.mp4").unlink()
+    (said,) = refuse_missing(clips, allowed=1)
+    assert said == f"1 of the catalog's 5 files are gone, such as {tmp_path}/3.mp4"
+    with pytest.raises(DataError, match=r"1 of the catalog's 5 files are gone.*At most 0"):
+        refuse_missing(clips, allowed=0)
