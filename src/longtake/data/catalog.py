@@ -186,11 +186,6 @@ def _is_disordered(table: pa.Table, name: str, limits: NDArray[np.int64] | None)
     return is_wrong
 
 
-def relative(paths: pa.ChunkedArray, folder: str) -> pa.ChunkedArray:
-    below = pc.starts_with(paths, folder)
-    return pc.if_else(below, pc.utf8_slice_codeunits(paths, len(folder)), paths)
-
-
 def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
     for name in names:
         schema = schema.append(pa.field(ATTRIBUTE + name, pa.float64()))
@@ -432,7 +427,9 @@ class Catalog:
     def save(self, path: Path) -> None:
         """Write the catalog as Parquet; raise DataError if it cannot be written."""
         table = pa.concat_tables([self.table, self.set_aside], promote_options="default")
-        paths = relative(table["path"], f"{path.parent.resolve()}/")
+        paths, folder = table["path"], f"{path.parent.resolve()}/"
+        inside = pc.utf8_slice_codeunits(paths, len(folder))
+        paths = pc.if_else(pc.starts_with(paths, folder), inside, paths)
         table = table.set_column(table.column_names.index("path"), "path", paths)
         marks = {VERSION_KEY: str(SCHEMA_VERSION), FINGERPRINT_KEY: self.fingerprint}
         try:

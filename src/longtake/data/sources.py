@@ -14,7 +14,7 @@ import os
 import stat
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path, PurePath
@@ -338,7 +338,12 @@ def _media(listing: Path, name: str) -> Media:
 
 def _read_table(path: Path) -> list[Item]:
     readers = {".csv": _read_csv, ".jsonl": _read_jsonl}
-    table = _read(path, readers.get(path.suffix.lower(), _read_parquet))
+    try:
+        table = readers.get(path.suffix.lower(), _read_parquet)(path)
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, f"it is not UTF-8 text: {error}") from error
+    except (OSError, pa.ArrowException, csv.Error) as error:
+        raise _unreadable(path, getattr(error, "strerror", None) or error) from error
     paths = _texts(path, table, _column(path, table, PATH_COLUMNS))
     if None in paths:
         raise DataError(f"{path}: row {paths.index(None) + 1} has no path. Add it or remove it.")
@@ -361,15 +366,6 @@ def _read_table(path: Path) -> list[Item]:
         )
         for row, (name, text) in enumerate(zip(paths, captions, strict=True))
     ]
-
-
-def _read(path: Path, reader: Callable[[Path], _Table]) -> _Table:
-    try:
-        return reader(path)
-    except UnicodeDecodeError as error:
-        raise _unreadable(path, f"it is not UTF-8 text: {error}") from error
-    except (OSError, pa.ArrowException, csv.Error) as error:
-        raise _unreadable(path, getattr(error, "strerror", None) or error) from error
 
 
 def _read_csv(path: Path) -> _Table:

@@ -358,7 +358,10 @@ class _RayRun(Generic[Item, Result]):
                         actor = self._free.pop()
                         sent = [item for _, item in batch]
                         self._busy[actor.handle.work.remote(sent)] = actor, batch
-                    for ref in self._ready():
+                    refs = [*self._busy, *self._starting]
+                    some = self._ray.wait(refs, timeout=1.0)[0]
+                    ready = some and self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
+                    for ref in ready:
                         if ref in self._starting:
                             self._on_start(ref)
                         else:
@@ -403,13 +406,6 @@ class _RayRun(Generic[Item, Result]):
                 "Start nodes that have some, or say how many are to be asked for: --workers."
             )
 
-    def _ready(self) -> list[Any]:
-        """Return the references that have an answer, within a second."""
-        refs = [*self._busy, *self._starting]
-        if not self._ray.wait(refs, timeout=1.0)[0]:
-            return []
-        return list(self._ray.wait(refs, num_returns=len(refs), timeout=0)[0])
-
     def _on_start(self, ref: Any) -> None:
         actor = self._starting.pop(ref)
         try:
@@ -434,7 +430,14 @@ class _RayRun(Generic[Item, Result]):
             answers: _Answers = self._ray.get(ref)
         except self._losses as error:
             self._end(actor)
-            yield from self._on_loss(batch, batches, _shortened(error))
+            for number, item in batches.put_back(batch):
+                self._lost_in_a_row += 1
+                if self._lost_in_a_row == _MAX_LOST_IN_A_ROW:
+                    raise DataError(
+                        f"Ray workers are lost again and again; the last one: {_shortened(error)} "
+                        "Look at its node. The same command again resumes where this one ended."
+                    ) from error
+                yield number, self._task.lost(item, f"{self._task.doing} it ended the Ray worker")
             return
         self._free.append(actor)
         batches.learn(answers.seconds / len(batch))
@@ -450,18 +453,6 @@ class _RayRun(Generic[Item, Result]):
             raise DataError(f"On {actor.node}: {answers.error}") from answers.error
         if answers.error:
             raise answers.error
-
-    def _on_loss(
-        self, batch: list[tuple[int, Item]], batches: ItemBatches[Item], reason: str
-    ) -> Iterator[tuple[int, Result]]:
-        for number, item in batches.put_back(batch):
-            self._lost_in_a_row += 1
-            if self._lost_in_a_row == _MAX_LOST_IN_A_ROW:
-                raise DataError(
-                    f"Ray workers are lost again and again; the last one: {reason} Look at its "
-                    "node. The same command again resumes where this one ended."
-                )
-            yield number, self._task.lost(item, f"{self._task.doing} it ended the Ray worker")
 
     def _end(self, actor: _Actor) -> None:
         with suppress(Exception):  # whatever has become of it, or of the cluster

@@ -248,7 +248,7 @@ class WorkerPool(Generic[Item, Result]):
         if job is None:
             return
         if kind == "failed":
-            self._fail(job, _Failure(value))
+            self._fail(job, value)
         elif kind == "refused":
             job.fail(value)
         else:
@@ -286,19 +286,24 @@ class WorkerPool(Generic[Item, Result]):
         with self._lock:
             self._incidents.append(WorkerIncident(kind, worker.pid, item, seconds, reason, stack))
         if job:
-            self._fail(job, _Failure(reason, is_of_process=True, where=stack.where))
+            self._fail(job, reason, stack.where)
         if not worker.is_ready:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
                 raise DataError(_cannot_start(self._task, reason, stack))
 
-    def _fail(self, job: "_Job", failure: "_Failure") -> None:
-        job.failures.append(failure)
-        if len(job.failures) < self._attempts:
+    def _fail(self, job: "_Job", reason: str, where: str | None = None) -> None:
+        """`where` its process was when it hung or crashed; None: the item failed by itself."""
+        job.reasons.append(reason)
+        if len(job.reasons) < self._attempts:
             self._put_first(job)
             return
+        reasons = dict.fromkeys(job.reasons)
+        is_twice = where is not None and len(job.reasons) == 2 and len(reasons) == 1
+        seen = f"; last seen in {where}" if where else ""
         try:
-            result = self._task.lost(job.item, _reason(job.failures))
+            reason = f"{'; then '.join(reasons)}{', twice' if is_twice else ''}{seen}"
+            result = self._task.lost(job.item, reason)
         except LongtakeError as error:
             job.fail(error)
         else:
@@ -316,21 +321,12 @@ class WorkerPool(Generic[Item, Result]):
             job.fail(self._end)
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Why an item failed: by itself, or because its process hung or crashed."""
-
-    reason: str
-    is_of_process: bool = False
-    where: str = ""
-
-
 @dataclass(eq=False)
 class _Job:
     item: Any
     out: NDArray[Any] | None
     future: Future[Any]
-    failures: list[_Failure] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)  # why it failed before
 
     def succeed(self, result: Any) -> None:
         with suppress(InvalidStateError):  # its owner may have cancelled it
@@ -460,13 +456,6 @@ def _how_it_ended(status: int | None) -> str:
     name = signal.Signals(-status).name
     hint = " (by hand, or the machine was out of memory)" if name == "SIGKILL" else ""
     return f"was ended by {name}{hint}"
-
-
-def _reason(failures: list[_Failure]) -> str:
-    last, reasons = failures[-1], list(dict.fromkeys(each.reason for each in failures))
-    is_twice = last.is_of_process and len(failures) == 2 and len(reasons) == 1
-    seen = f"; last seen in {last.where}" if last.where else ""
-    return f"{'; then '.join(reasons)}{', twice' if is_twice else ''}{seen}"
 
 
 def _cannot_start(task: Task[Any, Any], reason: str, stack: stacks.StackDump) -> str:
