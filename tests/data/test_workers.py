@@ -415,9 +415,6 @@ def test_what_lost_raises_is_raised(counting: WorkerPool[str, str]) -> None:
     assert counting.submit("one").result(_SECONDS)
 
 
-_SECONDS = 60
-
-
 def test_a_worker_started_by_hand_says_what_it_is() -> None:
     command = [sys.executable, "-m", "longtake.data.decode_worker"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
