@@ -194,7 +194,7 @@ def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> list[
         for name in batch[0].conditioning
     }
     sigmas = torch.full((len(batch),), sigma, device=device)
-    told = training_conditioning(parts, sampler.recipe, conditioning)
-    examples = FlowBatch(latents, noise, sigmas, told)
+    inputs = training_conditioning(parts, sampler.recipe, conditioning)
+    examples = FlowBatch(latents, noise, sigmas, inputs)
     losses: list[float] = flow_losses(parts, examples, sampler.precision, device).tolist()
     return losses
