@@ -1,4 +1,4 @@
-"""Fixtures that more than one room's tests need."""
+"""Fixtures that tests of more than one package need."""
 
 import importlib.util
 import json
@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 from tests.cluster import hosts
 
+import longtake
 from longtake import config, process
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
@@ -37,11 +38,17 @@ _MATERIAL_VARIABLE = "LONGTAKE_TEST_MATERIAL"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse skips that are not listed; give processes that tests start the usual Ctrl-C.
+    """Refuse another checkout's code and skips that are not listed; restore the usual Ctrl-C.
 
     nohup, and shells that start pytest in the background, have it ignore SIGINT, and an ignored
     signal stays so in every process that is started.
     """
+    imported = Path(longtake.__file__).resolve().parent
+    if imported != _ROOT / "src" / "longtake":
+        raise pytest.UsageError(
+            f"These tests are of {_ROOT}, and Python imports longtake from {imported}. Make a "
+            f"virtual environment in {_ROOT} (make check), or set PYTHONPATH={_ROOT / 'src'}."
+        )
     config.pluginmanager.register(_beside("allowed_skips"))
     config.pluginmanager.register(_beside("core_seconds").CoreSeconds())
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

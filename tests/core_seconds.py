@@ -33,7 +33,7 @@ class CoreSeconds:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add what a test has taken to its folder's."""
         if report.when == "teardown":
-            folder, _, rest = report.nodeid.removeprefix("tests/").partition("/")
+            folder, _, rest = report.location[0].removeprefix("tests/").partition("/")
             folder = folder if rest else "modules"
             self._by_folder[folder] += sum(
                 float(str(value)) for name, value in report.user_properties if name == _PROPERTY

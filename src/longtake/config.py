@@ -693,7 +693,7 @@ class EvaluationSection(_Section):
 
 
 class TrackingSection(_Section):
-    """Where metrics, events and evaluations are mirrored to."""
+    """Which trackers are sent metrics, events and evaluations."""
 
     tensorboard: bool = True
     wandb: Literal["off", "offline", "online"] = "off"

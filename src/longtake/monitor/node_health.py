@@ -245,7 +245,12 @@ _COUNTS = {
 
 
 class HealthRules:
-    """Remembers what one sample cannot tell: how it was, and for how long."""
+    """Remembers what one sample cannot tell: how it was, and for how long.
+
+    To add a check: a probe in `longtake.health` that explains its numbers, among the probes of
+    `NodeHealth` and in `_EXPLAINED`, and a condition in `_bad_now`. The event `degraded` names it;
+    `recovered` follows when nothing of the node is wrong any more.
+    """
 
     def __init__(self) -> None:
         self._before: Numbers = {}

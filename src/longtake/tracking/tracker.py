@@ -24,15 +24,15 @@ class TrackerRow(NamedTuple):
 
     class_name: str  # in longtake.tracking.<key>; made with the run and the recipe's section
     title: str
-    package: str  # that it imports
-    requirement: str  # that pip installs
+    package: str | None  # that it imports; None: none
+    requirement: str = ""  # that pip installs
 
 
 TRACKERS: Final = {
     "tensorboard": TrackerRow("TensorBoard", "TensorBoard", "tensorboard", "tensorboard"),
     "wandb": TrackerRow("Wandb", "W&B", "wandb", "longtake[wandb]"),
 }
-"""By their keys in the recipe's `tracking`, where false and "off" switch one off."""
+"""By their keys in the recipe's `tracking`, where false, "off" and no value switch one off."""
 
 
 class MediaFile(NamedTuple):
@@ -44,7 +44,10 @@ class MediaFile(NamedTuple):
 
 @dataclass(frozen=True)
 class TrackedRecord:
-    """What a tracker is sent: a line of metrics.jsonl, an event, or a checkpoint's evaluation."""
+    """What a tracker is sent of a line of metrics.jsonl, an event, or a checkpoint's evaluation.
+
+    `scalars` has the finite numbers, with names such as `train/loss` and `train/grad_norm/blocks`.
+    """
 
     kind: Literal["train", "events", "eval"]
     step: int
@@ -64,11 +67,12 @@ class Tracker(Protocol):
     def open(self, first: int) -> int:
         """Begin to write.
 
-        A process that was killed may have written records from `first` on. `write` gets them
-        again.
+        A process that was killed may have written records from `first` on, and `write` gets them
+        again: a tracker that counts what it has written returns the number after the last; one
+        that does not returns `first`, and its `write` recognises what is there.
 
         Returns:
-            The number of the next record: `first`, or more where there are such.
+            The number of the next record, at least `first`.
         """
 
     def write(self, number: int, record: TrackedRecord) -> bool:
@@ -86,7 +90,7 @@ class Tracker(Protocol):
 
 
 def wanted_trackers(section: TrackingSection) -> list[str]:
-    return [key for key in TRACKERS if getattr(section, key) not in (False, "off")]
+    return [key for key in TRACKERS if getattr(section, key) not in (None, False, "off")]
 
 
 def make_trackers(run: RunDirectory, section: TrackingSection) -> dict[str, Tracker]:
@@ -106,7 +110,7 @@ def refuse_missing_packages(section: TrackingSection) -> None:
     """
     for key in wanted_trackers(section):
         row, value = TRACKERS[key], getattr(section, key)
-        if find_spec(row.package) is None:
+        if row.package is not None and find_spec(row.package) is None:
             off = "off" if isinstance(value, str) else "false"
             raise RecipeError(
                 f"tracking.{key} = {json.dumps(value)}, and {row.title} is not installed. Install "
