@@ -186,6 +186,7 @@ def test_a_line_that_is_no_record_is_left_out_and_counted(tmp_path: Path, line: 
         b'{"step": 1, "loss": 1}\n' + line + b'\n{"step": 2, "loss": 0.5, "b": [0]}\n\n{"step": 3'
     )
     rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5, "b": [0]}]
+    skipped_lines()  # those that other tests of this process read
     assert read_records(path, Row) == rows
     assert skipped_lines() == [f"{path}: 1 line is no record and was left out."]
     assert skipped_lines() == []
