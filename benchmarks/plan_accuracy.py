@@ -46,7 +46,6 @@ _FLUX = """
 out = "unused"
 data.catalog = "unused"
 data.buckets = [{ num_frames = 1, height = 128, width = 128 }]
-data.references = { reference = "{stem}.png", pose = "{stem}.png" }
 training = { steps = 1, global_batch_size = 2, device = "cpu" }
 [model.config]
 num_layers = 2
@@ -121,6 +120,9 @@ class Case:
             "global_batch_size": self.num_micro_batches * micro,
         }
         is_added = self.trainable == "module"
+        if self.family == "flux_kontext":
+            names = ["reference", "pose"] if is_added else ["reference"]
+            values["data"]["references"] = dict.fromkeys(names, "{stem}.png")
         values["trainable"] = (
             {"module": _MODULES[self.family]} if is_added else {"kind": self.trainable, "rank": 8}
         )

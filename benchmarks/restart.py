@@ -125,12 +125,12 @@ def _recover(observer: RunObserver, kill: Callable[[], None]) -> dict[str, float
     else:
         raise observer.failed("ended without having resumed")
     taken = time.monotonic() - killed
-    started = [event for event in observer.events() if event["event"] == "started"][-1]
+    started = [event for event in observer.events() if event["event"] == "startup_timing"][-1]
     return {"before": taken - started["total"], **started["seconds"], "all": taken}
 
 
 def _num_starts(observer: RunObserver) -> int:
-    return sum(event["event"] == "started" for event in observer.events())
+    return sum(event["event"] == "startup_timing" for event in observer.events())
 
 
 def _report(measured: Sequence[Mapping[str, float]], nodes: int) -> list[str]:
