@@ -27,10 +27,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from longtake import fsio, process
 from longtake.errors import RecipeError
 from longtake.formatting import nearest
-from longtake.fsio import read_regular
-from longtake.process import command
 
 
 def _at_home(path: Path) -> Path:
@@ -870,10 +869,12 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        text = read_regular(path, _MAX_RECIPE_BYTES).removeprefix(codecs.BOM_UTF8)
+        text = fsio.read_regular(path, _MAX_RECIPE_BYTES).removeprefix(codecs.BOM_UTF8)
         return tomllib.loads(text.decode())
     except FileNotFoundError:
-        raise RecipeError(f"There is no recipe {path}. `{command()} init` writes one.") from None
+        raise RecipeError(
+            f"There is no recipe {path}. `{process.command()} init` writes one."
+        ) from None
     except OSError as error:
         raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
     except RecursionError as error:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw, ImageFont
 
-from longtake.errors import RunError
-from longtake.fsio import atomic_write
+from longtake import errors, fsio
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -181,13 +180,13 @@ def save_picture(picture: "Image.Image | Figure", path: Path) -> None:
         RunError: it cannot be written.
     """
     try:
-        with atomic_write(path) as aside:
+        with fsio.atomic_write(path) as aside:
             if isinstance(picture, Image.Image):
                 picture.save(aside, format="PNG")
             else:
                 picture.savefig(aside, format="png")
     except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise errors.RunError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def _draw_lines(

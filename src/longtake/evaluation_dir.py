@@ -24,21 +24,7 @@ from typing import Annotated, Any, Final, Literal, NotRequired
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from longtake.errors import RecordError
-from longtake.fsio import (
-    Count,
-    FileName,
-    Finite,
-    Time,
-    append_json,
-    atomic_write,
-    is_linked,
-    now,
-    partial_path,
-    read_record,
-    read_records,
-    with_other_fields,
-)
+from longtake import errors, fsio
 from longtake.run_dir import EVENT, RunDirectory
 
 _MOST_NEEDS = 10_000
@@ -60,7 +46,7 @@ ServerEventKind = Literal[
 class VideoScores(TypedDict):
     """One video of a result."""
 
-    file: FileName
+    file: fsio.FileName
     """Its name, beside scores.json."""
     prompt: str
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -77,17 +63,17 @@ class Alarm(TypedDict):
     """Such as: brightness of low4s rose 4 checkpoints in a row, +9 %."""
 
 
-@with_other_fields
+@fsio.with_other_fields
 class Scores(TypedDict):
     """scores.json: what was sampled from a checkpoint, and what was measured of it."""
 
     preset: str
-    step: Count
-    key: FileName
+    step: fsio.Count
+    key: fsio.FileName
     """What tells the weights from others of the same step: see `checkpoint_key`."""
     weights: str
     """Which were sampled: `model`, or `ema/` and the name of a profile."""
-    time: Time
+    time: fsio.Time
     server: str
     """Its name below evaluations/servers/."""
     settings: dict[str, Any]
@@ -98,11 +84,11 @@ class Scores(TypedDict):
     held_out: NotRequired[dict[str, float]]
     """The flow-matching loss on clips that are not trained on: by sigma, and their `mean`."""
     alarms: list[Alarm]
-    seconds: dict[str, Finite]
+    seconds: dict[str, fsio.Finite]
     """What took how long: wait load first_video sample measure write ..."""
 
 
-@with_other_fields
+@fsio.with_other_fields
 class _Settings(TypedDict):
     fps: Annotated[float, Field(gt=0, le=1000)]
     references: NotRequired[dict[str, list[str]]]
@@ -125,15 +111,15 @@ SCORES: Final[TypeAdapter[Scores]] = TypeAdapter(Annotated[Scores, AfterValidato
 """scores.json."""
 
 
-@with_other_fields
+@fsio.with_other_fields
 class ServerHeartbeat(TypedDict):
     """heartbeat.json of an evaluation server."""
 
     server: str
-    time: Time
-    needs: Annotated[list[Count], Field(max_length=_MOST_NEEDS)]
+    time: fsio.Time
+    needs: Annotated[list[fsio.Count], Field(max_length=_MOST_NEEDS)]
     """Steps whose checkpoints must not be deleted."""
-    beat: NotRequired[Count]
+    beat: NotRequired[fsio.Count]
     doing: NotRequired[dict[str, Any] | None]
     ended: NotRequired[str | None]
     """When the server ended; None: it has not."""
@@ -178,8 +164,8 @@ class EvaluationDirectory:
         None if there is no whole result: no scores.json, or one that is no record of this result.
         """
         try:
-            found = read_record(self.result_path(preset, step) / "scores.json", SCORES)
-        except RecordError:
+            found = fsio.read_record(self.result_path(preset, step) / "scores.json", SCORES)
+        except errors.RecordError:
             return None
         is_it = found is not None and (found["preset"], found["step"]) == (preset, step)
         return found if is_it else None
@@ -211,25 +197,30 @@ class ServerDirectory:
     def append_event(self, kind: ServerEventKind, /, **fields: Any) -> None:
         """Append one line to events.jsonl; OSError: it cannot be written."""
         self.path.mkdir(parents=True, exist_ok=True)
-        append_json(self.events_path, {"time": now(), "event": kind, "server": self.name, **fields})
+        fsio.append_json(
+            self.events_path, {"time": fsio.now(), "event": kind, "server": self.name, **fields}
+        )
 
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
         """Replace heartbeat.json, which need not outlive a power cut; OSError: it cannot be."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.heartbeat_path) as aside, aside.open("x", encoding="utf-8") as file:
+        with (
+            fsio.atomic_write(self.heartbeat_path) as aside,
+            aside.open("x", encoding="utf-8") as file,
+        ):
             file.write(json.dumps(record, indent=2) + "\n")
 
     def read_heartbeat(self) -> ServerHeartbeat | None:
         """heartbeat.json; None if there is none, or it cannot be read."""
         for _ in range(_READS):
-            with suppress(RecordError):
-                return read_record(self.heartbeat_path, ServerHeartbeat)
+            with suppress(errors.RecordError):
+                return fsio.read_record(self.heartbeat_path, ServerHeartbeat)
         return None
 
     def remove_heartbeat(self) -> None:
         """Remove the heartbeat of a server that is dead; a link is not followed."""
-        for path in (self.heartbeat_path, partial_path(self.heartbeat_path)):
-            if not is_linked(path, self.run.path):
+        for path in (self.heartbeat_path, fsio.partial_path(self.heartbeat_path)):
+            if not fsio.is_linked(path, self.run.path):
                 with suppress(OSError):
                     path.unlink()
 
@@ -252,4 +243,4 @@ def cursor_path(run: RunDirectory, tracker: str) -> Path:
 
 
 def server_events(run: RunDirectory) -> Iterator[list[dict[str, Any]]]:
-    return (read_records(server.events_path, EVENT) for server in all_servers(run))
+    return (fsio.read_records(server.events_path, EVENT) for server in all_servers(run))

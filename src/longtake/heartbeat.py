@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from longtake.errors import LongtakeError, RunError
-from longtake.process import age_seconds, start_ticks
+from longtake import errors, process
 
 Role = Literal["rank", "decode"]
 Phase = Literal[
@@ -131,7 +130,7 @@ class Heartbeat:
 
     @property
     def is_alive(self) -> bool:
-        return start_ticks(self.pid) == self.started
+        return process.start_ticks(self.pid) == self.started
 
     def as_dict(self) -> dict[str, Any]:
         """All but the timings, as JSON values."""
@@ -165,7 +164,7 @@ class HeartbeatWriter:
         self._launch_ns: dict[Phase, int] = {}
         self._page = HeartbeatPage.from_buffer(mmap.mmap(-1, _SIZE))
         page = self._page
-        page.magic, page.pid, page.started = _MAGIC, pid, start_ticks(pid) or 0
+        page.magic, page.pid, page.started = _MAGIC, pid, process.start_ticks(pid) or 0
         page.role, page.rank, page.local_rank = ROLES.index(role), rank, local_rank
         page.world_size, page.since_ns = world_size, time.monotonic_ns()
         page.is_settled = role != "rank"
@@ -226,7 +225,7 @@ class HeartbeatWriter:
             self._add_duration(phase, int(seconds * 1e9))
 
     def count_from_process_start(self) -> None:
-        age = int(age_seconds(self._page.pid) * 1e9)
+        age = int(process.age_seconds(self._page.pid) * 1e9)
         self._launch_ns["start"] = age - (time.monotonic_ns() - self._page.since_ns)
 
     def launch_seconds(self) -> dict[Phase, float]:
@@ -262,7 +261,7 @@ class HeartbeatWriter:
 
     def _share(self) -> None:
         for _ in range(2):  # the watcher of an ended run may remove the empty folder meanwhile
-            with suppress(OSError, RunError):
+            with suppress(OSError, errors.RunError):
                 self._page = HeartbeatPage.from_buffer(_shared(self.path, bytes(self._page)))
                 break
 
@@ -320,7 +319,7 @@ def heartbeat_session(writer: HeartbeatWriter) -> Iterator[HeartbeatWriter]:
     try:
         yield writer
         writer.close()
-    except (LongtakeError, KeyboardInterrupt, SystemExit):
+    except (errors.LongtakeError, KeyboardInterrupt, SystemExit):
         writer.close()
         raise
     finally:
@@ -444,7 +443,7 @@ def make_private_dir(folder: Path) -> None:
             each.mkdir(mode=0o700)
         found = each.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise RunError(
+            raise errors.RunError(
                 f"{each} belongs to user {found.st_uid}, expected a folder of user {os.getuid()}. "
                 "The run's processes cannot be watched through it. Ask that user or an "
                 "administrator to remove it, or train without: --set watch.enabled=false"

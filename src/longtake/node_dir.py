@@ -29,23 +29,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from longtake.errors import RecordError
-from longtake.evaluation_dir import server_events
-from longtake.fsio import (
-    Count,
-    FileName,
-    Finite,
-    Time,
-    append_json,
-    atomic_write,
-    now,
-    read_last_record,
-    read_record,
-    read_records,
-    with_other_fields,
-    write_text,
-)
-from longtake.lease import is_alive, newest
+from longtake import errors, evaluation_dir, fsio, lease
 from longtake.run_dir import EVENT, Metrics, RunDirectory, last_ending
 
 NodeEventKind = Literal[
@@ -69,28 +53,28 @@ FLIGHT_FILE_PREFIX = "fr_dump_rank_"
 """The file that it writes then; the rank follows."""
 
 
-@with_other_fields
+@fsio.with_other_fields
 class _RankEntry(TypedDict):
-    rank: Count
-    world_size: Count
+    rank: fsio.Count
+    world_size: fsio.Count
     launch: str
-    pid: Count
-    step: Count
+    pid: fsio.Count
+    step: fsio.Count
     phase: str
 
 
-@with_other_fields
+@fsio.with_other_fields
 class _NodeHeartbeat(TypedDict):
     """What is used of nodes/<host>/heartbeat.json."""
 
-    pid: NotRequired[Count]
-    beat: NotRequired[Count]
+    pid: NotRequired[fsio.Count]
+    beat: NotRequired[fsio.Count]
     launch: NotRequired[str]
     ranks: NotRequired[list[_RankEntry]]
     addresses: NotRequired[list[str]]
     health: NotRequired[dict[str, Any]]
-    monotonic: NotRequired[Finite]
-    wall: NotRequired[Finite]
+    monotonic: NotRequired[fsio.Finite]
+    wall: NotRequired[fsio.Finite]
 
 
 class _Frame(TypedDict):
@@ -99,7 +83,7 @@ class _Frame(TypedDict):
     line: int
 
 
-@with_other_fields
+@fsio.with_other_fields
 class _Thread(TypedDict):
     name: str
     frames: list[_Frame]
@@ -113,7 +97,7 @@ def _are_threads(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return threads
 
 
-@with_other_fields
+@fsio.with_other_fields
 class ProcessDump(TypedDict):
     """One process at one moment."""
 
@@ -159,27 +143,27 @@ class NodeDump(TypedDict):
     """`Heartbeat.as_dict` of processes that died."""
 
 
-@with_other_fields
+@fsio.with_other_fields
 class StalledProcess(TypedDict):
     """`Heartbeat.as_dict` of the process that raised an alarm, its host, and its limit."""
 
     role: Literal["rank", "decode"]
-    pid: Count
-    rank: Count
+    pid: fsio.Count
+    rank: fsio.Count
     launch: Annotated[str, Field(max_length=64)]
-    step: Count
+    step: fsio.Count
     phase: Annotated[str, Field(max_length=64)]
-    seconds: Finite
-    host: FileName
-    limit: Finite
+    seconds: fsio.Finite
+    host: fsio.FileName
+    limit: fsio.Finite
 
 
 class DumpRequest(TypedDict):
     """requests/<token>.json: a request for dumps of all nodes."""
 
     token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]
-    time: Time
-    by: FileName
+    time: fsio.Time
+    by: fsio.FileName
     """The host."""
     reason: Literal["stall", "asked"]
     rounds: Annotated[int, Field(ge=1, le=100)]
@@ -230,32 +214,37 @@ class NodeDirectory:
 
     def append_event(self, kind: NodeEventKind, /, **fields: Any) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        append_json(self.events_path, {"time": now(), "event": kind, "host": self.host, **fields})
+        fsio.append_json(
+            self.events_path, {"time": fsio.now(), "event": kind, "host": self.host, **fields}
+        )
 
     def events(self) -> list[dict[str, Any]]:
-        return read_records(self.events_path, EVENT)
+        return fsio.read_records(self.events_path, EVENT)
 
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.heartbeat_path) as aside, aside.open("x", encoding="utf-8") as file:
+        with (
+            fsio.atomic_write(self.heartbeat_path) as aside,
+            aside.open("x", encoding="utf-8") as file,
+        ):
             json.dump(record, file)
 
     def read_heartbeat(self) -> dict[str, Any]:
-        with suppress(RecordError):
-            return dict(read_record(self.heartbeat_path, _NodeHeartbeat) or {})
+        with suppress(errors.RecordError):
+            return dict(fsio.read_record(self.heartbeat_path, _NodeHeartbeat) or {})
         return {}
 
     def write_dump(self, dump: NodeDump) -> Path:
         """Write an answer to a request; returns where it lies."""
         path = self.dump_path(dump["token"])
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(dump, separators=(",", ":")) + "\n")
+        fsio.write_text(path, json.dumps(dump, separators=(",", ":")) + "\n")
         return path
 
 
 def read_dump(path: Path) -> NodeDump | None:
-    with suppress(RecordError):
-        return read_record(path, NodeDump)
+    with suppress(errors.RecordError):
+        return fsio.read_record(path, NodeDump)
     return None
 
 
@@ -299,7 +288,11 @@ def diagnosis_path(run: RunDirectory, token: str) -> Path:
 
 
 def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
-    found = [run.events(), *(node.events() for node in all_nodes(run)), *server_events(run)]
+    found = [
+        run.events(),
+        *(node.events() for node in all_nodes(run)),
+        *evaluation_dir.server_events(run),
+    ]
     return merge(*found, key=lambda event: str(event["time"]))
 
 
@@ -327,14 +320,14 @@ def state(run: RunDirectory) -> RunState:
     machine it is taken for alive while the run's files are younger than the lease promises, so a
     clock that differs by a minute makes a difference.
     """
-    holder, silent = newest(run.lease_path), _silent_seconds(run)
+    holder, silent = lease.newest(run.lease_path), _silent_seconds(run)
     is_fresh = silent is not None and silent <= (holder["seconds"] if holder else _FRESH_SECONDS)
     if holder is None:  # a mirror, or a run that nobody has begun to train
         ended = _how_it_ended(run)
         return RunState("running" if ended == "dead" and is_fresh else ended, None, silent)
     if holder["ended"] is not None:
         return RunState(_how_it_ended(run), holder, silent)
-    alive = is_alive(holder)
+    alive = lease.is_alive(holder)
     if not (is_fresh if alive is None else alive):
         return RunState("dead", holder, silent)
     return RunState("stalled" if _is_stalled(run, holder) else "running", holder, silent)
@@ -368,7 +361,7 @@ def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:
             stall = None
     if stall is None:
         return False
-    last = read_last_record(run.metrics_path, Metrics)
+    last = fsio.read_last_record(run.metrics_path, Metrics)
     return last is None or bool(last["step"] <= (stall.get("step") or 0))
 
 

@@ -38,27 +38,7 @@ from typing import Annotated, Any, Final, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from longtake import __version__, config
-from longtake.config import Recipe
-from longtake.errors import RecipeChangedError, RecordError, RunError
-from longtake.fsio import (
-    Count,
-    Finite,
-    NumberOrText,
-    Span,
-    Time,
-    Timestamp,
-    append_json,
-    by_field,
-    format_number,
-    make_writable,
-    now,
-    read_records,
-    require_record,
-    with_other_fields,
-    write_json,
-    write_text,
-)
+from longtake import __version__, config, errors, fsio
 from longtake.process import command, host_identity
 
 LAUNCH_VARIABLE = "LONGTAKE_LAUNCH"
@@ -94,7 +74,7 @@ BEGINNINGS: Final = ("launched", "resumed")
 ENDINGS: Final[tuple[RunEnding, ...]] = ("finished", "interrupted", "diverged")
 
 
-@with_other_fields
+@fsio.with_other_fields
 class Metrics(TypedDict):
     """One line of metrics.jsonl.
 
@@ -102,36 +82,38 @@ class Metrics(TypedDict):
     of this step and of later ones was abandoned.
     """
 
-    step: Count
-    epoch: Count
-    loss: Finite | None
+    step: fsio.Count
+    epoch: fsio.Count
+    loss: fsio.Finite | None
     """None, here and elsewhere: it is no finite number."""
-    grad_norm: Finite | None
-    learning_rate: Finite
-    step_seconds: Finite
-    data_seconds: Finite
-    time: Timestamp
-    tflops_per_second: NotRequired[Finite]
+    grad_norm: fsio.Finite | None
+    learning_rate: fsio.Finite
+    step_seconds: fsio.Finite
+    data_seconds: fsio.Finite
+    time: fsio.Timestamp
+    tflops_per_second: NotRequired[fsio.Finite]
     """Of all ranks together, without recomputed activations: 3 times the operations of the forward
     passes, 2 times where nearly all weights are frozen."""
-    mfu: NotRequired[Finite]
+    mfu: NotRequired[fsio.Finite]
     """Model FLOPs utilisation: the same as a share of what all GPUs could do by their data sheets,
     where those are known."""
     launch: NotRequired[str]
     """Of the process that wrote the line: the `token` in its lease."""
-    batch: NotRequired[Count]
+    batch: NotRequired[fsio.Count]
     """Number of the batch in the run's data; not the step's where batches were skipped."""
-    loss_by_sigma: NotRequired[Annotated[list[Finite | None], Field(min_length=4, max_length=4)]]
+    loss_by_sigma: NotRequired[
+        Annotated[list[fsio.Finite | None], Field(min_length=4, max_length=4)]
+    ]
     """Loss at sigmas in [0, 1/4), [1/4, 1/2), [1/2, 3/4) and [3/4, 1]; None: no sample there."""
-    weight_norm: NotRequired[Finite | None]
+    weight_norm: NotRequired[fsio.Finite | None]
     """Of the trained weights that the step began with."""
-    update_ratio: NotRequired[Finite | None]
+    update_ratio: NotRequired[fsio.Finite | None]
     """Norm of the update before this step over that of the weights."""
-    nonfinite_share: NotRequired[Finite]
+    nonfinite_share: NotRequired[fsio.Finite]
     """Of the gradients' numbers, those that are none."""
-    group_grad_norms: NotRequired[dict[str, Finite | None]]
-    group_weight_norms: NotRequired[dict[str, Finite | None]]
-    group_update_ratios: NotRequired[dict[str, Finite | None]]
+    group_grad_norms: NotRequired[dict[str, fsio.Finite | None]]
+    group_weight_norms: NotRequired[dict[str, fsio.Finite | None]]
+    group_update_ratios: NotRequired[dict[str, fsio.Finite | None]]
     verdict: NotRequired[Literal["skip", "roll_back", "stop"]]
     """What the guard said, where it was not "ok": no such step's update was made."""
 
@@ -139,24 +121,24 @@ class Metrics(TypedDict):
 class RolledBack(TypedDict):
     """One line of rollbacks.jsonl. What is skipped stays so, wherever the run is resumed from."""
 
-    time: Time
-    from_step: Count
+    time: fsio.Time
+    from_step: fsio.Count
     """Steps that were done."""
-    to_step: Count
+    to_step: fsio.Count
     """Steps that are done after it: those of the checkpoint."""
-    skipped: Span
+    skipped: fsio.Span
     """[first, end): batches of the run's data that are not trained."""
     reason: str
     message: str
 
 
-@with_other_fields
+@fsio.with_other_fields
 class Launch(TypedDict):
     """One launch in run.json."""
 
-    time: Time
+    time: fsio.Time
     host: str
-    start_step: Count
+    start_step: fsio.Count
     world_size: Annotated[int, Field(ge=1, le=2**24)]
     device: str
 
@@ -164,7 +146,7 @@ class Launch(TypedDict):
 class Identity(TypedDict):
     """Who began a run where; see `longtake.process.identity`."""
 
-    uid: Count
+    uid: fsio.Count
     host: str
     machine: str
 
@@ -172,22 +154,22 @@ class Identity(TypedDict):
 FORMAT: Final = 1
 
 
-@with_other_fields
+@fsio.with_other_fields
 class RunRecord(TypedDict):
     """run.json."""
 
-    format: NotRequired[format_number(FORMAT)]  # type: ignore[valid-type]
+    format: NotRequired[fsio.format_number(FORMAT)]  # type: ignore[valid-type]
     id: str
-    created: Time
+    created: fsio.Time
     begun_by: NotRequired[Identity]
     launches: list[Launch]
 
 
-@with_other_fields
+@fsio.with_other_fields
 class EventBase(TypedDict):
     """What every line of an events.jsonl has: of the run, of a node or of an evaluation server."""
 
-    time: Time
+    time: fsio.Time
     event: str
     host: NotRequired[str]
 
@@ -195,49 +177,49 @@ class EventBase(TypedDict):
 class Event(EventBase):
     """An event of which readers expect nothing in particular."""
 
-    step: NotRequired[Count | None]
-    from_step: NotRequired[Count | None]
+    step: NotRequired[fsio.Count | None]
+    from_step: NotRequired[fsio.Count | None]
     sentence: NotRequired[str | None]
     message: NotRequired[str | None]
     reason: NotRequired[str | None]
 
 
 class _Started(EventBase):
-    step: Count
-    seconds: dict[str, Finite]
-    total: Finite
-    slowest: dict[str, Count]
-    down_seconds: Finite | None
+    step: fsio.Count
+    seconds: dict[str, fsio.Finite]
+    total: fsio.Finite
+    slowest: dict[str, fsio.Count]
+    down_seconds: fsio.Finite | None
 
 
 class _Judged(EventBase):
-    step: Count
+    step: fsio.Count
     verdict: str
     reason: str
     message: str
 
 
 class _WentBack(EventBase):
-    step: Count
-    from_step: Count
-    skipped: Span
+    step: fsio.Count
+    from_step: fsio.Count
+    skipped: fsio.Span
 
 
 class _Stage(EventBase):
-    step: Count
+    step: fsio.Count
     stage: str
 
 
 class _Epoch(_Stage):
-    epoch: Count
+    epoch: fsio.Count
 
 
 class _RankFailed(EventBase):
-    rank: Count
-    world_size: Count
+    rank: fsio.Count
+    world_size: fsio.Count
     launch: str
-    pid: Count
-    step: Count
+    pid: fsio.Count
+    step: fsio.Count
     phase: str
     kind: Literal["error", "exception", "killed", "ended"]
     error: str
@@ -246,10 +228,10 @@ class _RankFailed(EventBase):
 
 
 class _ClockStepped(Event):
-    seconds: NotRequired[Finite]
+    seconds: NotRequired[fsio.Finite]
 
 
-EVENT: Final = by_field(
+EVENT: Final = fsio.by_field(
     "event",
     {
         "startup_timing": _Started,
@@ -269,41 +251,41 @@ EVENT: Final = by_field(
 class ReportedSample(TypedDict):
     """A sample of one of the steps before a verdict."""
 
-    step: Count
-    batch: Count
-    rank: Count
+    step: fsio.Count
+    batch: fsio.Count
+    rank: fsio.Count
     host: str
     identity: Annotated[str, Field(pattern="^([0-9a-f]{2}){8,64}$")]
     caption: str
-    epoch: Count
-    sigma: NumberOrText
-    loss: NumberOrText
+    epoch: fsio.Count
+    sigma: fsio.NumberOrText
+    loss: fsio.NumberOrText
 
 
-@with_other_fields
+@fsio.with_other_fields
 class ReportedVerdict(TypedDict):
     """What the guard said."""
 
     kind: str
     reason: str
     message: str
-    began: Count
+    began: fsio.Count
 
 
-@with_other_fields
+@fsio.with_other_fields
 class ReportedState(TypedDict):
     """What a run could go back to."""
 
-    checkpoint: Count | None
+    checkpoint: fsio.Count | None
 
 
-@with_other_fields
+@fsio.with_other_fields
 class GuardReport(TypedDict):
     """guard/step_00001234_0.json: all that the guard saw around a verdict."""
 
-    step: Count
+    step: fsio.Count
     """Steps that were done before the one that was judged."""
-    batch: NotRequired[Count | None]
+    batch: NotRequired[fsio.Count | None]
     verdict: ReportedVerdict
     samples: list[ReportedSample]
     state: NotRequired[ReportedState | None]
@@ -384,20 +366,20 @@ class RunDirectory:
     def exists(self) -> bool:
         return self.recipe_path.is_file()
 
-    def recipe(self) -> Recipe:
+    def recipe(self) -> config.Recipe:
         """The recipe that was really run.
 
         Raises:
             RunError: there is no run here.
         """
         if not self.exists():
-            raise RunError(
+            raise errors.RunError(
                 f"{self.path} is not a run directory: it has no recipe.toml. "
                 "Expected the `out` folder of a recipe that was trained."
             )
         return config.load(self.recipe_path)
 
-    def claim(self, recipe: Recipe) -> None:
+    def claim(self, recipe: config.Recipe) -> None:
         """Make sure that a run of this recipe can be kept here; writes no record yet.
 
         Raises:
@@ -408,37 +390,42 @@ class RunDirectory:
             if self.exists():
                 self._refuse_another(recipe)
             elif self.metrics_path.exists():
-                raise RunError(
+                raise errors.RunError(
                     f"{self.path} has metrics but no recipe.toml: it is a damaged run directory. "
                     "Choose another folder with --set out=FOLDER."
                 )
-            make_writable(self.path)
+            fsio.make_writable(self.path)
 
-    def create(self, recipe: Recipe) -> None:
+    def create(self, recipe: config.Recipe) -> None:
         """Begin a run here: run.json and then recipe.toml, from which on the run exists."""
         run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
         with self._writing():
-            begun = {"format": FORMAT, "id": run_id, "created": now(), "begun_by": host_identity()}
-            write_json(self.record_path, {**begun, "launches": []})
-            write_text(self.recipe_path, config.dump(config.kept(recipe)))
+            begun = {
+                "format": FORMAT,
+                "id": run_id,
+                "created": fsio.now(),
+                "begun_by": host_identity(),
+            }
+            fsio.write_json(self.record_path, {**begun, "launches": []})
+            fsio.write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
-    def adopt(self, recipe: Recipe) -> None:
+    def adopt(self, recipe: config.Recipe) -> None:
         """Make recipe.toml the recipe of the launch that resumes, which `claim` has accepted."""
         if self.recipe() != config.kept(recipe):
             with self._writing():
-                write_text(self.recipe_path, config.dump(config.kept(recipe)))
+                fsio.write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise RunError(
+            raise errors.RunError(
                 f"The run directory {self.path} cannot be written: {error.strerror or error}. "
                 "Make room or make it writable, or choose another one with --set out=FOLDER."
             ) from error
 
-    def _refuse_another(self, recipe: Recipe) -> None:
+    def _refuse_another(self, recipe: config.Recipe) -> None:
         changed = config.differences(self.recipe(), recipe)
         if not changed:
             return
@@ -458,7 +445,7 @@ class RunDirectory:
                 "the epoch exactly what it has not seen), finish (end the epoch as it was) or "
                 "restart (begin the next epoch at once).\n"
             )
-        raise RecipeChangedError(
+        raise errors.RecipeChangedError(
             f"{self.path} holds a run of another recipe, which is never overwritten. "
             f"They differ in\n{listed}\n{ways}"
             f"Start beside it with --set {shlex.quote(f'out={self.path}-2')}, or resume with the "
@@ -475,10 +462,15 @@ class RunDirectory:
 
     def record_launch(self, **facts: Any) -> None:
         """Add a launch (host, time, versions and `facts`) to run.json."""
-        launch = {"time": now(), "host": socket.gethostname(), "versions": _versions(), **facts}
+        launch = {
+            "time": fsio.now(),
+            "host": socket.gethostname(),
+            "versions": _versions(),
+            **facts,
+        }
         record = self.record()
         with self._writing():
-            write_json(self.record_path, {**record, "launches": [*record["launches"], launch]})
+            fsio.write_json(self.record_path, {**record, "launches": [*record["launches"], launch]})
 
     def record(self) -> RunRecord:
         """run.json.
@@ -487,44 +479,44 @@ class RunDirectory:
             RunError: it is missing or damaged.
         """
         try:
-            return require_record(self.record_path, RunRecord)
-        except RecordError as error:
-            raise RunError(
+            return fsio.require_record(self.record_path, RunRecord)
+        except errors.RecordError as error:
+            raise errors.RunError(
                 f"{error} {self.path} holds a run: restore the file, or start in another folder "
                 "with --set out=FOLDER."
             ) from error
 
     def events(self) -> list[dict[str, Any]]:
-        return read_records(self.events_path, EVENT)
+        return fsio.read_records(self.events_path, EVENT)
 
     def append_event(self, kind: EventKind, **fields: Any) -> None:
         """Append one line to events.jsonl; this, as the next ones, raises RunError if it cannot."""
         with self._writing():
-            append_json(self.events_path, {"time": now(), "event": kind, **fields})
+            fsio.append_json(self.events_path, {"time": fsio.now(), "event": kind, **fields})
 
     def write_record(self, path: Path, record: Mapping[str, Any]) -> None:
         """Write a file of the run as a whole, such as what `guard_report_path` names."""
         with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, record)
+            fsio.write_json(path, record)
 
     def append_rollback(self, rolled_back: RolledBack) -> None:
         """Append one line to rollbacks.jsonl; it is on disk when this returns."""
         with self._writing():
-            append_json(self.rollbacks_path, rolled_back, durably=True)
+            fsio.append_json(self.rollbacks_path, rolled_back, durably=True)
 
     def rollbacks(self) -> list[RolledBack]:
-        return read_records(self.rollbacks_path, RolledBack)
+        return fsio.read_records(self.rollbacks_path, RolledBack)
 
     def append_metrics(self, metrics: Metrics) -> None:
         with self._writing():
-            append_json(self.metrics_path, metrics)
+            fsio.append_json(self.metrics_path, metrics)
 
     def losses(self) -> list[float]:
         return [row["loss"] for row in self.metrics() if row["loss"] is not None]
 
     def metric_lines(self) -> list[Metrics]:
-        return read_records(self.metrics_path, Metrics)
+        return fsio.read_records(self.metrics_path, Metrics)
 
     def metrics(self) -> list[Metrics]:
         """The metrics that count, by step: those of abandoned steps are left out."""

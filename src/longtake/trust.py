@@ -1,25 +1,26 @@
-"""Which runs' code may be run: docs/concepts/trust.md has the rule; torch-free.
+"""Which runs' code may be run (docs/concepts/trust.md), and the one reader of pickles.
 
 A run names classes (`trainable.module`, measures) and a command (`watch.hook`). They are used only
 if this user began the run on this host, or says `--trust`; and never from a file in a run.
 """
 
 import os
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO, Final
 
-from longtake import config
-from longtake.config import Recipe
-from longtake.errors import LongtakeError, RunError
-from longtake.process import host_identity
+from longtake import config, errors, process
 from longtake.run_dir import RunDirectory
 
 MIRROR_NOTE = Path(".source") / ".of.json"
 """In a folder of mirrors, or in a mirrored run: where it is mirrored from."""
 _OF_A_RUN = ("run.json", "metrics.jsonl", "checkpoints")
+PLAIN: Final[Mapping[tuple[str, str], Any]] = {}
+"""Allows containers, numbers and texts only, which need no import."""
 
 
-class TrustError(RunError):
+class TrustError(errors.RunError):
     """A run that this user did not begin on this host names code."""
 
 
@@ -40,13 +41,13 @@ def is_own(run: RunDirectory) -> bool:
     try:
         files = [path.stat().st_uid for path in (run.recipe_path, run.record_path)]
         begun_by = run.record().get("begun_by")
-    except (OSError, LongtakeError):
+    except (OSError, errors.LongtakeError):
         return False
-    is_ours = set(files) == {os.getuid()} and begun_by == host_identity()
+    is_ours = set(files) == {os.getuid()} and begun_by == process.host_identity()
     return is_ours and not is_mirror(run.path.resolve())
 
 
-def named_code(recipe: Recipe, *, with_hook: bool) -> list[str]:
+def named_code(recipe: config.Recipe, *, with_hook: bool) -> list[str]:
     """The classes, and the command, that a recipe names, each with its key."""
     found = []
     if recipe.trainable.module:
@@ -59,7 +60,7 @@ def named_code(recipe: Recipe, *, with_hook: bool) -> list[str]:
 
 
 def refuse_foreign_code(
-    run: RunDirectory, *, trust: bool, with_hook: bool = False, recipe: Recipe | None = None
+    run: RunDirectory, *, trust: bool, with_hook: bool = False, recipe: config.Recipe | None = None
 ) -> None:
     """Refuse a run that names code, unless this user began it on this host or trusts it.
 
@@ -83,7 +84,7 @@ def refuse_foreign_code(
     )
 
 
-def load_recipe(path: Path, changes: Sequence[str], *, trust: bool = False) -> Recipe:
+def load_recipe(path: Path, changes: Sequence[str], *, trust: bool = False) -> config.Recipe:
     """As `config.load`; the recipe that a run has kept is trusted as the run is.
 
     Raises:
@@ -95,3 +96,37 @@ def load_recipe(path: Path, changes: Sequence[str], *, trust: bool = False) -> R
     if run is not None:
         refuse_foreign_code(run, trust=trust, with_hook=True)
     return loaded
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Builds what pickle has opcodes for, and the named things that are allowed; imports nothing.
+
+    Args:
+        file: the pickle.
+        allowed: what may be named, by module and name; what each name stands for.
+    """
+
+    def __init__(self, file: BinaryIO, allowed: Mapping[tuple[str, str], Any] = PLAIN) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name stands for.
+
+        Raises:
+            pickle.UnpicklingError: it is not allowed.
+        """
+        if (module, name) not in self._allowed:
+            raise pickle.UnpicklingError(
+                f"it wants {module}.{name}, which is not allowed here. It was not read further, "
+                "and no code was run"
+            )
+        return self._allowed[module, name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Refuse references to what lies outside the file.
+
+        Raises:
+            pickle.UnpicklingError: always.
+        """
+        raise pickle.UnpicklingError(f"it refers to {pid!r} outside the file")

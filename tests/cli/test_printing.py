@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
+from longtake.cli.runs import doing, spelled
 from longtake.cli.say import SafeConsole
-from longtake.cli.stacks_report import doing, spelled
 from longtake.data.catalog import Catalog
 from longtake.formatting import printable
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from longtake.data.index import index
 from longtake.demo.oracle import Adherence
 from longtake.demo.shapes import write_clips
-from longtake.evaluation import evaluator
+from longtake.evaluation import evaluator, measures
 from longtake.evaluation.evaluator import CheckpointEvaluator
 from longtake.evaluation.options import ServerOptions, ServerReport, parse_backlog, sentence
 from longtake.evaluation.server import EvaluationServer, own_name
@@ -141,7 +141,7 @@ def test_what_cannot_be_measured_loses_no_video(
     def full_disk(*arguments: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(evaluator, "reference_of", full_disk)
+    monkeypatch.setattr(measures, "reference_of", full_disk)
     server = _serve(run, presets=("small",), backlog=parse_backlog("newest"))
     (scores,) = server.evaluated
     assert server.failed == set()

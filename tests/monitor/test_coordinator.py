@@ -191,7 +191,7 @@ def test_what_is_read_when_time_is_up_is_judged(
             is_over.wait(30)
         return read_dump(path)
 
-    monkeypatch.setattr("longtake.monitor.coordinator.read_dump", read)
+    monkeypatch.setattr("longtake.node_dir.read_dump", read)
     try:
         dumps, unread = read_dumps(disk, "t", seconds=0.3)
         again = read_dumps(disk, "t")

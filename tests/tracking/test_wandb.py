@@ -17,8 +17,7 @@ from longtake.lease import history
 from longtake.run_dir import RunDirectory
 from longtake.tracking.follower import Follower
 from longtake.tracking.reader import Cursor
-from longtake.tracking.wandb import missing_key
-from longtake.tracking.wandb_file import WandbFile
+from longtake.tracking.wandb import WandbFile, missing_key
 
 _OFFLINE = TrackingSection(wandb="offline")
 _ONLINE = TrackingSection(wandb="online")

@@ -15,21 +15,8 @@ from typing import Annotated, Final, Literal, NamedTuple, NotRequired, TypeVar
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from longtake import errors, evaluation_dir, fsio
 from longtake.config import CheckpointSection
-from longtake.errors import CheckpointError, RecordError
-from longtake.evaluation_dir import all_servers
-from longtake.fsio import (
-    Count,
-    InnerPath,
-    format_number,
-    open_regular,
-    parse_record,
-    read_regular,
-    remove_tree,
-    require_record,
-    with_other_fields,
-    write_json,
-)
 from longtake.run_dir import RunDirectory
 
 FORMAT: Final = 1
@@ -51,20 +38,20 @@ _T = TypeVar("_T")
 
 
 class FileEntry(TypedDict):
-    bytes: Count
+    bytes: fsio.Count
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class CommittedRecord(TypedDict):
-    format: NotRequired[format_number(FORMAT)]  # type: ignore[valid-type]
-    files: dict[InnerPath, FileEntry]
+    format: NotRequired[fsio.format_number(FORMAT)]  # type: ignore[valid-type]
+    files: dict[fsio.InnerPath, FileEntry]
 
 
-@with_other_fields
+@fsio.with_other_fields
 class Trainer(TypedDict):
     """What every trainer.json holds."""
 
-    global_step: Count
+    global_step: fsio.Count
 
 
 class SampledTrainer(Trainer):
@@ -88,7 +75,7 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 def commit(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     """Write COMMITTED; it is on disk when this returns."""
-    write_json(folder / _COMMITTED, {"format": FORMAT, "files": dict(sorted(entries.items()))})
+    fsio.write_json(folder / _COMMITTED, {"format": FORMAT, "files": dict(sorted(entries.items()))})
 
 
 def read_committed(folder: Path) -> dict[str, FileEntry]:
@@ -99,7 +86,9 @@ def read_committed(folder: Path) -> dict[str, FileEntry]:
         RecordError: it holds something else.
     """
     path = folder / _COMMITTED
-    return parse_record(read_regular(path, _MAX_COMMITTED_BYTES), CommittedRecord, path)["files"]
+    return fsio.parse_record(fsio.read_regular(path, _MAX_COMMITTED_BYTES), CommittedRecord, path)[
+        "files"
+    ]
 
 
 def load_trainer(path: Path, kind: type[_T]) -> _T:
@@ -110,9 +99,9 @@ def load_trainer(path: Path, kind: type[_T]) -> _T:
     """
     _refuse(path, find_damage(path, checksums=True, within="trainer.json"))
     try:
-        return require_record(path / "trainer.json", kind)
-    except RecordError as error:
-        raise CheckpointError(f"{error} Use an earlier checkpoint.") from error
+        return fsio.require_record(path / "trainer.json", kind)
+    except errors.RecordError as error:
+        raise errors.CheckpointError(f"{error} Use an earlier checkpoint.") from error
 
 
 # --- Damage -----------------------------------------------------------------------------------
@@ -130,7 +119,7 @@ def find_damage(folder: Path, *, checksums: bool, within: str = "") -> str | Non
         return f"it has no {_COMMITTED}: its save was interrupted"
     except OSError as error:
         return f"{_COMMITTED} cannot be read: {error.strerror or error}"
-    except RecordError as error:
+    except errors.RecordError as error:
         return f"{_COMMITTED} cannot be read: {error.reason}"
     files = {name: entry for name, entry in listed.items() if name.startswith(within)}
     if not files:
@@ -183,9 +172,9 @@ def newest_verified(run: RunDirectory, at_most: int | None = None) -> LatestChec
         reason = find_damage(path, checksums=True)
         try:
             if reason is None:
-                require_record(path / "trainer.json", Trainer)
+                fsio.require_record(path / "trainer.json", Trainer)
                 return LatestCheckpoint(path, tuple(damaged))
-        except RecordError as error:
+        except errors.RecordError as error:
             reason = f"trainer.json cannot be read: {error.reason}"
         damaged.append((path, reason))
     return LatestCheckpoint(None, tuple(damaged))
@@ -206,7 +195,7 @@ def refuse_dangling_links(run: RunDirectory, after_step: int) -> None:
     for step in run.checkpoint_folders():
         found = dangling_link(run.checkpoint_path(step)) if step > after_step else None
         if found is not None:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{found}. Training would resume from step {after_step} and could not save step "
                 f"{step} there: {LINK_REMEDY}."
             )
@@ -237,7 +226,7 @@ def _wrong_bytes(folder: Path, name: str, entry: FileEntry) -> str | None:
 
 
 def _checksum(path: Path) -> str:
-    with open_regular(path) as file:
+    with fsio.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -247,7 +236,7 @@ def _is_whole(path: Path, within: str = "") -> bool:
 
 def _refuse(path: Path, reason: str | None) -> None:
     if reason is not None:
-        raise CheckpointError(f"{path} is damaged: {reason}. Use an earlier checkpoint.")
+        raise errors.CheckpointError(f"{path} is damaged: {reason}. Use an earlier checkpoint.")
 
 
 def _folders(run: RunDirectory) -> dict[int, Path]:
@@ -271,7 +260,7 @@ def needed_steps(run: RunDirectory) -> set[int]:
     oldest = max(commits, default=0.0) - STALE_SECONDS
     needed: set[int] = set()
     with suppress(OSError):
-        for server in all_servers(run):
+        for server in evaluation_dir.all_servers(run):
             with suppress(OSError):
                 is_fresh = server.heartbeat_path.stat().st_mtime > oldest
                 heartbeat = server.read_heartbeat() if is_fresh else None
@@ -333,7 +322,7 @@ def prune(
         with suppress(OSError):
             delete_unless_needed(run, step)
     for leftover in run.checkpoints_path.glob(".step_*"):
-        remove_tree(leftover)
+        fsio.remove_tree(leftover)
 
 
 def delete_after(run: RunDirectory, step: int) -> None:
@@ -350,7 +339,7 @@ def delete_after(run: RunDirectory, step: int) -> None:
 def delete(paths: Iterable[Path]) -> None:
     for path in paths:
         with suppress(OSError):
-            remove_tree(hide(path))
+            fsio.remove_tree(hide(path))
 
 
 def delete_unless_needed(run: RunDirectory, step: int) -> bool:
@@ -370,12 +359,12 @@ def delete_unless_needed(run: RunDirectory, step: int) -> bool:
     if step in needed_steps(run):
         hidden.rename(path)
         return False
-    remove_tree(hidden)
+    fsio.remove_tree(hidden)
     return True
 
 
 def hide(path: Path) -> Path:
     """Rename a checkpoint to a name that no reader looks at, and return that."""
     hidden = path.with_name(f".{path.name}.deleted")
-    remove_tree(hidden)  # left by a deletion that was interrupted
+    fsio.remove_tree(hidden)  # left by a deletion that was interrupted
     return path.rename(hidden)

@@ -30,16 +30,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import _get_layout
 
-from longtake import heartbeat
+from longtake import errors, heartbeat, trust
 from longtake.checkpoint import files
-from longtake.checkpoint.files import FileEntry, LatestCheckpoint
 from longtake.config import CheckpointSection
-from longtake.errors import CheckpointError, LongtakeError
 from longtake.fsio import flush_to_disk, open_regular, remove_tree, write_json
-from longtake.parallel.collectives import gather_objects
-from longtake.parallel.mesh import World
+from longtake.parallel import collectives, mesh
 from longtake.run_dir import RunDirectory
-from longtake.unpickle import RestrictedUnpickler
 
 State = dict[str, Any]
 """A (nested) dict of tensors; DTensors are saved and loaded in shards."""
@@ -63,15 +59,21 @@ T = TypeVar("T")
 
 
 def latest_checkpoint(
-    run: RunDirectory, world: World, at_most: int | None = None
-) -> LatestCheckpoint:
+    run: RunDirectory, world: mesh.World, at_most: int | None = None
+) -> files.LatestCheckpoint:
     """The newest checkpoint whose checksums are right; all ranks wait for rank 0, which reads."""
-    found = files.newest_verified(run, at_most) if world.is_first else LatestCheckpoint(None, ())
-    return gather_objects(found, world, patiently=True)[0]
+    found = (
+        files.newest_verified(run, at_most) if world.is_first else files.LatestCheckpoint(None, ())
+    )
+    return collectives.gather_objects(found, world, patiently=True)[0]
 
 
 def load_parts(
-    path: Path, parts: Mapping[str, State], world: World | None = None, *, is_verified: bool = False
+    path: Path,
+    parts: Mapping[str, State],
+    world: mesh.World | None = None,
+    *,
+    is_verified: bool = False,
 ) -> None:
     """Fill the given states in place from a checkpoint, resharded if the world is another.
 
@@ -96,7 +98,7 @@ def load_parts(
                 no_dist=alone,
             )
         except (Exception, CheckpointException) as error:  # torch raises any exception
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{path / name} cannot be loaded into the model that the recipe describes: "
                 f"{_last_line(error)}. Its files are damaged, or hold another model: take the "
                 "recipe that the run was started with, or an earlier checkpoint."
@@ -121,7 +123,7 @@ class CheckpointReader(FileSystemReader):
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         with open_regular(path) as file:
             try:
-                found = _checked(RestrictedUnpickler(file, _allowed_globals()).load())
+                found = _checked(trust.RestrictedUnpickler(file, _allowed_globals()).load())
             except Exception as error:  # a damaged pickle can raise anything
                 raise ValueError(f"{path.name} cannot be read: {error}") from error
         found.storage_meta = StorageMeta(load_id=self.load_id)
@@ -201,7 +203,7 @@ class Saver:
     def __init__(
         self,
         run: RunDirectory,
-        world: World,
+        world: mesh.World,
         section: CheckpointSection,
         *,
         start: int,
@@ -259,18 +261,18 @@ class Saver:
             wait([self._pending])
         self._collect()
 
-    def take_failure(self) -> CheckpointError | None:
+    def take_failure(self) -> errors.CheckpointError | None:
         """Why the last save failed, the same on every rank, and then forgotten; None: it did not.
 
         All ranks call it; a pending save is waited for.
         """
         self.wait()
         failure, self._failure = self._failure, None
-        reasons = gather_objects(None if failure is None else str(failure), self.world)
+        reasons = collectives.gather_objects(None if failure is None else str(failure), self.world)
         message = next((each for each in reasons if each is not None), None)
-        if failure is not None and not isinstance(failure, CheckpointError):
+        if failure is not None and not isinstance(failure, errors.CheckpointError):
             raise failure  # a defect of ours
-        return None if message is None else CheckpointError(message)
+        return None if message is None else errors.CheckpointError(message)
 
     def close(self, *, waits: bool = True) -> None:
         self._thread.shutdown(wait=waits)
@@ -303,7 +305,7 @@ class Saver:
 
 @contextmanager
 def keep_saver(
-    run: RunDirectory, world: World, section: CheckpointSection, *, start: int, reach: int = 0
+    run: RunDirectory, world: mesh.World, section: CheckpointSection, *, start: int, reach: int = 0
 ) -> Iterator[Saver]:
     """A saver whose pending save is waited for at the end, also after an error and a Ctrl-C.
 
@@ -317,7 +319,7 @@ def keep_saver(
         if error := saver.take_failure():
             raise error
     except Exception as error:
-        waits = isinstance(error, LongtakeError) or world.mesh is None
+        waits = isinstance(error, errors.LongtakeError) or world.mesh is None
         raise
     finally:
         saver.close(waits=waits)
@@ -388,7 +390,7 @@ def write(
     step: int,
     parts: Mapping[str, State],
     trainer: Mapping[str, Any],
-    world: World,
+    world: mesh.World,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write a checkpoint aside and rename it when it is whole, on disk; all ranks call it.
@@ -404,7 +406,7 @@ def write(
     aside = whole.with_name(f".{whole.name}.partial")
     is_first = world.is_first
 
-    def describe() -> dict[str, FileEntry]:
+    def describe() -> dict[str, files.FileEntry]:
         names = files.list_files(aside)
         mine = [name for name in names if Path(name).match(f"__{world.rank}_*")]
         return files.describe_files(aside, mine)
@@ -420,7 +422,7 @@ def write(
     except (OSError, CheckpointException) as error:
         if is_first:
             remove_tree(aside)
-        raise CheckpointError(_describe_loss(run, step, error)) from error
+        raise errors.CheckpointError(_describe_loss(run, step, error)) from error
     return whole
 
 
@@ -477,7 +479,10 @@ def _write_part(folder: Path, state: State, group: dist.ProcessGroup | None) -> 
 
 
 def _commit(
-    aside: Path, whole: Path, trainer: Mapping[str, Any], described: list[dict[str, FileEntry]]
+    aside: Path,
+    whole: Path,
+    trainer: Mapping[str, Any],
+    described: list[dict[str, files.FileEntry]],
 ) -> None:
     write_json(aside / "trainer.json", trainer)
     entries = {name: entry for each in described for name, entry in each.items()}

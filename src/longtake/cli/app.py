@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from longtake import __version__
+from longtake import __version__, errors, process, progress
 from longtake.cli import say
 from longtake.cli.data import data_app
 from longtake.cli.evaluate import compare, evaluate
@@ -20,11 +20,7 @@ from longtake.cli.init import init
 from longtake.cli.launch import launch, preflight
 from longtake.cli.plan import plan
 from longtake.cli.runs import show, stacks, watch
-from longtake.cli.say import AsJson, Trust
 from longtake.cli.train import train
-from longtake.errors import LongtakeError, LostPeerError
-from longtake.process import command
-from longtake.progress import phase_lines
 
 app = typer.Typer(
     name="longtake",
@@ -61,13 +57,13 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
-    except LostPeerError as error:
+    except errors.LostPeerError as error:
         say.complain(str(error))
         sys.stdout.flush()
         # All ranks are about to be started again, and wait until this one is gone: it does not
         # wait for threads that write, or compute, what has become useless.
         os._exit(error.exit_code)
-    except LongtakeError as error:
+    except errors.LongtakeError as error:
         say.complain(str(error))
         sys.exit(error.exit_code)
     except OSError as error:
@@ -111,10 +107,10 @@ def demo(
             help="Sample each checkpoint during the training, in a second process.",
         ),
     ] = True,
-    as_json: AsJson = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Train a small text-to-video model from scratch, sample it, and check the samples."""
-    with phase_lines(say.console(), "importing PyTorch"):
+    with progress.phase_lines(say.console(), "importing PyTorch"):
         from longtake.demo.run import run_demo
 
     summary = run_demo(
@@ -177,11 +173,11 @@ def sample(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Videos sampled at once.")] = 4,
     device: Device = "auto",
-    trust: Trust = False,
-    as_json: AsJson = False,
+    trust: say.Trust = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
-    with phase_lines(say.console(), "importing PyTorch") as enter:
+    with progress.phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.sampling.presets import refuse_other_pictures, settings_for
         from longtake.sampling.sampler import find_run, load_sampler
         from longtake.sampling.videos import check_out, references_by_name, write_samples
@@ -225,11 +221,11 @@ def export(
     step: AtStep = None,
     ema: Ema = None,
     profile: Profile = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    trust: say.Trust = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Write a run's model for other tools: diffusers' `from_pretrained`, peft or ComfyUI."""
-    with phase_lines(say.console(), "importing PyTorch") as enter:
+    with progress.phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.evaluation.export import check_export
         from longtake.evaluation.export import export as write
         from longtake.sampling.sampler import find_run, load_sampler
@@ -263,7 +259,7 @@ def drill(
     keep: Annotated[
         Path | None, typer.Option(help="A folder to leave the drills' runs in, to look at.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Inject faults into small runs on this machine, and check that each run survives.
 
@@ -279,7 +275,7 @@ def drill(
         else:
             show_faults(found, say.console())
             if not show_list:
-                say.line(f"Run some: {command()} drill {found[0].name}; or all: --all.")
+                say.line(f"Run some: {process.command()} drill {found[0].name}; or all: --all.")
         return
     results = run_drills(() if run_all else faults or (), say.console(), keep)
     if as_json:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from longtake import errors, progress
 from longtake.cli import say
-from longtake.cli.say import AsJson, Changes, Trust
 from longtake.formatting import plural, printable
 
 if TYPE_CHECKING:
@@ -73,15 +73,13 @@ def index(
     ] = False,
     memory_gib: MemoryGib = 1.0,
     timeout_seconds: TimeoutSeconds = 60.0,
-    as_json: AsJson = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Decode every clip once and write a catalog of those that can be trained on.
 
     The next call reads only new and changed files; after Ctrl-C it resumes.
     """
-    from longtake.progress import counted, phase_lines
-
-    with phase_lines(say.console(), "importing PyArrow and PyAV") as enter:
+    with progress.phase_lines(say.console(), "importing PyArrow and PyAV") as enter:
         from longtake.data.decode import Limits
         from longtake.data.index import index as index_clips
         from longtake.data.tasks import connected
@@ -91,7 +89,7 @@ def index(
             shown(done, total)
 
         enter("looking for clips")
-        with connected(on), counted(say.console(), "index") as shown:
+        with connected(on), progress.counted(say.console(), "index") as shown:
             report = index_clips(
                 sources,
                 captions=captions,
@@ -149,16 +147,15 @@ def prepare(
     workers: Workers = None,
     on: On = None,
     memory_gib: MemoryGib = 1.0,
-    as_json: AsJson = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Transcode clips to the size that they are trained in, so that reading them is cheap."""
     from longtake.data.encode import Settings
     from longtake.data.encode import prepare as prepare_clips
     from longtake.data.tasks import connected
-    from longtake.progress import counted
 
     settings = Settings(tuple(map(_parse_size, size)), gop, crf, fps)
-    with connected(on), counted(say.console(), "prepare") as advance:
+    with connected(on), progress.counted(say.console(), "prepare") as advance:
         report = prepare_clips(
             catalog,
             out,
@@ -182,11 +179,11 @@ def prepare(
 
 
 def _parse_size(text: str) -> tuple[int, int]:
-    from longtake.errors import DataError
-
     width, _, height = text.lower().partition("x")
     if not all(re.fullmatch("[0-9]{1,5}", side) for side in (height, width)):
-        raise DataError(f"--size {text[:80]}: expected WIDTHxHEIGHT in pixels, such as 832x480.")
+        raise errors.DataError(
+            f"--size {text[:80]}: expected WIDTHxHEIGHT in pixels, such as 832x480."
+        )
     return int(height), int(width)
 
 
@@ -203,7 +200,7 @@ def score(
     workers: Workers = None,
     on: On = None,
     memory_gib: MemoryGib = 1.0,
-    as_json: AsJson = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Give every clip a number that stages can select by, such as `nouns <= q40`.
 
@@ -213,11 +210,10 @@ def score(
     from longtake.data.index import check_out
     from longtake.data.scores import score as score_clips
     from longtake.data.tasks import connected
-    from longtake.progress import counted
 
     loaded, target = Catalog.load(catalog), out or catalog
     check_out(target)  # scoring may take hours
-    with connected(on), counted(say.console(), "score") as advance:
+    with connected(on), progress.counted(say.console(), "score") as advance:
         scored = score_clips(
             loaded,
             by,
@@ -254,24 +250,23 @@ def show(
     recipe: Annotated[
         Path | None, typer.Argument(help="A recipe: show what it makes of the catalog.")
     ] = None,
-    changes: Changes = None,
+    changes: say.Changes = None,
     out: Annotated[
         Path | None,
         typer.Option(help="A folder for pictures: buckets, histograms, and a contact sheet."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Show a catalog, and which clips, buckets, crops and stages a recipe makes of it."""
     from longtake import config
     from longtake.data.summary import print_show
     from longtake.data.summary import show as look_at
-    from longtake.progress import counted
 
     if recipe is None and changes:
         raise typer.BadParameter("there is no RECIPE that --set could change")
     loaded = None if recipe is None else config.load(recipe, changes or ())
     review_captions = None if loaded is None else _captions_reviewer(loaded)
-    with counted(say.console(), "draw") as advance:
+    with progress.counted(say.console(), "draw") as advance:
         shown = look_at(catalog, loaded, out, advance, review_captions)
     if as_json:
         say.result(shown)
@@ -298,13 +293,13 @@ def _captions_reviewer(recipe: "Recipe") -> "ReviewCaptions":
 @data_app.command()
 def cache(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML) with data.cache.")],
-    changes: Changes = None,
+    changes: say.Changes = None,
     on: On = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="With --on: at most so many at a time.")
     ] = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    trust: say.Trust = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Compute a recipe's latents and prompt embeddings ahead, so that training need not wait.
 
@@ -312,9 +307,7 @@ def cache(
     processes at once, alone or by `torchrun --nproc-per-node 2 -m longtake data cache
     RECIPE`.
     """
-    from longtake.progress import phase_lines
-
-    with phase_lines(say.console(), "importing PyTorch"):
+    with progress.phase_lines(say.console(), "importing PyTorch"):
         from longtake.data.cache_fill import CACHE_KINDS
         from longtake.data.tasks import connected
         from longtake.training.latent_cache import cache_ahead
@@ -342,7 +335,7 @@ def cache(
 @data_app.command()
 def audit(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    as_json: AsJson = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Prove from the ledger what a run consumed: exit code 1 if a clip was repeated or missed."""
     from longtake.data.audit import audit as audit_run

@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
+from longtake import errors, progress
 from longtake.cli import say
-from longtake.cli.say import AsJson, Trust
-from longtake.errors import RunError
-from longtake.progress import phase_lines
 
 _NOTHING = (
     "Nothing is due: each checkpoint that is wanted has been evaluated, is with another server, or "
@@ -58,8 +56,8 @@ def evaluate(
         float, typer.Option(min=0.1, help="Seconds between two looks at the source.")
     ] = 100.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or one GPU: cuda:1.")] = "auto",
-    trust: Trust = False,
-    as_json: AsJson = False,
+    trust: say.Trust = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Sample and measure each checkpoint of runs, while they train or afterwards.
 
@@ -120,10 +118,10 @@ def compare(
     columns: Annotated[
         int, typer.Option(min=1, help="At most so many checkpoints of a run, evenly spaced.")
     ] = 8,
-    as_json: AsJson = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Draw what checkpoints make of the same prompts: prompts down, checkpoints across."""
-    with phase_lines(say.console(), "reading the results") as enter:
+    with progress.phase_lines(say.console(), "reading the results") as enter:
         from longtake.evaluation.compare import check_out, choose, draw
 
         check_out(out)
@@ -143,5 +141,5 @@ def _numbers(steps: str | None) -> list[int] | None:
         return None
     numbers = [step.strip() for step in steps.split(",")]
     if not all(re.fullmatch("[0-9]{1,12}", number) for number in numbers):
-        raise RunError(f"--steps {steps[:80]}: expected steps such as 100,200.")
+        raise errors.RunError(f"--steps {steps[:80]}: expected steps such as 100,200.")
     return [int(number) for number in numbers]

@@ -12,11 +12,10 @@ from typing import Annotated
 
 import typer
 
+from longtake import errors, process
 from longtake.cli import say
 from longtake.config import memory_bytes
-from longtake.errors import RecipeError
 from longtake.formatting import did_you_mean, printable
-from longtake.process import command
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
 
@@ -64,7 +63,7 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     of_family = [each for each in templates() if each.family == family]
     if not of_family:
         hint = did_you_mean(family, {each.family for each in templates()})
-        raise RecipeError(f"there is no template for the family {family!r}; {hint}")
+        raise errors.RecipeError(f"there is no template for the family {family!r}; {hint}")
     for each in of_family:
         if task in (None, each.task) and size in (None, each.size):
             return each
@@ -72,7 +71,7 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     asked = " ".join(
         f"--{name} {value}" for name, value in (("task", task), ("size", size)) if value
     )
-    raise RecipeError(f"there is no template for {family} with {asked}; there is: {there}.")
+    raise errors.RecipeError(f"there is no template for {family} with {asked}; there is: {there}.")
 
 
 def choose_shape(template: Template, memory: str | None) -> Shape:
@@ -86,10 +85,10 @@ def choose_shape(template: Template, memory: str | None) -> Shape:
     gib = memory_bytes(memory) / 2**30
     fitting = [each for each in template.shapes if each.gib <= gib]
     if not fitting:
-        raise RecipeError(
+        raise errors.RecipeError(
             f"{template.title.partition(',')[0]} ({template.task}) needs {template.shapes[0].gib} "
             f"GiB for its smallest shape, and --memory is {memory}. A smaller model, or LoRA "
-            f"instead of all weights, needs less: `{command()} init` lists all templates."
+            f"instead of all weights, needs less: `{process.command()} init` lists all templates."
         )
     return fitting[-1]
 
@@ -110,7 +109,7 @@ def render_recipe(template: Template, memory: str | None, data: Path, recipe: Pa
 
     for path in (data, recipe):
         if printable(str(path)) != str(path):
-            raise RecipeError(
+            raise errors.RecipeError(
                 f"the path {printable(str(path))!r} has control characters, which a recipe cannot "
                 "hold. Rename it."
             )
@@ -172,11 +171,11 @@ def init(
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise RecipeError(
+        raise errors.RecipeError(
             f"{out} exists and is not overwritten. Choose another name with --out, or delete it."
         ) from None
     except OSError as error:
-        raise RecipeError(f"{out} cannot be written: {error.strerror}.") from error
+        raise errors.RecipeError(f"{out} cannot be written: {error.strerror}.") from error
     say.line(f"Wrote {out}: {template.title}.")
     if data.suffix != ".parquet":
         missing = "" if data.exists() else f" ({data} does not exist yet)"
@@ -196,6 +195,6 @@ def _list_templates() -> None:
     say.stdout_console().print(table)
     first = templates()[1]
     say.line(
-        f"Write one: {command()} init --family {first.family} --task {first.task} "
+        f"Write one: {process.command()} init --family {first.family} --task {first.task} "
         f"--size {first.size} --memory 24GiB --data my_clips --out my_recipe.toml"
     )

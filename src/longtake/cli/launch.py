@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longtake.cli import say
-from longtake.cli.say import AsJson, Changes, Trust
-from longtake.cli.train import Fresh
-from longtake.process import command
-from longtake.progress import phase_lines
+from longtake import process, progress
+from longtake.cli import say, train
 
 if TYPE_CHECKING:
     from longtake.cluster.findings import PreflightReport
@@ -95,9 +92,9 @@ def launch(
     rdzv_id: _RunId = "longtake",
     max_restarts: _MaxRestarts = 3,
     tee: _Tee = True,
-    changes: Changes = None,
-    fresh: Fresh = False,
-    trust: Trust = False,
+    changes: say.Changes = None,
+    fresh: train.Fresh = False,
+    trust: say.Trust = False,
     slurm: _Slurm = False,
     dry_run: _DryRun = False,
     nodes: _Nodes = 1,
@@ -158,7 +155,7 @@ def _submit(job: "BatchJob", *, dry_run: bool) -> None:
     say.line(f"Job {number}: {job.path}")
     say.line(f"  squeue --jobs {number}")
     say.line(f"  tail -F {str(job.log).replace('%j', number)}")
-    say.line(f"  {command()} show {shlex.quote(str(job.run_path))}")
+    say.line(f"  {process.command()} show {shlex.quote(str(job.run_path))}")
 
 
 def preflight(
@@ -180,8 +177,8 @@ def preflight(
     timeout: Annotated[
         float, typer.Option(min=1, max=1e6, help="Seconds to wait for a node or a check.")
     ] = 120.0,
-    changes: Changes = None,
-    as_json: AsJson = False,
+    changes: say.Changes = None,
+    as_json: say.AsJson = False,
     relayed: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Check all nodes before a run: the same software, data and disks? Clocks, speed, links?
@@ -204,7 +201,7 @@ def preflight(
             report = preflight_over_ssh(names, recipe, changes or (), timeout, ssh_option or ())
         _show(report, as_json=as_json)
         raise typer.Exit(report["exit_status"])
-    with phase_lines(say.console(), "importing PyTorch") as enter:
+    with progress.phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.cluster.preflight import preflight as check
 
         enter("checking")

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from longtake import process, progress
 from longtake.cli import say
-from longtake.cli.say import AsJson, Changes, Trust
-from longtake.process import (
-    EXIT_CODES,
-    LAUNCHER_VARIABLE,
-    LeftError,
-    command,
-    end_with,
-    leave_on_signals,
-)
-from longtake.progress import phase_lines, starting_phase
 
 if TYPE_CHECKING:
     from longtake.config import Recipe
@@ -32,10 +23,10 @@ Fresh = Annotated[
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).")],
-    changes: Changes = None,
+    changes: say.Changes = None,
     fresh: Fresh = False,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    trust: say.Trust = False,
+    as_json: say.AsJson = False,
 ) -> None:
     """Train a recipe; the same command again resumes where it stopped.
 
@@ -51,25 +42,25 @@ def train(
     loaded = load_recipe(recipe, changes or (), trust=trust)
     try:
         with (
-            leave_on_signals(),
-            phase_lines(say.console(), "importing PyTorch", starting_phase),
+            process.leave_on_signals(),
+            progress.phase_lines(say.console(), "importing PyTorch", progress.starting_phase),
         ):
-            if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):
+            if launcher := os.environ.pop(process.LAUNCHER_VARIABLE, None):
                 # Nothing would start it again, nor end it: two launches would train one run.
-                end_with(int(launcher), by=signal.SIGTERM)
+                process.end_with(int(launcher), by=signal.SIGTERM)
             from longtake.training.train import train as train_recipe
 
             outcome = train_recipe(loaded, say.console(), fresh=fresh)
-    except LeftError as left:
+    except process.LeftError as left:
         say.line(f"Stopped by {left.signal_name}; there was nothing to save.")
         raise
     except KeyboardInterrupt:
         if not fresh:
             _say_what_is_kept(loaded.out)
-        raise typer.Exit(EXIT_CODES["SIGINT"]) from None
+        raise typer.Exit(process.EXIT_CODES["SIGINT"]) from None
     if outcome.interrupted_by:
         _say_how_to_resume(outcome, outcome.run or loaded.out, fresh=fresh)
-        raise typer.Exit(EXIT_CODES[outcome.interrupted_by])
+        raise typer.Exit(process.EXIT_CODES[outcome.interrupted_by])
     _say_what_was_done(outcome, loaded, as_json=as_json)
 
 
@@ -114,7 +105,7 @@ def _say_what_was_done(outcome: "TrainOutcome", recipe: "Recipe", *, as_json: bo
         say.line(f"{out} has done its {outcome.end_step} steps already.")
     if outcome.rollbacks:
         times = "once" if outcome.rollbacks == 1 else f"{outcome.rollbacks} times"
-        say.line(f"It went back {times}; see why: {command()} show {shlex.quote(str(out))}")
+        say.line(f"It went back {times}; see why: {process.command()} show {shlex.quote(str(out))}")
     if outcome.end_step < recipe.training.steps:
         say.line(
             f"The data ended {recipe.training.steps - outcome.end_step} steps before "

@@ -22,22 +22,10 @@ from typing import Any
 
 import torch
 
-from longtake import __version__, config, stacks
-from longtake.cluster.findings import (
-    CheckContext,
-    CheckResult,
-    Facts,
-    FactsByNode,
-    Severity,
-    far_from_median,
-    same_everywhere,
-)
-from longtake.config import Recipe
+from longtake import __version__, config, process, stacks
+from longtake.cluster import findings
 from longtake.formatting import format_size
-from longtake.health.clock import Chrony, KernelClock, time_daemons
-from longtake.health.network import InfiniBand
-from longtake.health.system import CgroupMemory, LoadProbe, disk_space, read_text
-from longtake.process import num_cores
+from longtake.health import clock, network, system
 
 _GIB = 2**30
 
@@ -52,7 +40,7 @@ _HOST_NAME_ADVICE = (
 )
 
 
-def measure_host_name(context: CheckContext) -> Facts:
+def measure_host_name(context: findings.CheckContext) -> findings.Facts:
     """The node's name, and which machine's memory it shares."""
     try:
         machine = f"{_BOOT_ID.read_text().strip()} {_SHARED_MEMORY.stat().st_dev}"
@@ -61,12 +49,14 @@ def measure_host_name(context: CheckContext) -> Facts:
     return {"name": socket.gethostname(), "machine": machine}
 
 
-def judge_host_names(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+def judge_host_names(
+    facts: findings.FactsByNode, recipe: config.Recipe | None
+) -> findings.CheckResult:
     """Processes that were started separately on one machine are one node, of one name."""
     nodes = defaultdict(list)
     for node, each in facts.items():
         nodes[each["name"]].append(node)
-    result = CheckResult()
+    result = findings.CheckResult()
     for name, some in nodes.items():
         machines = {facts[node]["machine"] for node in some}
         if len(machines) > 1:
@@ -86,22 +76,22 @@ _MIN_SHARED_BYTES = _GIB
 _UNLIMITED = -1
 
 
-def measure_limits(context: CheckContext) -> Facts:
+def measure_limits(context: findings.CheckContext) -> findings.Facts:
     """The limits; -1: unlimited."""
-    shared = disk_space(_SHARED_MEMORY).get("disk_size_bytes", 0)
-    memory = CgroupMemory().sample().get("cgroup_memory_limit_bytes")
-    machine = LoadProbe().sample()["memory_size_bytes"]
+    shared = system.disk_space(_SHARED_MEMORY).get("disk_size_bytes", 0)
+    memory = system.CgroupMemory().sample().get("cgroup_memory_limit_bytes")
+    machine = system.LoadProbe().sample()["memory_size_bytes"]
     return {
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "shared memory": int(shared),
         "memory": int(machine if memory is None else min(memory, machine)),
-        "has_infiniband": bool(InfiniBand().sample()),
+        "has_infiniband": bool(network.InfiniBand().sample()),
     }
 
 
-def judge_limits(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
-    result = CheckResult()
+def judge_limits(facts: findings.FactsByNode, recipe: config.Recipe | None) -> findings.CheckResult:
+    result = findings.CheckResult()
     memory = {node: each["memory"] / _GIB for node, each in facts.items()}
     result.measure("memory that may be used", "GiB", memory)
     if few := _below(facts, "open files", _MIN_OPEN_FILES):
@@ -125,7 +115,7 @@ def judge_limits(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
     return result
 
 
-def _below(facts: FactsByNode, name: str, least: int) -> tuple[str, ...]:
+def _below(facts: findings.FactsByNode, name: str, least: int) -> tuple[str, ...]:
     return tuple(
         node for node, each in facts.items() if each[name] != _UNLIMITED and each[name] < least
     )
@@ -151,7 +141,7 @@ _PTRACE_ADVICE = (
 )
 
 
-def measure_inspection(context: CheckContext) -> Facts:
+def measure_inspection(context: findings.CheckContext) -> findings.Facts:
     """How the stacks of a child process can be read, and what decides that."""
     child = subprocess.Popen(  # noqa: S603 - our own interpreter
         [sys.executable, "-P", "-c", _CHILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -164,20 +154,22 @@ def measure_inspection(context: CheckContext) -> Facts:
         child.send_signal(signal.SIGKILL)
         child.communicate()
     is_right = any(f.function == "held_here" for each in dump.threads for f in each.frames)
-    lines = (read_text(Path("/proc/self/status")) or "").splitlines()
+    lines = (system.read_text(Path("/proc/self/status")) or "").splitlines()
     status = dict(line.split(":", 1) for line in lines if ":" in line)
     capabilities = int(status.get("CapEff", "0").strip() or "0", 16)
     return {
         "method": dump.method if is_right else "none",
         "may_trace": bool(capabilities >> _SYS_PTRACE & 1),
-        "yama": read_text(Path("/proc/sys/kernel/yama/ptrace_scope")) or "",
+        "yama": system.read_text(Path("/proc/sys/kernel/yama/ptrace_scope")) or "",
         "seccomp": status.get("Seccomp", "0").strip(),
         "user": os.getuid(),
     }
 
 
-def judge_inspection(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
-    result = CheckResult()
+def judge_inspection(
+    facts: findings.FactsByNode, recipe: config.Recipe | None
+) -> findings.CheckResult:
+    result = findings.CheckResult()
     for node, each in facts.items():
         if each["method"].startswith("py-spy"):
             continue
@@ -206,25 +198,27 @@ _TIME_ADVICE = (
 )
 
 
-def measure_time_sync(context: CheckContext) -> Facts:
+def measure_time_sync(context: findings.CheckContext) -> findings.Facts:
     """Which programs set the clock, and what the kernel and chrony report."""
     return {
-        "daemons": time_daemons(),
-        "kernel": KernelClock().sample(),
-        "chrony": Chrony().sample(),
+        "daemons": clock.time_daemons(),
+        "kernel": clock.KernelClock().sample(),
+        "chrony": clock.Chrony().sample(),
     }
 
 
-def judge_time_sync(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+def judge_time_sync(
+    facts: findings.FactsByNode, recipe: config.Recipe | None
+) -> findings.CheckResult:
     """Finds clocks that no program sets, or two, or that are off by chrony's own account."""
-    result = CheckResult()
+    result = findings.CheckResult()
     free = tuple(n for n, e in facts.items() if e["kernel"].get("clock_is_synchronised") == 0)
     if free:
         daemons = ", ".join(facts[free[0]]["daemons"])
         running = f"running: {daemons}" if daemons else "no chronyd, ntpd or timesyncd is seen"
         what = f"no program keeps the clock (adjtimex: not synchronised; {running})"
         expected = "a clock that follows a source"
-        severity: Severity = "note" if len(facts) == 1 else "warning"
+        severity: findings.Severity = "note" if len(facts) == 1 else "warning"
         result.find(severity, free, what, expected, _TIME_ADVICE)
     several = tuple(node for node, each in facts.items() if len(each["daemons"]) > 1)
     if several:
@@ -251,26 +245,28 @@ _GPU_ADVICE = "Look at its temperature, power limit and clocks: nvidia-smi -q -d
 _CPU_ADVICE = "Look for other programs (top), and at its clocks (cpupower frequency-info)."
 
 
-def measure_compute(context: CheckContext) -> Facts:
+def measure_compute(context: findings.CheckContext) -> findings.Facts:
     """TFLOP/s of this process's GPU in bf16; without one, of the node's cores in fp32."""
     gpu = context.process.local_rank
     if gpu < torch.cuda.device_count():
         return {"on": "GPU", "tflops": _gpu_tflops(torch.device("cuda", gpu))}
     if not context.process.is_node_leader:
         return {"on": "none"}
-    torch.set_num_threads(num_cores())
+    torch.set_num_threads(process.num_cores())
     return {"on": "CPU", "tflops": _cpu_tflops()}
 
 
-def judge_compute(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
-    result = CheckResult()
+def judge_compute(
+    facts: findings.FactsByNode, recipe: config.Recipe | None
+) -> findings.CheckResult:
+    result = findings.CheckResult()
     for on, dtype, factor, error_factor, advice in (
         ("GPU", "bf16", _GPU_FACTOR, _GPU_ERROR_FACTOR, _GPU_ADVICE),
         ("CPU", "fp32", _CPU_FACTOR, None, _CPU_ADVICE),
     ):
         rates = {who: each["tflops"] for who, each in facts.items() if each["on"] == on}
         name = f"matrix products, {on}, {dtype}, TFLOP/s"
-        judged = far_from_median(
+        judged = findings.far_from_median(
             name, rates, "lower", factor=factor, error_factor=error_factor, advice=advice
         )
         result.add(judged)
@@ -308,7 +304,7 @@ def _gpu_tflops(device: torch.device) -> float:
 
 # --- Environment: versions, hardware, and the variables that change what torch and NCCL do --------
 
-_VERSION_SEVERITIES: dict[str, Severity] = {
+_VERSION_SEVERITIES: dict[str, findings.Severity] = {
     **dict.fromkeys(("longtake", "Python", "torch", "CUDA", "NCCL"), "error"),
     **dict.fromkeys(("driver", "GPUs"), "warning"),
 }
@@ -320,20 +316,20 @@ _VERSION_ADVICE = (
 _VARIABLE_ADVICE = "Set them for all nodes in one place: the job's script, or /etc/environment."
 
 
-def measure_environment(context: CheckContext) -> Facts:
+def measure_environment(context: findings.CheckContext) -> findings.Facts:
     variables = {
         name: value
         for name, value in os.environ.items()
         if _COMPARED.fullmatch(name) and not _PER_PROCESS.fullmatch(name)
     }
-    memory = LoadProbe().sample()["memory_size_bytes"]
+    memory = system.LoadProbe().sample()["memory_size_bytes"]
     versions = {
         "longtake": __version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "kernel": platform.release(),
         "processor": _processor(),
-        "cores": str(num_cores()),
+        "cores": str(process.num_cores()),
         "memory": f"{round(memory / 2**30)} GiB",
         **_gpu_versions(),
     }
@@ -341,12 +337,18 @@ def measure_environment(context: CheckContext) -> Facts:
     return {"versions": versions, "variables": variables, "gpus": torch.cuda.device_count()}
 
 
-def judge_environment(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+def judge_environment(
+    facts: findings.FactsByNode, recipe: config.Recipe | None
+) -> findings.CheckResult:
     versions = {node: each["versions"] for node, each in facts.items()}
-    result = same_everywhere("environment", versions, "note", _VERSION_ADVICE, _VERSION_SEVERITIES)
+    result = findings.same_everywhere(
+        "environment", versions, "note", _VERSION_ADVICE, _VERSION_SEVERITIES
+    )
     variables = {node: each["variables"] for node, each in facts.items()}
-    exceptions: dict[str, Severity] = {"interpreter": "note"}
-    result.add(same_everywhere("variables", variables, "warning", _VARIABLE_ADVICE, exceptions))
+    exceptions: dict[str, findings.Severity] = {"interpreter": "note"}
+    result.add(
+        findings.same_everywhere("variables", variables, "warning", _VARIABLE_ADVICE, exceptions)
+    )
     if not any(each["gpus"] for each in facts.values()):
         result.skip("driver, CUDA and NCCL", "no GPU")
     return result
@@ -390,7 +392,7 @@ _PACKAGE_ADVICE = (
 )
 
 
-def measure_packages(context: CheckContext) -> Facts:
+def measure_packages(context: findings.CheckContext) -> findings.Facts:
     """The version of each package, a digest of all, and those that longtake needs."""
     versions: dict[str, str] = {}
     for each in metadata.distributions():
@@ -411,14 +413,16 @@ def measure_packages(context: CheckContext) -> Facts:
     }
 
 
-def judge_packages(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+def judge_packages(
+    facts: findings.FactsByNode, recipe: config.Recipe | None
+) -> findings.CheckResult:
     """Differences of packages that longtake needs are warnings, others notes."""
     versions = {node: each["versions"] for node, each in facts.items()}
     names = {name for each in versions.values() for name in each}
     needed = {name for each in facts.values() for name in each["needed"]}
     needed |= {name for name in names if _COMES_WITH_TORCH.fullmatch(name)}
-    exceptions: dict[str, Severity] = dict.fromkeys(needed, "warning")
-    return same_everywhere("packages", versions, "note", _PACKAGE_ADVICE, exceptions)
+    exceptions: dict[str, findings.Severity] = dict.fromkeys(needed, "warning")
+    return findings.same_everywhere("packages", versions, "note", _PACKAGE_ADVICE, exceptions)
 
 
 def _normalized(name: str) -> str:
@@ -435,7 +439,7 @@ _CODE_ADVICE = (
 )
 
 
-def measure_code(context: CheckContext) -> Facts:
+def measure_code(context: findings.CheckContext) -> findings.Facts:
     """Digests of files by name."""
     package = Path(__file__).resolve().parents[1]
     files = {
@@ -455,9 +459,9 @@ def measure_code(context: CheckContext) -> Facts:
     return {"files": files}
 
 
-def judge_code(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+def judge_code(facts: findings.FactsByNode, recipe: config.Recipe | None) -> findings.CheckResult:
     files = {node: each["files"] for node, each in facts.items()}
-    return same_everywhere("code", files, "error", _CODE_ADVICE, {_REVISION: "warning"})
+    return findings.same_everywhere("code", files, "error", _CODE_ADVICE, {_REVISION: "warning"})
 
 
 def _module_digest(module: str) -> dict[str, str]:
@@ -484,7 +488,7 @@ _MAY_BE_SECRET = {"watch.hook"}  # only its digest leaves the node
 _RECIPE_ADVICE = "Copy the recipe to all nodes, or keep it on a disk that all of them share."
 
 
-def measure_recipe(context: CheckContext) -> Facts:
+def measure_recipe(context: findings.CheckContext) -> findings.Facts:
     """Keys and values, with defaults, as this node reads them."""
     if context.recipe_path is None:
         return {}
@@ -497,13 +501,13 @@ def measure_recipe(context: CheckContext) -> Facts:
     return {"keys": keys, "digest": _digest(text.encode())}
 
 
-def judge_recipe(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+def judge_recipe(facts: findings.FactsByNode, recipe: config.Recipe | None) -> findings.CheckResult:
     if not any(facts.values()):
-        result = CheckResult()
+        result = findings.CheckResult()
         result.skip("recipe, dataset, run directory and disk space", "no recipe was given")
         return result
     keys = {node: each["keys"] for node, each in facts.items() if "keys" in each}
-    result = same_everywhere("recipe", keys, "error", _RECIPE_ADVICE)
+    result = findings.same_everywhere("recipe", keys, "error", _RECIPE_ADVICE)
     for node, each in facts.items():
         if problem := each.get("problem"):
             what = f"the recipe cannot be used: {problem}"

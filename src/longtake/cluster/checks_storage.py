@@ -11,15 +11,7 @@ from typing import Any
 
 import psutil
 
-from longtake.cluster.findings import (
-    CheckContext,
-    CheckResult,
-    Facts,
-    FactsByNode,
-    Severity,
-    far_from_median,
-    same_everywhere,
-)
+from longtake.cluster import findings
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.errors import DataError, LongtakeError
@@ -41,7 +33,7 @@ _DATASET_ADVICE = (
 _READ_ADVICE = "Look at that node's mount options and its link to the storage."
 
 
-def measure_dataset(context: CheckContext) -> Facts:
+def measure_dataset(context: findings.CheckContext) -> findings.Facts:
     """Of each catalog: its content, which clips of a sample exist and their sizes, read speed."""
     if context.recipe is None:
         return {}
@@ -49,16 +41,16 @@ def measure_dataset(context: CheckContext) -> Facts:
     return {"catalogs": {name: _look_at_catalog(path) for name, path in sources.items()}}
 
 
-def judge_dataset(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
-    result = CheckResult()
+def judge_dataset(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
+    result = findings.CheckResult()
     for name in sorted({name for each in facts.values() for name in each.get("catalogs", {})}):
         seen = {node: each["catalogs"][name] for node, each in facts.items() if each}
         result.add(_judge_catalog(name, seen))
     return result
 
 
-def _judge_catalog(name: str, seen: FactsByNode) -> CheckResult:
-    result = CheckResult()
+def _judge_catalog(name: str, seen: findings.FactsByNode) -> findings.CheckResult:
+    result = findings.CheckResult()
     for node, each in seen.items():
         problem = each.get("problem")
         if problem is None and each["missing"]:
@@ -70,15 +62,19 @@ def _judge_catalog(name: str, seen: FactsByNode) -> CheckResult:
             result.find("error", (node,), problem, "", _DATASET_ADVICE)
     compared = ("fingerprint", "clips", "sampled files")
     same = {node: {k: each[k] for k in compared} for node, each in seen.items() if "clips" in each}
-    result.add(same_everywhere(f"dataset {name}", same, "error", _DATASET_ADVICE))
+    result.add(findings.same_everywhere(f"dataset {name}", same, "error", _DATASET_ADVICE))
     mounts = {node: {"filesystem": each["filesystem"]} for node, each in seen.items()}
-    result.differences += same_everywhere(f"dataset {name}", mounts, "note", "").differences
+    result.differences += findings.same_everywhere(
+        f"dataset {name}", mounts, "note", ""
+    ).differences
     speeds = {node: each["read"] for node, each in seen.items() if each.get("read")}
     if not speeds:
         few = f"the sampled clips have less than {_MIN_READ_BYTES // _MIB} MiB"
         result.skip(f"reading clips of {name}", few)
     read = f"reading clips of {name}, MB/s"
-    result.add(far_from_median(read, speeds, "lower", factor=_READ_FACTOR, advice=_READ_ADVICE))
+    result.add(
+        findings.far_from_median(read, speeds, "lower", factor=_READ_FACTOR, advice=_READ_ADVICE)
+    )
     return result
 
 
@@ -147,22 +143,22 @@ _SPACE_ADVICE = (
 )
 
 
-def measure_disk_space(context: CheckContext) -> Facts:
+def measure_disk_space(context: findings.CheckContext) -> findings.Facts:
     """Free space by folder; on rank 0 also the size of a checkpoint."""
     folders = {"temporary files": Path(tempfile.gettempdir())}
     if context.recipe is not None:
         folders["run directory"] = context.recipe.out
         if context.recipe.data.cache is not None:
             folders["data.cache"] = context.recipe.data.cache
-    facts: Facts = {"folders": {name: _free(path) for name, path in folders.items()}}
+    facts: findings.Facts = {"folders": {name: _free(path) for name, path in folders.items()}}
     if context.recipe is not None and context.process.is_first:
         facts["checkpoint"] = _checkpoint_size(context.recipe)
     return facts
 
 
-def judge_disk_space(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+def judge_disk_space(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
     """The kept checkpoints, and one that is being written, must fit."""
-    result = CheckResult()
+    result = findings.CheckResult()
     known = next((each["checkpoint"] for each in facts.values() if "checkpoint" in each), None)
     needed = None
     if recipe is not None and known:
@@ -176,17 +172,19 @@ def judge_disk_space(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
     return result
 
 
-def _judge_folder(name: str, free: dict[str, dict[str, int]], needed: int | None) -> CheckResult:
+def _judge_folder(
+    name: str, free: dict[str, dict[str, int]], needed: int | None
+) -> findings.CheckResult:
     short = tuple(node for node, each in free.items() if each["bytes"] < (needed or _SHORT_BYTES))
     gib = {node: each["bytes"] / _GIB for node, each in free.items()}
-    result = CheckResult()
+    result = findings.CheckResult()
     result.measure(f"free for {name}", "GiB", gib, short)
     if short:
         least = min(free[node]["bytes"] for node in short)
         what = f"{format_size(least)} are free for {name}"
         expected = format_size(needed or _SHORT_BYTES)
         expected += " for checkpoint.keep and one more" if needed else ""
-        severity: Severity = "error" if least < (needed or _OUT_BYTES) else "warning"
+        severity: findings.Severity = "error" if least < (needed or _OUT_BYTES) else "warning"
         result.find(severity, short, what, expected, _SPACE_ADVICE)
     few = tuple(node for node, each in free.items() if 0 <= each["files"] < _MIN_FILES)
     if few:
@@ -235,7 +233,7 @@ _SEE_SECONDS, _POLL_SECONDS = 5.0, 0.1
 _SHOWN_SECONDS, _SLOW_SECONDS = 0.5, 3.0  # until a new file is seen
 
 
-def leave_token(context: CheckContext, created: list[Path]) -> None:
+def leave_token(context: findings.CheckContext, created: list[Path]) -> None:
     """Create the run directory if needed, and leave the file in it; OSError if it cannot.
 
     Folders that it creates are appended to `created`, the deepest first, before they exist: a
@@ -252,7 +250,7 @@ def leave_token(context: CheckContext, created: list[Path]) -> None:
         os.fsync(file.fileno())
 
 
-def remove_token(context: CheckContext, created: list[Path]) -> None:
+def remove_token(context: findings.CheckContext, created: list[Path]) -> None:
     """On rank 0: remove the files of this preflight, and the folders that were created for them."""
     if context.recipe is None or not context.process.is_first:
         return
@@ -264,7 +262,7 @@ def remove_token(context: CheckContext, created: list[Path]) -> None:
             folder.rmdir()
 
 
-def measure_run_directory(context: CheckContext) -> Facts:
+def measure_run_directory(context: findings.CheckContext) -> findings.Facts:
     """Whether and when this node sees the file, and whether it can write."""
     if context.recipe is None:
         return {}
@@ -278,14 +276,16 @@ def measure_run_directory(context: CheckContext) -> Facts:
     }
 
 
-def judge_run_directory(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+def judge_run_directory(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
     """Where no node has the folder it could not be created, which rank 0 has reported."""
     seen = {node: each for node, each in facts.items() if each}
     paths = {
         node: {key: str(each[key]) for key in ("path", "filesystem")} for node, each in seen.items()
     }
-    path_is_error: dict[str, Severity] = {"path": "error"}
-    result = same_everywhere("run directory", paths, "note", RUN_DIRECTORY_ADVICE, path_is_error)
+    path_is_error: dict[str, findings.Severity] = {"path": "error"}
+    result = findings.same_everywhere(
+        "run directory", paths, "note", RUN_DIRECTORY_ADVICE, path_is_error
+    )
     is_somewhere = any(each["exists"] for each in seen.values())
     for node, each in seen.items() if is_somewhere else ():
         if problem := _run_directory_problem(each):
@@ -301,7 +301,7 @@ def judge_run_directory(facts: FactsByNode, recipe: Recipe | None) -> CheckResul
     return result
 
 
-def _run_directory_problem(each: Facts) -> str:
+def _run_directory_problem(each: findings.Facts) -> str:
     path = each["path"]
     if not each["exists"]:
         return f"{path} does not exist, though the first node created it: it is not shared"
@@ -313,7 +313,7 @@ def _run_directory_problem(each: Facts) -> str:
     return ""
 
 
-def _token_path(context: CheckContext) -> Path:
+def _token_path(context: findings.CheckContext) -> Path:
     assert context.recipe is not None
     return context.recipe.out / f".longtake_preflight_{context.token}"
 
@@ -331,7 +331,7 @@ def _seconds_until_seen(path: Path, token: str) -> float | None:
     return None
 
 
-def _try_to_write(context: CheckContext) -> str:
+def _try_to_write(context: findings.CheckContext) -> str:
     """Why no file can be written in the run directory; empty: it can."""
     path = _token_path(context).with_suffix(f".{context.process.rank}")
     try:
@@ -352,7 +352,7 @@ _SPEED_ADVICE = (
 )
 
 
-def measure_disk_speed(context: CheckContext) -> Facts:
+def measure_disk_speed(context: findings.CheckContext) -> findings.Facts:
     """MB/s of writing with an fsync at the end, and ms of an fsync after a small write."""
     if context.recipe is None or not context.recipe.out.is_dir():
         return {}
@@ -368,8 +368,8 @@ def measure_disk_speed(context: CheckContext) -> Facts:
         path.unlink(missing_ok=True)
 
 
-def judge_disk_speed(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
-    result = far_from_median(
+def judge_disk_speed(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
+    result = findings.far_from_median(
         "writing to the run directory, MB/s",
         {node: each["write"] for node, each in facts.items() if each},
         "lower",
@@ -377,7 +377,7 @@ def judge_disk_speed(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
         limit=_MIN_WRITE_MB,
         advice=_SPEED_ADVICE,
     )
-    syncs = far_from_median(
+    syncs = findings.far_from_median(
         "fsync of the run directory, ms",
         {node: each["sync_ms"] for node, each in facts.items() if each},
         "higher",

@@ -19,19 +19,14 @@ from typing import Any, Final, Literal
 
 import torch
 from rich.console import Console
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from longtake import errors, fsio, process
 from longtake.cluster.options import LaunchOptions
-from longtake.errors import LongtakeError, LostPeerError
 from longtake.failures import (
     LOG_VARIABLE,
     FailureKind,
@@ -41,18 +36,9 @@ from longtake.failures import (
     failures_of_launch,
     failures_of_processes,
 )
-from longtake.fsio import file_time, now
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.node_dir import NodeDirectory, this_node
 from longtake.parallel.mesh import LOOPBACK
-from longtake.process import (
-    EXIT_CODES,
-    LAUNCHER_VARIABLE,
-    STOP_SIGNALS,
-    StopSignal,
-    environment,
-    program,
-)
 from longtake.run_dir import LAUNCH_VARIABLE
 
 _RENDEZVOUS_SECONDS = 600
@@ -85,8 +71,8 @@ _STDERR_TO_STDOUT: Final = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh")
 each other."""
 _POLL_SECONDS = 0.02
 _LAST_BYTES = 4096
-_STOP_CODES: Final = {code: signal.Signals[name] for name, code in EXIT_CODES.items()}
-_USER_ERROR, _LOST_PEER = LongtakeError.exit_code, LostPeerError.exit_code
+_STOP_CODES: Final = {code: signal.Signals[name] for name, code in process.EXIT_CODES.items()}
+_USER_ERROR, _LOST_PEER = errors.LongtakeError.exit_code, errors.LostPeerError.exit_code
 
 
 def launch(options: LaunchOptions, console: Console) -> int:
@@ -99,7 +85,9 @@ def launch(options: LaunchOptions, console: Console) -> int:
     Raises:
         LostPeerError: the other nodes cannot be met.
     """
-    os.environ.update(environment(**_ENVIRONMENT), **{LAUNCH_VARIABLE: secrets.token_hex(8)})
+    os.environ.update(
+        process.environment(**_ENVIRONMENT), **{LAUNCH_VARIABLE: secrets.token_hex(8)}
+    )
     if options.endpoint:
         console.print(_WARNING.format(options.endpoint), markup=False)
     else:
@@ -121,11 +109,11 @@ def launch(options: LaunchOptions, console: Console) -> int:
     except SignalException:
         console.print("Stopped while no rank ran.", markup=False)
         ended = None
-    except RendezvousClosedError:
+    except rendezvous.RendezvousClosedError:
         if ended is None:
-            raise LostPeerError("The other nodes have ended this launch already.") from None
-    except RendezvousError as error:
-        raise LostPeerError(_not_met(options, error)) from error
+            raise errors.LostPeerError("The other nodes have ended this launch already.") from None
+    except rendezvous.RendezvousError as error:
+        raise errors.LostPeerError(_not_met(options, error)) from error
     return _report_exit(ended, stop, console)
 
 
@@ -138,7 +126,7 @@ def _report_exit(ended: "RanksExit | None", stop: "LaunchStop", console: Console
         again = "A restart would end the same way, so nothing is started again."
         console.print(f"{ended.message}\n{again}", markup=False)
     if stop.first_signal is not None and (ended is None or ended.kind == "stopped"):
-        return EXIT_CODES[stop.first_signal.name]
+        return process.EXIT_CODES[stop.first_signal.name]
     return 1 if ended is None else ended.code
 
 
@@ -146,7 +134,9 @@ def _report_exit(ended: "RanksExit | None", stop: "LaunchStop", console: Console
 
 
 @contextmanager
-def _rendezvous(options: LaunchOptions, stop: "LaunchStop") -> Iterator[RendezvousHandler]:
+def _rendezvous(
+    options: LaunchOptions, stop: "LaunchStop"
+) -> Iterator[rendezvous.RendezvousHandler]:
     """Where nodes meet; closed at the end, so that the others do not wait for this node."""
     with TemporaryDirectory(prefix="longtake-", ignore_cleanup_errors=True) as folder:
         handler = _rendezvous_handler(options, Path(folder))
@@ -158,12 +148,12 @@ def _rendezvous(options: LaunchOptions, stop: "LaunchStop") -> Iterator[Rendezvo
                 handler.shutdown()
 
 
-def _rendezvous_handler(options: LaunchOptions, folder: Path) -> RendezvousHandler:
+def _rendezvous_handler(options: LaunchOptions, folder: Path) -> rendezvous.RendezvousHandler:
     settings: dict[str, Any] = dict(_RENDEZVOUS)
     if not options.endpoint:
         # Over TCP torch would listen on all addresses, and unpickle what it receives.
         settings["store_type"] = "file"
-    parameters = RendezvousParameters(
+    parameters = rendezvous.RendezvousParameters(
         backend="c10d",
         endpoint=options.endpoint or str(folder / "rendezvous"),
         run_id=options.run_id,
@@ -176,13 +166,13 @@ def _rendezvous_handler(options: LaunchOptions, folder: Path) -> RendezvousHandl
     while True:
         try:
             return get_rendezvous_handler(parameters)
-        except RendezvousConnectionError:  # the node of the endpoint may start late
+        except rendezvous.RendezvousConnectionError:  # the node of the endpoint may start late
             if time.monotonic() > until:
                 raise
         time.sleep(_CONNECT_EVERY_SECONDS)
 
 
-def _not_met(options: LaunchOptions, error: RendezvousError) -> str:
+def _not_met(options: LaunchOptions, error: rendezvous.RendezvousError) -> str:
     least, most = options.nodes
     count = f"{least}" if least == most else f"{least} to {most}"
     return (
@@ -210,13 +200,13 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Logs of a start; `envs` are the environments of the ranks, by local rank."""
-        time = file_time()
+        time = fsio.file_time()
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         self.paths = {rank: self._node.rank_log_path(time, rank) for rank in ranks.values()}
         texts = {local: str(self.paths[rank]) for local, rank in ranks.items()}
         for local, text in texts.items():
             Path(text).parent.mkdir(parents=True, exist_ok=True)
-            launcher = {LAUNCHER_VARIABLE: str(os.getpid())}
+            launcher = {process.LAUNCHER_VARIABLE: str(os.getpid())}
             envs[local] |= {LOG_VARIABLE: text, "PYTHONUNBUFFERED": "1", **launcher}
         shown = {local: texts[local] for local, rank in ranks.items() if rank == 0}
         empty = dict.fromkeys(texts, "")
@@ -289,14 +279,14 @@ def _wait_result(pid: int) -> "os.waitid_result | None":
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
-class LaunchStop(StopSignal):
+class LaunchStop(process.StopSignal):
     """A request to stop this launch; while it is entered, signals are passed on to the ranks.
 
     A signal while no rank runs, such as during the rendezvous, raises `SignalException`.
     """
 
     def __init__(self) -> None:
-        super().__init__(STOP_SIGNALS, on_signal=self._pass_on, keeps_ignored=False)
+        super().__init__(process.STOP_SIGNALS, on_signal=self._pass_on, keeps_ignored=False)
         self.is_urgent = False
         self._ranks: list[int] = []
         self._is_held = False
@@ -376,9 +366,15 @@ def _describe_exit(codes: Mapping[int, int], code: int, logs: Mapping[int, Path]
 
 
 def _agent(
-    options: LaunchOptions, handler: RendezvousHandler, stop: LaunchStop, console: Console
+    options: LaunchOptions,
+    handler: rendezvous.RendezvousHandler,
+    stop: LaunchStop,
+    console: Console,
 ) -> "Agent":
-    entrypoint, *arguments = [*_STDERR_TO_STDOUT, *program("longtake", *options.train_arguments)]
+    entrypoint, *arguments = [
+        *_STDERR_TO_STDOUT,
+        *process.program("longtake", *options.train_arguments),
+    ]
     num_ranks = count_processes(options.processes)
     spec = WorkerSpec(
         role="",  # torch would write it before each line
@@ -415,7 +411,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stop.hold()
-        self._oom_kills, self._started_at = _machine_oom_kills(), now()
+        self._oom_kills, self._started_at = _machine_oom_kills(), fsio.now()
         if self._options.endpoint:
             os.environ[LAUNCH_VARIABLE] = _launch_of_all_nodes(worker_group.store)
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -484,7 +480,7 @@ class Agent(LocalElasticAgent):
         received = self._stop.first_signal
         killed = -signal.SIGKILL if self._stop.is_urgent else None
         is_stop = received is not None and code in (-received, killed)
-        return EXIT_CODES[received.name] if received is not None and is_stop else code
+        return process.EXIT_CODES[received.name] if received is not None and is_stop else code
 
     def _failures_on_all_nodes(self, ranks: dict[int, int]) -> list[RankFailure]:
         run = self._options.run

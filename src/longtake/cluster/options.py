@@ -8,9 +8,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtake import config
-from longtake.config import Recipe
-from longtake.errors import LongtakeError
+from longtake import config, errors
 from longtake.run_dir import RunDirectory, beside
 from longtake.trust import load_recipe
 
@@ -24,7 +22,7 @@ class LaunchOptions:
 
     path: Path  # of the recipe
     changes: tuple[str, ...]  # of the recipe, `key=value`
-    recipe: Recipe  # with these changes
+    recipe: config.Recipe  # with these changes
     processes: str = "auto"  # ranks per node: a number, or one per GPU
     nodes: tuple[int, int] = (1, 1)  # at least, and at most
     endpoint: str = ""  # host:port of the rendezvous; empty: this node alone
@@ -49,7 +47,7 @@ class LaunchOptions:
 
 def load_for_all_ranks(
     path: Path, changes: tuple[str, ...], *, fresh: bool, is_alone: bool, trust: bool = False
-) -> tuple[Recipe, tuple[str, ...]]:
+) -> tuple[config.Recipe, tuple[str, ...]]:
     """The recipe, and the changes with which every rank reads the same, also after a restart.
 
     Args:
@@ -66,7 +64,7 @@ def load_for_all_ranks(
     if not fresh:
         return recipe, changes
     if not is_alone:
-        raise LongtakeError(
+        raise errors.LongtakeError(
             "--fresh with several nodes: each node would choose a free folder by itself. Name one "
             f"folder for all of them: --set {shlex.quote(f'out={recipe.out}-2')}."
         )
@@ -79,7 +77,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
-        raise LongtakeError(
+        raise errors.LongtakeError(
             f"--nnodes {text}: expected a number of nodes, such as 4, or the fewest and the most, "
             "such as 2:4."
         )
@@ -95,13 +93,13 @@ def parse_endpoint(text: str | None, nodes: tuple[int, int]) -> str:
     if text is None:
         if nodes == (1, 1):
             return ""
-        raise LongtakeError(
+        raise errors.LongtakeError(
             "Several nodes need an address to meet: --rdzv-endpoint HOST:PORT, the same on all of "
             f"them, where HOST is one of them (port {DEFAULT_PORT} if you have no other)."
         )
     host, _, port = text.rpartition(":") if ":" in text else (text, "", str(DEFAULT_PORT))
     if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
-        raise LongtakeError(
+        raise errors.LongtakeError(
             f"--rdzv-endpoint {text}: expected HOST:PORT, such as node1:{DEFAULT_PORT}."
         )
     return f"{host}:{port}"
@@ -109,5 +107,7 @@ def parse_endpoint(text: str | None, nodes: tuple[int, int]) -> str:
 
 def parse_processes(text: str) -> str:
     if text != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", text):
-        raise LongtakeError(f"--nproc-per-node {text}: expected a number of processes, or auto.")
+        raise errors.LongtakeError(
+            f"--nproc-per-node {text}: expected a number of processes, or auto."
+        )
     return text

@@ -22,15 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from longtake.cluster.findings import (
-    CheckResult,
-    Finding,
-    PreflightReport,
-    SkippedCheck,
-    make_report,
-    with_verdict,
-)
-from longtake.cluster.topology import HOSTS_VARIABLE
+from longtake.cluster import findings, topology
 from longtake.errors import LongtakeError
 from longtake.process import LeftError, leave_on_signals, program
 
@@ -59,7 +51,7 @@ def preflight_over_ssh(
     changes: Sequence[str],
     seconds: float,
     options: Sequence[str] = (),
-) -> PreflightReport:
+) -> findings.PreflightReport:
     """Check some nodes from here.
 
     Args:
@@ -84,7 +76,7 @@ def preflight_over_ssh(
     ask = _on_node([sys.executable, "-P", "-c", _ASK], {})
     answers = _run_on_all(ssh, dict.fromkeys(nodes, ask), _ASK_SECONDS)
     there = [node for node in nodes if answers[node].status == 0]
-    findings = [_cannot_take_part(node, answers[node]) for node in nodes if node not in there]
+    found = [_cannot_take_part(node, answers[node]) for node in nodes if node not in there]
     report = None
     if there:
         port = int(answers[there[0]].out.split()[-1])
@@ -93,17 +85,17 @@ def preflight_over_ssh(
         outputs = _run_on_all(ssh, commands, limit, until_one_fails=True)
         said = {node: _json_of(each.out) for node, each in outputs.items()}
         report = next((each["report"] for each in said.values() if "report" in each), None)
-        findings += [] if report else _why_no_report(outputs, said, limit)
+        found += [] if report else _why_no_report(outputs, said, limit)
     if report is None:
-        skipped = [SkippedCheck("everything else", "no node reported what it found")]
+        skipped = [findings.SkippedCheck("everything else", "no node reported what it found")]
         facts = [{"name": node, "processes": 0} for node in nodes]
         name = None if recipe is None else str(recipe)
-        report = make_report(facts, 0, name, CheckResult(skipped=skipped), 0)
+        report = findings.make_report(facts, 0, name, findings.CheckResult(skipped=skipped), 0)
     else:
         absent = [node for node in nodes if node not in there]
         report["nodes"] += [{"name": node, "processes": 0} for node in absent]
-    report["findings"] += [asdict(each) for each in findings]
-    return with_verdict({**report, "seconds": round(time.monotonic() - begun, 2)})
+    report["findings"] += [asdict(each) for each in found]
+    return findings.with_verdict({**report, "seconds": round(time.monotonic() - begun, 2)})
 
 
 # --- On the nodes ---------------------------------------------------------------------------------
@@ -158,7 +150,7 @@ def _commands(
         "LOCAL_RANK": "0",
         "MASTER_ADDR": nodes[0].rpartition("@")[2],
         "MASTER_PORT": str(port),
-        HOSTS_VARIABLE: ",".join(nodes),
+        topology.HOSTS_VARIABLE: ",".join(nodes),
     }
     return {
         node: _on_node(command, {**common, "RANK": str(rank), "GROUP_RANK": str(rank)})
@@ -270,10 +262,10 @@ def _json_of(out: str) -> dict[str, Any]:
     return found
 
 
-def _cannot_take_part(node: str, output: _Output) -> Finding:
+def _cannot_take_part(node: str, output: _Output) -> findings.Finding:
     expected = "an answer" if output.status is None else ""
     what, advice = _explain(node, output)
-    return Finding("error", (node,), what, expected, advice, "nodes")
+    return findings.Finding("error", (node,), what, expected, advice, "nodes")
 
 
 def _explain(node: str, output: _Output) -> tuple[str, str]:
@@ -301,7 +293,7 @@ def _explain(node: str, output: _Output) -> tuple[str, str]:
 
 def _why_no_report(
     outputs: Mapping[str, _Output], said: Mapping[str, Mapping[str, Any]], limit: float
-) -> list[Finding]:
+) -> list[findings.Finding]:
     """Findings about the nodes that are the reason, not about those that waited for them."""
     nodes = list(outputs)
     silent = {nodes[rank] for each in said.values() for rank in each.get("silent", ())}
@@ -309,7 +301,7 @@ def _why_no_report(
     unended = {node for node, each in outputs.items() if each.status is None}
     causes = failed or (silent & unended) or silent or unended or set(nodes)
     waited = next((each["error"] for each in said.values() if each.get("silent")), "")
-    findings = []
+    found = []
     for node in (each for each in nodes if each in causes):
         advice = "Start it there by hand: longtake preflight."
         if error := said[node].get("error"):
@@ -320,5 +312,5 @@ def _why_no_report(
             what = f"it has not ended within {limit:g} s, or was ended because of another"
             what += f": {waited}" if waited else ""
             advice = f"Look at what hangs there: ssh {node}; its disks, and its load."
-        findings.append(Finding("error", (node,), what, "", advice, "nodes"))
-    return findings
+        found.append(findings.Finding("error", (node,), what, "", advice, "nodes"))
+    return found

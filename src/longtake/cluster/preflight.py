@@ -15,44 +15,34 @@ from typing import Any
 
 import torch.distributed as dist
 
-from longtake import config
+from longtake import config, errors
 from longtake.cluster import checks_network as network
 from longtake.cluster import checks_node as node
 from longtake.cluster import checks_storage as storage
-from longtake.cluster.findings import (
-    Check,
-    CheckContext,
-    CheckResult,
-    Facts,
-    Finding,
-    PreflightReport,
-    SkippedCheck,
-    make_report,
-)
+from longtake.cluster import findings, topology
 from longtake.cluster.rendezvous import Rendezvous, SilentProcessError
-from longtake.cluster.topology import find_process, group_by_node
-from longtake.config import Recipe
-from longtake.errors import LongtakeError
 from longtake.formatting import first_line, join_words
 
-CHECKS: tuple[Check, ...] = (
-    Check("host names", node.measure_host_name, node.judge_host_names),
-    Check("environment", node.measure_environment, node.judge_environment),
-    Check("packages", node.measure_packages, node.judge_packages),
-    Check("code", node.measure_code, node.judge_code),
-    Check("recipe", node.measure_recipe, node.judge_recipe),
-    Check("dataset", storage.measure_dataset, storage.judge_dataset),
-    Check("disk space", storage.measure_disk_space, storage.judge_disk_space),
-    Check("limits", node.measure_limits, node.judge_limits),
-    Check("inspection", node.measure_inspection, node.judge_inspection),
-    Check("time sync", node.measure_time_sync, node.judge_time_sync),
-    Check("network devices", network.measure_devices, network.judge_devices),
-    Check("addresses", network.measure_addresses, network.judge_addresses),
-    Check("run directory", storage.measure_run_directory, storage.judge_run_directory, "together"),
-    Check("disk speed", storage.measure_disk_speed, storage.judge_disk_speed, "together"),
-    Check("compute", node.measure_compute, node.judge_compute, "together", each="rank"),
-    Check("clocks", network.measure_clocks, network.judge_clocks, "connected"),
-    Check("links", network.measure_links, network.judge_links, "connected", each="rank"),
+CHECKS: tuple[findings.Check, ...] = (
+    findings.Check("host names", node.measure_host_name, node.judge_host_names),
+    findings.Check("environment", node.measure_environment, node.judge_environment),
+    findings.Check("packages", node.measure_packages, node.judge_packages),
+    findings.Check("code", node.measure_code, node.judge_code),
+    findings.Check("recipe", node.measure_recipe, node.judge_recipe),
+    findings.Check("dataset", storage.measure_dataset, storage.judge_dataset),
+    findings.Check("disk space", storage.measure_disk_space, storage.judge_disk_space),
+    findings.Check("limits", node.measure_limits, node.judge_limits),
+    findings.Check("inspection", node.measure_inspection, node.judge_inspection),
+    findings.Check("time sync", node.measure_time_sync, node.judge_time_sync),
+    findings.Check("network devices", network.measure_devices, network.judge_devices),
+    findings.Check("addresses", network.measure_addresses, network.judge_addresses),
+    findings.Check(
+        "run directory", storage.measure_run_directory, storage.judge_run_directory, "together"
+    ),
+    findings.Check("disk speed", storage.measure_disk_speed, storage.judge_disk_speed, "together"),
+    findings.Check("compute", node.measure_compute, node.judge_compute, "together", each="rank"),
+    findings.Check("clocks", network.measure_clocks, network.judge_clocks, "connected"),
+    findings.Check("links", network.measure_links, network.judge_links, "connected", each="rank"),
 )
 """In this order; consecutive checks that are `independent` are one stage."""
 
@@ -66,27 +56,27 @@ _SECONDS_TO_LET_GO = 0.1  # see parallel.mesh.join
 class _Measured:
     """What was measured; by all on rank 0, elsewhere only by this process."""
 
-    checks: list[Check] = field(default_factory=list)
-    facts: dict[str, dict[str, Facts]] = field(default_factory=dict)
+    checks: list[findings.Check] = field(default_factory=list)
+    facts: dict[str, dict[str, findings.Facts]] = field(default_factory=dict)
     """By check, then by node or process."""
-    skipped: list[SkippedCheck] = field(default_factory=list)
+    skipped: list[findings.SkippedCheck] = field(default_factory=list)
     is_hanging: bool = False
 
-    def judge(self, check: Check, recipe: Recipe | None) -> CheckResult:
+    def judge(self, check: findings.Check, recipe: config.Recipe | None) -> findings.CheckResult:
         """The result of a check, with an error for each node that could not measure."""
         facts = self.facts[check.name]
         good = {who: each for who, each in facts.items() if "failed" not in each}
-        result = check.judge(good, recipe) if good else CheckResult()
+        result = check.judge(good, recipe) if good else findings.CheckResult()
         for who in facts.keys() - good.keys():
             what = f"{check.name} could not be checked: {facts[who]['failed']}"
-            result.findings.append(Finding("error", (who,), what))
+            result.findings.append(findings.Finding("error", (who,), what))
         result.findings = [replace(each, check=check.name) for each in result.findings]
         return result
 
 
 def preflight(
     path: Path | None = None, changes: Sequence[str] = (), seconds: float = 120.0
-) -> tuple[PreflightReport | None, bool]:
+) -> tuple[findings.PreflightReport | None, bool]:
     """Check this node, or all nodes together with the processes that were started like this one.
 
     Args:
@@ -103,10 +93,10 @@ def preflight(
             the recipe cannot be used.
     """
     begun = time.monotonic()
-    rendezvous = Rendezvous(find_process(), seconds)
+    rendezvous = Rendezvous(topology.find_process(), seconds)
     context = _context(rendezvous, path, changes)
     measured, created = _Measured(), list[Path]()
-    silent, not_writable = list[Finding](), list[Finding]()
+    silent, not_writable = list[findings.Finding](), list[findings.Finding]()
     try:
         if context.process.is_first:
             not_writable = _leave_token(context, created)
@@ -114,12 +104,12 @@ def preflight(
     except SilentProcessError as error:
         nodes = tuple(dict.fromkeys(context.node_of(rank) for rank in error.silent))
         advice = "Look at what hangs there: longtake stacks --pid, ps, dmesg."
-        silent = [Finding("error", nodes, str(error), "an answer", advice, "silence")]
+        silent = [findings.Finding("error", nodes, str(error), "an answer", advice, "silence")]
     finally:
         storage.remove_token(context, created)
     report = None
     if context.process.is_first:
-        result = CheckResult(skipped=list(measured.skipped))
+        result = findings.CheckResult(skipped=list(measured.skipped))
         for check in measured.checks:
             result.add(measured.judge(check, context.recipe))
         if not any(each.check == _RUN_DIRECTORY for each in result.findings):
@@ -128,24 +118,26 @@ def preflight(
         name = None if path is None else str(path)
         taken = time.monotonic() - begun
         described = _describe_nodes(measured, context)
-        report = make_report(described, context.process.world_size, name, result, taken)
+        report = findings.make_report(described, context.process.world_size, name, result, taken)
     _leave(rendezvous, measured)
     return report, measured.is_hanging
 
 
-def _context(rendezvous: Rendezvous, path: Path | None, changes: Sequence[str]) -> CheckContext:
+def _context(
+    rendezvous: Rendezvous, path: Path | None, changes: Sequence[str]
+) -> findings.CheckContext:
     process = rendezvous.process
     recipe, problem = None, ""
     if path is not None:
         try:
             recipe = config.load(path, changes)
-        except LongtakeError as error:
+        except errors.LongtakeError as error:
             if process.world_size == 1:
                 raise
             problem = str(error)
-    hosts, ranks = rendezvous.from_first("nodes", group_by_node(rendezvous.came))
+    hosts, ranks = rendezvous.from_first("nodes", topology.group_by_node(rendezvous.came))
     own = next(each for each in ranks if process.rank in each)
-    return CheckContext(
+    return findings.CheckContext(
         process=replace(process, local_rank=own.index(process.rank)),
         recipe=recipe,
         recipe_path=path,
@@ -157,7 +149,7 @@ def _context(rendezvous: Rendezvous, path: Path | None, changes: Sequence[str]) 
     )
 
 
-def _leave_token(context: CheckContext, created: list[Path]) -> list[Finding]:
+def _leave_token(context: findings.CheckContext, created: list[Path]) -> list[findings.Finding]:
     """Why the token of the run directory could not be left."""
     try:
         storage.leave_token(context, created)
@@ -165,11 +157,15 @@ def _leave_token(context: CheckContext, created: list[Path]) -> list[Finding]:
         assert context.recipe is not None
         what = f"{context.recipe.out} cannot be written: {error.strerror or error}"
         nodes = (context.hosts[0],)
-        return [Finding("error", nodes, what, "", storage.RUN_DIRECTORY_ADVICE, _RUN_DIRECTORY)]
+        return [
+            findings.Finding("error", nodes, what, "", storage.RUN_DIRECTORY_ADVICE, _RUN_DIRECTORY)
+        ]
     return []
 
 
-def _measure_all(rendezvous: Rendezvous, context: CheckContext, measured: _Measured) -> None:
+def _measure_all(
+    rendezvous: Rendezvous, context: findings.CheckContext, measured: _Measured
+) -> None:
     """Go through all stages; after SilentProcessError `measured` has what came before."""
     for stage in _stages([check for check in CHECKS if check.when != "connected"]):
         _measure_stage(stage, rendezvous, context, measured)
@@ -180,12 +176,14 @@ def _measure_all(rendezvous: Rendezvous, context: CheckContext, measured: _Measu
     if not why:
         use_nccl = rendezvous.from_first("nccl", _has_gpu_each(measured, context))
         join = partial(network.connect, store=rendezvous.store, use_nccl=use_nccl)
-        check = Check("connection", join, lambda *_: CheckResult(), "connected", each="rank")
+        check = findings.Check(
+            "connection", join, lambda *_: findings.CheckResult(), "connected", each="rank"
+        )
         _measure_stage([check], rendezvous, context, measured)
         why = rendezvous.from_first("skip links", _why_not_connected(measured, "connection"))
     if why:
         names = join_words(check.name for check in connected)
-        measured.skipped.append(SkippedCheck(names, why))
+        measured.skipped.append(findings.SkippedCheck(names, why))
         return
     for stage in _stages(connected):
         _measure_stage(stage, rendezvous, context, measured)
@@ -199,7 +197,7 @@ def _why_not_connected(measured: _Measured, name: str) -> str:
     return f"the check of {name} found errors, so not all processes can connect"
 
 
-def _has_gpu_each(measured: _Measured, context: CheckContext) -> bool:
+def _has_gpu_each(measured: _Measured, context: findings.CheckContext) -> bool:
     """On rank 0: whether each process has a GPU of its own, so that NCCL can join them."""
     gpus = {node: each.get("gpus", 0) for node, each in measured.facts["environment"].items()}
     nodes = zip(context.hosts, context.ranks, strict=True)
@@ -208,8 +206,8 @@ def _has_gpu_each(measured: _Measured, context: CheckContext) -> bool:
     )
 
 
-def _stages(checks: Sequence[Check]) -> list[list[Check]]:
-    stages: list[list[Check]] = []
+def _stages(checks: Sequence[findings.Check]) -> list[list[findings.Check]]:
+    stages: list[list[findings.Check]] = []
     for check in checks:
         if check.when != "independent" or not stages or stages[-1][0].when != "independent":
             stages.append([check])
@@ -219,10 +217,13 @@ def _stages(checks: Sequence[Check]) -> list[list[Check]]:
 
 
 def _measure_stage(
-    stage: Sequence[Check], rendezvous: Rendezvous, context: CheckContext, measured: _Measured
+    stage: Sequence[findings.Check],
+    rendezvous: Rendezvous,
+    context: findings.CheckContext,
+    measured: _Measured,
 ) -> None:
     """Measure on this process, and collect the facts of all on rank 0."""
-    own: dict[str, Facts] = {}
+    own: dict[str, findings.Facts] = {}
     end = time.monotonic() + _OWN_SHARE * rendezvous.seconds
     for check in stage:
         if check.each == "node" and not context.process.is_node_leader:
@@ -241,12 +242,14 @@ def _measure_stage(
         }
 
 
-def measure_within(seconds: float, check: Check, context: CheckContext) -> Facts:
+def measure_within(
+    seconds: float, check: findings.Check, context: findings.CheckContext
+) -> findings.Facts:
     """The facts of a check; `{"failed": why}` if it raises or takes longer.
 
     It runs in a thread, which is abandoned where it hangs, as on a disk that does not answer.
     """
-    box: list[Facts] = []
+    box: list[findings.Facts] = []
 
     def measure() -> None:
         try:
@@ -260,7 +263,7 @@ def measure_within(seconds: float, check: Check, context: CheckContext) -> Facts
     return box[0] if box else {"failed": f"it took longer than {seconds:.3g} s", "hangs": True}
 
 
-def _describe_nodes(measured: _Measured, context: CheckContext) -> list[dict[str, Any]]:
+def _describe_nodes(measured: _Measured, context: findings.CheckContext) -> list[dict[str, Any]]:
     """For the report: each node's name, number of processes, versions and digests."""
     described = []
     for host, ranks in zip(context.hosts, context.ranks, strict=True):

@@ -12,10 +12,8 @@ from typing import Final
 
 from jinja2 import Environment, StrictUndefined
 
-from longtake.cluster.options import LaunchOptions
-from longtake.cluster.topology import FIRST_PORT, NUM_PORTS
-from longtake.errors import LongtakeError, RunError
-from longtake.fsio import make_writable, write_text
+from longtake import errors, fsio
+from longtake.cluster import options, topology
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch")
 _COMMENTS: Final = {
@@ -46,7 +44,7 @@ class SlurmOptions:
 class BatchJob:
     """A launch as a Slurm job; `folder` is where it works, `python` its interpreter."""
 
-    launch: LaunchOptions
+    launch: options.LaunchOptions
     slurm: SlurmOptions = SlurmOptions()
     folder: Path = field(default_factory=Path.cwd)
     python: Path = Path(sys.executable)
@@ -67,7 +65,7 @@ class BatchJob:
         """The text of the batch file; LongtakeError if a flag or a name cannot be written in it."""
         recipe = self.launch.path.absolute()
         if any(ord(letter) < 32 for letter in f"{recipe}{self.run_path}{self.python}"):
-            raise LongtakeError(
+            raise errors.LongtakeError(
                 f"A job cannot be written for {str(recipe)!r} and the run {str(self.run_path)!r}: "
                 "their names have control characters. Rename them."
             )
@@ -88,8 +86,8 @@ class BatchJob:
             cores="" if self.slurm.cpus is None else f" --cpus-per-task={self.slurm.cpus}",
             max_restarts=self.launch.max_restarts,
             max_requeues=_MAX_REQUEUES,
-            first_port=FIRST_PORT,
-            num_ports=NUM_PORTS,
+            first_port=topology.FIRST_PORT,
+            num_ports=topology.NUM_PORTS,
             runs_preflight=self.slurm.runs_preflight,
             requeues=self.slurm.requeues,
             trust=self.launch.trust,
@@ -100,10 +98,12 @@ class BatchJob:
         """Write the batch file; RunError if the run directory cannot be written."""
         text = self.script()
         try:
-            make_writable(self.path.parent)
-            write_text(self.path, text)
+            fsio.make_writable(self.path.parent)
+            fsio.write_text(self.path, text)
         except OSError as error:
-            raise RunError(f"{self.path} cannot be written: {error.strerror or error}.") from error
+            raise errors.RunError(
+                f"{self.path} cannot be written: {error.strerror or error}."
+            ) from error
 
     def submit(self) -> str:
         """Submit the written file; returns the number of the job.
@@ -113,14 +113,14 @@ class BatchJob:
         """
         program = shutil.which("sbatch")
         if program is None:
-            raise LongtakeError(
+            raise errors.LongtakeError(
                 f"There is no sbatch here, so {self.path} was written and not submitted. Submit it "
                 "where Slurm is, or print it with --dry-run."
             )
         command = [program, "--parsable", str(self.path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - ours
         if done.returncode:
-            raise LongtakeError(f"Slurm refuses {self.path}: {done.stderr.strip()}")
+            raise errors.LongtakeError(f"Slurm refuses {self.path}: {done.stderr.strip()}")
         return done.stdout.strip().partition(";")[0]
 
     def _flags(self) -> dict[str, str]:
@@ -146,7 +146,7 @@ class BatchJob:
 def _parse_flag(flag: str) -> tuple[str, str]:
     name, _, value = flag.lstrip("-").partition("=")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        raise LongtakeError(
+        raise errors.LongtakeError(
             f"--sbatch {flag}: expected a flag of sbatch, such as reservation=mine."
         )
     return name, value
@@ -154,7 +154,7 @@ def _parse_flag(flag: str) -> tuple[str, str]:
 
 def _directive(name: str, value: str) -> Iterator[str]:
     if "\n" in value or "\r" in value:
-        raise LongtakeError(f"sbatch's --{name} cannot hold a line break: {value!r}.")
+        raise errors.LongtakeError(f"sbatch's --{name} cannot hold a line break: {value!r}.")
     if name in _COMMENTS:
         yield f"# {_COMMENTS[name]}:"
     yield f"#SBATCH --{name}{f'={_quoted(value)}' if value else ''}"

@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from longtake.data import ledger, replan
 from longtake.data.catalog import Catalog
-from longtake.data.ledger import Consumed, read_ledger, short_identity
 from longtake.data.plan import Part, Stream
-from longtake.data.replan import PlanHistory, Span, rebuild
 from longtake.run_dir import RunDirectory
 
 Identities = NDArray[np.uint64]
@@ -83,8 +82,8 @@ def audit(run: RunDirectory) -> Audit:
         RunError: there is no run.
     """
     recipe = run.recipe()
-    consumed = read_ledger(run.ledger_path)
-    plan_history = rebuild(consumed.history, {}, recipe.data, recipe.seed, run.catalogs_path)
+    consumed = ledger.read_ledger(run.ledger_path)
+    plan_history = replan.rebuild(consumed.history, {}, recipe.data, recipe.seed, run.catalogs_path)
     expected = _expected_by_epoch(plan_history, consumed.end_step)
     skipped = _skipped_steps(plan_history, consumed.skipped, consumed.end_step)
     _exclude(expected, plan_history, skipped)
@@ -121,7 +120,7 @@ def _two_writers(run: RunDirectory) -> Iterator[str]:
 _NONE: Identities = np.empty(0, np.uint64)
 
 
-def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _Expected]:
+def _expected_by_epoch(plan_history: replan.PlanHistory, end_step: int) -> dict[_Key, _Expected]:
     """For each epoch that has begun, what it should have consumed before a step."""
     ends = [plan.first_step for plan in plan_history.plans[1:]]
     expected: dict[_Key, _Expected] = {}
@@ -140,14 +139,16 @@ def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _
     return expected
 
 
-def _skipped_steps(plan_history: PlanHistory, spans: Sequence[Span], end_step: int) -> list[int]:
+def _skipped_steps(
+    plan_history: replan.PlanHistory, spans: Sequence[replan.Span], end_step: int
+) -> list[int]:
     steps = [step for first, end in spans for step in range(first, min(end, end_step))]
     ends = [plan_history.plan_at(step).end_step for step in steps]
     return [step for step, end in zip(steps, ends, strict=True) if end is None or step < end]
 
 
 def _exclude(
-    expected: dict[_Key, _Expected], plan_history: PlanHistory, steps: Sequence[int]
+    expected: dict[_Key, _Expected], plan_history: replan.PlanHistory, steps: Sequence[int]
 ) -> None:
     for step in steps:
         batch = plan_history.batch(step)
@@ -203,10 +204,10 @@ def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> 
         return _NONE
     num_bytes = len(unique) * unique.type.byte_width
     octets = np.frombuffer(unique.buffers()[1], np.uint8, count=num_bytes)
-    return short_identity(octets.reshape(len(unique), -1))
+    return ledger.short_identity(octets.reshape(len(unique), -1))
 
 
-def _by_epoch(consumed: Consumed) -> dict[_Key, tuple[Identities, Identities]]:
+def _by_epoch(consumed: ledger.Consumed) -> dict[_Key, tuple[Identities, Identities]]:
     """For each epoch the identities that were trained, and those that were rejected."""
     order = np.lexsort((consumed.epoch, consumed.stream))
     stream, epoch = consumed.stream[order], consumed.epoch[order]

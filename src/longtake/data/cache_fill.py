@@ -20,13 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtake.config import Bucket
-from longtake.data.buckets import all_windows
+from longtake.data import buckets, decode_worker, tasks
 from longtake.data.cache import Cache, CacheEntry, CacheFailure
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
-from longtake.data.decode_worker import DecodePool
 from longtake.data.plan import Plan
-from longtake.data.tasks import run_tasks
 from longtake.data.window import ReferencePicture, Window, reference_error
 from longtake.data.workers import Task, WorkerIncident
 from longtake.errors import ClipError, DataError
@@ -204,10 +202,12 @@ def fill_latents(
     """
     data, under_way = cache.data, deque[tuple[Window, list[_Part]]]()
     limit, memory = data.sample_timeout_seconds, data.sample_memory_gib
-    with DecodePool(data.workers, limit, memory_gib=memory, heartbeats=heartbeats) as pool:
+    with decode_worker.DecodePool(
+        data.workers, limit, memory_gib=memory, heartbeats=heartbeats
+    ) as pool:
         for done, each in enumerate(_shuffled(clips)):
             item: CacheItem = each.item() if isinstance(each, _Row) else each
-            for window in all_windows(*item, data):
+            for window in buckets.all_windows(*item, data):
                 parts = [
                     _Part(name, wanted, pool.submit(wanted))
                     for name, wanted in _wanted(cache, window).items()
@@ -282,7 +282,7 @@ def run_encode_task(
         [each.item() if isinstance(each, _Row) else each for each in share]
         for share in (missing[start : start + size] for start in range(0, len(missing), size))
     )
-    with closing(run_tasks(task, shares, on=on, workers=workers)) as reports:
+    with closing(tasks.run_tasks(task, shares, on=on, workers=workers)) as reports:
         for number, added in reports:
             report.add(added)
             report.refuse_too_many(task.cache.data.max_quarantined_clips)
@@ -325,7 +325,7 @@ def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Count
     present, is_missing = Counter[str](), False
     if item.clip.identity in without:
         return present, False
-    for window in all_windows(*item, cache.data):
+    for window in buckets.all_windows(*item, cache.data):
         for name, wanted in _wanted(cache, window).items():
             entry = _whole(cache, name, wanted)
             present.update([entry.kind] if entry else [])

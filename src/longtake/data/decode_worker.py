@@ -23,13 +23,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from longtake import errors, process, stacks
 from longtake.data.decode import MEMORY_GIB, memory_limited, pixels_limited
 from longtake.data.window import ReferencePicture, Window, read
 from longtake.data.workers import Reply, Task, WorkerIncident, WorkerPool
-from longtake.errors import ClipError, LongtakeError
 from longtake.heartbeat import HeartbeatDir, HeartbeatWriter
-from longtake.process import end_with
-from longtake.stacks import enable_stack_dumps
 
 _SECONDS_BETWEEN_PROGRESS = 0.5
 _TRIM_EVERY = 100  # items
@@ -53,7 +51,7 @@ class DecodeTask(Task[Window | ReferencePicture, NDArray[np.uint8]]):
         return read(item, out)
 
     def lost(self, item: Window | ReferencePicture, reason: str) -> NDArray[np.uint8]:
-        raise ClipError(str(item.media), reason)
+        raise errors.ClipError(str(item.media), reason)
 
 
 class DecodePool:
@@ -122,8 +120,8 @@ def main() -> None:
     if len(sys.argv) < 5:
         raise SystemExit("This is a part of longtake's worker pool, which starts it itself.")
     folder, rank, parent, descriptor, *buffers = sys.argv[1:]
-    end_with(int(parent))
-    enable_stack_dumps()
+    process.end_with(int(parent))
+    stacks.enable_stack_dumps()
     connection: Connection[Reply, Any] = Connection(int(descriptor))
     page = HeartbeatWriter(Path(folder), "decode", rank=int(rank)) if folder else None
     with connection, suppress(EOFError, ConnectionError):
@@ -157,9 +155,9 @@ def _reply(
             if memory is None:
                 return "done", task.do(item, progress)
             task.do(item, progress, _shared(memory, item.shape))  # type: ignore[call-arg]
-    except ClipError as error:
+    except errors.ClipError as error:
         return "failed", error.reason
-    except LongtakeError as error:
+    except errors.LongtakeError as error:
         return "refused", error
     except Exception as error:  # whatever it is, it belongs to this item
         return "failed", f"{task.doing} raised {type(error).__name__}: {error}"
@@ -182,7 +180,7 @@ def _read_twice(
     with pixels_limited(memory_gib):
         try:
             return read(wanted, out)
-        except ClipError:
+        except errors.ClipError:
             return read(wanted, out)
 
 

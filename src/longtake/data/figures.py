@@ -18,35 +18,14 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from longtake import drawing, errors
 from longtake.config import Bucket, DataSection, Recipe
-from longtake.data.buckets import Rows, sample_seed, sample_window
+from longtake.data import buckets, decode_worker
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
-from longtake.data.decode_worker import DecodePool
 from longtake.data.plan import Plan, Stream
 from longtake.data.stages import parse_condition, values
 from longtake.data.window import Window
-from longtake.drawing import (
-    INK,
-    NOTE_SIZE,
-    PALE_INK,
-    PAPER,
-    RULE,
-    SERIES,
-    TEXT_SIZE,
-    Grid,
-    GridCell,
-    GridRow,
-    TextLine,
-    draw_text,
-    figure_text,
-    line_height,
-    save_picture,
-    side_by_side,
-    wrap,
-    wrapped_lines,
-)
-from longtake.errors import ClipError, DataError
 
 _MAX_DRAWN = 1e290  # beyond it, differences are not finite
 MAX_DOTS = 4000  # different clip sizes that are drawn; of more, the most frequent
@@ -64,7 +43,7 @@ _MOST_FRAMES = 121  # of a clip that no recipe gives a length
 _Drawing = tuple[str, Callable[[Path], None]]  # a file name, and what draws the file
 
 
-@figure_text()
+@drawing.figure_text()
 def buckets_picture(
     path: Path,
     shapes: Sequence[Bucket],
@@ -82,22 +61,22 @@ def buckets_picture(
     width in pixels.
     """
     sizes = list(dict.fromkeys(map(_size, shapes)))
-    colours = [SERIES[sizes.index(_size(shape)) % len(SERIES)] for shape in shapes]
+    colours = [drawing.SERIES[sizes.index(_size(shape)) % len(drawing.SERIES)] for shape in shapes]
     bars = [
         _bucket_bar(shape, colours[i], clip_sizes[choices == i]) for i, shape in enumerate(shapes)
     ]
     bars += [_Bar(reason, n, f"{n:,}", BARE) for reason, n in (dropped or {}).items()]
     figure = Figure(figsize=(15, max(6.5, 3.2 + 0.42 * len(bars))), dpi=110, layout="constrained")
-    figure.set_facecolor(PAPER)
+    figure.set_facecolor(drawing.PAPER)
     if title:
-        figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=14, weight="bold")
+        figure.suptitle(title, x=0.01, ha="left", color=drawing.INK, fontsize=14, weight="bold")
     grid = figure.add_gridspec(2, 2, height_ratios=(max(1.3, 0.42 * len(bars) + 0.6), 2.2))
     _draw_sizes(figure.add_subplot(grid[:, 0]), shapes, colours, choices, clip_sizes)
     _draw_bars(figure.add_subplot(grid[0, 1]), bars)
     below = grid[1, 1].subgridspec(1, 2, width_ratios=(1, 2.4))
     _draw_to_scale(figure.add_subplot(below[0]), shapes, colours)
     _draw_lengths(figure.add_subplot(below[1]), shapes, clip_frames, stride)
-    save_picture(figure, path)
+    drawing.save_picture(figure, path)
 
 
 def _draw_sizes(
@@ -113,7 +92,7 @@ def _draw_sizes(
     chance = np.random.default_rng(0).random(len(counts))  # among the equally frequent
     most = np.lexsort((chance, -counts))[:MAX_DOTS]
     different, counts = different[most], counts[most]
-    dots = [colours[choice] if choice >= 0 else PALE_INK for choice in different[:, 2]]
+    dots = [colours[choice] if choice >= 0 else drawing.PALE_INK for choice in different[:, 2]]
     area = 12 + 240 * np.sqrt(counts / max(1, len(sizes)))
     axes.scatter(different[:, 1], different[:, 0], s=area, c=dots, alpha=0.45, linewidths=0)
     for shape, colour in dict(zip(map(_size, shapes), colours, strict=True)).items():
@@ -121,7 +100,9 @@ def _draw_sizes(
         axes.axline(
             (width, height), (2 * width, 2 * height), color=colour, linewidth=0.9, alpha=0.7
         )
-        axes.plot(width, height, "s", color=PAPER, markeredgecolor=colour, markeredgewidth=2, ms=9)
+        axes.plot(
+            width, height, "s", color=drawing.PAPER, markeredgecolor=colour, markeredgewidth=2, ms=9
+        )
         axes.annotate(
             f"{width}x{height}",
             (width, height),
@@ -130,7 +111,7 @@ def _draw_sizes(
             va="top",
             color=colour,
             weight="bold",
-            path_effects=[withStroke(linewidth=3, foreground=PAPER)],
+            path_effects=[withStroke(linewidth=3, foreground=drawing.PAPER)],
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -147,8 +128,8 @@ def _draw_to_scale(axes: Axes, shapes: Sequence[Bucket], colours: Sequence[str])
         axes.add_patch(outline)
     largest = max(max(_size(shape)) for shape in shapes)
     axes.set(xlim=(-0.03 * largest, 1.03 * largest), ylim=(-0.03 * largest, 1.03 * largest))
-    axes.set(aspect="equal", xticks=[], yticks=[], facecolor=PAPER)
-    axes.set_title("Buckets to scale", loc="left", color=INK, fontsize=11)
+    axes.set(aspect="equal", xticks=[], yticks=[], facecolor=drawing.PAPER)
+    axes.set_title("Buckets to scale", loc="left", color=drawing.INK, fontsize=11)
     axes.spines[:].set_visible(False)
 
 
@@ -178,7 +159,7 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar]) -> None:
     beside = axes.get_yaxis_transform()
     for row, bar in enumerate(bars):
         axes.barh(row, bar.num_clips, color=bar.colour, height=0.62)
-        axes.text(1.02, row, bar.note, transform=beside, va="center", color=INK, fontsize=9)
+        axes.text(1.02, row, bar.note, transform=beside, va="center", color=drawing.INK, fontsize=9)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.set_ylim(max(3, len(bars)) - 0.5, -0.5)
 
@@ -200,12 +181,14 @@ def _draw_lengths(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.hist(clip_frames, bins=bins, color=BARE)
     for index, span in enumerate(spans):
-        axes.axvline(span, color=INK, linewidth=1)
+        axes.axvline(span, color=drawing.INK, linewidth=1)
         place = (span, 1 - 0.1 * (index % 3))
-        axes.annotate(f" {span}", place, xycoords=("data", "axes fraction"), va="top", color=INK)
+        axes.annotate(
+            f" {span}", place, xycoords=("data", "axes fraction"), va="top", color=drawing.INK
+        )
 
 
-@figure_text()
+@drawing.figure_text()
 def histogram_picture(
     path: Path,
     name: str,
@@ -216,7 +199,7 @@ def histogram_picture(
     known = _drawable(values)
     drawn = [("all clips", known), *((stage, _drawable(some)) for stage, some in stages)]
     figure = Figure(figsize=(10, 2.4 + 1.7 * len(drawn)), dpi=110, layout="constrained")
-    figure.set_facecolor(PAPER)
+    figure.set_facecolor(drawing.PAPER)
     rows = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
     bins = _bins(known)
     for index, (axes, (stage, some)) in enumerate(zip(rows, drawn, strict=True)):
@@ -225,12 +208,16 @@ def histogram_picture(
         _count_clips(axes.yaxis)
         axes.hist(known, bins=bins, color=BARE)
         if index and len(some):
-            axes.hist(some, bins=bins, color=SERIES[(index - 1) % len(SERIES)], alpha=0.8)
+            axes.hist(
+                some, bins=bins, color=drawing.SERIES[(index - 1) % len(drawing.SERIES)], alpha=0.8
+            )
         if len(some):
-            axes.axvline(some.mean(), color=INK, linewidth=1.2, linestyle=":")
+            axes.axvline(some.mean(), color=drawing.INK, linewidth=1.2, linestyle=":")
     unknown = len(values) - len(known)
-    rows[-1].set_xlabel(name + (f" (unknown of {unknown:,} clips)" if unknown else ""), color=INK)
-    save_picture(figure, path)
+    rows[-1].set_xlabel(
+        name + (f" (unknown of {unknown:,} clips)" if unknown else ""), color=drawing.INK
+    )
+    drawing.save_picture(figure, path)
 
 
 def _drawable(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -257,15 +244,15 @@ def _write_plain_numbers(axis: Axis) -> None:
 def _count_clips(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axis.set_label_text("clips", color=INK)
+    axis.set_label_text("clips", color=drawing.INK)
 
 
 def _prepare(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_facecolor(PAPER)
-    axes.set_title(title, loc="left", color=INK, fontsize=11)
-    axes.set_xlabel(x, color=INK)
-    axes.set_ylabel(y, color=INK)
-    axes.grid(color=RULE, linewidth=0.7)
+    axes.set_facecolor(drawing.PAPER)
+    axes.set_title(title, loc="left", color=drawing.INK, fontsize=11)
+    axes.set_xlabel(x, color=drawing.INK)
+    axes.set_ylabel(y, color=drawing.INK)
+    axes.grid(color=drawing.RULE, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -288,20 +275,20 @@ def frame_size(height: int, width: int) -> tuple[int, int]:
 
 
 def contact_sheet(path: Path, rows: Sequence[CropRow]) -> None:
-    save_picture(Grid([_grid_row(row) for row in rows], _LABEL_WIDTH).draw(), path)
+    drawing.save_picture(drawing.Grid([_grid_row(row) for row in rows], _LABEL_WIDTH).draw(), path)
 
 
-def _grid_row(row: CropRow) -> GridRow:
-    caption = wrap(row.caption[:_CAPTION_LETTERS], TEXT_SIZE, _LABEL_WIDTH)
+def _grid_row(row: CropRow) -> drawing.GridRow:
+    caption = drawing.wrap(row.caption[:_CAPTION_LETTERS], drawing.TEXT_SIZE, _LABEL_WIDTH)
     if len(caption) > _CAPTION_LINES:
         caption = [*caption[: _CAPTION_LINES - 1], f"{caption[_CAPTION_LINES - 1][:-2]}…"]
-    label = wrapped_lines(row.bucket, _LABEL_WIDTH, ink=SERIES[0])
-    label += [TextLine(line) for line in caption]
+    label = drawing.wrapped_lines(row.bucket, _LABEL_WIDTH, ink=drawing.SERIES[0])
+    label += [drawing.TextLine(line) for line in caption]
     if row.kept is not None:
         share = f"{row.kept[2] * row.kept[3]:.0%} of the picture is kept"
-        label.append(TextLine(share, NOTE_SIZE, PALE_INK))
+        label.append(drawing.TextLine(share, drawing.NOTE_SIZE, drawing.PALE_INK))
     strip = _draw_strip(row) if len(row.frames) else _draw_failure(row.failure)
-    return GridRow(label, [GridCell(strip)])
+    return drawing.GridRow(label, [drawing.GridCell(strip)])
 
 
 def _draw_strip(row: CropRow) -> Image.Image:
@@ -313,20 +300,22 @@ def _draw_strip(row: CropRow) -> Image.Image:
     for index in chosen:
         frame = Image.fromarray(np.ascontiguousarray(row.frames[index]))
         small = frame.resize((width, height), Image.Resampling.LANCZOS)
-        picture = Image.new("RGB", (width, FRAME_HEIGHT), PAPER)
+        picture = Image.new("RGB", (width, FRAME_HEIGHT), drawing.PAPER)
         top = (FRAME_HEIGHT - height) // 2
         picture.paste(small if row.kept is None else _cropped(small, row.kept), (0, top))
         pictures.append(picture)
-    return side_by_side(pictures, _FRAME_GAP)
+    return drawing.side_by_side(pictures, _FRAME_GAP)
 
 
 def _draw_failure(reason: str) -> Image.Image:
     strip = Image.new("RGB", (_FAILURE_WIDTH, FRAME_HEIGHT), BARE)
     pen = ImageDraw.Draw(strip)
     width = _FAILURE_WIDTH - 2 * _FAILURE_MARGIN
-    for number, line in enumerate(wrap(f"Cannot be decoded: {reason}", NOTE_SIZE, width)):
-        place = (_FAILURE_MARGIN, _FAILURE_MARGIN + number * line_height(NOTE_SIZE))
-        draw_text(pen, place, line, NOTE_SIZE, INK)
+    for number, line in enumerate(
+        drawing.wrap(f"Cannot be decoded: {reason}", drawing.NOTE_SIZE, width)
+    ):
+        place = (_FAILURE_MARGIN, _FAILURE_MARGIN + number * drawing.line_height(drawing.NOTE_SIZE))
+        drawing.draw_text(pen, place, line, drawing.NOTE_SIZE, drawing.INK)
     return strip
 
 
@@ -335,10 +324,10 @@ def _cropped(frame: Image.Image, kept: tuple[float, float, float, float]) -> Ima
     top, left, height, width = kept
     edges = np.array([left, top, left + width, top + height]) * (frame.size * 2)
     box = tuple(edges.round().astype(int).tolist())
-    pale = Image.blend(frame, Image.new("RGB", frame.size, PAPER), 0.7)
+    pale = Image.blend(frame, Image.new("RGB", frame.size, drawing.PAPER), 0.7)
     pale.paste(frame.crop(box), box[:2])
     outline = (box[0], box[1], box[2] - 1, box[3] - 1)
-    ImageDraw.Draw(pale).rectangle(outline, outline=SERIES[1], width=2)
+    ImageDraw.Draw(pale).rectangle(outline, outline=drawing.SERIES[1], width=2)
     return pale
 
 
@@ -358,8 +347,8 @@ def write_pictures(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-    with DecodePool(1) as pool:  # so that no file can hang or crash this process
+        raise errors.DataError(f"The folder {folder} cannot be made: {error.strerror}.") from error
+    with decode_worker.DecodePool(1) as pool:  # so that no file can hang or crash this process
         if plan is None or recipe is None:
             numbers = {name: catalog.column(name).astype(np.float64) for name in _scores(catalog)}
             drawings: list[_Drawing] = [
@@ -445,7 +434,7 @@ def _numbers_of_interest(
             continue
         try:
             column = values(catalog, name, data)
-        except DataError:  # another catalog has it
+        except errors.DataError:  # another catalog has it
             continue
         if np.issubdtype(column.dtype, np.number):
             found[name] = column.astype(np.float64)
@@ -456,7 +445,7 @@ def _scores(catalog: Catalog) -> tuple[str, ...]:
     return catalog.attribute_names or ("duration_seconds",)
 
 
-def _crops(plan: Plan, recipe: Recipe, pool: DecodePool) -> Iterator[CropRow]:
+def _crops(plan: Plan, recipe: Recipe, pool: decode_worker.DecodePool) -> Iterator[CropRow]:
     sources = {stream.source for stream in plan.streams()}
     shown: set[tuple[str, Bucket]] = set()
     for stream in plan.streams():
@@ -467,8 +456,8 @@ def _crops(plan: Plan, recipe: Recipe, pool: DecodePool) -> Iterator[CropRow]:
                 label = f"{shape}, catalog {stream.source}" if len(sources) > 1 else str(shape)
                 for row in _least_to_most_cropped(part.catalog, rows, shape):
                     clip = part.catalog.clip(row)
-                    seed = sample_seed(recipe.seed, stream.stage, stream.source, 0, clip)
-                    window = sample_window(clip, shape, recipe.data, seed)
+                    seed = buckets.sample_seed(recipe.seed, stream.stage, stream.source, 0, clip)
+                    window = buckets.sample_window(clip, shape, recipe.data, seed)
                     kept = (
                         window.top / window.scaled_height,
                         window.left / window.scaled_width,
@@ -478,7 +467,7 @@ def _crops(plan: Plan, recipe: Recipe, pool: DecodePool) -> Iterator[CropRow]:
                     yield _row(label, clip, window, kept, pool)
 
 
-def _least_to_most_cropped(catalog: Catalog, rows: Rows, shape: Bucket) -> list[int]:
+def _least_to_most_cropped(catalog: Catalog, rows: buckets.Rows, shape: Bucket) -> list[int]:
     widths, heights = catalog.column("width")[rows], catalog.column("height")[rows]
     cut = np.abs(np.log(widths / heights) - np.log(shape.width / shape.height))
     count = min(CLIPS_PER_BUCKET, len(rows))
@@ -487,14 +476,16 @@ def _least_to_most_cropped(catalog: Catalog, rows: Rows, shape: Bucket) -> list[
     return chosen
 
 
-def _whole(catalog: Catalog, pool: DecodePool) -> Iterator[CropRow]:
+def _whole(catalog: Catalog, pool: decode_worker.DecodePool) -> Iterator[CropRow]:
     """Clips that are evenly spread over a catalog, whole."""
     count = min(MOST_ROWS // 3, len(catalog))
     for row in np.linspace(0, len(catalog) - 1, count).round().astype(int).tolist():
         clip = catalog.clip(row)
         frames = min(clip.num_frames, _MOST_FRAMES)
         shape = Bucket(num_frames=frames, height=clip.height, width=clip.width)
-        window = sample_window(clip, shape, DataSection(catalog=Path(), buckets=(shape,)), 0)
+        window = buckets.sample_window(
+            clip, shape, DataSection(catalog=Path(), buckets=(shape,)), 0
+        )
         length = "image" if clip.kind == "image" else f"{clip.num_frames:,} frames"
         yield _row(f"{length} of {clip.width}x{clip.height}", clip, window, None, pool)
 
@@ -504,12 +495,12 @@ def _row(
     clip: Clip,
     window: Window,
     kept: tuple[float, float, float, float] | None,
-    pool: DecodePool,
+    pool: decode_worker.DecodePool,
 ) -> CropRow:
     caption = clip.caption or f"(no caption) {Path(clip.path).name}"
     try:
         frames = pool.submit(_overview(window)).result()
-    except ClipError as error:
+    except errors.ClipError as error:
         return CropRow(bucket, caption, np.empty((0, 1, 1, 3), np.uint8), kept, error.reason)
     return CropRow(bucket, caption, frames.transpose(1, 2, 3, 0), kept)
 

@@ -15,19 +15,10 @@ from typing import Annotated, NotRequired, TypeVar
 from pydantic import AfterValidator, TypeAdapter
 from typing_extensions import TypedDict
 
-from longtake.data.catalog import (
-    SCHEMA_VERSION,
-    Catalog,
-    Duplicate,
-    Rejection,
-    Stamp,
-    cannot_write,
-    version_of,
-)
+from longtake.data import catalog, tasks
 from longtake.data.clip import Clip, Item, Media
 from longtake.data.decode import DEFAULT, Limits, Probe, ProbeTask
 from longtake.data.sources import FoundMedia, find, is_sidecar, read_captions
-from longtake.data.tasks import run_tasks
 from longtake.errors import ClipError, DataError
 from longtake.fsio import Journal, make_writable
 
@@ -66,36 +57,38 @@ class ProbeJournal(Journal[_Entry]):
         path = out.with_name(f".{out.name}.journal.jsonl")
         super().__init__(path, _ENTRY, max_line_bytes=_MAX_LINE_BYTES)
 
-    def note(self, media: Media, stamp: Stamp, found: Probe | ClipError) -> None:
+    def note(self, media: Media, stamp: catalog.Stamp, found: Probe | ClipError) -> None:
         stamped = {"media": str(media), "stamp": [stamp.num_bytes, stamp.mtime_ns]}
         if isinstance(found, ClipError):
             self.add(stamped | {"reason": found.reason})
         else:
             self.add(stamped | {"probe": asdict(found)})
 
-    def known(self) -> dict[str, tuple[Stamp, Probe | ClipError]]:
+    def known(self) -> dict[str, tuple[catalog.Stamp, Probe | ClipError]]:
         """The results of an interrupted index, by `str(media)`."""
-        known: dict[str, tuple[Stamp, Probe | ClipError]] = {}
+        known: dict[str, tuple[catalog.Stamp, Probe | ClipError]] = {}
         for entry in self.read():
             name = entry["media"]
             found = entry.get("probe") or ClipError(name, entry.get("reason", ""))
-            known[name] = Stamp(*entry["stamp"]), found
+            known[name] = catalog.Stamp(*entry["stamp"]), found
         return known
 
 
 def known_probes(
-    catalog: Catalog | None, journal: ProbeJournal, stamps: Mapping[str, Stamp]
+    older: catalog.Catalog | None, journal: ProbeJournal, stamps: Mapping[str, catalog.Stamp]
 ) -> dict[str, Probe | ClipError]:
     """The results for unchanged files, by `str(media)`, from an older catalog and a journal."""
-    known: dict[str, tuple[Stamp, Probe | ClipError | int]] = {}  # an int is a row of the catalog
-    if catalog is not None:
+    known: dict[
+        str, tuple[catalog.Stamp, Probe | ClipError | int]
+    ] = {}  # an int is a row of the catalog
+    if older is not None:
         columns = ("path", "member", "identity", "file_bytes", "file_mtime_ns")
-        lists = [catalog.table[name].to_pylist() for name in columns]
+        lists = [older.table[name].to_pylist() for name in columns]
         row_of = {identity: row for row, identity in enumerate(lists[2])}
         for path, member, identity, num_bytes, mtime_ns in zip(*lists, strict=True):
-            known[str(Media(path, member))] = Stamp(num_bytes, mtime_ns), row_of[identity]
-        for entry in catalog.set_aside.to_pylist():
-            path, stamp = entry["path"], Stamp(entry["file_bytes"], entry["file_mtime_ns"])
+            known[str(Media(path, member))] = catalog.Stamp(num_bytes, mtime_ns), row_of[identity]
+        for entry in older.set_aside.to_pylist():
+            path, stamp = entry["path"], catalog.Stamp(entry["file_bytes"], entry["file_mtime_ns"])
             row = row_of.get(entry["identity"])
             known[path] = stamp, ClipError(path, entry["reason"]) if row is None else row
     known |= journal.known()
@@ -106,23 +99,25 @@ def known_probes(
     }
     results = {name: found for name, found in same.items() if not isinstance(found, int)}
     rows = {name: found for name, found in same.items() if isinstance(found, int)}
-    if catalog is not None:
+    if older is not None:
         names = list(rows)
         for start in range(0, len(names), _ROWS_AT_ONCE):
             some = names[start : start + _ROWS_AT_ONCE]
-            table = catalog.table.take([rows[name] for name in some])
-            for name, clip in zip(some, Catalog(table, catalog.set_aside).clips(), strict=True):
+            table = older.table.take([rows[name] for name in some])
+            for name, clip in zip(
+                some, catalog.Catalog(table, older.set_aside).clips(), strict=True
+            ):
                 results[name] = Probe(**{field: getattr(clip, field) for field in _PROBE_FIELDS})
     return results
 
 
-def stamp_of(path: str) -> Stamp | None:
+def stamp_of(path: str) -> catalog.Stamp | None:
     """Size and modification time of a file; None if it cannot be accessed."""
     try:
         status = Path(path).stat()
     except OSError:
         return None
-    return Stamp(status.st_size, status.st_mtime_ns)
+    return catalog.Stamp(status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -130,14 +125,14 @@ class IndexReport:
     """What `index` found."""
 
     accepted: int  # clips in the catalog
-    rejected: list[Rejection]  # files that cannot be trained on, by path
+    rejected: list[catalog.Rejection]  # files that cannot be trained on, by path
     duplicates: int  # further files with the content of an accepted one; left out
     without_caption: int  # accepted clips whose caption is empty
     unmatched_captions: list[str]  # media that the captions name but that were not found
     unchanged: int  # files that were not read again
     scores_dropped: int  # clips that lost their older scores, because their caption changed
     passed_over: dict[str, int]  # files in the searched folders with another ending, by ending
-    unreadable: list[Rejection]  # folders that cannot be searched
+    unreadable: list[catalog.Rejection]  # folders that cannot be searched
 
 
 def index(
@@ -197,7 +192,7 @@ def index(
         )
     kept, duplicates = without_duplicates(clips)
     kept, scores_dropped = _with_scores(kept, before)
-    Catalog.of(kept, rejected, duplicates, probed.stamps).save(out)
+    catalog.Catalog.of(kept, rejected, duplicates, probed.stamps).save(out)
     probed.journal.remove()
     return IndexReport(
         accepted=len(kept),
@@ -217,7 +212,7 @@ class ProbeResults:
     """The results for items, by `str(media)`."""
 
     results: dict[str, Probe | ClipError]
-    stamps: dict[str, Stamp]  # of their files
+    stamps: dict[str, catalog.Stamp]  # of their files
     unchanged: int  # number of items that were not read again
     journal: ProbeJournal  # to be removed when the catalog is written
 
@@ -246,7 +241,7 @@ def probe_all(
             progress(len(probed.results), len(items))
         new = [item for item in items if str(item.media) not in probed.results]
         task = ProbeTask(limits)
-        with closing(run_tasks(task, new, on=on, workers=workers)) as outcomes:
+        with closing(tasks.run_tasks(task, new, on=on, workers=workers)) as outcomes:
             for number, (result, is_lasting) in outcomes:
                 media = new[number].media
                 name = str(media)
@@ -272,31 +267,35 @@ def _captioned(found: FoundMedia, captions: Path | None) -> tuple[list[Item], li
     return [replace(item, caption=caption(item)) for item in found.items], unmatched
 
 
-def _catalog_before(out: Path) -> Catalog | None:
+def _catalog_before(out: Path) -> catalog.Catalog | None:
     try:
-        return Catalog.load(out) if version_of(out) == str(SCHEMA_VERSION) else None
+        return (
+            catalog.Catalog.load(out)
+            if catalog.version_of(out) == str(catalog.SCHEMA_VERSION)
+            else None
+        )
     except DataError:  # damaged: it is replaced, and nothing of it is used
         return None
 
 
-def _rejection(error: ClipError) -> Rejection:
+def _rejection(error: ClipError) -> catalog.Rejection:
     path = str(error.path).encode("utf-8", "backslashreplace").decode()  # it may not be UTF-8
-    return Rejection(path, error.reason)
+    return catalog.Rejection(path, error.reason)
 
 
-def without_duplicates(clips: Iterable[Clip]) -> tuple[list[Clip], list[Duplicate]]:
+def without_duplicates(clips: Iterable[Clip]) -> tuple[list[Clip], list[catalog.Duplicate]]:
     """Keep one clip of each identity, by path the first that has a caption, or else the first."""
     kept: dict[str, Clip] = {}
     duplicates = []
     for clip in sorted(clips, key=lambda clip: (not clip.caption, clip.path)):
         if clip.identity in kept:
-            duplicates.append(Duplicate(clip.path, clip.identity))
+            duplicates.append(catalog.Duplicate(clip.path, clip.identity))
         else:
             kept[clip.identity] = clip
     return list(kept.values()), duplicates
 
 
-def _with_scores(clips: list[Clip], before: Catalog | None) -> tuple[list[Clip], int]:
+def _with_scores(clips: list[Clip], before: catalog.Catalog | None) -> tuple[list[Clip], int]:
     """Give known clips their scores and origin; count those whose scores go with their caption."""
     if before is None or not (before.attribute_names or any(before.column("prepared_from"))):
         return clips, 0
@@ -322,7 +321,7 @@ def check_out(out: Path) -> None:
             f"A catalog is written as Parquet, and {out} ends in {out.suffix}. Name it "
             f"{out.with_suffix('.parquet')}."
         )
-    if out.exists() and version_of(out) is None:
+    if out.exists() and catalog.version_of(out) is None:
         raise DataError(
             f"{out} exists and is not a catalog; it was not overwritten. Name another file, such "
             f"as {out.parent / 'catalog.parquet'}."
@@ -330,4 +329,4 @@ def check_out(out: Path) -> None:
     try:
         make_writable(out.parent)
     except OSError as error:
-        raise cannot_write(out, error) from error
+        raise catalog.cannot_write(out, error) from error

@@ -19,20 +19,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from longtake import fsio
 from longtake.config import DataSection
 from longtake.data.replan import History, PlanRecord, SkippedRanges
 from longtake.errors import DataError, RecordError
-from longtake.fsio import (
-    Count,
-    Span,
-    atomic_folder,
-    check_record,
-    format_number,
-    no_follow,
-    read_regular,
-    require_record,
-    write_json,
-)
 
 if TYPE_CHECKING:
     from longtake.data.loader import Batch  # which imports torch; an audit needs none
@@ -74,12 +64,12 @@ _CRC_START = 0xFF  # so that zeros, as a power cut may leave, are no valid recor
 class _Launch(TypedDict):
     """launch.json."""
 
-    format: format_number(FORMAT)  # type: ignore[valid-type]
-    start_step: Count
+    format: fsio.format_number(FORMAT)  # type: ignore[valid-type]
+    start_step: fsio.Count
     world_size: Annotated[int, Field(ge=1, le=2**24)]
     streams: Annotated[list[str], Field(max_length=_MOST_STREAMS)]
     history: History
-    skipped: list[Span]
+    skipped: list[fsio.Span]
     checksum: str  # of all the others, as `with_checksum` makes it
 
 
@@ -112,7 +102,7 @@ class Ledger:
     ) -> None:
         self._path, self._counts = folder / f"rank_{rank:04d}.bin", counts
         with _writing(self._path):
-            self._file = open(self._path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 - closed by `__exit__`
+            self._file = open(self._path, "ab", buffering=0, opener=fsio.no_follow)  # noqa: SIM115 - closed by `__exit__`
         self._streams = {name: index for index, name in enumerate(streams)}
 
     def record(self, batch: "Batch") -> None:
@@ -225,8 +215,8 @@ def begin_launch(
         "history": list(history),
         "skipped": [list(span) for span in skipped],
     }
-    with _writing(folder), atomic_folder(folder) as partial:  # it has its facts from the first
-        write_json(partial / "launch.json", with_checksum(facts))
+    with _writing(folder), fsio.atomic_folder(folder) as partial:  # it has its facts from the first
+        fsio.write_json(partial / "launch.json", with_checksum(facts))
     return folder
 
 
@@ -324,8 +314,8 @@ def with_checksum(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _launch(folder: Path) -> _Launch:
     path = folder / "launch.json"
     try:
-        facts = require_record(path, dict[str, Any])
-        launch = check_record(facts, _Launch, path)
+        facts = fsio.require_record(path, dict[str, Any])
+        launch = fsio.check_record(facts, _Launch, path)
         if facts != with_checksum(facts):
             raise RecordError(path, "its checksum differs, so it was changed after it was written")
     except RecordError as error:
@@ -359,7 +349,7 @@ def _records(folder: Path, launch: _Launch) -> tuple[NDArray[np.void], int]:
 def _records_of(path: Path) -> NDArray[np.void]:
     """One rank's records; half a record at the end, or zeros after a power cut, are left out."""
     try:
-        data = read_regular(path, _MOST_BYTES)
+        data = fsio.read_regular(path, _MOST_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     records = np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)

@@ -18,22 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtake.config import Bucket, DataSection
-from longtake.data.buckets import is_only_window, sample_seed, sample_window
+from longtake.data import buckets, replan
 from longtake.data.cache import Cache, CachedBuffer, CachedSource, CacheFailure
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.decode_worker import DecodePool
 from longtake.data.plan import PlannedBatch, refuse_archives
-from longtake.data.replan import (
-    ORDER_VERSION,
-    PlanHistory,
-    SkippedRanges,
-    Span,
-    begins_epoch,
-    keep_catalogs,
-    resume,
-    start,
-)
 from longtake.data.window import ReferencePicture, Window, reference_error, references_of
 from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, DataError
@@ -138,7 +128,7 @@ class PixelBuffer:
         requested = {"": self._request(window, self._videos[place])}
         for name, reference in references_of(window, data.references).items():
             requested[name] = self._request(reference, self._references[name][place])
-        is_kept = is_only_window(clip, self._shape, data)
+        is_kept = buckets.is_only_window(clip, self._shape, data)
         self._pending[place] = _PendingPixels(window, is_kept, requested)
 
     def _request(
@@ -245,7 +235,7 @@ class Loader:
             )
         self.data = data
         self.catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
-        self._plan_history: PlanHistory | None = None
+        self._plan_history: replan.PlanHistory | None = None
         self.quarantined: dict[str, str] = {}
         self._batch_size = batch_size
         self._seed = seed
@@ -255,8 +245,8 @@ class Loader:
         local_size = num_places(batch_size, world_size)
         self._mine = range(rank * local_size, (rank + 1) * local_size)
         self._step = 0
-        self._requested_skips: tuple[Span, ...] = ()
-        self._skipped = SkippedRanges()
+        self._requested_skips: tuple[replan.Span, ...] = ()
+        self._skipped = replan.SkippedRanges()
         self._frame_cache = FrameCache(data.frame_cache_gib * 2**30)
         self._incidents: list[WorkerIncident] = []
         self._failures: dict[str, str] = {}
@@ -267,14 +257,16 @@ class Loader:
             refuse_archives(catalog, data.references)
 
     @property
-    def plan_history(self) -> PlanHistory:
+    def plan_history(self) -> replan.PlanHistory:
         """Which clips each step trains on; of a new run, unless a state was loaded.
 
         Raises:
             DataError: a stage selects nothing, or the stages do not fit together.
         """
         if self._plan_history is None:
-            self._plan_history = start(self.catalogs, self.data, self._batch_size, self._seed)
+            self._plan_history = replan.start(
+                self.catalogs, self.data, self._batch_size, self._seed
+            )
         return self._plan_history
 
     @property
@@ -282,7 +274,7 @@ class Loader:
         return self._step
 
     @property
-    def skipped(self) -> tuple[Span, ...]:
+    def skipped(self) -> tuple[replan.Span, ...]:
         return self._skipped.spans
 
     def skip(self, first: int, end: int) -> None:
@@ -295,7 +287,9 @@ class Loader:
         Raises:
             DataError: there are no such batches.
         """
-        self._requested_skips = SkippedRanges.of([*self._requested_skips, (first, end)]).spans
+        self._requested_skips = replan.SkippedRanges.of(
+            [*self._requested_skips, (first, end)]
+        ).spans
         self._skipped = self._skipped.with_([(first, end)], since=self._step)
         self._step = self._skipped.next_kept(self._step)
 
@@ -306,7 +300,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """The state from which another loader resumes: small, JSON, the same on all ranks."""
         return {
-            "order_version": ORDER_VERSION,
+            "order_version": replan.ORDER_VERSION,
             "global_step": self._step,
             "seed": self._seed,
             "plan_version": self.plan_history.plan.version,
@@ -324,19 +318,19 @@ class Loader:
                 `data.on_change` is `refuse`; says what changed and how to resume.
             DataError: the state is not one of this loader's.
         """
-        if state.get("order_version") != ORDER_VERSION or state["seed"] != self._seed:
+        if state.get("order_version") != replan.ORDER_VERSION or state["seed"] != self._seed:
             raise DataError(
                 f"The state was taken with order version {state.get('order_version')} and seed "
-                f"{state.get('seed')}; this loader has {ORDER_VERSION} and {self._seed}, and would "
-                "repeat some clips and miss others. Use the same seed and the longtake that the "
-                "run was started with."
+                f"{state.get('seed')}; this loader has {replan.ORDER_VERSION} and {self._seed}, "
+                "and would repeat some clips and miss others. Use the same seed and the longtake "
+                "that the run was started with."
             )
         step: int = state["global_step"]
-        skipped = SkippedRanges.of(state.get("skipped", ())).with_(
+        skipped = replan.SkippedRanges.of(state.get("skipped", ())).with_(
             self._requested_skips, since=step
         )
         step = skipped.next_kept(step)
-        self._plan_history = resume(
+        self._plan_history = replan.resume(
             state["history"],
             step,
             self.catalogs,
@@ -372,7 +366,7 @@ class Loader:
             DataError: they cannot be written.
         """
         if self._kept is not None:
-            keep_catalogs(self.plan_history, self.catalogs, self._kept)
+            replan.keep_catalogs(self.plan_history, self.catalogs, self._kept)
 
     @property
     def failures(self) -> dict[str, str]:
@@ -466,8 +460,8 @@ class Loader:
     def _fetch(
         self, clip: Clip, planned: PlannedBatch, epoch: int, buffer: BatchBuffer, place: int
     ) -> _Sample:
-        seed = sample_seed(self._seed, planned.stage, planned.source, epoch, clip)
-        buffer.begin(place, clip, sample_window(clip, planned.bucket, self.data, seed))
+        seed = buckets.sample_seed(self._seed, planned.stage, planned.source, epoch, clip)
+        buffer.begin(place, clip, buckets.sample_window(clip, planned.bucket, self.data, seed))
         return _Sample(clip, epoch, seed)
 
     def _assemble(self, pending: _PendingBatch) -> Batch:
@@ -488,7 +482,7 @@ class Loader:
             stage=planned.stage,
             source=planned.source,
             epoch=planned.epoch,
-            begins_epoch=begins_epoch(planned, self.plan_history, self._skipped),
+            begins_epoch=replan.begins_epoch(planned, self.plan_history, self._skipped),
             bucket=planned.bucket,
             captions=tuple(sample.clip.caption for sample in samples),
             seeds=tuple(sample.seed for sample in samples),

@@ -24,11 +24,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from longtake.config import Bucket, DataSection, Recipe, Stage
+from longtake.data import order, window
 from longtake.data.buckets import BucketAssignment, Rows
 from longtake.data.catalog import Catalog
-from longtake.data.order import BatchIndex, EpochSpan
 from longtake.data.stages import StageTimeline, mixed, select, shares
-from longtake.data.window import reference_path
 from longtake.errors import DataError
 
 
@@ -54,7 +53,7 @@ class PlannedBatch:
 class Part:
     """Epochs of a stream over one set of clips."""
 
-    epoch_span: EpochSpan
+    epoch_span: order.EpochSpan
     members: BucketAssignment
     catalog: Catalog
     before: pa.Array | None = None  # identities that earlier plans consumed of its only epoch
@@ -99,7 +98,7 @@ class Stream:
         last = self.parts[-1].epoch_span.num_batches
         return None if last is None else self.starts[-1] + last
 
-    def batch(self, index: int) -> tuple[Part, BatchIndex]:
+    def batch(self, index: int) -> tuple[Part, order.BatchIndex]:
         place = bisect_right(self.starts, index) - 1
         part = self.parts[place]
         return part, part.epoch_span.batch(index - self.starts[place])
@@ -219,7 +218,7 @@ def fresh_stage(
     for source in weights:
         selection = select(catalogs[source], stage, data)
         dropped[source] = selection.dropped
-        span = EpochSpan(
+        span = order.EpochSpan(
             sizes=selection.members.sizes,
             batch_size=batch_size,
             seed=seed,
@@ -477,7 +476,7 @@ def refuse_missing(
     patterns = list((references or {}).values())
 
     def first_missing(clip_path: str) -> str | None:
-        needed = [clip_path, *(reference_path(clip_path, pattern) for pattern in patterns)]
+        needed = [clip_path, *(window.reference_path(clip_path, pattern) for pattern in patterns)]
         return next((path for path in needed if not Path(path).is_file()), None)
 
     with ThreadPoolExecutor(16) as pool:

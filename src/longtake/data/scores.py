@@ -16,11 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from longtake.data.buckets import window_of
+from longtake.data import buckets, decode, tasks
 from longtake.data.catalog import CLIP_SCHEMA, Catalog, Rejection
 from longtake.data.clip import Clip
-from longtake.data.decode import DEFAULT, MEMORY_GIB, Limits
-from longtake.data.tasks import in_order, run_tasks
 from longtake.data.window import Crop, Window, read_window
 from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
@@ -71,8 +69,8 @@ def nouns_of_all(
     chunks = [captions[start : start + _CHUNK] for start in range(0, len(captions), _CHUNK)]
     if len(chunks) < 2 and on is None:
         workers = 0  # starting another process takes longer
-    results = run_tasks(_TagTask(), chunks, on=on, workers=workers)
-    with closing(in_order(results)) as results_in_order:
+    results = tasks.run_tasks(_TagTask(), chunks, on=on, workers=workers)
+    with closing(tasks.in_order(results)) as results_in_order:
         for counts in results_in_order:
             yield from counts
 
@@ -101,7 +99,7 @@ def _tagger() -> "HanoverTagger":
 class MotionScore(Task[Clip, float | ClipError]):
     """Score one clip by its motion."""
 
-    limits: Limits = DEFAULT
+    limits: decode.Limits = decode.DEFAULT
     silence_seconds = 600.0  # it reports progress only after each passage
 
     @property
@@ -147,7 +145,7 @@ def _windows(clip: Clip) -> list[Window]:
     height, width = max(1, round(clip.height * scale)), max(1, round(clip.width * scale))
     whole = Crop(height, width, top=0, left=0)
     passages_frames = (range(int(s), int(s) + num_frames * stride, stride) for s in starts)
-    return [window_of(clip, frames, whole, height, width) for frames in passages_frames]
+    return [buckets.window_of(clip, frames, whole, height, width) for frames in passages_frames]
 
 
 @dataclass(frozen=True)
@@ -263,7 +261,7 @@ def score(
     workers: int | None = None,
     out: Path | None = None,
     progress: _Progress | None = None,
-    memory_gib: float = MEMORY_GIB,
+    memory_gib: float = decode.MEMORY_GIB,
 ) -> Scored:
     """Add one attribute to all clips; one of that name that is already there is replaced.
 
@@ -309,8 +307,8 @@ def score(
         results = nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
     else:
         clips = catalog.clips() if not known else (catalog.clip(row) for row in rows)
-        task = own or MotionScore(Limits(memory_gib))
-        results = in_order(run_tasks(task, clips, on=on, workers=workers))
+        task = own or MotionScore(decode.Limits(memory_gib))
+        results = tasks.in_order(tasks.run_tasks(task, clips, on=on, workers=workers))
     with closing(results), journal or nullcontext():
         for done, (row, result) in enumerate(zip(rows, results, strict=True), len(known) + 1):
             if isinstance(result, ClipError):

@@ -25,17 +25,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
+from longtake import fsio
 from longtake.data.catalog import Rejection
 from longtake.data.clip import MEDIA_SUFFIXES, Clip, Item, Media, is_media
 from longtake.errors import ClipError, DataError, RecordError
-from longtake.fsio import (
-    MAX_LINE_BYTES,
-    MAX_LINE_DEPTH,
-    is_there,
-    open_regular,
-    parse_record,
-    read_regular,
-)
 
 _LISTINGS = (".txt", ".csv", ".jsonl", ".parquet")
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
@@ -275,7 +268,7 @@ def _sidecar(video: Path) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_regular(path).removeprefix(codecs.BOM_UTF8).decode()
+        return fsio.read_regular(path).removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
     except OSError as error:
@@ -309,7 +302,7 @@ class _Table:
 
 def read_listing(path: Path) -> list[Item]:
     items = _read_list(path) if path.suffix.lower() == ".txt" else _read_table(path)
-    missing = [item.media.path for item in items if not is_there(Path(item.media.path))]
+    missing = [item.media.path for item in items if not fsio.is_there(Path(item.media.path))]
     if missing:
         shown = "".join(f"\n  {each[:500]}" for each in missing[:5])
         more = f"\n  and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -323,7 +316,7 @@ def read_listing(path: Path) -> list[Item]:
 
 def _read_list(path: Path) -> list[Item]:
     try:
-        with open_regular(path) as file:
+        with fsio.open_regular(path) as file:
             lines = file.read().removeprefix(codecs.BOM_UTF8).decode().splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"The list {path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
@@ -369,7 +362,7 @@ def _read_table(path: Path) -> list[Item]:
 
 
 def _read_csv(path: Path) -> _Table:
-    with open_regular(path) as binary, codecs.getreader("utf-8-sig")(binary) as file:
+    with fsio.open_regular(path) as binary, codecs.getreader("utf-8-sig")(binary) as file:
         reader = csv.reader(file, strict=True)  # an unclosed quote must not swallow rows
         rows: list[list[str]] = []
         try:
@@ -414,7 +407,7 @@ def _read_jsonl(path: Path) -> _Table:
     rows: list[dict[str, Any]] = []
     for number, line in _lines(path):
         try:
-            rows.append(parse_record(line, dict[str, Any], path, MAX_LINE_DEPTH))
+            rows.append(fsio.parse_record(line, dict[str, Any], path, fsio.MAX_LINE_DEPTH))
         except RecordError as error:
             raise _unreadable(path, f"line {number}: {error.reason}") from error
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -437,13 +430,15 @@ def _read_jsonl(path: Path) -> _Table:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with open_regular(path) as file:
+    with fsio.open_regular(path) as file:
         for number in count(1):
-            line = file.readline(MAX_LINE_BYTES + 1)
+            line = file.readline(fsio.MAX_LINE_BYTES + 1)
             if not line:
                 return
-            if len(line) > MAX_LINE_BYTES:
-                raise _unreadable(path, f"line {number} has more than {MAX_LINE_BYTES:,} bytes")
+            if len(line) > fsio.MAX_LINE_BYTES:
+                raise _unreadable(
+                    path, f"line {number} has more than {fsio.MAX_LINE_BYTES:,} bytes"
+                )
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
@@ -457,7 +452,7 @@ def score_of(value: object) -> float | None:
 
 
 def _read_parquet(path: Path) -> _Table:
-    with open_regular(path) as binary, pq.ParquetFile(binary) as file:
+    with fsio.open_regular(path) as binary, pq.ParquetFile(binary) as file:
         num_rows, num_bytes = file.metadata.num_rows, path.stat().st_size
         if num_rows > max(_SURE_ROWS, num_bytes):
             raise _unreadable(
@@ -594,7 +589,10 @@ _HEADERS = (
 
 
 def _members(path: Path) -> list[tarfile.TarInfo]:
-    with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
+    with (
+        fsio.open_regular(path) as file,
+        tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar,
+    ):
         members, before = [], -1
         while (member := tar.next()) is not None:
             if tar.offset <= before:  # an extended header may name a negative size, too
@@ -625,7 +623,7 @@ def _beside(
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     """The contents of all .txt, and of all .json that are objects, by key."""
     texts, entries = {}, {}
-    with open_regular(path) as file:
+    with fsio.open_regular(path) as file:
         for member in members:
             if is_media(member.name):
                 continue
@@ -638,7 +636,7 @@ def _beside(
             data = file.read(member.size).removeprefix(codecs.BOM_UTF8)
             if member.name.endswith(".txt"):
                 texts[_key(member.name)] = data.decode().strip()
-            elif isinstance(entry := parse_record(data, _ANY, Path(member.name)), dict):
+            elif isinstance(entry := fsio.parse_record(data, _ANY, Path(member.name)), dict):
                 entries[_key(member.name)] = entry
     return texts, entries
 

@@ -24,11 +24,10 @@ from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, Generic, NamedTuple
 
+from longtake import fsio, process
 from longtake.data.workers import Item, Result, Task, WorkerPool
 from longtake.errors import DataError, LongtakeError
 from longtake.formatting import first_line
-from longtake.fsio import make_writable
-from longtake.process import code_digest, num_cores
 
 RAY_ATTEMPTS = 3  # for an item whose Ray worker is lost
 
@@ -69,7 +68,7 @@ def run_tasks(
         for number, item in enumerate(items):
             yield number, task.do(item, lambda: None)
     else:
-        yield from _run_in_processes(task, items, workers or num_cores())
+        yield from _run_in_processes(task, items, workers or process.num_cores())
 
 
 def in_order(results: Generator[tuple[int, Result]]) -> Generator[Result]:
@@ -274,7 +273,7 @@ def package_versions() -> dict[str, str]:
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[name] = version(name).partition("+")[0]  # of torch, cpu and cu130 are alike
-    return {**found, "longtake's files": code_digest("data", "models")}
+    return {**found, "longtake's files": process.code_digest("data", "models")}
 
 
 def version_differences(node: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
@@ -470,7 +469,7 @@ def _markers(folders: Iterable[Path]) -> Iterator[list[Path]]:
     try:
         for marker in markers:
             try:
-                make_writable(marker.parent)
+                fsio.make_writable(marker.parent)
                 marker.touch()
             except OSError as error:
                 raise DataError(

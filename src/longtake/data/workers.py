@@ -24,9 +24,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from numpy.typing import NDArray
 
-from longtake import heartbeat, stacks
-from longtake.errors import DataError, LongtakeError
-from longtake.process import environment, program
+from longtake import errors, heartbeat, process, stacks
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -193,7 +191,7 @@ class WorkerPool(Generic[Item, Result]):
             try:
                 self._workers.append(_Worker(self._start))
             except OSError as error:
-                raise DataError(
+                raise errors.DataError(
                     f"A {self._task.doing} process could not be started: {error}."
                 ) from error
 
@@ -290,7 +288,7 @@ class WorkerPool(Generic[Item, Result]):
         if not worker.is_ready:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
-                raise DataError(_cannot_start(self._task, reason, stack))
+                raise errors.DataError(_cannot_start(self._task, reason, stack))
 
     def _fail(self, job: "_Job", reason: str, where: str | None = None) -> None:
         """`where` its process was when it hung or crashed; None: the item failed by itself."""
@@ -304,7 +302,7 @@ class WorkerPool(Generic[Item, Result]):
         try:
             reason = f"{'; then '.join(reasons)}{', twice' if is_twice else ''}{seen}"
             result = self._task.lost(job.item, reason)
-        except LongtakeError as error:
+        except errors.LongtakeError as error:
             job.fail(error)
         else:
             job.succeed(result)
@@ -374,12 +372,12 @@ class _Worker:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
-                program(*PROGRAM, *map(str, start.heartbeats or ("", 0)), *numbers),
+                process.program(*PROGRAM, *map(str, start.heartbeats or ("", 0)), *numbers),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 pass_fds=inherited,
-                env=environment(**dict.fromkeys(_THREAD_VARIABLES, str(start.num_threads))),
+                env=process.environment(**dict.fromkeys(_THREAD_VARIABLES, str(start.num_threads))),
                 cwd=start.cwd,
             )
         except OSError:

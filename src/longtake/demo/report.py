@@ -13,15 +13,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.panel import Panel
 
+from longtake import drawing, errors, fsio, process
 from longtake.data.encode import write_video
-from longtake.drawing import save_picture
-from longtake.errors import RunError
 from longtake.evaluation.compare import choose, draw_sheet
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import escape, format_duration
-from longtake.fsio import write_json, write_text
 from longtake.inspection.plots import axis_scale
-from longtake.process import command
 from longtake.run_dir import Metrics, RunDirectory
 from longtake.sampling.sampler import Sampler
 from longtake.sampling.videos import SheetRow, contact_sheet
@@ -69,9 +66,9 @@ def write_report(
         )
         loss_plot(steps, losses, run.path / "loss.png", title="Velocity loss")
         _write_page(run, sampler, shown, summary)
-        write_json(run.path / "summary.json", summary)
+        fsio.write_json(run.path / "summary.json", summary)
     except OSError as error:
-        raise RunError(f"{run.path} cannot be written: {error.strerror}.") from error
+        raise errors.RunError(f"{run.path} cannot be written: {error.strerror}.") from error
     _show_last_screen(run, summary, console)
     return summary
 
@@ -126,7 +123,7 @@ def _write_page(
     if results:
         draw_sheet(choose([run.path], _PRESET), run.path / _CHECKPOINTS)
     page = template.render(cards=cards, summary=summary, run=run.path.name, results=results)
-    write_text(run.path / "index.html", page)
+    fsio.write_text(run.path / "index.html", page)
 
 
 def _show_last_screen(run: RunDirectory, summary: dict[str, Any], console: Console) -> None:
@@ -147,9 +144,9 @@ def _show_last_screen(run: RunDirectory, summary: dict[str, Any], console: Conso
         f"{evaluated}"
         f"Loss           {path}/loss.png\n"
         f"Numbers        {path}/summary.json\n"
-        f"TensorBoard    {escape(command('tensorboard'))} --logdir {path}/tensorboard\n\n"
+        f"TensorBoard    {escape(process.command('tensorboard'))} --logdir {path}/tensorboard\n\n"
         "Sample it yourself:\n"
-        f"  {escape(command())} sample {path} --prompt 'a blue square moving up left' "
+        f"  {escape(process.command())} sample {path} --prompt 'a blue square moving up left' "
         "--out blue.mp4"
     )
 
@@ -174,7 +171,7 @@ def loss_plot(steps: Sequence[int], losses: Sequence[float], path: Path, *, titl
     axes.grid(color=_GRID, linewidth=0.7)
     axes.margins(x=0.01)
     axes.spines[["top", "right"]].set_visible(False)
-    save_picture(figure, path)
+    drawing.save_picture(figure, path)
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -14,16 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
-from longtake import config, heartbeat
-from longtake.config import Recipe
+from longtake import config, errors, heartbeat, progress
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
-from longtake.demo.oracle import shows
-from longtake.demo.report import CheckedVideo, write_report
-from longtake.demo.shapes import held_out_captions, training_captions, write_clips
-from longtake.errors import RecipeChangedError, RecipeError
+from longtake.demo import oracle, report, shapes
 from longtake.process import program, start
-from longtake.progress import counted, phase_lines, starting_phase
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler, load_sampler
@@ -85,7 +80,7 @@ def evaluation_process(out: Path) -> Iterator[EvaluationProcess]:
             process.wait()
 
 
-def demo_recipe(out: Path, steps: int, seed: int) -> Recipe:
+def demo_recipe(out: Path, steps: int, seed: int) -> config.Recipe:
     """The shipped recipe for a run directory."""
     text = resources.files("longtake.demo").joinpath("recipe.toml").read_text(encoding="utf-8")
     values = tomllib.loads(text)
@@ -126,7 +121,9 @@ def run_demo(
         RecipeChangedError: `out` holds a demo with other settings.
     """
     if steps is not None and minutes is not None:
-        raise RecipeError("--steps and --minutes are two ways to say how long; give one of them.")
+        raise errors.RecipeError(
+            "--steps and --minutes are two ways to say how long; give one of them."
+        )
     run = RunDirectory(out)
     if minutes is not None and run.exists():
         steps = run.recipe().training.steps
@@ -142,14 +139,16 @@ def run_demo(
         return None
     sampler = load_sampler(out, ema=True, device="auto")
     videos = _sample_and_check(sampler, console)
-    return write_report(run, sampler, videos, len(Catalog.load(_catalog_path(run.path))), console)
+    return report.write_report(
+        run, sampler, videos, len(Catalog.load(_catalog_path(run.path))), console
+    )
 
 
-def _train(recipe: Recipe, evaluate: bool, console: Console) -> bool:
+def _train(recipe: config.Recipe, evaluate: bool, console: Console) -> bool:
     """Train to the end, also sampling each checkpoint; False if it was interrupted."""
     heartbeat.restart_launch_timer()  # writing clips is not part of the training's start
     with evaluation_process(recipe.out) if evaluate else nullcontext() as evaluation:
-        with phase_lines(console, "starting", starting_phase):
+        with progress.phase_lines(console, "starting", progress.starting_phase):
             if train(recipe, console).interrupted_by is not None:
                 return False
         if evaluation is not None:
@@ -161,11 +160,11 @@ def _catalog_path(out: Path) -> Path:
     return out / "data" / "catalog.parquet"
 
 
-def _refuse_other_settings(run: RunDirectory, recipe: Recipe) -> None:
+def _refuse_other_settings(run: RunDirectory, recipe: config.Recipe) -> None:
     changed = config.differences(run.recipe(), recipe) if run.exists() else []
     if changed:
         listed = ", ".join(f"{key} {old} there and {new} now" for key, old, new in changed)
-        raise RecipeChangedError(
+        raise errors.RecipeChangedError(
             f"{run.path} holds a demo with other settings: {listed}. Give this one a folder of its "
             f"own, such as --out {run.path}-2, or ask for the same settings again."
         )
@@ -178,12 +177,14 @@ def _make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
         return
     # Named by the seed: a demo that was stopped before its run began may have had another.
     folder = catalog.parent / f"clips_{seed}"
-    with counted(console, "write clips") as advance:
-        captions = write_clips(folder, NUM_CLIPS, seed, lambda done: advance(done, NUM_CLIPS))
-    with counted(console, "index clips") as advance:
+    with progress.counted(console, "write clips") as advance:
+        captions = shapes.write_clips(
+            folder, NUM_CLIPS, seed, lambda done: advance(done, NUM_CLIPS)
+        )
+    with progress.counted(console, "index clips") as advance:
         index([folder], captions=captions, out=catalog, progress=advance)
     folder = catalog.parent / f"held_out_{seed}"
-    captions = write_clips(folder, NUM_HELD_OUT_CLIPS, seed, held_out=True)
+    captions = shapes.write_clips(folder, NUM_HELD_OUT_CLIPS, seed, held_out=True)
     index([folder], captions=captions, out=catalog.with_name("held_out.parquet"))
 
 
@@ -206,9 +207,9 @@ def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int
     return steps
 
 
-def _sample_and_check(sampler: Sampler, console: Console) -> list[CheckedVideo]:
+def _sample_and_check(sampler: Sampler, console: Console) -> list[report.CheckedVideo]:
     """Sample held-out and trained captions, and check each video against its caption."""
-    held_out, trained = held_out_captions(), training_captions()
+    held_out, trained = shapes.held_out_captions(), shapes.training_captions()
     wanted = [(held_out[i % len(held_out)], True, i // len(held_out)) for i in range(NUM_CHECKED)]
     stride = len(trained) / NUM_CHECKED
     wanted += [(trained[int(i * stride)], False, 0) for i in range(NUM_CHECKED)]
@@ -216,6 +217,6 @@ def _sample_and_check(sampler: Sampler, console: Console) -> list[CheckedVideo]:
     settings, bucket = settings_for(sampler.recipe)
     videos = sample_in_batches(sampler, requests, settings, bucket, _BATCH_SIZE, console)
     return [
-        CheckedVideo(caption, is_held_out, video, shows(video, caption))
+        report.CheckedVideo(caption, is_held_out, video, oracle.shows(video, caption))
         for (caption, is_held_out, _), video in zip(wanted, videos, strict=True)
     ]

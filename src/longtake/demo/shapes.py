@@ -16,10 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from longtake import errors, fsio, process
 from longtake.data.encode import write_video
-from longtake.errors import DataError
-from longtake.fsio import atomic_write
-from longtake.process import num_cores
 
 NUM_FRAMES = 8
 HEIGHT = 32
@@ -66,7 +64,7 @@ def parse_caption(caption: str) -> Combination:
     """Return the combination that a caption of this world asks for."""
     combination = _by_caption().get(caption)
     if combination is None:
-        raise DataError(
+        raise errors.DataError(
             f"the caption {caption!r} is not of the shapes world; expected a sentence such as "
             f"'a red circle moving up left', of {', '.join(SHAPES)}; {', '.join(COLOURS)}; "
             f"{', '.join(DIRECTIONS)}."
@@ -195,7 +193,7 @@ def write_clips(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(
+        raise errors.DataError(
             f"{folder} cannot be made: {error.strerror or error}. Choose a folder you may write to."
         ) from error
 
@@ -203,7 +201,7 @@ def write_clips(
         video, caption = planned[index]
         _write_clip(folder / video, caption, [seed, index])
 
-    with ThreadPoolExecutor(num_cores()) as threads:  # x264 releases the GIL
+    with ThreadPoolExecutor(process.num_cores()) as threads:  # x264 releases the GIL
         for done, _ in enumerate(threads.map(write, range(num_clips)), 1):
             if progress is not None:
                 progress(done)
@@ -224,8 +222,8 @@ def _write_captions(folder: Path, planned: list[tuple[str, str]]) -> Path:
     path = folder / "captions.jsonl"
     lines = [json.dumps({"video": video, "caption": caption}) for video, caption in planned]
     try:
-        with atomic_write(path) as aside:
+        with fsio.atomic_write(path) as aside:
             aside.write_text("".join(f"{line}\n" for line in lines))
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise errors.DataError(f"{path} cannot be written: {error.strerror or error}.") from error
     return path

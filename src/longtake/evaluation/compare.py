@@ -19,29 +19,13 @@ from av.container import InputContainer
 from av.video.stream import VideoStream
 from PIL import Image
 
+from longtake import drawing, fsio, process
 from longtake.data.clip import Media
 from longtake.data.decode import decoded, opened, rgb
 from longtake.data.encode import encode_frames
-from longtake.drawing import (
-    NOTE_SIZE,
-    PALE_INK,
-    PAPER,
-    RULE,
-    Grid,
-    GridCell,
-    GridRow,
-    Size,
-    TextLine,
-    resized,
-    save_picture,
-    side_by_side,
-    wrapped_lines,
-)
 from longtake.errors import ClipError, DataError, RunError
 from longtake.evaluation_dir import EvaluationDirectory, Scores
 from longtake.formatting import did_you_mean
-from longtake.fsio import check_picture_name, open_regular
-from longtake.process import command
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import kept_picture
 
@@ -55,7 +39,7 @@ _MAX_FPS = 60.0
 _CRF = 16
 _LABEL_WIDTH, _ROW_GAP, _COLUMN_GAP, _FRAME_GAP = 230, 18, 14, 3
 _MIN_HEIGHT = 112
-_PAGE_SIZE: Size = 1600, 1200
+_PAGE_SIZE: drawing.Size = 1600, 1200
 """Pixels for all pictures of a page, unless they would be lower than `_MIN_HEIGHT`."""
 _RANGE = re.compile(r"(\d*)(:?)(\d*)")
 
@@ -222,14 +206,14 @@ def _only_preset(runs: Sequence[RunDirectory]) -> str:
         if not known[run.path]:
             raise RunError(
                 f"{run.path} has no results of any preset. Make some with: "
-                f"{command()} evaluate {shlex.quote(str(run.path))}"
+                f"{process.command()} evaluate {shlex.quote(str(run.path))}"
             )
     common = sorted(set.intersection(*map(set, known.values())))
     if not common:
         having = "; ".join(f"{path} has {', '.join(names)}" for path, names in known.items())
         raise RunError(
             f"The runs have results of no common preset: {having}. Sample one preset in all of "
-            f"them with: {command()} evaluate RUN --preset NAME"
+            f"them with: {process.command()} evaluate RUN --preset NAME"
         )
     if len(common) > 1:
         who = "The runs have" if len(runs) > 1 else f"{runs[0].path} has"
@@ -255,7 +239,7 @@ def _results(run: RunDirectory, preset: str) -> dict[int, Scores]:
     near = did_you_mean(preset, known) if known else "it has none of any preset."
     raise RunError(
         f"{run.path} has no results of preset {preset}; {near} Make some with: "
-        f"{command()} evaluate {shlex.quote(str(run.path))} --preset {shlex.quote(preset)}"
+        f"{process.command()} evaluate {shlex.quote(str(run.path))} --preset {shlex.quote(preset)}"
     )
 
 
@@ -331,7 +315,7 @@ def draw(comparison: Comparison, out: Path) -> None:
 
 def check_out(out: Path) -> str:
     """The suffix of the file to write, .png or .mp4; RunError: it is neither, or has no folder."""
-    check_picture_name(out, (".png", ".mp4"))
+    fsio.check_picture_name(out, (".png", ".mp4"))
     if not out.absolute().parent.is_dir():
         raise RunError(f"--out {out}: there is no folder {out.parent}. Make it first.")
     return out.suffix.lower()
@@ -346,12 +330,14 @@ def draw_sheet(comparison: Comparison, out: Path) -> None:
     size = fitting(size_of(columns[0].video(scene)), across, rows)
     cells = [
         [
-            side_by_side(chosen_frames(column.video(scene), size, count), _FRAME_GAP, RULE)
+            drawing.side_by_side(
+                chosen_frames(column.video(scene), size, count), _FRAME_GAP, drawing.RULE
+            )
             for column in columns
         ]
         for scene in comparison.scenes
     ]
-    save_picture(_even(grid_of(comparison, cells, size).draw()), out)
+    drawing.save_picture(_even(grid_of(comparison, cells, size).draw()), out)
 
 
 def draw_film(comparison: Comparison, out: Path) -> None:
@@ -369,7 +355,9 @@ def draw_film(comparison: Comparison, out: Path) -> None:
         raise RunError(str(error)) from error
 
 
-def grid_of(comparison: Comparison, cells: Sequence[Sequence[Image.Image]], size: Size) -> Grid:
+def grid_of(
+    comparison: Comparison, cells: Sequence[Sequence[Image.Image]], size: drawing.Size
+) -> drawing.Grid:
     """The page of a comparison."""
     names = comparison.pictures
     # A reference picture stands close to the next one; a column keeps more distance.
@@ -378,36 +366,40 @@ def grid_of(comparison: Comparison, cells: Sequence[Sequence[Image.Image]], size
     gaps += [_COLUMN_GAP] * (len(comparison.columns) - 1)
     rows = []
     for scene, of_columns in zip(comparison.scenes, cells, strict=True):
-        label = wrapped_lines(scene.prompt, _LABEL_WIDTH)
+        label = drawing.wrapped_lines(scene.prompt, _LABEL_WIDTH)
         note = f"seed {scene.seed}" if comparison.has_seeds else ""
-        label += wrapped_lines(note, _LABEL_WIDTH, NOTE_SIZE, PALE_INK)
+        label += drawing.wrapped_lines(note, _LABEL_WIDTH, drawing.NOTE_SIZE, drawing.PALE_INK)
         paths = (comparison.columns[0].picture(scene, name) for name in names)
         pictures = [*(_copied_picture(path, size) for path in paths), *of_columns]
-        rows.append(GridRow(label, list(map(GridCell, pictures, gaps))))
-    headings = [[TextLine(name.replace("_", " "), ink=PALE_INK)] for name in names]
+        rows.append(drawing.GridRow(label, list(map(drawing.GridCell, pictures, gaps))))
+    headings = [[drawing.TextLine(name.replace("_", " "), ink=drawing.PALE_INK)] for name in names]
     for column, picture in zip(comparison.columns, cells[0], strict=True):
-        lines = [line for title in column.titles for line in wrapped_lines(title, picture.width)]
-        headings.append([lines[0], *(TextLine(each.text, ink=PALE_INK) for each in lines[1:])])
+        lines = [
+            line for title in column.titles for line in drawing.wrapped_lines(title, picture.width)
+        ]
+        headings.append(
+            [lines[0], *(drawing.TextLine(each.text, ink=drawing.PALE_INK) for each in lines[1:])]
+        )
     footers = {
         name.replace("_", " "): [("", False)] * len(names)
         + [("" if value is None else f"{value:.3g}", is_alarm) for value, is_alarm in values]
         for name, values in comparison.measures().items()
     }
     gap, title = _ROW_GAP, comparison.title
-    return Grid(rows, _LABEL_WIDTH, title, headings, footers, row_gap=gap, has_rules=False)
+    return drawing.Grid(rows, _LABEL_WIDTH, title, headings, footers, row_gap=gap, has_rules=False)
 
 
 def _even(picture: Image.Image) -> Image.Image:
     """The picture on a page of even width and height, as H.264 wants it."""
     width, height = picture.size
-    page = Image.new("RGB", (width + width % 2, height + height % 2), PAPER)
+    page = Image.new("RGB", (width + width % 2, height + height % 2), drawing.PAPER)
     page.paste(picture)
     return page
 
 
-def _film_pictures(comparison: Comparison, size: Size, fps: float) -> Iterator[Image.Image]:
+def _film_pictures(comparison: Comparison, size: drawing.Size, fps: float) -> Iterator[Image.Image]:
     """The page at each moment; the last frame of a video that is over stays."""
-    blank = Image.new("RGB", size, RULE)
+    blank = Image.new("RGB", size, drawing.RULE)
     blanks = [[blank] * len(comparison.columns)] * len(comparison.scenes)
     grid = grid_of(comparison, blanks, size)
     first = len(comparison.pictures)
@@ -427,7 +419,7 @@ def _film_pictures(comparison: Comparison, size: Size, fps: float) -> Iterator[I
             yield page
 
 
-def _played(column: Column, path: Path, size: Size, fps: float) -> Iterator[Image.Image]:
+def _played(column: Column, path: Path, size: drawing.Size, fps: float) -> Iterator[Image.Image]:
     """A video's frames at another rate: some are repeated or left out."""
     with closing(read_frames(path, size)) as pictures:  # type: ignore[type-var]
         shown = 0
@@ -446,7 +438,7 @@ def _video_frames(pictures: Iterator[Image.Image], fps: float) -> Iterator[av.Vi
         yield frame
 
 
-def fitting(size: Size, across: int, down: int = 1) -> Size:
+def fitting(size: drawing.Size, across: int, down: int = 1) -> drawing.Size:
     """The size at which so many pictures of `size` make a page that fits a screen.
 
     Large pictures shrink, though not below 112 pixels of height; smaller ones are enlarged by
@@ -461,7 +453,7 @@ def fitting(size: Size, across: int, down: int = 1) -> Size:
     return round(width * scale), round(height * scale)
 
 
-def size_of(path: Path) -> Size:
+def size_of(path: Path) -> drawing.Size:
     with _reading(path) as (_, stream):
         return stream.codec_context.width, stream.codec_context.height
 
@@ -472,16 +464,16 @@ def num_frames(path: Path) -> int:
 
 
 def read_frames(
-    path: Path, size: Size, only: frozenset[int] | None = None
+    path: Path, size: drawing.Size, only: frozenset[int] | None = None
 ) -> Iterator[Image.Image]:
     """The frames of a video in this size, or only those of some numbers, counted from 0."""
     with _reading(path) as (container, stream):
         for number, frame in enumerate(decoded(Media(str(path)), container, stream)):
             if only is None or number in only:
-                yield resized(Image.fromarray(rgb(frame)), size)
+                yield drawing.resized(Image.fromarray(rgb(frame)), size)
 
 
-def chosen_frames(path: Path, size: Size, count: int) -> list[Image.Image]:
+def chosen_frames(path: Path, size: drawing.Size, count: int) -> list[Image.Image]:
     """The middle frame, or `count` evenly spaced ones, the first and the last among them."""
     total = num_frames(path)
     numbers = [total // 2]
@@ -492,13 +484,13 @@ def chosen_frames(path: Path, size: Size, count: int) -> list[Image.Image]:
     return [found[number] for number in numbers]
 
 
-def _copied_picture(path: Path, size: Size) -> Image.Image:
+def _copied_picture(path: Path, size: drawing.Size) -> Image.Image:
     """The kept copy of a reference picture in this size; blank if there is none."""
     if not path.is_file():
-        return Image.new("RGB", size, PAPER)
+        return Image.new("RGB", size, drawing.PAPER)
     try:
-        with open_regular(path) as file, Image.open(file) as picture:
-            return resized(picture.convert("RGB"), size)
+        with fsio.open_regular(path) as file, Image.open(file) as picture:
+            return drawing.resized(picture.convert("RGB"), size)
     except OSError as error:
         reason = error.strerror or "it is no picture"
         raise RunError(f"{path} cannot be read: {reason}. Is it still being copied?") from error
@@ -507,7 +499,7 @@ def _copied_picture(path: Path, size: Size) -> Image.Image:
 @contextmanager
 def _reading(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     try:
-        open_regular(path).close()  # opening a named pipe would block
+        fsio.open_regular(path).close()  # opening a named pipe would block
         with opened(Media(str(path))) as both:
             yield both
     except (ClipError, OSError) as error:

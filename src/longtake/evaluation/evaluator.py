@@ -9,26 +9,12 @@ from typing import overload
 
 import numpy as np
 
+from longtake import errors, evaluation_dir, fsio, process
 from longtake.config import Recipe
-from longtake.data.clip import Media
-from longtake.data.decode import opened
-from longtake.errors import LongtakeError, ModelError, RecipeError
+from longtake.data import clip, decode
+from longtake.evaluation import measures, options, pending
 from longtake.evaluation.extra_measures import Measure, load_extras, measure_extra
 from longtake.evaluation.held_out import HeldOut
-from longtake.evaluation.measures import (
-    Reference,
-    Video,
-    find_drift,
-    find_out_of_range,
-    mean_of,
-    measure,
-    reference_of,
-)
-from longtake.evaluation.options import ServerReport
-from longtake.evaluation.pending import Signature, signature
-from longtake.evaluation_dir import Alarm, Scores, VideoScores
-from longtake.fsio import now
-from longtake.process import Stopped
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import EvaluationTask, NotHereError, Progress
 from longtake.sampling.sampler import Sampler, SamplerLoader
@@ -46,7 +32,7 @@ class CheckpointEvaluator:
         self,
         device: str,
         server: str,
-        report: ServerReport,
+        report: options.ServerReport,
         recipe_of: Callable[[RunDirectory], Recipe] = RunDirectory.recipe,
         on_device: Callable[[str], None] | None = None,
         *,
@@ -56,12 +42,14 @@ class CheckpointEvaluator:
         self._recipe_of, self._on_device = recipe_of, on_device
         self._device, self._server, self._report = device, server, report
         self._loader: SamplerLoader | None = None
-        self._recipe_read: Signature | None = None
+        self._recipe_read: pending.Signature | None = None
         self._loaded: tuple[EvaluationTask, Sampler] | None = None
         self._held_out: tuple[HeldOut | None] | None = None
         self._extras: dict[tuple[str, ...], list[Measure]] = {}
 
-    def __call__(self, task: EvaluationTask, folder: Path, progress: Progress) -> Scores:
+    def __call__(
+        self, task: EvaluationTask, folder: Path, progress: Progress
+    ) -> evaluation_dir.Scores:
         """See `Evaluate`."""
         watch = _Stopwatch()
         progress("load", 0, 1)
@@ -73,19 +61,19 @@ class CheckpointEvaluator:
             of_set = self._measure_extra(task, extras, videos, folder)
             recipe = self._recipe_of(task.run)
             held_out = self._measure_held_out(task, recipe, sampler, progress)
-            measures = mean_of([each["measures"] for each in videos]) | of_set
-            alarms = self._alarms(task, recipe, measures, progress)
+            values = measures.mean_of([each["measures"] for each in videos]) | of_set
+            alarms = self._alarms(task, recipe, values, progress)
         settings = {k: v for k, v in task.preset.as_record().items() if k != "prompts"}
-        scores: Scores = {
+        scores: evaluation_dir.Scores = {
             "preset": task.preset.name,
             "step": task.step,
             "key": task.key,
             "weights": task.preset.weights,
-            "time": now(),
+            "time": fsio.now(),
             "server": self._server,
             "settings": settings,
             "videos": videos,
-            "measures": measures,
+            "measures": values,
             "alarms": alarms,
             "seconds": {"wait": round(task.waited_seconds, 3), **watch.seconds},
         }
@@ -97,7 +85,7 @@ class CheckpointEvaluator:
         if names not in self._extras:
             try:
                 self._extras[names] = load_extras(names)
-            except (RecipeError, ModelError) as error:
+            except (errors.RecipeError, errors.ModelError) as error:
                 raise NotHereError(f"Preset {task.preset.name}: {error}") from error
         return self._extras[names]
 
@@ -115,7 +103,7 @@ class CheckpointEvaluator:
 
     def _loader_of(self, run: RunDirectory) -> SamplerLoader:
         """The loader of this run and its present recipe; no other stays in memory."""
-        recipe = signature(run.recipe_path)
+        recipe = pending.signature(run.recipe_path)
         if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
             self._loader, self._loaded, self._recipe_read = None, None, recipe
             self._loader = SamplerLoader(run, self._device, trust=self._trust)
@@ -134,8 +122,8 @@ class CheckpointEvaluator:
         folder: Path,
         progress: Progress,
         watch: "_Stopwatch",
-    ) -> list[VideoScores]:
-        found: list[VideoScores] = []
+    ) -> list[evaluation_dir.VideoScores]:
+        found: list[evaluation_dir.VideoScores] = []
         preset, num_videos = task.preset, len(task.preset.requests())
         sampled = sample_preset(sampler, preset, folder, partial(progress, "sample"))
         while True:
@@ -145,15 +133,19 @@ class CheckpointEvaluator:
                 return found
             watch.lap("first_video")
             with watch.of("measure"):
-                measures = measure(made.video, preset.settings.fps)
+                values = measures.measure(made.video, preset.settings.fps)
             prompt, seed = made.request.prompt, made.request.seed
             found.append(
-                {"file": made.path.name, "prompt": prompt, "seed": seed, "measures": measures}
+                {"file": made.path.name, "prompt": prompt, "seed": seed, "measures": values}
             )
             progress("measure", len(found), num_videos)
 
     def _measure_extra(
-        self, task: EvaluationTask, extras: list[Measure], videos: list[VideoScores], folder: Path
+        self,
+        task: EvaluationTask,
+        extras: list[Measure],
+        videos: list[evaluation_dir.VideoScores],
+        folder: Path,
     ) -> dict[str, float]:
         """Add the preset's own measures to each video; returns those of all videos together."""
         again = Reread([folder / each["file"] for each in videos])
@@ -179,22 +171,25 @@ class CheckpointEvaluator:
         return None
 
     def _alarms(
-        self, task: EvaluationTask, recipe: Recipe, measures: dict[str, float], progress: Progress
-    ) -> list[Alarm]:
+        self, task: EvaluationTask, recipe: Recipe, values: dict[str, float], progress: Progress
+    ) -> list[evaluation_dir.Alarm]:
         name, reference = task.preset.name, self._reference(task, recipe, progress)
         earlier = [each for each in task.directory.all_scores(name) if each["step"] < task.step]
-        history = [*(each["measures"] for each in earlier), measures]
+        history = [*(each["measures"] for each in earlier), values]
         steps = [*(each["step"] for each in earlier), task.step]
-        alarms = find_drift(name, history, steps, reference)
-        return [*alarms, *(find_out_of_range(name, measures, reference) if reference else ())]
+        alarms = measures.find_drift(name, history, steps, reference)
+        return [
+            *alarms,
+            *(measures.find_out_of_range(name, values, reference) if reference else ()),
+        ]
 
     def _reference(
         self, task: EvaluationTask, recipe: Recipe, progress: Progress
-    ) -> Reference | None:
+    ) -> measures.Reference | None:
         preset, found, remark = task.preset, None, ""
         with self._without(task, "comparison with training clips"):
             bucket, fps = preset.bucket, preset.settings.fps
-            found, remark = reference_of(
+            found, remark = measures.reference_of(
                 task.run, recipe, preset.name, bucket, fps, lambda: progress("training clips", 0, 1)
             )
         if remark:
@@ -206,10 +201,10 @@ class CheckpointEvaluator:
         """Report a failure, whatever it is, and end the block."""
         try:
             yield
-        except Stopped:
+        except process.Stopped:
             raise
         except Exception as error:
-            kind = "" if isinstance(error, LongtakeError) else f"{type(error).__name__}: "
+            kind = "" if isinstance(error, errors.LongtakeError) else f"{type(error).__name__}: "
             self._report.wrong(f"{task.run.path}: there is no {name}: {kind}{error}")
 
 
@@ -237,7 +232,7 @@ def _same_weights(one: EvaluationTask, other: EvaluationTask) -> bool:
     return of_one == of_other
 
 
-class Reread(Sequence[Video]):
+class Reread(Sequence[measures.Video]):
     """A sequence of videos, each read from its file when it is asked for."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -247,12 +242,12 @@ class Reread(Sequence[Video]):
         return len(self._paths)
 
     @overload
-    def __getitem__(self, index: int) -> Video: ...
+    def __getitem__(self, index: int) -> measures.Video: ...
     @overload
     def __getitem__(self, index: slice) -> "Reread": ...
-    def __getitem__(self, index: int | slice) -> "Video | Reread":
+    def __getitem__(self, index: int | slice) -> "measures.Video | Reread":
         if isinstance(index, slice):
             return Reread(self._paths[index])
-        with opened(Media(str(self._paths[index]))) as (container, stream):
+        with decode.opened(clip.Media(str(self._paths[index]))) as (container, stream):
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
         return np.stack(frames)

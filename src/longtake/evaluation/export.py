@@ -8,9 +8,8 @@ from typing import Literal
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from longtake import errors, fsio
 from longtake.config import Recipe
-from longtake.errors import RecipeError, RunError
-from longtake.fsio import atomic_folder, atomic_write
 from longtake.models.added_module import added_module
 from longtake.models.trainable import adapter_config, lora_state, plain_copy
 from longtake.sampling.sampler import Sampler
@@ -109,12 +108,12 @@ def check_export(recipe: Recipe, out: Path, wanted: Format) -> None:
     _check_out(out, wanted)
     base = recipe.trainable.base()
     if wanted == "peft" and base != "lora":
-        raise RecipeError(
+        raise errors.RecipeError(
             f"--format peft holds LoRA alone, and this run trained none: trainable.kind is {base}. "
             "Leave --format out to export the whole model."
         )
     if wanted == "comfyui" and base == "frozen":
-        raise RecipeError(
+        raise errors.RecipeError(
             f"This run trained the module {recipe.trainable.module} alone, and ComfyUI has no "
             "place for one. --format diffusers writes its weights beside those of its base model."
         )
@@ -123,13 +122,13 @@ def check_export(recipe: Recipe, out: Path, wanted: Format) -> None:
 def _check_out(out: Path, wanted: Format) -> None:
     if wanted == "comfyui":
         if out.suffix != _SUFFIX:
-            raise RunError(
+            raise errors.RunError(
                 f"--out {out}: expected the name of a {_SUFFIX} file, such as mine{_SUFFIX}."
             )
         if out.exists():
-            raise RunError(f"--out {out} is there already. Name a new file.")
+            raise errors.RunError(f"--out {out} is there already. Name a new file.")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"--out {out} holds something already. Name a new folder.")
+        raise errors.RunError(f"--out {out} holds something already. Name a new folder.")
 
 
 @contextmanager
@@ -137,9 +136,9 @@ def _written_whole(out: Path, *, is_file: bool) -> Iterator[Path]:
     """Where to write; it becomes `out` when the block ends well, and is gone if it does not."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out) if is_file else atomic_folder(out) as partial:
+        with fsio.atomic_write(out) if is_file else fsio.atomic_folder(out) as partial:
             yield partial
     except OSError as error:
-        raise RunError(
+        raise errors.RunError(
             f"--out {out} cannot be written: {error.strerror or error}. Choose another place."
         ) from error

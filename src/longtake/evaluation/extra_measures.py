@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from longtake.errors import LongtakeError, ModelError, RecipeError
 from longtake.evaluation.measures import MEASURES, Video
 from longtake.formatting import first_line
-from longtake.models.added_module import import_class
-from longtake.models.pretrained import quiet
+from longtake.models import added_module, pretrained
 
 _SEE = "See Measure in longtake.evaluation.extra_measures."
 
@@ -60,7 +59,7 @@ def made_of(path: str) -> Any:
         raise RecipeError(
             f"The measure {path!r} is no name of a class; write it as package.module:Class."
         )
-    found = import_class(path, "The measure")
+    found = added_module.import_class(path, "The measure")
     try:
         return found()
     except LongtakeError:
@@ -160,7 +159,7 @@ class ClipScore:
         from transformers import CLIPModel, CLIPProcessor
 
         try:
-            with quiet(CLIPModel):
+            with pretrained.quiet(CLIPModel):
                 self._model: Any = CLIPModel.from_pretrained(place).eval()
                 self._processor: Any = CLIPProcessor.from_pretrained(place)
         except (OSError, ValueError) as error:

@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from typing_extensions import TypedDict
 
+from longtake import errors, fsio
 from longtake.config import Bucket, Recipe
 from longtake.data.buckets import sample_window, span
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.order import derive
 from longtake.data.window import read_window
-from longtake.errors import ClipError, DataError, RecordError
 from longtake.evaluation_dir import Alarm, EvaluationDirectory
-from longtake.fsio import Count, read_record, write_json
 from longtake.run_dir import RunDirectory
 
 Video = NDArray[np.uint8]
@@ -328,13 +327,13 @@ def reference_of(
     count = recipe.evaluation.reference_clips
     try:
         rows = list(islice(_measured(run, recipe, bucket, fps, on_clip), count)) if count else []
-    except DataError as error:  # a clip's, a catalog's: they may lie on another machine
+    except errors.DataError as error:  # a clip's, a catalog's: they may lie on another machine
         return None, f"{preset} is compared with no training clips: {error}"
     if not rows:
         return None, ""
     made = Reference(len(rows), _spreads(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"of": asked, **asdict(made)}, by_many=True)
+    fsio.write_json(path, {"of": asked, **asdict(made)}, by_many=True)
     return made, ""
 
 
@@ -362,7 +361,7 @@ def _measured(
         seed = derive("reference", clip.identity)
         try:
             video = read_window(sample_window(clip, bucket, recipe.data, seed))
-        except ClipError:
+        except errors.ClipError:
             unreadable += 1
             if not any_read and unreadable == _MOST_UNREADABLE:
                 raise
@@ -378,7 +377,9 @@ def _clips(run: RunDirectory, bucket: Bucket, stride: int) -> Iterator[Clip]:
     """
     catalogs = [Catalog.load(path) for path in _catalog_paths(run)]
     if not catalogs:
-        raise DataError(f"{run.catalogs_path} has no copies of the catalogs that were trained on.")
+        raise errors.DataError(
+            f"{run.catalogs_path} has no copies of the catalogs that were trained on."
+        )
     last, is_any = "", False
     for clip in heapq.merge(
         *(_long_enough(catalog, bucket, stride) for catalog in catalogs),
@@ -388,7 +389,7 @@ def _clips(run: RunDirectory, bucket: Bucket, stride: int) -> Iterator[Clip]:
             yield clip
         last, is_any = clip.identity, True
     if not is_any:
-        raise DataError(f"no clip has {span(bucket, stride)} frames, as {bucket} takes.")
+        raise errors.DataError(f"no clip has {span(bucket, stride)} frames, as {bucket} takes.")
 
 
 def _long_enough(catalog: Catalog, bucket: Bucket, stride: int) -> Iterator[Clip]:
@@ -398,7 +399,7 @@ def _long_enough(catalog: Catalog, bucket: Bucket, stride: int) -> Iterator[Clip
 
 class _Kept(TypedDict):
     of: dict[str, Any]
-    num_clips: Count
+    num_clips: fsio.Count
     measures: dict[str, Spread]
 
 
@@ -409,8 +410,8 @@ def _catalog_paths(run: RunDirectory) -> list[Path]:
 def _kept(path: Path, asked: Mapping[str, Any]) -> Reference | None:
     """What an earlier evaluation has written, if it is of the same."""
     try:
-        record = read_record(path, _Kept)
-    except RecordError:
+        record = fsio.read_record(path, _Kept)
+    except errors.RecordError:
         return None
     if record is None or record["of"] != asked:
         return None

@@ -13,28 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longtake import process, trust
 from longtake.checkpoint.files import delete_unless_needed, find_damage, read_committed
 from longtake.errors import RecordError, RunError
-from longtake.evaluation.transports import (
-    Address,
-    FsspecTransport,
-    GoneError,
-    Rsync,
-    Rules,
-    Transport,
-    literal,
-    only,
-    parse_address,
-)
+from longtake.evaluation import transports
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
 from longtake.fsio import atomic_write, now, read_json, read_regular, write_json, write_once
 from longtake.lease import Lease, Leases, kept
-from longtake.process import periodic
 from longtake.run_dir import RunDirectory
-from longtake.trust import MIRROR_NOTE
 
 _COMMITTED = "COMMITTED"
-_INDEX, _NOTE = MIRROR_NOTE.parts
+_INDEX, _NOTE = trust.MIRROR_NOTE.parts
 _LEASE_SECONDS = 30.0
 _HEARTBEAT_SECONDS = 60.0
 
@@ -65,8 +54,8 @@ _RECORDS = (
     *(".safetensors", ".model"),  # components, and a tokenizer's
 )
 """Suffixes of a run's records, pictures and frozen parts. Nothing else is mirrored: no code."""
-SCORE_RULES: Rules = (_HIDDEN, *only(["/*/step_*/scores.json"]))
-CHECKPOINT_RULES: Rules = ("- /optimizer/",)
+SCORE_RULES: transports.Rules = (_HIDDEN, *transports.only(["/*/step_*/scores.json"]))
+CHECKPOINT_RULES: transports.Rules = ("- /optimizer/",)
 """Of a checkpoint's folder: no sampling needs the optimizer's state, which is most of it."""
 
 
@@ -91,19 +80,21 @@ class Pulled:
     seconds: float
 
 
-def marker_rules() -> Rules:
+def marker_rules() -> transports.Rules:
     """Rules for the completion markers of a run, and of each run in a folder."""
     return (
         _HIDDEN,
-        *only([f"/{place}{each}" for place in ("", "*/") for each in _COMPLETION_MARKERS]),
+        *transports.only(
+            [f"/{place}{each}" for place in ("", "*/") for each in _COMPLETION_MARKERS]
+        ),
     )
 
 
-def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> Rules:
+def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> transports.Rules:
     """Rules for what is mirrored besides checkpoints and completion markers."""
     rules = [_HIDDEN]
     for name, mirror in runs:
-        top = f"/{literal(name)}/" if name else "/"
+        top = f"/{transports.literal(name)}/" if name else "/"
         rules += [f"- {top}{each}" for each in (*_LEFT_OUT, *_claimed_results(mirror))]
         rules += [f"+ {top}"] if name else []
     if all(name for name, _ in runs):
@@ -111,17 +102,17 @@ def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> Rules:
     return (*rules, "+ */", *(f"+ *{suffix}" for suffix in _RECORDS), "- *")
 
 
-def result_rules(evaluations: Path) -> Rules:
+def result_rules(evaluations: Path) -> transports.Rules:
     """Rules for what is pushed of a folder of evaluations, but for scores.json and heartbeats."""
     halves = [path for path in evaluations.glob("*/step_*") if not (path / "scores.json").exists()]
     names = [path.relative_to(evaluations).as_posix() for path in halves]
-    left_out = [f"- /{literal(name)}/" for name in names]
+    left_out = [f"- /{transports.literal(name)}/" for name in names]
     last = ("- /*/step_*/scores.json", "- /servers/*/heartbeat.json")
     return (_HIDDEN, "- *.partial", "- /claims/", *left_out, *last)
 
 
-def heartbeat_rules(server: str) -> Rules:
-    return only([f"/servers/{literal(server)}/heartbeat.json"])
+def heartbeat_rules(server: str) -> transports.Rules:
+    return transports.only([f"/servers/{transports.literal(server)}/heartbeat.json"])
 
 
 def _claimed_results(mirror: RunDirectory) -> list[str]:
@@ -129,13 +120,13 @@ def _claimed_results(mirror: RunDirectory) -> list[str]:
     claims = EvaluationDirectory(mirror).path / "claims"
     found = (path.relative_to(claims) for path in claims.glob("*/step_*"))
     names = {(path.parts[0], path.parts[1].partition("-")[0]) for path in found}
-    return [f"evaluations/{literal(preset)}/{step}/" for preset, step in sorted(names)]
+    return [f"evaluations/{transports.literal(preset)}/{step}/" for preset, step in sorted(names)]
 
 
 class MirrorFolder:
     """The folder that runs are mirrored into, for one source and by one process at a time."""
 
-    def __init__(self, path: Path, address: Address) -> None:
+    def __init__(self, path: Path, address: transports.Address) -> None:
         self.path, self.index = path, path / _INDEX
         self._leases = Leases(_LEASE_SECONDS, {})
         self._lease: Lease | None = None
@@ -220,7 +211,7 @@ def _copy(marker: Path, place: Path) -> None:
 class Mirror:
     """Runs elsewhere, and their mirrors here."""
 
-    def __init__(self, transport: Transport, folder: MirrorFolder, server: str) -> None:
+    def __init__(self, transport: transports.Transport, folder: MirrorFolder, server: str) -> None:
         self._transport, self._folder, self._server = transport, folder, server
         self._pushed: dict[RunDirectory, dict[Path, tuple[int, int]]] = {}
         self._stack = ExitStack()
@@ -287,7 +278,7 @@ class Mirror:
         try:
             there = run.below(f"checkpoints/{folder.name}")
             self._transport.fetch(there, folder, CHECKPOINT_RULES, exactly=True)
-        except GoneError:
+        except transports.GoneError:
             return None
         if _is_incomplete(folder) or not _publish_checkpoint(run.mirror, step):
             return None  # it was deleted or saved anew just now: the next look will tell
@@ -298,17 +289,17 @@ class Mirror:
 
 def open_mirror(text: str, into: Path, server: str) -> Mirror:
     """A mirror of a source; nothing is asked of the source yet."""
-    address = parse_address(text)
+    address = transports.parse_address(text)
     folder = MirrorFolder(into, address)
     # rsync is faster and keeps less in memory; without it a folder here is a store like others.
     if address.is_url or not (address.host or shutil.which("rsync")):
-        return Mirror(FsspecTransport(address), folder, server)
-    return Mirror(Rsync(address), folder, server)
+        return Mirror(transports.FsspecTransport(address), folder, server)
+    return Mirror(transports.Rsync(address), folder, server)
 
 
 @contextmanager
 def needed_at_source(
-    transport: Transport,
+    transport: transports.Transport,
     run: RemoteRun,
     steps: Collection[int],
     server: str,
@@ -322,7 +313,7 @@ def needed_at_source(
 
     send_heartbeat(transport, run, server, steps)
     try:
-        with periodic("heartbeat at the source", renew, seconds):
+        with process.periodic("heartbeat at the source", renew, seconds):
             yield
     finally:
         with suppress(RunError, OSError):  # the heartbeat becomes stale
@@ -330,7 +321,7 @@ def needed_at_source(
 
 
 def send_heartbeat(
-    transport: Transport, run: RemoteRun, server: str, needs: Collection[int]
+    transport: transports.Transport, run: RemoteRun, server: str, needs: Collection[int]
 ) -> None:
     """Send this server's heartbeat, with the steps that it needs at the source.
 

@@ -10,13 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from longtake import config
-from longtake.config import EvaluationSection, Recipe
+from longtake import config, evaluation_dir, progress
 from longtake.errors import LongtakeError, RunError
 from longtake.evaluation.measures import MEASURES
-from longtake.evaluation_dir import Scores
 from longtake.formatting import format_duration, plural
-from longtake.progress import counted, phase_lines
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import EvaluationTask, Progress
 from longtake.sampling.presets import read_tables, refuse_unknown
@@ -118,7 +115,7 @@ class ServerOptions:
             for run in find_runs(self.places):
                 self.refuse_foreign_code(run)
 
-    def recipe_of(self, run: RunDirectory) -> Recipe:
+    def recipe_of(self, run: RunDirectory) -> config.Recipe:
         """A run's recipe, with [evaluation] and [sampling] of the one that the command names.
 
         Raises:
@@ -142,7 +139,7 @@ class ServerOptions:
         try:
             recipe = run.recipe()
             if self.recipe is not None:  # its measures are not used
-                recipe = recipe.model_copy(update={"evaluation": EvaluationSection()})
+                recipe = recipe.model_copy(update={"evaluation": config.EvaluationSection()})
             refuse_foreign_code(run, trust=self.trust, recipe=recipe)
         except TrustError:
             raise
@@ -151,7 +148,7 @@ class ServerOptions:
 
     def _refuse_unknown_presets(self) -> None:
         """Refuse a preset that none of the runs has, and an own file that cannot be read."""
-        recipes: list[tuple[Recipe, Path]] = []
+        recipes: list[tuple[config.Recipe, Path]] = []
         for run in find_runs(self.places):
             with suppress(LongtakeError):  # an error in one run holds up no other
                 recipes.append((self.recipe_of(run), run.path))
@@ -230,7 +227,7 @@ class ServerReport:
                 text = kind if known else f"{kind}: {error}"
                 self.wrong(f"{scope}: {text.rstrip('.')}. It is tried again; other work continues.")
 
-    def evaluated(self, task: EvaluationTask, scores: Scores) -> None:
+    def evaluated(self, task: EvaluationTask, scores: evaluation_dir.Scores) -> None:
         """Print a result."""
         self.say(sentence(task, scores))
         for alarm in scores["alarms"]:
@@ -245,8 +242,8 @@ class ServerReport:
         """A bar over the solver's steps."""
         label = f"{task.preset.name} of step {task.step}"
         with (
-            phase_lines(self._console, f"{label}: load") as enter,
-            counted(self._console, label) as advance,
+            progress.phase_lines(self._console, f"{label}: load") as enter,
+            progress.counted(self._console, label) as advance,
         ):
 
             def show(what: str, done: int, total: int) -> None:
@@ -271,7 +268,7 @@ def raised_at(error: Exception) -> str:
     return f"{type(error).__name__} in {Path(last.filename).name}, line {last.lineno}"
 
 
-def sentence(task: EvaluationTask, scores: Scores) -> str:
+def sentence(task: EvaluationTask, scores: evaluation_dir.Scores) -> str:
     """One line on a result, with the most telling measures: the preset's own first."""
     seconds = sum(scores["seconds"].get(name, 0.0) for name in ("load", "sample", "measure"))
     took = f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)

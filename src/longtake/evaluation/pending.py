@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from longtake import errors, fsio
 from longtake.config import EvaluationSection
-from longtake.errors import LongtakeError
 from longtake.evaluation.options import ServerOptions, ServerReport
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, ServerEventKind
-from longtake.fsio import Tail
 from longtake.run_dir import BEGINNINGS, RunDirectory
 from longtake.sampling.claims import Claims, CommittedWeights, EvaluationTask, find_damage
 from longtake.sampling.presets import Preset, find_preset, keep_preset, preset_names
@@ -73,7 +72,7 @@ class RunEnd:
     """The end of a run that ended by itself and was not resumed; no event is read twice."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._events: Tail[dict[str, Any]] = Tail(run.events_path, dict[str, Any])
+        self._events: fsio.Tail[dict[str, Any]] = fsio.Tail(run.events_path, dict[str, Any])
         self._newest: str | None = None
 
     def is_reached(self) -> bool:
@@ -124,7 +123,7 @@ class WantedPresets:
         except TrustError as error:
             self._report.untrusted = error
             self._report_wrong(error)
-        except LongtakeError as error:
+        except errors.LongtakeError as error:
             self._report_wrong(error)
         except Exception:
             self._read_again_at = time.monotonic() + _SECONDS_UNTIL_READ_AGAIN
@@ -140,10 +139,10 @@ class WantedPresets:
                 if directory.preset_path(preset.name).exists():
                     keep_preset(directory, preset)  # refuses another than that of the results
                 self._found.append(preset)
-            except LongtakeError as error:
+            except errors.LongtakeError as error:
                 self._report_wrong(error)
 
-    def _report_wrong(self, error: LongtakeError) -> None:
+    def _report_wrong(self, error: errors.LongtakeError) -> None:
         self._report.wrong(f"{self._run.path}: {error}")
         self._read_again_at = time.monotonic() + _SECONDS_UNTIL_READ_AGAIN
 

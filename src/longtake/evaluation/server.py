@@ -16,25 +16,13 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from longtake.errors import LongtakeError, RunError
+from longtake import errors, evaluation_dir, fsio, process
 from longtake.evaluation.mirror import Mirror, RemoteRun, open_mirror
 from longtake.evaluation.options import ServerOptions, ServerReport, find_runs, raised_at
 from longtake.evaluation.pending import PendingTasks, waiting_steps
-from longtake.evaluation_dir import Scores, ServerDirectory
-from longtake.fsio import now
-from longtake.process import StopSignal, num_cores
 from longtake.progress import phase_lines
 from longtake.run_dir import RunDirectory
-from longtake.sampling.claims import (
-    AttemptOutcome,
-    Claim,
-    Evaluate,
-    EvaluationTask,
-    TaskProgress,
-    attempt,
-    forget_server,
-    format_error,
-)
+from longtake.sampling import claims
 from longtake.tracking.follower import Followers
 
 _BEAT_SECONDS = 1.0
@@ -67,7 +55,7 @@ def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str,
     if device != "auto":
         pick_device(device)
     report = ServerReport(console)
-    with StopSignal(second="default") as stop:
+    with process.StopSignal(second="default") as stop:
         evaluator = CheckpointEvaluator(
             device, own_name(), report, options.recipe_of, _lower_priority, trust=options.trust
         )
@@ -76,7 +64,7 @@ def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str,
     if report.untrusted is not None and not (server.evaluated or stop.reason):
         raise report.untrusted
     if not (options.waits or stop.reason or report.num_wrong or find_runs(options.places)):
-        raise RunError(
+        raise errors.RunError(
             f"{options.source or options.places[0]} holds no run: expected a folder with "
             "recipe.toml, or a folder of such; with --follow one may come later."
         )
@@ -97,10 +85,14 @@ class EvaluationServer:
     """One process that evaluates checkpoints."""
 
     def __init__(
-        self, options: ServerOptions, evaluate: Evaluate, report: ServerReport, stop: StopSignal
+        self,
+        options: ServerOptions,
+        evaluate: claims.Evaluate,
+        report: ServerReport,
+        stop: process.StopSignal,
     ) -> None:
         self.name = own_name()
-        self.evaluated: list[Scores] = []
+        self.evaluated: list[evaluation_dir.Scores] = []
         self.failed: set[str] = set()
         self._options, self._evaluate, self._report, self._stop = options, evaluate, report, stop
         self._runs: dict[RunDirectory, PendingTasks] = {}
@@ -147,9 +139,9 @@ class EvaluationServer:
             are_over = all(each.end.is_reached() for each in self._runs.values())
         return are_over and self._mirror.is_settled
 
-    def _pending(self) -> list[EvaluationTask]:
+    def _pending(self) -> list[claims.EvaluationTask]:
         """The pending tasks of all runs that can be read, in the order in which they are tried."""
-        by_run: list[list[EvaluationTask]] = []
+        by_run: list[list[claims.EvaluationTask]] = []
         for run, pending in self._runs.items():
             with self._report.log_errors(run.path):
                 tasks = pending.look()
@@ -159,7 +151,7 @@ class EvaluationServer:
         tasks = list(chain.from_iterable(by_run))
         return sorted(tasks, key=lambda task: (task.attempts, self._turns.rank(task)))  # stable
 
-    def _work_on_first(self, tasks: Sequence[EvaluationTask]) -> bool:
+    def _work_on_first(self, tasks: Sequence[claims.EvaluationTask]) -> bool:
         """Evaluate the first task that this server can claim; whether there was one."""
         for task in tasks:
             with self._report.log_errors(task.run.path):
@@ -172,12 +164,12 @@ class EvaluationServer:
                     return True
         return False
 
-    def _claim(self, pending: PendingTasks, task: EvaluationTask) -> Claim | None:
+    def _claim(self, pending: PendingTasks, task: claims.EvaluationTask) -> claims.Claim | None:
         try:
             claim = pending.claims.take(task)
         except OSError as error:
             self.failed.add(str(task))
-            self._report.remark(f"{task} cannot be claimed: {format_error(error)}")
+            self._report.remark(f"{task} cannot be claimed: {claims.format_error(error)}")
             return None
         if claim is None or claim.lost_by is None:
             return claim
@@ -185,12 +177,12 @@ class EvaluationServer:
         attempts = pending.claims.attempts(task)
         if attempts.is_final:  # enough servers have died over it
             reason = f"the server {claim.lost_by} died over it, after {attempts.number} attempts"
-            forget_server(task.run, claim.lost_by, self.name)
-            self._end(pending, claim, AttemptOutcome("failed", reason=reason, is_final=True))
+            claims.forget_server(task.run, claim.lost_by, self.name)
+            self._end(pending, claim, claims.AttemptOutcome("failed", reason=reason, is_final=True))
             return None
         return claim
 
-    def _work_on(self, pending: PendingTasks, claim: Claim) -> None:
+    def _work_on(self, pending: PendingTasks, claim: claims.Claim) -> None:
         task, keeper = claim.task, self._keeper
         pending.log("evaluation_started", **task.facts)
         with keeper.working_on(task), self._report.progress_bar(task) as bar:
@@ -199,12 +191,14 @@ class EvaluationServer:
                 bar(what, done, total)
                 keeper.progress(what, done, total)
 
-            progress = TaskProgress(claim.lease, self._stop, show)
+            progress = claims.TaskProgress(claim.lease, self._stop, show)
             needing, seconds = keeper.needing(task), self._options.stuck_seconds
-            outcome = attempt(claim, needing, self._evaluate, progress, self.name, seconds)
+            outcome = claims.attempt(claim, needing, self._evaluate, progress, self.name, seconds)
         self._end(pending, claim, outcome)
 
-    def _end(self, pending: PendingTasks, claim: Claim, outcome: AttemptOutcome) -> None:
+    def _end(
+        self, pending: PendingTasks, claim: claims.Claim, outcome: claims.AttemptOutcome
+    ) -> None:
         """Give a claim back, and report how it ended."""
         task, facts = claim.task, dict[str, Any]()
         match outcome.how:
@@ -222,7 +216,9 @@ class EvaluationServer:
             case "gone" | "released":
                 pending.claims.end(claim, outcome.how)
 
-    def _report_scores(self, pending: PendingTasks, task: EvaluationTask, scores: Scores) -> None:
+    def _report_scores(
+        self, pending: PendingTasks, task: claims.EvaluationTask, scores: evaluation_dir.Scores
+    ) -> None:
         self.evaluated.append(scores)
         self.failed.discard(str(task))
         facts: dict[str, Any] = {"seconds": scores["seconds"], "alarms": len(scores["alarms"])}
@@ -234,7 +230,7 @@ class EvaluationServer:
         self._mirror.push_soon()
 
     def _note_failure(
-        self, pending: PendingTasks, task: EvaluationTask, outcome: AttemptOutcome
+        self, pending: PendingTasks, task: claims.EvaluationTask, outcome: claims.AttemptOutcome
     ) -> None:
         self.failed.add(str(task))
         self._report.remark(f"{task} failed: {outcome.reason}")
@@ -254,17 +250,17 @@ class Turns:
         self._steps: set[int] = set()
         self._served: dict[RunDirectory, int] = {}
 
-    def note(self, task: EvaluationTask) -> None:
+    def note(self, task: claims.EvaluationTask) -> None:
         """Note that a task is being worked on."""
         if not self._is_of_this_turn(task):
             self._run, self._steps = task.run, set()
         self._steps.add(task.step)
         self._served[task.run] = 1 + max(self._served.values(), default=0)
 
-    def rank(self, task: EvaluationTask) -> int:
+    def rank(self, task: claims.EvaluationTask) -> int:
         return -1 if self._is_of_this_turn(task) else self._served.get(task.run, 0)
 
-    def _is_of_this_turn(self, task: EvaluationTask) -> bool:
+    def _is_of_this_turn(self, task: claims.EvaluationTask) -> bool:
         has_room = len(self._steps) < _CHECKPOINTS_PER_TURN
         return task.run == self._run and (has_room or task.step in self._steps)
 
@@ -284,7 +280,7 @@ class Keeper:
         self._server, self._options, self._report = server, options, report
         self._runs: list[PendingTasks] = []
         self._promised: dict[RunDirectory, set[int]] = {}
-        self._task: EvaluationTask | None = None
+        self._task: claims.EvaluationTask | None = None
         self._doing: dict[str, Any] | None = None
         self._ended: str | None = None
         self._num_beats, self._written_at = 0, float("-inf")
@@ -302,7 +298,7 @@ class Keeper:
     def __exit__(self, *error: object) -> None:
         self._is_over.set()
         self._thread.join()
-        self._ended, self._task = now(), None
+        self._ended, self._task = fsio.now(), None
         self._promised.clear()
         self._beat()
 
@@ -311,15 +307,20 @@ class Keeper:
         served = {each.run for each in runs}
         self._promised = {run: each for run, each in self._promised.items() if run in served}
 
-    def promise(self, pending: PendingTasks, tasks: Sequence[EvaluationTask]) -> None:
+    def promise(self, pending: PendingTasks, tasks: Sequence[claims.EvaluationTask]) -> None:
         if self._options.backlog.takes_all and not pending.is_mirror:
             before = self._needs(pending.run)
             self._promised[pending.run] = waiting_steps(pending, tasks, before)
 
     @contextmanager
-    def working_on(self, task: EvaluationTask) -> Iterator[None]:
+    def working_on(self, task: claims.EvaluationTask) -> Iterator[None]:
         """Say that this is being done, and look for new checkpoints, until the block ends."""
-        self._doing = {**task.facts, "run": str(task.run.path), "what": "claim", "since": now()}
+        self._doing = {
+            **task.facts,
+            "run": str(task.run.path),
+            "what": "claim",
+            "since": fsio.now(),
+        }
         self._has_runs.release()
         try:
             yield
@@ -328,14 +329,14 @@ class Keeper:
             self._doing = None
 
     @contextmanager
-    def needing(self, task: EvaluationTask) -> Iterator[None]:
+    def needing(self, task: claims.EvaluationTask) -> Iterator[None]:
         """Need the task's checkpoint until the block ends; the heartbeat is written before that.
 
         The checkpoint may have been deleted before: look after.
         """
         self._task = task
         try:
-            self._write(ServerDirectory(task.run, self._server))
+            self._write(evaluation_dir.ServerDirectory(task.run, self._server))
             yield
         finally:
             self._task = None
@@ -367,13 +368,13 @@ class Keeper:
             with self._report.log_errors(pending.run.path), suppress(OSError):  # a full disk
                 self._write(pending.directory)
 
-    def _write(self, directory: ServerDirectory) -> None:
+    def _write(self, directory: evaluation_dir.ServerDirectory) -> None:
         with self._writing:
             record = {
                 "server": self._server,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "time": now(),
+                "time": fsio.now(),
                 "beat": self._num_beats,
                 "doing": self._doing,
                 "needs": self._needs(directory.run),
@@ -466,13 +467,13 @@ class MirrorThread:
             with self._report.log_errors(remote.mirror.path):
                 try:
                     mirror.push(remote)
-                except LongtakeError as error:
+                except errors.LongtakeError as error:
                     self._report.remark(f"{error}")
 
     def _report_failure(self, error: Exception) -> None:
         if self._is_over.is_set():  # it was interrupted
             return
-        known = isinstance(error, LongtakeError)
+        known = isinstance(error, errors.LongtakeError)
         reason = str(error) if known else f"{raised_at(error)}: {error}"
         for remote in self._remote:
             pending = self._of(remote.mirror)
@@ -500,4 +501,4 @@ def _lower_priority(device_type: str) -> None:
 
     if device_type == "cpu":
         os.nice(_NICE)
-        torch.set_num_threads(min(torch.get_num_threads(), max(1, num_cores() // 2)))
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, process.num_cores() // 2)))

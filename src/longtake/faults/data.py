@@ -11,10 +11,9 @@ from typing import Literal
 
 import numpy as np
 
+from longtake.data import ledger, replan
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
-from longtake.data.ledger import read_ledger
-from longtake.data.replan import compare
 from longtake.demo.shapes import write_clips
 from longtake.errors import RunError
 from longtake.faults.expect import BITWISE, Evidence, clips_at, identities_of
@@ -140,14 +139,14 @@ def expect_policy(
     """
     step, first = found.event["step"] if found else 0, identities_of(old)
     if policy == "merge":
-        consumed = read_ledger(site.run.ledger_path)
+        consumed = ledger.read_ledger(site.run.ledger_path)
         before = consumed.identity[(consumed.step < step) & (consumed.epoch == 0)]
         first = np.union1d(before, identities_of(site.catalog()))
     evidence.expect_event(found, began, f"no event says that the data changed ({policy})")
     evidence.expect(0 < step < STEPS, f"the change was to meet the run in mid-epoch, not at {step}")
     evidence.expect_exact(site, first)
     evidence.expect_equal(site.run, undisturbed.run, until=step)
-    changed, counts = compare(old, site.catalog()), evidence.counts
+    changed, counts = replan.compare(old, site.catalog()), evidence.counts
     assert counts is not None
     evidence.message = (
         f"With {changed.added} clips added and {changed.removed} removed it resumed by {policy}: "

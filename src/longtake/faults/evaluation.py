@@ -17,16 +17,9 @@ from typing import Any, Literal
 
 import tomli_w
 
+from longtake import errors, evaluation_dir, fsio, lease
 from longtake.checkpoint.files import Trainer, delete, load_trainer, needed_steps
 from longtake.config import TrackingSection
-from longtake.errors import RecipeError
-from longtake.evaluation_dir import (
-    Alarm,
-    EvaluationDirectory,
-    all_servers,
-    cursor_path,
-    writer_path,
-)
 from longtake.faults.expect import Evidence
 from longtake.faults.registry import NotPossibleHereError, fault
 from longtake.faults.sandbox import (
@@ -39,14 +32,11 @@ from longtake.faults.sandbox import (
     TrainingProcess,
     TrainingSite,
 )
-from longtake.fsio import atomic_write, read_json_lines
-from longtake.lease import history, is_alive, newest
 from longtake.process import program, start
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import checkpoint_key
+from longtake.tracking import reader, tensorboard
 from longtake.tracking.follower import Follower
-from longtake.tracking.reader import Cursor
-from longtake.tracking.tensorboard import event_files, events_in
 from longtake.tracking.tracker import refuse_missing_packages
 
 PRESET = "drill"
@@ -126,12 +116,12 @@ evaluation.presets.{PRESET}.batch_size = 1
 
 
 def server_events(run: RunDirectory) -> list[dict[str, Any]]:
-    found = (read_json_lines(server.events_path) for server in all_servers(run))
+    found = (fsio.read_json_lines(server.events_path) for server in evaluation_dir.all_servers(run))
     return [event for each in found for event in each]
 
 
 def partial_videos(run: RunDirectory, server: str = "*") -> list[Path]:
-    folders = EvaluationDirectory(run).path / PRESET
+    folders = evaluation_dir.EvaluationDirectory(run).path / PRESET
     return sorted(folders.glob(f".step_*.{server}-*.partial/*.mp4"))
 
 
@@ -140,8 +130,10 @@ def step_of(video: Path) -> int:
 
 
 def _attempts(run: RunDirectory, step: int) -> list[dict[str, Any]]:
-    claims = (EvaluationDirectory(run).path / "claims" / PRESET).glob(f"step_{step:08d}-*")
-    return [record for claim in sorted(claims) for record in history(claim)]
+    claims = (evaluation_dir.EvaluationDirectory(run).path / "claims" / PRESET).glob(
+        f"step_{step:08d}-*"
+    )
+    return [record for claim in sorted(claims) for record in lease.history(claim)]
 
 
 def expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterable[int]) -> None:
@@ -159,13 +151,13 @@ def expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterable
     left = [path.name for path in partial_videos(run)]
     left += [f"the need of step {step}" for step in sorted(needed_steps(run))]
     evidence.expect(not left, f"this is left over: {', '.join(left)}")
-    superseded = list((EvaluationDirectory(run).path / PRESET).glob("superseded/*"))
+    superseded = list((evaluation_dir.EvaluationDirectory(run).path / PRESET).glob("superseded/*"))
     evidence.expect(not superseded, f"{len(superseded)} results were made twice")
 
 
 def _is_whole(run: RunDirectory, step: int) -> bool:
     """Whether a result has all videos, and is of the checkpoint's weights if that still exists."""
-    directory, checkpoint = EvaluationDirectory(run), run.checkpoint_path(step)
+    directory, checkpoint = evaluation_dir.EvaluationDirectory(run), run.checkpoint_path(step)
     scores = directory.scores(PRESET, step)
     if scores is None:
         return False
@@ -314,7 +306,7 @@ def _watch_held(run: RunDirectory, server: EvaluatorProcess, seen: HeldCheckpoin
 
     def is_released() -> bool:
         if seen.held in run.checkpoint_steps() and seen.held in needed_steps(run):
-            events = read_json_lines(run.events_path)
+            events = fsio.read_json_lines(run.events_path)
             saved = (each["step"] for each in events if each["event"] == "checkpoint")
             seen.saves = max(seen.saves, sum(step > seen.held for step in saved))
             return False
@@ -356,7 +348,7 @@ def expect_held(evidence: Evidence, run: RunDirectory, seen: HeldCheckpoints) ->
         may_be_gone = step not in run.checkpoint_steps() and step != seen.held
         is_right = found == ["done"] or (found == ["gone"] and may_be_gone)
         evidence.expect(is_right, f"step {step} ended as {', '.join(map(str, found))}")
-    result_path = EvaluationDirectory(run).result_path
+    result_path = evaluation_dir.EvaluationDirectory(run).result_path
     of_gone = [s for s in ends if "gone" in ends[s] and result_path(PRESET, s).exists()]
     evidence.expect(not of_gone, f"there are results of steps {of_gone}, which were gone")
     done = {step for step, found in ends.items() if "done" in found}
@@ -427,7 +419,7 @@ def _copy(
             rest = bytes(len(content) - half) if weights == "garbled" else b""
             content = content[:half] + rest
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(copy) as aside:
+        with fsio.atomic_write(copy) as aside:
             aside.write_bytes(content)
 
 
@@ -512,7 +504,7 @@ def expect_drift_alarm(
     evidence: Evidence, run: RunDirectory, before: Sequence[int], brighter: Sequence[int]
 ) -> None:
     """Expect an alarm at the last checkpoint, and none before the drift began."""
-    directory = EvaluationDirectory(run)
+    directory = evaluation_dir.EvaluationDirectory(run)
     done = directory.steps(PRESET)
     evidence.expect(done == [*before, *brighter], f"the steps {done} were evaluated")
     early = {step: _drifts(run, step) for step in before if _drifts(run, step)}
@@ -526,8 +518,8 @@ def expect_drift_alarm(
     )
 
 
-def _drifts(run: RunDirectory, step: int) -> list[Alarm]:
-    scores = EvaluationDirectory(run).scores(PRESET, step)
+def _drifts(run: RunDirectory, step: int) -> list[evaluation_dir.Alarm]:
+    scores = evaluation_dir.EvaluationDirectory(run).scores(PRESET, step)
     alarms = scores["alarms"] if scores else []
     return [each for each in alarms if (each["measure"], each["kind"]) == ("brightness", "drift")]
 
@@ -543,19 +535,19 @@ def _drifts(run: RunDirectory, step: int) -> list[Alarm]:
 def tracker_down(sandbox: Sandbox) -> Evidence:
     try:
         refuse_missing_packages(TrackingSection(wandb="online"))
-    except RecipeError as error:
+    except errors.RecipeError as error:
         raise NotPossibleHereError("W&B is not installed: pip install 'longtake[wandb]'") from error
     site, evidence = sandbox.fresh("tracker-down"), Evidence()
     run, seen = site.run, None
     changes = ("tracking.wandb=online", "tracking.tensorboard=true")
     with _environment(_UNREACHABLE), site.launch(*changes) as process:
         for _ in process.polls(0.05):
-            writers = history(writer_path(run))
+            writers = lease.history(evaluation_dir.writer_path(run))
             if any("wandb" in writer.get("troubles", {}) for writer in writers):
                 seen = time.monotonic() - process.began
                 break
         process.finish()
-    rows_before = Cursor.load(cursor_path(run, "wandb")).rows
+    rows_before = reader.Cursor.load(evaluation_dir.cursor_path(run, "wandb")).rows
     _follow_offline(run)
     evidence.expect(seen is not None, "nothing reports that W&B cannot be reached")
     expect_tracked(evidence, run, rows_before)
@@ -581,10 +573,13 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 def _follow_offline(run: RunDirectory) -> None:
     """End the run's follower, and start another that writes W&B's files into the run."""
-    writer, until = newest(writer_path(run)), time.monotonic() + _LONGEST_FOLLOWER_SECONDS
-    if writer is not None and writer["ended"] is None and is_alive(writer):
+    writer, until = (
+        lease.newest(evaluation_dir.writer_path(run)),
+        time.monotonic() + _LONGEST_FOLLOWER_SECONDS,
+    )
+    if writer is not None and writer["ended"] is None and lease.is_alive(writer):
         os.kill(writer["pid"], signal.SIGTERM)  # it would retry for a minute
-        while is_alive(writer) and time.monotonic() < until:
+        while lease.is_alive(writer) and time.monotonic() < until:
             time.sleep(0.1)
     follower = Follower(run, "trainer", TrackingSection(wandb="offline"))
     follower.start()
@@ -593,14 +588,15 @@ def _follow_offline(run: RunDirectory) -> None:
 
 def expect_tracked(evidence: Evidence, run: RunDirectory, rows_before: int) -> None:
     """Expect every step once in TensorBoard and, after `rows_before` = 0 rows, in W&B's files."""
-    from longtake.tracking.wandb import run_id_of
-    from longtake.tracking.wandb_file import rows_from
+    from longtake.tracking.wandb import rows_from, run_id_of
 
     steps = [row["step"] for row in run.metrics()]
     longest = max(row["step_seconds"] for row in run.metrics())
     evidence.expect(longest < _LONGEST_STEP_SECONDS, f"a step took {longest:.1f} s")
-    files = event_files(run.tensorboard_path)
-    found = [event.step for path in files for event in events_in(path) if event.summary.value]
+    files = tensorboard.event_files(run.tensorboard_path)
+    found = [
+        event.step for path in files for event in tensorboard.events_in(path) if event.summary.value
+    ]
     evidence.expect(found == steps, "TensorBoard does not have every step once")
     evidence.expect(rows_before == 0, f"W&B got {rows_before} rows though it is unreachable")
     rows = rows_from(0, run.path / "wandb", run_id_of(run))

@@ -24,22 +24,11 @@ from torch import distributed as dist
 
 from longtake.data import workers
 from longtake.data.loader import Batch
-from longtake.faults import faulty_processes
-from longtake.faults.faulty_processes import hang_once
-from longtake.faults.sandbox import (
-    NAN_PARAMETER,
-    NORM_FACTOR,
-    PACE_SECONDS,
-    POISONED_BATCHES,
-    RATE_FACTOR,
-    SLOW_PACE_SECONDS,
-    InjectionKind,
-)
+from longtake.faults import faulty_processes, sandbox
 from longtake.guard.history import GROUPS
 from longtake.models.build import Components, FlowBatch, flow_losses
 from longtake.models.numerics import Precision
-from longtake.parallel.fsdp import local_shard
-from longtake.parallel.mesh import World
+from longtake.parallel import fsdp, mesh
 from longtake.training import loop
 from longtake.training.loop import apply_update, compute_gradients
 from longtake.training.session import SampleLosses, Session, TrainingState
@@ -81,7 +70,7 @@ def poison(trigger: Trigger, step: StepFunctions) -> StepFunctions:
     """Make the pixels of a few batches far too bright."""
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
-        if trigger.at <= batch.step < trigger.at + POISONED_BATCHES:
+        if trigger.at <= batch.step < trigger.at + sandbox.POISONED_BATCHES:
             batch = replace(batch, videos=batch.videos.float() * _BRIGHTER)
         return step.compute(session, state, batch)
 
@@ -98,7 +87,7 @@ def raise_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
         before = [weight.clone() for weight in weights]
         rate = step.update(session, state, grad_norm, scale)
         for weight, old in zip(weights, before, strict=True):
-            weight.lerp_(old, 1 - RATE_FACTOR)  # old + factor * (weight - old)
+            weight.lerp_(old, 1 - sandbox.RATE_FACTOR)  # old + factor * (weight - old)
         return rate
 
     return step._replace(update=update)
@@ -117,7 +106,7 @@ def raise_norm(trigger: Trigger, step: StepFunctions) -> StepFunctions:
         rate = step.update(session, state, grad_norm, scale)
         if current_batch == trigger.at:
             for weight in _weights(state):
-                weight.mul_(NORM_FACTOR)
+                weight.mul_(sandbox.NORM_FACTOR)
         return rate
 
     return step._replace(compute=compute, update=update)
@@ -129,9 +118,11 @@ def lose_gradient(trigger: Trigger, step: StepFunctions, rank: int | None = None
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
         samples = step.compute(session, state, batch)
         if state.global_step == trigger.at and rank in (None, session.world.rank):
-            gradient = state.components.model.get_parameter(NAN_PARAMETER).grad
+            gradient = state.components.model.get_parameter(sandbox.NAN_PARAMETER).grad
             assert gradient is not None
-            local_shard(gradient).view(-1)[0] = torch.nan  # after it was reduced over the ranks
+            fsdp.local_shard(gradient).view(-1)[0] = (
+                torch.nan
+            )  # after it was reduced over the ranks
         return samples
 
     return step._replace(compute=compute)
@@ -162,14 +153,14 @@ def hang_rank(trigger: Trigger, step: StepFunctions, how: Callable[[], None]) ->
         parts: Components, examples: FlowBatch, precision: Precision, device: torch.device
     ) -> Tensor:
         if is_due:
-            hang_once(how)
+            faulty_processes.hang_once(how)
         return step.losses(parts, examples, precision, device)
 
     return step._replace(compute=compute, losses=losses)
 
 
 def slow_steps(trigger: Trigger, step: StepFunctions) -> StepFunctions:
-    return _slowed(step, lambda at, world: (PACE_SECONDS if at >= trigger.at else 0.0, 0.0))
+    return _slowed(step, lambda at, world: (sandbox.PACE_SECONDS if at >= trigger.at else 0.0, 0.0))
 
 
 def slow_rank(trigger: Trigger, step: StepFunctions, share: float) -> StepFunctions:
@@ -180,14 +171,14 @@ def slow_rank(trigger: Trigger, step: StepFunctions, share: float) -> StepFuncti
     return _slowed(
         step,
         lambda at, world: (
-            SLOW_PACE_SECONDS,
+            sandbox.SLOW_PACE_SECONDS,
             share if at >= trigger.at and world.rank == _RANK else 0.0,
         ),
     )
 
 
 def _slowed(
-    step: StepFunctions, delay: Callable[[int, World], tuple[float, float]]
+    step: StepFunctions, delay: Callable[[int, mesh.World], tuple[float, float]]
 ) -> StepFunctions:
     """Delay the forward pass by seconds, and then by a share of the time that it took."""
     began, seconds, share = 0.0, 0.0, 0.0
@@ -209,7 +200,7 @@ def _slowed(
     return step._replace(compute=compute, losses=losses)
 
 
-INJECTIONS: dict[InjectionKind, Callable[[Trigger, StepFunctions], StepFunctions]] = {
+INJECTIONS: dict[sandbox.InjectionKind, Callable[[Trigger, StepFunctions], StepFunctions]] = {
     "poison": poison,
     "raise-rate": raise_rate,
     "raise-norm": raise_norm,
@@ -244,7 +235,7 @@ def _weights(state: TrainingState, groups: Collection[str] = GROUPS) -> list[Ten
     model = state.components.model
     group_of = parameter_groups(model, state.components.family.blocks(model))
     names = [name for name, group in group_of.items() if group in groups]
-    return [local_shard(model.get_parameter(name).detach()) for name in names]
+    return [fsdp.local_shard(model.get_parameter(name).detach()) for name in names]
 
 
 def main() -> None:
@@ -255,7 +246,7 @@ def main() -> None:
     parser.add_argument("at", type=int)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
-    kind: InjectionKind = given.kind
+    kind: sandbox.InjectionKind = given.kind
     step = INJECTIONS[kind](Trigger(given.at, given.lasting), StepFunctions())
     path = Path(f"weights_of_rank_{os.environ.get('RANK', '0')}.sha256")
     _with_checksum(step, path).install()

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from longtake import heartbeat
-from longtake.errors import RunError
+from longtake import errors, fsio, heartbeat, node_dir
 from longtake.faults.data import limit_file_size, resume
 from longtake.faults.expect import BITWISE, Evidence, Recovery
 from longtake.faults.faulty_processes import CLOCK_FILE, Hang
@@ -28,9 +27,7 @@ from longtake.faults.sandbox import (
     TrainingSite,
     stop_while_decoding,
 )
-from longtake.fsio import read_json, read_json_lines
 from longtake.health.clock import STEP_SECONDS
-from longtake.node_dir import NodeEventKind, diagnosis_path, this_node
 from longtake.process import program, start
 
 _LIMIT_SECONDS = 15.0  # from the hang until the process is named, in a run of short steps
@@ -217,7 +214,9 @@ def _wait_for_stall(
     process: TrainingProcess, site: TrainingSite
 ) -> tuple[ObservedEvent | None, dict[str, Any]]:
     found = process.wait_for_node_event("stalled")
-    return found, read_json(diagnosis_path(site.run, found.event["token"])) if found else {}
+    return found, fsio.read_json(
+        node_dir.diagnosis_path(site.run, found.event["token"])
+    ) if found else {}
 
 
 def expect_diagnosis(
@@ -374,7 +373,7 @@ def clock_slew(sandbox: Sandbox) -> Evidence:
 
 
 def _train_by_wrong_clock(
-    site: TrainingSite, kind: NodeEventKind, *arguments: str, slow_from: int
+    site: TrainingSite, kind: node_dir.NodeEventKind, *arguments: str, slow_from: int
 ) -> ObservedEvent | None:
     """Train a run whose only watcher has a wrong clock; returns what that reported."""
     inject = Injection("slow-steps", slow_from)
@@ -396,16 +395,16 @@ def expect_clock_event(
     evidence: Evidence,
     site: TrainingSite,
     found: ObservedEvent | None,
-    kind: NodeEventKind,
+    kind: node_dir.NodeEventKind,
     within: float,
 ) -> None:
     """Expect one event of the clock in time, and no stall, dead rank or other clock event."""
-    began = read_json(site.folder / CLOCK_FILE).get("at")
+    began = fsio.read_json(site.folder / CLOCK_FILE).get("at")
     evidence.expect(began is not None, "the clock has never gone wrong")
     none = f"no event {kind} tells of the clock"
     since = time.monotonic() if began is None else began
     evidence.expect_event(found, since, none, within)
-    events = filter(_is_clock_event, read_json_lines(this_node(site.run).events_path))
+    events = filter(_is_clock_event, fsio.read_json_lines(node_dir.this_node(site.run).events_path))
     kinds = [event["event"] for event in events]
     others = {"stalled", "clock_stepped", "clock_slewed", "rank_failed"} - {kind}
     wrong = sorted(others.intersection(kinds))
@@ -523,7 +522,7 @@ def _pid_of_rank(site: TrainingSite, rank: int) -> int:
     for pulse in heartbeat.read_heartbeats(heartbeat.heartbeat_dir(site.run.path)):
         if pulse.role == "rank" and pulse.rank == rank and pulse.is_alive:
             return pulse.pid
-    raise RunError(f"Rank {rank} of {site.run.path} was over before it could be killed.")
+    raise errors.RunError(f"Rank {rank} of {site.run.path} was over before it could be killed.")
 
 
 def wait_for_recovery(observer: RunObserver, site: TrainingSite, lost_at: float) -> Recovery:
@@ -545,7 +544,7 @@ def world_2_1_2(sandbox: Sandbox) -> Evidence:
         with site.launch(*ON_TWO_RANKS, ranks=ranks) as process:
             process.wait_for_checkpoints(num_checkpoints)
             if not process.kill():
-                raise RunError(f"The run was over before {ranks} ranks could be killed.")
+                raise errors.RunError(f"The run was over before {ranks} ranks could be killed.")
     with site.launch(*ON_TWO_RANKS, ranks=2) as process:
         process.finish()
     evidence.expect_world_sizes(site.run, 2, 1, 2)

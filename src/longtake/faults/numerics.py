@@ -4,12 +4,7 @@ import math
 from datetime import datetime
 from typing import Any
 
-from longtake.faults.expect import (
-    Evidence,
-    clips_between,
-    largest_loss_error,
-    steps_skipped,
-)
+from longtake.faults import expect
 from longtake.faults.registry import fault
 from longtake.faults.sandbox import (
     LONG_RECIPE,
@@ -42,8 +37,8 @@ _LARGEST_LOSS_ERROR = 1e-3  # relative, of a loss whose sums round differently
     does="Makes one number of one parameter's gradient NaN, in one step.",
     must="That update alone is skipped, and the message names the parameter.",
 )
-def nan_gradient(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("nan-gradient"), Evidence()
+def nan_gradient(sandbox: Sandbox) -> expect.Evidence:
+    site, evidence = sandbox.fresh("nan-gradient"), expect.Evidence()
     _train(site, Injection("lose-gradient", _NAN_STEP))
     expect_skip(evidence, site, _NAN_STEP, sandbox.undisturbed)
     evidence.expect_equal(site.run, sandbox.undisturbed.run, until=_NAN_STEP)
@@ -57,17 +52,19 @@ def nan_gradient(sandbox: Sandbox) -> Evidence:
     does="Makes one number of a gradient NaN on one rank of two, in one step.",
     must="Both skip that update, and keep equal weights; the message names the rank.",
 )
-def nan_on_one_rank(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("nan-on-one-rank"), Evidence()
+def nan_on_one_rank(sandbox: Sandbox) -> expect.Evidence:
+    site, evidence = sandbox.fresh("nan-on-one-rank"), expect.Evidence()
     _train(site, Injection("lose-gradient-on-rank-1", _NAN_STEP), *ON_TWO_RANKS, ranks=2)
     expect_rank_named(evidence, site, sandbox.undisturbed)
     return evidence
 
 
-def expect_rank_named(evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite) -> None:
+def expect_rank_named(
+    evidence: expect.Evidence, site: TrainingSite, undisturbed: TrainingSite
+) -> None:
     """Expect that both ranks skipped the update and ended with equal weights; rank 1 is named."""
     expect_skip(evidence, site, _NAN_STEP, undisturbed)
-    error = largest_loss_error(site.run, undisturbed.run, until=_NAN_STEP)
+    error = expect.largest_loss_error(site.run, undisturbed.run, until=_NAN_STEP)
     evidence.expect(error <= _LARGEST_LOSS_ERROR, f"a loss before it differs by {error:.1e}")
     said = _expect_named(evidence, site.run, "rank 1 of 2 alone", NAN_PARAMETER)
     sums = [path.read_text(encoding="utf-8") for path in site.folder.glob("weights_of_rank_*")]
@@ -83,8 +80,8 @@ def expect_rank_named(evidence: Evidence, site: TrainingSite, undisturbed: Train
     does=f"Poisons {POISONED_BATCHES} batches of a run: their pixels are far too bright.",
     must="It is found at its first step; the run rolls back and excludes these batches.",
 )
-def loss_spike(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("loss-spike", LONG_RECIPE), Evidence()
+def loss_spike(sandbox: Sandbox) -> expect.Evidence:
+    site, evidence = sandbox.fresh("loss-spike", LONG_RECIPE), expect.Evidence()
     _train(site, Injection("poison", _POISONED_BATCH))
     expect_rollback(evidence, site, _POISONED_BATCH, "spike", sandbox.undisturbed_long)
     if not evidence.complaints:
@@ -101,8 +98,8 @@ def loss_spike(sandbox: Sandbox) -> Evidence:
     does=f"Raises the learning rate of a run's attention {RATE_FACTOR:g}fold from a step on.",
     must=f"It is found within {_RATE_WITHIN_STEPS} steps, by name; the run rolls back.",
 )
-def slow_divergence(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("slow-divergence", LONG_RECIPE), Evidence()
+def slow_divergence(sandbox: Sandbox) -> expect.Evidence:
+    site, evidence = sandbox.fresh("slow-divergence", LONG_RECIPE), expect.Evidence()
     _train(site, Injection("raise-rate", _RATE_STEP))
     undisturbed = sandbox.undisturbed_long
     expect_rollback(
@@ -120,8 +117,8 @@ def slow_divergence(sandbox: Sandbox) -> Evidence:
     does=f"Raises the norm of a run's weights by {NORM_FACTOR - 1:.1%} where an epoch ends.",
     must="It is found within an epoch; the message names the epoch boundary; the run rolls back.",
 )
-def weight_norm_step_at_epoch_end(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("weight-norm-step-at-epoch-end", LONG_RECIPE), Evidence()
+def weight_norm_step_at_epoch_end(sandbox: Sandbox) -> expect.Evidence:
+    site, evidence = sandbox.fresh("weight-norm-step-at-epoch-end", LONG_RECIPE), expect.Evidence()
     _train(site, Injection("raise-norm", _NORM_STEP))
     undisturbed = sandbox.undisturbed_long
     expect_rollback(
@@ -139,7 +136,7 @@ def _train(site: TrainingSite, inject: Injection, *changes: str, ranks: int = 1)
 
 
 def expect_rollback(
-    evidence: Evidence,
+    evidence: expect.Evidence,
     site: TrainingSite,
     at: int,
     reason: str,
@@ -161,10 +158,12 @@ def expect_rollback(
     _expect_good_end(evidence, site, undisturbed, (first, end))
 
 
-def expect_skip(evidence: Evidence, site: TrainingSite, at: int, undisturbed: TrainingSite) -> None:
+def expect_skip(
+    evidence: expect.Evidence, site: TrainingSite, at: int, undisturbed: TrainingSite
+) -> None:
     """Expect that the update of one step is skipped; arguments are those of `expect_rollback`."""
     _expect_guard_report(evidence, site.run, at, "non_finite", within_steps=0)
-    skipped = steps_skipped(site.run)
+    skipped = expect.steps_skipped(site.run)
     evidence.expect(
         skipped == [at + 1], f"updates of steps {skipped} were skipped, not of {at + 1}"
     )
@@ -195,7 +194,7 @@ def _loss_by_batch(run: RunDirectory) -> dict[int, float]:
 
 
 def _expect_guard_report(
-    evidence: Evidence, run: RunDirectory, at: int, reason: str, within_steps: int
+    evidence: expect.Evidence, run: RunDirectory, at: int, reason: str, within_steps: int
 ) -> None:
     found = guard_reports(run)
     evidence.expect(bool(found), "no event says that the guard found anything")
@@ -217,10 +216,13 @@ def _expect_guard_report(
 
 
 def _expect_good_end(
-    evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite, excluded: tuple[int, int]
+    evidence: expect.Evidence,
+    site: TrainingSite,
+    undisturbed: TrainingSite,
+    excluded: tuple[int, int],
 ) -> None:
     """Expect all steps, each clip once but those of excluded batches, and the usual loss."""
-    evidence.expect_exact(site, skipped=clips_between(undisturbed.run, *excluded))
+    evidence.expect_exact(site, skipped=expect.clips_between(undisturbed.run, *excluded))
     share = relative_end_loss(site.run, undisturbed.run)
     evidence.expect(
         abs(share - 1) <= _LARGEST_FINAL_LOSS_CHANGE,
@@ -228,7 +230,7 @@ def _expect_good_end(
     )
 
 
-def _expect_named(evidence: Evidence, run: RunDirectory, *wanted: str) -> str:
+def _expect_named(evidence: expect.Evidence, run: RunDirectory, *wanted: str) -> str:
     """Expect words in the guard's messages, which are returned."""
     said = " ".join(report["message"] for report in guard_reports(run))
     for name in wanted:

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from longtake.errors import LongtakeError, RunError
+from longtake import errors, fsio
 from longtake.formatting import escape, nearest, plural
-from longtake.fsio import make_writable
 
 if TYPE_CHECKING:
     from longtake.faults.expect import Evidence
@@ -38,7 +37,7 @@ _NUMBERS = (
 )
 
 
-class NotPossibleHereError(LongtakeError):
+class NotPossibleHereError(errors.LongtakeError):
     """A drill needs something that this machine does not have."""
 
 
@@ -121,7 +120,7 @@ def find_faults(names: Sequence[str]) -> list[Fault]:
             families = dict.fromkeys(each.family for each in faults.values() if each.family)
             near = nearest(name, (*faults, *families))
             hint = f"did you mean {near}?" if near else "no name is near."
-            raise LongtakeError(
+            raise errors.LongtakeError(
                 f"There is no fault {name!r} to drill; {hint} There are: {', '.join(faults)}."
             )
         wanted |= {each.name: each for each in found}
@@ -177,7 +176,7 @@ def run_drill(fault: Fault, sandbox: "Sandbox") -> DrillResult:
     except NotPossibleHereError as error:
         reason = f"Not possible here: {error}."
         result = DrillResult(fault.name, passed=False, message=reason, skipped=str(error))
-    except LongtakeError as error:
+    except errors.LongtakeError as error:
         result = DrillResult(fault.name, passed=False, message=f"Failed: {error}")
     return replace(result, drill_seconds=round(time.monotonic() - began, 3))
 
@@ -245,14 +244,14 @@ def _folder(keep: Path | None) -> Iterator[Path]:
             ) as temporary:
                 yield Path(temporary)
             return
-        make_writable(keep)
+        fsio.make_writable(keep)
         if any(keep.iterdir()):
-            raise RunError(
+            raise errors.RunError(
                 f"{keep} is not empty. Name an empty folder, or one that does not exist."
             )
         yield keep
     except OSError as error:
-        raise RunError(
+        raise errors.RunError(
             f"The drills could not write what they need: {error}. Make room, or name a folder that "
             "can be written with --keep FOLDER."
         ) from error

@@ -23,16 +23,14 @@ from typing import Any, Literal, Self, TypeVar
 
 from rich.console import Console
 
+from longtake import errors, fsio, stacks
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
-from longtake.errors import RunError
 from longtake.faults.faulty_processes import Hang, read_hang
-from longtake.fsio import read_json_lines
 from longtake.node_dir import NodeDirectory, NodeEventKind
 from longtake.process import SETTINGS_VARIABLE, program, start
 from longtake.run_dir import EventKind, RunDirectory
-from longtake.stacks import descendants, facts, state_of
 
 NUM_CLIPS = 64
 BATCH_SIZE = 4
@@ -185,13 +183,13 @@ class RunObserver(ABC):
 
     def events(self) -> list[dict[str, Any]]:
         """The run's events since the start."""
-        return list(read_json_lines(self._run.events_path))[self._num_events :]
+        return list(fsio.read_json_lines(self._run.events_path))[self._num_events :]
 
     def node_events(self) -> list[dict[str, Any]]:
         """The watchers' events since the start, node by node."""
         found: list[dict[str, Any]] = []
         for node, num_before in self._num_node_events.items():
-            found += list(read_json_lines(node.events_path))[num_before:]
+            found += list(fsio.read_json_lines(node.events_path))[num_before:]
         return found
 
     def num_rows(self) -> int:
@@ -279,11 +277,13 @@ class RunObserver(ABC):
         if (code := self.wait()) != expected:
             raise self.failed(f"ended with exit code {code}")
 
-    def failed(self, how: str) -> RunError:
+    def failed(self, how: str) -> errors.RunError:
         """An error with the end of the output."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         last = " / ".join(lines[-3:]) or "nothing"
-        return RunError(f"The {self.NAME} {how}. The end of its output ({self._log}): {last}")
+        return errors.RunError(
+            f"The {self.NAME} {how}. The end of its output ({self._log}): {last}"
+        )
 
 
 class TrainingProcess(RunObserver):
@@ -313,7 +313,7 @@ class TrainingProcess(RunObserver):
     def kill(self) -> bool:
         """Send SIGKILL to it and its descendants except the watcher, which ends by itself."""
         if self._process.returncode is None:  # else the pid may be another process's by now
-            started = [facts(pid) for pid in descendants(self.pid)]
+            started = [stacks.facts(pid) for pid in stacks.descendants(self.pid)]
             ranks = [each.pid for each in started if each and _WATCHER not in each.command]
             for pid in (self.pid, *ranks):
                 with suppress(ProcessLookupError):
@@ -445,7 +445,7 @@ class Sandbox:
             process.kill()
         saved = site.run.checkpoint_steps()[-1]
         if saved >= STEPS_PER_EPOCH:
-            raise RunError(
+            raise errors.RunError(
                 f"{site.run.path} was to be killed in its first epoch, and its newest checkpoint "
                 f"is of step {saved}. This machine is busy; run the drill again."
             )
@@ -459,7 +459,7 @@ def stop(pid: int) -> float | None:
     except ProcessLookupError:
         return None
     at = time.monotonic()
-    while state_of(pid) != "T" and time.monotonic() < at + _STOP_SECONDS:
+    while stacks.state_of(pid) != "T" and time.monotonic() < at + _STOP_SECONDS:
         pass
     return at
 
@@ -501,4 +501,4 @@ def _open_file(pid: int, folder: Path) -> Path | None:
 
 
 def _count_lines(path: Path) -> int:
-    return len(list(read_json_lines(path)))
+    return len(list(fsio.read_json_lines(path)))

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
+from longtake import fsio, process
 from longtake.config import GuardSection
-from longtake.fsio import Count, NumberOrText
-from longtake.process import GUARD_VARIABLE
 
 Numbers = NDArray[np.float64]
 
@@ -187,18 +186,18 @@ class JudgedStep:
     verdict_kind: str
 
 
-_Floats = list[NumberOrText]
-_Groups = list[dict[str, NumberOrText]]
+_Floats = list[fsio.NumberOrText]
+_Groups = list[dict[str, fsio.NumberOrText]]
 
 
 class _Columns(TypedDict, total=False):
-    step: list[Count]
-    batch: list[Count]
+    step: list[fsio.Count]
+    batch: list[fsio.Count]
     stage: list[str]
     edge: list[str | None]
     bucket: list[str]
     loss: _Floats
-    num_samples: list[Count]
+    num_samples: list[fsio.Count]
     loss_by_sigma: list[Annotated[_Floats, Field(min_length=4, max_length=4)]]
     grad_norm: _Floats
     nonfinite_share: _Floats
@@ -293,7 +292,7 @@ class GuardSettings(GuardSection):
 
     @classmethod
     def of(cls, section: GuardSection) -> Self:
-        changed = json.loads(os.environ.get(GUARD_VARIABLE, "{}"))
+        changed = json.loads(os.environ.get(process.GUARD_VARIABLE, "{}"))
         return cls(**{**section.model_dump(), **changed})
 
 

@@ -14,16 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from longtake import errors, fsio, lease
 from longtake.checkpoint.files import find_damage
+from longtake.data import ledger, window
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
-from longtake.data.ledger import IDENTITY_BYTES, read_ledger, short_identity
-from longtake.data.window import reference_path
-from longtake.errors import DataError, RecordError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.fsio import require_record
 from longtake.inspection.rows import MetricRows, read_rows
-from longtake.lease import history
 from longtake.node_dir import read_events, state
 from longtake.process import command
 from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
@@ -195,7 +192,7 @@ def command_to_sample(run: RunDirectory) -> str:
     if recipe.data.references and (clip := _any_clip(run)) is not None:
         prompt = clip.caption or prompt
         references = "".join(
-            f" --reference {shlex.quote(f'{name}={reference_path(clip.path, pattern)}')}"
+            f" --reference {shlex.quote(f'{name}={window.reference_path(clip.path, pattern)}')}"
             for name, pattern in recipe.data.references.items()
         )
     suffix = "png" if recipe.data.buckets[0].num_frames == 1 else "mp4"
@@ -206,7 +203,7 @@ def command_to_sample(run: RunDirectory) -> str:
 def _any_clip(run: RunDirectory) -> Clip | None:
     """A clip of the newest catalog that a run was trained on, with a caption if there is one."""
     paths = sorted(run.catalogs_path.glob("*.parquet"), key=lambda path: path.stat().st_mtime)
-    with suppress(DataError):
+    with suppress(errors.DataError):
         for path in reversed(paths):
             catalog = Catalog.load(path)
             found = [catalog.clip(row) for row in range(min(len(catalog), _MAX_CLIPS_READ))]
@@ -241,7 +238,7 @@ def _preset_facts(directory: EvaluationDirectory, preset: str) -> dict[str, Any]
 def _failed(directory: EvaluationDirectory, preset: str, done: set[int]) -> list[dict[str, Any]]:
     found = []
     for claim in sorted((directory.path / "claims" / preset).glob("step_*")):
-        failed = [each for each in history(claim) if each["ended"] == "failed"]
+        failed = [each for each in lease.history(claim) if each["ended"] == "failed"]
         step = int(claim.name.removeprefix("step_").partition("-")[0])
         if failed and step not in done:
             reason = failed[-1].get("reason", "")
@@ -307,7 +304,9 @@ def _refuse_beyond(run: RunDirectory, step: int, rows: MetricRows) -> None:
         reached = f"has done {last} steps" if len(rows) else "has not done a step"
         path = shlex.quote(str(run.path))
         look = f" Look at the last: {command()} show {path} --around {last}." if len(rows) else ""
-        raise RunError(f"{run.path} {reached} so far, and none is known of step {step}.{look}")
+        raise errors.RunError(
+            f"{run.path} {reached} so far, and none is known of step {step}.{look}"
+        )
 
 
 def _events_near(
@@ -341,9 +340,9 @@ def _report_near(run: RunDirectory, step: int, span: int) -> _Report | None:
 
 def _read_report(path: Path) -> GuardReport:
     try:
-        return require_record(path, GuardReport)
-    except RecordError as error:
-        raise RunError(
+        return fsio.require_record(path, GuardReport)
+    except errors.RecordError as error:
+        raise errors.RunError(
             f"{error} It is one of the guard's reports, which nothing else needs: restore it, or "
             "move it away and look at the rest."
         ) from error
@@ -401,14 +400,14 @@ def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
     Empty where the ledger has none: none could be decoded, or the batch was abandoned.
     """
     try:
-        consumed = read_ledger(run.ledger_path)
-    except DataError:
+        consumed = ledger.read_ledger(run.ledger_path)
+    except errors.DataError:
         if run.ledger_path.exists():
             raise
         return []  # trained by another program than longtake
     chosen = np.flatnonzero((consumed.step == batch) & ~consumed.is_rejected)
     names = [
-        identity.to_bytes(8, "little").hex()[: 2 * IDENTITY_BYTES]
+        identity.to_bytes(8, "little").hex()[: 2 * ledger.IDENTITY_BYTES]
         for identity in consumed.identity[chosen].tolist()
     ]
     entries = [entry for entry in consumed.history if entry["step"] <= batch]
@@ -439,7 +438,7 @@ def _known_clips(
             break
         whole = b"".join(catalog.identities.to_pylist())
         octets = np.frombuffer(whole, np.uint8).reshape(-1, catalog.identities.type.byte_width)
-        short = short_identity(octets)
+        short = ledger.short_identity(octets)
         for row in np.flatnonzero(np.isin(short, list(wanted - found.keys()))):
             found[int(short[row])] = catalog.clip(int(row))
     return found
@@ -453,4 +452,4 @@ def _kept_catalogs(run: RunDirectory, editions: Sequence[str]) -> Iterator[Catal
 
 def _short_identity(identity: str) -> int:
     octets = np.frombuffer(bytes.fromhex(identity), np.uint8)
-    return int(short_identity(octets[None])[0])
+    return int(ledger.short_identity(octets[None])[0])

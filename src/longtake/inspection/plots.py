@@ -11,12 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
+from longtake import errors, node_dir
 from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, figure_text, save_picture
-from longtake.errors import RunError
 from longtake.inspection.facts import incidents, step_of, verdicts
 from longtake.inspection.rows import MetricRows, read_rows
 from longtake.inspection.tables import incident_words
-from longtake.node_dir import read_events
 from longtake.run_dir import RolledBack, RunDirectory
 
 LOG_SCALE_RATIO = 20.0
@@ -58,11 +57,11 @@ def draw_curves(run: RunDirectory, path: Path, around: int | None, span: int) ->
         RunError: there is no run or no such step in it, or the file cannot be written.
     """
     run.recipe()
-    everything, events = read_rows(run), list(read_events(run))
+    everything, events = read_rows(run), list(node_dir.read_events(run))
     rows = everything if around is None else everything[abs(everything.step - around) <= span]
     if not len(rows):
         where = "" if around is None else f" within {span} steps of step {around}"
-        raise RunError(f"{run.path} has no metrics{where}, so there is nothing to draw.")
+        raise errors.RunError(f"{run.path} has no metrics{where}, so there is nothing to draw.")
     last = int(rows.step.max())
     if last == everything.step.max():
         # A hang is at the step after the last one that was done.

@@ -26,18 +26,7 @@ from pyarrow import json as arrow_json
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from longtake.errors import RecordError
-from longtake.fsio import (
-    MAX_LINE_BYTES,
-    MAX_LINE_DEPTH,
-    Count,
-    atomic_write,
-    is_missing,
-    is_nested_deeper,
-    note_skipped_lines,
-    open_regular,
-    parse_record,
-)
+from longtake import errors, fsio
 from longtake.run_dir import Metrics, RunDirectory
 
 _DTYPE: Final = np.dtype(
@@ -112,12 +101,12 @@ class MetricRows:
         if not len(self):
             return found
         try:
-            with open_regular(self.path) as file:
+            with fsio.open_regular(self.path) as file:
                 for offset in self.table["offset"].tolist():
                     file.seek(offset)
-                    found.append(_validate(file.readline(MAX_LINE_BYTES + 1), strict=True))
+                    found.append(_validate(file.readline(fsio.MAX_LINE_BYTES + 1), strict=True))
         except (OSError, ValidationError) as error:
-            raise RecordError(
+            raise errors.RecordError(
                 self.path, "it changed while it was read; run the same command again"
             ) from error
         return found
@@ -132,11 +121,11 @@ def read_rows(run: RunDirectory) -> MetricRows:
     """All rows, those of abandoned steps too; lines that are no records are counted and skipped."""
     path = run.metrics_path
     try:
-        with open_regular(path) as file:
+        with fsio.open_regular(path) as file:
             table = _read_table(path, file)
     except OSError as error:
-        if not is_missing(error):
-            raise RecordError(path, error.strerror or str(error)) from error
+        if not fsio.is_missing(error):
+            raise errors.RecordError(path, error.strerror or str(error)) from error
         table = np.empty(0, _DTYPE)
     rows = MetricRows(path, table, np.zeros(len(table), bool))
     return MetricRows(path, table, _abandoned(rows, run))
@@ -172,7 +161,7 @@ def _read_table(path: Path, file: BufferedReader) -> Column:
         table[num_rows:needed] = found
         num_rows = needed
     table.resize(num_rows, refcheck=False)
-    note_skipped_lines(path, num_skipped)
+    fsio.note_skipped_lines(path, num_skipped)
     if end - first >= _CACHED_BYTES:
         with suppress(OSError, RuntimeError):  # no room, no permission, no home: read again
             _write_cache(path, file, status, table, end, num_skipped)
@@ -198,7 +187,7 @@ def _blocks(file: BufferedReader, offset: int, size: int) -> Iterator[tuple[int,
             after = offset + len(block) + _length_of_rest(file, size - offset - len(block))
             if after > size:
                 return
-            yield offset, block[: MAX_LINE_BYTES + 1] + b"\n", after
+            yield offset, block[: fsio.MAX_LINE_BYTES + 1] + b"\n", after
             offset, rest = after, b""
 
 
@@ -228,7 +217,7 @@ def _parse(offset: int, block: bytes) -> tuple[Column, int]:
     for index in doubtful.tolist():
         line = block[starts[index] : ends[index]]
         try:
-            if len(line) > MAX_LINE_BYTES or is_nested_deeper(line, MAX_LINE_DEPTH):
+            if len(line) > fsio.MAX_LINE_BYTES or fsio.is_nested_deeper(line, fsio.MAX_LINE_DEPTH):
                 raise ValueError
             _fill(rows[index : index + 1], _validate(line, strict=True))
         except ValueError:  # pydantic's is one
@@ -255,13 +244,13 @@ def _is_safe_for_arrow(block: bytes, octets: Column, starts: Column, ends: Colum
 
     What Arrow reads otherwise than pydantic, or with its stack, is left to pydantic.
     """
-    if int((ends - starts).max()) > MAX_LINE_BYTES or not block.isascii() or b"\\" in block:
+    if int((ends - starts).max()) > fsio.MAX_LINE_BYTES or not block.isascii() or b"\\" in block:
         return False
     if not ((octets[starts] == ord("{")).all() and (octets[ends - 1] == ord("}")).all()):
         return False
     opening = np.flatnonzero((octets | 0x20) == ord("{"))  # and "[", which differs in that bit
     per_line = np.diff(np.searchsorted(opening, ends), prepend=0)
-    return int(per_line.max()) <= MAX_LINE_DEPTH
+    return int(per_line.max()) <= fsio.MAX_LINE_DEPTH
 
 
 def _parse_by_arrow(block: bytes, num_lines: int) -> tuple[Column, Column] | tuple[None, Column]:
@@ -349,20 +338,20 @@ def _are_in_range(name: str, column: pa.ChunkedArray) -> bool:
 class _CacheHeader(TypedDict):
     """The first line of a cache; the bytes of the table follow."""
 
-    format: Count
+    format: fsio.Count
     fields: str
     """Those of `_DTYPE`."""
     device: int
     inode: int
-    size: Count
+    size: fsio.Count
     mtime_ns: int
-    end: Count
+    end: fsio.Count
     """Of the last line that was read."""
     hash: str
     """Of the file's first and last bytes up to `end`."""
-    num_rows: Count
-    num_skipped: Count
-    checksum: Count
+    num_rows: fsio.Count
+    num_skipped: fsio.Count
+    checksum: fsio.Count
     """CRC-32 of the table."""
 
 
@@ -378,12 +367,12 @@ def _read_cache(
     path: Path, file: BufferedReader, status: os.stat_result
 ) -> tuple[Column, int, int] | None:
     """The table, its last line's end, and the number of skipped lines; None: no usable cache."""
-    with suppress(OSError, RuntimeError, RecordError, ValueError):
+    with suppress(OSError, RuntimeError, errors.RecordError, ValueError):
         cache_path = _cache_path(path)
-        with open_regular(cache_path) as cache:
+        with fsio.open_regular(cache_path) as cache:
             if os.fstat(cache.fileno()).st_uid != os.getuid():
                 return None
-            header = parse_record(cache.readline(_HASHED_BYTES), _CacheHeader, cache_path)
+            header = fsio.parse_record(cache.readline(_HASHED_BYTES), _CacheHeader, cache_path)
             if not _is_prefix(header, file, status):
                 return None
             table = np.zeros(header["num_rows"], _DTYPE)
@@ -440,7 +429,7 @@ def _write_cache(
     cache_path = _cache_path(path)
     folder = cache_path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with atomic_write(cache_path, by_many=True) as partial, partial.open("xb") as cache:
+    with fsio.atomic_write(cache_path, by_many=True) as partial, partial.open("xb") as cache:
         cache.write(json.dumps(header).encode() + b"\n")
         cache.write(octets)
     by_age = sorted(folder.glob("*.rows"), key=lambda each: each.stat().st_mtime)

@@ -23,9 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from longtake.config import TrainableSection
 from longtake.errors import ModelError, RecipeError
 from longtake.formatting import did_you_mean
+from longtake.models import numerics, pretrained
 from longtake.models.base import Conditioning, Family
-from longtake.models.numerics import main_dtype
-from longtake.models.pretrained import construct, defaults
 from longtake.trust import run_around
 
 ADDED = "added_module"
@@ -82,7 +81,7 @@ def build_module(
     found = import_class(section.module)
     _check(found, section)
     given = {"width": width, "blocks": list(blocks), "latent_channels": latent_channels}
-    built: nn.Module = construct("trainable.options", found, given | section.options)
+    built: nn.Module = pretrained.construct("trainable.options", found, given | section.options)
     return built
 
 
@@ -137,7 +136,7 @@ def _check(found: Any, section: TrainableSection) -> None:
         raise RecipeError(f"{name} is not a torch.nn.Module. Make it a subclass. {protocol}")
     if not callable(getattr(found, "prepare", None)):
         raise RecipeError(f"{name} has no method prepare(self, conditioning). {protocol}")
-    arguments = list(defaults(found.__init__))
+    arguments = list(pretrained.defaults(found.__init__))
     if missing := [each for each in _GIVEN if each not in arguments]:
         raise RecipeError(
             f"{name} is built with width, blocks and latent_channels, but its __init__ does not "
@@ -192,7 +191,7 @@ def attach(
     Before the model is sharded: the hooks then run while the weights are gathered.
     """
     host: Any = model
-    casts = dtype != main_dtype(model)
+    casts = dtype != numerics.main_dtype(model)
     host.add_module(ADDED, module)
     attachment = _Attachment(module, family, dtype, casts=casts)
     attachment.hooks = [

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from longtake.config import ModelSection, Shift
 from longtake.errors import ModelError, RecipeError
 from longtake.formatting import did_you_mean
+from longtake.models import deferred_init, numerics, pretrained
 from longtake.models.codec import Codec
-from longtake.models.deferred_init import Weights, build_transformer
-from longtake.models.numerics import mixed_norms
-from longtake.models.pretrained import FrozenParts, quiet, read_release, scheduler_shift
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import SharedAttention, TokenSharing
 
@@ -62,7 +60,7 @@ class Defaults:
 class Family(ABC):
     """One architecture: how to build and call it."""
 
-    frozen: FrozenParts
+    frozen: pretrained.FrozenParts
     """Its codec and text encoders, as a pipeline has them."""
 
     references: tuple[str, ...] = ()
@@ -97,7 +95,7 @@ class Family(ABC):
         shapes: Sequence[LatentShape],
         text: TextEncoder,
         *,
-        weights: Weights = True,
+        weights: deferred_init.Weights = True,
     ) -> nn.Module:
         """The model on the CPU, with random weights in fp32 or pretrained ones in the section's.
 
@@ -297,7 +295,7 @@ class DiffusersFamily(Family):
             self.timesteps(sigmas),
             conditioning,
         )
-        with mixed_norms():
+        with numerics.mixed_norms():
             output = transformer(**call.inputs, return_dict=False)[0]
         velocity = call.read(output)
         return -velocity if self.negates else velocity
@@ -333,13 +331,13 @@ class DiffusersFamily(Family):
         shapes: Sequence[LatentShape],
         text: TextEncoder,
         *,
-        weights: Weights = True,
+        weights: deferred_init.Weights = True,
     ) -> nn.Module:
         import diffusers
 
         fitted = self.fitted_config(shapes[0].channels, text)
         model_class = getattr(diffusers, self.transformer_class)
-        model = build_transformer(
+        model = deferred_init.build_transformer(
             model_class, section, fitted, weights=weights, variants=self.variants
         )
         self.check_config(model.config)
@@ -365,7 +363,9 @@ class DiffusersFamily(Family):
 
     def defaults(self, section: ModelSection) -> Defaults:
         """Shift by the release's scheduler; guidance scale and steps are the pipeline's."""
-        shift = scheduler_shift(read_release(section).scheduler, otherwise=self.default_shift)
+        shift = pretrained.scheduler_shift(
+            pretrained.read_release(section).scheduler, otherwise=self.default_shift
+        )
         return Defaults(shift, self.guidance_scale, self.num_inference_steps)
 
     def distils_guidance(self, model: nn.Module) -> bool:
@@ -395,7 +395,7 @@ class DiffusersFamily(Family):
             scheduler=self.scheduler(shift, bucket_shift),
             **encoders.pipeline_parts(),
         )
-        with quiet(model), quiet(encoders.encoder):
+        with pretrained.quiet(model), pretrained.quiet(encoders.encoder):
             pipeline.save_pretrained(folder)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:

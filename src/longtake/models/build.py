@@ -11,30 +11,11 @@ from torch import Tensor, nn
 
 from longtake.config import Bucket, Recipe, Shift, TextSection
 from longtake.errors import RecipeError
-from longtake.flow.path import interpolate, velocity, velocity_loss
-from longtake.flow.timesteps import resolution_shift
-from longtake.models.added_module import condition
+from longtake.flow import path, timesteps
+from longtake.models import added_module, deferred_init, numerics, pretrained, trainable
 from longtake.models.base import Conditioning, Defaults, Family, LatentShape, family
 from longtake.models.codec import NO_PATCH, Codec, build_codec, outline_codec
-from longtake.models.deferred_init import (
-    NOTHING_DEFERRED,
-    DeferredWeights,
-    can_be_filled,
-    deferred_parameters,
-    files_in,
-    parameters_on_meta,
-)
-from longtake.models.numerics import (
-    DTYPES,
-    Precision,
-    autocast,
-    count_flops,
-    keep_weights_in,
-    main_dtype,
-)
-from longtake.models.pretrained import find_part, locate
 from longtake.models.text import TextEncoder, build_text, outline_text
-from longtake.models.trainable import make_trainable
 
 Part = Literal["text", "model", "codec"]
 PARTS: tuple[Part, ...] = ("text", "model", "codec")
@@ -50,23 +31,23 @@ class Components:
     codec: Codec
     text: TextEncoder
     defaults: Defaults
-    unfilled: DeferredWeights = NOTHING_DEFERRED
+    unfilled: deferred_init.DeferredWeights = deferred_init.NOTHING_DEFERRED
     """Parameters that get values when the model is sharded."""
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        return main_dtype(self.model)
+        return numerics.main_dtype(self.model)
 
     def predict_velocity(
         self, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        condition(self.model, conditioning)
+        added_module.condition(self.model, conditioning)
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
     def shift(self, shift: Shift, bucket: Bucket) -> float:
         """The shift of sigmas, as a number, for clips of one shape."""
         shape = latent_shape(self.codec, bucket)
-        return resolution_shift(
+        return timesteps.resolution_shift(
             shift,
             num_tokens=self.family.num_tokens(self.model, shape),
             height=bucket.height,
@@ -154,7 +135,7 @@ def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
         ModelError: a part cannot be found.
     """
     if recipe.model.pretrained is not None:
-        locate(recipe.model.pretrained, recipe.model.subfolder)
+        pretrained.locate(recipe.model.pretrained, recipe.model.subfolder)
     if not frozen_parts:
         return
     parts, second = family(recipe.model.family).frozen, recipe.text.second_encoder()
@@ -164,9 +145,9 @@ def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
         (None if second is None else second.pretrained, parts.pooled),
     ):
         if where is not None:
-            found = find_part(where, part)
+            found = pretrained.find_part(where, part)
             for subfolder in filter(None, (found.folder, found.tokenizer)):
-                locate(where, subfolder)
+                pretrained.locate(where, subfolder)
 
 
 def text_section(recipe: Recipe) -> TextSection:
@@ -190,18 +171,20 @@ def _build(
     shapes: Sequence[LatentShape],
     text: TextEncoder,
     weights: Source,
-) -> tuple[nn.Module, DeferredWeights]:
+) -> tuple[nn.Module, deferred_init.DeferredWeights]:
     section, files = recipe.model, None
     if weights == "files":
         assert section.pretrained is not None
-        files = files_in(locate(section.pretrained, section.subfolder) / section.subfolder)
+        files = deferred_init.files_in(
+            pretrained.locate(section.pretrained, section.subfolder) / section.subfolder
+        )
     if weights == "checkpoint" or files is not None:
-        with parameters_on_meta():
+        with deferred_init.parameters_on_meta():
             model = chosen.build(section, shapes, text, weights="later")
-        deferred = deferred_parameters(model)
-        if can_be_filled(deferred, model, files):
-            return model, DeferredWeights(deferred, files)
-    return chosen.build(section, shapes, text), NOTHING_DEFERRED
+        deferred = deferred_init.deferred_parameters(model)
+        if deferred_init.can_be_filled(deferred, model, files):
+            return model, deferred_init.DeferredWeights(deferred, files)
+    return chosen.build(section, shapes, text), deferred_init.NOTHING_DEFERRED
 
 
 def outline(recipe: Recipe) -> Components:
@@ -253,10 +236,10 @@ def _finish(
     chosen: Family,
     recipe: Recipe,
     codec: Codec,
-    unfilled: DeferredWeights = NOTHING_DEFERRED,
+    unfilled: deferred_init.DeferredWeights = deferred_init.NOTHING_DEFERRED,
 ) -> None:
-    keep_weights_in(model, DTYPES[recipe.model.dtype])
-    make_trainable(model, chosen, recipe.trainable, codec.channels, unfilled.parameters)
+    numerics.keep_weights_in(model, numerics.DTYPES[recipe.model.dtype])
+    trainable.make_trainable(model, chosen, recipe.trainable, codec.channels, unfilled.parameters)
 
 
 def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> LatentShape:
@@ -314,16 +297,16 @@ class FlowBatch:
 
 
 def flow_losses(
-    parts: Components, batch: FlowBatch, precision: Precision, device: torch.device
+    parts: Components, batch: FlowBatch, precision: numerics.Precision, device: torch.device
 ) -> Tensor:
     """[B] fp32: the flow-matching loss of each sample.
 
     A model whose weights are bf16 computes in it without autocast.
     """
-    noisy = interpolate(batch.latents, batch.noise, batch.sigmas)
-    with autocast(precision if parts.dtype == torch.float32 else "fp32", device):
+    noisy = path.interpolate(batch.latents, batch.noise, batch.sigmas)
+    with numerics.autocast(precision if parts.dtype == torch.float32 else "fp32", device):
         predicted = parts.predict_velocity(noisy, batch.sigmas, batch.conditioning)
-    return velocity_loss(predicted, velocity(batch.latents, batch.noise))
+    return path.velocity_loss(predicted, path.velocity(batch.latents, batch.noise))
 
 
 def training_conditioning(
@@ -360,7 +343,7 @@ def forward_flops(parts: Components, recipe: Recipe, shape: LatentShape) -> int:
         "sigmas": torch.empty(1, device="meta"),
         **outline_conditioning(parts, recipe, shape),
     }
-    return count_flops(_WithConditioning(parts), inputs)
+    return numerics.count_flops(_WithConditioning(parts), inputs)
 
 
 class _WithConditioning(nn.Module):

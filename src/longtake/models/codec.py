@@ -11,17 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from longtake.config import Bucket, CodecSection
 from longtake.errors import RecipeError, SamplingError
-from longtake.models.deferred_init import on_meta
-from longtake.models.numerics import DTYPES, keep_weights_in
-from longtake.models.pretrained import (
-    PipelinePart,
-    construct,
-    defaults,
-    find_part,
-    load_pretrained,
-    quiet,
-    refuse_unused,
-)
+from longtake.models import deferred_init, numerics, pretrained
 
 NO_PATCH = (1, 1, 1)
 """Latent frames, rows and columns of a token, where each pixel of a latent is one."""
@@ -118,7 +108,7 @@ class _Autoencoder:
 
     def save(self, folder: Path) -> None:
         if not self._is_pretrained:
-            with quiet(self.autoencoder):
+            with pretrained.quiet(self.autoencoder):
                 self.autoencoder.save_pretrained(folder / "vae")  # type: ignore[operator]
 
     def _mode(self, pixels: Tensor) -> Tensor:
@@ -208,7 +198,9 @@ class ImageCodec(_Autoencoder):
         return _by_clip(decoded, len(latents))
 
 
-def build_codec(section: CodecSection, part: PipelinePart, made: Path | None = None) -> Codec:
+def build_codec(
+    section: CodecSection, part: pretrained.PipelinePart, made: Path | None = None
+) -> Codec:
     """The recipe's codec on the CPU.
 
     Args:
@@ -223,27 +215,29 @@ def build_codec(section: CodecSection, part: PipelinePart, made: Path | None = N
     _refuse_unused_keys(section)
     if section.kind == "pixels":
         return PixelCodec()
-    dtype = DTYPES[section.dtype]
+    dtype = numerics.DTYPES[section.dtype]
     if section.pretrained is not None:
-        part = find_part(section.pretrained, part)
+        part = pretrained.find_part(section.pretrained, part)
         found = _autoencoder_class(part)
-        loaded = load_pretrained(found, section.pretrained, part.folder, torch_dtype=dtype)
+        loaded = pretrained.load_pretrained(
+            found, section.pretrained, part.folder, torch_dtype=dtype
+        )
         return _wrapped(loaded, is_pretrained=True)
     found = _autoencoder_class(part)
     if made is not None and (made / "vae").is_dir():
-        return _wrapped(load_pretrained(found, str(made), "vae", torch_dtype=dtype))
+        return _wrapped(pretrained.load_pretrained(found, str(made), "vae", torch_dtype=dtype))
     return _wrapped(_random(found, section))
 
 
-def outline_codec(section: CodecSection, part: PipelinePart) -> Codec:
+def outline_codec(section: CodecSection, part: pretrained.PipelinePart) -> Codec:
     """The recipe's codec on the meta device: it has shapes, but cannot encode."""
     _refuse_unused_keys(section)
     if section.kind == "pixels":
         return PixelCodec()
     if section.pretrained is not None:
-        part = find_part(section.pretrained, part)
-        outline = on_meta(_autoencoder_class(part), section.pretrained, part.folder)
-        keep_weights_in(outline, DTYPES[section.dtype])
+        part = pretrained.find_part(section.pretrained, part)
+        outline = deferred_init.on_meta(_autoencoder_class(part), section.pretrained, part.folder)
+        numerics.keep_weights_in(outline, numerics.DTYPES[section.dtype])
         return _wrapped(outline, is_pretrained=True)
     with torch.device("meta"):
         return _wrapped(_random(_autoencoder_class(part), section))
@@ -252,12 +246,14 @@ def outline_codec(section: CodecSection, part: PipelinePart) -> Codec:
 def _refuse_unused_keys(section: CodecSection) -> None:
     if section.kind == "pixels":
         given = {"pretrained": section.pretrained, "config": section.config}
-        refuse_unused("codec", given, 'codec.kind is "pixels"')
+        pretrained.refuse_unused("codec", given, 'codec.kind is "pixels"')
     elif section.pretrained is not None:
-        refuse_unused("codec", {"config": section.config}, "codec.pretrained brings its own")
+        pretrained.refuse_unused(
+            "codec", {"config": section.config}, "codec.pretrained brings its own"
+        )
 
 
-def _autoencoder_class(part: PipelinePart) -> Any:
+def _autoencoder_class(part: pretrained.PipelinePart) -> Any:
     import diffusers
 
     return getattr(diffusers, part.class_name)
@@ -269,12 +265,12 @@ def _wrapped(autoencoder: nn.Module, is_pretrained: bool = False) -> Codec:
 
 
 def _random(autoencoder_class: Any, section: CodecSection) -> Any:
-    known = defaults(autoencoder_class.__init__)
+    known = pretrained.defaults(autoencoder_class.__init__)
     is_of_images = autoencoder_class.__name__ == "AutoencoderKL"
     complete = _complete_image_config if is_of_images else _complete_video_config
     values = complete(known, section.config, autoencoder_class.__name__)
-    made = construct("codec.config", autoencoder_class, values)
-    keep_weights_in(made, DTYPES[section.dtype])
+    made = pretrained.construct("codec.config", autoencoder_class, values)
+    numerics.keep_weights_in(made, numerics.DTYPES[section.dtype])
     return made
 
 

@@ -22,21 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
-from longtake.models.numerics import DTYPES, keep_weights_in
-from longtake.models.pretrained import (
-    construct,
-    load_pretrained,
-    locate,
-    part_config,
-    quiet,
-    read_config,
-    read_release,
-    refuse_experts,
-    refuse_further_inputs,
-    refuse_other_class,
-    refuse_other_objectives,
-    refuse_unused,
-)
+from longtake.models import numerics, pretrained
 
 Weights = bool | Literal["later"]
 """Whether a model is built with weights; `later`: without, but ready to be filled."""
@@ -96,9 +82,11 @@ def build_transformer(
     """Pretrained in the section's dtype, or random in fp32; must have the arguments in `fitted`."""
     if section.pretrained is None:
         with torch.device("cpu" if weights else "meta"):
-            model = construct("model.config", model_class, {**fitted, **section.config})
+            model = pretrained.construct("model.config", model_class, {**fitted, **section.config})
     else:
-        refuse_unused("model", {"config": section.config}, "model.pretrained brings its own")
+        pretrained.refuse_unused(
+            "model", {"config": section.config}, "model.pretrained brings its own"
+        )
         model = _pretrained(model_class, section, section.pretrained, weights, variants or {})
     for name, expected in fitted.items():
         if model.config[name] != expected:
@@ -113,18 +101,20 @@ def build_transformer(
 def _pretrained(
     model_class: Any, section: ModelSection, where: str, weights: Weights, variants: Any
 ) -> Any:
-    folder = locate(where, section.subfolder) if weights else None
-    release = read_release(section)
-    refuse_other_class(release.config, model_class, where, section.subfolder)
-    refuse_other_objectives(release.scheduler, where)
-    refuse_experts(release.pipeline, where)
-    refuse_further_inputs(release, variants, where)
+    folder = pretrained.locate(where, section.subfolder) if weights else None
+    release = pretrained.read_release(section)
+    pretrained.refuse_other_class(release.config, model_class, where, section.subfolder)
+    pretrained.refuse_other_objectives(release.scheduler, where)
+    pretrained.refuse_experts(release.pipeline, where)
+    pretrained.refuse_further_inputs(release, variants, where)
     if folder is None:
         return on_meta(model_class, where, section.subfolder)
     if weights != "later":  # they pass through no other dtype than the one they will be kept in
-        dtype = DTYPES[section.dtype]
-        return load_pretrained(model_class, str(folder), section.subfolder, torch_dtype=dtype)
-    config = read_config(folder / section.subfolder / "config.json")
+        dtype = numerics.DTYPES[section.dtype]
+        return pretrained.load_pretrained(
+            model_class, str(folder), section.subfolder, torch_dtype=dtype
+        )
+    config = pretrained.read_config(folder / section.subfolder / "config.json")
     model: Any = _from_config(model_class, config, where, section.subfolder)
     model.register_to_config(_name_or_path=str(folder / section.subfolder))  # as from_pretrained
     return model.eval()
@@ -132,15 +122,15 @@ def _pretrained(
 
 def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
     """A model of diffusers or transformers on the meta device, in the dtype its config names."""
-    config = part_config(where, subfolder)
-    refuse_other_class(config, model_class, where, subfolder)
+    config = pretrained.part_config(where, subfolder)
+    pretrained.refuse_other_class(config, model_class, where, subfolder)
     with torch.device("meta"):
         return _from_config(model_class, config, where, subfolder)
 
 
 def _from_config(model_class: Any, config: dict[str, Any], where: str, subfolder: str) -> nn.Module:
     try:
-        with quiet(model_class):
+        with pretrained.quiet(model_class):
             if hasattr(model_class, "load_config"):  # diffusers
                 model: nn.Module = model_class.from_config(config)
             else:
@@ -151,7 +141,7 @@ def _from_config(model_class: Any, config: dict[str, Any], where: str, subfolder
             f"{error}. Check the folder."
         ) from error
     stored = config.get("torch_dtype") or config.get("dtype") or "float32"
-    keep_weights_in(model, getattr(torch, str(stored)))
+    numerics.keep_weights_in(model, getattr(torch, str(stored)))
     return model
 
 

@@ -12,21 +12,7 @@ from torch import Tensor, nn
 
 from longtake.config import ModelSection, Shift
 from longtake.errors import RecipeError
-from longtake.models.base import (
-    Conditioning,
-    Defaults,
-    DiffusersFamily,
-    LatentShape,
-    TransformerCall,
-    share_attention,
-)
-from longtake.models.codec import ImageCodec
-from longtake.models.pretrained import (
-    FrozenParts,
-    PipelinePart,
-    read_release,
-    scheduler_shift,
-)
+from longtake.models import base, codec, pretrained
 from longtake.models.text import PooledText, TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
@@ -43,20 +29,20 @@ _DYNAMIC_SHIFT: dict[str, Any] = {
 """Of FLUX.1-dev's scheduler_config.json; the same rule as `flow.timesteps.flux_mu`."""
 
 
-class Flux(DiffusersFamily):
+class Flux(base.DiffusersFamily):
     """Text to image; conditioned on `prompt_embeds` and `pooled_prompt_embeds`.
 
     Its velocity has longtake's sign (noise - latents), and its timestep is sigma. The released
     FLUX.1-dev is distilled: the guidance scale is an input, and there is no second pass.
     """
 
-    frozen = FrozenParts(
-        codec=PipelinePart(("AutoencoderKL",), "vae"),
-        text=PipelinePart(("T5EncoderModel",), "text_encoder_2", "tokenizer_2"),
+    frozen = pretrained.FrozenParts(
+        codec=pretrained.PipelinePart(("AutoencoderKL",), "vae"),
+        text=pretrained.PipelinePart(("T5EncoderModel",), "text_encoder_2", "tokenizer_2"),
     )
     label = "FLUX"
     transformer_class, pipeline_class = "FluxTransformer2DModel", "FluxPipeline"
-    codec_class, text_class = ImageCodec, PooledText
+    codec_class, text_class = codec.ImageCodec, PooledText
     parts = "an AutoencoderKL and two transformers text encoders"
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     makes_videos = False
@@ -95,26 +81,26 @@ class Flux(DiffusersFamily):
                 f"{config.patch_size} give another latent than the codec's. Leave them out."
             )
 
-    def defaults(self, section: ModelSection) -> Defaults:
+    def defaults(self, section: ModelSection) -> base.Defaults:
         """Those of FLUX.1-dev and Kontext, of FLUX.1-schnell, or of a model that is not distilled.
 
         Schnell has no guidance embedding and a scheduler with the static shift 1.
         """
-        release = read_release(section)
-        shift = scheduler_shift(release.scheduler, otherwise=self.default_shift)
+        release = pretrained.read_release(section)
+        shift = pretrained.scheduler_shift(release.scheduler, otherwise=self.default_shift)
         if release.config.get("guidance_embeds"):
-            return Defaults(
+            return base.Defaults(
                 shift, self.guidance_scale, self.num_inference_steps, caption_dropout=0.0
             )
         if section.pretrained is None or shift == "flux":
-            return Defaults(shift, guidance_scale=5.0, num_inference_steps=28)
-        return Defaults(
+            return base.Defaults(shift, guidance_scale=5.0, num_inference_steps=28)
+        return base.Defaults(
             shift, guidance_scale=1.0, num_inference_steps=4, caption_dropout=0.0, max_tokens=256
         )
 
     def call(
-        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Conditioning
-    ) -> TransformerCall:
+        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
+    ) -> base.TransformerCall:
         """The noisy tokens come first; then a reference's, whose ids begin with 1 instead of 0."""
         dtype, (height, width) = noisy_latents.dtype, noisy_latents.shape[-2:]
         prompt = conditioning["prompt_embeds"].to(dtype)
@@ -134,10 +120,10 @@ class Flux(DiffusersFamily):
             "txt_ids": ids.new_zeros(prompt.shape[1], 3),
             "img_ids": ids,
         }
-        return TransformerCall(inputs, lambda out: unpack(out[:, :num_noisy], height, width))
+        return base.TransformerCall(inputs, lambda out: unpack(out[:, :num_noisy], height, width))
 
     def sequence_length(
-        self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
+        self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
     ) -> int:
         sizes = [shape[2:], *(conditioning[f"{n}_latents"].shape[-2:] for n in self.references)]
         num_text = conditioning["prompt_embeds"].shape[1]
@@ -148,7 +134,7 @@ class Flux(DiffusersFamily):
         flux: Any = model
         flux.register_forward_pre_hook(partial(_cut_inputs, sharing), with_kwargs=True)
         for block in self.blocks(model):
-            share_attention(block.attn, sharing)  # type: ignore[arg-type]
+            base.share_attention(block.attn, sharing)  # type: ignore[arg-type]
         flux.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
     def scheduler(self, shift: Shift, bucket_shift: float) -> Any:

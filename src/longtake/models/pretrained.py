@@ -218,24 +218,19 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
 
 
 def _download(repository: str, patterns: list[str]) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import HfApi, errors, snapshot_download
 
     if _is_fetched.get():
-        with suppress(LocalEntryNotFoundError):
+        with suppress(errors.LocalEntryNotFoundError):
             return Path(
                 snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
             )
     unreachable = ""
     try:  # asked first, and once: a download retries for minutes before it gives up
         HfApi().model_info(repository, timeout=_REACH_SECONDS)
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise _gated(repository) from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise ModelError(
             f"There is no folder {repository}, and the hub has no such repository for you: "
             f"{_first_line(error)} Check the name, and `hf auth login` if it is a private one."
@@ -248,12 +243,12 @@ def _download(repository: str, patterns: list[str]) -> Path:
             snapshot = snapshot_download(
                 repository, allow_patterns=patterns, local_files_only=bool(unreachable)
             )
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         raise ModelError(
             f"There is no folder {repository}, nothing of that name was downloaded before, and the "
             f"hub cannot be reached: {unreachable} Name a diffusers folder on disk, or connect."
         ) from error
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise _gated(repository) from error
     except OSError as error:
         raise ModelError(f"{repository} cannot be downloaded: {_first_line(error)}") from error

@@ -9,22 +9,11 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
+from longtake import errors, fsio
 from longtake.config import PooledSection, TextSection
-from longtake.errors import DataError, ModelError, RecipeError
 from longtake.formatting import reason_of
-from longtake.fsio import read_regular, write_text
+from longtake.models import deferred_init, numerics, pretrained
 from longtake.models.captions import clean
-from longtake.models.deferred_init import on_meta
-from longtake.models.numerics import DTYPES, keep_weights_in
-from longtake.models.pretrained import (
-    FrozenParts,
-    PipelinePart,
-    construct,
-    find_part,
-    load_pretrained,
-    quiet,
-    refuse_unused,
-)
 
 NO_CAPTION = ""
 """The unconditional caption of classifier-free guidance, trained where captions are dropped."""
@@ -118,7 +107,9 @@ class WordIds:
         assert self._tokenizer is not None, "an outline has no words to save"
         (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
         # The tokenizer's own `save` raises a bare Exception when the disk is full.
-        write_text(folder / "tokenizer" / "tokenizer.json", self._tokenizer.to_str(pretty=True))
+        fsio.write_text(
+            folder / "tokenizer" / "tokenizer.json", self._tokenizer.to_str(pretty=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ class _EncoderSpec:
 
     key: str  # of its section in the recipe
     section: TextSection | PooledSection
-    part: PipelinePart  # the family's
+    part: pretrained.PipelinePart  # the family's
     special: tuple[str, ...]  # tokens of a vocabulary of words, in the order of their ids
     dtype: torch.dtype
 
@@ -144,7 +135,7 @@ class _Encoder:
         config: Any = module.config
         longest = getattr(config, "max_position_embeddings", self.max_tokens)
         if self.max_tokens > longest:
-            raise RecipeError(
+            raise errors.RecipeError(
                 f"{spec.key}.max_tokens is {self.max_tokens}, but {type(module).__name__} reads "
                 f"{longest} at most. Set it to {longest} or less."
             )
@@ -173,7 +164,7 @@ class _Encoder:
         """Write module and tokenizer in a pipeline's layout, unless they are pretrained ones."""
         if not self._is_pretrained:
             assert self.tokenizer is not None, "an outline has no weights to save"
-            with quiet(self.module):
+            with pretrained.quiet(self.module):
                 self.module.save_pretrained(folder / self.part.folder)  # type: ignore[operator]
                 self.tokenizer.save_pretrained(folder / self.part.tokenizer)
 
@@ -248,7 +239,7 @@ class PooledText(TransformersText):
 
 
 def build_text(
-    section: TextSection, parts: FrozenParts, captions: Iterable[str], made: Path | None
+    section: TextSection, parts: pretrained.FrozenParts, captions: Iterable[str], made: Path | None
 ) -> TextEncoder:
     """The recipe's text encoder on the CPU.
 
@@ -272,7 +263,7 @@ def build_text(
     return _joined([_build_encoder(each, captions, made) for each in _specs(section, parts)])
 
 
-def outline_text(section: TextSection, parts: FrozenParts) -> TextEncoder:
+def outline_text(section: TextSection, parts: pretrained.FrozenParts) -> TextEncoder:
     """The recipe's text encoder on the meta device: it has shapes, but cannot encode."""
     if section.kind == "words":
         _refuse_encoders(section)
@@ -286,18 +277,18 @@ def _joined(encoders: Sequence[_Encoder]) -> TextEncoder:
 
 def _refuse_encoders(section: TextSection) -> None:
     given = {"pretrained": section.pretrained, "config": section.config, "pooled": section.pooled}
-    refuse_unused("text", given, 'text.kind is "words"')
+    pretrained.refuse_unused("text", given, 'text.kind is "words"')
 
 
-def _specs(section: TextSection, parts: FrozenParts) -> list[_EncoderSpec]:
-    dtype, pooled = DTYPES[section.kept_in()], section.second_encoder()
+def _specs(section: TextSection, parts: pretrained.FrozenParts) -> list[_EncoderSpec]:
+    dtype, pooled = numerics.DTYPES[section.kept_in()], section.second_encoder()
     specs = [_EncoderSpec("text", section, parts.text, _SPECIAL, dtype)]
     if pooled is not None:
         specs += [_EncoderSpec("text.pooled", pooled, parts.pooled, _SPECIAL_POOLED, dtype)]
     for spec in specs:
         if spec.section.pretrained is not None:
             given = {"config": spec.section.config}
-            refuse_unused(spec.key, given, f"{spec.key}.pretrained brings its own")
+            pretrained.refuse_unused(spec.key, given, f"{spec.key}.pretrained brings its own")
     return specs
 
 
@@ -305,36 +296,38 @@ def _build_encoder(spec: _EncoderSpec, captions: Iterable[str], made: Path | Non
     """An encoder that is pretrained, made earlier by the run, or random over its own words."""
     part, where = spec.part, spec.section.pretrained
     if where is not None:
-        return _Encoder(*_load_encoder(where, find_part(where, part), spec.dtype), spec)
+        return _Encoder(*_load_encoder(where, pretrained.find_part(where, part), spec.dtype), spec)
     if made is not None and (made / part.folder).is_dir():
         return _Encoder(*_load_encoder(str(made), part, spec.dtype), spec)
     words = _word_tokenizer(captions, spec.special)
     tokenizer = _transformers_tokenizer(words, spec)
     module = _random(spec, len(tokenizer))
-    keep_weights_in(module, spec.dtype)
+    numerics.keep_weights_in(module, spec.dtype)
     return _Encoder(module, tokenizer, spec)
 
 
-def _load_encoder(where: str, part: PipelinePart, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+def _load_encoder(
+    where: str, part: pretrained.PipelinePart, dtype: torch.dtype
+) -> tuple[nn.Module, Any]:
     from transformers import AutoTokenizer
 
-    module = load_pretrained(_encoder_class(part), where, part.folder, dtype=dtype)
-    return module, load_pretrained(AutoTokenizer, where, part.tokenizer)
+    module = pretrained.load_pretrained(_encoder_class(part), where, part.folder, dtype=dtype)
+    return module, pretrained.load_pretrained(AutoTokenizer, where, part.tokenizer)
 
 
 def _outline_encoder(spec: _EncoderSpec) -> _Encoder:
     where = spec.section.pretrained
     if where is not None:
-        part = find_part(where, spec.part)
-        module = on_meta(_encoder_class(part), where, part.folder)
+        part = pretrained.find_part(where, spec.part)
+        module = deferred_init.on_meta(_encoder_class(part), where, part.folder)
     else:
         with torch.device("meta"):
             module = _random(spec, MAX_WORDS + len(spec.special))
-    keep_weights_in(module, spec.dtype)
+    numerics.keep_weights_in(module, spec.dtype)
     return _Encoder(module, None, spec)
 
 
-def _encoder_class(part: PipelinePart) -> Any:
+def _encoder_class(part: pretrained.PipelinePart) -> Any:
     import transformers
 
     return getattr(transformers, part.class_name)
@@ -352,11 +345,11 @@ def _random(spec: _EncoderSpec, vocabulary_size: int) -> nn.Module:
         fitted |= {"bos_token_id": special.index(_START)}
         fitted |= {"max_position_embeddings": spec.section.num_tokens()}
     encoder_class = _encoder_class(spec.part)
-    config = construct(key, encoder_class.config_class, fitted | spec.section.config)
+    config = pretrained.construct(key, encoder_class.config_class, fitted | spec.section.config)
     try:
         module: nn.Module = encoder_class(config)
     except Exception as error:  # wrong sizes fail inside constructors in any way
-        raise RecipeError(f"{key} does not fit {spec.part.class_name}: {error}.") from error
+        raise errors.RecipeError(f"{key} does not fit {spec.part.class_name}: {error}.") from error
     return module
 
 
@@ -387,10 +380,10 @@ def _vocabulary(captions: Iterable[str], made: Path | None) -> Tokenizer:
     if saved is None or not saved.exists():
         return _word_tokenizer(captions, _SPECIAL)
     try:
-        return Tokenizer.from_str(read_regular(saved).decode())
+        return Tokenizer.from_str(fsio.read_regular(saved).decode())
     except Exception as error:  # tokenizers raises nothing more specific
         reason = reason_of(error)
-        raise ModelError(
+        raise errors.ModelError(
             f"{saved} cannot be read: {reason}. Restore it from another checkpoint of the run."
         ) from error
 
@@ -404,7 +397,7 @@ def _word_tokenizer(captions: Iterable[str], special: Sequence[str]) -> Tokenize
     )
     tokenizer.train_from_iterator(captions, trainer)
     if tokenizer.get_vocab_size() <= len(special):
-        raise DataError(
+        raise errors.DataError(
             "The catalog's captions hold no words to make a vocabulary of. Give the clips captions "
             "and index them again, or name a pretrained text encoder in text.pretrained."
         )

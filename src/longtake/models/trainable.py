@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError
 from longtake.formatting import did_you_mean
-from longtake.models.added_module import ADDED, attach, block_names, build_module, detach
+from longtake.models import added_module, deferred_init, numerics
 from longtake.models.base import Family
-from longtake.models.deferred_init import DeferredParameter, placeholders_on_cpu
-from longtake.models.numerics import DTYPES, main_dtype
 
 _ADAPTER = "default"
 
@@ -30,25 +28,27 @@ def make_trainable(
     family: Family,
     section: TrainableSection,
     latent_channels: int,
-    deferred: Sequence[DeferredParameter] = (),
+    deferred: Sequence[deferred_init.DeferredParameter] = (),
 ) -> None:
     """Freeze a model and add to it as the recipe says, on any device, the meta device included.
 
     New weights depend on torch's last seed alone, not on how many numbers were drawn since.
     """
-    base, dtype = section.base(), DTYPES.get(section.dtype) or main_dtype(model)
-    blocks = block_names(model, family, section.blocks)
+    base, dtype = section.base(), numerics.DTYPES.get(section.dtype) or numerics.main_dtype(model)
+    blocks = added_module.block_names(model, family, section.blocks)
     device = torch.device("cpu") if deferred else next(model.parameters()).device
     if base != "full":
         model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(torch.initial_seed())
         if base == "lora":
-            with placeholders_on_cpu(deferred):
+            with deferred_init.placeholders_on_cpu(deferred):
                 add_lora(model, section.targets or family.lora_targets, section, dtype)
         if section.module is not None:
-            module = build_module(section, family.width(model), blocks, latent_channels)
-            attach(model, module.to(device, dtype), family, blocks, dtype)
+            module = added_module.build_module(
+                section, family.width(model), blocks, latent_channels
+            )
+            added_module.attach(model, module.to(device, dtype), family, blocks, dtype)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecipeError(
             f"trainable.module {section.module} trains nothing: the model is frozen, and so is "
@@ -66,7 +66,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     frozen = {
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad and not name.startswith(f"{ADDED}.")
+        if not parameter.requires_grad and not name.startswith(f"{added_module.ADDED}.")
     }
     return {name: value for name, value in model.state_dict().items() if name not in frozen}
 
@@ -83,7 +83,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """
     tensors = chain(model.parameters(), model.buffers())
     plain = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    detach(plain)
+    added_module.detach(plain)
     merge(plain)
     return plain
 

@@ -16,9 +16,8 @@ from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.path import velocity_from_latents
 from longtake.formatting import first_line
+from longtake.models import deferred_init, pretrained
 from longtake.models.base import Conditioning, Family, LatentShape
-from longtake.models.deferred_init import Weights
-from longtake.models.pretrained import FrozenParts, PipelinePart, check_arguments
 from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
@@ -28,9 +27,9 @@ _TUBE = (8, 4, 4)  # frames, rows and columns, unless the recipe says otherwise
 class Tubelet(Family):
     """Text to video; embeds a caption's word ids itself, and is built for one shape of clip."""
 
-    frozen = FrozenParts(
-        codec=PipelinePart(("AutoencoderKLWan", "AutoencoderKL"), "vae"),
-        text=PipelinePart(("UMT5EncoderModel",), "text_encoder", "tokenizer"),
+    frozen = pretrained.FrozenParts(
+        codec=pretrained.PipelinePart(("AutoencoderKLWan", "AutoencoderKL"), "vae"),
+        text=pretrained.PipelinePart(("UMT5EncoderModel",), "text_encoder", "tokenizer"),
     )
     lora_targets: tuple[str, ...] = ("to_qkv", "to_out")
 
@@ -65,7 +64,7 @@ class Tubelet(Family):
         shapes: Sequence[LatentShape],
         text: TextEncoder,
         *,
-        weights: Weights = True,
+        weights: deferred_init.Weights = True,
     ) -> nn.Module:
         if section.pretrained is not None:
             raise RecipeError("model.pretrained: the tubelet family has no pretrained weights.")
@@ -76,7 +75,7 @@ class Tubelet(Family):
             )
         fitted = shapes[0]._asdict()
         fitted |= {"max_tokens": text.max_tokens, "vocabulary_size": text.vocabulary_size}
-        check_arguments("model.config", TubeletTransformer.__init__, section.config)
+        pretrained.check_arguments("model.config", TubeletTransformer.__init__, section.config)
         try:
             with torch.device("cpu" if weights else "meta"):
                 return TubeletTransformer(**(fitted | section.config))

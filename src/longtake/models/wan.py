@@ -10,32 +10,24 @@ from torch import Tensor, nn
 
 from longtake.config import ModelSection, Shift
 from longtake.errors import RecipeError
-from longtake.models.base import (
-    Conditioning,
-    DiffusersFamily,
-    LatentShape,
-    TransformerCall,
-    share_attention,
-)
-from longtake.models.codec import AutoencoderCodec
-from longtake.models.pretrained import FrozenParts, PipelinePart
+from longtake.models import base, codec, pretrained
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import TokenSharing
 
 
-class Wan(DiffusersFamily):
+class Wan(base.DiffusersFamily):
     """Text to video; conditioned on a transformers encoder's `prompt_embeds`.
 
     Its velocity has longtake's sign (noise - latents); its timesteps are 1000 sigma.
     """
 
-    frozen = FrozenParts(
-        codec=PipelinePart(("AutoencoderKLWan",), "vae"),
-        text=PipelinePart(("UMT5EncoderModel",), "text_encoder", "tokenizer"),
+    frozen = pretrained.FrozenParts(
+        codec=pretrained.PipelinePart(("AutoencoderKLWan",), "vae"),
+        text=pretrained.PipelinePart(("UMT5EncoderModel",), "text_encoder", "tokenizer"),
     )
     label = "Wan"
     transformer_class, pipeline_class = "WanTransformer3DModel", "WanPipeline"
-    codec_class, text_class = AutoencoderCodec, TransformersText
+    codec_class, text_class = codec.AutoencoderCodec, TransformersText
     parts = "an autoencoder and a transformers text encoder"
     block_lists = ("blocks",)
     variants: ClassVar[Mapping[float, str]] = {36 / 16: "an image-to-video variant of Wan"}
@@ -51,7 +43,7 @@ class Wan(DiffusersFamily):
             )
         return tuple(patch)
 
-    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+    def num_tokens(self, model: nn.Module, shape: base.LatentShape) -> int:
         config: Any = model.config
         patch: tuple[int, ...] = config.patch_size
         return math.prod(shape[1:]) // math.prod(patch)
@@ -69,14 +61,14 @@ class Wan(DiffusersFamily):
         return {"in_channels": channels, "out_channels": channels, "text_dim": text.embed_dim}
 
     def call(
-        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Conditioning
-    ) -> TransformerCall:
+        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
+    ) -> base.TransformerCall:
         inputs = {
             "hidden_states": noisy_latents,
             "timestep": timesteps,
             "encoder_hidden_states": conditioning["prompt_embeds"].to(noisy_latents.dtype),
         }
-        return TransformerCall(inputs, lambda velocity: velocity)
+        return base.TransformerCall(inputs, lambda velocity: velocity)
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
         """The video's tokens; every rank attends to all of the text."""
@@ -84,7 +76,7 @@ class Wan(DiffusersFamily):
         wan.patch_embedding.register_forward_hook(partial(_cut_patches, sharing))
         wan.rope.register_forward_hook(partial(_cut_positions, sharing))
         for block in wan.blocks:
-            share_attention(block.attn1, sharing)
+            base.share_attention(block.attn1, sharing)
         # The last layer that works token by token, and its tokens are narrow.
         wan.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
+from longtake import node_dir, process
 from longtake.errors import RecordError, RunError
 from longtake.fsio import file_time, now, read_record, write_once
 from longtake.heartbeat import (
@@ -31,36 +32,8 @@ from longtake.heartbeat import (
     read_heartbeat,
     read_heartbeats,
 )
-from longtake.monitor import flight_recorder
+from longtake.monitor import dumps, flight_recorder, observe, reporting
 from longtake.monitor.diagnosis import StallDiagnosis, diagnose
-from longtake.monitor.dumps import (
-    StackInterner,
-    dump_node,
-    dump_tree,
-    prune_dumps,
-    prune_requests,
-)
-from longtake.monitor.observe import Overdue, PhaseTimeouts
-from longtake.monitor.reporting import (
-    EventReporter,
-    RunDirThread,
-    StallActions,
-    WatchTarget,
-)
-from longtake.node_dir import (
-    DumpRequest,
-    NodeDirectory,
-    NodeDump,
-    all_nodes,
-    diagnosis_path,
-    has_beaten,
-    node_heartbeats,
-    read_dump,
-    request_path,
-    requests_path,
-    this_node,
-)
-from longtake.process import command
 from longtake.run_dir import RunDirectory
 from longtake.stacks import facts
 
@@ -84,11 +57,11 @@ _ASKED_SECONDS = 10.0
 
 
 def stall_request(
-    target: WatchTarget, token: str, overdue: Overdue, launch: str, step: int
-) -> DumpRequest:
+    target: reporting.WatchTarget, token: str, overdue: observe.Overdue, launch: str, step: int
+) -> node_dir.DumpRequest:
     alarm: Any = {**overdue.heartbeat.as_dict(), "launch": launch, "step": step}
     alarm |= {"host": target.host, "limit": round(overdue.limit, 3)}
-    return DumpRequest(
+    return node_dir.DumpRequest(
         token=token,
         time=now(),
         by=target.host,
@@ -99,12 +72,12 @@ def stall_request(
     )
 
 
-def write_request(run: RunDirectory, request: DumpRequest) -> DumpRequest:
+def write_request(run: RunDirectory, request: node_dir.DumpRequest) -> node_dir.DumpRequest:
     """Write a request, unless another node has written the same; returns the one that counts."""
-    path = request_path(run, request["token"])
+    path = node_dir.request_path(run, request["token"])
     if not write_once(path, request):
         with suppress(RecordError):
-            return read_record(path, DumpRequest, _MAX_REQUEST_BYTES) or request
+            return read_record(path, node_dir.DumpRequest, _MAX_REQUEST_BYTES) or request
     return request
 
 
@@ -124,7 +97,7 @@ class RequestQueue:
     and stalls of the current launch without a diagnosis: that node's watcher may have died.
     """
 
-    def __init__(self, node: NodeDirectory) -> None:
+    def __init__(self, node: node_dir.NodeDirectory) -> None:
         self._node, self._run = node, node.run
         self._seen: set[str] = set()
         self._has_looked = False
@@ -138,9 +111,9 @@ class RequestQueue:
     def take(self, token: str) -> None:
         self._seen.add(token)
 
-    def look(self, launch: str) -> list[DumpRequest]:
+    def look(self, launch: str) -> list[node_dir.DumpRequest]:
         """Unanswered requests by time; `launch`: the current one. Touches the disk."""
-        folder = requests_path(self._run)
+        folder = node_dir.requests_path(self._run)
         names = {path.stem for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
         found = (self._read(name) for name in names - self._seen)
         requests = sorted((each for each in found if each), key=lambda each: each["time"])
@@ -154,10 +127,10 @@ class RequestQueue:
         refused, self._refused = self._refused, []
         return refused
 
-    def _read(self, name: str) -> DumpRequest | None:
-        path = request_path(self._run, name)
+    def _read(self, name: str) -> node_dir.DumpRequest | None:
+        path = node_dir.request_path(self._run, name)
         try:
-            request = read_record(path, DumpRequest, _MAX_REQUEST_BYTES)
+            request = read_record(path, node_dir.DumpRequest, _MAX_REQUEST_BYTES)
             if request is None:
                 return None
             if request["token"] != name:
@@ -170,19 +143,19 @@ class RequestQueue:
             return None
         return request
 
-    def _is_open(self, request: DumpRequest, launch: str) -> bool:
+    def _is_open(self, request: node_dir.DumpRequest, launch: str) -> bool:
         token = request["token"]
         if request["reason"] != "stall":
             return self._is_awaited(token)
         of = request["stall"]["launch"] if "stall" in request else None
         is_ours = of == launch if launch else self._is_awaited(token)
-        return is_ours and not diagnosis_path(self._run, token).exists()
+        return is_ours and not node_dir.diagnosis_path(self._run, token).exists()
 
     def _is_awaited(self, token: str) -> bool:
         """Whether it was asked just before this watcher began, by the disk's own clock."""
         try:
             begun = self._node.events_path.stat().st_mtime
-            asked = request_path(self._run, token).stat().st_mtime
+            asked = node_dir.request_path(self._run, token).stat().st_mtime
         except OSError:
             return False
         return asked > begun - _LATE_REQUEST_SECONDS and not self._node.dump_path(token).exists()
@@ -192,7 +165,7 @@ class RequestQueue:
 
 
 def wait_for_dumps(
-    disk: RunDirThread,
+    disk: reporting.RunDirThread,
     token: str,
     before: Mapping[str, Any],
     since: float,
@@ -203,12 +176,16 @@ def wait_for_dumps(
     run, end = disk.node.run, time.monotonic() + seconds
 
     def without_dump() -> dict[str, dict[str, Any]]:
-        nodes = {h: each for h, each in node_heartbeats(run).items() if not each.get("ended")}
+        nodes = {
+            h: each for h, each in node_dir.node_heartbeats(run).items() if not each.get("ended")
+        }
         if launch is not None:
             nodes.pop(disk.node.host, None)
             nodes = {h: each for h, each in nodes.items() if each.get("launch") == launch}
         return {
-            h: e for h, e in nodes.items() if not NodeDirectory(run, h).dump_path(token).exists()
+            h: e
+            for h, e in nodes.items()
+            if not node_dir.NodeDirectory(run, h).dump_path(token).exists()
         }
 
     missing: dict[str, bool] = {}
@@ -217,7 +194,7 @@ def wait_for_dumps(
             beats = disk.ask(without_dump, _DISK_SECONDS)
             is_known = time.monotonic() - since > _ALIVE_SECONDS
             missing = {
-                host: not is_known or has_beaten(before.get(host), each)
+                host: not is_known or node_dir.has_beaten(before.get(host), each)
                 for host, each in beats.items()
             }
         if not any(missing.values()) or time.monotonic() >= end:
@@ -226,11 +203,11 @@ def wait_for_dumps(
 
 
 def read_dumps(
-    disk: RunDirThread, token: str, seconds: float | None = None
-) -> tuple[list[NodeDump], list[str]]:
+    disk: reporting.RunDirThread, token: str, seconds: float | None = None
+) -> tuple[list[node_dir.NodeDump], list[str]]:
     """Read one node's dump after the other until time is up."""
-    run, found = disk.node.run, list[NodeDump]()
-    interner, begun = StackInterner(), time.monotonic()
+    run, found = disk.node.run, list[node_dir.NodeDump]()
+    interner, begun = dumps.StackInterner(), time.monotonic()
     try:
         nodes = disk.ask(lambda: _nodes_with_dump(run, token), seconds or _READ_SECONDS)
     except OSError:
@@ -241,7 +218,7 @@ def read_dumps(
         if left <= 0:
             return found, unread
         try:
-            dump = disk.ask(partial(read_dump, node.dump_path(token)), left)
+            dump = disk.ask(partial(node_dir.read_dump, node.dump_path(token)), left)
         except OSError:
             return found, unread
         if dump:
@@ -249,19 +226,24 @@ def read_dumps(
     return found, []
 
 
-def _nodes_with_dump(run: RunDirectory, token: str) -> list[NodeDirectory]:
-    return [node for node in all_nodes(run) if node.dump_path(token).exists()]
+def _nodes_with_dump(run: RunDirectory, token: str) -> list[node_dir.NodeDirectory]:
+    return [node for node in node_dir.all_nodes(run) if node.dump_path(token).exists()]
 
 
 def collect_dumps(
-    disk: RunDirThread, request: DumpRequest, own: NodeDump, before: Mapping[str, Any], since: float
-) -> tuple[list[NodeDump], list[str]]:
+    disk: reporting.RunDirThread,
+    request: node_dir.DumpRequest,
+    own: node_dir.NodeDump,
+    before: Mapping[str, Any],
+    since: float,
+) -> tuple[list[node_dir.NodeDump], list[str]]:
     """All nodes' dumps for a stall, and the nodes of its launch that gave none."""
     token, launch = request["token"], str(request.get("stall", {}).get("launch", ""))
     missing = wait_for_dumps(disk, token, before, since, _SECONDS_FOR_OTHERS, launch)
     found, unread = read_dumps(disk, token)
-    dumps = {dump["host"]: dump for dump in found} | {own["host"]: own}
-    return list(dumps.values()), [h for h in dict.fromkeys([*missing, *unread]) if h not in dumps]
+    by_host = {dump["host"]: dump for dump in found} | {own["host"]: own}
+    silent = [host for host in dict.fromkeys([*missing, *unread]) if host not in by_host]
+    return list(by_host.values()), silent
 
 
 def turn_of(host: str, asker: str, answered: Iterable[str]) -> int:
@@ -273,9 +255,9 @@ def turn_of(host: str, asker: str, answered: Iterable[str]) -> int:
     return order.index(host) if host in order else len(order)
 
 
-def read_diagnosis(disk: RunDirThread, token: str) -> StallDiagnosis | None:
+def read_diagnosis(disk: reporting.RunDirThread, token: str) -> StallDiagnosis | None:
     """The published diagnosis; None: there is none that can be read."""
-    path = diagnosis_path(disk.node.run, token)
+    path = node_dir.diagnosis_path(disk.node.run, token)
     with suppress(OSError, RecordError):
         return disk.ask(lambda: read_record(path, StallDiagnosis), _DISK_SECONDS)
     return None
@@ -285,8 +267,8 @@ def read_diagnosis(disk: RunDirThread, token: str) -> StallDiagnosis | None:
 class _OpenStall:
     """A stall that was dumped and awaits its diagnosis."""
 
-    request: DumpRequest
-    dump: NodeDump  # this node's
+    request: node_dir.DumpRequest
+    dump: node_dir.NodeDump  # this node's
     before: Mapping[str, Any]  # the nodes' heartbeats when it was requested
     since: float
     dumped_at: float
@@ -298,18 +280,18 @@ class DumpService:
 
     def __init__(
         self,
-        target: WatchTarget,
-        disk: RunDirThread,
-        reporter: EventReporter,
-        timeouts: PhaseTimeouts,
+        target: reporting.WatchTarget,
+        disk: reporting.RunDirThread,
+        reporter: reporting.EventReporter,
+        timeouts: observe.PhaseTimeouts,
     ) -> None:
         self.num_stalls = 0
         self._target, self._disk, self._reporter = target, disk, reporter
         self._timeouts = timeouts
-        self._actions = StallActions(target, reporter, timeouts)
+        self._actions = reporting.StallActions(target, reporter, timeouts)
         self._requests = RequestQueue(target.node)
-        self._alarms: SimpleQueue[DumpRequest] = SimpleQueue()
-        self._begun: SimpleQueue[DumpRequest] = SimpleQueue()
+        self._alarms: SimpleQueue[node_dir.DumpRequest] = SimpleQueue()
+        self._begun: SimpleQueue[node_dir.DumpRequest] = SimpleQueue()
         self._outcomes: dict[str, StallOutcome] = {}
         self._open: dict[str, _OpenStall] = {}
         self._token = ""
@@ -323,11 +305,11 @@ class DumpService:
     def new_token(self, launch: str, step: int) -> str:
         return self._requests.new_token(launch, step)
 
-    def raise_alarm(self, request: DumpRequest) -> None:
+    def raise_alarm(self, request: node_dir.DumpRequest) -> None:
         self._alarms.put(request)
         self._wake.set()
 
-    def take_begun(self) -> DumpRequest | None:
+    def take_begun(self) -> node_dir.DumpRequest | None:
         return _next(self._begun)
 
     def outcome(self, token: str) -> StallOutcome | None:
@@ -353,7 +335,7 @@ class DumpService:
                 self._reporter.log(f"a request was not answered:\n{traceback.format_exc()}")
 
     def _answer_requests(self) -> None:
-        launch, requests = self._timeouts.launch, list[DumpRequest]()
+        launch, requests = self._timeouts.launch, list[node_dir.DumpRequest]()
         with suppress(OSError):
             requests = self._disk.ask(lambda: self._requests.look(launch), 2.0)
         for reason in self._requests.take_refused():
@@ -368,7 +350,7 @@ class DumpService:
         for request in requests:
             self._answer(request)
 
-    def _publish(self, request: DumpRequest) -> DumpRequest:
+    def _publish(self, request: node_dir.DumpRequest) -> node_dir.DumpRequest:
         self._outcomes.pop(request["token"], None)
         try:
             run = self._target.run
@@ -377,7 +359,7 @@ class DumpService:
             self._reporter.log(f"{request['token']}: other nodes cannot be asked: {error}")
             return request
 
-    def _answer(self, request: DumpRequest) -> None:
+    def _answer(self, request: node_dir.DumpRequest) -> None:
         token, reason = request["token"], request["reason"]
         self._token = token
         self._requests.take(token)
@@ -391,12 +373,12 @@ class DumpService:
             if request["by"] == self._target.host:
                 self._conclude(self._open.pop(token))
 
-    def _dump(self, request: DumpRequest) -> NodeDump:
+    def _dump(self, request: node_dir.DumpRequest) -> node_dir.NodeDump:
         target, token = self._target, request["token"]
         ranks = [each.rank for each in read_heartbeats(target.folder) if each.role == "rank"]
         before = flight_recorder.file_stamps(target.folder, ranks)
         flight_recorder.request_files(target.folder, ranks)
-        dump = dump_node(
+        dump = dumps.dump_node(
             target.folder,
             target.host,
             token,
@@ -410,8 +392,8 @@ class DumpService:
             for work in (
                 lambda: flight_recorder.copy_files(target.folder, ranks, copies, before),
                 lambda: target.node.write_dump(dump),
-                lambda: prune_dumps(target.node),
-                lambda: prune_requests(target.run, self._timeouts.launch),
+                lambda: dumps.prune_dumps(target.node),
+                lambda: dumps.prune_requests(target.run, self._timeouts.launch),
             ):
                 self._disk.ask(work, _DISK_SECONDS)
         except OSError as error:
@@ -437,7 +419,7 @@ class DumpService:
     def _turn(self, stall: _OpenStall, age: float) -> int:
         if stall.turn is None and age >= _TURN_SECONDS:
             run, token = self._target.run, stall.request["token"]
-            nodes = list[NodeDirectory]()
+            nodes = list[node_dir.NodeDirectory]()
             with suppress(OSError):
                 nodes = self._disk.ask(lambda: _nodes_with_dump(run, token), _DISK_SECONDS)
             answered = [each.host for each in nodes]
@@ -447,16 +429,16 @@ class DumpService:
     def _conclude(self, stall: _OpenStall) -> None:
         """Diagnose a stall from all nodes' dumps; the first diagnosis that is written counts."""
         request, token, run = stall.request, stall.request["token"], self._target.run
-        dumps, silent = collect_dumps(self._disk, request, stall.dump, stall.before, stall.since)
-        dumps = [self._with_current_alarm(each, request) for each in dumps]
-        folders = [NodeDirectory(run, each["host"]).flight_path(token) for each in dumps]
+        answers, silent = collect_dumps(self._disk, request, stall.dump, stall.before, stall.since)
+        answers = [self._with_current_alarm(each, request) for each in answers]
+        folders = [node_dir.NodeDirectory(run, each["host"]).flight_path(token) for each in answers]
         recorders: dict[int, dict[str, Any]] = {}
         with suppress(OSError):
             recorders, _ = self._disk.ask(
                 partial(flight_recorder.read_folders, folders), _DISK_SECONDS
             )
-        diagnosis = diagnose(request, dumps, silent, recorders, self._target.host)
-        path = diagnosis_path(run, token)
+        diagnosis = diagnose(request, answers, silent, recorders, self._target.host)
+        path = node_dir.diagnosis_path(run, token)
         is_first = diagnosis.kind != "cleared"
         try:
             is_first = self._disk.ask(lambda: write_once(path, diagnosis.as_dict()), _DISK_SECONDS)
@@ -473,7 +455,9 @@ class DumpService:
             self._reporter.emit("stalled", **facts, verdict=f"stalls/{path.name}")
         self._act_on(diagnosis, request)
 
-    def _with_current_alarm(self, dump: NodeDump, request: DumpRequest) -> NodeDump:
+    def _with_current_alarm(
+        self, dump: node_dir.NodeDump, request: node_dir.DumpRequest
+    ) -> node_dir.NodeDump:
         """A dump of this node with the present heartbeat of the process that raised the alarm.
 
         It may have moved on while the other nodes' dumps were awaited.
@@ -491,7 +475,7 @@ class DumpService:
                 processes[number] = {**each, "heartbeat": found.as_dict()}
         return {**dump, "rounds": [*rounds, {**last, "processes": processes}]}
 
-    def _act_on(self, diagnosis: StallDiagnosis, request: DumpRequest) -> None:
+    def _act_on(self, diagnosis: StallDiagnosis, request: node_dir.DumpRequest) -> None:
         if diagnosis.kind == "cleared":
             self._outcomes[diagnosis.token] = "cleared"
             return
@@ -502,7 +486,9 @@ class DumpService:
     def _heartbeats(self) -> dict[str, dict[str, Any]]:
         """The other nodes' heartbeats, by host; none if the disk gives no answer."""
         with suppress(OSError):
-            found = self._disk.ask(lambda: node_heartbeats(self._target.run), _DISK_SECONDS)
+            found = self._disk.ask(
+                lambda: node_dir.node_heartbeats(self._target.run), _DISK_SECONDS
+            )
             return {host: each for host, each in found.items() if host != self._target.host}
         return {}
 
@@ -519,11 +505,11 @@ class RunDumps:
     """Dumps that a person has asked for."""
 
     files: tuple[Path, ...] = ()  # of nodes with a watcher
-    own: NodeDump | None = None  # of this node, where no watcher has dumped it
+    own: node_dir.NodeDump | None = None  # of this node, where no watcher has dumped it
     silent: tuple[str, ...] = ()  # nodes whose watcher lives but gave no dump in time
 
-    def dumps(self) -> Iterator[NodeDump]:
-        yield from (found for path in self.files if (found := read_dump(path)))
+    def dumps(self) -> Iterator[node_dir.NodeDump]:
+        yield from (found for path in self.files if (found := node_dir.read_dump(path)))
         if self.own is not None:
             yield self.own
 
@@ -539,9 +525,9 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
             f"{run.path} is not a run directory: it has no recipe.toml. "
             "Name a run directory, or a process with --pid."
         )
-    here, folder = this_node(run).host, heartbeat_dir(run.path)
+    here, folder = node_dir.this_node(run).host, heartbeat_dir(run.path)
     token = f"asked_{file_time()}_{re.sub('[^0-9A-Za-z-]', '-', here)}"
-    request: DumpRequest = {
+    request: node_dir.DumpRequest = {
         "token": token,
         "time": now(),
         "by": here,
@@ -551,22 +537,22 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
     }
     silent: list[str] = []
     with suppress(OSError):  # the disk is full or not ours; this node can be dumped nevertheless
-        before, since = node_heartbeats(run), time.monotonic()
-        write_once(request_path(run, token), request)
-        disk = RunDirThread(this_node(run))
+        before, since = node_dir.node_heartbeats(run), time.monotonic()
+        write_once(node_dir.request_path(run, token), request)
+        disk = reporting.RunDirThread(node_dir.this_node(run))
         missing = wait_for_dumps(disk, token, before, since, _ASKED_SECONDS)
         disk.close(0.0)
         silent = [host for host, is_alive in missing.items() if is_alive]
     nodes, own = _nodes_with_dump(run, token), None
     is_here = any(each.is_alive for each in read_heartbeats(folder))
     if is_here and here not in (node.host for node in nodes):
-        own = dump_node(folder, here, token, "asked", **_ASKED, native=native)
+        own = dumps.dump_node(folder, here, token, "asked", **_ASKED, native=native)
         silent = [host for host in silent if host != here]
     if not (nodes or own or silent):
         raise RunError(
             f"No process of {run.path} runs: there is none on this node ({here}), and no watcher "
             "of another one answers. "
-            f"To see how it ended: {command()} show {shlex.quote(str(run.path))}"
+            f"To see how it ended: {process.command()} show {shlex.quote(str(run.path))}"
         )
     return RunDumps(tuple(node.dump_path(token) for node in nodes), own, tuple(silent))
 
@@ -591,7 +577,7 @@ def dump_process_tree(pid: int, *, native: bool) -> RunDumps:
             f"Process {pid} belongs to {_user(owner)}, and this is {_user(os.geteuid())}: its "
             f"stacks can be read by its user or by root (sudo longtake stacks --pid {pid})."
         )
-    return RunDumps(own=dump_tree(pid, here, **_ASKED, native=native))
+    return RunDumps(own=dumps.dump_tree(pid, here, **_ASKED, native=native))
 
 
 def _user(number: int) -> str:

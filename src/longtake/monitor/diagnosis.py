@@ -27,20 +27,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import longtake
-from longtake.fsio import now
+from longtake import fsio, node_dir, stacks
 from longtake.heartbeat import Phase
 from longtake.monitor.dumps import ProcessTrace, traces
 from longtake.monitor.flight_recorder import BlockedCollective, analyse
-from longtake.node_dir import DumpRequest, NodeDump
-from longtake.stacks import (
-    Call,
-    Stack,
-    is_library_file,
-    native_stack,
-    python_stack,
-    short_file,
-    user_frame,
-)
 
 StallKind = Literal["stuck", "slow", "lost", "link", "unknown", "cleared"]
 """`stuck`: it does not move; `slow`: it moves, for longer than ever; `lost`: its process died, or
@@ -134,8 +124,8 @@ class StallDiagnosis:
 
 
 def diagnose(
-    request: DumpRequest,
-    dumps: Sequence[NodeDump],
+    request: node_dir.DumpRequest,
+    dumps: Sequence[node_dir.NodeDump],
     silent: Sequence[str],
     recorders: Mapping[int, Mapping[str, Any]],
     host: str = "",
@@ -151,7 +141,7 @@ def diagnose(
     first = suspects[0] if suspects else None
     found = StallDiagnosis(
         token=request["token"],
-        time=now(),
+        time=fsio.now(),
         host=host,
         kind=kind,
         launch=str(alarm.get("launch", "")) or next((each["launch"] for each in dumps), ""),
@@ -169,7 +159,7 @@ def diagnose(
     return replace(found, suspects=found.suspects[:_MAX_SUSPECTS], sentence=sentence)
 
 
-def has_moved_on(alarm: Mapping[str, Any], dumps: Sequence[NodeDump]) -> bool:
+def has_moved_on(alarm: Mapping[str, Any], dumps: Sequence[node_dir.NodeDump]) -> bool:
     """Whether the process that raised an alarm has left that phase, by its node's last round.
 
     A rank that died has not. One that ended as it should has, and so has a decode worker that died:
@@ -320,8 +310,8 @@ class ProcessState:
 
     trace: ProcessTrace
     thread: str  # empty: the main one
-    calls: Stack  # of that thread, in the last round
-    native: Stack  # the C calls below them, where they were read
+    calls: stacks.Stack  # of that thread, in the last round
+    native: stacks.Stack  # the C calls below them, where they were read
     wait: Wait
     has_gil: bool  # that thread holds it
 
@@ -347,7 +337,7 @@ class ProcessState:
     def _of_thread(
         cls, trace: ProcessTrace, thread: Mapping[str, Any], name: str, phase: str
     ) -> "ProcessState":
-        calls, native = python_stack(thread), native_stack(thread)
+        calls, native = stacks.python_stack(thread), stacks.native_stack(thread)
         wait = classify_wait(calls, phase, native)
         return cls(trace, name, calls, native, wait, thread["has_gil"])
 
@@ -356,7 +346,10 @@ class ProcessState:
         if self.wait == "checkpoint":
             return name.startswith("checkpoint")
         if self.wait == "data":  # "decode_0": of a pool without processes
-            return name.startswith("decode_") and user_frame(python_stack(thread)) is not None
+            return (
+                name.startswith("decode_")
+                and stacks.user_frame(stacks.python_stack(thread)) is not None
+            )
         in_autograd = bool(self.calls) and self.calls[0][0] == "_engine_run_backward"
         return in_autograd and name.startswith("pt_autograd")
 
@@ -386,8 +379,8 @@ class ProcessState:
         return steps_done, _PHASE_ORDER.get(self.phase, 0)
 
     @property
-    def place(self) -> Call | None:
-        return user_frame(self.calls) or (self.calls[0] if self.calls else None)
+    def place(self) -> stacks.Call | None:
+        return stacks.user_frame(self.calls) or (self.calls[0] if self.calls else None)
 
     def suspect(self) -> Suspect:
         trace, heartbeat = self.trace, self.trace.heartbeat or {}
@@ -395,7 +388,7 @@ class ProcessState:
         within = ""
         if self.calls and self.calls[0] != self.place:
             name, inner_file, inner_line = self.calls[0]
-            within = f"{name} ({short_file(inner_file)}:{inner_line})"
+            within = f"{name} ({stacks.short_file(inner_file)}:{inner_line})"
         native = None
         if self.native:
             name, library, _ = self.native[0]
@@ -427,7 +420,7 @@ class StallSnapshot:
     world_size: int  # 0: unknown
 
     @classmethod
-    def of(cls, dumps: Sequence[NodeDump], stalled: frozenset[int]) -> "StallSnapshot":
+    def of(cls, dumps: Sequence[node_dir.NodeDump], stalled: frozenset[int]) -> "StallSnapshot":
         """Arrange dumps; `stalled`: ranks in an unfinished collective by the flight recorder."""
         last = {each["host"]: [r["seconds"] for r in each["rounds"]][-1:] for each in dumps}
         ranks: list[ProcessState] = []
@@ -547,11 +540,14 @@ _BY_PHASE: dict[str, Wait] = {
 }
 
 
-def classify_wait(calls: Stack, phase: str, native: Stack = ()) -> Wait:
+def classify_wait(calls: stacks.Stack, phase: str, native: stacks.Stack = ()) -> Wait:
     """What a thread waits for."""
     if not calls:
         return _BY_PHASE.get(phase, "nothing")
-    below, own = tuple(takewhile(lambda call: is_library_file(call[1]), calls)), user_frame(calls)
+    below, own = (
+        tuple(takewhile(lambda call: stacks.is_library_file(call[1]), calls)),
+        stacks.user_frame(calls),
+    )
     own_file = "" if own is None else own[1]
     if own_file.endswith(_OWN_COLLECTIVE) or any(_COLLECTIVE.search(file) for _, file, _ in below):
         return "collective"
@@ -570,7 +566,7 @@ def classify_wait(calls: Stack, phase: str, native: Stack = ()) -> Wait:
     return "data" if phase in ("data", "cache") else "lock"
 
 
-def _reads_device(call: Call) -> bool:
+def _reads_device(call: stacks.Call) -> bool:
     """Whether a line of training takes values from the device, which shows no call of torch's.
 
     The line is read in this process's own package: another process's file may be anything.
@@ -640,7 +636,7 @@ def _of_ranks(ranks: Sequence[int]) -> str:
 def place_of(suspect: Suspect) -> str:
     if not suspect.function:
         return ""
-    return f"{suspect.function} ({short_file(suspect.file)}:{suspect.line})"
+    return f"{suspect.function} ({stacks.short_file(suspect.file)}:{suspect.line})"
 
 
 def for_seconds(seconds: float) -> str:

@@ -15,8 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from longtake import stacks
-from longtake.fsio import is_linked, now, read_json, remove_tree
+from longtake import fsio, stacks
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.node_dir import NodeDirectory, NodeDump, ProcessDump, Round, requests_path
 from longtake.run_dir import RunDirectory
@@ -165,7 +164,7 @@ def _dump(
     if native:
         _add_native_calls(host, seen, reason)
     return NodeDump(
-        token=token, time=now(), host=host, reason=reason, launch="", rounds=seen, missing=[]
+        token=token, time=fsio.now(), host=host, reason=reason, launch="", rounds=seen, missing=[]
     )
 
 
@@ -423,7 +422,7 @@ def prune_dumps(node: NodeDirectory, most: int = _MAX_DUMPS) -> None:
     Only a watcher's: what others keep in that folder has other names.
     """
     folder = node.dump_path("any").parent
-    if is_linked(folder, node.run.path):
+    if fsio.is_linked(folder, node.run.path):
         return
     paths = [path for path in folder.glob("*") if path.name.startswith(_TOKENS)]
     times: dict[str, float] = defaultdict(float)
@@ -431,7 +430,7 @@ def prune_dumps(node: NodeDirectory, most: int = _MAX_DUMPS) -> None:
         times[path.stem] = max(times[path.stem], _modified(path))
     for token in sorted(times, key=lambda each: times[each], reverse=True)[most:]:
         node.dump_path(token).unlink(missing_ok=True)
-        remove_tree(node.flight_path(token))
+        fsio.remove_tree(node.flight_path(token))
 
 
 def prune_requests(run: RunDirectory, launch: str, seconds: float = _REQUEST_SECONDS) -> None:
@@ -440,12 +439,12 @@ def prune_requests(run: RunDirectory, launch: str, seconds: float = _REQUEST_SEC
     Stalls of the current launch stay, so that the next one of the same step has another name.
     """
     folder = requests_path(run)
-    if is_linked(folder, run.path):
+    if fsio.is_linked(folder, run.path):
         return
     times = {path: _modified(path) for path in folder.glob("[!.]*.json")}
     newest = max(times.values(), default=0.0)
     for path in (path for path, at in times.items() if newest - at > seconds):
-        stall = read_json(path).get("stall") or {}
+        stall = fsio.read_json(path).get("stall") or {}
         if not launch or stall.get("launch") != launch:
             path.unlink(missing_ok=True)
 

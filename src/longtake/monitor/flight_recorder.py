@@ -22,10 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from longtake.errors import LongtakeError
-from longtake.fsio import atomic_write, open_regular
-from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
-from longtake.unpickle import RestrictedUnpickler
+from longtake import errors, fsio, node_dir, trust
 
 FileStamp = tuple[int, int]  # modification time in nanoseconds, inode
 MESSAGE = -1
@@ -38,7 +35,7 @@ _ENTRY_KEYS = frozenset(
 _PEERS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
-class FlightRecorderError(LongtakeError, ValueError):
+class FlightRecorderError(errors.LongtakeError, ValueError):
     """A flight recorder's file cannot be read, or is no such file."""
 
 
@@ -76,7 +73,7 @@ def copy_files(
         with suppress(OSError):
             if _stamp(path) != before.get(rank):
                 target.mkdir(parents=True, exist_ok=True)
-                with atomic_write(target / f"rank_{rank}") as aside:
+                with fsio.atomic_write(target / f"rank_{rank}") as aside:
                     shutil.copyfile(path, aside, follow_symlinks=False)
                 found.append(rank)
     return found
@@ -97,7 +94,7 @@ def remove_all_files(folder: Path) -> None:
     """Remove files and pipes of all dead ranks."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     parts = [name.removesuffix(".pipe").rpartition("_") for name in names]
-    ours = (FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX)
+    ours = (node_dir.FLIGHT_FILE_PREFIX, node_dir.FLIGHT_PIPE_PREFIX)
     remove_files(
         folder, {int(rank) for *head, rank in parts if "".join(head) in ours and rank.isdecimal()}
     )
@@ -106,10 +103,10 @@ def remove_all_files(folder: Path) -> None:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a file, in which only plain containers, numbers and strings are allowed."""
     try:
-        with open_regular(path) as file:
+        with fsio.open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > _MAX_BYTES:
                 raise FlightRecorderError(f"{path} is larger than any flight recorder's file.")
-            found = RestrictedUnpickler(file).load()
+            found = trust.RestrictedUnpickler(file).load()
     except FlightRecorderError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -141,11 +138,11 @@ def read_folders(folders: Iterable[Path]) -> tuple[dict[int, dict[str, Any]], li
 
 
 def _pipe(folder: Path, rank: int) -> Path:
-    return folder / f"{FLIGHT_PIPE_PREFIX}{rank}.pipe"
+    return folder / f"{node_dir.FLIGHT_PIPE_PREFIX}{rank}.pipe"
 
 
 def _file(folder: Path, rank: int) -> Path:
-    return folder / f"{FLIGHT_FILE_PREFIX}{rank}"
+    return folder / f"{node_dir.FLIGHT_FILE_PREFIX}{rank}"
 
 
 def _stamp(path: Path) -> FileStamp:

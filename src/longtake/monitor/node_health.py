@@ -19,46 +19,11 @@ from typing import Any
 
 from longtake.formatting import format_size
 from longtake.fsio import append_json, atomic_write, now
-from longtake.health import clock
-from longtake.health.clock import (
-    STEP_SECONDS,
-    Chrony,
-    Clock,
-    ClockChange,
-    ClockOffsets,
-    ClockSlewed,
-    ClockSteady,
-    ClockStepped,
-    KernelClock,
-    TimeDaemons,
-    time_daemons,
-)
+from longtake.health import clock, system
 from longtake.health.gpu import HARMFUL_THROTTLES, GpuProbe, throttle_words
 from longtake.health.network import BUSY, RATE, UNANSWERED, Ethernet, InfiniBand, PeerConnections
-from longtake.health.system import (
-    HANGING_SECONDS,
-    HANGS,
-    CgroupMemory,
-    DiskProbe,
-    HealthProbe,
-    LoadProbe,
-    Numbers,
-    StatelessProbe,
-    ThreadedProbe,
-)
 from longtake.heartbeat import heartbeat_dir, read_heartbeats
-from longtake.monitor.observe import WatchSettings
-from longtake.monitor.outliers import (
-    CHECKPOINT,
-    SLOW,
-    LivingNodes,
-    Outlier,
-    OutlierDetector,
-    SlowLinks,
-    StepProbe,
-    by_device,
-    peers_of,
-)
+from longtake.monitor import observe, outliers
 from longtake.node_dir import NodeDirectory, NodeEventKind, all_nodes
 from longtake.run_dir import RunDirectory
 
@@ -75,36 +40,36 @@ class NodeHealth:
         self,
         run: RunDirectory,
         node: NodeDirectory,
-        settings: WatchSettings,
+        settings: observe.WatchSettings,
         data_paths: Sequence[Path] = (),
     ) -> None:
         self._host, self._seconds = node.host, settings.health_seconds
         folder = heartbeat_dir(run.path)
-        self._clock = Clock()
+        self._clock = clock.Clock()
         self._peers = PeerNodes(run, node.host)
         self._connections = PeerConnections(lambda: _rank_pids(folder))
         self._places = {"run": run.path, **{str(path): path for path in data_paths}}
-        may_hang: list[HealthProbe] = [
-            DiskProbe(node.path, self._places),
-            Chrony(),
-            TimeDaemons(),
+        may_hang: list[system.HealthProbe] = [
+            system.DiskProbe(node.path, self._places),
+            clock.Chrony(),
+            clock.TimeDaemons(),
             Ethernet(),
             InfiniBand(),
             GpuProbe(),
             self._peers,
             self._connections,
         ]
-        self._probes: list[HealthProbe] = [
-            StepProbe(folder),
-            LoadProbe(),
-            CgroupMemory(),
-            KernelClock(),
-            *map(ThreadedProbe, may_hang),
+        self._probes: list[system.HealthProbe] = [
+            outliers.StepProbe(folder),
+            system.LoadProbe(),
+            system.CgroupMemory(),
+            clock.KernelClock(),
+            *map(system.ThreadedProbe, may_hang),
         ]
-        self._outliers, self._slow_links = OutlierDetector(), SlowLinks()
+        self._outliers, self._slow_links = outliers.OutlierDetector(), outliers.SlowLinks()
         self._rules = HealthRules()
         self._log = HealthLog(node.health_path)
-        self._latest: Numbers = {}
+        self._latest: system.Numbers = {}
         self._events: deque[HealthEvent] = deque()
         self._wrong: dict[str, str] = {}
         self._wrong_since = 0.0
@@ -127,7 +92,7 @@ class NodeHealth:
             probe.close()
         self._log.close()
 
-    def latest(self) -> Numbers:
+    def latest(self) -> system.Numbers:
         return dict(self._latest)
 
     def addresses(self) -> list[str]:
@@ -157,10 +122,10 @@ class NodeHealth:
         for change in self._clock.take_changes():
             self._peers.forget_offsets()
             if not self._is_known(change):
-                self._events.append(clock_event(self._host, change, time_daemons()))
+                self._events.append(clock_event(self._host, change, clock.time_daemons()))
 
-    def _is_known(self, change: ClockChange) -> bool:
-        if not isinstance(change, ClockStepped) or abs(change.seconds) >= STEP_SECONDS:
+    def _is_known(self, change: clock.ClockChange) -> bool:
+        if not isinstance(change, clock.ClockStepped) or abs(change.seconds) >= clock.STEP_SECONDS:
             return False
         last, at = self._tiny_step_at, time.monotonic()
         self._tiny_step_at = at if last is None or at - last >= _TINY_STEPS_SECONDS else last
@@ -171,22 +136,22 @@ class NodeHealth:
         self._connections.set_hosts(self._peers.addresses)
         for probe in self._probes:
             found |= probe.sample()
-        outliers = self._outliers.judge(found, self._peers.health)
+        flagged = self._outliers.judge(found, self._peers.health)
         found |= self._slow_links.judge(found, self._peers.health)
-        self._report_wrong(self._rules.wrong(found, outliers), outliers, found)
+        self._report_wrong(self._rules.wrong(found, flagged), flagged, found)
         self._report_full(found)
         self._latest = found
         short = {n: int(x) if float(x).is_integer() else round(x, 9) for n, x in found.items()}
         self._log.put({"time": now(), **short})
 
     def _report_wrong(
-        self, wrong: dict[str, str], outliers: Sequence[Outlier], found: Numbers
+        self, wrong: dict[str, str], flagged: Sequence[outliers.Outlier], found: system.Numbers
     ) -> None:
         if wrong.keys() - self._wrong.keys():
             if not self._wrong:
                 self._wrong_since = time.monotonic()
             reason = ", ".join(wrong.values())
-            fields = {"reason": reason, **_slowest_rank(outliers), **_slow_link(wrong, found)}
+            fields = {"reason": reason, **_slowest_rank(flagged), **_slow_link(wrong, found)}
             self._events.append(("degraded", {**fields, "message": f"{self._host}: {reason}."}))
         elif self._wrong and not wrong:
             seconds = time.monotonic() - self._wrong_since
@@ -195,7 +160,7 @@ class NodeHealth:
             self._events.append(("recovered", {"reason": reason, "message": text}))
         self._wrong = wrong
 
-    def _report_full(self, numbers: Numbers) -> None:
+    def _report_full(self, numbers: system.Numbers) -> None:
         full = full_disks(numbers)
         for name in full.keys() - self._full:
             gib, path = full[name] / 2**30, str(self._places.get(name, name))
@@ -210,16 +175,16 @@ def _rank_pids(folder: Path) -> list[int]:
     return [each.pid for each in found if each.phase != "ended"]
 
 
-def _slowest_rank(outliers: Sequence[Outlier]) -> dict[str, Any]:
-    slow = [each for each in outliers if each.signal.name == "step_work_seconds"]
+def _slowest_rank(flagged: Sequence[outliers.Outlier]) -> dict[str, Any]:
+    slow = [each for each in flagged if each.signal.name == "step_work_seconds"]
     if not slow:
         return {}
     worst = max(slow, key=lambda each: each.percent)
     return {"rank": int(worst.device), "percent": round(worst.percent, 1)}
 
 
-def _slow_link(wrong: dict[str, str], numbers: Numbers) -> dict[str, Any]:
-    for peer in by_device(wrong, SLOW):
+def _slow_link(wrong: dict[str, str], numbers: system.Numbers) -> dict[str, Any]:
+    for peer in outliers.by_device(wrong, outliers.SLOW):
         return {"peer": peer, "send_bytes_per_second": numbers.get(f"{RATE}:{peer}")}
     return {}
 
@@ -234,8 +199,10 @@ _MEMORY_SHARE, _FILES_SHARE = 0.02, 0.9
 _FULL_BYTES, _FULL_SHARE = 5 * 2**30, 0.05
 _FULL_INODES_SHARE = 0.01
 _SLOW_SHARE = 1 / 3
-_AT_ONCE = (HANGS, "disk_is_failing", "clock_offset", UNANSWERED)
-_DISK_HANGS = f"{HANGS}:{DiskProbe.name}"  # an fsync of seconds is usual on ext4 and NFS
+_AT_ONCE = (system.HANGS, "disk_is_failing", "clock_offset", UNANSWERED)
+_DISK_HANGS = (
+    f"{system.HANGS}:{system.DiskProbe.name}"  # an fsync of seconds is usual on ext4 and NFS
+)
 _COUNTS = {
     "gpu_ecc_uncorrected_total": "{count:.0f} uncorrectable memory errors of GPU {device}",
     "gpu_xid_errors_total": "the driver reports errors of GPU {device} (XID {xid:.0f})",
@@ -253,21 +220,21 @@ class HealthRules:
     """
 
     def __init__(self) -> None:
-        self._before: Numbers = {}
+        self._before: system.Numbers = {}
         self._was_up: set[str] = set()
         self._ages: dict[str, int] = {}
         self._left: dict[str, tuple[int, str]] = {}
 
-    def wrong(self, numbers: Numbers, outliers: Sequence[Outlier]) -> dict[str, str]:
+    def wrong(self, numbers: system.Numbers, flagged: Sequence[outliers.Outlier]) -> dict[str, str]:
         """What is wrong now, by a key that tells it from others."""
-        found = dict(_outlier_texts(outliers))
+        found = dict(_outlier_texts(flagged))
         bad = dict(_bad_now(numbers))
         self._ages = {key: self._ages.get(key, 0) + 1 for key in bad}
         for key, text in bad.items():
             is_at_once = key.startswith(_AT_ONCE) and key != _DISK_HANGS
             if is_at_once or self._ages[key] >= _PERSISTS:
                 found[key] = text
-        for device, is_up in by_device(numbers, "link_up").items():
+        for device, is_up in outliers.by_device(numbers, "link_up").items():
             if is_up:
                 self._was_up.add(device)
             elif device in self._was_up:
@@ -276,10 +243,10 @@ class HealthRules:
         self._before = dict(numbers)
         return found
 
-    def _errors(self, numbers: Numbers) -> dict[str, str]:
+    def _errors(self, numbers: system.Numbers) -> dict[str, str]:
         self._left = {key: (n - 1, text) for key, (n, text) in self._left.items() if n > 1}
         for name, text in _COUNTS.items():
-            for device, count in by_device(numbers, name).items():
+            for device, count in outliers.by_device(numbers, name).items():
                 key = f"{name}:{device}" if device else name
                 more = count - self._before.get(key, count)
                 if more > 0:
@@ -288,13 +255,13 @@ class HealthRules:
         return {key: text for key, (_, text) in self._left.items()}
 
 
-def full_disks(numbers: Numbers) -> dict[str, float]:
+def full_disks(numbers: system.Numbers) -> dict[str, float]:
     """Disks that are full or nearly, by name, and their free bytes.
 
     Nearly: less than 5 GiB and than 5 %, or 1 % of the files that there can be.
     """
     found = {}
-    for name, free in by_device(numbers, "disk_free_bytes").items():
+    for name, free in outliers.by_device(numbers, "disk_free_bytes").items():
         nearly = min(_FULL_BYTES, _FULL_SHARE * numbers.get(f"disk_size_bytes:{name}", 0))
         inodes = numbers.get(f"disk_free_inodes:{name}", 1)
         few = _FULL_INODES_SHARE * numbers.get(f"disk_inodes:{name}", 0)
@@ -303,42 +270,45 @@ def full_disks(numbers: Numbers) -> dict[str, float]:
     return found
 
 
-def _outlier_texts(outliers: Sequence[Outlier]) -> Iterator[tuple[str, str]]:
+def _outlier_texts(flagged: Sequence[outliers.Outlier]) -> Iterator[tuple[str, str]]:
     """Of each number the worst device, and how many others there are."""
-    for name in dict.fromkeys(each.signal.name for each in outliers):
-        alike = [each for each in outliers if each.signal.name == name]
+    for name in dict.fromkeys(each.signal.name for each in flagged):
+        alike = [each for each in flagged if each.signal.name == name]
         devices = {each.device for each in alike}
         worst = max(alike, key=lambda each: abs(each.percent))
         more = f" (and {len(devices) - 1} more)" if len(devices) > 1 else ""
         yield name, f"{worst}{more}"
 
 
-def _bad_now(numbers: Numbers) -> Iterator[tuple[str, str]]:
-    for device, bits in by_device(numbers, "gpu_throttle_bits").items():
+def _bad_now(numbers: system.Numbers) -> Iterator[tuple[str, str]]:
+    for device, bits in outliers.by_device(numbers, "gpu_throttle_bits").items():
         for word in throttle_words(int(bits) & HARMFUL_THROTTLES):
             yield f"gpu_throttle_bits:{device}:{word}", f"GPU {device} {word}"
-    for device, lost in by_device(numbers, "gpu_is_lost").items():
+    for device, lost in outliers.by_device(numbers, "gpu_is_lost").items():
         if lost:
             yield f"gpu_is_lost:{device}", f"the driver no longer reaches GPU {device}"
-    for probe, seconds in by_device(numbers, HANGS).items():
-        is_saving = probe == DiskProbe.name and numbers.get(CHECKPOINT)
-        if seconds >= (_SAVING_SECONDS if is_saving else HANGING_SECONDS):
-            yield f"{HANGS}:{probe}", f"looking at {probe} has been hanging for {seconds:.0f} s"
+    for probe, seconds in outliers.by_device(numbers, system.HANGS).items():
+        is_saving = probe == system.DiskProbe.name and numbers.get(outliers.CHECKPOINT)
+        if seconds >= (_SAVING_SECONDS if is_saving else system.HANGING_SECONDS):
+            yield (
+                f"{system.HANGS}:{probe}",
+                f"looking at {probe} has been hanging for {seconds:.0f} s",
+            )
     if numbers.get("disk_is_failing:run"):
         yield "disk_is_failing", "the run directory can be neither written nor read"
-    for host, seconds in by_device(numbers, "clock_offset_at_least_seconds").items():
+    for host, seconds in outliers.by_device(numbers, "clock_offset_at_least_seconds").items():
         if seconds >= _CLOCK_DIFFERENCE_SECONDS:
             yield f"clock_offset:{host}", f"its clock and {host}'s differ by {seconds:.3f} s"
-    for host, seconds in by_device(numbers, UNANSWERED).items():
+    for host, seconds in outliers.by_device(numbers, UNANSWERED).items():
         if seconds:
             text = f"{host} has acknowledged nothing for {seconds:.0f} s of what is sent to it"
             yield f"{UNANSWERED}:{host}", text
-    for host, share in by_device(numbers, SLOW).items():
+    for host, share in outliers.by_device(numbers, outliers.SLOW).items():
         if share <= _SLOW_SHARE:
             rate, busy = numbers[f"{RATE}:{host}"], numbers[f"{BUSY}:{host}"]
             takes = f"{rate / 1e6:.3g} MB/s, {1 / max(share, 1e-4):.0f} times less than usual"
             text = f"the link to {host} carries {takes}, and is busy {busy:.0%} of the time"
-            yield f"{SLOW}:{host}", text
+            yield f"{outliers.SLOW}:{host}", text
     available = numbers.get("memory_available_bytes")
     if available is not None and available < _MEMORY_SHARE * numbers["memory_size_bytes"]:
         yield "memory", f"{format_size(int(available))} of memory left"
@@ -357,16 +327,16 @@ CLOCK_ADVICE = (
 
 
 def clock_event(
-    host: str, change: ClockChange, daemons: Sequence[str]
+    host: str, change: clock.ClockChange, daemons: Sequence[str]
 ) -> tuple[NodeEventKind, dict[str, Any]]:
     """The event of a clock change; `daemons`: programs on that node that set clocks."""
-    if isinstance(change, ClockSteady):
+    if isinstance(change, clock.ClockSteady):
         moved = _amount(change.seconds)
         text = f"{host}: the clock runs as usual again; it was moved by {moved}."
         return "recovered", {"seconds": change.seconds, "message": text}
     fields: dict[str, Any] = {"seconds": change.seconds}
     kind: NodeEventKind = "clock_stepped"
-    if isinstance(change, ClockSlewed):
+    if isinstance(change, clock.ClockSlewed):
         kind, fields["ppm"] = "clock_slewed", round(change.ppm, 1)
         way = "fast" if change.ppm > 0 else "slow"
         text = (
@@ -382,9 +352,9 @@ def clock_event(
     return kind, {**fields, "daemons": list(daemons), "advice": CLOCK_ADVICE, "message": message}
 
 
-def _step(step: ClockStepped) -> str:
+def _step(step: clock.ClockStepped) -> str:
     amount = _amount(step.seconds)
-    if abs(step.seconds) < STEP_SECONDS:
+    if abs(step.seconds) < clock.STEP_SECONDS:
         return (
             f"the kernel reports that the clock was set, but it is only {amount} off: it was set "
             "back at once, or by next to nothing."
@@ -397,40 +367,40 @@ def _step(step: ClockStepped) -> str:
 def _amount(seconds: float) -> str:
     if (size := abs(seconds)) >= 1:
         return f"{size:.6f} s"
-    return f"{size * 1e3:.6g} ms" if size >= STEP_SECONDS else f"{size * 1e6:.3g} us"
+    return f"{size * 1e3:.6g} ms" if size >= clock.STEP_SECONDS else f"{size * 1e6:.3g} us"
 
 
 # --- Peers.
 
 
-class PeerNodes(StatelessProbe):
+class PeerNodes(system.StatelessProbe):
     """Reads the heartbeats of the nodes that this one is compared with, which may hang."""
 
     name = "neighbours"
     numbers: Mapping[str, str] = {
         "neighbours": "Living nodes that this one is compared with",
-        **ClockOffsets.numbers,
+        **clock.ClockOffsets.numbers,
     }
 
     def __init__(self, run: RunDirectory, host: str) -> None:
         self._run, self._host = run, host
-        self._living = LivingNodes()
-        self._offsets = ClockOffsets(host)
+        self._living = outliers.LivingNodes()
+        self._offsets = clock.ClockOffsets(host)
         self._forgets = False
-        self.health: dict[str, Numbers] = {}  # by node, at the last sample
+        self.health: dict[str, system.Numbers] = {}  # by node, at the last sample
         self.addresses: dict[str, str] = {}  # nodes by the addresses that their ranks use
 
     def forget_offsets(self) -> None:
         self._forgets = True
 
-    def sample(self) -> Numbers:
+    def sample(self) -> system.Numbers:
         """The numbers now; those of a node that is seen for the first time come with the next."""
         if self._forgets:
             self._forgets = False
             self._offsets.forget()
         hosts = [node.host for node in all_nodes(self._run)]
         heartbeats, dates = dict[str, dict[str, Any]](), dict[str, float]()
-        for host in peers_of(self._host, hosts):
+        for host in outliers.peers_of(self._host, hosts):
             heartbeats[host] = NodeDirectory(self._run, host).read_heartbeat()
             dates[host] = clock.read_clocks().real_ns / 1e9
         own = NodeDirectory(self._run, self._host).read_heartbeat()
@@ -441,7 +411,7 @@ class PeerNodes(StatelessProbe):
             for address in each.get("addresses") or ()
         }
         self.addresses = self.addresses | found_at
-        found: Numbers = {"neighbours": float(len(living))}
+        found: system.Numbers = {"neighbours": float(len(living))}
         for host in living:
             found |= self._offsets.look(host, heartbeats[host], dates[host])
         self.health = {
@@ -497,11 +467,27 @@ def thin_out(path: Path) -> None:
 
 
 _EXPLAINED: Any = (
-    *(Clock, KernelClock, Chrony, TimeDaemons, PeerNodes, GpuProbe, Ethernet, InfiniBand),
-    *(PeerConnections, SlowLinks, DiskProbe, LoadProbe, CgroupMemory, StepProbe),
+    *(
+        clock.Clock,
+        clock.KernelClock,
+        clock.Chrony,
+        clock.TimeDaemons,
+        PeerNodes,
+        GpuProbe,
+        Ethernet,
+        InfiniBand,
+    ),
+    *(
+        PeerConnections,
+        outliers.SlowLinks,
+        system.DiskProbe,
+        system.LoadProbe,
+        system.CgroupMemory,
+        outliers.StepProbe,
+    ),
 )
 METRIC_HELP: Mapping[str, str] = {
     **{name: words for each in _EXPLAINED for name, words in each.numbers.items()},
-    **ThreadedProbe.numbers_of_thread,
+    **system.ThreadedProbe.numbers_of_thread,
 }
 """What each of a node's numbers means, by its name."""

@@ -22,10 +22,9 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any, TypeVar
 
+from longtake import errors, fsio
 from longtake.config import WatchSection
-from longtake.errors import LongtakeError
 from longtake.formatting import printable_lines
-from longtake.fsio import now
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.monitor.diagnosis import StallDiagnosis, Suspect
 from longtake.monitor.observe import PhaseTimeouts, WatchSettings
@@ -83,7 +82,7 @@ def watch_target(
     if section is None:
         try:
             section = directory.recipe().watch
-        except LongtakeError:
+        except errors.LongtakeError:
             section = WatchSection()
         if section.hook is not None and not trust and not is_own(directory):
             section = section.model_copy(update={"hook": None})
@@ -119,11 +118,11 @@ class RunDirThread:
         self._write_soon()
 
     def append_event(self, kind: NodeEventKind, fields: Mapping[str, Any]) -> None:
-        self._events.append((kind, {"time": now(), **fields}))
+        self._events.append((kind, {"time": fsio.now(), **fields}))
         self._write_soon()
 
     def log(self, text: str) -> None:
-        self._lines.append(f"{now()} {text}")
+        self._lines.append(f"{fsio.now()} {text}")
         self._write_soon()
 
     def ask(self, work: Callable[[], _T], seconds: float | None) -> _T:
@@ -205,7 +204,7 @@ class EventReporter:
             self.alert(kind, **fields)
 
     def alert(self, kind: NodeEventKind, /, **fields: Any) -> None:
-        event = {"time": now(), "event": kind, "host": self._host, **fields, "run": self._run}
+        event = {"time": fsio.now(), "event": kind, "host": self._host, **fields, "run": self._run}
         self._alerts.put(event)
 
     def log(self, text: str) -> None:

@@ -20,35 +20,13 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
+from longtake import fsio, node_dir, process
 from longtake.config import WatchSection
 from longtake.formatting import printable_lines
-from longtake.fsio import no_follow
 from longtake.health.system import oom_kills
 from longtake.heartbeat import Heartbeat, make_private_dir
-from longtake.monitor import flight_recorder
-from longtake.monitor.coordinator import DumpService, run_step, stall_request
+from longtake.monitor import coordinator, flight_recorder, observe, reporting
 from longtake.monitor.node_health import NodeHealth
-from longtake.monitor.observe import (
-    HeartbeatScanner,
-    LivenessTracker,
-    Overdue,
-    PhaseTimeouts,
-    Snapshot,
-    StaleHeartbeats,
-    alert_of,
-    has_moved,
-    remove_heartbeats,
-    scan_once,
-)
-from longtake.monitor.reporting import (
-    EventReporter,
-    RunDirThread,
-    WatchTarget,
-    is_disk_full,
-    watch_target,
-)
-from longtake.node_dir import DumpRequest
-from longtake.process import SECTION_VARIABLE, StopSignal
 
 _SCAN_SECONDS, _MAX_SCAN_SECONDS = 0.25, 1.0
 _CPU_SHARE = 0.002  # of a core: on a node of many processes it scans less often
@@ -61,13 +39,13 @@ _SIGTERM_SECONDS = 600.0
 _SECONDS_BETWEEN_LATE_LINES = 60.0
 
 
-def watch(target: WatchTarget) -> None:
+def watch(target: reporting.WatchTarget) -> None:
     """Watch a node's part of a run until it ends; returns at once if another watcher does.
 
     A watcher that a run has started waits until the other has ended. A SIGTERM, which a scheduler
     sends to all processes of a job, does not end it while ranks still save.
     """
-    stop = StopSignal(
+    stop = process.StopSignal(
         (SIGTERM, SIGINT),
         # A closed terminal, and a scheduler's warning to all processes of a job.
         ignored=(SIGHUP, SIGUSR1, SIGPIPE),
@@ -83,14 +61,16 @@ def watch(target: WatchTarget) -> None:
             lock.release()
 
 
-def _takes_over(target: WatchTarget, lock: "WatcherLock", stop: StopSignal) -> bool:
+def _takes_over(
+    target: reporting.WatchTarget, lock: "WatcherLock", stop: process.StopSignal
+) -> bool:
     seen, has_seen_ranks = time.monotonic(), False
     while not lock.acquire():
         if target.by_hand:
             text = f"{target.run.path} is watched already, by process {lock.holder()}."
             print(printable_lines(text), flush=True)  # noqa: T201 - to a person
             return False
-        snapshot = scan_once(target.folder)
+        snapshot = observe.scan_once(target.folder)
         has_seen_ranks |= any(each.role == "rank" for each in (*snapshot.living, *snapshot.dead))
         if snapshot.ranks:
             seen = time.monotonic()
@@ -111,7 +91,7 @@ class WatcherLock:
     def acquire(self) -> bool:
         """Take it if it is free; whether this process holds it now."""
         make_private_dir(self._path.parent)
-        file = open(self._path, "a+", opener=no_follow)  # noqa: SIM115 - kept open
+        file = open(self._path, "a+", opener=fsio.no_follow)  # noqa: SIM115 - kept open
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The last holder may have removed the file meanwhile.
@@ -145,23 +125,23 @@ class WatcherLock:
 
 
 class _Watcher:
-    def __init__(self, target: WatchTarget) -> None:
+    def __init__(self, target: reporting.WatchTarget) -> None:
         self._target = target
-        self._disk = RunDirThread(target.node)
-        self._reporter = EventReporter(target, self._disk)
-        self._timeouts = PhaseTimeouts(target.settings)
-        self._service = DumpService(target, self._disk, self._reporter, self._timeouts)
+        self._disk = reporting.RunDirThread(target.node)
+        self._reporter = reporting.EventReporter(target, self._disk)
+        self._timeouts = observe.PhaseTimeouts(target.settings)
+        self._service = coordinator.DumpService(target, self._disk, self._reporter, self._timeouts)
         self._health = NodeHealth(target.run, target.node, target.settings, target.data)
         self._exporter = self._open_exporter()
-        self._scanner = HeartbeatScanner(target.folder)
-        self._liveness, self._stale = LivenessTracker(), StaleHeartbeats()
+        self._scanner = observe.HeartbeatScanner(target.folder)
+        self._liveness, self._stale = observe.LivenessTracker(), observe.StaleHeartbeats()
         self._stalls = StallDetector(target, self._reporter, self._timeouts, self._service)
         self._num_heartbeats = 0
         self._written_at = self._ranks_at = time.monotonic()
         self._has_seen_ranks = self._has_logged_signal = False
         self._late_logged_at = -math.inf
 
-    def watch(self, stop: StopSignal) -> None:
+    def watch(self, stop: process.StopSignal) -> None:
         """Scan until the last rank of the node is gone, or a signal ends this."""
         self._begin()
         interval, planned = _SCAN_SECONDS, time.monotonic()
@@ -212,7 +192,7 @@ class _Watcher:
         if self._exporter is not None:
             self._exporter.close()
         if not snapshot.living:
-            remove_heartbeats(snapshot.dead)
+            observe.remove_heartbeats(snapshot.dead)
 
     def _check_own_lateness(self, now: float, planned: float) -> None:
         late = now - planned
@@ -225,7 +205,7 @@ class _Watcher:
                     f"{self._timeouts.seconds_late:.1f} s): the machine was suspended or too busy"
                 )
 
-    def _report_dead_ranks(self, snapshot: Snapshot) -> None:
+    def _report_dead_ranks(self, snapshot: observe.Snapshot) -> None:
         if self._liveness.wants_oom_count(snapshot.now):
             self._liveness.add_oom_count(oom_kills(), snapshot.now)
         if found := self._liveness.dead_ranks(snapshot.living, snapshot.dead):
@@ -233,7 +213,7 @@ class _Watcher:
             for each in found:
                 self._reporter.emit("rank_failed", is_alert=False, **each.as_event(kills))
             if any(each.is_first for each in found):
-                self._reporter.alert("rank_failed", **alert_of(found, kills))
+                self._reporter.alert("rank_failed", **observe.alert_of(found, kills))
         self._stale.remove(snapshot)
 
     def _report_health(self) -> None:
@@ -242,12 +222,12 @@ class _Watcher:
         if (error := self._disk.take_error()) is not None:
             path = self._target.node.path
             reason = f"{path} cannot be written: {error}"
-            if is_disk_full(error):
+            if reporting.is_disk_full(error):
                 self._reporter.emit("disk_full", path=str(path), reason=reason)
             else:
                 self._reporter.log(reason)
 
-    def _write_heartbeat(self, snapshot: Snapshot) -> None:
+    def _write_heartbeat(self, snapshot: observe.Snapshot) -> None:
         self._written_at = snapshot.now
         self._num_heartbeats += 1
         workers = [each for each in snapshot.living if each.role != "rank"]
@@ -276,11 +256,11 @@ class _Watcher:
         step_seconds = heartbeat.work_seconds / count if count else None
         return {**heartbeat.as_dict(), "limit": limit, "step_seconds": step_seconds, "alive": True}
 
-    def _have_all_ended(self, snapshot: Snapshot) -> bool:
+    def _have_all_ended(self, snapshot: observe.Snapshot) -> bool:
         dead = [each for each in snapshot.dead if each.role == "rank"]
         return not snapshot.ranks and all(each.phase == "ended" for each in dead)
 
-    def _is_over(self, snapshot: Snapshot) -> bool:
+    def _is_over(self, snapshot: observe.Snapshot) -> bool:
         if snapshot.ranks:
             self._ranks_at, self._has_seen_ranks = snapshot.now, True
             return False
@@ -312,7 +292,7 @@ class _Stall:
     token: str
     at: float  # when it was noticed, as `time.monotonic()`
     seconds: float  # for which it had lasted then
-    overdue: Overdue | None = None  # who raised the alarm; None: another node
+    overdue: observe.Overdue | None = None  # who raised the alarm; None: another node
     is_asker: bool = False  # this node has asked
 
     @property
@@ -329,10 +309,10 @@ class StallDetector:
 
     def __init__(
         self,
-        target: WatchTarget,
-        reporter: EventReporter,
-        timeouts: PhaseTimeouts,
-        service: DumpService,
+        target: reporting.WatchTarget,
+        reporter: reporting.EventReporter,
+        timeouts: observe.PhaseTimeouts,
+        service: coordinator.DumpService,
     ) -> None:
         self._target, self._reporter = target, reporter
         self._timeouts, self._service = timeouts, service
@@ -342,7 +322,7 @@ class StallDetector:
     def open_token(self) -> str:
         return self._stall.token if self._stall else ""
 
-    def check(self, snapshot: Snapshot) -> None:
+    def check(self, snapshot: observe.Snapshot) -> None:
         """Note other nodes' stalls, close one that is over, and raise the next alarm."""
         while (request := self._service.take_begun()) is not None:
             self._note_request(request, snapshot.now)
@@ -356,18 +336,20 @@ class StallDetector:
         if overdue:
             self._raise_alarm(overdue[0], snapshot)
 
-    def _raise_alarm(self, overdue: Overdue, snapshot: Snapshot) -> None:
+    def _raise_alarm(self, overdue: observe.Overdue, snapshot: observe.Snapshot) -> None:
         found, launch = overdue.heartbeat, self._timeouts.launch
-        step = run_step(found, snapshot.living)
+        step = coordinator.run_step(found, snapshot.living)
         token = self._service.new_token(launch, step)
         self._stall = _Stall(token, snapshot.now, found.seconds, overdue, is_asker=True)
         self._reporter.log(
             f"{token}: {_who(found)} has been in {found.phase} for {found.seconds:.1f} s, "
             f"{overdue.limit:.1f} s is the limit"
         )
-        self._service.raise_alarm(stall_request(self._target, token, overdue, launch, step))
+        self._service.raise_alarm(
+            coordinator.stall_request(self._target, token, overdue, launch, step)
+        )
 
-    def _note_request(self, request: DumpRequest, now: float) -> None:
+    def _note_request(self, request: node_dir.DumpRequest, now: float) -> None:
         """Another node's stall is this one's too: what does not move here waits for it."""
         is_own = request["by"] == self._target.host
         if self._stall is not None and self._stall.token == request["token"]:
@@ -376,14 +358,14 @@ class StallDetector:
             seconds = float(request.get("stall", {}).get("seconds", 0.0))
             self._stall = _Stall(request["token"], now, seconds)
 
-    def _close_if_over(self, stall: _Stall, snapshot: Snapshot) -> None:
+    def _close_if_over(self, stall: _Stall, snapshot: observe.Snapshot) -> None:
         if stall.overdue is None:
             if snapshot.now >= stall.doubled_at:
                 self._stall = None
             return
         before = stall.overdue.heartbeat
         after = next((each for each in snapshot.living if each.path == before.path), None)
-        if after is not None and not has_moved(before, after):
+        if after is not None and not observe.has_moved(before, after):
             return
         if self._service.outcome(stall.token) == "stalled" and stall.is_asker and after:
             seconds = round(stall.seconds + snapshot.now - stall.at, 1)
@@ -391,7 +373,7 @@ class StallDetector:
                 "stall_cleared",
                 token=stall.token,
                 **{name: getattr(before, name) for name in ("role", "rank", "pid", "phase")},
-                step=run_step(before, snapshot.living),
+                step=coordinator.run_step(before, snapshot.living),
                 seconds=seconds,
                 reason=f"{_who(before)} continued after {seconds} s in {before.phase}.",
             )
@@ -416,11 +398,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", help="the name of this node, if it is simulated")
     parser.add_argument("--folder", type=Path, help="its heartbeat folder, if it is simulated")
     found = parser.parse_args(arguments)
-    stated = os.environ.pop(SECTION_VARIABLE, None)
+    stated = os.environ.pop(process.SECTION_VARIABLE, None)
     section = found.section or (None if stated is None else _section(stated))
     try:
         watch(
-            watch_target(
+            reporting.watch_target(
                 found.run,
                 section,
                 found.data or (),

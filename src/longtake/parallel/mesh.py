@@ -18,10 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longtake import errors, node_dir, process
 from longtake.config import ParallelSection
-from longtake.errors import LostPeerError, RecipeError
-from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
-from longtake.process import num_cores
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -114,7 +112,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
         if not _tells_of_a_lost_peer(error):
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise LostPeerError(
+        raise errors.LostPeerError(
             f"Another of the {size} processes has ended or cannot be reached, so rank {rank} "
             f"cannot continue. What that one said is the reason; this one knows only: {first}"
         ) from error
@@ -180,12 +178,12 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     kind, colon, number = wanted.partition(":")
     if kind not in ("auto", "cuda") or (colon and (kind == "auto" or not number.isdecimal())):
-        raise RecipeError(
+        raise errors.RecipeError(
             f"{wanted!r} is no device. Expected auto, cpu, cuda, or one GPU, such as cuda:1."
         )
     gpu = int(number) if colon else local_rank
     if gpu >= gpus:
-        raise RecipeError(_no_gpu(wanted, local_rank, gpus))
+        raise errors.RecipeError(_no_gpu(wanted, local_rank, gpus))
     torch.cuda.set_device(gpu)
     return torch.device("cuda", gpu)
 
@@ -223,7 +221,7 @@ def shard_size(section: ParallelSection, size: int, of_node: int | None = None) 
         RecipeError: the number of processes does not divide so.
     """
     if size % section.context:
-        raise RecipeError(
+        raise errors.RecipeError(
             f"parallel.context = {section.context} does not divide the {size} "
             f"process{'es' * (size > 1)} of this launch. Start a multiple of it, or change it."
         )
@@ -233,7 +231,7 @@ def shard_size(section: ParallelSection, size: int, of_node: int | None = None) 
     shards = section.shard_size or of_node
     if size % shards:
         says = f"parallel.shard_size = {shards}" if section.shard_size else f"A node's {shards}"
-        raise RecipeError(
+        raise errors.RecipeError(
             f"{says} processes, which would hold one copy of the model, do not divide the {size} "
             "processes of this launch. Start a multiple of them, or set another "
             "parallel.shard_size."
@@ -265,7 +263,7 @@ def _with_timeout(mesh: DeviceMesh) -> DeviceMesh:
 
 def _share_cores() -> None:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, num_cores() // local_size))
+    torch.set_num_threads(max(1, process.num_cores() // local_size))
 
 
 def recorder_environment(folder: Path) -> dict[str, str]:
@@ -274,7 +272,7 @@ def recorder_environment(folder: Path) -> dict[str, str]:
     Names of torch 2.13, and of torch before 2.9 where they were renamed. They are read when the
     process group is created; variables that the user has set should be kept.
     """
-    dump, pipe = folder / FLIGHT_FILE_PREFIX, folder / FLIGHT_PIPE_PREFIX
+    dump, pipe = folder / node_dir.FLIGHT_FILE_PREFIX, folder / node_dir.FLIGHT_PIPE_PREFIX
     return {
         "TORCH_FR_BUFFER_SIZE": str(_FLIGHT_RECORDER_SIZE),
         "TORCH_NCCL_TRACE_BUFFER_SIZE": str(_FLIGHT_RECORDER_SIZE),

@@ -8,9 +8,7 @@ from typing import Literal
 
 import torch
 
-from longtake import config
-from longtake.config import Recipe
-from longtake.errors import RecipeError
+from longtake import config, errors
 from longtake.formatting import nearest
 
 Target = Literal["cuda", "cpu"]
@@ -95,7 +93,7 @@ def device_named(name: str) -> DeviceBudget:
         return given
     near = nearest(wanted, [*DEVICES, CPU.name])
     hint = f" Did you mean {near}?" if near else ""
-    raise RecipeError(
+    raise errors.RecipeError(
         f"The device {name!r} is not known.{hint} Known are {', '.join(DEVICES)} and {CPU.name}; "
         "any other is given by its memory and its dense bf16 speed, such as 24GiB,165TFLOPS, and "
         "its bandwidth, where it is known: 24GiB,165TFLOPS,1008GB/s."
@@ -121,7 +119,7 @@ def _given(name: str, parts: Sequence[str]) -> DeviceBudget | None:
             value = (
                 config.memory_bytes(part) if kind == "memory" else float(found[1]) * _UNITS[unit]
             )
-        except (RecipeError, ValueError):
+        except (errors.RecipeError, ValueError):
             return None
         figures[kind] = value
     flops = figures.get("flops", 0.0)
@@ -143,7 +141,7 @@ def _by_numbers(name: str, parts: Sequence[str]) -> DeviceBudget | None:
 
 
 def device_budget(
-    recipe: Recipe, target: Target | None = None, world_size: int = 1
+    recipe: config.Recipe, target: Target | None = None, world_size: int = 1
 ) -> DeviceBudget:
     """The device that a recipe names, or that it would be trained on here, and its memory.
 

@@ -11,26 +11,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import longtake
-from longtake import config
-from longtake.config import Bucket, Recipe
-from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
+from longtake import config, errors
 from longtake.formatting import first_line, format_size
 from longtake.models.build import Components, latent_shape, outline, outline_conditioning
 from longtake.models.numerics import autocast
-from longtake.planner.activation_checkpointing import Options, options_of
+from longtake.planner import activation_checkpointing, fake_tensors, gradient_flow, memory, solver
 from longtake.planner.devices import DeviceBudget
-from longtake.planner.fake_tensors import CachedFakeMode
-from longtake.planner.gradient_flow import Trap, costly_policies, flow_traps, idle_recompute
-from longtake.planner.memory import (
-    MetaStep,
-    PolicyForecast,
-    StaticMemory,
-    foreach_bytes,
-    outline_step,
-    policy_forecast,
-    static_memory,
-)
-from longtake.planner.solver import BestOptions, PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
 
 _NOT_TRACED = ("optimizer.", "data.cache", "data.windows", "parallel.")
@@ -48,15 +34,17 @@ class GradientFlow:
 
     reached: Sequence[str]
     unreached: Sequence[str]
-    traps: Sequence[Trap]
+    traps: Sequence[gradient_flow.Trap]
 
     @property
-    def fatal(self) -> list[Trap]:
+    def fatal(self) -> list[gradient_flow.Trap]:
         return [trap for trap in self.traps if trap.stops]
 
     def refuse_fatal(self) -> None:
         if self.fatal:
-            raise PlanError("\n".join(["Not everything would train.", *map(str, self.fatal)]))
+            raise errors.PlanError(
+                "\n".join(["Not everything would train.", *map(str, self.fatal)])
+            )
 
 
 @dataclass(frozen=True)
@@ -64,14 +52,14 @@ class Forecast:
     """All that is known about a step before it is run."""
 
     device: DeviceBudget
-    step: MetaStep
-    static: StaticMemory
+    step: memory.MetaStep
+    static: memory.StaticMemory
     gradients: GradientFlow
     traces: Mapping[str, StepTrace]
     """Of every named policy; empty where a trap keeps the step from being traced."""
-    policies: Sequence[PolicyForecast]
-    best: BestOptions | None  # the fastest that fits; without a budget, everything kept
-    best_policy: PolicyForecast | None
+    policies: Sequence[memory.PolicyForecast]
+    best: solver.BestOptions | None  # the fastest that fits; without a budget, everything kept
+    best_policy: memory.PolicyForecast | None
 
     @property
     def num_parameters(self) -> int:
@@ -87,19 +75,21 @@ class Forecast:
         return bool(self.policies) and self.best is None
 
     @property
-    def least(self) -> PolicyForecast:
+    def least(self) -> memory.PolicyForecast:
         return min(self.policies, key=lambda row: row.step_peak_bytes)
 
     @property
-    def chosen(self) -> tuple[Options, StepTrace] | None:
+    def chosen(self) -> tuple[activation_checkpointing.Options, StepTrace] | None:
         """The best options, or the named policy that takes least; None where nothing is traced."""
         if self.best is not None:
             return self.best.options, self.best.traced
         if not self.policies:
             return None
-        return options_of(self.least.name, self.step.block_names), self.traces[self.least.name]
+        return activation_checkpointing.options_of(
+            self.least.name, self.step.block_names
+        ), self.traces[self.least.name]
 
-    def policy(self, name: str) -> PolicyForecast:
+    def policy(self, name: str) -> memory.PolicyForecast:
         rows = [*self.policies, self.best_policy]
         return next(row for row in rows if row is not None and row.name == name)
 
@@ -107,11 +97,11 @@ class Forecast:
     def foreach_bytes(self) -> int:
         section = self.step.recipe.optimizer
         is_plain = section.kind == "adamw" and not section.offload
-        return foreach_bytes(self.step.components.model) if is_plain else 0
+        return memory.foreach_bytes(self.step.components.model) if is_plain else 0
 
 
 def forecast(
-    recipe: Recipe, device: DeviceBudget, *, world_size: int = 1, per_node: int | None = None
+    recipe: config.Recipe, device: DeviceBudget, *, world_size: int = 1, per_node: int | None = None
 ) -> Forecast:
     """Trace a recipe's step under every policy, find the best that fits, and look for traps.
 
@@ -122,23 +112,23 @@ def forecast(
         PlanError: the model cannot be run on tensors without values, or its weights alone are
             above the budget.
     """
-    step = outline_step(recipe, device, world_size, per_node)
+    step = memory.outline_step(recipe, device, world_size, per_node)
     gradients = check_gradients(step)
     if gradients.fatal:  # torch may not even get through such a step
-        return Forecast(device, step, static_memory(step), gradients, {}, [], None, None)
+        return Forecast(device, step, memory.static_memory(step), gradients, {}, [], None, None)
     _refuse_below_weights(step)
-    sweep = sweep_policies(step.tracer)
+    sweep = solver.sweep_policies(step.tracer)
     traces = sweep.traces
     traps = [*gradients.traps, *policy_traps(step, traces)]
     best = _best(step, sweep)
 
-    def row(name: str, trace: StepTrace) -> PolicyForecast:
-        return policy_forecast(name, trace, step, sweep.overhead(trace))
+    def row(name: str, trace: StepTrace) -> memory.PolicyForecast:
+        return memory.policy_forecast(name, trace, step, sweep.overhead(trace))
 
     return Forecast(
         device=device,
         step=step,
-        static=static_memory(step, traces["none"].input_bytes),
+        static=memory.static_memory(step, traces["none"].input_bytes),
         gradients=replace(gradients, traps=traps),
         traces=traces,
         policies=[row(name, trace) for name, trace in traces.items()],
@@ -147,26 +137,26 @@ def forecast(
     )
 
 
-def check_gradients(step: MetaStep) -> GradientFlow:
+def check_gradients(step: memory.MetaStep) -> GradientFlow:
     """Which trainable parameters a step reaches, and what keeps it from the others."""
     try:
         with _torch_is_quiet():
             watch = step.tracer.watch_gradients()
-    except LongtakeError:
+    except errors.LongtakeError:
         raise
     except DataDependentOutputException as error:
-        raise CannotBePlannedError(
+        raise errors.CannotBePlannedError(
             f"The model cannot be planned{_where(error)}: a tensor's value is asked for. A plan "
             "runs the model on tensors that have a shape but no values, so it can follow no "
             ".item() and no `if` on a tensor. Compute with tensors there, such as by torch.where."
         ) from error
     except Exception as error:  # a user's own module may raise anything
         reason = first_line(error)
-        raise PlanError(
+        raise errors.PlanError(
             f"The model cannot be run{_where(error)}: {type(error).__name__}: {reason}. A training "
             "step would fail in the same way."
         ) from error
-    return GradientFlow(watch.reached(), watch.unreached(), flow_traps(watch))
+    return GradientFlow(watch.reached(), watch.unreached(), gradient_flow.flow_traps(watch))
 
 
 @contextmanager
@@ -190,16 +180,20 @@ def _where(error: Exception) -> str:
     return f" ({places[-1].filename}, line {places[-1].lineno}: {places[-1].line})"
 
 
-def policy_traps(step: MetaStep, traces: Mapping[str, StepTrace]) -> list[Trap]:
+def policy_traps(
+    step: memory.MetaStep, traces: Mapping[str, StepTrace]
+) -> list[gradient_flow.Trap]:
     """What the recipe's own policy recomputes for nothing, and policies that cost memory.
 
     `traces` are by policy, `none` among them.
     """
-    traps = costly_policies({name: trace.peak_bytes for name, trace in traces.items()})
+    traps = gradient_flow.costly_policies(
+        {name: trace.peak_bytes for name, trace in traces.items()}
+    )
     policy, kept = step.recipe.recompute.chosen(), traces["none"]
     if policy not in traces:
         return traps
-    options = options_of(policy, step.block_names)
+    options = activation_checkpointing.options_of(policy, step.block_names)
     no_gradient = {
         name: options[name] for name, block in kept.blocks.items() if block.backward is None
     }
@@ -209,26 +203,26 @@ def policy_traps(step: MetaStep, traces: Mapping[str, StepTrace]) -> list[Trap]:
         - (chosen[name].forward.end_bytes - chosen[name].forward.begin_bytes)
         for name, block in kept.blocks.items()
     }
-    return [*idle_recompute(no_gradient, saved), *traps]
+    return [*gradient_flow.idle_recompute(no_gradient, saved), *traps]
 
 
-def _best(step: MetaStep, sweep: PolicySweep) -> BestOptions | None:
+def _best(step: memory.MetaStep, sweep: solver.PolicySweep) -> solver.BestOptions | None:
     budget_bytes = step.device.budget_bytes
     if budget_bytes is None:
-        return find_best(step.tracer, sweep, None)
-    static = static_memory(step, sweep.traces["none"].input_bytes)
+        return solver.find_best(step.tracer, sweep, None)
+    static = memory.static_memory(step, sweep.traces["none"].input_bytes)
     if static.update_bytes > budget_bytes:
         return None
-    return find_best(step.tracer, sweep, budget_bytes - static.resident + static.elsewhere)
+    return solver.find_best(step.tracer, sweep, budget_bytes - static.resident + static.elsewhere)
 
 
-def _refuse_below_weights(step: MetaStep) -> None:
+def _refuse_below_weights(step: memory.MetaStep) -> None:
     budget_bytes = step.device.budget_bytes
-    if budget_bytes is None or (weights := static_memory(step).weights) < budget_bytes:
+    if budget_bytes is None or (weights := memory.static_memory(step).weights) < budget_bytes:
         return
-    traced = step.tracer.trace(options_of("all", step.block_names))
-    least = policy_forecast("all", traced, step).step_peak_bytes
-    raise PlanError(
+    traced = step.tracer.trace(activation_checkpointing.options_of("all", step.block_names))
+    least = memory.policy_forecast("all", traced, step).step_peak_bytes
+    raise errors.PlanError(
         f"The model's weights alone take {format_size(weights)}, but the budget for all tensors is "
         f"{format_size(budget_bytes)}. With every block recomputed this recipe takes "
         f"{format_size(least)}: it wants a GPU of {format_size(step.device.memory_for(least))} "
@@ -241,9 +235,9 @@ def _refuse_below_weights(step: MetaStep) -> None:
 class ChangedStep:
     """The step of a changed recipe, its blocks run as the forecast chose."""
 
-    step: MetaStep
+    step: memory.MetaStep
     trace: StepTrace
-    memory: PolicyForecast
+    policy: memory.PolicyForecast
 
 
 def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
@@ -256,12 +250,12 @@ def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
         if all(change.startswith(_NOT_TRACED) for change in changes):
             step = replace(step, recipe=recipe)
         else:
-            step = outline_step(recipe, known.device, step.world_size, step.per_node)
+            step = memory.outline_step(recipe, known.device, step.world_size, step.per_node)
             trace = step.tracer.trace(options)
-    except LongtakeError:  # a smaller shape may not divide into the codec's or the model's
+    except errors.LongtakeError:  # a smaller shape may not divide into the codec's or the model's
         return None
     name = "best" if known.best else known.least.name
-    return ChangedStep(step, trace, policy_forecast(name, trace, step))
+    return ChangedStep(step, trace, memory.policy_forecast(name, trace, step))
 
 
 @dataclass(frozen=True)
@@ -299,8 +293,8 @@ def _suggestion(known: Forecast, what: str, changes: Sequence[str]) -> Suggestio
     found = what_if(known, changes)
     if found is None:
         return None
-    memory = found.memory
-    return Suggestion(what, changes, memory.name, memory.step_peak_bytes, memory.fits is True)
+    policy = found.policy
+    return Suggestion(what, changes, policy.name, policy.step_peak_bytes, policy.fits is True)
 
 
 def _joined(suggestions: Sequence[Suggestion]) -> list[str]:
@@ -336,11 +330,11 @@ def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
         yield "cached latents and prompts", ["data.cache=cache", "data.windows=1"]
 
 
-def _smaller_clips(buckets: Sequence[Bucket]) -> Iterator[tuple[str, list[str]]]:
+def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list[str]]]:
     def less(pixels: int) -> int:
         return min(pixels, max(_LEAST_PIXELS, round(0.75 * pixels / _PIXELS) * _PIXELS))
 
-    def change(shapes: Sequence[Bucket]) -> tuple[str, list[str]]:
+    def change(shapes: Sequence[config.Bucket]) -> tuple[str, list[str]]:
         once = list(dict.fromkeys(shapes))
         each = ", ".join(
             f"{{num_frames={s.num_frames}, height={s.height}, width={s.width}}}" for s in once
@@ -372,7 +366,7 @@ class PhaseForecast:
     fits: bool | None  # None without a budget
 
 
-def forecast_phases(step: MetaStep) -> list[PhaseForecast]:
+def forecast_phases(step: memory.MetaStep) -> list[PhaseForecast]:
     """Each phase of caching, training with encoders in the step, and sampling.
 
     Clips are of the bucket with the most tokens, one at a time. A part that looks at values is left
@@ -380,7 +374,7 @@ def forecast_phases(step: MetaStep) -> list[PhaseForecast]:
     """
     budget = step.device.budget_bytes
     components = outline(step.recipe)
-    mode = CachedFakeMode(allow_non_fake_inputs=True)
+    mode = fake_tensors.CachedFakeMode(allow_non_fake_inputs=True)
     found: dict[str, InferenceTrace] = {}
     with mode:
         modules = (*components.text.modules(), components.model, *components.codec.modules())
@@ -407,14 +401,16 @@ def forecast_phases(step: MetaStep) -> list[PhaseForecast]:
 
 
 def _phase_traces(
-    mode: CachedFakeMode, step: MetaStep, components: Components
+    mode: fake_tensors.CachedFakeMode, step: memory.MetaStep, components: Components
 ) -> Iterator[tuple[str, Callable[[], InferenceTrace]]]:
     texts, codecs = components.text.modules(), components.codec.modules()
 
     def trace(modules: Sequence[nn.Module], run: Callable[[], object]) -> InferenceTrace:
         return trace_inference(mode, modules, run, step.device)
 
-    def of_clip(work: Callable[[Components, Bucket], Tensor]) -> Callable[[], InferenceTrace]:
+    def of_clip(
+        work: Callable[[Components, config.Bucket], Tensor],
+    ) -> Callable[[], InferenceTrace]:
         def of(num_frames: int) -> InferenceTrace:
             part = step.bucket.model_copy(update={"num_frames": num_frames})
             return trace(codecs, lambda: work(components, part))
@@ -429,7 +425,7 @@ def _phase_traces(
     yield "model", lambda: trace([components.model], lambda: _denoise(components, step))
 
 
-def _encode_caption(components: Components, recipe: Recipe) -> None:
+def _encode_caption(components: Components, recipe: config.Recipe) -> None:
     pooled = recipe.text.pooled
     lengths = [components.text.max_tokens, *([] if pooled is None else [pooled.max_tokens])]
     for module, length in zip(components.text.modules(), lengths, strict=True):
@@ -437,12 +433,12 @@ def _encode_caption(components: Components, recipe: Recipe) -> None:
         module(input_ids=tokens, attention_mask=torch.ones_like(tokens))
 
 
-def _encode_clip(components: Components, bucket: Bucket) -> Tensor:
+def _encode_clip(components: Components, bucket: config.Bucket) -> Tensor:
     shape = (1, 3, bucket.num_frames, bucket.height, bucket.width)
     return components.codec.encode(torch.empty(shape, dtype=torch.uint8))
 
 
-def _decode_video(components: Components, bucket: Bucket) -> Tensor:
+def _decode_video(components: Components, bucket: config.Bucket) -> Tensor:
     return components.codec.decode(torch.empty(1, *latent_shape(components.codec, bucket)))
 
 
@@ -459,7 +455,7 @@ def _extrapolated(of: Callable[[int], InferenceTrace], num_frames: int) -> Infer
     )
 
 
-def _denoise(components: Components, step: MetaStep) -> Tensor:
+def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
     """One forward pass over one video, as sampling in two passes makes it."""
     shape = latent_shape(components.codec, step.bucket)
     conditioning = {
@@ -471,12 +467,14 @@ def _denoise(components: Components, step: MetaStep) -> Tensor:
         return components.predict_velocity(torch.empty(1, *shape), torch.empty(1), conditioning)
 
 
-def _encoding_in_step(step: MetaStep, found: Mapping[str, InferenceTrace]) -> InferenceTrace | None:
+def _encoding_in_step(
+    step: memory.MetaStep, found: Mapping[str, InferenceTrace]
+) -> InferenceTrace | None:
     """A training step at the moment in which codec or text encoder works."""
     encoding = [found[name] for name in ("text", "encode") if name in found]
     if not encoding:
         return None
-    static = static_memory(step)
+    static = memory.static_memory(step)
     there = static.weights + static.resident
     if step.num_micro_batches > 1:
         there += static.gradients

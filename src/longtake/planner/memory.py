@@ -12,20 +12,10 @@ from torch import Tensor, nn
 from longtake.config import Bucket, OptimizerSection, Recipe
 from longtake.data.loader import num_places
 from longtake.errors import RecipeError
-from longtake.models.build import (
-    Components,
-    FlowBatch,
-    flow_losses,
-    latent_shape,
-    outline,
-    outline_conditioning,
-    refuse_sharing,
-)
-from longtake.models.numerics import Precision, choose_precision
+from longtake.models import build, numerics
 from longtake.optim import master_weights, muon
 from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers
-from longtake.parallel.fsdp import accumulate_in_fp32
-from longtake.parallel.mesh import shard_size
+from longtake.parallel import fsdp, mesh
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.fake_tensors import FakeTokenSharing
 from longtake.planner.trace import CUDA_ROUNDS_TO, StepTrace, Subject, Tracer
@@ -42,11 +32,11 @@ class MetaStep:
     """A micro-batch's forward and backward pass without weights and values, ready to be traced."""
 
     recipe: Recipe
-    components: Components  # on the meta device
+    components: build.Components  # on the meta device
     tracer: Tracer
     bucket: Bucket  # the shape of clips that makes most tokens: the others fit if it does
     num_tokens: int  # of one sample of it that attend to each other, with text and references
-    precision: Precision
+    precision: numerics.Precision
     micro_batch_size: int
     num_micro_batches: int  # of one process, for one update
     world_size: int  # processes that share a batch
@@ -54,7 +44,7 @@ class MetaStep:
 
     @property
     def num_shards(self) -> int:
-        return shard_size(self.recipe.parallel, self.world_size, self.per_node)
+        return mesh.shard_size(self.recipe.parallel, self.world_size, self.per_node)
 
     @property
     def num_copies(self) -> int:
@@ -78,17 +68,17 @@ def outline_step(
 ) -> MetaStep:
     """A recipe's step at its largest bucket; neither catalog nor weights are needed."""
     per_node = min(per_node or world_size, world_size)
-    num_shards = shard_size(recipe.parallel, world_size, per_node)
+    num_shards = mesh.shard_size(recipe.parallel, world_size, per_node)
     data_size = world_size // recipe.parallel.context
     refuse_idle_ranks(recipe.training.global_batch_size, data_size)
-    components = outline(recipe)
-    refuse_sharing(components, recipe)
+    components = build.outline(recipe)
+    build.refuse_sharing(components, recipe)
     family, model = components.family, components.model
     if recipe.parallel.context > 1:
         family.share_tokens(model, FakeTokenSharing(recipe.parallel.context))
     model.train()
     if world_size == 1:
-        accumulate_in_fp32(model)
+        fsdp.accumulate_in_fp32(model)
     local = num_places(recipe.training.global_batch_size, data_size)
     micro = min(recipe.training.micro_batch_size or local, local)
     lengths = {shape: _sequence_length(components, recipe, shape) for shape in recipe.data.shapes()}
@@ -101,7 +91,9 @@ def outline_step(
         blocks={names[block]: block for block in family.blocks(model)},
         call_blocks_by=lambda call: family.call_blocks_by(model, call),
         make_inputs=_inputs_maker(components, recipe, bucket, micro),
-        loss=lambda batch: flow_losses(components, batch, precision, torch.device("cpu")).mean(),
+        loss=lambda batch: build.flow_losses(
+            components, batch, precision, torch.device("cpu")
+        ).mean(),
         is_accumulating=local > micro,
         num_shards=num_shards,
         gathers_in_bf16=world_size > 1 and is_bf16,
@@ -134,34 +126,34 @@ def refuse_idle_ranks(batch_size: int, data_size: int) -> None:
         )
 
 
-def _precision(recipe: Recipe, device: DeviceBudget) -> Precision:
+def _precision(recipe: Recipe, device: DeviceBudget) -> numerics.Precision:
     """What training would choose; every GPU that is planned for has bf16."""
     wanted = recipe.training.precision
     if wanted == "auto" and device.target == "cuda":
         return "bf16"
-    return choose_precision(wanted, torch.device("cpu"))
+    return numerics.choose_precision(wanted, torch.device("cpu"))
 
 
-def _sequence_length(components: Components, recipe: Recipe, bucket: Bucket) -> int:
-    shape = latent_shape(components.codec, bucket)
-    conditioning = outline_conditioning(components, recipe, shape)
+def _sequence_length(components: build.Components, recipe: Recipe, bucket: Bucket) -> int:
+    shape = build.latent_shape(components.codec, bucket)
+    conditioning = build.outline_conditioning(components, recipe, shape)
     return components.family.sequence_length(components.model, shape, conditioning)
 
 
 def _inputs_maker(
-    components: Components, recipe: Recipe, bucket: Bucket, batch_size: int
-) -> Callable[[], FlowBatch]:
+    components: build.Components, recipe: Recipe, bucket: Bucket, batch_size: int
+) -> Callable[[], build.FlowBatch]:
     """Makes a micro-batch's tensors where it is called: without values in a trace."""
-    shape = latent_shape(components.codec, bucket)
-    outlined = outline_conditioning(components, recipe, shape, batch_size)
+    shape = build.latent_shape(components.codec, bucket)
+    outlined = build.outline_conditioning(components, recipe, shape, batch_size)
 
-    def make() -> FlowBatch:
+    def make() -> build.FlowBatch:
         latents = torch.empty(batch_size, *shape)
         conditioning: Mapping[str, Tensor] = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in outlined.items()
         }
         noise, sigmas = torch.empty_like(latents), torch.empty(batch_size)
-        return FlowBatch(latents, noise, sigmas, dict(conditioning))
+        return build.FlowBatch(latents, noise, sigmas, dict(conditioning))
 
     return make
 
@@ -179,7 +171,7 @@ def optimizer_bytes(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     section: OptimizerSection,
-    precision: Precision,
+    precision: numerics.Precision,
     device_type: str = "cuda",
     granule: int = 1,
 ) -> OptimizerBytes:

@@ -408,8 +408,8 @@ def _advice(known: Forecast, found: MeshForecast) -> list[MeshAdvice]:
             continue
         seconds = _without_advice(changed.step, changed.trace, found.links).step_seconds
         if seconds < found.step_seconds:
-            memory = changed.memory
-            helping.append(MeshAdvice(changes, seconds, memory.step_peak_bytes, memory.fits))
+            policy = changed.policy
+            helping.append(MeshAdvice(changes, seconds, policy.step_peak_bytes, policy.fits))
     return sorted(helping, key=lambda advice: (advice.fits is False, advice.step_seconds))
 
 

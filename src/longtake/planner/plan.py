@@ -14,11 +14,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 import longtake
-from longtake import config
-from longtake.config import Bucket, Recipe
+from longtake import config, fsio
 from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.formatting import format_size
-from longtake.fsio import read_json, write_json
 from longtake.models.build import Components
 from longtake.models.numerics import Precision
 from longtake.parallel.collectives import from_first, gather_objects
@@ -49,13 +47,13 @@ class MemoryPlan:
     options: Options
     memory: PolicyForecast | None  # None: nothing is recomputed, and there is no budget
     activation_bytes: int | None  # predicted peak of forward and backward pass beside the weights
-    bucket: Bucket  # the shape of clips that was planned for
+    bucket: config.Bucket  # the shape of clips that was planned for
     notes: Sequence[str]  # traps that cost memory or time, but keep nothing from training
     budget_bytes: int | None = None  # what tensors may take of the device
 
 
 def plan_for_training(
-    recipe: Recipe,
+    recipe: config.Recipe,
     precision: Precision,
     run: RunDirectory,
     world: World,
@@ -80,7 +78,7 @@ def plan_for_training(
 
 
 def make_plan(
-    recipe: Recipe, precision: Precision, world: World, free_bytes: int | None = None
+    recipe: config.Recipe, precision: Precision, world: World, free_bytes: int | None = None
 ) -> MemoryPlan:
     """Check that everything trains and fits; the arguments are those of `plan_for_training`."""
     resolved = recipe.training.model_copy(update={"precision": precision})
@@ -108,7 +106,7 @@ def run_blocks(options: Options, components: Components) -> None:
     components.family.call_blocks_by(components.model, call)
 
 
-def free_memory(recipe: Recipe, world: World) -> int | None:
+def free_memory(recipe: config.Recipe, world: World) -> int | None:
     """Free bytes of the GPU that has least, where the recipe names no memory; all ranks call it.
 
     Returns:
@@ -120,12 +118,12 @@ def free_memory(recipe: Recipe, world: World) -> int | None:
     return min(gather_objects(free, world)) // _FREE_STEP_BYTES * _FREE_STEP_BYTES
 
 
-def _training_device(recipe: Recipe, world: World) -> DeviceBudget:
+def _training_device(recipe: config.Recipe, world: World) -> DeviceBudget:
     target: Target = "cuda" if world.device.type == "cuda" else "cpu"
     return device_budget(recipe, target, world.size)
 
 
-def _try_to_plan(recipe: Recipe, world: World) -> MemoryPlan | LongtakeError:
+def _try_to_plan(recipe: config.Recipe, world: World) -> MemoryPlan | LongtakeError:
     """Errors are returned, so that they can reach every rank."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     device = _training_device(recipe, world)
@@ -212,7 +210,7 @@ def _does_not_fit(known: Forecast) -> PlanError:
 
 def keep_plan(
     plan: MemoryPlan,
-    recipe: Recipe,
+    recipe: config.Recipe,
     precision: Precision,
     run: RunDirectory,
     world: World,
@@ -224,15 +222,15 @@ def keep_plan(
     """
     if recipe.trainable.module is None:
         key = _plan_key(recipe, precision, world, free_bytes)
-        if read_json(run.plan_path).get("key") == key:
+        if fsio.read_json(run.plan_path).get("key") == key:
             return
         plan_as_json = TypeAdapter(MemoryPlan).dump_python(plan, mode="json")
         with suppress(OSError):  # the next launch plans again
-            write_json(run.plan_path, {"key": key, "plan": plan_as_json})
+            fsio.write_json(run.plan_path, {"key": key, "plan": plan_as_json})
 
 
 def _read_plan(run: RunDirectory, key: str) -> MemoryPlan | None:
-    kept = read_json(run.plan_path)
+    kept = fsio.read_json(run.plan_path)
     if kept.get("key") != key:
         return None
     try:
@@ -241,7 +239,9 @@ def _read_plan(run: RunDirectory, key: str) -> MemoryPlan | None:
         return None
 
 
-def _plan_key(recipe: Recipe, precision: Precision, world: World, free_bytes: int | None) -> str:
+def _plan_key(
+    recipe: config.Recipe, precision: Precision, world: World, free_bytes: int | None
+) -> str:
     """A checksum of all that a plan depends on."""
     facts = {
         "recipe": config.dump(config.kept(recipe)),

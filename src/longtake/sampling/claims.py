@@ -23,20 +23,10 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from longtake import errors, fsio, process
 from longtake.checkpoint import files
-from longtake.errors import (
-    CheckpointError,
-    DataError,
-    LongtakeError,
-    ModelError,
-    PlanError,
-    RecipeError,
-    RecordError,
-)
 from longtake.evaluation_dir import EvaluationDirectory, Scores, all_servers
-from longtake.fsio import write_json
 from longtake.lease import Lease, Leases, history, kept
-from longtake.process import Stopped, StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Preset, keep_preset
 
@@ -105,7 +95,7 @@ class CommittedWeights:
             listed = files.read_committed(path.parent)
         except FileNotFoundError:
             return cls(is_there=False)
-        except RecordError as error:
+        except errors.RecordError as error:
             return cls(unreadable=error.reason)
         except OSError as error:
             return cls(unreadable=f"{error.strerror or error}")
@@ -131,7 +121,7 @@ def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | Non
     return next((each for each in found if each), None)
 
 
-class NotHereError(PlanError):
+class NotHereError(errors.PlanError):
     """This machine lacks what a preset needs; other servers may have it."""
 
 
@@ -276,7 +266,7 @@ def count_attempts(records: Sequence[Mapping[str, Any]], preset: str) -> Attempt
 class TaskProgress:
     """Keeps the lease while work advances, shows progress, and ends the work on a stop request."""
 
-    def __init__(self, lease: Lease, stop: StopSignal, shown: Progress) -> None:
+    def __init__(self, lease: Lease, stop: process.StopSignal, shown: Progress) -> None:
         self._lease, self._stop, self._shown = lease, stop, shown
         self._checked_at = time.monotonic()
 
@@ -292,7 +282,7 @@ class TaskProgress:
         if time.monotonic() - self._checked_at > _LEASE_CHECK_SECONDS:
             self._checked_at = time.monotonic()
             if not self._lease.is_held:
-                raise Stopped
+                raise process.Stopped
 
 
 def attempt(
@@ -330,7 +320,7 @@ def attempt(
                 keep_preset(task.directory, task.preset)
                 is_first = publish(task, lease, folder, scores)
         return AttemptOutcome("done", scores) if is_first else AttemptOutcome("late")
-    except Stopped:
+    except process.Stopped:
         return AttemptOutcome("released" if lease.is_held else "late")
     except Exception as error:  # a defect too must not prevent other evaluations
         return _failed(task, lease, error)
@@ -350,13 +340,13 @@ def forget_server(run: RunDirectory, name: str | None, own_name: str) -> None:
 def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutcome:
     if not lease.is_held:  # another server has taken it over, and removed what this one wrote
         return AttemptOutcome("late")
-    if not isinstance(error, LongtakeError | OSError):
+    if not isinstance(error, errors.LongtakeError | OSError):
         facts = {"traceback": "".join(traceback.format_exception(error))[-_MAX_TRACEBACK_LETTERS:]}
         reason = f"{type(error).__name__}: {error}"
         return AttemptOutcome("failed", reason=reason, facts=facts)
     if checkpoint_key(task.checkpoint, task.preset.weights) != task.key:
         return AttemptOutcome("gone")
-    if isinstance(error, CheckpointError):
+    if isinstance(error, errors.CheckpointError):
         found = find_damage(task.checkpoint, task.preset.weights, checksums=True)
         if found:
             return AttemptOutcome("damaged", reason=_damaged(task, found))
@@ -365,8 +355,11 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
     while cause is not None:
         is_of_the_disk |= isinstance(cause, OSError)
         cause = cause.__cause__
-    is_hopeless = isinstance(error, RecipeError | ModelError | DataError) and not is_of_the_disk
-    may_pass = isinstance(error, PlanError) and not isinstance(error, NotHereError)
+    is_hopeless = (
+        isinstance(error, errors.RecipeError | errors.ModelError | errors.DataError)
+        and not is_of_the_disk
+    )
+    may_pass = isinstance(error, errors.PlanError) and not isinstance(error, NotHereError)
     return AttemptOutcome(
         "failed",
         reason=format_error(error),
@@ -411,7 +404,7 @@ def publish(task: EvaluationTask, lease: Lease, folder: Path, scores: Scores) ->
     A result of other weights of that step is renamed to superseded/ if the checkpoint still has
     the task's weights.
     """
-    write_json(folder / "scores.json", scores)
+    fsio.write_json(folder / "scores.json", scores)
     for path in folder.iterdir():  # a power loss may leave no published result with empty files
         with path.open("rb") as file:
             os.fsync(file)

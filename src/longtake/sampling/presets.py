@@ -19,24 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake import config
-from longtake.config import Bucket, PresetSection, Recipe, SamplingSection
+from longtake import config, fsio, trust
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.window import Crop, ReferencePicture, read, reference_path
 from longtake.errors import ClipError, DataError, LongtakeError, RecipeError, RecordError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import did_you_mean
-from longtake.fsio import (
-    atomic_write,
-    parse_record,
-    read_json,
-    read_regular,
-    write_json,
-    write_once,
-)
 from longtake.run_dir import RunDirectory
-from longtake.trust import is_own
 
 DEFAULT = "default"
 """The preset that is sampled if none is named."""
@@ -107,8 +97,8 @@ class Preset:
     name: str  # of its folder below evaluations/
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]  # each prompt is sampled with each of them
-    settings: SamplingSection
-    bucket: Bucket  # the videos' size
+    settings: config.SamplingSection
+    bucket: config.Bucket  # the videos' size
     weights: str  # `model`, or `ema/` and the name of a profile
     batch_size: int = _BATCH_SIZE  # videos sampled at once
     decoding: str = "auto"  # or `whole`, or `tiles`
@@ -154,7 +144,10 @@ class Preset:
 
 
 def preset_names(
-    recipe: Recipe, names: Sequence[str] = (), beside: Path | None = None, own: Path | None = None
+    recipe: config.Recipe,
+    names: Sequence[str] = (),
+    beside: Path | None = None,
+    own: Path | None = None,
 ) -> list[str]:
     """Names of the presets to sample, each once.
 
@@ -190,7 +183,7 @@ def refuse_unknown(tables: PresetTables, names: Iterable[str]) -> None:
 
 
 def find_preset(
-    recipe: Recipe, name: str, beside: Path | None = None, own: Path | None = None
+    recipe: config.Recipe, name: str, beside: Path | None = None, own: Path | None = None
 ) -> Preset:
     """One preset; keys that it does not set are the recipe's.
 
@@ -202,7 +195,7 @@ def find_preset(
     tables = read_tables(recipe, beside, own)
     refuse_unknown(tables, [name])
     try:
-        section = PresetSection.model_validate(tables.known[name])
+        section = config.PresetSection.model_validate(tables.known[name])
         if name == DEFAULT and section.prompts is None and section.prompts_file is None:
             section = section.model_copy(update=caption_prompts(recipe, beside))
         preset = _build(recipe, name, section, tables.folders[name])
@@ -230,9 +223,14 @@ def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
 
 
 def _build(
-    recipe: Recipe, name: str, section: PresetSection, folders: Mapping[str, Path | None]
+    recipe: config.Recipe,
+    name: str,
+    section: config.PresetSection,
+    folders: Mapping[str, Path | None],
 ) -> Preset:
-    own = section.model_dump(include={*SamplingSection.model_fields, *Bucket.model_fields})
+    own = section.model_dump(
+        include={*config.SamplingSection.model_fields, *config.Bucket.model_fields}
+    )
     settings, bucket = settings_for(recipe, **own)
     prompts = find_prompts(section, bucket, folders.get("prompts_file"))
     names, folder = list(recipe.data.references), folders.get("references")
@@ -255,7 +253,7 @@ def _build(
 
 
 def read_tables(
-    recipe: Recipe, beside: Path | None = None, own: Path | None = None
+    recipe: config.Recipe, beside: Path | None = None, own: Path | None = None
 ) -> PresetTables:
     """Read and merge the tables of all places.
 
@@ -297,7 +295,7 @@ def _shipped() -> dict[str, dict[str, Any]]:
     return tomllib.loads(_SHIPPED.read_text(encoding="utf-8"))
 
 
-def _read_presets(path: Path, recipe: Recipe) -> dict[str, dict[str, Any]]:
+def _read_presets(path: Path, recipe: config.Recipe) -> dict[str, dict[str, Any]]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -324,19 +322,19 @@ def _refuse_unknown_keys(path: Path, name: str, table: object) -> None:
             "[low4s]."
         )
     for key in table:
-        if key not in PresetSection.model_fields:
-            near = did_you_mean(key, PresetSection.model_fields)
+        if key not in config.PresetSection.model_fields:
+            near = did_you_mean(key, config.PresetSection.model_fields)
             raise RecipeError(f"{path}: {name}.{key} is not a key of a preset; {near}")
 
 
 def settings_for(
-    recipe: Recipe,
+    recipe: config.Recipe,
     *,
     num_frames: int | None = None,
     height: int | None = None,
     width: int | None = None,
     **changes: object,
-) -> tuple[SamplingSection, Bucket]:
+) -> tuple[config.SamplingSection, config.Bucket]:
     """The recipe's [sampling] and first bucket, with the values that are not None.
 
     Raises:
@@ -351,7 +349,7 @@ def settings_for(
     return changed.sampling, changed.data.buckets[0]
 
 
-def _preset_weights(recipe: Recipe, profile: str | None) -> str:
+def _preset_weights(recipe: config.Recipe, profile: str | None) -> str:
     """The part of a checkpoint that a preset samples: `model`, or `ema/` and a profile's name."""
     kept = [each.name for each in recipe.ema.averages()]
     wanted = recipe.ema.sampled() if profile is None else profile
@@ -371,7 +369,7 @@ def _preset_weights(recipe: Recipe, profile: str | None) -> str:
 
 
 def weights_to_sample(
-    recipe: Recipe, *, ema: bool | None = None, profile: str | None = None
+    recipe: config.Recipe, *, ema: bool | None = None, profile: str | None = None
 ) -> str:
     """The part of a checkpoint that options ask for: `model`, or `ema/` and a profile's name."""
     kept = [each.name for each in recipe.ema.averages()]
@@ -393,11 +391,11 @@ def weights_to_sample(
     return "model" if ema is False or wanted is None else f"ema/{wanted}"
 
 
-def suffix_of(bucket: Bucket) -> str:
+def suffix_of(bucket: config.Bucket) -> str:
     return ".png" if bucket.num_frames == 1 else ".mp4"
 
 
-def refuse_unwritable(bucket: Bucket, fps: float) -> None:
+def refuse_unwritable(bucket: config.Bucket, fps: float) -> None:
     """Refuse, before sampling, a size or frame rate that the video encoder would refuse."""
     if suffix_of(bucket) == ".png":
         return
@@ -414,7 +412,9 @@ def refuse_unwritable(bucket: Bucket, fps: float) -> None:
         )
 
 
-def find_prompts(section: PresetSection, bucket: Bucket, folder: Path | None) -> tuple[str, ...]:
+def find_prompts(
+    section: config.PresetSection, bucket: config.Bucket, folder: Path | None
+) -> tuple[str, ...]:
     """The prompts of a preset; if it sets none, the shipped ones for videos or for images."""
     if section.prompts_file is not None:
         return read_prompts(find_file("prompts_file", section.prompts_file, folder))
@@ -463,7 +463,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     return prompts
 
 
-def caption_prompts(recipe: Recipe, run: Path | None) -> dict[str, Any]:
+def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
     """`prompts` of the default preset, and `references` of a model that takes reference images.
 
     They are captions of held-out and of trained clips. Prompts that were sampled before are kept
@@ -472,7 +472,7 @@ def caption_prompts(recipe: Recipe, run: Path | None) -> dict[str, Any]:
     if run is None:
         return {}
     directory = RunDirectory(run)
-    kept = read_json(EvaluationDirectory(directory).preset_path(DEFAULT)).get("prompts")
+    kept = fsio.read_json(EvaluationDirectory(directory).preset_path(DEFAULT)).get("prompts")
     names = recipe.data.references
     if kept and not names:
         return {"prompts": tuple(map(str, kept))}
@@ -531,18 +531,18 @@ def _cannot_be_kept(path: Path, error: OSError) -> RunError:
 
 def _read_record(path: Path) -> dict[str, Any]:
     with suppress(FileNotFoundError, RecordError):
-        return parse_record(read_regular(path), dict[str, Any], path)
+        return fsio.parse_record(fsio.read_regular(path), dict[str, Any], path)
     return {}
 
 
 def _write_record(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    if not write_once(path, record) and not _read_record(path):
-        write_json(path, record, by_many=True)  # what is there cannot be read
+    if not fsio.write_once(path, record) and not _read_record(path):
+        fsio.write_json(path, record, by_many=True)  # what is there cannot be read
     return _read_record(path)
 
 
 def read_pictures(
-    references: Sequence[Mapping[str, Path]], names: Sequence[str], bucket: Bucket
+    references: Sequence[Mapping[str, Path]], names: Sequence[str], bucket: config.Bucket
 ) -> dict[str, list[NDArray[np.uint8]]]:
     """For each name a picture [3, 1, H, W] of each video."""
     for each in references:
@@ -553,7 +553,7 @@ def read_pictures(
     }
 
 
-def read_picture(picture: Path, bucket: Bucket) -> NDArray[np.uint8]:
+def read_picture(picture: Path, bucket: config.Bucket) -> NDArray[np.uint8]:
     """[H, W, 3]: a picture, or a video's first frame, scaled and cropped to the bucket's size."""
     wanted = ReferencePicture(
         identity="",
@@ -600,7 +600,7 @@ def kept_picture(preset_json: Path, number: int, name: str) -> Path:
     return preset_json.parent / "pictures" / f"{number:02d}_{name}.png"
 
 
-def keep_pictures(preset_json: Path, pictures: Pictures, bucket: Bucket) -> None:
+def keep_pictures(preset_json: Path, pictures: Pictures, bucket: config.Bucket) -> None:
     """Write the small copies that do not exist; none of a picture that cannot be read any more."""
     for name, of_prompts in pictures.items():
         for number, picture in enumerate(of_prompts):
@@ -610,7 +610,7 @@ def keep_pictures(preset_json: Path, pictures: Pictures, bucket: Bucket) -> None
                 with suppress(DataError):
                     small = Image.fromarray(read_picture(picture.path, bucket))
                     small.thumbnail(_KEPT_SIZE)
-                    with atomic_write(path, by_many=True) as partial:
+                    with fsio.atomic_write(path, by_many=True) as partial:
                         small.save(partial, format="PNG")
 
 
@@ -632,7 +632,7 @@ def _refuse_others(given: Mapping[str, object], names: Sequence[str]) -> None:
 
 
 def _find_pictures(
-    name: str, files: Sequence[Path], count: int, bucket: Bucket, folder: Path | None
+    name: str, files: Sequence[Path], count: int, bucket: config.Bucket, folder: Path | None
 ) -> tuple[Picture, ...]:
     """One picture for each prompt; each file is read once."""
     key = f"references.{name}"
@@ -656,7 +656,11 @@ def _find_pictures(
 
 def find_file(key: str, file: Path, folder: Path | None) -> Path:
     """The path of a file: beside the file that names it, else in the current folder."""
-    if folder is not None and RunDirectory(folder).exists() and not is_own(RunDirectory(folder)):
+    if (
+        folder is not None
+        and RunDirectory(folder).exists()
+        and not trust.is_own(RunDirectory(folder))
+    ):
         return _find_inside(key, file, folder)
     here = Path.cwd()
     places = dict.fromkeys([here] if folder is None else [folder.absolute(), here])

@@ -18,14 +18,11 @@ from torch import Tensor
 from longtake.checkpoint import files, store
 from longtake.config import Bucket, EvaluationSection, Recipe, SamplingSection
 from longtake.errors import CheckpointError, PlanError, RecipeError, SamplingError
-from longtake.flow.solver import Velocity, guided, integrate
-from longtake.flow.timesteps import build_sigmas
+from longtake.flow import solver, timesteps
 from longtake.formatting import format_size
+from longtake.models import numerics, text, trainable
 from longtake.models.base import Conditioning, LatentShape
 from longtake.models.build import Components, assemble, guidance_of, latent_shape
-from longtake.models.numerics import Precision, autocast, is_out_of_memory
-from longtake.models.text import NO_CAPTION
-from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Preset, Request, read_pictures, weights_to_sample
@@ -118,7 +115,7 @@ def try_within_memory(work: Callable[..., T], *arguments: object) -> T | None:
     try:
         return work(*arguments)
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not numerics.is_out_of_memory(error):
             raise
     # Not in the except clause: there the traceback still references every tensor of its frames.
     gc.collect()
@@ -175,7 +172,7 @@ class Guidance:
     unconditional: Conditioning | None  # without prompts; None: one pass is enough
     scale: float  # of classifier-free guidance
 
-    def velocity(self, part: slice, *, two_passes: bool) -> Velocity:
+    def velocity(self, part: slice, *, two_passes: bool) -> solver.Velocity:
         """The guided velocity of some of the videos.
 
         One pass for both halves takes twice the memory of two passes. Results are equal up to the
@@ -186,7 +183,7 @@ class Guidance:
             return lambda latents, sigma: self._predict(latents, sigma, conditional)
         unconditional = {name: value[part] for name, value in self.unconditional.items()}
         if two_passes:
-            return lambda latents, sigma: guided(
+            return lambda latents, sigma: solver.guided(
                 self._predict(latents, sigma, conditional),
                 self._predict(latents, sigma, unconditional),
                 self.scale,
@@ -195,7 +192,7 @@ class Guidance:
 
         def in_one_pass(latents: Tensor, sigma: float) -> Tensor:
             first, second = self._predict(torch.cat([latents] * 2), sigma, both).chunk(2)
-            return guided(first, second, self.scale)
+            return solver.guided(first, second, self.scale)
 
         return in_one_pass
 
@@ -212,7 +209,7 @@ class Sampler:
     recipe: Recipe
     step: int  # optimizer updates of the weights
     device: torch.device
-    precision: Precision  # in which the run is trained
+    precision: numerics.Precision  # in which the run is trained
     weights: str = "model"  # or `ema/` and the name of a profile
     memory: MemoryFallback = field(default_factory=MemoryFallback)
     prompts: dict[str, Conditioning] = field(default_factory=dict)  # embeddings, on the CPU
@@ -250,7 +247,7 @@ class Sampler:
         shape = fitting_shape(parts, self.recipe, bucket)
         noise = torch.stack([_noise(each.seed, shape) for each in requests]).to(self.device)
         steps, count = self.num_steps(settings), len(requests)
-        sigmas = build_sigmas(steps, self.shift(settings, bucket))
+        sigmas = timesteps.build_sigmas(steps, self.shift(settings, bucket))
         scale = settings.guidance_scale
         scale = parts.defaults.guidance_scale if scale is None else scale
         guide = self._guidance(requests, bucket, scale)
@@ -261,7 +258,7 @@ class Sampler:
                     on_step((part.start * steps + (part.stop - part.start) * step) // count)
 
             velocity = guide.velocity(part, two_passes=two_passes)
-            return integrate(velocity, noise[part], sigmas, settings.solver, on_part_step)
+            return solver.integrate(velocity, noise[part], sigmas, settings.solver, on_part_step)
 
         parts.bring("model", self.device)
         with torch.inference_mode():
@@ -333,7 +330,7 @@ class Sampler:
             conditional |= guidance_of(conditional, scale)
         if is_distilled or scale <= 1:
             return Guidance(self._predict, conditional, None, scale)
-        unconditional = self._encode_text([NO_CAPTION] * len(requests)) | pictures
+        unconditional = self._encode_text([text.NO_CAPTION] * len(requests)) | pictures
         return Guidance(self._predict, conditional, unconditional, scale)
 
     def _encode_text(self, prompts: Sequence[str]) -> Conditioning:
@@ -365,7 +362,7 @@ class Sampler:
     def _predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
         # Weights in bf16 compute in bf16 without autocast, as in training.
         precision = "fp32" if self.recipe.model.dtype == "bf16" else self.precision
-        with autocast(precision, self.device):
+        with numerics.autocast(precision, self.device):
             return self.components.predict_velocity(latents, sigmas, conditioning).float()
 
 
@@ -404,7 +401,7 @@ class SamplerLoader:
             pick_device(device)  # refuses a missing device before anything is loaded
         self.components = assemble(self.recipe, (), run.components_path)
         self.device, self.why_device = device_with_room(device, self.components)
-        self._trained = frozenset(trained_state(self.components.model))
+        self._trained = frozenset(trainable.trained_state(self.components.model))
         self._memory = MemoryFallback()
         self._prompts: dict[str, Conditioning] = {}
         self.components.model.eval().requires_grad_(False)
@@ -440,7 +437,7 @@ class SamplerLoader:
         files.verify_part(checkpoint, weights)
         _refuse_another_model(checkpoint / weights, state)
         store.load_parts(checkpoint, {weights: state}, is_verified=True)
-        load_trained(self.components.model, state)
+        trainable.load_trained(self.components.model, state)
         return Sampler(
             self.components,
             self.recipe,

@@ -10,22 +10,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from rich.console import Console
 
+from longtake import drawing, errors, fsio, progress
 from longtake.config import Bucket, SamplingSection
 from longtake.data.encode import write_image, write_video
-from longtake.drawing import (
-    NOTE_SIZE,
-    PALE_INK,
-    Grid,
-    GridCell,
-    GridRow,
-    resized,
-    save_picture,
-    side_by_side,
-    wrapped_lines,
-)
-from longtake.errors import DataError, RunError
-from longtake.fsio import check_picture_name, make_writable
-from longtake.progress import counted
 from longtake.sampling.presets import Preset, Request, read_picture, refuse_unwritable, suffix_of
 
 if TYPE_CHECKING:
@@ -68,8 +55,8 @@ def sample_preset(
         path = folder / preset.file_name(index)
         try:
             _write(path, video, preset.settings.fps)
-        except DataError as error:  # a full disk, not a defect of the data
-            raise RunError(f"{error} Make room, or choose another place.") from error
+        except errors.DataError as error:  # a full disk, not a defect of the data
+            raise errors.RunError(f"{error} Make room, or choose another place.") from error
         note = f"seed {request.seed}" if len(preset.seeds) > 1 else ""
         references = [read_picture(path, preset.bucket) for path in request.references.values()]
         shown = shown_frames(video).copy()
@@ -116,7 +103,7 @@ def sample_in_batches(
     videos: list[NDArray[np.uint8]] = []
     parts = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
     steps = sampler.num_steps(settings)
-    with counted(console, "sample") as advance:
+    with progress.counted(console, "sample") as advance:
         for number, part in enumerate(parts):
             done = number * steps
 
@@ -179,15 +166,15 @@ def check_out(out: Path, bucket: Bucket) -> None:
     if out.suffix != suffix:
         of_what = "a sample of one frame is an image" if suffix == ".png" else "samples are videos"
         kind = "a PNG" if suffix == ".png" else "an mp4"
-        raise RunError(
+        raise errors.RunError(
             f"--out {str(out)[:200]}: {of_what}; expected the name of {kind} file, such as "
             f"sample{suffix}."
         )
-    check_picture_name(out, (suffix,))
+    fsio.check_picture_name(out, (suffix,))
     try:
-        make_writable(out.parent)
+        fsio.make_writable(out.parent)
     except OSError as error:
-        raise RunError(
+        raise errors.RunError(
             f"--out {out} cannot be written: {error.strerror or error}. Choose another folder."
         ) from error
 
@@ -203,7 +190,7 @@ def references_by_name(given: Sequence[str]) -> dict[str, Path]:
         name, _, file = each.partition("=")
         if not name or not Path(file).is_file():
             reason = f"there is no file {file}" if name and file else "expected NAME=FILE"
-            raise RunError(
+            raise errors.RunError(
                 f"--reference {each}: {reason}. Give it like --reference reference=picture.png."
             )
         pictures[name] = Path(file)
@@ -232,8 +219,8 @@ def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> N
     """
     assert rows, "a contact sheet needs at least one row"
     drawn = list(map(_grid_row, rows))
-    grid = Grid(drawn, label_width=_LABEL_WIDTH, title=title, mark_width=_MARK_WIDTH)
-    save_picture(grid.draw(), path)
+    grid = drawing.Grid(drawn, label_width=_LABEL_WIDTH, title=title, mark_width=_MARK_WIDTH)
+    drawing.save_picture(grid.draw(), path)
 
 
 def shown_frames(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -242,15 +229,15 @@ def shown_frames(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return frames
 
 
-def _grid_row(row: SheetRow) -> GridRow:
-    label = wrapped_lines(row.caption, _LABEL_WIDTH)
-    label += wrapped_lines(row.note, _LABEL_WIDTH, NOTE_SIZE, PALE_INK)
+def _grid_row(row: SheetRow) -> drawing.GridRow:
+    label = drawing.wrapped_lines(row.caption, _LABEL_WIDTH)
+    label += drawing.wrapped_lines(row.note, _LABEL_WIDTH, drawing.NOTE_SIZE, drawing.PALE_INK)
     frames = _strip(row.frames)
     if not row.references:
-        return GridRow(label, [GridCell(frames)], row.is_correct)
+        return drawing.GridRow(label, [drawing.GridCell(frames)], row.is_correct)
     references = _strip(np.stack(row.references))
-    cells = [GridCell(references), GridCell(frames, gap=_REFERENCES_GAP)]
-    return GridRow(label, cells, row.is_correct)
+    cells = [drawing.GridCell(references), drawing.GridCell(frames, gap=_REFERENCES_GAP)]
+    return drawing.GridRow(label, cells, row.is_correct)
 
 
 def _strip(frames: NDArray[np.uint8]) -> Image.Image:
@@ -263,4 +250,4 @@ def _strip(frames: NDArray[np.uint8]) -> Image.Image:
         factor = -(-FRAME_HEIGHT // height)
         size = width * factor, height * factor
     pictures = [Image.fromarray(np.ascontiguousarray(each)) for each in shown_frames(frames)]
-    return side_by_side([resized(each, size) for each in pictures], _FRAME_GAP)
+    return drawing.side_by_side([drawing.resized(each, size) for each in pictures], _FRAME_GAP)

@@ -12,16 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from longtake.errors import RecordError
+from longtake import errors, fsio
 from longtake.evaluation_dir import SCORES, EvaluationDirectory, Scores
-from longtake.fsio import (
-    Count,
-    parse_record,
-    read_new_records,
-    read_record,
-    read_regular,
-    write_json,
-)
 from longtake.run_dir import RunDirectory
 from longtake.tracking.tracker import MediaFile, TrackedRecord
 
@@ -41,15 +33,15 @@ Result = tuple[str, int, str]
 class Cursor:
     """How far a tracker has been sent what a run directory holds."""
 
-    metrics_offset: Count = 0  # bytes of metrics.jsonl
-    events_offset: Count = 0
-    rows: Count = 0  # the number of the next record
+    metrics_offset: fsio.Count = 0  # bytes of metrics.jsonl
+    events_offset: fsio.Count = 0
+    rows: fsio.Count = 0  # the number of the next record
     evaluations: frozenset[Result] = frozenset()  # those that it has
 
     @staticmethod
     def load(path: Path) -> "Cursor":
-        with suppress(RecordError):
-            return read_record(path, Cursor) or Cursor()
+        with suppress(errors.RecordError):
+            return fsio.read_record(path, Cursor) or Cursor()
         return Cursor()
 
     def save(self, path: Path) -> None:
@@ -59,7 +51,7 @@ class Cursor:
             OSError: it cannot be written; a run that was deleted is not made anew.
         """
         path.parent.mkdir(exist_ok=True)
-        write_json(path, {**asdict(self), "evaluations": sorted(self.evaluations)})
+        fsio.write_json(path, {**asdict(self), "evaluations": sorted(self.evaluations)})
 
 
 @dataclass(frozen=True)
@@ -135,13 +127,13 @@ class UpdateReader:
             now = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
             if self._damaged.get(path) == now:
                 return None
-            return parse_record(read_regular(path), SCORES, path)
+            return fsio.parse_record(fsio.read_regular(path), SCORES, path)
         except FileNotFoundError:  # it has just given way to a newer one
             return None
         except OSError as error:  # of the disk or the network: the next look may do better
             self._warn(f"{path} cannot be read now: {error!r}")
             return None
-        except RecordError as error:
+        except errors.RecordError as error:
             self._damaged[path] = now
             self._warn(f"{error} It is left out.")
             return None
@@ -234,6 +226,6 @@ def _is_event(event: Mapping[str, Any]) -> bool:
 def _lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     """Records from a byte on, and the byte after them; what is no record is left out."""
     try:
-        return read_new_records(path, dict[str, Any], offset, _MAX_LINES)
+        return fsio.read_new_records(path, dict[str, Any], offset, _MAX_LINES)
     except FileNotFoundError:
         return [], offset

@@ -13,9 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
+from longtake import errors, fsio
 from longtake.config import TrackingSection
-from longtake.errors import RecipeError
-from longtake.fsio import now
 from longtake.run_dir import RunDirectory
 
 
@@ -112,7 +111,7 @@ def refuse_missing_packages(section: TrackingSection) -> None:
         row, value = TRACKERS[key], getattr(section, key)
         if row.package is not None and find_spec(row.package) is None:
             off = "off" if isinstance(value, str) else "false"
-            raise RecipeError(
+            raise errors.RecipeError(
                 f"tracking.{key} = {json.dumps(value)}, and {row.title} is not installed. Install "
                 f"it with `pip install {row.requirement}`, or leave it with "
                 f"--set tracking.{key}={off}."
@@ -120,7 +119,7 @@ def refuse_missing_packages(section: TrackingSection) -> None:
 
 
 def log(text: str) -> None:
-    sys.stderr.write(f"{now()} {text}\n")
+    sys.stderr.write(f"{fsio.now()} {text}\n")
     sys.stderr.flush()
 
 

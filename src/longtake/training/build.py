@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.utils._triton import has_triton
 
-from longtake import heartbeat
+from longtake import errors, heartbeat
 from longtake.config import Bucket, Recipe
 from longtake.data.loader import Loader
-from longtake.errors import RecipeError, RunError
 from longtake.formatting import escape
+from longtake.models import numerics, pretrained
 from longtake.models.build import (
     Components,
     Source,
@@ -21,18 +21,12 @@ from longtake.models.build import (
     latent_shape,
     outline,
 )
-from longtake.models.numerics import training_flops
-from longtake.models.pretrained import local_copies
 from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages
-from longtake.parallel.collectives import first_does, gather_objects
-from longtake.parallel.context_parallel import TokenSharing
-from longtake.parallel.fsdp import apply_fsdp
-from longtake.parallel.mesh import World
+from longtake.parallel import collectives, context_parallel, fsdp, mesh
 from longtake.planner.activation_checkpointing import Options, run_block
 from longtake.run_dir import RunDirectory
-from longtake.training.latent_cache import captions_of, fill_cache, make_parts
-from longtake.training.runtime import NodeWatcher
+from longtake.training import latent_cache, runtime
 from longtake.training.session import Session, TrainingState
 
 _PROGRAMS_PER_SHAPE = 32
@@ -42,7 +36,7 @@ _LIMIT_WARNING = "torch._dynamo hit config."
 
 
 def build_components(
-    session: Session, loader: Loader, watcher: NodeWatcher, source: Source
+    session: Session, loader: Loader, watcher: runtime.NodeWatcher, source: Source
 ) -> Components:
     """Build model, codec and text encoder; all ranks call it.
 
@@ -52,23 +46,23 @@ def build_components(
     if session.recipe.data.cache is not None:
         return _build_with_cache(session, loader, watcher, source)
     recipe, run, world = session.recipe, session.run, session.world
-    captions = captions_of(loader)
+    captions = latent_cache.captions_of(loader)
     made: list[Components] = []
 
     def open_run() -> None:
         fetch(recipe)
         if run.exists():
             return
-        with local_copies():
+        with pretrained.local_copies():
             parts = assemble(recipe, captions, None, weights=source)
         parts.codec.save(run.components_path)
         parts.text.save(run.components_path)
         run.create(recipe)
         made.append(parts)
 
-    first_does(open_run, world)
+    collectives.first_does(open_run, world)
     _fetch_on_nodes(recipe, world)
-    with local_copies():
+    with pretrained.local_copies():
         parts = made[0] if made else assemble(recipe, captions, run.components_path, weights=source)
     parts.codec.to(world.device)
     parts.text.to(world.device)
@@ -76,41 +70,41 @@ def build_components(
 
 
 def _build_with_cache(
-    session: Session, loader: Loader, watcher: NodeWatcher, source: Source
+    session: Session, loader: Loader, watcher: runtime.NodeWatcher, source: Source
 ) -> Components:
     recipe, run, world, console = session.recipe, session.run, session.world, session.console
-    captions = captions_of(loader)
+    captions = latent_cache.captions_of(loader)
 
     def open_run() -> None:
         if not run.exists():
             outline(recipe)  # errors before the run exists
-            make_parts(recipe, captions, run.components_path)
+            latent_cache.make_parts(recipe, captions, run.components_path)
             run.create(recipe)
 
-    first_does(open_run, world)
+    collectives.first_does(open_run, world)
     watcher.start()
     heartbeat.set_phase("cache")
-    cache, report = fill_cache(recipe, loader, run.components_path, world, console)
+    cache, report = latent_cache.fill_cache(recipe, loader, run.components_path, world, console)
     loader.read_from(cache, report.failures, report.incidents)
     if world.is_first:
         console.print(escape(f"  cache {cache.folder}: {report}"), highlight=False)
     heartbeat.set_phase("build")
-    first_does(lambda: fetch(recipe, frozen_parts=False), world)
+    collectives.first_does(lambda: fetch(recipe, frozen_parts=False), world)
     _fetch_on_nodes(recipe, world, frozen_parts=False)
     made = run.components_path
-    with local_copies():
+    with pretrained.local_copies():
         return assemble(recipe, captions, made, frozen_parts=False, weights=source)
 
 
-def _fetch_on_nodes(recipe: Recipe, world: World, *, frozen_parts: bool = True) -> None:
+def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = True) -> None:
     """One rank of each node downloads what rank 0's node has; nothing where disks are shared.
 
     All ranks wait for them.
     """
     if world.local_rank == 0:
-        with local_copies():
+        with pretrained.local_copies():
             fetch(recipe, frozen_parts=frozen_parts)
-    gather_objects(None, world, patiently=True)
+    collectives.gather_objects(None, world, patiently=True)
 
 
 def build_state(session: Session, parts: Components) -> TrainingState:
@@ -123,11 +117,11 @@ def build_state(session: Session, parts: Components) -> TrainingState:
     model.train()
     blocks = family.blocks(model)
     if world.sequence_group is not None:
-        family.share_tokens(model, TokenSharing(world.sequence_group))
+        family.share_tokens(model, context_parallel.TokenSharing(world.sequence_group))
     in_bf16 = recipe.parallel.param_dtype == "bf16" and session.precision == "bf16"
     if world.mesh is None:
         parts.unfilled.give_memory(model, world.device)
-    apply_fsdp(model, blocks, world, gather_in_bf16=in_bf16)
+    fsdp.apply_fsdp(model, blocks, world, gather_in_bf16=in_bf16)
     if world.mesh is not None:  # after sharding: a rank needs memory for its shard only
         parts.unfilled.give_memory(model, world.device)
     parts.unfilled.fill()
@@ -142,7 +136,7 @@ def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
     try:
         return {
             bucket: recipe.training.global_batch_size
-            * training_flops(forward_flops(parts, recipe, shape), trains_all=trains_all)
+            * numerics.training_flops(forward_flops(parts, recipe, shape), trains_all=trains_all)
             for bucket, shape in shapes.items()
         }
     except RuntimeError:  # a module that reads values cannot run on the meta device
@@ -160,7 +154,7 @@ def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> lis
     }
     now = {name: catalog.fingerprint for name, catalog in loader.catalogs.items()}
     if then != now:
-        raise RunError(
+        raise errors.RunError(
             f"{path} is missing. The run made its tokenizer from the captions that it began with, "
             "and the catalog has changed since: another tokenizer gives captions other token ids, "
             "which the model was not trained with. Restore the file, or start a new run with "
@@ -180,7 +174,7 @@ def refuse_missing_compiler(recipe: Recipe, device: torch.device) -> None:
     if device.type == "cuda" and not has_triton():
         lacks = "Triton for its GPUs"
     if lacks:
-        raise RecipeError(
+        raise errors.RecipeError(
             f"training.compile = true, but this machine has no {lacks}, which torch.compile needs. "
             "Install it, or --set training.compile=false."
         )

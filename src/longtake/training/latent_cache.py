@@ -24,21 +24,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from longtake import errors, progress
 from longtake.config import Recipe
+from longtake.data import cache_fill
 from longtake.data.cache import Cache, ContentHashes, make_folder
-from longtake.data.cache_fill import (
-    CacheReport,
-    EncodeCaption,
-    EncodePixels,
-    EncodeTask,
-    Missing,
-    fill_latents,
-    fill_prompts,
-    find_missing,
-    run_encode_task,
-)
 from longtake.data.loader import Loader
-from longtake.errors import DataError, RecipeError
 from longtake.models.base import family
 from longtake.models.build import assemble, outline, text_section
 from longtake.models.codec import Codec, build_codec
@@ -46,7 +36,6 @@ from longtake.models.pretrained import PipelinePart, find_part, locate
 from longtake.models.text import NO_CAPTION, TextEncoder, build_text
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, pick_device, place_in_world
-from longtake.progress import counted
 from longtake.run_dir import RunDirectory
 
 _PIXELS, _CAPTIONS = 1, 2  # versions of the code between pixels and codec, captions and encoder
@@ -69,7 +58,7 @@ def cache_ahead(
         RecipeChangedError: the run directory belongs to another recipe.
     """
     if recipe.data.cache is None:
-        raise RecipeError(
+        raise errors.RecipeError(
             "The recipe names no folder for a cache. Set one, such as --set data.cache=cache, and "
             "how many spans of each clip it holds, such as --set data.windows=1."
         )
@@ -91,7 +80,7 @@ def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
     if on is None:
         return join(recipe.training.device, recipe.parallel)
     if (size := place_in_world()[2]) > 1:
-        raise RecipeError(
+        raise errors.RecipeError(
             f"--on has a cluster's workers encode, and this is one of {size} processes that would "
             "each do so. Start it without torchrun."
         )
@@ -142,32 +131,32 @@ def fill_cache(
     console: Console,
     on: str | None = None,
     workers: int | None = None,
-) -> tuple[Cache, CacheReport]:
+) -> tuple[Cache, cache_fill.CacheReport]:
     """Compute what the cache lacks of what a loader will ask for; each rank its share."""
     begun = time.perf_counter()
     cache = _open(recipe, made, world)
     shown = console if world.is_first else Console(quiet=True)
-    with counted(shown, "cache: look") as advance:
-        missing = find_missing(
+    with progress.counted(shown, "cache: look") as advance:
+        missing = cache_fill.find_missing(
             cache,
             loader.plan_history.plan,
             share=slice(world.rank, None, world.size),
             without=loader.quarantined,
             progress=advance,
         )
-    mine, device = CacheReport(present=missing.present), world.device
+    mine, device = cache_fill.CacheReport(present=missing.present), world.device
     if on is not None:
         _encode_on(cache, missing, recipe, made, shown, mine, on, workers)
     if missing.captions and on is None:
         text = _text(recipe, made)
-        with _on_device(text, device), counted(shown, "cache: captions") as advance:
-            fill_prompts(cache, missing.captions, _caption_encoder(text), mine, advance)
+        with _on_device(text, device), progress.counted(shown, "cache: captions") as advance:
+            cache_fill.fill_prompts(cache, missing.captions, _caption_encoder(text), mine, advance)
     if missing.clips and on is None:
         codec = _codec(recipe, made)
-        with _on_device(codec, device), counted(shown, "cache: clips") as advance:
+        with _on_device(codec, device), progress.counted(shown, "cache: clips") as advance:
             encode = _pixel_encoder(codec, device)
-            fill_latents(cache, missing.clips, encode, mine, advance, loader.heartbeats)
-    report = CacheReport(incidents=mine.incidents)
+            cache_fill.fill_latents(cache, missing.clips, encode, mine, advance, loader.heartbeats)
+    report = cache_fill.CacheReport(incidents=mine.incidents)
     mine.incidents = []
     # They wait for each other, however long one of them has to encode.
     for each in gather_objects(mine, world, patiently=True):
@@ -200,7 +189,7 @@ def _refuse_other_folders(cache: Cache, world: World) -> None:
     if world.is_first:
         sign.unlink(missing_ok=True)
     if others := sorted({host for host, is_there in seen if not is_there}):
-        raise DataError(
+        raise errors.DataError(
             f"data.cache = {cache.folder} is another folder on {', '.join(others)} than on "
             f"{seen[0][0]}. Name one that all nodes share."
         )
@@ -219,11 +208,11 @@ def _on_device(part: Codec | TextEncoder, device: torch.device) -> Iterator[None
 
 def _encode_on(
     cache: Cache,
-    missing: Missing,
+    missing: cache_fill.Missing,
     recipe: Recipe,
     made: Path,
     console: Console,
-    report: CacheReport,
+    report: cache_fill.CacheReport,
     on: str,
     workers: int | None,
 ) -> None:
@@ -232,10 +221,14 @@ def _encode_on(
         ("captions", missing.captions, _load_caption_encoder),
         ("clips", missing.clips, _load_pixel_encoder),
     ):
-        task = EncodeTask(cache, partial(load, recipe, made.resolve(), threads), threads, uses_gpu)
+        task = cache_fill.EncodeTask(
+            cache, partial(load, recipe, made.resolve(), threads), threads, uses_gpu
+        )
         if parts:
-            with counted(console, f"cache: {label}") as advance:
-                run_encode_task(task, parts, report, on=on, workers=workers, progress=advance)
+            with progress.counted(console, f"cache: {label}") as advance:
+                cache_fill.run_encode_task(
+                    task, parts, report, on=on, workers=workers, progress=advance
+                )
 
 
 def _codec(recipe: Recipe, made: Path) -> Codec:
@@ -246,22 +239,22 @@ def _text(recipe: Recipe, made: Path) -> TextEncoder:
     return build_text(text_section(recipe), family(recipe.model.family).frozen, (), made)
 
 
-def _pixel_encoder(codec: Codec, device: torch.device) -> EncodePixels:
+def _pixel_encoder(codec: Codec, device: torch.device) -> cache_fill.EncodePixels:
     return lambda pixels: codec.encode(torch.from_numpy(pixels)[None].to(device))[0]
 
 
-def _caption_encoder(text: TextEncoder) -> EncodeCaption:
+def _caption_encoder(text: TextEncoder) -> cache_fill.EncodeCaption:
     return lambda caption: {name: tensor[0] for name, tensor in text.encode([caption]).items()}
 
 
-def _load_pixel_encoder(recipe: Recipe, made: Path, threads: int) -> EncodePixels:
+def _load_pixel_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.EncodePixels:
     torch.set_num_threads(threads)
     device, codec = pick_device(recipe.training.device), _codec(recipe, made)
     codec.to(device)
     return _pixel_encoder(codec, device)
 
 
-def _load_caption_encoder(recipe: Recipe, made: Path, threads: int) -> EncodeCaption:
+def _load_caption_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.EncodeCaption:
     torch.set_num_threads(threads)
     text = _text(recipe, made)
     text.to(pick_device(recipe.training.device))

@@ -14,23 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longtake import heartbeat
+from longtake import errors, heartbeat
 from longtake.config import Recipe
 from longtake.data.ledger import Ledger
 from longtake.data.loader import Batch, Loader
 from longtake.data.order import derive
-from longtake.errors import DivergedError
 from longtake.flow.timesteps import sample_sigmas
-from longtake.guard.detectors import OK, GuardVerdict
-from longtake.guard.history import StepStatistics
+from longtake.guard import detectors, history
 from longtake.models.base import Conditioning
 from longtake.models.build import Components, FlowBatch, flow_losses, training_conditioning
 from longtake.models.codec import Codec
 from longtake.models.text import NO_CAPTION, TextEncoder
 from longtake.optim.update import masters_of, schedule_factor, set_learning_rates
-from longtake.parallel.collectives import gather_in_group
-from longtake.parallel.fsdp import clip_gradients, set_gradient_sync
-from longtake.parallel.mesh import World
+from longtake.parallel import collectives, fsdp, mesh
 from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.state import Monitors, save_checkpoint
 from longtake.training.statistics import local_facts, reduce_statistics
@@ -47,9 +43,9 @@ class LoopExit:
     """Why the loop was left."""
 
     signal: str | None = None  # the signal by which a rank was asked to stop; all is saved
-    verdict: GuardVerdict = OK
+    verdict: detectors.GuardVerdict = detectors.OK
     """`roll_back` or `stop`: the guard found that training cannot continue from here."""
-    statistics: StepStatistics | None = None  # those of the step with that verdict
+    statistics: history.StepStatistics | None = None  # those of the step with that verdict
 
 
 def train_steps(
@@ -82,7 +78,9 @@ def train_steps(
             recorder.data_troubles(batch, loader)
 
         has_samples = bool(statistics.num_samples)  # else there is nothing to learn or to judge
-        verdict = guard.judge(statistics, losses, batch) if has_samples else OK  # on every rank
+        verdict = (
+            guard.judge(statistics, losses, batch) if has_samples else detectors.OK
+        )  # on every rank
         is_allowed = guard.allows(verdict)
         if verdict.kind != "ok":
             saver.wait()  # so that the report names the newest checkpoint
@@ -113,7 +111,7 @@ def train_steps(
             if norms.all_finite(world):  # else the next step's verdict reports it
                 save_checkpoint(session, state, loader, monitors)
             elif is_last:
-                raise DivergedError(_LAST_UPDATE_LOST.format(step=state.global_step))
+                raise errors.DivergedError(_LAST_UPDATE_LOST.format(step=state.global_step))
         heartbeat.end_step(losses.compute_seconds)
         if summary.stop is not None:
             return LoopExit(signal=summary.stop)
@@ -123,14 +121,16 @@ def train_steps(
 # --- The parts of a step ----------------------------------------------------------------------
 
 
-def drop_undecodable(batch: Batch, world: World) -> Batch:
+def drop_undecodable(batch: Batch, world: mesh.World) -> Batch:
     """Drop clips that another rank of the same context-parallel group could not decode.
 
     These ranks decode the same clips independently. All ranks call it.
     """
     if world.sequence_group is None:
         return batch
-    everyone = gather_in_group((batch.weights.tolist(), batch.rejected), world.sequence_group)
+    everyone = collectives.gather_in_group(
+        (batch.weights.tolist(), batch.rejected), world.sequence_group
+    )
     weights = [min(of_one_place) for of_one_place in zip(*(w for w, _ in everyone), strict=True)]
     rejected = dict.fromkeys(sample for _, samples in everyone for sample in samples)
     return replace(batch, weights=torch.tensor(weights), rejected=tuple(rejected))
@@ -163,7 +163,7 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
     share = recipe.training.global_batch_size / session.world.data_size  # ranks average gradients
     micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
     for number, part in enumerate(micro_batches, start=1):
-        set_gradient_sync(components.model, wanted=number == len(micro_batches))
+        fsdp.set_gradient_sync(components.model, wanted=number == len(micro_batches))
         heartbeat.set_phase("forward")
         with timer.measure():
             examples = prepare(part, components, recipe, device)
@@ -215,7 +215,7 @@ def apply_update(session: Session, state: TrainingState, grad_norm: float, scale
     """
     heartbeat.set_phase("optimizer")
     section, steps = session.recipe.optimizer, session.recipe.training.steps
-    clip_gradients(state.components.model, grad_norm, section.max_grad_norm, scale)
+    fsdp.clip_gradients(state.components.model, grad_norm, section.max_grad_norm, scale)
     factor = schedule_factor(state.global_step, steps, section)
     set_learning_rates(state.optimizers, factor)
     for optimizer in state.optimizers:

@@ -12,19 +12,15 @@ from typing import Any
 
 from rich.console import Console
 
-from longtake import heartbeat
+from longtake import errors, fsio, heartbeat
 from longtake.config import Bucket
 from longtake.data.loader import Batch, Loader
 from longtake.data.workers import WorkerIncident
-from longtake.errors import CheckpointError, RunError
 from longtake.formatting import format_size
-from longtake.fsio import file_time
-from longtake.guard.detectors import GuardVerdict
-from longtake.guard.history import StepStatistics
+from longtake.guard import detectors, history
 from longtake.guard.rollback import RollBack
 from longtake.lease import Lease, Leases, has_same_owner, is_alive, kept, newest
-from longtake.parallel.collectives import first_does, gather_objects
-from longtake.parallel.mesh import World
+from longtake.parallel import collectives, mesh
 from longtake.planner.memory import measured
 from longtake.progress import StepProgress, step_progress
 from longtake.run_dir import LAUNCH_VARIABLE, EventKind, Metrics, RunDirectory
@@ -85,8 +81,8 @@ class Recorder:
     def step_done(
         self,
         batch: Batch,
-        statistics: StepStatistics,
-        skipped_by: GuardVerdict | None,
+        statistics: history.StepStatistics,
+        skipped_by: detectors.GuardVerdict | None,
         learning_rate: float,
     ) -> None:
         """Write the step's metrics; its time includes the wait for data and the last save."""
@@ -126,7 +122,12 @@ class Recorder:
             self._run.append_metrics(metrics)
 
     def verdict(
-        self, verdict: GuardVerdict, statistics: StepStatistics, report: str | None, *, acts: bool
+        self,
+        verdict: detectors.GuardVerdict,
+        statistics: history.StepStatistics,
+        report: str | None,
+        *,
+        acts: bool,
     ) -> None:
         """Record and show what the guard found and whether it acts; `report` has more."""
         if not self._world.is_first:
@@ -152,7 +153,9 @@ class Recorder:
             self._run.append_event("checkpoint_damaged", step=step, path=path.name, reason=reason)
             self._progress.say(f"{path.name} is not whole ({reason}) and was passed over")
 
-    def rolled_back(self, verdict: GuardVerdict, chosen: RollBack, from_step: int) -> None:
+    def rolled_back(
+        self, verdict: detectors.GuardVerdict, chosen: RollBack, from_step: int
+    ) -> None:
         if not self._world.is_first:
             return
         first, end = chosen.skipped
@@ -173,7 +176,7 @@ class Recorder:
         for path in saved:
             self._run.append_event("checkpoint", step=self._run.step_of(path), path=path.name)
 
-    def save_failed(self, failure: CheckpointError | None) -> None:
+    def save_failed(self, failure: errors.CheckpointError | None) -> None:
         if failure is not None and self._world.is_first:
             self._run.append_event("checkpoint_failed", reason=str(failure))
             self._progress.say(f"{failure}")
@@ -184,7 +187,9 @@ class Recorder:
         All ranks call it after the same steps.
         """
         mine = (socket.gethostname(), loader.failures, loader.incidents)
-        for rank, (host, failures, incidents) in enumerate(gather_objects(mine, self._world)):
+        for rank, (host, failures, incidents) in enumerate(
+            collectives.gather_objects(mine, self._world)
+        ):
             # Context-parallel ranks may all have failed at the same clip.
             new = {each: why for each, why in failures.items() if each not in loader.quarantined}
             loader.quarantine(failures)
@@ -198,7 +203,7 @@ class Recorder:
         loader.clear_incidents()
 
     def _write_incident(self, incident: WorkerIncident, step: int, rank: int, host: str) -> None:
-        name = f"{file_time()}_{incident.pid}"
+        name = f"{fsio.file_time()}_{incident.pid}"
         path = self._run.stack_path(host, name)
         self._run.write_record(path, incident.stack.as_dict())
         kind: EventKind = "decoder_stalled" if incident.kind == "stalled" else "decoder_died"
@@ -254,7 +259,7 @@ class Recorder:
             with suppress(OSError):  # a full disk
                 lease.renew()
             return
-        raise RunError(
+        raise errors.RunError(
             f"This launch was silent for more than {_LEASE_SECONDS:g} s, and "
             f"{_holder(newest(lease.folder))} has taken over the run {lease.folder.parent}. Only "
             "one launch may write a run, so this one ends; nothing that it saved is lost."
@@ -288,14 +293,14 @@ def _finite(number: float) -> float | None:
 
 
 @contextmanager
-def hold_run(run: RunDirectory, world: World, console: Console) -> Iterator[Lease | None]:
+def hold_run(run: RunDirectory, world: mesh.World, console: Console) -> Iterator[Lease | None]:
     """Hold a run until the block ends; all ranks call it. None on ranks other than 0.
 
     A rank 0 that a launcher or Slurm has started again inherits the lease of the one before it.
     Another launch waits as long as the holder may still be alive.
     """
     taken: list[Lease] = []
-    first_does(lambda: taken.append(_take(run, console)), world)
+    collectives.first_does(lambda: taken.append(_take(run, console)), world)
     lease, how = taken[0] if taken else None, "failed"
     try:
         with nullcontext() if lease is None else kept(lease):
@@ -334,7 +339,7 @@ def _take(run: RunDirectory, console: Console) -> Lease:
                 )
             time.sleep(_LOOK_SECONDS)
     except OSError as error:
-        raise RunError(
+        raise errors.RunError(
             f"The run directory {run.path} cannot be written: {error.strerror or error}. Make room "
             "or make it writable, or choose another one with --set out=FOLDER."
         ) from error
@@ -350,7 +355,7 @@ def _refuse_if_alive(
         first.get(name) != holder.get(name) for name in ("host", "pid", "time", "beat")
     )
     if runs_here or has_moved:
-        raise RunError(
+        raise errors.RunError(
             f"{run.path} is being trained by {_holder(holder)}. A run is trained by one launch at "
             f"a time. Stop that one first (kill {holder['pid']} on {holder['host']}: it saves and "
             "ends), or train beside it: --fresh, or --set out=FOLDER."

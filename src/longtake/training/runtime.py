@@ -14,23 +14,13 @@ from pathlib import Path
 
 import torch
 
+from longtake import errors, heartbeat, node_dir, process
 from longtake.config import Recipe, TrainingSection
-from longtake.errors import LongtakeError, LostPeerError, PlanError
 from longtake.failures import FailureKind, error_line, failure_of, find_failed_rank
 from longtake.formatting import format_size
-from longtake.heartbeat import (
-    HeartbeatWriter,
-    heartbeat_dir,
-    heartbeat_session,
-    make_private_dir,
-    read_heartbeat,
-)
 from longtake.models.numerics import is_out_of_memory
-from longtake.node_dir import this_node
-from longtake.parallel.collectives import from_first
-from longtake.parallel.mesh import World, place_in_world
+from longtake.parallel import collectives, mesh
 from longtake.planner.plan import MemoryPlan
-from longtake.process import SECTION_VARIABLE, KeptProcess, program
 from longtake.run_dir import RunDirectory
 from longtake.stacks import enable_stack_dumps, stack_file
 from longtake.training.session import TrainingState
@@ -49,7 +39,9 @@ _NEVER = 2**31 - 1
 class NodeWatcher:
     """Starts this node's watcher once the run exists, and again whenever it ends."""
 
-    def __init__(self, recipe: Recipe, writer: HeartbeatWriter, *, is_wanted: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, writer: heartbeat.HeartbeatWriter, *, is_wanted: bool
+    ) -> None:
         self._section = recipe.watch
         paths = [*recipe.data.sources().values(), *filter(None, [recipe.data.cache])]
         self._data = sorted({path.resolve().parent for path in paths})
@@ -57,16 +49,16 @@ class NodeWatcher:
         self._is_wanted = is_wanted
         self.run: RunDirectory | None = None
         self._enable_stack_dumps()
-        self._process: KeptProcess | None = None
+        self._process: process.KeptProcess | None = None
 
-    def join(self, run: RunDirectory, world: World) -> None:
+    def join(self, run: RunDirectory, world: mesh.World) -> None:
         """Set the run and the launch; all ranks call it."""
         self.run = run
-        if self._writer.path.parent != heartbeat_dir(run.path):
+        if self._writer.path.parent != heartbeat.heartbeat_dir(run.path):
             self._stacks.unlink(missing_ok=True)
-            self._writer.move_to(heartbeat_dir(run.path))
+            self._writer.move_to(heartbeat.heartbeat_dir(run.path))
             self._enable_stack_dumps()
-        self._writer.set_launch(from_first(secrets.token_hex(4), world))
+        self._writer.set_launch(collectives.from_first(secrets.token_hex(4), world))
 
     def start(self) -> None:
         """Start the watcher, if the run exists and it was not started yet."""
@@ -74,13 +66,13 @@ class NodeWatcher:
             return
         if self._is_wanted and self._process is None:
             options = [part for path in self._data for part in ("--data", str(path))]
-            self._process = KeptProcess(
+            self._process = process.KeptProcess(
                 "watcher",
-                program(_WATCHER_PROGRAM, str(self.run.path.resolve()), *options),
-                this_node(self.run).log_path,
+                process.program(_WATCHER_PROGRAM, str(self.run.path.resolve()), *options),
+                node_dir.this_node(self.run).log_path,
                 inside=self.run.path,
                 # Not an argument: other users of the node read command lines.
-                changes={SECTION_VARIABLE: self._section.model_dump_json()},
+                changes={process.SECTION_VARIABLE: self._section.model_dump_json()},
             )
             self._process.start()
 
@@ -102,21 +94,25 @@ class NodeWatcher:
 @contextmanager
 def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
     """Write this process's heartbeat, from before the rendezvous until it has left the others."""
-    rank, local_rank, size = place_in_world()
+    rank, local_rank, size = mesh.place_in_world()
     if recipe.watch.enabled:
         with suppress(OSError):  # without shared memory training works all the same
-            make_private_dir(heartbeat_dir(recipe.out))
-    writer = HeartbeatWriter(
-        heartbeat_dir(recipe.out), "rank", rank=rank, local_rank=local_rank, world_size=size
+            heartbeat.make_private_dir(heartbeat.heartbeat_dir(recipe.out))
+    writer = heartbeat.HeartbeatWriter(
+        heartbeat.heartbeat_dir(recipe.out),
+        "rank",
+        rank=rank,
+        local_rank=local_rank,
+        world_size=size,
     )
     watcher = NodeWatcher(recipe, writer, is_wanted=recipe.watch.enabled and local_rank == 0)
     waits = True
     try:
-        with heartbeat_session(writer):
+        with heartbeat.heartbeat_session(writer):
             writer.set_phase("rendezvous")
             try:
                 yield watcher
-            except LostPeerError as error:
+            except errors.LostPeerError as error:
                 waits = False  # the launcher starts all ranks again as soon as this one has ended
                 raise _with_failed_rank(error, writer, watcher.run) from error
             except Exception as error:
@@ -126,26 +122,28 @@ def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
         watcher.close(waits=waits)
 
 
-def _record_failure(error: Exception, writer: HeartbeatWriter, run: RunDirectory | None) -> None:
+def _record_failure(
+    error: Exception, writer: heartbeat.HeartbeatWriter, run: RunDirectory | None
+) -> None:
     """Record why this rank ends, for the other ranks; call it before its heartbeat stops.
 
     Nothing is recorded by a rank that is alone, or in a run that was not begun.
     """
-    own = read_heartbeat(writer.path)
+    own = heartbeat.read_heartbeat(writer.path)
     if own is not None and own.world_size > 1 and run is not None and run.exists():
-        kind: FailureKind = "error" if isinstance(error, LongtakeError) else "exception"
+        kind: FailureKind = "error" if isinstance(error, errors.LongtakeError) else "exception"
         failure_of(own, kind, error_line(error)).record(run)
 
 
 def _with_failed_rank(
-    error: LostPeerError, writer: HeartbeatWriter, run: RunDirectory | None
-) -> LostPeerError:
+    error: errors.LostPeerError, writer: heartbeat.HeartbeatWriter, run: RunDirectory | None
+) -> errors.LostPeerError:
     """The same error, with what is known of the rank that was lost."""
-    own = read_heartbeat(writer.path)
+    own = heartbeat.read_heartbeat(writer.path)
     found = None if own is None or run is None else find_failed_rank(run, own)
     if own is None or found is None:
         return error
-    return LostPeerError(
+    return errors.LostPeerError(
         f"{found}\nRank {own.rank} waited for it at step {own.step}, and cannot continue."
     )
 
@@ -182,7 +180,7 @@ def keep_compiled_code(section: TrainingSection) -> None:
 
 @contextmanager
 def refuse_out_of_memory(
-    plan: MemoryPlan, recipe: Recipe, state: TrainingState, world: World
+    plan: MemoryPlan, recipe: Recipe, state: TrainingState, world: mesh.World
 ) -> Iterator[None]:
     """Runs training; if memory is not enough, says what was planned and what was measured."""
     try:
@@ -193,7 +191,7 @@ def refuse_out_of_memory(
         asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         where = f"step {state.global_step + 1} on rank {world.rank} ({world.device})"
         where += f", which asked for {asked[1]} more" if asked else ""
-        raise PlanError(
+        raise errors.PlanError(
             f"Out of memory in {where}. {_planned(plan)} {_measured(world.device)} "
             f"{_advice(plan, recipe)}"
         ) from error

@@ -8,18 +8,15 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from longtake import heartbeat
+from longtake import fsio, heartbeat
 from longtake.data.loader import Loader
 from longtake.formatting import escape, format_size, plural
-from longtake.fsio import read_last_record, skipped_lines
-from longtake.heartbeat import Phase
-from longtake.parallel.collectives import gather_objects
-from longtake.parallel.mesh import World
+from longtake.parallel import collectives, mesh
 from longtake.planner.plan import MemoryPlan
 from longtake.run_dir import BEGINNINGS, EventKind, Metrics, RunDirectory, last_ending
 from longtake.training.session import Session, TrainingState
 
-PARTS: dict[Phase, str] = {
+PARTS: dict[heartbeat.Phase, str] = {
     "start": "imports",
     "rendezvous": "rendezvous",
     "open": "data",
@@ -72,7 +69,7 @@ def announce(
     for line in _describe_changes(session, loader, step, lost):
         console.print(f"  {escape(line)}", highlight=False)
     slow = slow_attention(attention, world.device)
-    for warning in (*warnings, *filter(None, [slow]), *skipped_lines()):
+    for warning in (*warnings, *filter(None, [slow]), *fsio.skipped_lines()):
         console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
 
 
@@ -124,7 +121,7 @@ def announce_plan(session: Session, plan: MemoryPlan, step: int) -> None:
 
 def _lost_steps(run: RunDirectory, step: int) -> int:
     """Later steps that were trained and of which no checkpoint is left."""
-    last, rollbacks = read_last_record(run.metrics_path, Metrics), run.rollbacks()
+    last, rollbacks = fsio.read_last_record(run.metrics_path, Metrics), run.rollbacks()
     if last is None or (rollbacks and rollbacks[-1]["from_step"] == last["step"]):
         return 0  # later steps were rolled back
     return max(0, int(last["step"]) - step)
@@ -171,13 +168,13 @@ def parts_so_far() -> dict[str, float]:
     return {part: round(seconds, 3) for part, seconds in taken.items() if seconds}
 
 
-def report_start(step: int, run: RunDirectory, world: World) -> None:
+def report_start(step: int, run: RunDirectory, world: mesh.World) -> None:
     """Record how long this launch took to the end of its first step; all ranks call it.
 
     Rank 0 calls it before it writes that step's metrics. Ranks wait for each other in most parts:
     the others most likely waited for the slowest of one part in the next.
     """
-    everyone = gather_objects(parts_so_far(), world)
+    everyone = collectives.gather_objects(parts_so_far(), world)
     if world.is_first:
         run.append_event(
             "startup_timing", step=step, **slowest(everyone), down_seconds=_down_seconds(run)
@@ -200,7 +197,7 @@ def _down_seconds(run: RunDirectory) -> float | None:
 
     Wall-clock times of two hosts cannot be compared.
     """
-    last = read_last_record(run.metrics_path, Metrics)
+    last = fsio.read_last_record(run.metrics_path, Metrics)
     hosts = [each["host"] for each in run.record()["launches"][-2:]]
     if last is None or len(set(hosts)) != 1 or not _has_crashed(run):
         return None

@@ -10,29 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 
-from longtake import config, heartbeat
+from longtake import config, errors, fsio, heartbeat, process
 from longtake.checkpoint import files, store
-from longtake.checkpoint.store import Saver
-from longtake.config import Recipe
 from longtake.data.ledger import damage as ledger_damage
 from longtake.data.loader import Loader
 from longtake.data.replan import LoaderState
-from longtake.errors import CheckpointError, DivergedError
-from longtake.fsio import Count, now
 from longtake.guard.detectors import GuardVerdict
 from longtake.guard.history import HistoryColumns, StepStatistics
 from longtake.guard.rollback import RollBack, plan_rollback
 from longtake.models.trainable import load_trained, trained_state
+from longtake.parallel import fsdp, mesh
 from longtake.parallel.collectives import first_does, from_first, sum_over_ranks
-from longtake.parallel.fsdp import gradients_of_any_dtype
-from longtake.parallel.mesh import World
-from longtake.process import StopSignal, command
 from longtake.run_dir import RolledBack, RunDirectory
 from longtake.training.build import missing_vocabulary
 from longtake.training.record import Recorder
@@ -40,7 +30,7 @@ from longtake.training.session import Session, TrainingState
 from longtake.training.statistics import GuardRunner, NormStats
 
 # Flat, so that states of several optimizers can be saved together and resharded.
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 _EMA = "ema"
 _NO_CHECKPOINT_SINCE_CHANGE = (
     "There is no checkpoint between the last change of the data and the beginning of the trouble, "
@@ -55,9 +45,9 @@ class Monitors:
 
     guard: GuardRunner
     norms: NormStats
-    saver: Saver
+    saver: store.Saver
     recorder: Recorder
-    stop: StopSignal
+    stop: process.StopSignal
 
 
 class SavedTrainer(files.SampledTrainer):
@@ -66,7 +56,7 @@ class SavedTrainer(files.SampledTrainer):
     data: LoaderState
     guard: HistoryColumns
     last_update: dict[str, float]
-    num_rollbacks: Count
+    num_rollbacks: fsio.Count
 
 
 # --- Save -------------------------------------------------------------------------------------
@@ -97,12 +87,12 @@ def state_parts(state: TrainingState) -> dict[str, store.State]:
     """What is saved, by the folders of a checkpoint; it shares the state's memory."""
     model = state.components.model
     averages = {f"{_EMA}/{name}": each for name, each in state.ema.states().items()}
-    with gradients_of_any_dtype(model):
-        optimizer = get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
+    with fsdp.gradients_of_any_dtype(model):
+        optimizer = state_dict.get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
     return {"model": trained_state(model), **averages, "optimizer": optimizer}
 
 
-def recipe_fingerprint(recipe: Recipe) -> str:
+def recipe_fingerprint(recipe: config.Recipe) -> str:
     return hashlib.sha256(config.dump(config.kept(recipe)).encode()).hexdigest()
 
 
@@ -123,13 +113,13 @@ class ResumePoint:
 
 
 def find_resume_point(
-    run: RunDirectory, recipe: Recipe, loader: Loader, world: World
+    run: RunDirectory, recipe: config.Recipe, loader: Loader, world: mesh.World
 ) -> ResumePoint:
     """The run's newest whole checkpoint, with the loader brought there; all ranks call it."""
     path, damaged = _latest_not_rolled_back(run, world)
     if path is None and damaged:
         newest, reason = damaged[0]
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{run.path} has {len(damaged)} checkpoints, and not one of them is whole; of the "
             f"newest, {newest.name}, {reason}. Restore one, or start anew beside this run with "
             "--fresh."
@@ -150,7 +140,7 @@ def find_resume_point(
     return ResumePoint(path, trainer, tuple(warnings))
 
 
-def _find_losses(run: RunDirectory, recipe: Recipe, loader: Loader, step: int) -> list[str]:
+def _find_losses(run: RunDirectory, recipe: config.Recipe, loader: Loader, step: int) -> list[str]:
     """Record and name the missing files of a resumed run that training can do without (rank 0)."""
     lost: list[str] = []
     if (reason := ledger_damage(run.ledger_path)) is not None:
@@ -159,7 +149,7 @@ def _find_losses(run: RunDirectory, recipe: Recipe, loader: Loader, step: int) -
     return [*lost, *missing_vocabulary(run, recipe, loader)]
 
 
-def _latest_not_rolled_back(run: RunDirectory, world: World) -> files.LatestCheckpoint:
+def _latest_not_rolled_back(run: RunDirectory, world: mesh.World) -> files.LatestCheckpoint:
     """The newest whole checkpoint of a state that no rollback abandoned; all ranks call it.
 
     Abandoned ones are deleted: they are there if a run was killed while it rolled back.
@@ -170,14 +160,14 @@ def _latest_not_rolled_back(run: RunDirectory, world: World) -> files.LatestChec
         first_does(partial(files.delete_after, run, back_to), world)
         found = store.latest_checkpoint(run, world)
         if found.path == abandoned:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{abandoned} was given up when the run went back to step {back_to}, and cannot be "
                 f"deleted. Make {run.checkpoints_path} writable and start the same command again."
             )
     return found
 
 
-def _rolled_back_to(path: Path | None, run: RunDirectory, world: World) -> int | None:
+def _rolled_back_to(path: Path | None, run: RunDirectory, world: mesh.World) -> int | None:
     """The earlier step to which the run rolled back after a checkpoint was saved, if it did."""
     if path is None:
         return None
@@ -204,15 +194,17 @@ def restore(
     store.load_parts(path, parts, session.world, is_verified=True)
     load_trained(model, parts["model"])
     state.ema.load({name: parts[f"{_EMA}/{name}"] for name in state.ema.states()})
-    with gradients_of_any_dtype(model):
-        set_optimizer_state_dict(model, state.optimizers, parts["optimizer"], options=_FLAT)
+    with fsdp.gradients_of_any_dtype(model):
+        state_dict.set_optimizer_state_dict(
+            model, state.optimizers, parts["optimizer"], options=_FLAT
+        )
     state.global_step = trainer["global_step"]
     guard.load(trainer["guard"])
     norms.set_last_update(trainer["last_update"], session.world.size)
 
 
 def _restore_data(
-    loader: Loader, trainer: SavedTrainer | None, run: RunDirectory, world: World
+    loader: Loader, trainer: SavedTrainer | None, run: RunDirectory, world: mesh.World
 ) -> None:
     """Bring a loader to a checkpoint's step; it skips the batches that rollbacks exclude."""
     for rolled_back in from_first(run.rollbacks(), world):
@@ -246,7 +238,7 @@ def roll_back(
     heartbeat.set_phase("rollback")
     from_step = state.global_step
     record = RolledBack(
-        time=now(),
+        time=fsio.now(),
         from_step=from_step,
         to_step=chosen.step,
         skipped=list(chosen.skipped),
@@ -297,16 +289,18 @@ def _plan_version(run: RunDirectory, step: int) -> int | None:
     """Which of the run's plans a checkpoint was trained by; None if it cannot be read."""
     try:
         trainer = files.load_trainer(run.checkpoint_path(step), SavedTrainer)
-    except CheckpointError:
+    except errors.CheckpointError:
         return None
     return trainer["data"]["plan_version"]
 
 
-def _diverged(session: Session, verdict: GuardVerdict, why: str, step: int) -> DivergedError:
+def _diverged(session: Session, verdict: GuardVerdict, why: str, step: int) -> errors.DivergedError:
     """Record that a run cannot repair itself; the error that ends it."""
     run = session.run
     if session.world.is_first:
         facts: dict[str, Any] = {"reason": verdict.reason, "message": verdict.message, "why": why}
         run.append_event("diverged", step=step, **facts)
-    look = f"{command()} show {shlex.quote(str(run.path))} --around {step}"
-    return DivergedError(" ".join(filter(None, [verdict.message, why, f"Look at it: {look}"])))
+    look = f"{process.command()} show {shlex.quote(str(run.path))} --around {step}"
+    return errors.DivergedError(
+        " ".join(filter(None, [verdict.message, why, f"Look at it: {look}"]))
+    )

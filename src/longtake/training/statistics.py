@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longtake import heartbeat
+from longtake import fsio, heartbeat, process
 from longtake.data.loader import Batch, Loader
-from longtake.fsio import now
 from longtake.guard.detectors import OK, GuardVerdict, judge
 from longtake.guard.history import GROUPS, GuardSettings, History, JudgedStep, StepStatistics
 from longtake.models.added_module import ADDED
 from longtake.optim.update import schedule_factor
-from longtake.parallel.collectives import gather_objects, sum_over_ranks
+from longtake.parallel import collectives, mesh
 from longtake.parallel.fsdp import local_shard, num_copies, squares
-from longtake.parallel.mesh import World
-from longtake.process import EXIT_CODES
 from longtake.training.session import SampleLosses, Session, TrainingState
 
 _QUARTERS = 4
@@ -114,9 +111,9 @@ class NormStats:
             },
         )
 
-    def all_finite(self, world: World) -> bool:
+    def all_finite(self, world: mesh.World) -> bool:
         mine = squares([local_shard(parameter) for parameter in self._parameters]).sum()
-        return math.isfinite(sum_over_ranks({"weights": float(mine)}, world)["weights"])
+        return math.isfinite(collectives.sum_over_ranks({"weights": float(mine)}, world)["weights"])
 
     @contextmanager
     def track_update(self) -> Iterator[None]:
@@ -230,14 +227,14 @@ def reduce_statistics(
     heartbeat.set_phase("collective")
     world = session.world
     by_sigma = _losses(losses, batch) if world.speaks_for_data else _NO_LOSSES
-    sums = sum_over_ranks({**by_sigma, **norms.sums(), **local}, world)
+    sums = collectives.sum_over_ranks({**by_sigma, **norms.sums(), **local}, world)
     num_samples = int(sum(sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)))
     scale = session.recipe.training.global_batch_size / max(1, num_samples)
     return StepSummary(
         statistics=_statistics(session, sums, num_samples, batch, state, norms.norms(sums, scale)),
         scale=scale,
         num_troubles=int(sums["troubles"]),
-        stop=next((name for name in EXIT_CODES if sums[f"stop.{name}"]), None),
+        stop=next((name for name in process.EXIT_CODES if sums[f"stop.{name}"]), None),
         save_failed=bool(sums["save_failed"]),
         save_due=bool(sums["save_due"]),
     )
@@ -247,7 +244,7 @@ def local_facts(
     loader: Loader, stop: str | None, save_failed: bool, save_due: bool = False
 ) -> dict[str, float]:
     troubles = len(loader.failures) + len(loader.incidents)
-    signals = {f"stop.{name}": float(name == stop) for name in EXIT_CODES}
+    signals = {f"stop.{name}": float(name == stop) for name in process.EXIT_CODES}
     return {"troubles": troubles, **signals, "save_failed": save_failed, "save_due": save_due}
 
 
@@ -351,7 +348,7 @@ class GuardRunner:
         verdict = _explain_non_finite(verdict, statistics, losses, state, self._world)
         host = {"host": socket.gethostname()}
         mine = [host | each for step in self._samples for each in step]
-        everyone = gather_objects(mine, self._world)
+        everyone = collectives.gather_objects(mine, self._world)
         if not self._world.is_first:
             return verdict, None
         number = len(list(self._run.guard_path.glob(f"step_{statistics.step:08d}_*.json")))
@@ -360,7 +357,7 @@ class GuardRunner:
         report = {
             "step": statistics.step,
             "batch": statistics.batch,
-            "time": now(),
+            "time": fsio.now(),
             "verdict": asdict(verdict),
             "history": [
                 {**each.statistics.as_dict(), "verdict": each.verdict_kind}
@@ -374,7 +371,7 @@ class GuardRunner:
 
 
 def _trained_samples(
-    statistics: StepStatistics, losses: SampleLosses, batch: Batch, world: World
+    statistics: StepStatistics, losses: SampleLosses, batch: Batch, world: mesh.World
 ) -> list[dict[str, Any]]:
     where = {"step": statistics.step, "batch": statistics.batch, "rank": world.rank}
     samples = zip(batch.identities, batch.captions, batch.epochs, losses.sigmas, strict=True)
@@ -395,7 +392,7 @@ def _explain_non_finite(
     statistics: StepStatistics,
     losses: SampleLosses,
     state: TrainingState,
-    world: World,
+    world: mesh.World,
 ) -> GuardVerdict:
     """The verdict; of `non_finite` its message locates NaN and inf. All ranks must call it."""
     if verdict.reason != "non_finite":
@@ -413,7 +410,7 @@ def _explain_non_finite(
     return replace(verdict, message=" ".join(message))
 
 
-def _non_finite_ranks(losses: SampleLosses, model: nn.Module, world: World) -> str:
+def _non_finite_ranks(losses: SampleLosses, model: nn.Module, world: mesh.World) -> str:
     """Ranks with NaN or inf in their own losses, or else in their gradient shards, if not all.
 
     A gradient that is NaN on one rank before it is reduced is NaN on all after that.
@@ -421,7 +418,7 @@ def _non_finite_ranks(losses: SampleLosses, model: nn.Module, world: World) -> s
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     in_losses = not all(math.isfinite(loss) for loss in losses.losses)
     in_gradients = any(not bool(each.isfinite().all()) for each in gradients)
-    everyone = gather_objects((socket.gethostname(), in_losses, in_gradients), world)
+    everyone = collectives.gather_objects((socket.gethostname(), in_losses, in_gradients), world)
     for index in (1, 2):
         ranks = [rank for rank, facts in enumerate(everyone) if facts[index]]
         if 0 < len(ranks) < world.size:
@@ -431,7 +428,7 @@ def _non_finite_ranks(losses: SampleLosses, model: nn.Module, world: World) -> s
 
 
 def describe_non_finite_gradients(
-    model: nn.Module, blocks: Sequence[nn.Module], world: World | None = None
+    model: nn.Module, blocks: Sequence[nn.Module], world: mesh.World | None = None
 ) -> str:
     """Name the parameters whose gradients hold NaN or inf on any rank; all ranks must call it.
 
@@ -440,7 +437,7 @@ def describe_non_finite_gradients(
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     combine = max if num_copies(model) > 1 else sum  # one copy alone may have NaN
     mine = _count_non_finite(gradients)
-    everyone = [mine] if world is None else gather_objects(mine, world)
+    everyone = [mine] if world is None else collectives.gather_objects(mine, world)
     non_finite = [name for name in gradients if any(name in counts for counts in everyone)]
     if not non_finite:
         return (

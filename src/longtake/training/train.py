@@ -11,30 +11,26 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from longtake import heartbeat
+from longtake import errors, heartbeat, process
 from longtake.checkpoint.store import keep_saver
 from longtake.config import Bucket, Recipe
 from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Loader
 from longtake.data.plan import refuse_missing, review
-from longtake.errors import DataError
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
+from longtake.models import captions, numerics, pretrained
 from longtake.models.build import source_of, text_section
-from longtake.models.captions import review_captions
-from longtake.models.numerics import Precision, choose_precision
-from longtake.models.pretrained import local_copies
 from longtake.optim.build import refuse_missing_torchao
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.planner.devices import peak_flops
 from longtake.planner.memory import refuse_idle_ranks
 from longtake.planner.plan import MemoryPlan, free_memory, keep_plan, plan_for_training, run_blocks
-from longtake.process import STOP_SIGNALS, StopSignal
 from longtake.run_dir import EventKind, RunDirectory, beside
+from longtake.tracking import tracker, wandb
 from longtake.tracking.follower import Follower, tracking_follower
-from longtake.tracking.tracker import refuse_missing_packages
-from longtake.tracking.wandb import missing_key
+from longtake.training import latent_cache, record, runtime, startup, statistics
 from longtake.training.build import (
     build_components,
     build_state,
@@ -42,20 +38,9 @@ from longtake.training.build import (
     count_flops,
     refuse_missing_compiler,
 )
-from longtake.training.latent_cache import captions_of
 from longtake.training.loop import LoopExit, train_steps
-from longtake.training.record import hold_run, keep_recorder
-from longtake.training.runtime import (
-    NodeWatcher,
-    keep_compiled_code,
-    keep_freed_memory,
-    refuse_out_of_memory,
-    watcher_process,
-)
 from longtake.training.session import Session, TrainingState
-from longtake.training.startup import announce, announce_plan
 from longtake.training.state import Monitors, ResumePoint, find_resume_point, restore, roll_back
-from longtake.training.statistics import GuardRunner, NormStats
 
 
 @dataclass(frozen=True)
@@ -75,8 +60,8 @@ class _Built(NamedTuple):
 
     plan: MemoryPlan
     state: TrainingState
-    guard: GuardRunner
-    norms: NormStats
+    guard: statistics.GuardRunner
+    norms: statistics.NormStats
     step_flops: dict[Bucket, int]
     ledger: Path
 
@@ -95,16 +80,16 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> TrainOutc
     # Ranks agree on the folder of a fresh run too late for torch's flight recorder.
     records = None if fresh or not recipe.watch.enabled else heartbeat.heartbeat_dir(recipe.out)
     with (
-        watcher_process(recipe) as watcher,
+        runtime.watcher_process(recipe) as watcher,
         join(recipe.training.device, recipe.parallel, records) as world,
     ):
         refuse_idle_ranks(recipe.training.global_batch_size, world.data_size)
         refuse_missing_torchao(recipe.optimizer)
-        refuse_missing_packages(recipe.tracking)
+        tracker.refuse_missing_packages(recipe.tracking)
         refuse_missing_compiler(recipe, world.device)
-        keep_compiled_code(recipe.training)
+        runtime.keep_compiled_code(recipe.training)
         if world.device.type == "cpu":
-            keep_freed_memory()
+            runtime.keep_freed_memory()
         if fresh:
             recipe = recipe.model_copy(update={"out": from_first(beside(recipe.out), world)})
         run = RunDirectory(recipe.out)
@@ -115,7 +100,7 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> TrainOutc
             closing(_open_data(run, recipe, world)) as loader,
         ):
             first_does(lambda: run.claim(recipe), world)
-            with hold_run(run, world, console) as lease:
+            with record.hold_run(run, world, console) as lease:
                 point = find_resume_point(run, recipe, loader, world)
                 watcher.start()
                 precision = _choose_precision(recipe, point, world)
@@ -140,24 +125,28 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
     return loader
 
 
-def _choose_precision(recipe: Recipe, point: ResumePoint, world: World) -> Precision:
+def _choose_precision(recipe: Recipe, point: ResumePoint, world: World) -> numerics.Precision:
     """The same on all ranks: bf16 if every one has it. A resumed run keeps its precision."""
     wanted = recipe.training.precision
     if wanted == "auto" and point.trainer is not None:
         wanted = from_first(point.trainer["precision"], world)
-    everyone = gather_objects(choose_precision(wanted, world.device), world)
+    everyone = gather_objects(numerics.choose_precision(wanted, world.device), world)
     return "fp32" if "fp32" in everyone else "bf16"
 
 
 def _build(
-    session: Session, point: ResumePoint, loader: Loader, watcher: NodeWatcher, follower: Follower
+    session: Session,
+    point: ResumePoint,
+    loader: Loader,
+    watcher: runtime.NodeWatcher,
+    follower: Follower,
 ) -> _Built:
     """Plan, build and load all that is trained, in the order in which each can be refused."""
     recipe, run, world, precision = session.recipe, session.run, session.world, session.precision
     _refuse_other_plans(loader, world)
     steps = recipe.training.steps
     warnings = [*point.warnings, *review(loader.plan_history.plan, recipe.data, steps)]
-    warnings += filter(None, [missing_key(recipe.tracking)])
+    warnings += filter(None, [wandb.missing_key(recipe.tracking)])
     if recipe.data.cache is None:
         loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
     heartbeat.set_phase("plan")
@@ -175,7 +164,10 @@ def _build(
     else:
         run_blocks(plan.options, parts)
     state = build_state(session, parts)
-    guard, norms = GuardRunner(session), NormStats(parts.model, parts.family.blocks(parts.model))
+    guard, norms = (
+        statistics.GuardRunner(session),
+        statistics.NormStats(parts.model, parts.family.blocks(parts.model)),
+    )
     heartbeat.set_phase("load")
     if point.path is not None:
         restore(session, point.path, state, guard, norms)
@@ -184,14 +176,16 @@ def _build(
     if world.is_first:
         follower.start()
         keep_plan(plan, recipe, precision, run, world, free_bytes)
-        with local_copies():
+        with pretrained.local_copies():
             encoder = state.components.family.frozen.text
-            facts, truncated = review_captions(text_section(recipe), encoder, captions_of(loader))
+            facts, truncated = captions.review_captions(
+                text_section(recipe), encoder, latent_cache.captions_of(loader)
+            )
         notes = [*filter(None, [truncated]), *plan.notes]
-        announce(session, state, loader, [*warnings, *notes])
+        startup.announce(session, state, loader, [*warnings, *notes])
         if truncated is not None and facts is not None:
             run.append_event("captions_truncated", step=state.global_step, **facts)
-        announce_plan(session, plan, state.global_step)
+        startup.announce_plan(session, plan, state.global_step)
     return _Built(plan, state, guard, norms, step_flops, ledger)
 
 
@@ -202,7 +196,7 @@ def _refuse_other_plans(loader: Loader, world: World) -> None:
     other = [rank for rank, facts in enumerate(everyone) if facts[1:] != everyone[0][1:]]
     if other:
         hosts = sorted({everyone[rank][0] for rank in other})
-        raise DataError(
+        raise errors.DataError(
             f"{len(other)} of {world.size} ranks (on {', '.join(hosts)}) would train other clips "
             "than rank 0: they have read another catalog, or another checkpoint. Give all nodes "
             "the same files, and start again."
@@ -269,10 +263,10 @@ def _monitors(session: Session, built: _Built, lease: Lease | None) -> Iterator[
     peak_rate = peak_flops(world.device, torch.bfloat16 if is_bf16 else torch.float32)
     flops = built.step_flops
     with (
-        StopSignal(STOP_SIGNALS, second="interrupt") as stop,
-        refuse_out_of_memory(plan, recipe, built.state, world),
+        process.StopSignal(process.STOP_SIGNALS, second="interrupt") as stop,
+        runtime.refuse_out_of_memory(plan, recipe, built.state, world),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
-        keep_recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
+        record.keep_recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
     ):
         yield Monitors(built.guard, built.norms, saver, recorder, stop)
 
