@@ -218,8 +218,8 @@ def _beside(trace: StepTrace) -> int:
 
 
 def _gradient_bytes(step: MetaStep) -> int:
-    parameters = step.components.model.parameters()
-    return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    trained = [p for p in step.components.model.parameters() if p.requires_grad]
+    return sum((p.grad_dtype or p.dtype).itemsize * p.numel() for p in trained)
 
 
 def _run(step: MetaStep, options: Options, case: Case) -> tuple[int, str]:
@@ -254,7 +254,9 @@ def _fill(model: nn.Module) -> None:
     def real(tensor: Tensor) -> Tensor:
         values = torch.randn(tensor.shape, generator=generator).mul_(0.05).to(tensor.dtype)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(values, tensor.requires_grad)
+            parameter = nn.Parameter(values, tensor.requires_grad)
+            parameter.grad_dtype = tensor.grad_dtype
+            return parameter
         return values
 
     for module in model.modules():
