@@ -18,7 +18,6 @@ from longtake.health import system as apart
 from longtake.health.clock import Clocks, ClockSlewed, ClockSteady, ClockStepped
 from longtake.health.system import DiskProbe, Numbers
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir
-from longtake.monitor import node_health as conditions
 from longtake.monitor.node_health import (
     HealthLog,
     HealthRules,
@@ -111,7 +110,6 @@ def test_disk_that_hangs(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(DiskProbe, "sample", hang)
     monkeypatch.setattr(apart, "HANGING_SECONDS", 0.7)
-    monkeypatch.setattr(conditions, "HANGING_SECONDS", 0.7)
     watch.start()
     ((kind, fields),) = wait_until(watch.take_events)
     assert kind == "degraded"
