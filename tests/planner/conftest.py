@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longtake import config
-from longtake.planner.activation_checkpointing import BlockCall, Option, caller
+from longtake.planner.activation_checkpointing import BlockCall, BlockOption, caller
 from longtake.planner.devices import CPU, DeviceBudget
 from longtake.planner.memory import MeasuredMemory, MetaStep, measured, outline_step
 from longtake.planner.trace import Subject
@@ -66,7 +66,7 @@ config = { d_model = 16, d_kv = 8, d_ff = 16, num_layers = 1, num_heads = 2 }
 
 MakeToy = Callable[..., Subject]
 MakeTiny = Callable[..., MetaStep]
-RunReally = Callable[[Subject, Mapping[str, Option]], MeasuredMemory]
+RunReally = Callable[[Subject, Mapping[str, BlockOption]], MeasuredMemory]
 
 
 class ToyBlock(nn.Module):
@@ -186,7 +186,7 @@ def fill() -> Callable[[nn.Module], None]:
 def really() -> RunReally:
     """Runs a step, twice, and says what the allocator handed out in the second, its inputs held."""
 
-    def run(subject: Subject, options: Mapping[str, Option]) -> MeasuredMemory:
+    def run(subject: Subject, options: Mapping[str, BlockOption]) -> MeasuredMemory:
         blocks = {subject.blocks[name]: option for name, option in options.items()}
         subject.call_blocks_by(caller(blocks))
         for _ in range(2):

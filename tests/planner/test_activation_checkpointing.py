@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longtake.config import RecomputeSection
 from longtake.models.numerics import autocast
 from longtake.planner.activation_checkpointing import (
-    OPTIONS,
+    ACTIVATIONS,
     POLICIES,
-    Option,
+    Activations,
+    BlockOption,
     caller,
     options_of,
     run_block,
@@ -24,7 +25,7 @@ from longtake.planner.memory import measured
 from longtake.planner.trace import Subject
 
 
-def _outcome(subject: Subject, options: Mapping[nn.Module, Option]) -> list[Tensor]:
+def _outcome(subject: Subject, options: Mapping[nn.Module, BlockOption]) -> list[Tensor]:
     """Loss and all gradients of a step whose dropout begins from the same seed each time."""
     subject.call_blocks_by(caller(options))
     subject.model.zero_grad(set_to_none=True)
@@ -36,19 +37,19 @@ def _outcome(subject: Subject, options: Mapping[nn.Module, Option]) -> list[Tens
     return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", ACTIVATIONS)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_options_are_the_same_to_the_bit(toy: Any, option: Option, dropout: float) -> None:
+def test_options_are_the_same_to_the_bit(toy: Any, option: Activations, dropout: float) -> None:
     subject = toy("cpu", dropout=dropout)
     kept = _outcome(subject, {})
-    recomputed = _outcome(subject, dict.fromkeys(subject.blocks.values(), option))
+    recomputed = _outcome(subject, dict.fromkeys(subject.blocks.values(), BlockOption(option)))
     assert len(kept) == 1 + len(list(subject.model.parameters()))
     assert all(map(torch.equal, kept, recomputed))
 
 
 def test_mixtures_are_the_same_to_the_bit(toy: Any) -> None:
     subject = toy("cpu", dropout=0.1, num_blocks=4)
-    mixed = dict(zip(subject.blocks.values(), OPTIONS, strict=False))
+    mixed = dict(zip(subject.blocks.values(), map(BlockOption, ACTIVATIONS), strict=False))
     assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, mixed)))
 
 
@@ -56,14 +57,14 @@ def test_an_added_dropout_is_drawn_again(toy: Any) -> None:
     subject = toy("cpu")
     for block in subject.blocks.values():
         block.register_forward_hook(lambda _, __, tokens: F.dropout(tokens, 0.5))
-    recomputed: dict[nn.Module, Option] = dict.fromkeys(subject.blocks.values(), "recompute")
+    recomputed = dict.fromkeys(subject.blocks.values(), BlockOption("recompute"))
     assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, recomputed)))
 
 
 def test_under_autocast_no_bf16_copies_of_weights_are_kept(toy: Any) -> None:
     subject = toy("cpu", num_blocks=8, width=128)
     tokens = torch.randn(1, 10, 6)
-    subject.call_blocks_by(caller(dict.fromkeys(subject.blocks.values(), "recompute")))
+    subject.call_blocks_by(caller(dict.fromkeys(subject.blocks.values(), BlockOption("recompute"))))
     with measured(torch.device("cpu")) as memory, autocast("bf16", torch.device("cpu")):
         loss = subject.loss(tokens)
         memory.mark("forward")
@@ -89,7 +90,7 @@ class _Ran(TorchDispatchMode):
     [("keep", 1, 1), ("save-attention", 1, 2), ("recompute", 2, 2)],
 )
 def test_save_attention_computes_attention_once(
-    toy: Any, option: Option, attentions: int, others: int
+    toy: Any, option: Activations, attentions: int, others: int
 ) -> None:
     subject = toy("cpu", num_blocks=1)
     tokens = torch.randn(2, 40, 32, requires_grad=True)
@@ -104,13 +105,13 @@ def test_without_gradients_nothing_is_kept(toy: Any) -> None:
     subject = toy("cpu", num_blocks=1)
     block, tokens = subject.blocks["blocks.0"], torch.randn(2, 40, 32)
     with torch.no_grad():
-        outputs = [run_block(option, block, tokens) for option in OPTIONS]
+        outputs = [run_block(option, block, tokens) for option in ACTIVATIONS]
     assert all(torch.equal(outputs[0], output) for output in outputs)
     assert not any(output.requires_grad for output in outputs)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_parameters_of_a_block_train_whatever_it_is_given(option: Option) -> None:
+@pytest.mark.parametrize("option", ACTIVATIONS)
+def test_parameters_of_a_block_train_whatever_it_is_given(option: Activations) -> None:
     """Inputs without gradient, in a dict or none at all, are no obstacle: it is never reentrant."""
 
     class Told(nn.Module):
@@ -144,7 +145,7 @@ _SHORT = {"keep": "k", "recompute": "r", "save-attention": "s"}
 def test_what_each_policy_does(policy: str, expected: str) -> None:
     options = options_of(policy, _BLOCKS)
     assert tuple(options) == _BLOCKS
-    assert "".join(_SHORT[option] for option in options.values()) == expected
+    assert "".join(_SHORT[option.activations] for option in options.values()) == expected
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtake.planner import trace
-from longtake.planner.activation_checkpointing import OPTIONS
+from longtake.planner.activation_checkpointing import ACTIVATIONS, BlockOption
 from longtake.planner.devices import CPU, device_named
 from longtake.planner.fake_tensors import CachedFakeMode, Observer
 from longtake.planner.trace import Tracer
@@ -63,7 +63,9 @@ def test_any_mixture_is_traced_as_without_memory(
 ) -> None:
     tracer, reference = tracers
     names = list(tracer.subject.blocks)
-    options = {name: data.draw(st.sampled_from(OPTIONS), label=name) for name in names}
+    options = {
+        name: BlockOption(data.draw(st.sampled_from(ACTIVATIONS), label=name)) for name in names
+    }
     assert tracer.trace(options) == reference.trace(options)
 
 

@@ -13,7 +13,7 @@ from longtake.config import Recipe
 from longtake.errors import CannotBePlannedError, PlanError
 from longtake.models.build import assemble
 from longtake.planner import forecast as forecast_module
-from longtake.planner.activation_checkpointing import POLICIES, options_of
+from longtake.planner.activation_checkpointing import KEEP, POLICIES, options_of
 from longtake.planner.devices import CPU, DEVICES, DeviceBudget, device_budget
 from longtake.planner.forecast import (
     PhaseForecast,
@@ -124,7 +124,7 @@ def test_each_average_takes_its_place(small_recipe: _Make) -> None:
 def test_without_a_limit_everything_is_kept(small_recipe: _Make) -> None:
     known = forecast(small_recipe(), _gpu())
     assert known.best is not None
-    assert set(known.best.options.values()) == {"keep"}
+    assert set(known.best.options.values()) == {KEEP}
     assert known.best.overhead == 0
     assert all(row.fits is None for row in known.policies)
     assert not known.misses

@@ -19,7 +19,7 @@ from longtake.errors import PlanError
 from longtake.fsio import write_json
 from longtake.parallel.mesh import World
 from longtake.planner import plan
-from longtake.planner.activation_checkpointing import POLICIES
+from longtake.planner.activation_checkpointing import KEEP, POLICIES
 from longtake.planner.devices import device_budget
 from longtake.planner.forecast import forecast, suggest_changes
 from longtake.planner.plan import MemoryPlan, free_memory, make_plan
@@ -189,7 +189,7 @@ def test_notes_are_handed_on_and_do_not_stop(tiny_flux: _Make) -> None:
     (note,) = noted.notes
     assert note.startswith("transformer_blocks.0: Trainable weights in transformer_blocks.0, ")
     assert (noted.policy, noted.memory, noted.activation_bytes) == ("none", None, None)
-    assert set(noted.options.values()) == {"keep"}
+    assert set(noted.options.values()) == {KEEP}
     last = ("trainable.kind=frozen", "trainable.blocks=['single_transformer_blocks.1']")
     noted = make_plan(tiny_flux(*last, "recompute.policy=alternate"), "fp32", _ALONE)
     said = "transformer_blocks.1: Recomputing transformer_blocks.1 saves 0 bytes"
@@ -223,7 +223,7 @@ def test_without_a_memory_in_the_recipe_the_gpu_is_asked(
     assert free_memory(small_recipe(*_SMALL, "recompute.memory=48GiB"), _ON_GPU) is None
     assert free_memory(recipe, _ON_GPU) == 2**30
     plan = make_plan(recipe, "fp32", _ON_GPU, free_memory(recipe, _ON_GPU))
-    assert (plan.policy, set(plan.options.values())) == ("best", {"keep"})
+    assert (plan.policy, set(plan.options.values())) == ("best", {KEEP})
     assert plan.budget_bytes == int(2**30 * 0.93)
     with pytest.raises(PlanError, match=r"1\.86 MiB"):
         make_plan(recipe, "fp32", _ON_GPU, 2 * 2**20)

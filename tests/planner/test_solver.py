@@ -13,7 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longtake.planner.activation_checkpointing import OPTIONS, POLICIES, Option, options_of
+from longtake.planner.activation_checkpointing import (
+    ACTIVATIONS,
+    KEEP,
+    POLICIES,
+    Activations,
+    BlockOption,
+    options_of,
+)
 from longtake.planner.devices import CPU, device_named
 from longtake.planner.solver import (
     BlockCosts,
@@ -26,9 +33,10 @@ from longtake.planner.solver import (
 from longtake.planner.trace import Tracer
 
 _MIB = 2**20
+_OPTIONS = tuple(map(BlockOption, ACTIVATIONS))
 _BLOCKS = tuple("abcde")
 _MIXTURES = [
-    dict(zip(_BLOCKS, chosen, strict=True)) for chosen in product(OPTIONS, repeat=len(_BLOCKS))
+    dict(zip(_BLOCKS, chosen, strict=True)) for chosen in product(_OPTIONS, repeat=len(_BLOCKS))
 ]
 _GAP = 1.0011
 
@@ -36,7 +44,7 @@ _GAP = 1.0011
 def _random_costs(seed: int) -> BlockCosts:
     """Five blocks whose options take any bytes; the more is computed, the longer it takes."""
     numbers = np.random.default_rng(seed)
-    shape = (len(_BLOCKS), len(OPTIONS))
+    shape = (len(_BLOCKS), len(_OPTIONS))
     return BlockCosts(
         names=_BLOCKS,
         saved=numbers.uniform(0, 100, shape) * _MIB,
@@ -55,7 +63,7 @@ def _all_peaks(costs: BlockCosts) -> list[float]:
     """Of every mixture, counted by hand: what is alive at each moment of a step."""
     peaks = []
     for options in _MIXTURES:
-        columns = [OPTIONS.index(options[name]) for name in costs.names]
+        columns = [_OPTIONS.index(options[name]) for name in costs.names]
         saved, most = 0.0, costs.least_peak
         for row, column in enumerate(columns):
             most = max(most, costs.at_forward[row] + saved + costs.forward[row, column])
@@ -109,7 +117,7 @@ def test_more_memory_never_costs_time(seed: int) -> None:
 
 def _toy_costs(subject: Any) -> BlockCosts:
     names, tracer = tuple(subject.blocks), Tracer(subject, CPU)
-    policies: Mapping[Option, str] = {
+    policies: Mapping[Activations, str] = {
         "keep": "none",
         "save-attention": "save-attention",
         "recompute": "all",
@@ -122,7 +130,7 @@ def _toy_costs(subject: Any) -> BlockCosts:
 def test_all_the_room_there_is_buys_all_the_time(toy: Any) -> None:
     toy_costs = _toy_costs(toy(num_blocks=5))
     roomy = fastest(toy_costs, 1e12)
-    assert roomy == dict.fromkeys(toy_costs.names, "keep")
+    assert roomy == dict.fromkeys(toy_costs.names, KEEP)
     assert fastest(toy_costs, toy_costs.least_peak - 1) is None
 
 
@@ -140,13 +148,13 @@ def test_blocks_upstream_of_what_trains_save_nothing(toy: Any) -> None:
     toy_costs = _toy_costs(toy(trained="blocks.3", num_blocks=5))
     assert (toy_costs.saved[:3] == 0).all()
     assert (toy_costs.backward[:3] == 0).all()
-    assert (toy_costs.saved[3:, OPTIONS.index("keep")] > 0).all()
+    assert (toy_costs.saved[3:, ACTIVATIONS.index("keep")] > 0).all()
     tightest = min(
         toy_costs.peak_bytes(options_of(policy, toy_costs.names)) for policy in ("none", "all")
     )
     found = fastest(toy_costs, tightest)
     assert found is not None
-    assert [found[name] for name in toy_costs.names[:3]] == ["keep"] * 3
+    assert [found[name] for name in toy_costs.names[:3]] == [KEEP] * 3
 
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -182,7 +190,7 @@ def test_any_mixture_is_the_sum_of_its_blocks(
 ) -> None:
     tracer, found = surveyed
     names = list(tracer.subject.blocks)
-    options = {name: data.draw(st.sampled_from(OPTIONS), label=name) for name in names}
+    options = {name: data.draw(st.sampled_from(_OPTIONS), label=name) for name in names}
     trace = tracer.trace(options)
     assert found.costs.peak_bytes(options) == pytest.approx(trace.peak_bytes, rel=0.005)
     assert found.costs.predicted_seconds(options) == pytest.approx(trace.seconds, rel=0.005)

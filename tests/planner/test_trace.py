@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longtake.planner.activation_checkpointing import OPTIONS, POLICIES, Option, options_of
+from longtake.planner.activation_checkpointing import (
+    ACTIVATIONS,
+    POLICIES,
+    Activations,
+    BlockOption,
+    options_of,
+)
 from longtake.planner.devices import CPU, DeviceBudget, device_named
 from longtake.planner.trace import Subject, Tracer, seconds, tensors
 
@@ -126,10 +132,10 @@ def test_a_frozen_front_has_no_backward_pass(toy: Any) -> None:
     assert passes == {"blocks.0": False, "blocks.1": True, "blocks.2": True}
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_frozen_blocks_in_front_keep_nothing(toy: Any, option: Option) -> None:
+@pytest.mark.parametrize("option", ACTIVATIONS)
+def test_frozen_blocks_in_front_keep_nothing(toy: Any, option: Activations) -> None:
     subject = toy(trained="blocks.2")
-    options: Mapping[str, Option] = dict.fromkeys(("blocks.0", "blocks.1"), option)
+    options = dict.fromkeys(("blocks.0", "blocks.1"), BlockOption(option))
     trace = Tracer(subject, CPU).trace(options)
     tokens = 2 * 40 * 32 * 4
     begins = [block.forward.begin_bytes for block in trace.blocks.values()]

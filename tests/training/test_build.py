@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longtake.errors import RecipeError
 from longtake.models.build import Components, assemble, latent_shape, outline_conditioning
-from longtake.planner.activation_checkpointing import OPTIONS, Option
+from longtake.planner.activation_checkpointing import ACTIVATIONS, BlockOption
 from longtake.training.build import compile_blocks, refuse_missing_compiler
 
 _CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_compiled_blocks_are_the_same_blocks(small_recipe: MakeRecipe) -> None:
     blocks = [names[block] for block in alone.family.blocks(alone.model)]
     wanted = _gradients(alone)
     compiled = replace(alone, model=copy.deepcopy(alone.model))
-    options: dict[str, Option] = dict(zip(blocks, ("keep", *OPTIONS), strict=True))
+    options = dict(zip(blocks, map(BlockOption, ("keep", *ACTIVATIONS)), strict=True))
     compile_blocks(options, compiled, recipe)
     found = _gradients(compiled)
     assert list(found) == list(wanted)
@@ -83,7 +83,7 @@ def test_all_shapes_and_options_are_compiled(
     parts = assemble(recipe, ["a red disk"], None)
     names = {module: name for name, module in parts.model.named_modules()}
     blocks = [names[block] for block in parts.family.blocks(parts.model)]
-    options: dict[str, Option] = dict(zip(blocks, ("keep", "recompute") * 2, strict=True))
+    options = dict(zip(blocks, map(BlockOption, ("keep", "recompute") * 2), strict=True))
     compile_blocks(options, parts, recipe)
     for bucket in recipe.data.shapes():
         for size in (2, 1):

@@ -202,7 +202,7 @@ def _best(known: "Forecast") -> dict[str, Any] | None:
     return {
         **{key: value for key, value in _row(row).items() if key not in ("name", "peak_gib")},
         "per_block": best.per_block(),
-        "options": dict(best.options),
+        "options": {name: str(option) for name, option in best.options.items()},
         "predicted_gib": _gib(best.predicted_bytes - away),
         "traced_gib": _gib(best.traced.peak_bytes - away),
         "overhead_with_another_gib": round(best.overhead_with_another_gib, 4),

@@ -5,6 +5,7 @@ inside unless a tensor argument carries one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, Literal
 
@@ -29,8 +30,28 @@ SAC_IGNORED_OPS.update(
 Block = Callable[..., Any]
 BlockCall = Callable[..., Any]
 """`call(block, *args)` stands for `block(*args)`."""
-Option = Literal["keep", "save-attention", "recompute"]
-Options = Mapping[str, Option]
+Activations = Literal["keep", "save-attention", "recompute"]
+"""What is done with what a block's forward pass gives its backward pass."""
+BlockWeights = Literal["keep", "stream", "fp8", "int8", "nf4"]
+"""Where and how a block's frozen weights are held: on the device as they are, in the computer's
+memory and copied one block ahead, or quantised on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOption:
+    """How a block is run: two choices that do not depend on each other."""
+
+    activations: Activations = "keep"
+    weights: BlockWeights = "keep"
+
+    def __str__(self) -> str:
+        if self.weights == "keep":
+            return self.activations
+        return f"{self.activations}+{self.weights}"
+
+
+KEEP = BlockOption()
+Options = Mapping[str, BlockOption]
 """The option of each block, by the block's name; blocks that are not named are kept."""
 
 _aten = torch.ops.aten
@@ -63,7 +84,7 @@ def _recompute(block: Block, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(block, *args, use_reentrant=False, **kwargs)
 
 
-RUN_BY: Mapping[Option, BlockCall] = {
+RUN_BY: Mapping[Activations, BlockCall] = {
     "keep": lambda block, *args, **kwargs: block(*args, **kwargs),
     "save-attention": _save_attention,
     "recompute": _recompute,
@@ -72,30 +93,32 @@ RUN_BY: Mapping[Option, BlockCall] = {
 output of attention, `recompute` only the block's inputs. What an option costs is read off a trace
 in which all blocks are run by it (`longtake.planner.solver`), so that a new one needs a row here
 and nothing else."""
-OPTIONS: tuple[Option, ...] = tuple(RUN_BY)
+ACTIVATIONS: tuple[Activations, ...] = tuple(RUN_BY)
 POLICIES = ("none", "all", "all-but-first", "alternate", "save-attention")
 
 
-def run_block(option: Option, block: Block, *args: Any, **kwargs: Any) -> Any:
+def run_block(activations: Activations, block: Block, *args: Any, **kwargs: Any) -> Any:
     """The output of a block, bitwise equal under every option.
 
     Random numbers (dropout) are drawn again as they were: the generators' states are saved.
     """
-    return RUN_BY[option](block, *args, **kwargs)
+    return RUN_BY[activations](block, *args, **kwargs)
 
 
-def caller(options: Mapping[nn.Module, Option]) -> BlockCall:
+def caller(options: Mapping[nn.Module, BlockOption]) -> BlockCall:
     """The argument of `Family.call_blocks_by` that runs blocks by options; others are kept."""
 
     def call(block: nn.Module, *args: Any) -> Any:
-        return run_block(options.get(block, "keep"), block, *args)
+        return run_block(options.get(block, KEEP).activations, block, *args)
 
     return call
 
 
-def options_of(policy: str, blocks: Sequence[str]) -> dict[str, Option]:
+def options_of(policy: str, blocks: Sequence[str]) -> dict[str, BlockOption]:
     """What a named policy does with each of a model's blocks, given in their order."""
-    chosen: Mapping[str, tuple[Option, Sequence[Option]]] = {  # of the first block, of the rest
+    chosen: Mapping[
+        str, tuple[Activations, Sequence[Activations]]
+    ] = {  # of the first block, of the rest
         "none": ("keep", ["keep"]),
         "all": ("recompute", ["recompute"]),
         "all-but-first": ("keep", ["recompute"]),
@@ -103,7 +126,7 @@ def options_of(policy: str, blocks: Sequence[str]) -> dict[str, Option]:
         "save-attention": ("save-attention", ["save-attention"]),
     }
     first, rest = chosen[policy]
-    options = [first, *islice(cycle(rest), len(blocks) - 1)]
+    options = map(BlockOption, [first, *islice(cycle(rest), len(blocks) - 1)])
     return dict(zip(blocks, options, strict=True))
 
 

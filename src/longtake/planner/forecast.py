@@ -195,7 +195,9 @@ def policy_traps(
         return traps
     options = activation_checkpointing.options_of(policy, step.block_names)
     no_gradient = {
-        name: options[name] for name, block in kept.blocks.items() if block.backward is None
+        name: options[name].activations
+        for name, block in kept.blocks.items()
+        if block.backward is None
     }
     chosen = traces[policy].blocks
     saved = {

@@ -21,7 +21,7 @@ from longtake.models.build import Components
 from longtake.models.numerics import Precision
 from longtake.parallel.collectives import from_first, gather_objects
 from longtake.parallel.mesh import World
-from longtake.planner.activation_checkpointing import Options, caller, options_of
+from longtake.planner.activation_checkpointing import KEEP, Options, caller, options_of
 from longtake.planner.devices import DeviceBudget, Target, device_budget
 from longtake.planner.forecast import (
     Forecast,
@@ -99,7 +99,7 @@ def make_plan(
 
 def run_blocks(options: Options, components: Components) -> None:
     """Have a model run its blocks by these options from now on."""
-    if all(option == "keep" for option in options.values()):
+    if all(option == KEEP for option in options.values()):
         return
     names = dict(components.model.named_modules())
     call = caller({names[name]: option for name, option in options.items()})

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longtake.planner import activation_checkpointing
+from longtake.planner.activation_checkpointing import (
+    ACTIVATIONS,
+    KEEP,
+    POLICIES,
+    Activations,
+    BlockOption,
+    Options,
+    options_of,
+)
 from longtake.planner.trace import StepTrace, Tracer
 
 _GIB = 2**30
@@ -39,21 +47,20 @@ class BlockCosts:
     at_loss: float  # the most between forward and backward pass, beside what all blocks saved
     least_peak: float  # the most outside the blocks, whatever they save
     other_seconds: float
-    options: tuple[activation_checkpointing.Option, ...] = (
-        activation_checkpointing.OPTIONS
-    )  # of the columns; the first saves everything
+    options: tuple[BlockOption, ...] = tuple(map(BlockOption, ACTIVATIONS))
+    """Of the columns; the first keeps everything."""
 
-    def peak_bytes(self, options: activation_checkpointing.Options) -> float:
+    def peak_bytes(self, options: Options) -> float:
         x = self._chosen(options)
         return max(self.least_peak, float((self.levels() @ x.ravel() + self.fixed()).max()))
 
-    def predicted_seconds(self, options: activation_checkpointing.Options) -> float:
+    def predicted_seconds(self, options: Options) -> float:
         return self.other_seconds + float((self.seconds * self._chosen(options)).sum())
 
-    def _chosen(self, options: activation_checkpointing.Options) -> Floats:
+    def _chosen(self, options: Options) -> Floats:
         x = np.zeros((len(self.names), len(self.options)))
         for row, name in enumerate(self.names):
-            x[row, self.options.index(options.get(name, "keep"))] = 1
+            x[row, self.options.index(options.get(name, KEEP))] = 1
         return x
 
     def levels(self) -> Floats:
@@ -72,7 +79,7 @@ class BlockCosts:
         return np.concatenate([self.at_forward, self.at_backward, [self.at_loss]])
 
 
-def costs_of(traces: Mapping[activation_checkpointing.Option, StepTrace]) -> BlockCosts:
+def costs_of(traces: Mapping[Activations, StepTrace]) -> BlockCosts:
     """What blocks cost, from a trace for each option in which all blocks are run by it.
 
     The first trace is of `keep`, with which the others are compared.
@@ -100,7 +107,7 @@ def costs_of(traces: Mapping[activation_checkpointing.Option, StepTrace]) -> Blo
         at_loss=kept.loss_span.peak_bytes - float(so_far[-1, 0]),
         least_peak=float(kept.front_peak_bytes),
         other_seconds=kept.seconds - float(seconds[:, 0].sum()),
-        options=tuple(traces),
+        options=tuple(map(BlockOption, traces)),
     )
 
 
@@ -132,9 +139,7 @@ def _array(values: Sequence[object]) -> Floats:
     return np.array(values, dtype=np.float64)
 
 
-def fastest(
-    costs: BlockCosts, budget_bytes: float
-) -> dict[str, activation_checkpointing.Option] | None:
+def fastest(costs: BlockCosts, budget_bytes: float) -> dict[str, BlockOption] | None:
     """The fastest options whose predicted peak is within a budget, or None if there are none."""
     number, width = costs.saved.shape
     room = budget_bytes - costs.fixed()
@@ -174,15 +179,15 @@ def _pointless(costs: BlockCosts) -> Floats:
 class BestOptions:
     """The fastest options that fit, traced again as a whole."""
 
-    options: activation_checkpointing.Options
+    options: Options
     predicted_bytes: int  # peak of forward and backward pass, composed of single blocks
     traced: StepTrace
     overhead: float  # share of a step without recompute that it takes longer
     overhead_with_another_gib: float  # the same with a budget of 1 GiB more
 
-    def per_block(self) -> dict[activation_checkpointing.Option, int]:
-        counted = Counter(self.options.values())
-        return {option: counted[option] for option in activation_checkpointing.OPTIONS}
+    def per_block(self) -> dict[str, int]:
+        """Blocks of each option; of those that no block has, only the activations'."""
+        return {**dict.fromkeys(ACTIVATIONS, 0), **Counter(map(str, self.options.values()))}
 
 
 @dataclass(frozen=True)
@@ -199,19 +204,13 @@ class PolicySweep:
 def sweep_policies(tracer: Tracer) -> PolicySweep:
     """Trace every named policy, and every option with all blocks run by it."""
     names = tuple(tracer.subject.blocks)
-    traces = {
-        policy: tracer.trace(activation_checkpointing.options_of(policy, names))
-        for policy in activation_checkpointing.POLICIES
-    }
-    named: Mapping[activation_checkpointing.Option, str] = {
+    traces = {policy: tracer.trace(options_of(policy, names)) for policy in POLICIES}
+    named: Mapping[Activations, str] = {
         "keep": "none",
         "save-attention": "save-attention",
         "recompute": "all",
     }
-    return PolicySweep(
-        traces,
-        costs_of({option: traces[named[option]] for option in activation_checkpointing.OPTIONS}),
-    )
+    return PolicySweep(traces, costs_of({each: traces[named[each]] for each in ACTIVATIONS}))
 
 
 def find_best(tracer: Tracer, sweep: PolicySweep, budget_bytes: int | None) -> BestOptions | None:
@@ -221,11 +220,9 @@ def find_best(tracer: Tracer, sweep: PolicySweep, budget_bytes: int | None) -> B
     """
     names, kept = tuple(tracer.subject.blocks), sweep.traces["none"]
     if budget_bytes is None:
-        return BestOptions(
-            activation_checkpointing.options_of("none", names), kept.peak_bytes, kept, 0.0, 0.0
-        )
-    fitting: list[tuple[activation_checkpointing.Options, StepTrace]] = [
-        (activation_checkpointing.options_of(policy, names), trace)
+        return BestOptions(options_of("none", names), kept.peak_bytes, kept, 0.0, 0.0)
+    fitting: list[tuple[Options, StepTrace]] = [
+        (options_of(policy, names), trace)
         for policy, trace in sweep.traces.items()
         if trace.peak_bytes <= budget_bytes
     ]
@@ -250,7 +247,7 @@ def find_best(tracer: Tracer, sweep: PolicySweep, budget_bytes: int | None) -> B
 
 def _solved(
     tracer: Tracer, costs: BlockCosts, budget_bytes: int
-) -> list[tuple[activation_checkpointing.Options, StepTrace]]:
+) -> list[tuple[Options, StepTrace]]:
     """What the solver finds, traced: its budget is tightened until the trace fits."""
     within = budget_bytes
     for _ in range(_MOST_TRIES):

@@ -16,10 +16,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from longtake.errors import CannotBePlannedError
-from longtake.planner import gradient_flow, kernels
-from longtake.planner.activation_checkpointing import BlockCall, Options, caller, run_block
+from longtake.planner.activation_checkpointing import KEEP, BlockCall, Options, caller, run_block
 from longtake.planner.devices import DeviceBudget, Target
 from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
+from longtake.planner.gradient_flow import GradientWatch
+from longtake.planner.kernels import (
+    as_on_cuda,
+    cpu_workspace_bytes,
+    cuda_workspace_bytes,
+    with_random_state,
+)
 
 CUDA_ROUNDS_TO = 512
 """Bytes of which CUDA's caching allocator hands out multiples, and counts them."""
@@ -122,7 +128,7 @@ class Tracer:
         with self._fake, self._gradients_dropped():
             return self._trace(options)
 
-    def watch_gradients(self) -> gradient_flow.GradientWatch:
+    def watch_gradients(self) -> GradientWatch:
         """One step with every block kept, watched for gradients that do not arrive."""
         subject = self.subject
         subject.call_blocks_by(caller({}))
@@ -131,9 +137,7 @@ class Tracer:
             leaves: list[Any] = torch.utils._pytree.tree_leaves(
                 vars(inputs) if hasattr(inputs, "__dict__") else inputs
             )
-            with gradient_flow.GradientWatch(
-                subject.model, subject.blocks, tensors(leaves)
-            ) as watch:
+            with GradientWatch(subject.model, subject.blocks, tensors(leaves)) as watch:
                 watch.backward(subject.loss(inputs))
         return watch
 
@@ -185,12 +189,12 @@ class Tracer:
 
         def call(block: nn.Module, *args: Any) -> Any:
             name = names[block]
-            option = options.get(name, "keep")
+            activations = options.get(name, KEEP).activations
             tracker.mark(f"before {name}")
-            if option != "keep" and on_cpu:
-                output = run_block(option, *kernels.with_random_state(block), *args)
+            if activations != "keep" and on_cpu:
+                output = run_block(activations, *with_random_state(block), *args)
             else:
-                output = run_block(option, block, *args)
+                output = run_block(activations, block, *args)
             tracker.mark(f"after {name}")
             for tensor in tensors(output):
                 if tensor.requires_grad:
@@ -247,9 +251,7 @@ class MemoryTracker:
         on_cuda = device.target == "cuda"
         self._device = device
         self._granule = CUDA_ROUNDS_TO if on_cuda else 1
-        self._workspace_bytes = (
-            kernels.cuda_workspace_bytes if on_cuda else kernels.cpu_workspace_bytes
-        )
+        self._workspace_bytes = cuda_workspace_bytes if on_cuda else cpu_workspace_bytes
         self._sizes: dict[int, tuple[int, Any]] = {}
         self._begin_bytes = self._peak_bytes = 0
         self._seconds = 0.0
@@ -379,7 +381,7 @@ class _GradientReducer:
 
 @contextmanager
 def _kernels_of(target: Target) -> Iterator[None]:
-    with kernels.as_on_cuda() if target == "cuda" else nullcontext():
+    with as_on_cuda() if target == "cuda" else nullcontext():
         yield
 
 

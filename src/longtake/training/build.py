@@ -195,7 +195,7 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     names = dict(parts.model.named_modules())
     for name, option in options.items():
         block: Any = names[name]
-        block.forward = partial(run_block, option, block.forward)
+        block.forward = partial(run_block, option.activations, block.forward)
         block.compile(dynamic=False)
 
 

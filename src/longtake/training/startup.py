@@ -98,14 +98,15 @@ def announce_plan(session: Session, plan: MemoryPlan, step: int) -> None:
     """Record and show the recompute policy and its predicted memory (rank 0)."""
     if plan.memory is None:
         return
-    budget, counts = plan.budget_bytes, Counter(plan.options.values())
+    budget, options = plan.budget_bytes, {name: str(each) for name, each in plan.options.items()}
+    counts = Counter(options.values())
     peak = plan.memory.step_peak_bytes
     session.run.append_event(
         "memory_planned",
         step=step,
         policy=plan.policy,
         per_block=dict(counts),
-        options=dict(plan.options),
+        options=options,
         step_peak_gib=round(peak / 2**30, 4),
         budget_gib=budget and round(budget / 2**30, 4),
         overhead=plan.memory.overhead,
