@@ -153,6 +153,46 @@ def test_a_wrong_value_is_one_sentence(path: Path, override: str, message: str) 
     assert _message(path, override) == message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.quantize=fp9"],
+            "model.quantize is 'fp9'; it should be 'none', 'fp8', 'int8', 'nf4' or 'auto'.",
+        ),
+        (
+            ["model.quantize=nf4"],
+            'model.quantize = "nf4" is for frozen weights, and trainable.kind = "full" trains them '
+            'all: set trainable.kind = "lora", or leave the key out.',
+        ),
+        (
+            ["model.stream=all"],
+            'model.stream = "all" is for frozen weights, and trainable.kind = "full" trains them '
+            'all: set trainable.kind = "lora", or leave the key out.',
+        ),
+        (
+            ["trainable.kind=lora", "model.quantize=auto", "parallel.strategy=shard"],
+            'model.quantize = "auto" works with parallel.strategy = "replicate", not "shard", '
+            "whose processes each hold a part of the weights: choose one of the two.",
+        ),
+        (
+            ["text.kind=transformers", "text.quantize=int8"],
+            'text.quantize = "int8" keeps a pretrained encoder in fewer bits, and text.pretrained '
+            "is unset: name one, or leave text.quantize out.",
+        ),
+        (
+            ["text.kind=transformers", 'text.pooled={quantize="fp8"}'],
+            'text.pooled.quantize = "fp8" keeps a pretrained encoder in fewer bits, and '
+            "text.pooled.pretrained is unset: name one, or leave text.pooled.quantize out.",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_quantised_or_streamed_are_refused(
+    path: Path, overrides: list[str], message: str
+) -> None:
+    assert _message(path, *overrides) == message
+
+
 def test_a_long_value_is_cut_short(path: Path) -> None:
     assert len(_message(path, f"text.kind={'word ' * 1000}")) < 160
 

@@ -296,6 +296,9 @@ def _with_counts_that_end(config: dict[str, Any]) -> dict[str, Any]:
 
 _MOST_OF_A_MODEL = 4096
 
+Quantization = Literal["fp8", "int8", "nf4"]
+"""Numbers of fewer bits that a frozen linear layer's weight can be kept in."""
+
 
 class ModelSection(_Section):
     """The transformer."""
@@ -317,6 +320,13 @@ class ModelSection(_Section):
     the model's output is the unguided velocity, which the loss compares with. At the scale of
     sampling (2.5 to 3.5) the loss would train the guided velocity to be the unguided one, and
     undo the distillation."""
+    quantize: Literal["none", "fp8", "int8", "nf4", "auto"] = "none"
+    """What the frozen linear layers of the blocks are kept in, where a LoRA or a module is trained:
+    `fp8` and `int8` take a byte per weight, `nf4` about half a byte. They are computed as before,
+    from rounded weights. `auto`: the plan chooses for each block, and the run keeps its choice."""
+    stream: Literal["none", "auto", "all"] = "auto"
+    """Which blocks' frozen weights stay in the computer's memory and are copied to the GPU one
+    block ahead; results are the same. `auto`: those that the plan has no room for."""
 
 
 class TrainableSection(_Section):
@@ -404,6 +414,8 @@ class PooledSection(_Section):
     """Unset: where the first encoder is from."""
     config: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int = Field(77, gt=0, le=2**16)
+    quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
+    """Like `text.quantize`, of this encoder."""
 
     def num_tokens(self) -> int:
         return self.max_tokens
@@ -422,8 +434,20 @@ class TextSection(_Section):
     dtype: Literal["fp32", "bf16"] | None = None
     """What the encoders are kept and computed in; unset: bf16 where `pretrained` is set, as people
     run released pipelines, else fp32."""
+    quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
+    """What the linear layers of a pretrained encoder are kept in; computed in `dtype`."""
     pooled: PooledSection | None = None
     """FLUX's second encoder. With it padding is encoded like words, as FLUX's pipelines do it."""
+
+    @model_validator(mode="after")
+    def _quantizes_pretrained(self) -> Self:
+        for key, section in (("text", self), ("text.pooled", self.second_encoder())):
+            if section is not None and section.quantize != "none" and section.pretrained is None:
+                raise ValueError(
+                    f'{key}.quantize = "{section.quantize}" keeps a pretrained encoder in fewer '
+                    f"bits, and {key}.pretrained is unset: name one, or leave {key}.quantize out"
+                )
+        return self
 
     def num_tokens(self) -> int:
         if self.max_tokens is not None:
@@ -736,6 +760,29 @@ class Recipe(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _weights_are_frozen_and_whole(self) -> Self:
+        """Only frozen weights can be in fewer bits or elsewhere, and each process has all of them.
+
+        With `stream` = "auto" a plan streams nothing where it cannot.
+        """
+        for key, is_set in (
+            (f'model.quantize = "{self.model.quantize}"', self.model.quantize != "none"),
+            ('model.stream = "all"', self.model.stream == "all"),
+        ):
+            if is_set and self.trainable.base() == "full":
+                raise ValueError(
+                    f'{key} is for frozen weights, and trainable.kind = "full" trains them all: '
+                    'set trainable.kind = "lora", or leave the key out'
+                )
+            if is_set and self.parallel.strategy != "replicate":
+                raise ValueError(
+                    f'{key} works with parallel.strategy = "replicate", not '
+                    f'"{self.parallel.strategy}", whose processes each hold a part of the weights: '
+                    "choose one of the two"
+                )
+        return self
+
 
 MAY_CHANGE_ON_RESUME = (
     "out",  # a run directory may be moved
@@ -751,6 +798,7 @@ MAY_CHANGE_ON_RESUME = (
     "data.cache",
     "data.max_quarantined_clips",
     "data.retry_quarantined",
+    "model.stream",
     "training.micro_batch_size",
     "training.device",
     "training.compile",

@@ -16,17 +16,21 @@ from longtake.errors import RecipeError
 from longtake.models.build import (
     Components,
     FlowBatch,
+    Kinds,
     assemble,
     flow_losses,
     forward_flops,
+    keep_kinds,
     latent_shape,
     outline,
     outline_conditioning,
     refuse_sharing,
     text_section,
     training_conditioning,
+    with_exact_weights,
 )
-from longtake.models.numerics import Precision
+from longtake.models.numerics import Precision, count_weights
+from longtake.models.quantized import QuantizedLinear
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
 _KONTEXT: dict[str, Any] = {
@@ -137,6 +141,32 @@ def test_an_outline_is_what_will_be_trained(values: Any, kind: str, dtype: str) 
     assert {weight.device.type for weight in planned.model.parameters()} == {"meta"}
     dtypes = {weight.dtype for weight in planned.model.parameters()}
     assert dtypes == {{"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]}
+
+
+@pytest.mark.parametrize("when", ["at first", "later"])
+def test_blocks_are_quantised_as_the_plan_chose_when_the_run_began(
+    when: str, tmp_path: Path
+) -> None:
+    """A later plan may choose otherwise; the run keeps its weights. Outside of blocks none are."""
+    chosen: Kinds = {"transformer_blocks.0": "int8"}
+    other: Kinds = {"single_transformer_blocks.0": "fp8"}
+    recipe = _recipe(model={"quantize": "auto"}, trainable={"kind": "lora", "rank": 2})
+    if when == "at first":
+        parts = assemble(recipe, _CAPTIONS, None, quantized=chosen)
+    else:
+        keep_kinds(chosen, tmp_path)
+        parts = assemble(recipe, _CAPTIONS, tmp_path, quantized=other)
+    quantised = {
+        name: layer.kind
+        for name, layer in parts.model.named_modules()
+        if isinstance(layer, QuantizedLinear)
+    }
+    assert set(quantised.values()) == {"int8"}
+    assert all(name.startswith("transformer_blocks.0.") for name in quantised)
+    exact = assemble(with_exact_weights(recipe), _CAPTIONS, None).model
+    assert count_weights(parts.model) == count_weights(exact)
+    layer, same = (each.get_submodule(next(iter(quantised))) for each in (parts.model, exact))
+    torch.testing.assert_close(layer.weight, same.weight, rtol=0, atol=2e-3)
 
 
 def test_an_outline_predicts_shapes() -> None:

@@ -1,6 +1,5 @@
 """Tracing a step without values: what it says is what the allocator does."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest

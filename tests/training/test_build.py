@@ -83,7 +83,8 @@ def test_all_shapes_and_options_are_compiled(
     parts = assemble(recipe, ["a red disk"], None)
     names = {module: name for name, module in parts.model.named_modules()}
     blocks = [names[block] for block in parts.family.blocks(parts.model)]
-    options = dict(zip(blocks, map(BlockOption, ("keep", "recompute") * 2), strict=True))
+    kept, recomputed = BlockOption("keep"), BlockOption("recompute")
+    options = dict(zip(blocks, (kept, recomputed) * 2, strict=True))
     compile_blocks(options, parts, recipe)
     for bucket in recipe.data.shapes():
         for size in (2, 1):

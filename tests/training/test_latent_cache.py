@@ -532,6 +532,7 @@ def test_parts_that_a_run_makes_are_known_by_their_content(
         (["codec.dtype=bf16"], False, True),
         (["text.dtype=bf16"], True, True),  # as a pretrained one is anyway
         (["text.dtype=fp32"], True, False),
+        (["text.quantize=int8"], True, False),
     ],
 )
 def test_settings_of_an_encoder_are_part_of_its_fingerprint(

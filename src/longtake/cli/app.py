@@ -232,7 +232,9 @@ def export(
 
         check_export(find_run(run).recipe(), out, wanted)
         enter("loading the model")
-        sampler = load_sampler(run, step=step, ema=ema, profile=profile, device="cpu", trust=trust)
+        sampler = load_sampler(
+            run, step=step, ema=ema, profile=profile, device="cpu", trust=trust, exact=True
+        )
         enter("writing the export")
         remarks = write(sampler, out, wanted)
     if as_json:

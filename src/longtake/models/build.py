@@ -1,6 +1,6 @@
 """Builds the family, transformer, codec and text encoder that a recipe names; their objective."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,12 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from longtake.config import Bucket, Recipe, Shift, TextSection
+from longtake.config import Bucket, Quantization, Recipe, Shift, TextSection
 from longtake.errors import RecipeError
 from longtake.flow import path, timesteps
+from longtake.fsio import read_record, write_json
 from longtake.models import added_module, deferred_init, numerics, pretrained, trainable
 from longtake.models.base import Conditioning, Defaults, Family, LatentShape, family
 from longtake.models.codec import NO_PATCH, Codec, build_codec, outline_codec
+from longtake.models.quantized import quantize_linears
 from longtake.models.text import TextEncoder, build_text, outline_text
 
 Part = Literal["text", "model", "codec"]
@@ -82,6 +84,10 @@ def _num_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
+Kinds = Mapping[str, Quantization]
+"""What the frozen linear layers of blocks are quantised to, by the blocks' names."""
+_KINDS = "quantized.json"
+
 Source = Literal["here", "files", "checkpoint"]
 """Where a model gets its weights: at once and whole; or later, each rank its shard, from the files
 of `model.pretrained` or from a checkpoint."""
@@ -94,6 +100,7 @@ def assemble(
     *,
     frozen_parts: bool = True,
     weights: Source = "here",
+    quantized: Kinds | None = None,
 ) -> Components:
     """Build every part on the CPU; random weights depend on the recipe's seed alone.
 
@@ -105,6 +112,8 @@ def assemble(
             whose latents and prompt embeddings are cached; a vocabulary is the real one.
         weights: where the model gets them. If it cannot get them later, it has them at once, and
             `unfilled` is empty.
+        quantized: what blocks are quantised to where model.quantize = "auto" and the run has not
+            begun; afterwards `made` says it.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -123,8 +132,16 @@ def assemble(
         else:
             text = outline_text(text_section(recipe), chosen.frozen)
         torch.manual_seed(recipe.seed)  # the model's weights do not depend on the other parts
-        model, unfilled = _build(chosen, recipe, shapes, text, weights)
-        _finish(model, chosen, recipe, codec, unfilled)
+        source: Source = weights
+        if recipe.model.quantize != "none" and recipe.model.pretrained is not None:
+            source = "files"
+        model, unfilled = _build(chosen, recipe, shapes, text, source)
+        kinds = _kinds(recipe, added_module.block_names(model, chosen, ("*",)), quantized, made)
+        _finish(model, chosen, recipe, codec, unfilled, kinds)
+        if weights == "here" and unfilled.parameters:  # read and quantised tensor by tensor
+            unfilled.give_memory(model, torch.device("cpu"))
+            unfilled.fill()
+            unfilled = deferred_init.NOTHING_DEFERRED
     return Components(chosen, model, codec, text, chosen.defaults(recipe.model), unfilled)
 
 
@@ -191,7 +208,7 @@ def outline(recipe: Recipe) -> Components:
     """All parts on torch's meta device: shapes and dtypes at any size, in seconds.
 
     Needs neither weights nor a catalog; a vocabulary of the catalog's words is taken at its
-    largest. Codec and text encoders cannot encode.
+    largest. Codec and text encoders cannot encode. No block is quantised: the plan compares kinds.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -237,9 +254,56 @@ def _finish(
     recipe: Recipe,
     codec: Codec,
     unfilled: deferred_init.DeferredWeights = deferred_init.NOTHING_DEFERRED,
+    quantized: Kinds | None = None,
 ) -> None:
     numerics.keep_weights_in(model, numerics.DTYPES[recipe.model.dtype])
+    if quantized:
+        _quantize(model, chosen, quantized)
     trainable.make_trainable(model, chosen, recipe.trainable, codec.channels, unfilled.parameters)
+
+
+def _kinds(
+    recipe: Recipe, names: Sequence[str], quantized: Kinds | None, made: Path | None
+) -> Kinds:
+    """What each block is quantised to; a run that chose for itself keeps to its choice."""
+    if recipe.model.quantize == "none":
+        return {}
+    if recipe.model.quantize != "auto":
+        return dict.fromkeys(names, recipe.model.quantize)
+    kept = None if made is None else read_kinds(made)
+    return quantized or {} if kept is None else kept
+
+
+def _quantize(model: nn.Module, chosen: Family, quantized: Kinds) -> None:
+    """Quantise the blocks' linear layers, before any of them gets a LoRA."""
+    model.requires_grad_(False)
+    names = added_module.block_names(model, chosen, ("*",))
+    for name, block in zip(names, chosen.blocks(model), strict=True):
+        if name in quantized:
+            quantize_linears(block, quantized[name])
+
+
+def with_exact_weights(recipe: Recipe) -> Recipe:
+    """The same model and text encoders, none of them quantised."""
+    exact = {"quantize": "none"}
+    pooled = recipe.text.pooled and recipe.text.pooled.model_copy(update=exact)
+    return recipe.model_copy(
+        update={
+            "model": recipe.model.model_copy(update=exact),
+            "text": recipe.text.model_copy(update=exact | {"pooled": pooled}),
+        }
+    )
+
+
+def keep_kinds(quantized: Kinds, made: Path) -> None:
+    """Keep what a run's blocks are quantised to, where `assemble` finds it."""
+    made.mkdir(parents=True, exist_ok=True)
+    write_json(made / _KINDS, quantized)
+
+
+def read_kinds(made: Path) -> dict[str, Quantization] | None:
+    """What the blocks of a run that chose for itself are quantised to; None: it has not chosen."""
+    return read_record(made / _KINDS, dict[str, Quantization])
 
 
 def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> LatentShape:

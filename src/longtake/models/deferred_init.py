@@ -23,9 +23,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
 from longtake.models import numerics, pretrained
+from longtake.models.quantized import QuantizedLinear
 
 Weights = bool | Literal["later"]
 """Whether a model is built with weights; `later`: without, but ready to be filled."""
+
+Target = Tensor | QuantizedLinear
+"""A tensor that takes stored values, or a layer that quantises them."""
 
 _FILE = "diffusion_pytorch_model.safetensors"
 _READING_THREADS = 4  # a network disk answers several at a time
@@ -46,6 +50,12 @@ class DeferredParameter(NamedTuple):
         assert isinstance(parameter, nn.Parameter)
         return parameter
 
+    @property
+    def target(self) -> "Target":
+        """What its values are read into."""
+        is_quantized = isinstance(self.module, QuantizedLinear) and self.name == "weight"
+        return self.module if is_quantized else self.parameter  # type: ignore[return-value]
+
 
 @dataclass(frozen=True)
 class DeferredWeights:
@@ -65,7 +75,7 @@ class DeferredWeights:
 
     def fill(self) -> None:
         if self.files is not None:
-            read_into({each.stored: each.parameter for each in self.parameters}, self.files)
+            read_into({each.stored: each.target for each in self.parameters}, self.files)
 
 
 NOTHING_DEFERRED = DeferredWeights()
@@ -199,16 +209,19 @@ def parameters_on_meta() -> Iterator[None]:
 @contextmanager
 def placeholders_on_cpu(deferred: Sequence[DeferredParameter]) -> Iterator[None]:
     """Put parameters on the CPU, without values, for code that adds weights on their device."""
-    before: list[Tensor | None] = [each.module._parameters[each.name] for each in deferred]
+    before = [each.module._parameters.get(each.name) for each in deferred]
     for each in deferred:
-        like = each.parameter
+        like = getattr(each.module, each.name)  # of a quantised layer no parameter
         empty = nn.Parameter(torch.empty_like(like, device="cpu"), like.requires_grad)
         each.module._parameters[each.name] = empty
     try:
         yield
     finally:
         for each, parameter in zip(deferred, before, strict=True):
-            each.module._parameters[each.name] = parameter  # type: ignore[assignment]
+            if parameter is None:
+                del each.module._parameters[each.name]
+            else:
+                each.module._parameters[each.name] = parameter
 
 
 def files_in(folder: Path) -> dict[str, Path] | None:
@@ -241,21 +254,21 @@ def _stored_shapes(
     return shapes
 
 
-def read_into(tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
-    """Fill tensors, in their own dtypes; of a DTensor this rank's shard."""
+def read_into(targets: Mapping[str, Target], files: Mapping[str, Path]) -> None:
+    """Fill tensors, in their own dtypes, and quantised layers; of a DTensor this rank's shard."""
 
     def read(file: Path, names: Sequence[str]) -> None:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in names:
-                    _fill(tensors[name], opened.get_slice(name))
+                    _fill(targets[name], opened.get_slice(name))
         except (OSError, RuntimeError, SafetensorError) as error:
             raise ModelError(
                 f"{file} cannot be read: {error}. Download or copy it again."
             ) from error
 
     batches = [
-        (file, names) for file, group in _by_file(files, tensors) for names in _cut(group, tensors)
+        (file, names) for file, group in _by_file(files, targets) for names in _cut(group, targets)
     ]
     with ThreadPoolExecutor(_READING_THREADS) as threads:
         list(threads.map(lambda each: read(*each), batches))
@@ -268,11 +281,12 @@ def _by_file(
     return [(file, list(group)) for file, group in groupby(ordered, key=lambda name: files[name])]
 
 
-def _cut(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Iterator[Sequence[str]]:
+def _cut(names: Sequence[str], targets: Mapping[str, Target]) -> Iterator[Sequence[str]]:
     """Names in groups of little more than `_BYTES_PER_MAPPING`."""
     first = size = 0
     for number, name in enumerate(names):
-        size += tensors[name].nbytes
+        target = targets[name]
+        size += target.nbytes if isinstance(target, Tensor) else target.weight_bytes
         if size >= _BYTES_PER_MAPPING:
             yield names[first : number + 1]
             first, size = number + 1, 0
@@ -281,7 +295,10 @@ def _cut(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Iterator[Sequen
 
 
 @torch.no_grad()
-def _fill(tensor: Tensor, stored: Any) -> None:
+def _fill(tensor: Target, stored: Any) -> None:
+    if isinstance(tensor, QuantizedLinear):
+        tensor.load(stored[...])
+        return
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])
         return

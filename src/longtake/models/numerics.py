@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from longtake.models.quantized import FrozenLinear, QuantizedLinear
 from longtake.process import cpu_flags
 
 Precision = Literal["bf16", "fp32"]
@@ -88,11 +89,25 @@ def keep_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of most of a model's weights."""
+    """The dtype of most of a model's weights; of quantised ones, in which they are computed."""
     sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            size = layer.in_features * layer.out_features
+            sizes[layer.dtype] = sizes.get(layer.dtype, 0) + size
     return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def count_weights(model: nn.Module) -> int:
+    """Weights of a model, those that are quantised or not on a device included."""
+    away = (
+        layer.in_features * layer.out_features
+        for layer in model.modules()
+        if isinstance(layer, FrozenLinear) and layer._parameters.get("weight") is None
+    )
+    return sum(away) + sum(parameter.numel() for parameter in model.parameters())
 
 
 def count_flops(module: nn.Module, inputs: Mapping[str, object]) -> int:

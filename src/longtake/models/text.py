@@ -14,6 +14,7 @@ from longtake.config import PooledSection, TextSection
 from longtake.formatting import reason_of
 from longtake.models import deferred_init, numerics, pretrained
 from longtake.models.captions import clean
+from longtake.models.quantized import quantize_linears
 
 NO_CAPTION = ""
 """The unconditional caption of classifier-free guidance, trained where captions are dropped."""
@@ -128,6 +129,8 @@ class _Encoder:
 
     def __init__(self, module: nn.Module, tokenizer: Any, spec: _EncoderSpec) -> None:
         self.module = module.eval().requires_grad_(False)
+        if spec.section.quantize != "none":
+            quantize_linears(module, spec.section.quantize, f"{spec.key}.quantize")
         self.tokenizer = tokenizer
         self.max_tokens = spec.section.num_tokens()
         self.part = spec.part

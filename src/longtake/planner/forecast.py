@@ -14,7 +14,7 @@ import longtake
 from longtake import config, errors
 from longtake.formatting import first_line, format_size
 from longtake.models.build import Components, latent_shape, outline, outline_conditioning
-from longtake.models.numerics import autocast
+from longtake.models.numerics import autocast, count_weights
 from longtake.planner import activation_checkpointing, fake_tensors, gradient_flow, memory, solver
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
@@ -63,7 +63,7 @@ class Forecast:
 
     @property
     def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.step.components.model.parameters())
+        return count_weights(self.step.components.model)
 
     @property
     def num_trainable(self) -> int:

@@ -22,7 +22,13 @@ from longtake.flow import solver, timesteps
 from longtake.formatting import format_size
 from longtake.models import numerics, text, trainable
 from longtake.models.base import Conditioning, LatentShape
-from longtake.models.build import Components, assemble, guidance_of, latent_shape
+from longtake.models.build import (
+    Components,
+    assemble,
+    guidance_of,
+    latent_shape,
+    with_exact_weights,
+)
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Preset, Request, read_pictures, weights_to_sample
@@ -384,6 +390,7 @@ class SamplerLoader:
         device: `cpu`, `cuda`, one GPU such as `cuda:1`; `auto`: the GPU with most free memory, or
             the CPU if no GPU has enough.
         trust: run code that the run names, even if another user began it.
+        exact: build what the run quantises in its whole precision, to write it.
 
     Raises:
         RunError: there is no run, or it names code and another user began it.
@@ -392,8 +399,12 @@ class SamplerLoader:
         PlanError: the weights of one part exceed the GPU's memory.
     """
 
-    def __init__(self, run: RunDirectory, device: str = "auto", *, trust: bool = False) -> None:
+    def __init__(
+        self, run: RunDirectory, device: str = "auto", *, trust: bool = False, exact: bool = False
+    ) -> None:
         self.run, self.recipe = run, run.recipe()
+        if exact:
+            self.recipe = with_exact_weights(self.recipe)
         # Without presets: their measures are loaded elsewhere.
         model_recipe = self.recipe.model_copy(update={"evaluation": EvaluationSection()})
         refuse_foreign_code(run, trust=trust, recipe=model_recipe)
@@ -458,6 +469,7 @@ def load_sampler(
     profile: str | None = None,
     device: str,
     trust: bool = False,
+    exact: bool = False,
 ) -> Sampler:
     """Load a sampler from a run directory or from one checkpoint folder.
 
@@ -468,8 +480,9 @@ def load_sampler(
         step: which checkpoint of a run; the newest by default.
         ema: sample averaged weights; None: if the run keeps any.
         profile: of the averages; the first by default.
-        device: see `SamplerLoader`, as `trust`.
+        device: see `SamplerLoader`, as `trust` and `exact`.
         trust: see there.
+        exact: see there.
 
     Raises:
         RunError: there is no run, or it names code and another user began it.
@@ -479,7 +492,7 @@ def load_sampler(
     recipe = find_run(path).recipe()
     weights = weights_to_sample(recipe, ema=ema, profile=profile)
     run, checkpoint = find_checkpoint(path, step, weights)
-    return SamplerLoader(run, device, trust=trust).load(checkpoint, weights)
+    return SamplerLoader(run, device, trust=trust, exact=exact).load(checkpoint, weights)
 
 
 def _refuse_another_model(folder: Path, state: dict[str, Tensor]) -> None:

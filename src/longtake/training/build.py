@@ -2,29 +2,41 @@
 
 import logging
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, get_args
 
 import torch
+from torch import nn
 from torch.utils._triton import has_triton
 
 from longtake import errors, heartbeat
-from longtake.config import Bucket, Recipe
+from longtake.config import Bucket, Quantization, Recipe
 from longtake.data.loader import Loader
 from longtake.formatting import escape
 from longtake.models import numerics, pretrained
 from longtake.models.build import (
     Components,
+    Kinds,
     Source,
     assemble,
     fetch,
     forward_flops,
+    keep_kinds,
     latent_shape,
     outline,
 )
+from longtake.models.streamed import StreamedBlocks
 from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages
 from longtake.parallel import collectives, context_parallel, fsdp, mesh
-from longtake.planner.activation_checkpointing import Options, run_block
+from longtake.planner.activation_checkpointing import (
+    KEEP,
+    Activations,
+    BlockOption,
+    Options,
+    run_block,
+)
+from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
 from longtake.training import latent_cache, runtime
 from longtake.training.session import Session, TrainingState
@@ -36,15 +48,17 @@ _LIMIT_WARNING = "torch._dynamo hit config."
 
 
 def build_components(
-    session: Session, loader: Loader, watcher: runtime.NodeWatcher, source: Source
+    session: Session, loader: Loader, watcher: runtime.NodeWatcher, source: Source, options: Options
 ) -> Components:
     """Build model, codec and text encoder; all ranks call it.
 
     Rank 0 creates the run directory and the parts that are pretrained nowhere. With a cache, it is
-    filled first, and the model is built with codec and text encoder on the meta device.
+    filled first, and the model is built with codec and text encoder on the meta device. By the
+    options blocks are quantised where model.quantize = "auto".
     """
+    quantized = quantized_by(options)
     if session.recipe.data.cache is not None:
-        return _build_with_cache(session, loader, watcher, source)
+        return _build_with_cache(session, loader, watcher, source, quantized)
     recipe, run, world = session.recipe, session.run, session.world
     captions = latent_cache.captions_of(loader)
     made: list[Components] = []
@@ -54,10 +68,10 @@ def build_components(
         if run.exists():
             return
         with pretrained.local_copies():
-            parts = assemble(recipe, captions, None, weights=source)
+            parts = assemble(recipe, captions, None, weights=source, quantized=quantized)
         parts.codec.save(run.components_path)
         parts.text.save(run.components_path)
-        run.create(recipe)
+        _create(run, recipe, quantized)
         made.append(parts)
 
     collectives.first_does(open_run, world)
@@ -69,8 +83,19 @@ def build_components(
     return parts
 
 
+def quantized_by(options: Options) -> Kinds:
+    kinds = get_args(Quantization)
+    return {name: each.weights for name, each in options.items() if each.weights in kinds}  # type: ignore[misc]
+
+
+def _create(run: RunDirectory, recipe: Recipe, quantized: Kinds) -> None:
+    if recipe.model.quantize == "auto":
+        keep_kinds(quantized, run.components_path)
+    run.create(recipe)
+
+
 def _build_with_cache(
-    session: Session, loader: Loader, watcher: runtime.NodeWatcher, source: Source
+    session: Session, loader: Loader, watcher: runtime.NodeWatcher, source: Source, quantized: Kinds
 ) -> Components:
     recipe, run, world, console = session.recipe, session.run, session.world, session.console
     captions = latent_cache.captions_of(loader)
@@ -79,7 +104,7 @@ def _build_with_cache(
         if not run.exists():
             outline(recipe)  # errors before the run exists
             latent_cache.make_parts(recipe, captions, run.components_path)
-            run.create(recipe)
+            _create(run, recipe, quantized)
 
     collectives.first_does(open_run, world)
     watcher.start()
@@ -107,8 +132,10 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
     collectives.gather_objects(None, world, patiently=True)
 
 
-def build_state(session: Session, parts: Components) -> TrainingState:
-    """The state at step 0: model sharded, optimizers, averages.
+def build_state(
+    session: Session, parts: Components, options: Options = MappingProxyType({})
+) -> TrainingState:
+    """The state at step 0: model sharded, blocks streamed, optimizers, averages.
 
     The model comes on the CPU and is changed in place.
     """
@@ -119,14 +146,26 @@ def build_state(session: Session, parts: Components) -> TrainingState:
     if world.sequence_group is not None:
         family.share_tokens(model, context_parallel.TokenSharing(world.sequence_group))
     in_bf16 = recipe.parallel.param_dtype == "bf16" and session.precision == "bf16"
+    # Before weights get memory: that of streamed ones is the computer's.
+    streamed = StreamedBlocks(streamed_by(recipe, options, parts), world.device)
     if world.mesh is None:
         parts.unfilled.give_memory(model, world.device)
     fsdp.apply_fsdp(model, blocks, world, gather_in_bf16=in_bf16)
     if world.mesh is not None:  # after sharding: a rank needs memory for its shard only
         parts.unfilled.give_memory(model, world.device)
-    parts.unfilled.fill()
+    with streamed.on_host():
+        parts.unfilled.fill()
     optimizers = build_optimizers(model, blocks, recipe.optimizer, session.precision)
     return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()))
+
+
+def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.Module]:
+    """The blocks that are streamed, in their order."""
+    blocks = parts.family.blocks(parts.model)
+    if recipe.model.stream == "all":
+        return list(blocks)
+    names = {module: name for name, module in parts.model.named_modules()}
+    return [each for each in blocks if options.get(names[each], KEEP).weights == "stream"]
 
 
 def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
@@ -184,7 +223,8 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     """Compile each block of a model, with its activation checkpointing.
 
     Call it before the model is sharded: the gathering of weights is not compiled. Recomputation is,
-    because only the compiler knows what there is to save. A block with a graph break, such as
+    because only the compiler knows what there is to save, but not around a streamed block, whose
+    weights are looked up again when it is recomputed. A block with a graph break, such as
     before the user's own module that reads values, is compiled in pieces.
     """
     config: Any = torch._dynamo.config
@@ -192,11 +232,21 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     config.recompile_limit = max(config.recompile_limit, wanted)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explain_limit)
-    names = dict(parts.model.named_modules())
+    names, streamed = dict(parts.model.named_modules()), streamed_by(recipe, options, parts)
+    recomputed_by_torch = {}
     for name, option in options.items():
         block: Any = names[name]
+        if block in streamed:  # saved tensors could be views of weights that are gone
+            block.forward = torch.compile(block.forward, dynamic=False)
+            recomputed_by_torch[name] = BlockOption(_recomputing(option.activations))
+            continue
         block.forward = partial(run_block, option.activations, block.forward)
         block.compile(dynamic=False)
+    run_blocks(recomputed_by_torch, parts)
+
+
+def _recomputing(activations: Activations) -> Activations:
+    return "recompute" if activations == "keep" else activations
 
 
 def _explain_limit(record: logging.LogRecord) -> bool:

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 
 from longtake import errors, progress
-from longtake.config import Recipe
+from longtake.config import PooledSection, Recipe, TextSection
 from longtake.data import cache_fill
 from longtake.data.cache import Cache, ContentHashes, make_folder
 from longtake.data.loader import Loader
@@ -283,11 +283,16 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
         return _fingerprint(recipe, [_CAPTIONS, *facts], [made / "tokenizer"])
     part, folders = _encoder_folders(parts.text, section.pretrained, made)
     facts = [section.kind, part.class_name, section.num_tokens(), section.kept_in()]
+    facts += _quantization(section)
     if (second := section.second_encoder()) is not None:
         part, of_second = _encoder_folders(parts.pooled, second.pretrained, made)
-        facts += [part.class_name, second.max_tokens]
+        facts += [part.class_name, second.max_tokens, *_quantization(second)]
         folders += of_second
     return _fingerprint(recipe, [_CAPTIONS, *facts], folders)
+
+
+def _quantization(section: TextSection | PooledSection) -> list[str]:
+    return [] if section.quantize == "none" else [section.quantize]
 
 
 def _encoder_folders(

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 from longtake import fsio, heartbeat
 from longtake.data.loader import Loader
 from longtake.formatting import escape, format_size, plural
+from longtake.models.numerics import count_weights
 from longtake.parallel import collectives, mesh
 from longtake.planner.plan import MemoryPlan
 from longtake.run_dir import BEGINNINGS, EventKind, Metrics, RunDirectory, last_ending
@@ -56,7 +57,7 @@ def announce(
     if loader.plan_history.changes:
         plan = {"policy": recipe.data.on_change, "plan_version": loader.plan_history.plan.version}
         run.append_event("data_changed", step=step, **plan, changes=loader.plan_history.changes)
-    parameters = sum(parameter.numel() for parameter in state.components.model.parameters())
+    parameters = count_weights(state.components.model)
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     size = f"{parameters / 1e6:.2f} M parameters"
     steps = f"step {step} to {recipe.training.steps}"

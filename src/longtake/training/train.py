@@ -156,14 +156,14 @@ def _build(
     if recipe.data.cache is None:  # filling a cache opens only the files that it lacks
         warnings += _refuse_missing_files(loader, world)
     source = source_of(recipe, resumed=point.path is not None)
-    parts = build_components(session, loader, watcher, source)
+    parts = build_components(session, loader, watcher, source, plan.options)
     watcher.start()
     step_flops = count_flops(parts, recipe)  # before the weights are sharded
     if recipe.training.compile:
         compile_blocks(plan.options, parts, recipe)
     else:
         run_blocks(plan.options, parts)
-    state = build_state(session, parts)
+    state = build_state(session, parts, plan.options)
     guard, norms = (
         statistics.GuardRunner(session),
         statistics.NormStats(parts.model, parts.family.blocks(parts.model)),

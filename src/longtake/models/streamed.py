@@ -1,0 +1,233 @@
+"""Streamed blocks: frozen weights are in the computer's memory, and on the device just in time.
+
+While one block computes, the weights of the next are copied, host to device only: upwards in the
+forward pass, downwards in the backward pass. Two buffers on the device take turns. On a CPU the
+same code copies without streams.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longtake.models.quantized import FrozenLinear, QuantizedLinear
+
+NUM_BUFFERS = 2
+_ALIGNMENT = 512
+"""Bytes, as of CUDA's allocator: products of unaligned weights may be computed by other kernels."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of a layer, which is None while it is not on the device."""
+
+    held: dict[str, Any]  # the layer's parameters, or its buffers
+    name: str
+    like: Tensor  # on the meta device
+    offset: int  # bytes, in memory of the block's
+    is_parameter: bool
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.like.nbytes
+
+    def within(self, memory: Tensor) -> Tensor:
+        flat = memory[self.offset : self.end].view(self.like.dtype)
+        view = flat.view(self.like.shape)
+        return nn.Parameter(view, requires_grad=False) if self.is_parameter else view
+
+
+@dataclass(eq=False)
+class _Weights:
+    """What of one block is streamed."""
+
+    places: Sequence[_Place]
+    host: Tensor  # [bytes] uint8; on a machine with CUDA page-locked
+    views: dict[int, list[Tensor]] = field(default_factory=dict)  # in each buffer of the device
+
+    def put(self, tensors: Sequence[Tensor | None]) -> None:
+        for place, tensor in zip(self.places, tensors, strict=True):
+            place.held[place.name] = tensor
+
+    def take_away(self) -> None:
+        self.put([None] * len(self.places))
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Memory of the device for one block's weights."""
+
+    memory: Tensor
+    block: int | None = None  # whose weights it has
+    copied: Any = None  # CUDA event
+
+
+class StreamedBlocks:
+    """Streams the frozen linear layers of blocks; other weights stay on the device.
+
+    Weights that have values are moved to the computer's memory at once; those on the meta device
+    get values within `on_host`. Until a block is called its weights are None. Gradients are bitwise
+    the same as without, whether activations are kept or recomputed: the layers become
+    `FrozenLinear`, which looks its weight up again in the backward pass, and the gradient of a
+    block's output calls for the weights first.
+
+    Args:
+        blocks: in the order in which they run.
+        device: on which they run.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
+        self._blocks = [_move_to_host(block, device) for block in blocks]
+        most = max((len(each.host) for each in self._blocks), default=0)
+        self._buffers = [
+            _Buffer(torch.empty(most, dtype=torch.uint8, device=device))
+            for _ in range(min(NUM_BUFFERS, len(blocks)))
+        ]
+        is_cuda = device.type == "cuda"
+        self._copies = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._current: int | None = None
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self._before, number))
+            block.register_forward_hook(partial(self._after, number), with_kwargs=True)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Have the weights in the blocks, on the CPU, to be read into."""
+        for each in self._blocks:
+            each.put([place.within(each.host) for place in each.places])
+        yield
+        for each in self._blocks:
+            each.take_away()
+
+    def _before(self, number: int, block: nn.Module, args: object) -> None:
+        self._bring(number, going_back=_in_backward())
+
+    def _after(
+        self, number: int, block: nn.Module, args: Any, given: dict[str, Any], output: Any
+    ) -> None:
+        """Have the weights brought before the block's backward pass begins."""
+        if _in_backward():
+            return  # recomputed: its backward pass has begun
+        inputs = [id(each) for each in (*args, *given.values())]
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if tensor.requires_grad and id(tensor) not in inputs:
+                tensor.register_hook(lambda _: self._bring(number, going_back=True))
+
+    def _bring(self, number: int, *, going_back: bool) -> None:
+        """Put a block's weights into its layers, and begin to copy those of the block after it."""
+        if number == self._current:
+            return
+        if self._current is not None:
+            self._blocks[self._current].take_away()
+        buffer = self._having(number)
+        if buffer is None:
+            buffer = self._copy(number, besides=None)
+        if buffer.copied is not None:
+            torch.cuda.current_stream().wait_event(buffer.copied)
+        self._blocks[number].put(self._views(number, buffer))
+        self._current = number
+        following = self._following(number, going_back=going_back)
+        if following is not None and self._having(following) is None:
+            self._copy(following, besides=buffer)
+
+    def _following(self, number: int, *, going_back: bool) -> int | None:
+        """The next block, as far as it is known.
+
+        After the last one the backward pass begins with it, or, without gradients, the next forward
+        pass with the first one.
+        """
+        if going_back:
+            return number - 1 if number else None
+        if number + 1 < len(self._blocks):
+            return number + 1
+        return None if torch.is_grad_enabled() else 0
+
+    def _having(self, number: int) -> _Buffer | None:
+        return next((each for each in self._buffers if each.block == number), None)
+
+    def _copy(self, number: int, besides: _Buffer | None) -> _Buffer:
+        """Copy a block's weights to the other buffer, after what was computed so far."""
+        buffer = next(each for each in self._buffers if each is not besides)
+        host, target = self._blocks[number].host, buffer.memory
+        if self._copies is None:
+            target[: len(host)].copy_(host)
+        else:
+            self._copies.wait_stream(torch.cuda.current_stream(target.device))
+            with torch.cuda.stream(self._copies):
+                target[: len(host)].copy_(host, non_blocking=True)
+                buffer.copied = self._copies.record_event()
+        buffer.block = number
+        return buffer
+
+    def _views(self, number: int, buffer: _Buffer) -> list[Tensor]:
+        block, place = self._blocks[number], self._buffers.index(buffer)
+        if place not in block.views:
+            block.views[place] = [each.within(buffer.memory) for each in block.places]
+        return block.views[place]
+
+
+def streamed_bytes(block: nn.Module) -> int:
+    """Bytes of a block's weights that a streamed block has not on the device."""
+    return _end(_places(block))
+
+
+def look_up_weights(block: nn.Module) -> None:
+    """Make the frozen linear layers of a streamed block `FrozenLinear`, on any device."""
+    for layer in _frozen_linears(block):
+        if type(layer) is nn.Linear:
+            layer.__class__ = FrozenLinear
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _frozen_linears(block: nn.Module) -> Iterator[nn.Linear]:
+    for layer in block.modules():
+        is_plain = type(layer) in (nn.Linear, FrozenLinear)
+        if isinstance(layer, QuantizedLinear) or (is_plain and not layer.weight.requires_grad):
+            yield layer  # type: ignore[misc]
+
+
+def _places(block: nn.Module) -> list[_Place]:
+    places: list[_Place] = []
+    for layer in _frozen_linears(block):
+        is_plain = not isinstance(layer, QuantizedLinear)
+        held: Any = layer._parameters if is_plain else layer._buffers
+        for name in ["weight"] if is_plain else held:
+            offset = -(-_end(places) // _ALIGNMENT) * _ALIGNMENT
+            like = held[name].detach().to("meta")
+            places.append(_Place(held, name, like, offset, is_parameter=is_plain))
+    return places
+
+
+def _end(places: Sequence[_Place]) -> int:
+    return places[-1].end if places else 0
+
+
+def _move_to_host(block: nn.Module, device: torch.device) -> _Weights:
+    places = _places(block)
+    weights = _Weights(places, _host_memory(_end(places), device))
+    for place in places:
+        tensor = place.held[place.name]
+        if not tensor.is_meta:
+            place.within(weights.host).copy_(tensor)
+    look_up_weights(block)
+    weights.take_away()
+    return weights
+
+
+def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Memory that CUDA copies from while it computes; torch would round it up to a power of 2."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if device.type == "cuda" and num_bytes:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = memory.data_ptr()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, 0)))
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return memory

@@ -1,0 +1,183 @@
+"""Streamed blocks compute bitwise what blocks do whose weights stay on the device."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from longtake.config import Quantization, TrainableSection
+from longtake.models.added_module import condition
+from longtake.models.base import Family, family
+from longtake.models.quantized import FrozenLinear, quantize_linears
+from longtake.models.streamed import StreamedBlocks, streamed_bytes
+from longtake.models.trainable import make_trainable, trained_state
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CPU = torch.device("cpu")
+_LORA = TrainableSection(kind="lora", rank=4)
+_MODULE = TrainableSection(
+    module="examples.modules.style_residual:StyleResidual", options={"rank": 4}
+)
+_RUN: Mapping[str, Callable[..., Any]] = {
+    "keep": lambda block, *args: block(*args),
+    "recompute": lambda block, *args: checkpoint(block, *args, use_reentrant=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _at_the_repositorys_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(_ROOT)
+
+
+def _model(name: str, section: TrainableSection, quantize: Quantization | None = None) -> nn.Module:
+    from diffusers import FluxTransformer2DModel, WanTransformer3DModel
+
+    torch.manual_seed(3)
+    model: nn.Module
+    if name == "wan":
+        model = WanTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=12,
+            text_dim=16,
+            ffn_dim=16,
+            freq_dim=8,
+            num_layers=4,
+        )
+    else:
+        model = FluxTransformer2DModel(
+            in_channels=16,
+            num_layers=2,
+            num_single_layers=3,
+            attention_head_dim=12,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            pooled_projection_dim=8,
+            axes_dims_rope=(4, 4, 4),
+        )
+    if quantize is not None:
+        model.requires_grad_(False)
+        for block in family(name).blocks(model):
+            quantize_linears(block, quantize)
+    make_trainable(model, family(name), section, 4)
+    for parameter in model.parameters():  # LoRA's B is zero at first, and gradients would be, too
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.02)
+    return model.train()
+
+
+def _conditioning(name: str) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    given = {"prompt_embeds": torch.randn(2, 5, 16)}
+    return given if name == "wan" else given | {"pooled_prompt_embeds": torch.randn(2, 8)}
+
+
+def _steps(name: str, model: nn.Module, *, num_steps: int = 2) -> list[Tensor]:
+    """Losses and gradients of some steps, and an output without gradients between them."""
+    found, chosen, conditioning = list[Tensor](), family(name), _conditioning(name)
+    for seed in range(num_steps):
+        torch.manual_seed(seed)
+        latents, sigmas = torch.randn(2, 4, 1, 8, 8), torch.rand(2)
+        condition(model, conditioning)
+        with torch.no_grad():
+            found.append(chosen.predict_velocity(model, latents, sigmas, conditioning))
+        condition(model, conditioning)
+        loss: Any = chosen.predict_velocity(model, latents, sigmas, conditioning).square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+@cache
+def _plain_steps(name: str, kind: str | None) -> list[Tensor]:
+    return _steps(name, _model(name, _MODULE if kind is None else _LORA))
+
+
+def _stream(chosen: Family, model: nn.Module, which: slice = slice(None)) -> StreamedBlocks:
+    return StreamedBlocks(chosen.blocks(model)[which], _CPU)
+
+
+@pytest.mark.parametrize("run", _RUN)
+@pytest.mark.parametrize("name", ["wan", "flux"])
+@pytest.mark.parametrize(
+    ("section", "which"),
+    [(_LORA, slice(None)), (_MODULE, slice(None)), (_LORA, slice(1, None, 2)), (_LORA, slice(1))],
+    ids=["lora", "module", "some blocks", "one block"],
+)
+def test_streamed_losses_and_gradients_are_bitwise_the_same(
+    run: str, name: str, section: TrainableSection, which: slice
+) -> None:
+    """The two buffers are overwritten by other blocks between forward and backward pass."""
+    plain, model = _plain_steps(name, section.kind), _model(name, section)
+    family(name).call_blocks_by(model, _RUN[run])
+    _stream(family(name), model, which)
+    streamed = _steps(name, model)
+    assert len(plain) == len(streamed) > 4
+    assert any(gradient.any() for gradient in plain)
+    assert all(torch.equal(*pair) for pair in zip(plain, streamed, strict=True))
+
+
+@pytest.mark.parametrize("run", _RUN)
+def test_quantised_blocks_are_streamed_as_they_are(run: str) -> None:
+    found = []
+    for is_streamed in (False, True):
+        model = _model("wan", _LORA, "nf4")
+        family("wan").call_blocks_by(model, _RUN[run])
+        if is_streamed:
+            _stream(family("wan"), model)
+        found.append(_steps("wan", model))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_autocast_computes_the_same_from_streamed_weights() -> None:
+    found = []
+    for is_streamed in (False, True):
+        model = _model("wan", _LORA)
+        if is_streamed:
+            _stream(family("wan"), model)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(_steps("wan", model))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_blocks_hold_no_frozen_weight_while_they_wait() -> None:
+    """Two buffers of the largest block are on the device, and biases, norms and LoRA."""
+    model = _model("wan", _LORA)
+    before = trained_state(model).keys()
+    blocks = family("wan").blocks(model)
+    sizes = [streamed_bytes(block) for block in blocks]
+    linears = [layer for layer in blocks[0].modules() if type(layer) is nn.Linear]
+    frozen = [each for each in linears if not each.weight.requires_grad]
+    assert sizes[0] >= sum(each.weight.nbytes for each in frozen)
+    streamed = _stream(family("wan"), model)
+    layers = [layer for layer in model.modules() if isinstance(layer, FrozenLinear)]
+    assert len(layers) == len(frozen) * len(blocks)
+    assert all(layer.weight is None for layer in layers)
+    assert sum(buffer.memory.nbytes for buffer in streamed._buffers) == 2 * max(sizes)
+    assert trained_state(model).keys() == before
+    _steps("wan", model, num_steps=1)
+    assert sum(layer.weight is not None for layer in layers) == len(frozen)
+    assert trained_state(model).keys() == before
+
+
+def test_weights_on_the_meta_device_are_read_into_memory() -> None:
+    whole, empty = _model("wan", _LORA), _model("wan", _LORA)
+    stored = {name: each.clone() for name, each in whole.state_dict().items()}
+    blocks = family("wan").blocks(empty)
+    for block in blocks:
+        for layer in block.modules():
+            if type(layer) is nn.Linear and not layer.weight.requires_grad:
+                layer.weight = nn.Parameter(layer.weight.detach().to("meta"), requires_grad=False)
+    streamed = _stream(family("wan"), empty)
+    with streamed.on_host():
+        for name, parameter in empty.named_parameters():
+            parameter.data.copy_(stored[name])
+    pairs = zip(_steps("wan", whole), _steps("wan", empty), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
