@@ -40,7 +40,7 @@ from longtake import config
 from longtake.config import ParallelSection, Recipe
 from longtake.data.loader import Batch
 from longtake.flow.timesteps import sample_sigmas
-from longtake.models.build import forward_flops, latent_shape, outline
+from longtake.models.build import forward_flops, outline
 from longtake.models.numerics import autocast
 from longtake.parallel.mesh import World, join
 from longtake.planner.activation_checkpointing import Options, caller, options_of
@@ -90,7 +90,7 @@ class Case(NamedTuple):
         text = (_EXAMPLES / self.example).read_text(encoding="utf-8")
         values: dict[str, Any] = tomllib.loads(text)
         values["model"] |= self.model
-        values["data"] |= {"buckets": [dict(self.bucket)], "references": {}}
+        values["data"] |= {"buckets": [dict(self.bucket)], "conditioning": {}}
         values["training"] |= {
             "global_batch_size": self.batch_size,
             "micro_batch_size": self.batch_size,
@@ -330,7 +330,7 @@ def _wait(device: torch.device, reset: bool = False) -> None:
 def _step_flops(recipe: Recipe, step: MetaStep) -> float:
     """FLOPs of a step, counted without weights: a compiled or sharded model cannot be."""
     parts = outline(recipe)
-    forward = forward_flops(parts, recipe, latent_shape(parts.codec, step.bucket))
+    forward = forward_flops(parts, recipe, step.bucket)
     passes = 3 if recipe.trainable.base() == "full" else 2
     return recipe.training.global_batch_size * passes * forward
 

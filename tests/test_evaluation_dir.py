@@ -86,7 +86,7 @@ def test_each_field_is_demanded_of_its_type(name: str, value: Any) -> None:
         {"alarms": [{"measure": "motion", "kind": "drift"}]},
         {"alarms": ["motion fell"]},
         {"settings": {"fps": 0}},
-        {"settings": {"fps": 8.0, "references": {"depth": []}}},
+        {"settings": {"fps": 8.0, "conditioning": {"depth": []}}},
         {"time": "yesterday"},
         {"key": "../elsewhere"},
     ],

@@ -2,8 +2,9 @@
 
 In the recipe (each clip's pose lies beside it, drawn like the picture that is wanted):
 
-    [data]
-    references = { reference = "../reference/{stem}.png", pose = "../pose/{stem}.png" }
+    [data.conditioning]
+    reference = { kind = "picture", path = "../reference/{stem}.png" }
+    pose = { kind = "picture", path = "../pose/{stem}.png" }
     [trainable]
     module = "examples.modules.pose_adapter:PoseAdapter"
     blocks = ["transformer_blocks.*"]
@@ -27,7 +28,7 @@ class PoseAdapter(nn.Module):
         blocks: names of the blocks that it follows.
         latent_channels: C of the pose's latents.
         hidden_size: width of the pose's features.
-        picture: of which of data.references the pose is.
+        picture: the name in data.conditioning of the pose.
     """
 
     def __init__(

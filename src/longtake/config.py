@@ -47,6 +47,7 @@ _Path = Annotated[Path, Strict(False), AfterValidator(_at_home), PlainSerializer
 _FromList = Strict(False)
 _MAX_SIDE, _MAX_BATCH, _MAX_STEPS = 2**16, 2**16, 10**9
 _MAX_SECONDS, _MAX_GUIDANCE = 1e7, 1000.0
+_MAX_NUMBERS = 2**16  # of a clip or a frame
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 _Files = Annotated[tuple[_Path, ...], _FromList, Field(min_length=1)]
@@ -98,26 +99,16 @@ def _checked_memory(text: object) -> object:
 
 
 STEM = "{stem}"
-"""What stands for a clip's file name, without its ending, in the patterns of `data.references`."""
+"""What stands for a clip's file name, without its ending, in `path` of `data.conditioning`."""
 
-_REFERENCE_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_CONDITIONING_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_TAKEN_NAMES = ("noisy", "sigmas", "guidance", "token_ids")  # of other inputs of a model
+_KEYS_OF_KINDS: dict[str, tuple[Any, ...]] = {  # what a key is unset, and the kinds that have it
+    "encode": (None, "picture", "video"),
+    "width": (None, "numbers"),
+    "per_frame": (False, "numbers"),
+}
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
-
-
-def _check_reference(name: str, pattern: str) -> None:
-    """Raise ValueError if a further picture cannot have this name, or be found by this pattern."""
-    if not _REFERENCE_NAME.fullmatch(name) or name == "noisy":  # noisy_latents is taken
-        raise ValueError(
-            f"data.references: {name!r} cannot be the name of a picture; use small letters, digits "
-            "and underscores, such as reference or pose"
-        )
-    unknown = _PLACEHOLDER.findall(pattern.replace(STEM, ""))
-    if unknown or not pattern:
-        has = f"has {unknown[0]}" if unknown else "is empty"
-        raise ValueError(
-            f'data.references.{name}: "{pattern}" {has}; the one placeholder is {STEM}, the '
-            f'clip\'s file name without its ending, such as in "../{name}/{STEM}.png"'
-        )
 
 
 Shift = Annotated[float, Field(gt=0, le=1000)] | Literal["flux", "opensora"]
@@ -163,6 +154,62 @@ class Stage(_Section):
         return self
 
 
+class ConditioningSection(_Section):
+    """A further input of each clip, by its name: where it is, and what the model gets of it."""
+
+    kind: Literal["picture", "video", "mask", "numbers"]
+    """`picture`: one for the clip; of a video its first frame. `video`: a frame for each of the
+    clip's. `mask`: a video or one picture, from black (0) to white (1). `numbers`: a JSON, CSV or
+    npy file, such as a camera path. Videos and masks are cut, mirrored and strided as the clip."""
+    path: str | None = None
+    """From the clip's folder, such as "../pose/{stem}.png", where `{stem}` stands for the clip's
+    file name without its ending."""
+    column: str | None = Field(None, min_length=1)
+    """Instead of `path`: a column of the catalog that names the files or, of `numbers`, has them
+    (`longtake data index --conditioning COLUMN`)."""
+    encode: bool | None = None
+    """Whether the codec encodes a picture or video; unset: yes. Then the model gets
+    `<name>_latents`, else `<name>`, pixels from -1 to 1."""
+    width: int | None = Field(None, gt=0, le=_MAX_NUMBERS)
+    """Of `numbers`: how many there are for each clip or, with `per_frame`, for each frame."""
+    per_frame: bool = False
+    """Of `numbers`: whether there is a row for each frame of the clip. The model gets those of the
+    frames that it is trained on."""
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the codec makes latents of it."""
+        return self.kind in ("picture", "video") and self.encode is not False
+
+
+def _check_conditioning(name: str, section: ConditioningSection) -> None:
+    """Raise ValueError if the model's tensors cannot be called so, or a key is of another kind."""
+    is_taken = name in _TAKEN_NAMES or name.endswith(("_latents", "_embeds"))
+    if is_taken or not _CONDITIONING_NAME.fullmatch(name):
+        raise ValueError(
+            f"data.conditioning: {name!r} cannot be the name of an input; use small letters, "
+            f"digits and underscores, such as reference or pose, but not {', '.join(_TAKEN_NAMES)} "
+            "or an ending in _latents or _embeds"
+        )
+    key, kind = f"data.conditioning.{name}", section.kind
+    if kind == "numbers" and section.width is None:
+        raise ValueError(f"{key} needs width: how many numbers a clip (or each frame) has")
+    for name_of_key, (unset, *kinds) in _KEYS_OF_KINDS.items():
+        if getattr(section, name_of_key) not in (None, unset) and kind not in kinds:
+            raise ValueError(f'{key}.{name_of_key} is for {" and ".join(kinds)}, not for "{kind}"')
+    if (section.path is None) == (section.column is None):
+        raise ValueError(f"{key} needs either path or column: where its files are")
+    if section.path is None:
+        return
+    unknown = _PLACEHOLDER.findall(section.path.replace(STEM, ""))
+    if unknown or not section.path:
+        has = f"has {unknown[0]}" if unknown else "is empty"
+        raise ValueError(
+            f'{key}.path: "{section.path}" {has}; the one placeholder is {STEM}, the clip\'s file '
+            f'name without its ending, such as in "../{name}/{STEM}.png"'
+        )
+
+
 class DataSection(_Section):
     """Which clips are trained on, in which shapes and in which order."""
 
@@ -185,9 +232,8 @@ class DataSection(_Section):
     of them. Without it a span begins anywhere."""
     random_crop: bool = False
     """Cut a clip's frames anywhere instead of in the middle, each epoch elsewhere."""
-    references: dict[str, str] = Field(default_factory=dict)
-    """Further pictures of each clip, by name: the path of each from the clip's folder, such as
-    "../pose/{stem}.png", where `{stem}` stands for the clip's file name without its ending."""
+    conditioning: dict[str, ConditioningSection] = Field(default_factory=dict)
+    """Further inputs of each clip, by name: pictures, videos, masks and numbers."""
     cache: _Path | None = None
     """Folder in which latents and prompt embeddings are kept, computed once, so that codec and text
     encoder are not in memory while the model trains."""
@@ -234,9 +280,9 @@ class DataSection(_Section):
         return self
 
     @model_validator(mode="after")
-    def _references_can_be_found(self) -> Self:
-        for name, pattern in self.references.items():
-            _check_reference(name, pattern)
+    def _conditioning_can_be_read(self) -> Self:
+        for name, section in self.conditioning.items():
+            _check_conditioning(name, section)
         return self
 
     @model_validator(mode="after")
@@ -475,6 +521,11 @@ class FlowSection(_Section):
     """Scale of the mode distribution."""
     shift: Shift = 1.0
     """Moves the sampled sigmas toward noise: a factor, or a rule that follows the resolution."""
+    loss_mask: str | None = None
+    """The name of a mask in `data.conditioning` that weights the loss: 1 where it is white, and
+    `loss_mask_floor` where it is black. It is not given to the model."""
+    loss_mask_floor: float = Field(0.0, ge=0, le=1)
+    """The weight of the loss outside the mask; at 0 nothing is learnt there."""
 
 
 class OptimizerSection(_Section):
@@ -676,8 +727,8 @@ class PresetSection(_Section):
     """Or `prompts_file`, a prompt a line; with neither, prompts that come with longtake."""
     prompts_file: _Path | None = None
     """Looked for beside the file that names it, and then in the folder the command is run in."""
-    references: dict[str, _Files] | None = None
-    """Pictures, for a model that goes by such: by their names in `data.references`, a file for each
+    conditioning: dict[str, _Files] | None = None
+    """Files of the model's further inputs: by their names in `data.conditioning`, a file for each
     prompt, or one for all; looked for as `prompts_file` is."""
     ema: str | None = None
     """A profile of `ema.profiles`, or "none": the raw weights; the first profile if unset."""
@@ -749,6 +800,24 @@ class Recipe(_Section):
     sampling: SamplingSection = SamplingSection()
     evaluation: EvaluationSection = EvaluationSection()
     tracking: TrackingSection = TrackingSection()
+
+    def model_inputs(self) -> dict[str, ConditioningSection]:
+        """What of `data.conditioning` the model gets, in training and in sampling."""
+        of_loss = self.flow.loss_mask
+        return {name: each for name, each in self.data.conditioning.items() if name != of_loss}
+
+    @model_validator(mode="after")
+    def _loss_mask_is_there(self) -> Self:
+        name, known = self.flow.loss_mask, self.data.conditioning
+        if name is None and self.flow.loss_mask_floor:
+            raise ValueError("flow.loss_mask_floor needs flow.loss_mask, the name of a mask")
+        if name is not None and (name not in known or known[name].kind != "mask"):
+            masks = [each for each, section in known.items() if section.kind == "mask"]
+            raise ValueError(
+                f'flow.loss_mask = "{name}" is no mask in data.conditioning; masks there: '
+                f"{', '.join(masks) or 'none'}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _micro_batches_divide(self) -> Self:
@@ -1037,8 +1106,8 @@ _OTHER_NAMES = dict.fromkeys(("batch_size", "batchsize"), "training.global_batch
 
 def _explain_unknown(location: str, parts: list[str]) -> str:
     *section, name = parts
-    if section[:2] == ["evaluation", "presets"]:
-        section = section[:2]  # whatever the preset is called
+    if section[:2] in (["evaluation", "presets"], ["data", "conditioning"]):
+        section = section[:2]  # whatever the preset or the input is called
     known = _known_keys()
     inside = [key for key in known if key.split(".")[:-1] == section]
     # Rather a similar key of the same section than an equal one elsewhere.
@@ -1071,6 +1140,7 @@ def _known_keys() -> list[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
             keys += [f"{name}.{inner}" for inner in field.annotation.model_fields]
     keys += [f"data.buckets.{inner}" for inner in Bucket.model_fields]
+    keys += [f"data.conditioning.{inner}" for inner in ConditioningSection.model_fields]
     keys += [f"text.pooled.{inner}" for inner in PooledSection.model_fields]
     keys += [f"ema.profiles.{inner}" for inner in EmaProfile.model_fields]
     keys += [f"evaluation.presets.{inner}" for inner in PresetSection.model_fields]

@@ -91,7 +91,7 @@ class Scores(TypedDict):
 @fsio.with_other_fields
 class _Settings(TypedDict):
     fps: Annotated[float, Field(gt=0, le=1000)]
-    references: NotRequired[dict[str, list[str]]]
+    conditioning: NotRequired[dict[str, list[str]]]
 
 
 _SETTINGS: Final = TypeAdapter(_Settings)
@@ -99,7 +99,7 @@ _SETTINGS: Final = TypeAdapter(_Settings)
 
 def _check(scores: Scores) -> Scores:
     """Check what is used of the settings, and that each video has the pictures it goes by."""
-    pictures = _SETTINGS.validate_python(scores["settings"]).get("references", {})
+    pictures = _SETTINGS.validate_python(scores["settings"]).get("conditioning", {})
     for video in scores["videos"] if pictures else ():
         number = int(video["file"].partition("_")[0])
         if not 0 <= number < min(map(len, pictures.values())):

@@ -189,7 +189,7 @@ def test_a_cache_is_filled_ahead(place: Path, tmp_path: Path, call: Call) -> Non
     facts = json.loads(out)
     assert facts["cache"] == str(cache)
     assert facts["latents"] == {"present": 0, "computed": 64}
-    assert facts["references"] == {"present": 0, "computed": 0}
+    assert facts["conditioning"] == {"present": 0, "computed": 0}
     assert facts["prompts"]["computed"] > 1
     assert facts["bytes"] == sum(path.stat().st_size for path in cache.rglob("*.safetensors"))
     assert (facts["failed"], facts["seconds"] > 0) == ([], True)

@@ -193,7 +193,7 @@ def test_the_hook_of_a_foreign_run_is_not_run(theirs: Path) -> None:
     assert watch_target(theirs, by_hand=True, trust=True).settings.hook == "touch ran"
 
 
-@pytest.mark.parametrize("key", ["prompts_file", "references"])
+@pytest.mark.parametrize("key", ["prompts_file", "conditioning"])
 def test_a_foreign_run_names_no_file_of_this_host(key: str, theirs: Path) -> None:
     """Its lines, or its picture, would become a part of the results that others see."""
     secret = theirs.parent / "secret.txt"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.data.build import catalog_of
 from torch import Tensor
 
-from longtake.config import Bucket, DataSection
+from longtake.config import Bucket, ConditioningSection, DataSection
 from longtake.data.buckets import sample_window
 from longtake.data.cache import Cache, CacheEntry, ContentHashes, make_folder
 from longtake.data.window import Window
@@ -25,8 +25,16 @@ _SHAPE = Bucket(num_frames=4, height=16, width=16)
 @pytest.fixture
 def data(tmp_path: Path) -> DataSection:
     """A section whose pictures lie in a folder of their own."""
-    patterns = {"pose": str(tmp_path / "pose" / "{stem}.png")}
-    return DataSection(catalog=Path("c"), buckets=(_SHAPE,), references=patterns)
+    folder = tmp_path / "pose"
+    sections = {
+        "pose": ConditioningSection(kind="picture", path=f"{folder}/{{stem}}.png"),
+        "depth": ConditioningSection(kind="video", path=f"{folder}/{{stem}}.png"),
+        "raw": ConditioningSection(kind="video", path=f"{folder}/{{stem}}.png", encode=False),
+        "camera": ConditioningSection(
+            kind="numbers", path=f"{folder}/{{stem}}.png", width=3, per_frame=True
+        ),
+    }
+    return DataSection(catalog=Path("c"), buckets=(_SHAPE,), conditioning=sections)
 
 
 @pytest.fixture
@@ -164,7 +172,7 @@ def test_whatever_decides_the_pixels_decides_the_name(
     assert _cache(tmp_path, data, codec="other").prompt("a").key in prompts
 
 
-def test_a_pictures_name_is_its_content_and_cut(
+def test_an_inputs_name_is_its_content_cut_and_frames(
     tmp_path: Path, data: DataSection, window: Window
 ) -> None:
     cache, pose = _cache(tmp_path, data), tmp_path / "pose"
@@ -172,16 +180,23 @@ def test_a_pictures_name_is_its_content_and_cut(
     for name in ("1", "2", "3"):
         (pose / f"{name}.png").write_bytes(b"one" if name < "3" else b"another")
 
-    def key(cache: Cache, stem: str = "1", **changes: Any) -> str:
+    def key(cache: Cache, stem: str = "1", name: str = "pose", **changes: Any) -> str:
         media = replace(window.media, path=f"/clips/{stem}.mp4")
-        reference = cache.references(replace(window, media=media, **changes))["pose"]
-        return cache.reference("pose", reference).key
+        clip = replace(catalog_of([1]).clip(0), media=media)
+        wanted = cache.inputs(clip, replace(window, media=media, **changes))[name]
+        return cache.conditioning(name, wanted).key
 
     assert key(cache) == key(cache, "2") == key(cache, identity="0" * 32)
     others = [key(cache, "3"), key(cache, is_flipped=True), key(cache, source_width=9)]
     others += [key(_cache(tmp_path, data, codec="other")), cache.latents(window).key]
     others.append(key(cache, scaled_width=20, left=1))
     assert len({key(cache), *others}) == 7
+    assert key(cache, start=2) == key(cache)
+    frames = [key(cache, name=name, start=at) for name in ("depth", "camera") for at in (1, 2)]
+    frames += [key(cache, name="raw"), key(cache)]
+    assert len(set(frames)) == 6
+    other = _cache(tmp_path, data, codec="other")
+    assert key(other, name="raw") == key(cache, name="raw")
     before = key(cache)
     (pose / "1.png").write_bytes(b"changed")
     assert key(cache) != before

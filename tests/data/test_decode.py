@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from longtake.data.clip import Item, Media, Timing
+from longtake.data.conditioning import ConditioningPixels
 from longtake.data.decode import (
     Limits,
     Probe,
@@ -36,7 +37,7 @@ from longtake.data.figures import CropRow, contact_sheet
 from longtake.data.index import index
 from longtake.data.summary import show
 from longtake.data.tasks import run_tasks
-from longtake.data.window import Crop, ReferencePicture
+from longtake.data.window import Crop
 from longtake.errors import ClipError
 
 
@@ -604,8 +605,9 @@ def test_a_limit_of_memory_ends_with_its_block() -> None:
     assert done.stdout == "True\n"
 
 
-def _reference(path: Path) -> ReferencePicture:
-    return ReferencePicture("", Media(str(path)), 8, 8, Crop(8, 8, 0, 0), 8, 8, is_flipped=False)
+def _reference(path: Path) -> ConditioningPixels:
+    whole = Crop(8, 8, 0, 0)
+    return ConditioningPixels("picture", "", Media(str(path)), 8, 8, whole, 8, 8, is_flipped=False)
 
 
 def test_a_very_wide_picture_is_drawn_small(tmp_path: Path) -> None:

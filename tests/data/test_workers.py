@@ -300,9 +300,11 @@ _PROGRAM = """
 import os, sys, time
 from longtake.data.clip import Media
 from longtake.data.decode_worker import DecodePool
-from longtake.data.window import Crop, ReferencePicture
+from longtake.data.conditioning import ConditioningPixels
+from longtake.data.window import Crop
 
-window = ReferencePicture("x", Media(sys.argv[1]), 32, 48, Crop(32, 32, 0, 0), 32, 32, False)
+whole = Crop(32, 32, 0, 0)
+window = ConditioningPixels("picture", "x", Media(sys.argv[1]), 32, 48, whole, 32, 32, False)
 print("main", os.getpid(), flush=True)
 pool = DecodePool(2, sample_timeout_seconds=2.0)
 futures = [pool.submit(window) for _ in range(2)]

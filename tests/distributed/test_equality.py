@@ -85,7 +85,7 @@ _FAMILIES = {
     "flux_kontext": (
         *_FLUX,
         "model.family=flux_kontext",
-        'data.references.reference="../before/{stem}.png"',
+        'data.conditioning.reference={kind="picture", path="../before/{stem}.png"}',
     ),
 }
 _KINDS = {"full": (), "lora": ("trainable.kind=lora", "trainable.rank=4")}

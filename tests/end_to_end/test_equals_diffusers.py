@@ -179,8 +179,10 @@ def _recipe(place: Path, family: str, **sections: Any) -> Recipe:
         "data": {
             "catalog": str(place / ("clips.parquet" if is_wan else "after.parquet")),
             "buckets": [frames if is_wan else picture],
-            "references": (
-                {"reference": "../before/{stem}.png"} if family == "flux_kontext" else {}
+            "conditioning": (
+                {"reference": {"kind": "picture", "path": "../before/{stem}.png"}}
+                if family == "flux_kontext"
+                else {}
             ),
             "workers": 0,
         },
@@ -304,7 +306,7 @@ def _diffusers_loss(pipeline: Any, family: str, batch: Batch) -> float:
         noisy = (1 - sigma) * latents + sigma * noise[None]
         reference = None
         if family == "flux_kontext":
-            reference = _latents(pipeline, family, batch.references["reference"][number])
+            reference = _latents(pipeline, family, batch.inputs["reference"][number])
         velocity = _velocity(pipeline, family, noisy, sigma, caption, reference)
         losses.append((velocity - (noise - latents)).square().mean())
     return float(torch.stack(losses).mean())

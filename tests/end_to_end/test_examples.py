@@ -52,8 +52,8 @@ def test_an_example_says_how_to_run_it(path: Path) -> None:
     assert re.search(f"longtake data index .* --out {recipe.data.catalog}$", opening, re.MULTILINE)
     assert f"longtake sample {recipe.out} " in opening
     assert f"longtake export {recipe.out} " in opening
-    for name in recipe.data.references:
-        assert f"--reference {name}=" in opening
+    for name in recipe.data.conditioning:
+        assert f"--conditioning {name}=" in opening
         assert f"`{'before' if name == 'reference' else name}`" in opening
 
 

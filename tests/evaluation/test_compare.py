@@ -75,7 +75,7 @@ def _result(
         "server": "",
         "settings": {"fps": fps}
         | (
-            {"references": {"reference": [f"{level:016x}" for level in pictures]}}
+            {"conditioning": {"reference": [f"{level:016x}" for level in pictures]}}
             if pictures
             else {}
         ),

@@ -1,12 +1,14 @@
 """The loss on clips that are not trained on."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
+from PIL import Image
 
-from longtake.config import Recipe
+from longtake.config import ConditioningSection, Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
@@ -95,6 +97,25 @@ def test_what_does_not_fit_the_memory_is_computed_in_halves(
     most[0] = 0
     with pytest.raises(PlanError, match=r"one held-out clip .* does not fit the memory"):
         clips.loss(sampler, batch_size=1)
+
+
+def test_a_mask_weighs_the_loss_as_in_training(
+    tiny_run: Path, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_out, "SIGMAS", (0.5,))
+    bucket, found = recipe.data.buckets[0], {}
+    for colour, right in (("white", "white"), ("black", "white"), ("none", "black")):
+        mask = Image.new("L", (bucket.width, bucket.height), right)
+        mask.paste("white" if colour == "white" else "black", (0, 0, bucket.width // 2, 99))
+        mask.save(tmp_path / f"{colour}.png")
+        section = ConditioningSection(kind="mask", path=str(tmp_path / f"{colour}.png"))
+        data = recipe.data.model_copy(update={"conditioning": {"face": section}})
+        flow = recipe.flow.model_copy(update={"loss_mask": "face"})
+        masked = recipe.model_copy(update={"data": data, "flow": flow})
+        sampler = replace(_sampler(tiny_run, 6), recipe=masked)
+        found[colour] = _open(masked, tiny_run).loss(sampler)["mean"]
+    plain = _open(recipe, tiny_run).loss(_sampler(tiny_run, 6))["mean"]
+    assert found["white"] == plain != found["black"] > found["none"] == 0
 
 
 def test_clips_that_are_trained_on_are_refused(

@@ -89,6 +89,36 @@ def test_the_gradient_is_twice_the_error_over_the_count() -> None:
     assert_close(gradient.float(), torch.full((1, 4), 2 * 0.5 / 4))
 
 
+def test_weights_of_one_change_no_bit_of_loss_or_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(3, 4, 3, 7, 5, generator=generator)
+    found = []
+    for weights in (None, torch.ones(3, 1, 3, 7, 5)):
+        predicted = torch.randn(target.shape, generator=generator.manual_seed(1))
+        predicted.requires_grad_()
+        loss = velocity_loss(predicted, target, weights)
+        found.append((loss, *torch.autograd.grad(loss.sum(), predicted)))
+    for plain, weighted in zip(*found, strict=True):
+        assert torch.equal(plain, weighted)
+
+
+def test_the_loss_is_the_mean_inside_a_mask_and_has_no_gradient_outside() -> None:
+    target = torch.randn(2, 4, 2, 3, 5, generator=torch.Generator().manual_seed(0))
+    predicted = torch.zeros_like(target, requires_grad=True)
+    weights = torch.zeros(2, 1, 2, 3, 5)
+    weights[0, :, 1, :2] = 1  # of the second sample nothing counts
+    loss = velocity_loss(predicted, target, weights)
+    inside = target[0, :, 1, :2]
+    assert_close(loss, torch.stack([inside.square().mean(), torch.tensor(0.0)]))
+    (gradient,) = torch.autograd.grad(loss.sum(), predicted)
+    assert_close(gradient[0, :, 1, :2], -2 * inside / inside.numel())
+    assert not (gradient * (1 - weights)).any()
+    assert not gradient[1].any()
+    half = velocity_loss(predicted, target, weights.clamp(min=0.5))[0]
+    both = (target[0].square() * weights[0].clamp(min=0.5)).sum()
+    assert_close(half, both / (4 * weights[0].clamp(min=0.5).sum()))
+
+
 def test_unequal_shapes_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"\[2, 3\] and \[2, 1\]"):
         velocity_loss(torch.zeros(2, 3), torch.zeros(2, 1))

@@ -103,7 +103,7 @@ def test_only_the_runs_own_checkpoints_are_listed(told: RunDirectory) -> None:
     assert [each["step"] for each in run_facts(told)["checkpoints"]] == [12, 24]
 
 
-def test_the_suggested_sample_of_an_image_model_has_its_references(tmp_path: Path) -> None:
+def test_the_suggested_sample_has_a_clips_further_inputs(tmp_path: Path) -> None:
     clip = Clip(
         identity="0" * 32,
         media=Media("/clips/a cat.png"),
@@ -126,7 +126,7 @@ def test_the_suggested_sample_of_an_image_model_has_its_references(tmp_path: Pat
     [data]
     catalog = "clips.parquet"
     buckets = [{{ num_frames = 1, height = 32, width = 32 }}]
-    references = {{ before = "../before/<stem>.png" }}
+    conditioning.before = {{ kind = "picture", path = "../before/<stem>.png" }}
     """
     recipe = config.parse(tomllib.loads(text.replace("<stem>", STEM)), source="test")
     run = RunDirectory(recipe.out)
@@ -138,7 +138,7 @@ def test_the_suggested_sample_of_an_image_model_has_its_references(tmp_path: Pat
     assert words[:3] == ["longtake", "sample", str(run.path)]
     assert words[3:] == [
         *("--prompt", "a cat's hat"),
-        *("--reference", "before=/before/a cat.png"),
+        *("--conditioning", "before=/before/a cat.png"),
         *("--out", "sample.png"),
     ]
 

@@ -33,12 +33,13 @@ from longtake.models.numerics import Precision, count_weights
 from longtake.models.quantized import QuantizedLinear
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
+_PICTURE = {"kind": "picture", "path": "{stem}.png"}
 _KONTEXT: dict[str, Any] = {
     "out": "run",
     "data": {
         "catalog": "catalog.parquet",
         "buckets": [{"num_frames": 1, "height": 16, "width": 24}],
-        "references": {"reference": "../before/{stem}.png"},
+        "conditioning": {"reference": {"kind": "picture", "path": "../before/{stem}.png"}},
     },
     "model": {
         "family": "flux_kontext",
@@ -173,7 +174,7 @@ def test_an_outline_predicts_shapes() -> None:
     """Enough to trace a step by; batch size and references are the recipe's."""
     parts, recipe = outline(_recipe()), _recipe()
     shape = latent_shape(parts.codec, recipe.data.buckets[0])
-    told = outline_conditioning(parts, recipe, shape, batch_size=2)
+    told = outline_conditioning(parts, recipe, recipe.data.buckets[0], batch_size=2)
     assert {name: tuple(value.shape) for name, value in told.items()} == {
         "prompt_embeds": (2, 8, 12),
         "pooled_prompt_embeds": (2, 10),
@@ -244,14 +245,13 @@ def test_flops_count_the_references_tokens() -> None:
     """A picture to go by of the same size doubles the tokens of the pictures."""
     flops = {}
     for name in ("flux", "flux_kontext"):
-        pictures = _KONTEXT["data"]["references"] if name == "flux_kontext" else {}
+        pictures = _KONTEXT["data"]["conditioning"] if name == "flux_kontext" else {}
         recipe = _recipe(
             model=_KONTEXT["model"] | {"family": name},
-            data=_KONTEXT["data"] | {"references": pictures},
+            data=_KONTEXT["data"] | {"conditioning": pictures},
         )
         parts = outline(recipe)
-        shape = latent_shape(parts.codec, recipe.data.buckets[0])
-        flops[name] = forward_flops(parts, recipe, shape)
+        flops[name] = forward_flops(parts, recipe, recipe.data.buckets[0])
     assert 1.5 < flops["flux_kontext"] / flops["flux"] < 3
 
 
@@ -260,12 +260,20 @@ def test_flops_count_the_references_tokens() -> None:
     ("sections", "message"),
     [
         (
-            {"data": {"references": {"pose": "{stem}.png"}}},
-            r"flux_kontext needs a reference image named ref.* data\.references\.reference = ",
+            {"data": {"conditioning": {"pose": _PICTURE}}},
+            r"flux_kontext needs a reference image named ref.* data\.conditioning\.reference = ",
         ),
         (
-            {"data": {"references": {"reference": "{stem}.png", "pose": "{stem}.png"}}},
+            {"data": {"conditioning": {"reference": _PICTURE, "pose": _PICTURE}}},
             r"has pose, which would be read and then not used: the family flux_kontext takes refer",
+        ),
+        (
+            {"data": {"conditioning": {"reference": _PICTURE | {"encode": False}}}},
+            r"needs a reference image named reference .* data\.conditioning has it with encode = f",
+        ),
+        (
+            {"data": {"conditioning": {"reference": _PICTURE | {"kind": "mask"}}}},
+            r"needs a reference image named reference .* data\.conditioning has it as \"mask\"",
         ),
         (
             {"model": {"family": "flux"}},

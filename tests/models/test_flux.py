@@ -169,7 +169,7 @@ def test_without_guidance_embedding_no_guidance_is_asked_for() -> None:
 def test_kontext_without_its_reference_says_so() -> None:
     noisy, sigmas, given = _inputs()
     del given["reference_latents"]
-    with pytest.raises(ModelError, match=r"no reference_latents \(it has .* data\.references\.ref"):
+    with pytest.raises(ModelError, match=r"no reference_latents \(it has .* data\.conditioning\.r"):
         FluxKontext().predict_velocity(_model(), noisy, sigmas, given)
 
 

@@ -21,7 +21,7 @@ out = "unused"
 training = { steps = 1, global_batch_size = 2, device = "cpu", precision = "fp32" }
 data.catalog = "unused"
 data.buckets = [{ num_frames = 1, height = 24, width = 24 }]
-data.references = { reference = "{stem}.png" }
+data.conditioning.reference = { kind = "picture", path = "{stem}.png" }
 [model]
 family = "flux_kontext"
 [model.config]

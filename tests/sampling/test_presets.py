@@ -28,8 +28,8 @@ from longtake.sampling.presets import (
     kept_picture,
     preset_names,
     read_picture,
-    read_pictures,
     read_prompts,
+    refuse_other_inputs,
     settings_for,
     weights_to_sample,
 )
@@ -431,8 +431,8 @@ def test_settings_are_the_recipes_unless_given(recipe: Recipe) -> None:
         settings_for(recipe, height=-1)
 
 
-_ONE = 'references.reference = ["a.png"]'
-_PATTERN = '"../before/{stem}.png"'
+_ONE = 'conditioning.reference = ["a.png"]'
+_PATTERN = '{ kind = "picture", path = "../before/{stem}.png" }'
 
 
 def _kontext(folder: Path, table: str, names: str = "reference") -> Recipe:
@@ -441,7 +441,7 @@ def _kontext(folder: Path, table: str, names: str = "reference") -> Recipe:
     out = "{folder}"
     data.catalog = "clips.parquet"
     data.buckets = [{{ num_frames = 1, height = 16, width = 24 }}]
-    data.references = {{ {patterns} }}
+    data.conditioning = {{ {patterns} }}
     model.family = "flux_kontext"
     training = {{ steps = 4, global_batch_size = 1 }}
     [evaluation.presets.kontext]
@@ -462,15 +462,15 @@ def _content(path: Path) -> str:
 
 
 def _requested(preset: Preset) -> list[tuple[str, int, dict[str, Path]]]:
-    return [(each.prompt, each.seed, dict(each.references)) for each in preset.requests()]
+    return [(each.prompt, each.seed, dict(each.conditioning)) for each in preset.requests()]
 
 
 def test_each_prompt_has_its_own_picture_or_all_have_one(tmp_path: Path) -> None:
     a, b, c = (_write_picture(tmp_path / f"{name}.png", name) for name in ("red", "green", "blue"))
     table = """
     seeds = [0, 7]
-    references.pose = ["blue.png"]
-    references.reference = ["red.png", "green.png"]
+    conditioning.pose = ["blue.png"]
+    conditioning.reference = ["red.png", "green.png"]
     """
     preset = find_preset(_kontext(tmp_path, table, "reference pose"), "kontext", tmp_path)
     snow, drawing = {"reference": a, "pose": c}, {"reference": b, "pose": c}
@@ -481,7 +481,7 @@ def test_each_prompt_has_its_own_picture_or_all_have_one(tmp_path: Path) -> None
         (prompts[1], 0, drawing),
         (prompts[1], 7, drawing),
     ]
-    assert list(preset.requests()[0].references) == ["reference", "pose"]
+    assert list(preset.requests()[0].conditioning) == ["reference", "pose"]
 
 
 def test_a_run_keeps_what_its_recipe_says_of_pictures(tmp_path: Path) -> None:
@@ -502,7 +502,7 @@ def test_pictures_are_looked_for_beside_what_names_them_and_then_here(
     def found() -> Path:
         preset = find_preset(recipe, "kontext", tmp_path, own / "mine.toml")
         assert preset.seeds == (3,)
-        return preset.requests()[1].references["reference"]
+        return preset.requests()[1].conditioning["reference"]
 
     assert found() == on_path
     _write_picture(tmp_path / "a.png", "blue")  # beside the recipe, which does not name it
@@ -514,13 +514,13 @@ def test_pictures_are_looked_for_beside_what_names_them_and_then_here(
 def test_a_preset_is_known_by_what_its_pictures_show(tmp_path: Path) -> None:
     a = _write_picture(tmp_path / "a.png", "red")
     preset = find_preset(_kontext(tmp_path, _ONE), "kontext", tmp_path)
-    assert preset.as_record()["references"] == {"reference": [_content(a)] * 2}
+    assert preset.as_record()["conditioning"] == {"reference": [_content(a)] * 2}
     (tmp_path / "moved").mkdir()
     a.rename(tmp_path / "moved" / "b.png")
-    moved = _kontext(tmp_path, 'references.reference = ["moved/b.png"]')
+    moved = _kontext(tmp_path, 'conditioning.reference = ["moved/b.png"]')
     assert find_preset(moved, "kontext", tmp_path).as_record() == preset.as_record()
     none = find_preset(_kontext(tmp_path, "", ""), "kontext")
-    assert "references" not in none.as_record()
+    assert "conditioning" not in none.as_record()
 
 
 def test_other_pictures_make_another_preset(tmp_path: Path) -> None:
@@ -539,39 +539,43 @@ def test_other_pictures_make_another_preset(tmp_path: Path) -> None:
     assert (kept[1].exists(), kept[0].stat().st_mtime_ns) == (True, before)
     _write_picture(a, "blue")
     with pytest.raises(
-        RecipeError, match=r"holds videos of another one; .* differ in references\."
+        RecipeError, match=r"holds videos of another one; .* differ in conditioning\."
     ):
         keep_preset(directory, find_preset(_kontext(tmp_path, _ONE), "kontext", tmp_path))
     assert read_json(path) == preset.as_record()
 
 
-_GOES_BY = r"kontext: this model goes by pictures: reference; references gives"
+_TAKES = r"kontext: this model takes the inputs reference; conditioning gives"
 
 
 @pytest.mark.parametrize(
     ("table", "names", "message"),
     [
-        ("", "reference", rf'{_GOES_BY} none\. .* such as references\.reference = \["reference\.p'),
-        ("references = {}", "reference", rf"{_GOES_BY} none\. Give each of them, and no other"),
-        ('references.pose = ["a.png"]', "reference", rf"{_GOES_BY} pose\."),
-        (_ONE, "", r"kontext: references gives pictures \(reference\), but .* goes by none"),
+        ("", "reference", rf'{_TAKES} none\. .* such as conditioning\.reference = \["reference\.p'),
+        ("conditioning = {}", "reference", rf"{_TAKES} none\. Give each of them, and no other"),
+        ('conditioning.pose = ["a.png"]', "reference", rf"{_TAKES} pose\."),
         (
-            'references.reference = ["a.png", "a.png", "a.png"]',
-            "reference",
-            r"kontext: references\.reference names 3 files, but there are 2 prompts\. Name one for",
+            _ONE,
+            "",
+            r"kontext: conditioning gives reference, but this model takes no further inputs",
         ),
         (
-            'references.reference = ["val/gone.png"]',
+            'conditioning.reference = ["a.png", "a.png", "a.png"]',
             "reference",
-            r"kontext: references\.reference: there is no file val/gone\.png in .+ or in .+\. Put",
+            r"kontext: conditioning\.reference names 3 files, but there are 2 prompts\. Name",
         ),
         (
-            'references.reference = ["/gone/a.png"]',
+            'conditioning.reference = ["val/gone.png"]',
             "reference",
-            r"kontext: references\.reference: there is no file /gone/a\.png\.$",
+            r"kontext: conditioning\.reference: there is no file val/gone\.png in .+ or in .+\.",
         ),
         (
-            'references.reference = ["a.png", "text.png"]',
+            'conditioning.reference = ["/gone/a.png"]',
+            "reference",
+            r"kontext: conditioning\.reference: there is no file /gone/a\.png\.$",
+        ),
+        (
+            'conditioning.reference = ["a.png", "text.png"]',
             "reference",
             r"kontext: The picture .*text\.png cannot be read: ",
         ),
@@ -590,12 +594,18 @@ def test_pictures_that_cannot_be_are_said_in_one_sentence(
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("references.reference = []", r"references\.reference is \[\]; it should have at least 1"),
         (
-            'references.reference = "a.png"',
-            r"references\.reference is 'a\.png'; it should be a list",
+            "conditioning.reference = []",
+            r"conditioning\.reference is \[\]; it should have at least 1",
         ),
-        ('references = ["a.png"]', r"references is .*; it should be a table of keys and values"),
+        (
+            'conditioning.reference = "a.png"',
+            r"conditioning\.reference is 'a\.png'; it should be a list",
+        ),
+        (
+            'conditioning = ["a.png"]',
+            r"conditioning is .*; it should be a table of keys and values",
+        ),
     ],
 )
 def test_what_is_no_table_of_files_is_refused_with_the_recipe(
@@ -618,17 +628,16 @@ def test_a_picture_of_another_size_is_scaled_to_cover_and_cropped(tmp_path: Path
 @pytest.mark.parametrize(
     ("given", "names", "message"),
     [
-        ([], ["reference"], r"takes the reference images reference; given: none\. Give exactly"),
-        (["pose"], ["reference"], r"takes the reference images reference; given: pose\."),
-        (["reference"], [], "takes no reference images, but reference was given"),
+        ([], ["reference"], r"takes the inputs reference; given: none\. Give exactly"),
+        (["pose"], ["reference"], r"takes the inputs reference; given: pose\."),
+        (["reference"], [], "takes no further inputs, but reference was given"),
     ],
 )
-def test_other_pictures_than_those_of_the_recipe_are_refused(
-    given: list[str], names: list[str], message: str, tmp_path: Path
+def test_other_inputs_than_those_of_the_recipe_are_refused(
+    given: list[str], names: list[str], message: str
 ) -> None:
-    picture = _write_picture(tmp_path / "one.png", "red")
     with pytest.raises(DataError, match=message):
-        read_pictures([dict.fromkeys(given, picture)], names, _BUCKET)
+        refuse_other_inputs(dict.fromkeys(given, Path("one.png")), names)
 
 
 def test_a_picture_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -650,8 +659,8 @@ def test_a_model_with_an_added_module_is_sampled_by_its_pictures(
     presets = run.path / "presets.toml"
     presets.write_text(
         '[kontext]\nprompts = ["move it", "move it"]\n'
-        'references.reference = ["val/red.png", "val/blue.png"]\n'
-        'references.pose = ["val/pose.png"]\n'
+        'conditioning.reference = ["val/red.png", "val/blue.png"]\n'
+        'conditioning.pose = ["val/pose.png"]\n'
     )
     loader = SamplerLoader(run, "cpu")
     preset = find_preset(loader.recipe, "kontext", run.path, presets)

@@ -542,7 +542,11 @@ def _flux_recipe(family: str = "flux_kontext", **model: Any) -> Recipe:
         "data": {
             "catalog": "catalog.parquet",
             "buckets": [{"num_frames": 1, "height": _HEIGHT, "width": _WIDTH}],
-            "references": {"reference": "{stem}.png"} if family == "flux_kontext" else {},
+            "conditioning": (
+                {"reference": {"kind": "picture", "path": "{stem}.png"}}
+                if family == "flux_kontext"
+                else {}
+            ),
         },
         "model": {"family": family, "config": transformer | model},
         "codec": {"kind": "autoencoder", "config": autoencoder},

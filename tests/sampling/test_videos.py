@@ -22,7 +22,7 @@ from longtake.sampling.videos import (
     SheetRow,
     check_out,
     contact_sheet,
-    references_by_name,
+    inputs_by_name,
     sample_in_batches,
     sample_preset,
     write_samples,
@@ -175,17 +175,19 @@ def test_a_video_that_cannot_be_written_says_nothing_against_the_data(
         next(sample_preset(sampler, _preset(sampler), tmp_path / "gone"))
 
 
-def test_references_are_given_by_name(tmp_path: Path) -> None:
+def test_further_inputs_are_given_by_name(tmp_path: Path) -> None:
     """As NAME=FILE; anything else is refused with an example."""
     picture = tmp_path / "a=b.png"
     picture.touch()
-    assert references_by_name([f"reference={picture}"]) == {"reference": picture}
-    assert references_by_name([]) == {}
+    assert inputs_by_name([f"reference={picture}"]) == {"reference": picture}
+    assert inputs_by_name([]) == {}
     for given in (str(picture), "reference=", f"={picture}", "reference"):
-        with pytest.raises(RunError, match=r"--reference .*like --reference ref\w+=picture\.png"):
-            references_by_name([given])
+        with pytest.raises(
+            RunError, match=r"--conditioning .*like --conditioning pose=picture\.png"
+        ):
+            inputs_by_name([given])
     with pytest.raises(RunError, match=r"there is no file nowhere\.png\. Give it like"):
-        references_by_name(["pose=nowhere.png"])
+        inputs_by_name(["pose=nowhere.png"])
 
 
 def _flat(levels: list[int], height: int, width: int) -> NDArray[np.uint8]:

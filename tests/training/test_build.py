@@ -76,7 +76,7 @@ def test_all_shapes_and_options_are_compiled(
     sides = "{num_frames=1, height=64, width=64}, {num_frames=1, height=64, width=32}"
     bare = (
         'trainable={kind="lora", rank=4}',
-        'data.references={reference="../before/{stem}.png"}',
+        'data.conditioning.reference={kind="picture", path="../before/{stem}.png"}',
         f"data.buckets=[{sides}]",
     )
     recipe = tiny_flux("training.compile=true", *bare)
@@ -89,7 +89,7 @@ def test_all_shapes_and_options_are_compiled(
     for bucket in recipe.data.shapes():
         for size in (2, 1):
             shape = latent_shape(parts.codec, bucket)
-            told = outline_conditioning(parts, recipe, shape, size)
+            told = outline_conditioning(parts, recipe, bucket, size)
             latents, sigmas = torch.randn(size, *shape), torch.full((size,), 0.5)
             inputs = {name: torch.zeros_like(each, device="cpu") for name, each in told.items()}
             parts.predict_velocity(latents, sigmas, inputs).sum().backward()  # type: ignore[no-untyped-call]

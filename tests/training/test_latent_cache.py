@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ _MORE = (*_VIDEOS, "data.windows=4")
 # FLUX Kontext, in small, on pictures that it is to make of others.
 _PICTURES = (
     "data.buckets=[{num_frames=1, height=32, width=48}]",
-    'data.references={reference="../before/{stem}.png", pose="../pose.png"}',
+    'data.conditioning.reference={kind="picture", path="../before/{stem}.png"}',
+    'data.conditioning.pose={kind="picture", path="../pose.png"}',
     "data.windows=1",
     "data.flip=0.5",
     "data.caption_dropout=0.3",
@@ -180,7 +181,7 @@ def test_videos_train_from_a_cache_as_from_pixels(
     assert audit(RunDirectory(cached.out)).ok
 
 
-def test_pictures_and_references_train_from_a_cache_as_from_pixels(
+def test_pictures_and_further_ones_train_from_a_cache_as_from_pixels(
     small_recipe: MakeRecipe, pictures: Path, tmp_path: Path
 ) -> None:
     changes = (*_PICTURES, f"data.catalog={pictures}", "training.steps=8")
@@ -191,14 +192,77 @@ def test_pictures_and_references_train_from_a_cache_as_from_pixels(
     _assert_same_run(plain, cached)
     assert len(_entries(cached, "latents")) == 6 * 2
     # One pose for all: its cut depends on a clip's size only, and all but mirrored ones are alike.
-    assert 6 * 2 < len(_entries(cached, "references")) <= 6 * 2 * 2
+    assert 6 * 2 < len(_entries(cached, "conditioning")) <= 6 * 2 * 2
     other = small_recipe(
         *changes,
-        'data.references={reference="../pose.png", pose="../pose.png"}',
+        'data.conditioning.reference={kind="picture", path="../pose.png"}',
         f"out={tmp_path / 'other'}",
     )
     train(other, QUIET)
     assert losses(other) != losses(plain)
+
+
+class AddsInputs(nn.Module):
+    """Adds to all tokens what it makes of videos, a mask and numbers."""
+
+    def __init__(self, width: int, blocks: Sequence[str], latent_channels: int) -> None:
+        super().__init__()
+        self.read = nn.Linear(latent_channels + 14, width)
+
+    def prepare(self, conditioning: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert "face" not in "".join(conditioning)  # which is the loss's
+        means = [conditioning[name].mean((2, 3, 4)) for name in ("depth_latents", "person")]
+        means.append(conditioning["raw"].mean((1, 2, 3, 4))[:, None])
+        means.append(conditioning["camera"].mean(1))
+        return {"added": self.read(torch.cat(means, 1))[:, None]}
+
+    def forward(
+        self, block: str, tokens: torch.Tensor, prepared: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        return tokens + prepared["added"]
+
+
+def test_videos_masks_and_numbers_train_from_a_cache_as_from_pixels(
+    small_recipe: MakeRecipe, shapes_catalog: Path, tmp_path: Path
+) -> None:
+    """And the loss inside a mask, which one of all white does not change by a bit."""
+    folder, clips = tmp_path / "inputs", sorted(shapes_catalog.parent.glob("clips/*.mp4"))
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for clip, other in zip(clips, [*clips[1:], clips[0]], strict=True):
+        shutil.copy(other, folder / f"{clip.stem}.mp4")
+        np.save(folder / f"{clip.stem}.npy", generator.normal(size=(8, 12)))
+        mask = np.full((32, 32), 255, np.uint8)
+        Image.fromarray(mask).save(folder / f"{clip.stem}_white.png")
+        mask[:, :16] = 0
+        Image.fromarray(mask).save(folder / f"{clip.stem}.png")
+
+    def given(name: str, ending: str, keys: str) -> str:
+        return f'data.conditioning.{name}={{path="{folder}/{{stem}}{ending}", {keys}}}'
+
+    changes = (
+        *_VIDEOS,
+        given("depth", ".mp4", 'kind="video"'),
+        given("raw", ".mp4", 'kind="video", encode=false'),
+        given("person", ".mp4", 'kind="mask"'),
+        given("camera", ".npy", 'kind="numbers", width=12, per_frame=true'),
+        "trainable.kind=full",
+        f"trainable.module={__name__}:AddsInputs",
+        "training.micro_batch_size=2",
+        "training.steps=4",
+    )
+    half = (*changes, given("face", ".png", 'kind="mask"'), "flow.loss_mask=face")
+    plain = small_recipe(*half, f"out={tmp_path / 'plain'}")
+    train(plain, QUIET)
+    cached = small_recipe(*half, _cache_of(tmp_path))
+    train(cached, QUIET)
+    _assert_same_run(plain, cached)
+    white = (given("face", "_white.png", 'kind="mask"'), "flow.loss_mask=face")
+    masked = small_recipe(*changes, *white, f"out={tmp_path / 'white'}")
+    train(masked, QUIET)
+    unmasked = small_recipe(*changes, f"out={tmp_path / 'unmasked'}")
+    train(unmasked, QUIET)
+    assert losses(masked) == losses(unmasked) != losses(plain)
 
 
 def test_a_run_goes_on_with_a_cache_and_back(small_recipe: MakeRecipe, tmp_path: Path) -> None:

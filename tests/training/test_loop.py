@@ -16,7 +16,7 @@ from rich.console import Console
 from tests.build import ALONE, TINY_WAN, MakeRecipe
 from torch import Tensor
 
-from longtake.config import Bucket, ParallelSection, Recipe
+from longtake.config import Bucket, ConditioningSection, ParallelSection, Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Batch, Loader
 from longtake.models.base import Defaults
@@ -186,7 +186,10 @@ def test_what_is_encoded_does_not_depend_on_its_neighbours(
     (batch,) = _batches(recipe, 1)
     whole = prepare(batch, parts, recipe, ALONE.device)
     pictures = {"pose": batch.videos[:, :, :1], "scene": batch.videos[:, :, 1:2]}
-    told = prepare(replace(batch, references=pictures), parts, recipe, ALONE.device).conditioning
+    section = ConditioningSection(kind="picture", path="{stem}.png")
+    sections = {"conditioning": dict.fromkeys(pictures, section)}
+    given = recipe.model_copy(update={"data": recipe.data.model_copy(update=sections)})
+    told = prepare(replace(batch, inputs=pictures), parts, given, ALONE.device).conditioning
     assert told.keys() == {*whole.conditioning, "pose_latents", "scene_latents"}
     for name, picture in pictures.items():
         assert torch.equal(told[f"{name}_latents"][3:4], parts.codec.encode(picture[3:4]))

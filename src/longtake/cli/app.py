@@ -165,10 +165,10 @@ def sample(
     fps: Annotated[
         float | None, typer.Option(help="Frames per second of the mp4 [default: the recipe's].")
     ] = None,
-    reference: Annotated[
+    conditioning: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=FILE", help="A reference image, by its name in data.references."
+            metavar="NAME=FILE", help="A further input, by its name in data.conditioning."
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Videos sampled at once.")] = 4,
@@ -178,15 +178,15 @@ def sample(
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
     with progress.phase_lines(say.console(), "importing PyTorch") as enter:
-        from longtake.sampling.presets import refuse_other_pictures, settings_for
+        from longtake.sampling.presets import refuse_other_inputs, settings_for
         from longtake.sampling.sampler import find_run, load_sampler
-        from longtake.sampling.videos import check_out, references_by_name, write_samples
+        from longtake.sampling.videos import check_out, inputs_by_name, write_samples
 
         if any("\ud800" <= letter <= "\udfff" for each in prompt for letter in each):
             raise typer.BadParameter("a prompt is not valid UTF-8")
         recipe = find_run(run).recipe()
-        references = references_by_name(reference or ())
-        refuse_other_pictures(references, list(recipe.data.references))
+        inputs = inputs_by_name(conditioning or ())
+        refuse_other_inputs(inputs, list(recipe.model_inputs()))
         settings, bucket = settings_for(
             recipe,
             num_frames=num_frames,
@@ -202,7 +202,7 @@ def sample(
         enter("loading the model")
         sampler = load_sampler(run, step=step, ema=ema, profile=profile, device=device, trust=trust)
     written = write_samples(
-        sampler, prompt, seed, settings, bucket, out, batch, say.console(), references
+        sampler, prompt, seed, settings, bucket, out, batch, say.console(), inputs
     )
     if as_json:
         say.result({"step": sampler.step, "weights": sampler.weights, **written})

@@ -66,6 +66,13 @@ def index(
             "beside clip.mp4. Unset: what the sources say."
         ),
     ] = None,
+    conditioning: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="A column of the tables that data.conditioning names: paths, or numbers.",
+        ),
+    ] = None,
     workers: Workers = None,
     on: On = None,
     fresh: Annotated[
@@ -99,6 +106,7 @@ def index(
                 progress=advance,
                 fresh=fresh,
                 limits=Limits(memory_gib, timeout_seconds),
+                conditioning=conditioning or (),
             )
     if as_json:
         say.result(asdict(report) | {"catalog": str(out)})

@@ -1,9 +1,9 @@
 """Latents and prompt embeddings that were computed once: names, files, reading.
 
     CACHE/latents/3f/3f09….safetensors      of a window of a clip
-    CACHE/references/07/07b1….safetensors   of a further picture, cut as its clip is
+    CACHE/conditioning/07/07b1….safetensors of a further input: latents, or values as they were read
     CACHE/prompts/a2/a2c1….safetensors      of a caption
-    CACHE/hashes/5b27….jsonl                content hashes of further pictures, by path
+    CACHE/hashes/5b27….jsonl                content hashes of further inputs, by path
     CACHE/encoders/90c1….jsonl              content hashes of encoders' weights, by path
     CACHE/aside/                            files that are being written
 
@@ -17,7 +17,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
@@ -32,8 +32,13 @@ from torch import Tensor
 
 from longtake.config import Bucket, DataSection
 from longtake.data.clip import Clip, Media
+from longtake.data.conditioning import (
+    ConditioningInput,
+    ConditioningPixels,
+    conditioning_of,
+)
 from longtake.data.decode import content_hash
-from longtake.data.window import ReferencePicture, Window, references_of
+from longtake.data.window import Window
 from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, DataError, RecordError
 from longtake.fsio import make_writable, open_regular, read_records, read_regular
@@ -108,7 +113,7 @@ class CacheEntry:
 
 @dataclass(frozen=True)
 class CacheFailure:
-    """A window is not in the cache, as it, or a reference picture of it, cannot be decoded."""
+    """A window is not in the cache, as it, or a further input of it, cannot be decoded."""
 
     identity: str
     path: str
@@ -117,10 +122,10 @@ class CacheFailure:
 
 @dataclass(frozen=True)
 class Cache:
-    """What a recipe's encoders make of clips, reference pictures and captions; can be pickled."""
+    """What a recipe's encoders make of clips, further inputs and captions; can be pickled."""
 
     folder: Path  # whether it is there yet or not
-    codec: str  # fingerprint of what encodes clips and pictures
+    codec: str  # fingerprint of what encodes clips and further inputs
     text: str  # fingerprint of what encodes captions
     data: DataSection
     no_caption: str  # what a dropped caption is encoded as
@@ -151,22 +156,28 @@ class Cache:
         what = f"the latents of {window.media} from frame {window.start}"
         return self._entry("latents", self.codec, facts, what)
 
-    def reference(self, name: str, reference: ReferencePicture) -> CacheEntry:
-        """Where the latents of a further picture are.
+    def conditioning(self, name: str, wanted: ConditioningInput) -> CacheEntry:
+        """Where a further input is: `latents` if the codec encodes it, else `values`.
 
         Raises:
-            ClipError: the picture's file cannot be read.
+            ClipError: the input's file cannot be read.
         """
-        facts = (
-            *(self._hashes.of(reference.media.path), reference.clip_height, reference.clip_width),
-            *astuple(reference.clip_crop),
-            *(reference.height, reference.width, reference.is_flipped),
-        )
-        what = f"the latents of {name} {reference.media}"
-        return self._entry("references", self.codec, facts, what)
+        values = getattr(wanted, "values", None)
+        facts = [self._hashes.of(wanted.media.path) if values is None else values]
+        if isinstance(wanted, ConditioningPixels):
+            facts += [wanted.kind, wanted.clip_height, wanted.clip_width]
+            facts += [*astuple(wanted.clip_crop), wanted.height, wanted.width, wanted.is_flipped]
+        else:
+            facts += ["numbers", wanted.width, wanted.is_per_frame, wanted.clip_frames]
+        facts += [wanted.start, wanted.num_frames, wanted.stride]
+        codec = self.codec if self.is_encoded(name) else ""
+        return self._entry("conditioning", codec, tuple(facts), f"{name} {wanted.media}")
 
-    def references(self, window: Window) -> dict[str, ReferencePicture]:
-        return references_of(window, self.data.references)
+    def is_encoded(self, name: str) -> bool:
+        return self.data.conditioning[name].is_encoded
+
+    def inputs(self, clip: Clip, window: Window) -> dict[str, ConditioningInput]:
+        return conditioning_of(clip, window, self.data.conditioning)
 
     def prompt(self, caption: str) -> CacheEntry:
         return self._entry("prompts", self.text, (caption,), f"the embeddings of {caption!r}")
@@ -179,10 +190,11 @@ class Cache:
 
 @dataclass(frozen=True)
 class _Content:
-    """A sample: latents [C, F', H', W'] and the model's conditioning."""
+    """A sample: latents [C, F', H', W'], what is encoded of its conditioning, and what is not."""
 
     latents: Tensor
     conditioning: dict[str, Tensor]
+    inputs: dict[str, Tensor]
 
 
 class CachedSource:
@@ -211,10 +223,16 @@ class CachedSource:
         if failure := self._failures.get(entry.key):
             raise ClipError(failure.path, failure.reason)
         _ = cache.unconditional  # missing there, it is missing to every sample
-        conditioning = cache.prompt(clip.caption).read()
-        for name, reference in cache.references(window).items():
-            conditioning[f"{name}_latents"] = cache.reference(name, reference).read()["latents"]
-        return _Content(entry.read()["latents"], conditioning)
+        conditioning, inputs = cache.prompt(clip.caption).read(), dict[str, Tensor]()
+        for name, wanted in cache.inputs(clip, window).items():
+            found = cache.conditioning(name, wanted).read()
+            if cache.is_encoded(name):
+                conditioning[f"{name}_latents"] = found["latents"]
+            else:
+                frames = getattr(wanted, "num_frames", 1)
+                values = found["values"]  # of equal frames one is kept
+                inputs[name] = values.expand(-1, frames, -1, -1) if values.ndim == 4 else values
+        return _Content(entry.read()["latents"], conditioning, inputs)
 
 
 class CachedBuffer:
@@ -238,17 +256,19 @@ class CachedBuffer:
     def fields(self) -> dict[str, Any]:
         contents = [each for each in self._filled if each is not None]
         assert len(contents) == len(self._filled)
-        conditioning = [each.conditioning for each in contents]
         no_caption = self._source.cache.unconditional
         size = (len(contents), 3, 0, self._shape.height, self._shape.width)
         return {
             "videos": torch.empty(size, dtype=torch.uint8),
             "latents": torch.stack([each.latents for each in contents]),
-            "conditioning": {
-                name: torch.stack([each[name] for each in conditioning]) for name in conditioning[0]
-            },
+            "conditioning": _stacked([each.conditioning for each in contents]),
+            "inputs": _stacked([each.inputs for each in contents]),
             "no_caption": {name: each[None] for name, each in no_caption.items()},
         }
+
+
+def _stacked(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
 
 
 class ContentHashes:

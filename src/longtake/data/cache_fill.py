@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,8 +25,9 @@ from longtake.data import buckets, decode_worker, tasks
 from longtake.data.cache import Cache, CacheEntry, CacheFailure
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
+from longtake.data.conditioning import Wanted, as_values, conditioning_error
 from longtake.data.plan import Plan
-from longtake.data.window import ReferencePicture, Window, reference_error
+from longtake.data.window import Window
 from longtake.data.workers import Task, WorkerIncident
 from longtake.errors import ClipError, DataError
 from longtake.formatting import format_duration
@@ -35,7 +37,7 @@ EncodePixels = Callable[[NDArray[np.uint8]], Tensor]  # [3, F, H, W] to latents 
 EncodeCaption = Callable[[str], dict[str, Tensor]]  # tensors without a batch dimension
 Progress = Callable[[int, int], object]  # called with (done, in all)
 
-CACHE_KINDS = ("latents", "references", "prompts")
+CACHE_KINDS = ("latents", "conditioning", "prompts")
 
 _THREADS = 16
 _CHUNK = 4096
@@ -68,7 +70,7 @@ class _Row:
 class Missing:
     """What a cache lacks of what a plan will ask for."""
 
-    clips: list[_Row]  # of which at least one window or picture is missing
+    clips: list[_Row]  # of which at least one window or further input is missing
     captions: list[str]
     present: Counter[str]  # entries that are there, by kind
 
@@ -194,7 +196,7 @@ def fill_latents(
     progress: Progress | None = None,
     heartbeats: HeartbeatDir | None = None,
 ) -> None:
-    """Add the windows of clips and their reference pictures to a cache.
+    """Add the windows of clips and their further inputs to a cache.
 
     Raises:
         DataError: more clips fail than `data.max_quarantined_clips` allows, or the cache cannot be
@@ -210,7 +212,7 @@ def fill_latents(
             for window in buckets.all_windows(*item, data):
                 parts = [
                     _Part(name, wanted, pool.submit(wanted))
-                    for name, wanted in _wanted(cache, window).items()
+                    for name, wanted in _wanted(cache, item.clip, window).items()
                     if not _whole(cache, name, wanted)
                 ]
                 under_way.append((window, parts))
@@ -294,9 +296,9 @@ def run_encode_task(
 class _Part(NamedTuple):
     """One thing that a sample is made of, and that the cache lacks."""
 
-    name: str  # of a reference picture; "" is the clip itself
-    wanted: Window | ReferencePicture
-    pixels: Future[NDArray[np.uint8]]
+    name: str  # of a further input; "" is the clip itself
+    wanted: Wanted
+    content: Future[NDArray[np.uint8]]
 
 
 def _rows(plan: Plan) -> Iterator[_Row]:
@@ -326,27 +328,25 @@ def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Count
     if item.clip.identity in without:
         return present, False
     for window in buckets.all_windows(*item, cache.data):
-        for name, wanted in _wanted(cache, window).items():
+        for name, wanted in _wanted(cache, item.clip, window).items():
             entry = _whole(cache, name, wanted)
             present.update([entry.kind] if entry else [])
             is_missing |= entry is None
     return present, is_missing
 
 
-def _wanted(cache: Cache, window: Window) -> dict[str, Window | ReferencePicture]:
-    return {"": window, **cache.references(window)}
+def _wanted(cache: Cache, clip: Clip, window: Window) -> dict[str, Wanted]:
+    return {"": window, **cache.inputs(clip, window)}
 
 
-def _entry(cache: Cache, name: str, wanted: Window | ReferencePicture) -> CacheEntry:
-    if isinstance(wanted, ReferencePicture):
-        return cache.reference(name, wanted)
-    return cache.latents(wanted)
+def _entry(cache: Cache, name: str, wanted: Wanted) -> CacheEntry:
+    return cache.latents(wanted) if isinstance(wanted, Window) else cache.conditioning(name, wanted)
 
 
-def _whole(cache: Cache, name: str, wanted: Window | ReferencePicture) -> CacheEntry | None:
+def _whole(cache: Cache, name: str, wanted: Wanted) -> CacheEntry | None:
     try:
         entry = _entry(cache, name, wanted)
-    except ClipError:  # decoding will say what is wrong with the picture
+    except ClipError:  # decoding will say what is wrong with the file
         return None
     return entry if entry.is_whole() else None
 
@@ -355,18 +355,28 @@ def _finish(
     cache: Cache, window: Window, parts: list[_Part], encode: EncodePixels, report: CacheReport
 ) -> None:
     failures = []
-    for name, wanted, pixels in parts:
+    for name, wanted, content in parts:
         try:
-            decoded, entry = pixels.result(), _entry(cache, name, wanted)
+            read, entry = content.result(), _entry(cache, name, wanted)
         except ClipError as error:
-            why = reference_error(window, name, error) if name else error
+            why = conditioning_error(window, name, error) if name else error
             failures.append(CacheFailure(window.identity, str(why.path), why.reason))
             continue
         if not entry.is_whole():  # another process may have been faster
-            report.wrote(entry, entry.write({"latents": encode(decoded)}))
+            if not name or cache.is_encoded(name):
+                tensors = {"latents": encode(read)}
+            else:
+                tensors = {"values": _without_copies(torch.from_numpy(as_values(wanted, read)))}
+            report.wrote(entry, entry.write(tensors))
     if failures:
         report.failures[cache.latents(window).key] = failures[0]
         report.refuse_too_many(cache.data.max_quarantined_clips)
+
+
+def _without_copies(values: Tensor) -> Tensor:
+    """One frame of a mask that is the same in all, as one picture is for a whole clip."""
+    is_same = values.ndim == 4 and bool((values == values[:, :1]).all())
+    return values[:, :1] if is_same else values
 
 
 def _shuffled(items: Sequence[_T]) -> Iterable[_T]:

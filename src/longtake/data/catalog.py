@@ -29,6 +29,7 @@ _MAX_FLOAT = np.finfo(np.float64).max
 VERSION_KEY = b"longtake.catalog"
 FINGERPRINT_KEY = b"longtake.fingerprint"
 ATTRIBUTE = "attributes."
+CONDITIONING = "conditioning."  # columns of paths, or of lists of numbers
 CLIP_SCHEMA = pa.schema(
     [
         ("identity", pa.binary(16)),
@@ -67,6 +68,7 @@ ASIDE_SCHEMA = pa.schema(
         ("reason", pa.string()),
     ]
 )
+_CONDITIONING_TYPES = pa.string(), pa.list_(pa.float64())
 _MAY_BE_NULL = ("num_bytes", "first_pts", "pts_step", "pts", "file_bytes", "file_mtime_ns")
 _MAX_PIXELS_A_SIDE, _MAX_FRAMES, _MAX_BYTES = 2**20 - 1, 2**30, 2**62
 _BOUNDS = {
@@ -118,15 +120,27 @@ def _disk_schema(found: pa.Schema) -> pa.Schema:
         raise LookupError(f"it has no column {missing[0]}")
     names = [name for name in found.names if name.startswith(ATTRIBUTE)]
     schema = with_attributes(CLIP_SCHEMA, [name.removeprefix(ATTRIBUTE) for name in names])
+    for name in (each for each in found.names if each.startswith(CONDITIONING)):
+        if found.field(name).type not in _CONDITIONING_TYPES:
+            raise ValueError(f"its column {name} holds {found.field(name).type}")
+        schema = schema.append(pa.field(name, found.field(name).type))
     return schema.append(ASIDE_SCHEMA.field("reason")).with_metadata(found.metadata)
 
 
 def _read_group(file: pq.ParquetFile, index: int, schema: pa.Schema, folder: str) -> pa.Table:
     table = file.read_row_group(index).select(schema.names).cast(schema)
-    paths = table["path"]
-    absolute = pc.binary_join_element_wise(folder, paths, "")
-    paths = pc.if_else(pc.starts_with(paths, "/"), paths, absolute)
-    return table.set_column(table.column_names.index("path"), "path", paths).combine_chunks()
+    for name in _path_columns(table):
+        paths = table[name]
+        absolute = pc.binary_join_element_wise(folder, paths, "")
+        paths = pc.if_else(pc.starts_with(paths, "/"), paths, absolute)
+        table = table.set_column(table.column_names.index(name), name, paths)
+    return table.combine_chunks()
+
+
+def _path_columns(table: pa.Table) -> list[str]:
+    """Names of the columns whose paths are stored relative to the catalog's folder."""
+    inputs = (name for name in table.column_names if name.startswith(CONDITIONING))
+    return ["path", *(name for name in inputs if table.schema.field(name).type == pa.string())]
 
 
 def _mapped(file: pq.ParquetFile, schema: pa.Schema, folder: str) -> pa.Table:
@@ -151,7 +165,15 @@ def check_values(table: pa.Table) -> None:
     for name, choices in _CHOICES.items():
         known = pc.is_in(table[name], value_set=pa.array(choices, table[name].type))
         _refuse(table, name, pc.invert(known))
-    _refuse(table, "path", pc.match_substring(table["path"], "\0"))
+    for name in _path_columns(table):
+        _refuse(table, name, pc.match_substring(table[name], "\0"))
+    for name in (each for each in table.column_names if each.startswith(CONDITIONING)):
+        if table[name].null_count:
+            raise ValueError(f"{table[name].null_count} clips have no {name}")
+        if table.schema.field(name).type != pa.string():
+            numbers = pc.list_flatten(table[name])
+            if numbers.null_count or not pc.all(pc.is_finite(numbers), min_count=0).as_py():
+                raise ValueError(f"{name} has numbers that are missing, NaN or infinite")
     frames = table["num_frames"].to_numpy().astype(np.int64)
     has_first, has_step = pc.is_valid(table["first_pts"]), pc.is_valid(table["pts_step"])
     _refuse(table, "pts_step", pc.xor(has_first, has_step))
@@ -192,6 +214,16 @@ def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
     return schema
 
 
+def _with_conditioning(schema: pa.Schema, clips: Iterable[Clip]) -> pa.Schema:
+    """With the columns that clips are given further inputs in; all clips have the same."""
+    for name, given in next((each.conditioning for each in clips), {}).items():
+        text, numbers = _CONDITIONING_TYPES
+        schema = schema.append(
+            pa.field(CONDITIONING + name, text if isinstance(given, str) else numbers)
+        )
+    return schema
+
+
 def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
     """Lay one clip out flat; without the stamps of its file."""
     row = {name: getattr(clip, name, None) for name in CLIP_SCHEMA.names}
@@ -201,11 +233,13 @@ def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
     if timing is not None:
         row |= {"first_pts": timing.first, "pts_step": timing.step, "pts": timing.listed or None}
     known = {name: value for name, value in clip.attributes.items() if not math.isnan(value)}
-    return row | {ATTRIBUTE + name: known.get(name) for name in attribute_names}
+    row |= {ATTRIBUTE + name: known.get(name) for name in attribute_names}
+    return row | {CONDITIONING + name: given for name, given in clip.conditioning.items()}
 
 
 def clip_of(row: dict[str, Any], attribute_names: Iterable[str]) -> Clip:
     """Make a clip of one row, which is used up."""
+    given = {name: row.pop(name) for name in list(row) if name.startswith(CONDITIONING)}
     media = Media(*(row.pop(name) for name in ("path", "member", "offset", "num_bytes")))
     first, step, listed = (row.pop(name) for name in ("first_pts", "pts_step", "pts"))
     attributes = {name: row.pop(ATTRIBUTE + name) for name in attribute_names}
@@ -214,6 +248,10 @@ def clip_of(row: dict[str, Any], attribute_names: Iterable[str]) -> Clip:
     row["keyframes"] = tuple(row["keyframes"])
     row["timing"] = None if first is None else Timing(first, step, tuple(listed or ()))
     row["attributes"] = {name: each for name, each in attributes.items() if each is not None}
+    row["conditioning"] = {
+        name.removeprefix(CONDITIONING): each if isinstance(each, str) else tuple(each)
+        for name, each in given.items()
+    }
     return Clip(media=media, **row)
 
 
@@ -250,6 +288,11 @@ def fingerprint_of(table: pa.Table) -> str:
     for chunk in filter(len, captions.chunks):
         offsets = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset :][: len(chunk) + 1]
         digest.update(memoryview(chunk.buffers()[2] or b"")[offsets[0] : offsets[-1]])
+    for name in sorted(each for each in table.column_names if each.startswith(CONDITIONING)):
+        digest.update(name.encode())
+        if table.schema.field(name).type != pa.string():  # the numbers; paths play no part
+            digest.update(pc.list_value_length(table[name]).to_numpy().astype("<i8").tobytes())
+            digest.update(pc.list_flatten(table[name]).to_numpy().astype("<f8").tobytes())
     return digest.hexdigest()
 
 
@@ -305,8 +348,9 @@ class Catalog:
             for each in duplicates
         ]
         aside = [row | _stamp_row(known.get(row["path"])) for row in aside]
+        schema = _with_conditioning(with_attributes(CLIP_SCHEMA, names), ordered)
         catalog = cls(
-            pa.Table.from_pylist(rows, schema=with_attributes(CLIP_SCHEMA, names)),
+            pa.Table.from_pylist(rows, schema=schema),
             pa.Table.from_pylist(aside, schema=ASIDE_SCHEMA),
         )
         assert is_ascending(catalog.identities), "no two clips have the same identity"
@@ -360,6 +404,12 @@ class Catalog:
         names = (name for name in self.table.column_names if name.startswith(ATTRIBUTE))
         return tuple(name.removeprefix(ATTRIBUTE) for name in names)
 
+    @cached_property
+    def conditioning_names(self) -> tuple[str, ...]:
+        """Columns of further inputs, for `data.conditioning`."""
+        names = (name for name in self.table.column_names if name.startswith(CONDITIONING))
+        return tuple(name.removeprefix(CONDITIONING) for name in names)
+
     def with_attribute(self, name: str, values: NDArray[np.float64]) -> "Catalog":
         """Add one score for each clip, or replace it; NaN where it is unknown."""
         assert values.shape == (len(self),)
@@ -369,6 +419,8 @@ class Catalog:
         for each in names:
             full = ATTRIBUTE + each
             table = table.append_column(full, column if each == name else self.table[full])
+        for each in self.conditioning_names:
+            table = table.append_column(CONDITIONING + each, self.table[CONDITIONING + each])
         return Catalog(table, self.set_aside, self.stored_fingerprint)
 
     def relocated(self, other: "Catalog") -> "Catalog":
@@ -377,7 +429,8 @@ class Catalog:
         is_there, rows, table = pc.is_valid(where), pc.fill_null(where, 0), self.table
         if not len(other) or not pc.any(is_there).as_py():
             return self
-        for name in ("path", "member", "offset", "num_bytes"):
+        inputs = [each for each in _path_columns(table)[1:] if each in other.table.column_names]
+        for name in ("path", "member", "offset", "num_bytes", *inputs):
             moved = pc.if_else(is_there, other.table[name].take(rows), table[name])
             table = table.set_column(table.column_names.index(name), name, moved)
         return Catalog(table, self.set_aside, self.fingerprint)
@@ -427,10 +480,12 @@ class Catalog:
     def save(self, path: Path) -> None:
         """Write the catalog as Parquet; raise DataError if it cannot be written."""
         table = pa.concat_tables([self.table, self.set_aside], promote_options="default")
-        paths, folder = table["path"], f"{path.parent.resolve()}/"
-        inside = pc.utf8_slice_codeunits(paths, len(folder))
-        paths = pc.if_else(pc.starts_with(paths, folder), inside, paths)
-        table = table.set_column(table.column_names.index("path"), "path", paths)
+        folder = f"{path.parent.resolve()}/"
+        for name in _path_columns(table):
+            paths = table[name]
+            inside = pc.utf8_slice_codeunits(paths, len(folder))
+            paths = pc.if_else(pc.starts_with(paths, folder), inside, paths)
+            table = table.set_column(table.column_names.index(name), name, paths)
         marks = {VERSION_KEY: str(SCHEMA_VERSION), FINGERPRINT_KEY: self.fingerprint}
         try:
             with atomic_write(path) as aside:

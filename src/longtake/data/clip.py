@@ -6,6 +6,8 @@ from pathlib import PurePath
 from typing import Literal
 
 Kind = Literal["video", "image"]
+Given = str | tuple[float, ...]
+"""What a table gives of a further input of a clip: the absolute path of a file, or numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Clip:
     keyframes: tuple[int, ...] = ()  # indices in presentation order, ascending
     prepared_from: str = ""  # identity of the clip that this one was transcoded from; else empty
     attributes: Mapping[str, float] = field(default_factory=dict)  # scores by name, such as `nouns`
+    conditioning: Mapping[str, Given] = field(default_factory=dict)  # by column, as its source says
 
     @property
     def path(self) -> str:
@@ -75,6 +78,7 @@ class Item:
     media: Media
     caption: str | None = None  # None: its source has none
     attributes: Mapping[str, float] = field(default_factory=dict)  # scores that its source gives
+    conditioning: Mapping[str, Given] = field(default_factory=dict)  # of the columns asked for
 
     @property
     def kind(self) -> Kind:

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longtake import errors, process, stacks
+from longtake.data.conditioning import Wanted, read
 from longtake.data.decode import MEMORY_GIB, memory_limited, pixels_limited
-from longtake.data.window import ReferencePicture, Window, read
 from longtake.data.workers import Reply, Task, WorkerIncident, WorkerPool
 from longtake.heartbeat import HeartbeatDir, HeartbeatWriter
 
@@ -33,8 +33,8 @@ _SECONDS_BETWEEN_PROGRESS = 0.5
 _TRIM_EVERY = 100  # items
 
 
-class DecodeTask(Task[Window | ReferencePicture, NDArray[np.uint8]]):
-    """Reads windows of clips, and reference pictures, into shared memory."""
+class DecodeTask(Task[Wanted, NDArray[np.uint8]]):
+    """Reads windows of clips, and their further inputs, into shared memory."""
 
     start_hint = "; or decode in threads of this process: data.workers=0"
 
@@ -44,13 +44,13 @@ class DecodeTask(Task[Window | ReferencePicture, NDArray[np.uint8]]):
 
     def do(
         self,
-        item: Window | ReferencePicture,
+        item: Wanted,
         progress: Callable[[], object],
         out: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8]:
         return read(item, out)
 
-    def lost(self, item: Window | ReferencePicture, reason: str) -> NDArray[np.uint8]:
+    def lost(self, item: Wanted, reason: str) -> NDArray[np.uint8]:
         raise errors.ClipError(str(item.media), reason)
 
 
@@ -68,7 +68,7 @@ class DecodePool:
     ) -> None:
         self._memory_gib = memory_gib
         self._threads: ThreadPoolExecutor | None = None
-        self._workers: WorkerPool[Window | ReferencePicture, NDArray[np.uint8]] | None = None
+        self._workers: WorkerPool[Wanted, NDArray[np.uint8]] | None = None
         if workers:
             task = DecodeTask(sample_timeout_seconds, memory_gib)
             self._workers = WorkerPool(
@@ -78,11 +78,11 @@ class DecodePool:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
     def submit(
-        self, wanted: Window | ReferencePicture, out: NDArray[np.uint8] | None = None
+        self, wanted: Wanted, out: NDArray[np.uint8] | None = None
     ) -> Future[NDArray[np.uint8]]:
-        """Return the future of the pixels, [3, F, H, W] uint8, in `out` or a new array.
+        """Return the future of what `read` gives, in `out` or a new array of `wanted.shape`.
 
-        It raises ClipError if the window cannot be read, and DataError if no worker can be started.
+        It raises ClipError if it cannot be read, and DataError if no worker can be started.
         """
         if out is None:
             out = np.empty(wanted.shape, np.uint8)
@@ -174,9 +174,7 @@ def _trim() -> None:
         trim(0)
 
 
-def _read_twice(
-    wanted: Window | ReferencePicture, out: NDArray[np.uint8], memory_gib: float
-) -> NDArray[np.uint8]:
+def _read_twice(wanted: Wanted, out: NDArray[np.uint8], memory_gib: float) -> NDArray[np.uint8]:
     with pixels_limited(memory_gib):
         try:
             return read(wanted, out)

@@ -440,6 +440,7 @@ def _checked(
                     caption=clip.caption,
                     attributes=clip.attributes,
                     prepared_from=clip.identity,
+                    conditioning={} if settings.fps else clip.conditioning,
                     **vars(found),
                 )
             )

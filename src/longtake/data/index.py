@@ -145,6 +145,7 @@ def index(
     progress: Callable[[int, int], None] | None = None,
     fresh: bool = False,
     limits: Limits = DEFAULT,
+    conditioning: Sequence[str] = (),
 ) -> IndexReport:
     """Decode every video and image once and write the catalog of those that can be trained on.
 
@@ -161,13 +162,16 @@ def index(
         progress: called with (files done, files in all).
         fresh: read unchanged files again, too.
         limits: for decoding one file; a file that needs more is rejected.
+        conditioning: columns of the sources' tables that `data.conditioning` will name; each clip
+            must have a path of an existing file, or numbers, in each.
 
     Raises:
-        DataError: a source or the captions cannot be read, nothing is found or can be decoded,
-            the catalog cannot be written (checked before decoding), or no worker can be started.
+        DataError: a source or the captions cannot be read, a clip lacks a further input, nothing
+            is found or can be decoded, the catalog cannot be written (checked before decoding), or
+            no worker can be started.
     """
     check_out(out)
-    found = find(sources)
+    found = find(sources, conditioning)
     items, unmatched = _captioned(found, captions)
     before = _catalog_before(out)
     probed = probe_all(
@@ -176,7 +180,11 @@ def index(
     results = [(item, probed.results[str(item.media)]) for item in items]
     clips = [
         Clip(
-            media=item.media, caption=item.caption or "", attributes=item.attributes, **vars(result)
+            media=item.media,
+            caption=item.caption or "",
+            attributes=item.attributes,
+            conditioning=item.conditioning,
+            **vars(result),
         )
         for item, result in results
         if isinstance(result, Probe)

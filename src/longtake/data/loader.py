@@ -22,9 +22,16 @@ from longtake.data import buckets, replan
 from longtake.data.cache import Cache, CachedBuffer, CachedSource, CacheFailure
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
+from longtake.data.conditioning import (
+    Wanted,
+    as_bytes,
+    conditioning_error,
+    conditioning_of,
+    empty_conditioning,
+)
 from longtake.data.decode_worker import DecodePool
-from longtake.data.plan import PlannedBatch, refuse_archives
-from longtake.data.window import ReferencePicture, Window, reference_error, references_of
+from longtake.data.plan import PlannedBatch, refuse_without_conditioning
+from longtake.data.window import Window
 from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, DataError
 from longtake.heartbeat import HeartbeatDir
@@ -53,9 +60,11 @@ class Batch:
     epochs: tuple[int, ...]  # [B] each sample's own epoch
     weights: Tensor  # [B] float32: 1, or 0 for a filler (clip not decodable, smaller last batch)
     rejected: tuple[tuple[str, int], ...]  # (identity, epoch) of clips that were not decodable
-    references: dict[str, Tensor] = field(default_factory=dict)  # by name, [B, 3, 1, H, W] uint8
+    # By names in `data.conditioning`, as `empty_conditioning`: pixels uint8, numbers float32.
+    # With `latents` only what the codec does not encode
+    inputs: dict[str, Tensor] = field(default_factory=dict)
     latents: Tensor | None = None  # [B, C, F', H', W'] from a cache
-    # With `latents`: [B, ...] prompt embeddings, and `<name>_latents` of reference pictures
+    # With `latents`: [B, ...] prompt embeddings, and `<name>_latents` of what the codec encodes
     conditioning: dict[str, Tensor] = field(default_factory=dict)
     no_caption: dict[str, Tensor] = field(default_factory=dict)  # embeddings, [1, ...]
 
@@ -65,19 +74,19 @@ Pixels = NDArray[np.uint8]
 
 @dataclass
 class FrameCache:
-    """Decoded pixels that every epoch uses again, kept while there is room."""
+    """Decoded pixels and numbers that every epoch uses again, kept while there is room."""
 
     room_bytes: float
-    pictures: dict[Window | ReferencePicture, Pixels] = field(default_factory=dict)
+    contents: dict[Wanted, Pixels] = field(default_factory=dict)
 
-    def keep(self, wanted: Window | ReferencePicture, pixels: Pixels) -> None:
-        if wanted not in self.pictures and pixels.nbytes <= self.room_bytes:
+    def keep(self, wanted: Wanted, pixels: Pixels) -> None:
+        if wanted not in self.contents and pixels.nbytes <= self.room_bytes:
             self.room_bytes -= pixels.nbytes
-            self.pictures[wanted] = pixels.copy()
+            self.contents[wanted] = pixels.copy()
 
 
 class DecodingSource:
-    """Decodes clips and their reference pictures; has the methods of a `CachedSource`."""
+    """Decodes clips and their further inputs; has the methods of a `CachedSource`."""
 
     def __init__(
         self,
@@ -105,8 +114,8 @@ class _PendingPixels(NamedTuple):
 
     window: Window
     is_kept: bool  # in the frame cache
-    # by name; "" is the clip itself, the others are reference pictures
-    requested: dict[str, tuple[Window | ReferencePicture, Future[Pixels]]]
+    # by name; "" is the clip itself, the others are its further inputs
+    requested: dict[str, tuple[Wanted, Future[Pixels]]]
 
 
 class PixelBuffer:
@@ -117,24 +126,22 @@ class PixelBuffer:
         self._shape = shape
         height, width, frames = shape.height, shape.width, shape.num_frames
         self._videos = np.empty((num_places, 3, frames, height, width), np.uint8)
-        self._references = {
-            name: np.empty((num_places, 3, 1, height, width), np.uint8)
-            for name in source.data.references
+        self._inputs = {
+            name: empty_conditioning(section, shape, num_places)
+            for name, section in source.data.conditioning.items()
         }
         self._pending: dict[int, _PendingPixels] = {}
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
         data = self._source.data
         requested = {"": self._request(window, self._videos[place])}
-        for name, reference in references_of(window, data.references).items():
-            requested[name] = self._request(reference, self._references[name][place])
+        for name, wanted in conditioning_of(clip, window, data.conditioning).items():
+            requested[name] = self._request(wanted, as_bytes(self._inputs[name][place]))
         is_kept = buckets.is_only_window(clip, self._shape, data)
         self._pending[place] = _PendingPixels(window, is_kept, requested)
 
-    def _request(
-        self, wanted: Window | ReferencePicture, out: Pixels
-    ) -> tuple[Window | ReferencePicture, Future[Pixels]]:
-        if (cached := self._source.cache.pictures.get(wanted)) is None:
+    def _request(self, wanted: Wanted, out: Pixels) -> tuple[Wanted, Future[Pixels]]:
+        if (cached := self._source.cache.contents.get(wanted)) is None:
             return wanted, self._source.pool.submit(wanted, out)
         out[...] = cached
         pixels: Future[Pixels] = Future()
@@ -148,7 +155,7 @@ class PixelBuffer:
             try:
                 pixels = future.result()
             except ClipError as error:
-                errors.append(reference_error(window, name, error) if name else error)
+                errors.append(conditioning_error(window, name, error) if name else error)
             else:
                 if is_kept:
                     self._source.cache.keep(wanted, pixels)
@@ -156,12 +163,12 @@ class PixelBuffer:
             raise errors[0]
 
     def copy(self, source: int, place: int) -> None:
-        for pixels in (self._videos, *self._references.values()):
+        for pixels in (self._videos, *self._inputs.values()):
             pixels[place] = pixels[source]
 
     def fields(self) -> dict[str, Any]:
-        references = {name: torch.from_numpy(each) for name, each in self._references.items()}
-        return {"videos": torch.from_numpy(self._videos), "references": references}
+        inputs = {name: torch.from_numpy(each) for name, each in self._inputs.items()}
+        return {"videos": torch.from_numpy(self._videos), "inputs": inputs}
 
 
 PREFETCH_BATCHES = 3  # decoded ahead of the training step
@@ -212,8 +219,8 @@ class Loader:
         prefetch_batches: decoded ahead of the training step, at least.
 
     Raises:
-        DataError: a catalog cannot be read, the batch size does not fit, or further pictures are
-            wanted of clips in tars.
+        DataError: a catalog cannot be read or lacks a column of `data.conditioning`, the batch size
+            does not fit, or files beside clips are wanted of clips in tars.
     """
 
     def __init__(
@@ -254,7 +261,7 @@ class Loader:
         self._cached: tuple[Cache, Mapping[str, CacheFailure]] | None = None
         self._prefetch: _Prefetch | None = None
         for catalog in self.catalogs.values():
-            refuse_archives(catalog, data.references)
+            refuse_without_conditioning(catalog, data.conditioning)
 
     @property
     def plan_history(self) -> replan.PlanHistory:

@@ -10,6 +10,7 @@ over from the plan before it. `Plan.batch` asks nothing else than the step.
 """
 
 import hashlib
+import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +24,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from longtake.config import Bucket, DataSection, Recipe, Stage
-from longtake.data import order, window
+from longtake.config import Bucket, ConditioningSection, DataSection, Recipe, Stage
+from longtake.data import order
 from longtake.data.buckets import BucketAssignment, Rows
-from longtake.data.catalog import Catalog
+from longtake.data.catalog import CONDITIONING, Catalog
+from longtake.data.conditioning import conditioning_path, read, whole_numbers
 from longtake.data.stages import StageTimeline, mixed, select, shares
-from longtake.errors import DataError
+from longtake.errors import ClipError, DataError
 
 
 @dataclass(frozen=True)
@@ -296,6 +298,8 @@ def _opened(part: Part, index: int) -> list[OpenEpoch]:
 
 _MAX_FILES = 20_000  # that are looked for
 _EXAMPLES = 3
+_THREADS = 16
+_NUMBERS_READ = 64  # files of numbers of each part of a plan
 _NUMBERS = ("num_frames", "width", "height", "fps", "duration_seconds")
 
 
@@ -383,7 +387,10 @@ def review_catalogs(recipe: Recipe) -> list[str]:
         return []
     try:
         catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
+        for catalog in catalogs.values():
+            refuse_without_conditioning(catalog, data.conditioning)
         plan = begin(catalogs, data, training.global_batch_size, recipe.seed)
+        refuse_missing_conditioning(plan, data)
         return review(plan, data, training.steps)
     except DataError as error:
         return [f"training would refuse its data: {error}"]
@@ -445,22 +452,59 @@ def _refuse_an_early_end(plan: Plan, num_steps: int | None) -> None:
     )
 
 
-def refuse_archives(catalog: Catalog, references: Mapping[str, str]) -> None:
-    """Refuse reference pictures of clips in tars, as there is no folder to look for them in."""
+def refuse_without_conditioning(
+    catalog: Catalog, sections: Mapping[str, ConditioningSection]
+) -> None:
+    """Refuse columns that a catalog does not have, and files beside clips in tars.
+
+    Raises:
+        DataError: says which, and what to do.
+    """
+    for name, section in sections.items():
+        if section.column is not None:
+            _refuse_column(catalog, name, section)
     inside = catalog.table.filter(pc.not_equal(catalog.table["member"], ""))
-    if references and len(inside):
-        names = ", ".join(references)
+    beside = [name for name, section in sections.items() if section.path is not None]
+    if beside and len(inside):
+        names = ", ".join(beside)
         raise DataError(
             f"{len(inside)} clips lie in tars, such as {inside['path'][0]}/{inside['member'][0]}: "
-            f"data.references ({names}) are found beside a clip's own file. Unpack the tars, and "
+            f"data.conditioning ({names}) is found beside a clip's own file. Unpack the tars, and "
             "run longtake data index again."
         )
 
 
-def refuse_missing(
-    catalog: Catalog, allowed: int, references: Mapping[str, str] | None = None
-) -> list[str]:
-    """Look for a catalog's files, or for a random part of very many, and reference pictures.
+def _refuse_column(catalog: Catalog, name: str, section: ConditioningSection) -> None:
+    key, column = f"data.conditioning.{name}", section.column or ""
+    if column not in catalog.conditioning_names:
+        known = ", ".join(catalog.conditioning_names) or "none"
+        raise DataError(
+            f"{key}.column: the catalog has no column {column!r} of further inputs; it has: "
+            f"{known}. Index its table again with --conditioning {column}."
+        )
+    given = catalog.table[CONDITIONING + column]
+    if given.type == pa.string():
+        return
+    if section.kind != "numbers":
+        raise DataError(
+            f'{key} is of kind "{section.kind}", but the column {column} of the catalog holds '
+            "lists of numbers; expected paths of files."
+        )
+    frames = catalog.column("num_frames").astype(np.int64) if section.per_frame else 1
+    expected = (section.width or 0) * frames
+    lengths = pc.list_value_length(given).to_numpy()
+    if len(wrong := np.flatnonzero(lengths != expected)):
+        clip = catalog.clip(int(wrong[0]))
+        rows = f"{clip.num_frames} rows, one for each frame, of " if section.per_frame else ""
+        raise DataError(
+            f"{key}: {len(wrong)} of {len(catalog)} clips have another count of numbers in the "
+            f"column {column}: {clip.path} has {lengths[wrong[0]]}; expected {rows}"
+            f"{section.width} ({key}.width)."
+        )
+
+
+def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
+    """Look for a catalog's files, or for a random part of very many.
 
     Returns:
         A warning if some are missing, but not too many; else nothing.
@@ -473,20 +517,14 @@ def refuse_missing(
     if len(paths) > _MAX_FILES:
         chosen = np.random.default_rng(0).choice(len(paths), _MAX_FILES, replace=False)
         looked_for = [paths[number] for number in chosen]
-    patterns = list((references or {}).values())
-
-    def first_missing(clip_path: str) -> str | None:
-        needed = [clip_path, *(window.reference_path(clip_path, pattern) for pattern in patterns)]
-        return next((path for path in needed if not Path(path).is_file()), None)
-
-    with ThreadPoolExecutor(16) as pool:
-        missing = [path for path in pool.map(first_missing, looked_for) if path is not None]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        is_there = pool.map(lambda path: Path(path).is_file(), looked_for)
+        missing = [path for path, found in zip(looked_for, is_there, strict=True) if not found]
     if not missing:
         return []
     of = "" if len(looked_for) == len(paths) else " that were looked for"
-    lack = "clips{} lack their file or a reference picture" if patterns else "files{} are gone"
     said = (
-        f"{len(missing)} of the catalog's {len(looked_for)} {lack.format(of)}, such as "
+        f"{len(missing)} of the catalog's {len(looked_for)} files{of} are gone, such as "
         f"{', '.join(missing[:_EXAMPLES])}"
     )
     if len(missing) * len(paths) > allowed * len(looked_for):
@@ -495,3 +533,99 @@ def refuse_missing(
             "still where they were indexed? Put them back, or run longtake data index again."
         )
     return [said]
+
+
+def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
+    """Look for the further inputs of every clip that a plan trains; read some files of numbers.
+
+    Folders are listed once, which takes seconds for millions of clips.
+
+    Raises:
+        DataError: a file is missing, or one of numbers is not what the recipe says.
+    """
+    if not data.conditioning:
+        return
+    listings: dict[str, frozenset[str]] = {}
+    for name, section in data.conditioning.items():
+        files = _planned_files(plan, section)
+        folders = list({path.rpartition("/")[0] for path, _ in files} - listings.keys())
+        with ThreadPoolExecutor(_THREADS) as pool:
+            listings.update(zip(folders, pool.map(_names_in, folders), strict=True))
+        missing = [
+            f"{path}, of {clip}"
+            for path, clip in files
+            if path.rpartition("/")[2] not in listings[path.rpartition("/")[0]]
+        ]
+        if missing:
+            raise DataError(
+                f"data.conditioning.{name}: {len(missing)} of {len(files)} clips lack their file "
+                f"({_place(section)}):{_shown(missing)}\nMake them, correct the recipe or the "
+                "table, or index only clips that have one."
+            )
+        if section.kind == "numbers":
+            _refuse_wrong_numbers(name, section, plan)
+
+
+def _planned_files(plan: Plan, section: ConditioningSection) -> list[tuple[str, str]]:
+    """The file of an input that each clip of a plan needs, and the clip's; each pair once."""
+    found: dict[tuple[str, str], None] = {}
+    column = f"{CONDITIONING}{section.column}"
+    for part in (part for stream in plan.streams() for part in stream.parts):
+        names = ["path", *(each for each in part.catalog.table.column_names if each == column)]
+        table = part.catalog.table.select(names).take(pa.array(part.members.all_rows()))
+        clips = table["path"].to_pylist()
+        if section.path is not None:
+            paths = [conditioning_path(clip, section.path) for clip in clips]
+        elif (given := table[column]).type == pa.string():
+            paths = given.to_pylist()
+        else:
+            continue  # the catalog has the numbers
+        found.update(dict.fromkeys(zip(paths, clips, strict=True)))
+    return list(found)
+
+
+def _place(section: ConditioningSection) -> str:
+    if section.path is None:
+        return f"column {section.column} of the catalog"
+    return f'"{section.path}" from the clip\'s folder'
+
+
+def _names_in(folder: str) -> frozenset[str]:
+    try:
+        with os.scandir(folder or "/") as entries:
+            return frozenset(entry.name for entry in entries)
+    except OSError:
+        return frozenset()
+
+
+def _refuse_wrong_numbers(name: str, section: ConditioningSection, plan: Plan) -> None:
+    """Read the numbers of some clips, chosen at random, all of each."""
+    parts = [part for stream in plan.streams() for part in stream.parts]
+    rows = [(part.catalog, int(row)) for part in parts for row in _some(part.members.all_rows())]
+
+    def wrong(place: tuple[Catalog, int]) -> str | None:
+        try:
+            read(whole_numbers(place[0].clip(place[1]), section))
+        except ClipError as error:
+            return f"{error.path} {error.reason}"
+        return None
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        errors = sorted({error for error in pool.map(wrong, rows) if error is not None})
+    if errors:
+        raise DataError(
+            f"data.conditioning.{name}: of {len(rows)} files of numbers that were read "
+            f"{len(errors)} cannot be used:{_shown(errors)}\nCorrect them, or "
+            f"data.conditioning.{name}.width and per_frame."
+        )
+
+
+def _some(rows: Rows) -> Rows:
+    if len(rows) <= _NUMBERS_READ:
+        return rows
+    return np.random.default_rng(0).choice(rows, _NUMBERS_READ, replace=False)
+
+
+def _shown(lines: Sequence[str]) -> str:
+    more = f"\n  and {len(lines) - _EXAMPLES} more" if len(lines) > _EXAMPLES else ""
+    return "".join(f"\n  {line}" for line in lines[:_EXAMPLES]) + more

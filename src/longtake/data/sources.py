@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -27,7 +28,7 @@ from pydantic import TypeAdapter
 
 from longtake import fsio
 from longtake.data.catalog import Rejection
-from longtake.data.clip import MEDIA_SUFFIXES, Clip, Item, Media, is_media
+from longtake.data.clip import MEDIA_SUFFIXES, Clip, Given, Item, Media, is_media
 from longtake.errors import ClipError, DataError, RecordError
 
 _LISTINGS = (".txt", ".csv", ".jsonl", ".parquet")
@@ -48,7 +49,11 @@ class FoundMedia:
     unreadable: list[ClipError]  # folders that cannot be searched
 
 
-def find(sources: Sequence[Path]) -> FoundMedia:
+def find(sources: Sequence[Path], conditioning: Sequence[str] = ()) -> FoundMedia:
+    """The media that sources name, each with what they say of it.
+
+    `conditioning` names the columns of tables whose paths or numbers clips are given.
+    """
     folders, items, tars = [], [], set()
     passed_over, unreadable = Counter[str](), list[ClipError]()
     for source in sources:
@@ -60,13 +65,13 @@ def find(sources: Sequence[Path]) -> FoundMedia:
             if file.suffix.lower() == _TAR:
                 tars.add(file)
             elif file.suffix.lower() in _LISTINGS:
-                items.extend(read_listing(file))
+                items.extend(read_listing(file, conditioning))
             else:
                 items.append(Item(Media(str(file))))
     refused = []
     for tar in sorted(tars):
         try:
-            items.extend(read_tar(tar))
+            items.extend(read_tar(tar, conditioning))
         except ClipError as error:
             refused.append(error)
     if not items and not refused:
@@ -77,6 +82,7 @@ def find(sources: Sequence[Path]) -> FoundMedia:
             + "".join(f" {each}" for each in describe_ignored(passed_over, unreadable))
         )
     merged = _merged(items)
+    _refuse_incomplete(merged, conditioning)
     names = {name for item in merged for name in item.attributes}
     if len(names) > MAX_ATTRIBUTES:
         raise DataError(
@@ -137,8 +143,32 @@ def _merged(items: Iterable[Item]) -> list[Item]:
             )
         caption = item.caption if known.caption is None else known.caption
         attributes = {**known.attributes, **item.attributes}
-        merged[name] = Item(item.media, caption, attributes)
+        conditioning = {**known.conditioning, **item.conditioning}
+        merged[name] = Item(item.media, caption, attributes, conditioning)
     return [merged[name] for name in sorted(merged)]
+
+
+def _refuse_incomplete(items: Sequence[Item], columns: Sequence[str]) -> None:
+    """Refuse clips that lack a further input, or whose file of it does not exist."""
+    for column in columns:
+        given = [item.conditioning.get(column) for item in items]
+        lacking = [
+            f"{item.media} has none" if each is None else f"{each}, of {item.media}, does not exist"
+            for item, each in zip(items, given, strict=True)
+            if each is None or (isinstance(each, str) and not fsio.is_there(Path(each)))
+        ]
+        if lacking:
+            shown = "".join(f"\n  {each[:500]}" for each in lacking[:5])
+            more = f"\n  and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+            raise DataError(
+                f"--conditioning {column}: {len(lacking)} of {len(items)} clips lack theirs:"
+                f"{shown}{more}\nAdd them to the table, or leave these clips out of it."
+            )
+        if len({isinstance(each, str) for each in given}) > 1:
+            raise DataError(
+                f"--conditioning {column}: some clips have a path there and others numbers. Make "
+                "two columns of it, or give all of them the same."
+            )
 
 
 def describe_ignored(
@@ -298,10 +328,12 @@ class _Table:
     texts: dict[str, list[str | None]]
     numbers: dict[str, list[float | None]]
     types: dict[str, str]  # of columns that are neither texts nor numbers
+    conditioning: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)  # asked for
 
 
-def read_listing(path: Path) -> list[Item]:
-    items = _read_list(path) if path.suffix.lower() == ".txt" else _read_table(path)
+def read_listing(path: Path, conditioning: Sequence[str] = ()) -> list[Item]:
+    is_list = path.suffix.lower() == ".txt"
+    items = _read_list(path) if is_list else _read_table(path, conditioning)
     missing = [item.media.path for item in items if not fsio.is_there(Path(item.media.path))]
     if missing:
         shown = "".join(f"\n  {each[:500]}" for each in missing[:5])
@@ -329,10 +361,10 @@ def _media(listing: Path, name: str) -> Media:
     return Media(os.path.normpath(listing.resolve().parent / name))
 
 
-def _read_table(path: Path) -> list[Item]:
+def _read_table(path: Path, conditioning: Sequence[str]) -> list[Item]:
     readers = {".csv": _read_csv, ".jsonl": _read_jsonl}
     try:
-        table = readers.get(path.suffix.lower(), _read_parquet)(path)
+        table = readers.get(path.suffix.lower(), _read_parquet)(path, conditioning)
     except UnicodeDecodeError as error:
         raise _unreadable(path, f"it is not UTF-8 text: {error}") from error
     except (OSError, pa.ArrowException, csv.Error) as error:
@@ -356,12 +388,37 @@ def _read_table(path: Path) -> list[Item]:
                 for score, values in table.numbers.items()
                 if (value := values[row]) is not None
             },
+            {
+                column: given
+                for column, values in table.conditioning.items()
+                if (given := _given(path, row, column, values[row])) is not None
+            },
         )
         for row, (name, text) in enumerate(zip(paths, captions, strict=True))
     ]
 
 
-def _read_csv(path: Path) -> _Table:
+def _given(path: Path, row: int, column: str, value: object) -> Given | None:
+    """A further input of a clip: a path is made absolute, lists of numbers are made one."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str) and value.lstrip()[:1] != "[":
+        return _media(path, value).path
+    where = f"row {row + 1}, column {column!r}"
+    try:
+        if isinstance(value, str):  # of a CSV
+            value = fsio.parse_record(value.encode(), _ANY, path)
+        numbers = np.ravel(np.array(value, np.float64))  # refuses lists of different lengths
+        if isinstance(value, bool) or not np.isfinite(numbers).all() or not numbers.size:
+            raise ValueError("NaN, infinite or none")
+    except (RecordError, TypeError, ValueError) as error:
+        raise _unreadable(
+            path, f"{where} is {value!r:.80}; expected a path, or a list of numbers"
+        ) from error
+    return tuple(numbers.tolist())
+
+
+def _read_csv(path: Path, conditioning: Sequence[str]) -> _Table:
     with fsio.open_regular(path) as binary, codecs.getreader("utf-8-sig")(binary) as file:
         reader = csv.reader(file, strict=True)  # an unclosed quote must not swallow rows
         rows: list[list[str]] = []
@@ -384,6 +441,7 @@ def _read_csv(path: Path) -> _Table:
         {name: [text or None for text in columns.get(name, ())] for name in names},
         {name: values for name, values in numbers.items() if values is not None},
         {},
+        {name: columns[name] for name in conditioning if name in columns},
     )
 
 
@@ -403,7 +461,7 @@ def _parsed(texts: Iterable[str]) -> list[float | None] | None:
     return values if any(value is not None for value in values) else None
 
 
-def _read_jsonl(path: Path) -> _Table:
+def _read_jsonl(path: Path, conditioning: Sequence[str]) -> _Table:
     rows: list[dict[str, Any]] = []
     for number, line in _lines(path):
         try:
@@ -426,7 +484,10 @@ def _read_jsonl(path: Path) -> _Table:
             found = [score_of(value) for value in values]
             if any(value is not None for value in found):
                 numbers[name] = found
-    return _Table([*texts, *types], texts, numbers, types)
+    given: dict[str, Sequence[Any]] = {
+        name: [row.get(name) for row in rows] for name in conditioning if name in names
+    }
+    return _Table([*texts, *types], texts, numbers, types, given)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -451,7 +512,7 @@ def score_of(value: object) -> float | None:
     return _finite(float(value))
 
 
-def _read_parquet(path: Path) -> _Table:
+def _read_parquet(path: Path, conditioning: Sequence[str]) -> _Table:
     with fsio.open_regular(path) as binary, pq.ParquetFile(binary) as file:
         num_rows, num_bytes = file.metadata.num_rows, path.stat().st_size
         if num_rows > max(_SURE_ROWS, num_bytes):
@@ -463,7 +524,8 @@ def _read_parquet(path: Path) -> _Table:
         names = _different(path, file.schema_arrow.names)
         fields = {name: file.schema_arrow.field(name).type for name in names}
         wanted = [name for name in names if _is_text(name) or _is_numeric(name, fields[name])]
-        table = file.read(wanted)
+        given = [name for name in conditioning if name in names]
+        table = file.read(list(dict.fromkeys([*wanted, *given])))
     strings = pa.string(), pa.large_string()
     texts = {name: table[name].to_pylist() for name in wanted if fields[name] in strings}
     numbers = {name: _floats(table[name]) for name in wanted if _is_numeric(name, fields[name])}
@@ -472,6 +534,7 @@ def _read_parquet(path: Path) -> _Table:
         {name: [text or None for text in column] for name, column in texts.items()},
         {name: values for name, values in numbers.items() if values is not None},
         {name: str(fields[name]) for name in names if name not in texts},
+        {name: table[name].to_pylist() for name in given},
     )
 
 
@@ -537,7 +600,7 @@ def _unreadable(path: Path, why: object) -> DataError:
     return DataError(f"{path} cannot be read: {str(why).rstrip('.')}.")
 
 
-def read_tar(path: Path) -> list[Item]:
+def read_tar(path: Path, conditioning: Sequence[str] = ()) -> list[Item]:
     """The media of a tar, in its order.
 
     Members with the same key (the name up to the first dot of its last part) are one sample: its
@@ -557,7 +620,7 @@ def read_tar(path: Path) -> list[Item]:
     media = [member for member in members if is_media(member.name)]
     if not media:
         raise ClipError(path, f"no video or image among its {len(members)} members")
-    items = [_item(path, member, texts, entries) for member in media]
+    items = [_item(path, member, texts, entries, conditioning) for member in media]
     names = {name for item in items for name in item.attributes}
     if len(names) > MAX_ATTRIBUTES:
         raise ClipError(
@@ -646,6 +709,7 @@ def _item(
     member: tarfile.TarInfo,
     texts: Mapping[str, str],
     entries: Mapping[str, dict[str, Any]],
+    conditioning: Sequence[str],
 ) -> Item:
     key = _key(member.name)
     entry = entries.get(key, {})
@@ -656,6 +720,11 @@ def _item(
         Media(str(path), member.name, member.offset_data, member.size),
         next((text.strip() for text in captions if isinstance(text, str)), None),
         numbers,
+        {
+            name: given
+            for name in conditioning
+            if (given := _given(path, 0, name, entry.get(name))) is not None
+        },
     )
 
 

@@ -1,16 +1,14 @@
-"""Reads one window of a clip, or a reference picture, in the size that training wants.
+"""Reads one window of a clip in the size that training wants.
 
 Decoding begins at a keyframe before the window where timestamps are known; frames are recognised
 by their exact timestamps. swscale converts and scales each frame in one pass, into RGB planes.
 """
 
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import PurePath
 from typing import Protocol
 
 import numpy as np
@@ -19,9 +17,8 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.config import STEM
-from longtake.data.clip import IMAGE_SUFFIXES, Kind, Media
-from longtake.data.decode import decoded, opened, read_image, rgb, rotation_of
+from longtake.data.clip import Kind, Media
+from longtake.data.decode import decoded, opened, read_image
 from longtake.errors import ClipError
 
 _AGAIN = "index it again"
@@ -106,8 +103,8 @@ def read_window(window: Window, out: NDArray[np.uint8] | None = None) -> NDArray
     if window.kind == "image":
         picture = read_image(window.media)
         _check_size(window, *picture.shape[:2])
-        picture = _resized(picture, window.scaled_height, window.scaled_width)
-        video[:, 0] = _cut(window, picture.transpose(2, 0, 1))
+        picture = resized(picture, window.scaled_height, window.scaled_width)
+        video[:, 0] = cut(window, picture.transpose(2, 0, 1))
         return video
     if window.seek_to is not None:
         with suppress(ClipError):  # not every file can be decoded from its middle
@@ -117,7 +114,7 @@ def read_window(window: Window, out: NDArray[np.uint8] | None = None) -> NDArray
     return video
 
 
-def _resized(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+def resized(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
     if picture.shape[:2] == (height, width):
         return picture
     resized = Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC)
@@ -138,7 +135,7 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
             frames = decoded(window.media, container, stream)
             wanted = islice(frames, window.start, end, window.stride)
         for number, frame in enumerate(wanted):
-            for channel, plane in enumerate(_planes(window, frame, reformatter)):
+            for channel, plane in enumerate(planes(window, frame, reformatter)):
                 video[channel, number] = plane
             num_read = number + 1
     if num_read < window.num_frames:
@@ -163,7 +160,7 @@ def _at(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
         yield frame
 
 
-def _planes(
+def planes(
     window: Window, frame: VideoFrame, reformatter: VideoReformatter
 ) -> Sequence[NDArray[np.uint8]]:
     """Red, green and blue of one frame, each [height, width]."""
@@ -190,10 +187,10 @@ def _planes(
         ]
         for plane in scaled.planes
     )
-    return [_cut(window, np.rot90(plane, window.rotation // 90)) for plane in (red, green, blue)]
+    return [cut(window, np.rot90(plane, window.rotation // 90)) for plane in (red, green, blue)]
 
 
-def _cut(window: Window, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def cut(window: Window, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
     rows = slice(window.top, window.top + window.height)
     kept = picture[..., rows, window.left : window.left + window.width]
     return kept[..., ::-1] if window.is_flipped else kept
@@ -203,87 +200,3 @@ def _check_size(window: Window, height: int, width: int) -> None:
     if (height, width) != (window.source_height, window.source_width):
         indexed = f"was indexed with {window.source_width}x{window.source_height}"
         raise ClipError(str(window.media), f"has {width}x{height} pixels, {indexed}; {_AGAIN}")
-
-
-@dataclass(frozen=True, slots=True)
-class ReferencePicture:
-    """Which pixels are read of a reference picture (`data.references`).
-
-    A picture of the clip's own size is scaled, cut and mirrored as the clip is. Any other size is
-    scaled to cover, cut in the middle, and mirrored if the clip is.
-    """
-
-    identity: str  # of the clip
-    media: Media  # an image, or a video, of which the first frame is read
-    clip_height: int  # of the upright clip
-    clip_width: int
-    clip_crop: Crop
-    height: int  # rows that are kept
-    width: int
-    is_flipped: bool
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return 3, 1, self.height, self.width
-
-
-def reference_path(clip_path: str, pattern: str) -> str:
-    path = PurePath(clip_path)
-    return os.path.normpath(path.parent / pattern.replace(STEM, path.stem))
-
-
-def references_of(window: Window, patterns: Mapping[str, str]) -> dict[str, ReferencePicture]:
-    """The reference pictures of a window's clip, by name."""
-    cut = Crop(window.scaled_height, window.scaled_width, window.top, window.left)
-    return {
-        name: ReferencePicture(
-            identity=window.identity,
-            media=Media(reference_path(window.media.path, pattern)),
-            clip_height=window.source_height,
-            clip_width=window.source_width,
-            clip_crop=cut,
-            height=window.height,
-            width=window.width,
-            is_flipped=window.is_flipped,
-        )
-        for name, pattern in patterns.items()
-    }
-
-
-def reference_error(window: Window, name: str, error: ClipError) -> ClipError:
-    return ClipError(str(window.media), f"its {name}, {error.path}: {error.reason}")
-
-
-def read(
-    wanted: Window | ReferencePicture, out: NDArray[np.uint8] | None = None
-) -> NDArray[np.uint8]:
-    """Decode a window or a reference picture into `out`, or a new array, [3, F, H, W] uint8 RGB.
-
-    Raises:
-        ClipError: the file is missing, damaged, or not what its record says.
-    """
-    if isinstance(wanted, Window):
-        return read_window(wanted, out)
-    picture = np.empty(wanted.shape, np.uint8) if out is None else out
-    assert picture.shape == wanted.shape
-    picture[:, 0] = _fitted(wanted, _upright(wanted.media)).transpose(2, 0, 1)
-    return picture
-
-
-def _upright(media: Media) -> NDArray[np.uint8]:
-    if PurePath(media.path).suffix.lower() in IMAGE_SUFFIXES:
-        return read_image(media)
-    with opened(media) as (container, stream):
-        for frame in decoded(media, container, stream):
-            return np.rot90(rgb(frame), rotation_of(media, frame) // 90)
-    raise ClipError(str(media), "holds no frame")
-
-
-def _fitted(reference: ReferencePicture, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    height, width, _ = picture.shape
-    is_same_size = (height, width) == (reference.clip_height, reference.clip_width)
-    how = reference.clip_crop if is_same_size else crop(height, width, reference)
-    picture = _resized(picture, how.scaled_height, how.scaled_width)
-    rows = slice(how.top, how.top + reference.height)
-    kept = picture[rows, how.left : how.left + reference.width]
-    return kept[:, ::-1] if reference.is_flipped else kept

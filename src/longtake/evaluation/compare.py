@@ -1,6 +1,6 @@
 """Compares sampled videos of checkpoints or runs side by side, as a picture or a film; torch-free.
 
-A row is a scene: a prompt, a seed and its reference pictures. A column is a checkpoint of one run,
+A row is a scene: a prompt, a seed and its further inputs. A column is a checkpoint of one run,
 or one checkpoint of each of several runs.
 """
 
@@ -50,11 +50,11 @@ class Scene(NamedTuple):
     prompt: str
     seed: int
     pictures: tuple[tuple[str, str], ...] = ()
-    """Name and content of each reference picture, see `reference_pictures.Picture`."""
+    """Name and content of each further input, see `longtake.sampling.presets.InputFile`."""
 
 
 def files_by_scene(scores: Scores) -> dict[Scene, str]:
-    pictures = scores["settings"].get("references", {})
+    pictures = scores["settings"].get("conditioning", {})
     found = {}
     for video in scores["videos"]:
         number = _prompt_number(video["file"]) if pictures else 0
@@ -70,7 +70,7 @@ def _prompt_number(file: str) -> int:
 def of_prompts(scenes: Sequence[Scene], wanted: str | None) -> list[Scene]:
     """The scenes of the prompts in a range such as 0:4, 2: or 3; all if it is None.
 
-    The same prompt with other reference pictures counts as another.
+    The same prompt with other inputs counts as another.
     """
     if wanted is None:
         return list(scenes)
@@ -134,7 +134,14 @@ class Comparison:
 
     @property
     def pictures(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for scene in self.scenes for name, _ in scene.pictures))
+        """Names of the inputs that are shown; numbers have no picture."""
+        names = dict.fromkeys(name for scene in self.scenes for name, _ in scene.pictures)
+        first = self.columns[0]
+        kept = (name for name in names if self._is_kept(first, name))
+        return tuple(kept)
+
+    def _is_kept(self, column: Column, name: str) -> bool:
+        return any(column.picture(scene, name).is_file() for scene in self.scenes)
 
     def measures(self) -> dict[str, list[tuple[float | None, bool]]]:
         """A few measures by name: for each column the value, and whether there is an alarm.
@@ -360,7 +367,7 @@ def grid_of(
 ) -> drawing.Grid:
     """The page of a comparison."""
     names = comparison.pictures
-    # A reference picture stands close to the next one; a column keeps more distance.
+    # The picture of an input stands close to the next one; a column keeps more distance.
     gaps = [0] + [_FRAME_GAP] * (len(names) - 1) if names else []
     gaps += [_FRAME_GAP + _COLUMN_GAP if names else 0]
     gaps += [_COLUMN_GAP] * (len(comparison.columns) - 1)
@@ -485,7 +492,7 @@ def chosen_frames(path: Path, size: drawing.Size, count: int) -> list[Image.Imag
 
 
 def _copied_picture(path: Path, size: drawing.Size) -> Image.Image:
-    """The kept copy of a reference picture in this size; blank if there is none."""
+    """The kept copy of an input's picture in this size; blank if there is none."""
     if not path.is_file():
         return Image.new("RGB", size, drawing.PAPER)
     try:

@@ -16,11 +16,13 @@ from longtake.config import Bucket, DataSection, Recipe
 from longtake.data.buckets import choose, sample_window
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
+from longtake.data.conditioning import as_values, conditioning_of, read
 from longtake.data.order import derive
-from longtake.data.window import read, references_of
+from longtake.data.plan import refuse_without_conditioning
 from longtake.errors import DataError, PlanError
 from longtake.models.base import Conditioning
 from longtake.models.build import FlowBatch, flow_losses, training_conditioning
+from longtake.models.conditioning import condition_on, loss_weights
 from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import Sampler, try_within_memory
 
@@ -35,6 +37,7 @@ class Encoded(NamedTuple):
     latents: Tensor
     noise: Tensor
     conditioning: Conditioning
+    loss_weights: Tensor | None
 
 
 @dataclass
@@ -54,6 +57,7 @@ class HeldOut:
         if path is None:
             return None
         catalog = Catalog.load(path)
+        refuse_without_conditioning(catalog, recipe.data.conditioning)
         _refuse_trained(catalog, recipe, run)
         found = _chosen(catalog, recipe.data, num_clips)
         if not found:
@@ -153,13 +157,17 @@ def _encode_pictures(
     window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
     video = torch.from_numpy(read(window))[None]
     latents = parts.codec.encode(video.to(device))
-    conditioning = dict(caption)
-    for name, reference in references_of(window, data.references).items():
-        picture = torch.from_numpy(read(reference))[None]
-        conditioning[f"{name}_latents"] = parts.codec.encode(picture.to(device))
+    conditioning, weights, flow = dict(caption), None, sampler.recipe.flow
+    for name, wanted in conditioning_of(clip, window, data.conditioning).items():
+        given = torch.from_numpy(as_values(wanted, read(wanted)))[None].to(device)
+        if name == flow.loss_mask:
+            weights = loss_weights(parts.codec, given, flow.loss_mask_floor).cpu()
+        else:
+            conditioning |= condition_on(parts.codec, name, data.conditioning[name], given)
     generator = torch.Generator().manual_seed(derive("held_out", clip.identity))
     noise = torch.randn(latents.shape, generator=generator)
-    return Encoded(latents.cpu(), noise, {name: each.cpu() for name, each in conditioning.items()})
+    inputs = {name: each.cpu() for name, each in conditioning.items()}
+    return Encoded(latents.cpu(), noise, inputs, weights)
 
 
 def _losses(
@@ -195,6 +203,8 @@ def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> list[
     }
     sigmas = torch.full((len(batch),), sigma, device=device)
     inputs = training_conditioning(parts, sampler.recipe, conditioning)
-    examples = FlowBatch(latents, noise, sigmas, inputs)
+    masked = [each.loss_weights for each in batch if each.loss_weights is not None]
+    weights = torch.cat(masked).to(device) if masked else None
+    examples = FlowBatch(latents, noise, sigmas, inputs, weights)
     losses: list[float] = flow_losses(parts, examples, sampler.precision, device).tolist()
     return losses

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longtake.data import decode_worker
-from longtake.data.window import ReferencePicture, Window
-from longtake.data.window import read as read_window
+from longtake.data.conditioning import Wanted
+from longtake.data.conditioning import read as read_window
 from longtake.fsio import read_json, write_once
 from longtake.health import clock
 from longtake.health.clock import Clocks, read_clocks
@@ -88,7 +88,7 @@ class HangingReader:
     after: int  # windows that are read before
     _numbers: "count[int]" = field(default_factory=count)
 
-    def read(self, window: Window | ReferencePicture, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def read(self, window: Wanted, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
         if next(self._numbers) >= self.after:
             hang_once(self.hang, window.identity, str(window.media))
         return read_window(window, out)

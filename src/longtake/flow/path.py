@@ -4,6 +4,7 @@ sigma = 0 is the latents, 1 pure noise. The velocity is the derivative with resp
 the sign of diffusers; Open-Sora and flow_matching use the opposite one.
 """
 
+import torch
 from torch import Tensor
 
 # Tensors are [B, ...] with one sigma per sample, [B]. A result has the wider dtype of arguments:
@@ -38,14 +39,22 @@ def velocity_from_latents(
     return (noisy_latents - predicted_latents) / sigmas.clamp(min=floor)
 
 
-def velocity_loss(predicted: Tensor, target: Tensor) -> Tensor:
+def velocity_loss(predicted: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
     """[B] fp32 mean squared error of each sample's predicted velocity.
 
-    Half precision is raised to fp32 before the difference.
+    Half precision is raised to fp32 before the difference. With `weights` [B, 1, F, H, W], fp32, of
+    at least 0 it is a weighted mean: weights of 1 change no bit, and where all of a sample's are 0,
+    so is its loss.
     """
     # Unequal shapes would broadcast into a plausible number.
     assert predicted.shape == target.shape, f"{list(predicted.shape)} and {list(target.shape)}"
-    return (predicted.float() - target.float()).square().flatten(1).mean(dim=1)
+    errors = (predicted.float() - target.float()).square()
+    if weights is None:
+        return errors.flatten(1).mean(dim=1)
+    assert weights.shape == (len(errors), 1, *errors.shape[2:]), f"weights {list(weights.shape)}"
+    mean_weights = weights.flatten(1).double().mean(dim=1).float()  # ones are summed exactly
+    smallest = torch.finfo(torch.float32).tiny
+    return (errors * weights).flatten(1).mean(dim=1) / mean_weights.clamp(min=smallest)
 
 
 def _per_sample(sigmas: Tensor, like: Tensor) -> Tensor:

@@ -16,9 +16,11 @@ import numpy as np
 
 from longtake import errors, fsio, lease
 from longtake.checkpoint.files import find_damage
-from longtake.data import ledger, window
+from longtake.config import ConditioningSection
+from longtake.data import ledger
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
+from longtake.data.conditioning import given_to
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.inspection.rows import MetricRows, read_rows
 from longtake.node_dir import read_events, state
@@ -186,18 +188,23 @@ def _next_commands(
 def command_to_sample(run: RunDirectory) -> str:
     """The command that samples a run.
 
-    A model that uses reference images gets those, and the caption, of a clip it was trained on.
+    A model that takes further inputs gets those, and the caption, of a clip it was trained on.
     """
-    recipe, prompt, references = run.recipe(), "…", ""
-    if recipe.data.references and (clip := _any_clip(run)) is not None:
+    recipe, prompt, inputs = run.recipe(), "…", ""
+    if recipe.model_inputs() and (clip := _any_clip(run)) is not None:
         prompt = clip.caption or prompt
-        references = "".join(
-            f" --reference {shlex.quote(f'{name}={window.reference_path(clip.path, pattern)}')}"
-            for name, pattern in recipe.data.references.items()
+        inputs = "".join(
+            f" --conditioning {shlex.quote(f'{name}={_file_of(clip, each)}')}"
+            for name, each in recipe.model_inputs().items()
         )
     suffix = "png" if recipe.data.buckets[0].num_frames == 1 else "mp4"
-    words = f"--prompt {shlex.quote(prompt)}{references} --out sample.{suffix}"
+    words = f"--prompt {shlex.quote(prompt)}{inputs} --out sample.{suffix}"
     return f"{command()} sample {shlex.quote(str(run.path))} {words}"
+
+
+def _file_of(clip: Clip, section: ConditioningSection) -> str:
+    given = given_to(clip, section)
+    return given if isinstance(given, str) else "numbers.json"  # the catalog has them
 
 
 def _any_clip(run: RunDirectory) -> Clip | None:

@@ -54,8 +54,9 @@ class AddedModule(Protocol):
         """Called once in each forward pass, before the first block; returns what `forward` needs.
 
         Args:
-            conditioning: `<name>_latents` [B, C, 1, h, w] of every name in data.references, and
-                the text encoder's tensors, such as `prompt_embeds` [B, T, D'].
+            conditioning: of every name in data.conditioning what `longtake.models.conditioning`
+                says, such as `<name>_latents` [B, C, 1, h, w] of a picture, and the text encoder's
+                tensors, such as `prompt_embeds` [B, T, D'].
         """
         ...
 

@@ -32,8 +32,9 @@ FAMILIES = {
 Conditioning = dict[str, Tensor]
 """A model's inputs besides its noisy latents, each [B, ...].
 
-From text encoders `token_ids`, or `prompt_embeds` and `pooled_prompt_embeds`; of a reference image
-`<name>_latents` [B, C, 1, h, w]; for a guidance-distilled model `guidance` [B].
+From text encoders `token_ids`, or `prompt_embeds` and `pooled_prompt_embeds`; of
+`data.conditioning` what `longtake.models.conditioning` says, such as `<name>_latents`
+[B, C, 1, h, w] of a picture; for a guidance-distilled model `guidance` [B].
 """
 
 
@@ -64,7 +65,7 @@ class Family(ABC):
     """Its codec and text encoders, as a pipeline has them."""
 
     references: tuple[str, ...] = ()
-    """Names of the reference images that its conditioning must hold."""
+    """Names of the pictures in `data.conditioning` whose latents its forward pass needs."""
 
     lora_targets: tuple[str, ...]
     """The linear layers that get LoRA unless the recipe names others: attention's projections."""
@@ -420,8 +421,8 @@ class DiffusersFamily(Family):
         if key not in conditioning:
             raise ModelError(
                 f"{self.label} looks at a reference image, but its conditioning has no {key} (it "
-                f"has {', '.join(conditioning)}). Name the images in data.references.{name}, and "
-                f"when sampling with --reference {name}=FILE."
+                f"has {', '.join(conditioning)}). Name the images in data.conditioning.{name}, "
+                f"and when sampling with --conditioning {name}=FILE."
             )
         return conditioning[key]
 

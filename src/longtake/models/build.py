@@ -16,6 +16,7 @@ from longtake.fsio import read_record, write_json
 from longtake.models import added_module, deferred_init, numerics, pretrained, trainable
 from longtake.models.base import Conditioning, Defaults, Family, LatentShape, family
 from longtake.models.codec import NO_PATCH, Codec, build_codec, outline_codec
+from longtake.models.conditioning import outline_input
 from longtake.models.quantized import quantize_linears
 from longtake.models.text import TextEncoder, build_text, outline_text
 
@@ -227,19 +228,25 @@ def outline(recipe: Recipe) -> Components:
 
 def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
     """The shapes of the latents, which the family can take."""
+    given = recipe.model_inputs()
     for name in chosen.references:
-        if name not in recipe.data.references:
+        section = given.get(name)
+        if section is None or section.kind != "picture" or not section.is_encoded:
+            has = "does not have it" if section is None else f'has it as "{section.kind}"'
+            if section is not None and section.kind == "picture":
+                has = "has it with encode = false"
             raise RecipeError(
                 f"The family {recipe.model.family} needs a reference image named {name} for each "
-                f"clip, but data.references does not have it. Name its files, such as "
-                f'data.references.{name} = "../{name}/{{stem}}.png".'
+                f"clip, encoded, but data.conditioning {has}. Name its files, such as "
+                f'data.conditioning.{name} = {{ kind = "picture", '
+                f'path = "../{name}/{{stem}}.png" }}.'
             )
-    unused = [name for name in recipe.data.references if name not in chosen.references]
+    unused = [name for name in given if name not in chosen.references]
     if unused and recipe.trainable.module is None:  # a module may use any of them
         takes = ", ".join(chosen.references)
         raise RecipeError(
-            f"data.references has {', '.join(unused)}, which would be read and then not used: the "
-            f"family {recipe.model.family} takes {takes or 'no image'}, and there is no "
+            f"data.conditioning has {', '.join(unused)}, which would be read and then not used: "
+            f"the family {recipe.model.family} takes {takes or 'no image'}, and there is no "
             "trainable.module. Remove it, or name the family or module that uses it."
         )
     patch = chosen.patch(recipe.model)
@@ -358,6 +365,7 @@ class FlowBatch:
     noise: Tensor  # [B, C, F, H, W]
     sigmas: Tensor  # [B]
     conditioning: Conditioning
+    loss_weights: Tensor | None = None  # [B, 1, F, H, W], see `flow.loss_mask`
 
 
 def flow_losses(
@@ -370,7 +378,9 @@ def flow_losses(
     noisy = path.interpolate(batch.latents, batch.noise, batch.sigmas)
     with numerics.autocast(precision if parts.dtype == torch.float32 else "fp32", device):
         predicted = parts.predict_velocity(noisy, batch.sigmas, batch.conditioning)
-    return path.velocity_loss(predicted, path.velocity(batch.latents, batch.noise))
+    return path.velocity_loss(
+        predicted, path.velocity(batch.latents, batch.noise), batch.loss_weights
+    )
 
 
 def training_conditioning(
@@ -387,25 +397,22 @@ def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
 
 
 def outline_conditioning(
-    parts: Components, recipe: Recipe, shape: LatentShape, batch_size: int = 1
+    parts: Components, recipe: Recipe, bucket: Bucket, batch_size: int = 1
 ) -> Conditioning:
-    """A model's conditioning in training, on the meta device, for samples of a shape.
-
-    Reference images have a clip's rows and columns.
-    """
+    """A model's conditioning in training, on the meta device, for samples of a bucket."""
     one = parts.text.outline()
-    for name in recipe.data.references:
-        one[f"{name}_latents"] = torch.empty(1, *shape._replace(num_frames=1), device="meta")
+    for name, section in recipe.model_inputs().items():
+        one |= outline_input(parts.codec, name, section, bucket)
     batch = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}
     return training_conditioning(parts, recipe, batch)
 
 
-def forward_flops(parts: Components, recipe: Recipe, shape: LatentShape) -> int:
+def forward_flops(parts: Components, recipe: Recipe, bucket: Bucket) -> int:
     """Floating-point operations of one forward pass over one sample."""
     inputs = {
-        "noisy_latents": torch.empty(1, *shape, device="meta"),
+        "noisy_latents": torch.empty(1, *latent_shape(parts.codec, bucket), device="meta"),
         "sigmas": torch.empty(1, device="meta"),
-        **outline_conditioning(parts, recipe, shape),
+        **outline_conditioning(parts, recipe, bucket),
     }
     return numerics.count_flops(_WithConditioning(parts), inputs)
 

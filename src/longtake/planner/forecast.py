@@ -462,7 +462,7 @@ def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
     shape = latent_shape(components.codec, step.bucket)
     conditioning = {
         name: torch.empty(each.shape, dtype=each.dtype)
-        for name, each in outline_conditioning(components, step.recipe, shape).items()
+        for name, each in outline_conditioning(components, step.recipe, step.bucket).items()
     }
     precision = "fp32" if step.recipe.model.dtype == "bf16" else step.precision
     with autocast(precision, torch.device("cpu")):

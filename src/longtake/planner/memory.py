@@ -136,7 +136,7 @@ def _precision(recipe: Recipe, device: DeviceBudget) -> numerics.Precision:
 
 def _sequence_length(components: build.Components, recipe: Recipe, bucket: Bucket) -> int:
     shape = build.latent_shape(components.codec, bucket)
-    conditioning = build.outline_conditioning(components, recipe, shape)
+    conditioning = build.outline_conditioning(components, recipe, bucket)
     return components.family.sequence_length(components.model, shape, conditioning)
 
 
@@ -145,7 +145,7 @@ def _inputs_maker(
 ) -> Callable[[], build.FlowBatch]:
     """Makes a micro-batch's tensors where it is called: without values in a trace."""
     shape = build.latent_shape(components.codec, bucket)
-    outlined = build.outline_conditioning(components, recipe, shape, batch_size)
+    outlined = build.outline_conditioning(components, recipe, bucket, batch_size)
 
     def make() -> build.FlowBatch:
         latents = torch.empty(batch_size, *shape)
@@ -153,7 +153,8 @@ def _inputs_maker(
             name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in outlined.items()
         }
         noise, sigmas = torch.empty_like(latents), torch.empty(batch_size)
-        return build.FlowBatch(latents, noise, sigmas, dict(conditioning))
+        weights = torch.empty(batch_size, 1, *shape[1:]) if recipe.flow.loss_mask else None
+        return build.FlowBatch(latents, noise, sigmas, dict(conditioning), weights)
 
     return make
 

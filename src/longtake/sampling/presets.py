@@ -1,4 +1,4 @@
-"""Presets: prompts, seeds, settings and reference pictures that are sampled; torch-free.
+"""Presets: prompts, seeds, settings and further inputs that are sampled; torch-free.
 
 They are defined in three places, and a key in a later one replaces the same key of an earlier one:
 shipped with longtake, the recipe's [evaluation.presets], a file given with `--presets`.
@@ -6,11 +6,12 @@ shipped with longtake, the recipe's [evaluation.presets], a file given with `--p
 
 import errno
 import hashlib
+import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,15 @@ from PIL import Image
 
 from longtake import config, fsio, trust
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip, Media
-from longtake.data.window import Crop, ReferencePicture, read, reference_path
+from longtake.data.clip import Clip
+from longtake.data.conditioning import (
+    NUMBERS_SUFFIXES,
+    as_values,
+    conditioning_alone,
+    given_to,
+    read,
+)
+from longtake.data.plan import refuse_without_conditioning
 from longtake.errors import ClipError, DataError, LongtakeError, RecipeError, RecordError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import did_you_mean
@@ -46,8 +54,10 @@ Table = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Picture:
-    path: Path  # of an image, or of a video, of which the first frame counts
+class InputFile:
+    """A file of an input in `data.conditioning`."""
+
+    path: Path
     content: str  # the first 16 hexadecimal digits of the file's sha256
 
     def refuse_change(self) -> None:
@@ -56,17 +66,17 @@ class Picture:
             is_same = content_of(self.path) == self.content
         except OSError as error:
             raise RunError(
-                f"The picture {self.path} cannot be read any more: {error.strerror or error}."
+                f"The file {self.path} cannot be read any more: {error.strerror or error}."
             ) from error
         if not is_same:
             raise RunError(
-                f"The picture {self.path} has changed since the preset was read. Put the old one "
+                f"The file {self.path} has changed since the preset was read. Put the old one "
                 "back: a row of videos shows the training only if nothing else changes."
             )
 
 
-Pictures = Mapping[str, tuple[Picture, ...]]
-"""By the names in `data.references`: one for each prompt."""
+InputFiles = Mapping[str, tuple[InputFile, ...]]
+"""By the names in `data.conditioning`: one for each prompt."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +85,8 @@ class Request:
 
     prompt: str
     seed: int
-    references: Mapping[str, Path] = field(default_factory=dict)
-    """Files of the reference pictures by their names in `data.references`: images, or videos, of
-    which the first frame counts."""
+    conditioning: Mapping[str, Path] = field(default_factory=dict)
+    """Files of further inputs by their names in `data.conditioning`."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +112,12 @@ class Preset:
     batch_size: int = _BATCH_SIZE  # videos sampled at once
     decoding: str = "auto"  # or `whole`, or `tiles`
     measures: tuple[str, ...] = ()  # additional ones, each as `module:Class`
-    references: Pictures = field(default_factory=dict, hash=False)  # one a prompt, by name
+    conditioning: InputFiles = field(default_factory=dict, hash=False)  # one a prompt, by name
 
     def requests(self) -> list[Request]:
         """All videos, prompt by prompt; of each prompt one per seed."""
         return [
-            Request(prompt, seed, {name: of[number].path for name, of in self.references.items()})
+            Request(prompt, seed, {name: of[number].path for name, of in self.conditioning.items()})
             for number, prompt in enumerate(self.prompts)
             for seed in self.seeds
         ]
@@ -119,9 +128,9 @@ class Preset:
 
     def as_record(self) -> dict[str, Any]:
         """Content of preset.json: all that determines what the videos show, and nothing else."""
-        pictures = {
+        contents = {
             name: [each.content for each in of_prompts]
-            for name, of_prompts in self.references.items()
+            for name, of_prompts in self.conditioning.items()
         }
         return {
             "name": self.name,
@@ -130,17 +139,17 @@ class Preset:
             "weights": self.weights,
             "seeds": list(self.seeds),
             "prompts": list(self.prompts),
-            **({"references": pictures} if pictures else {}),
+            **({"conditioning": contents} if contents else {}),
         }
 
-    def refuse_changed_pictures(self) -> None:
-        """Refuse reference pictures that have changed since the preset was read.
+    def refuse_changed_files(self) -> None:
+        """Refuse files of further inputs that have changed since the preset was read.
 
         Raises:
             RunError: a file has changed, or is gone.
         """
-        for picture in dict.fromkeys(each for of in self.references.values() for each in of):
-            picture.refuse_change()
+        for file in dict.fromkeys(each for of in self.conditioning.values() for each in of):
+            file.refuse_change()
 
 
 def preset_names(
@@ -217,7 +226,7 @@ def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
     path = directory.preset_path(preset.name)
     keep_record(path, preset.name, preset.as_record())
     try:
-        keep_pictures(path, preset.references, preset.bucket)
+        keep_pictures(path, preset.conditioning, preset.bucket)
     except OSError as error:
         raise _cannot_be_kept(path.with_name("pictures"), error) from error
 
@@ -233,9 +242,10 @@ def _build(
     )
     settings, bucket = settings_for(recipe, **own)
     prompts = find_prompts(section, bucket, folders.get("prompts_file"))
-    names, folder = list(recipe.data.references), folders.get("references")
-    files = section.references or {}
-    _refuse_others(files, names)
+    inputs, folder = recipe.model_inputs(), folders.get("conditioning")
+    files = section.conditioning or {}
+    _refuse_others(files, list(inputs))
+    stride = recipe.data.frame_stride
     return Preset(
         name=name,
         prompts=prompts,
@@ -246,8 +256,15 @@ def _build(
         batch_size=section.batch_size or _BATCH_SIZE,
         decoding=section.decoding or "auto",
         measures=section.measures or (),
-        references={
-            name: _find_pictures(name, files[name], len(prompts), bucket, folder) for name in names
+        conditioning={
+            name: _find_files(
+                name,
+                files[name],
+                len(prompts),
+                folder,
+                partial(read_input, inputs[name], bucket=bucket, stride=stride),
+            )
+            for name in inputs
         },
     )
 
@@ -464,7 +481,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
 
 def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
-    """`prompts` of the default preset, and `references` of a model that takes reference images.
+    """`prompts` of the default preset, and `conditioning` of a model that takes further inputs.
 
     They are captions of held-out and of trained clips. Prompts that were sampled before are kept
     if later catalogs differ. Empty if no caption is known; then the shipped prompts are sampled.
@@ -473,31 +490,49 @@ def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
         return {}
     directory = RunDirectory(run)
     kept = fsio.read_json(EvaluationDirectory(directory).preset_path(DEFAULT)).get("prompts")
-    names = recipe.data.references
-    if kept and not names:
+    inputs = recipe.model_inputs()
+    if kept and not inputs:
         return {"prompts": tuple(map(str, kept))}
     held_out = [recipe.evaluation.held_out] if recipe.evaluation.held_out else []
     trained = sorted(directory.catalogs_path.glob("*.parquet"))[:1]
     clips = {
         clip.caption: clip
         for catalog in (*held_out, *trained)
-        for clip in islice(_captioned(catalog), _NUM_CAPTIONS)
+        for clip in islice(_captioned(catalog, inputs), _NUM_CAPTIONS)
     }
     if not clips:
         return {}
     found: dict[str, Any] = {"prompts": tuple(clips)}
-    if names:
-        found["references"] = {
-            name: tuple(Path(reference_path(clip.path, pattern)) for clip in clips.values())
-            for name, pattern in names.items()
+    if inputs:
+        found["conditioning"] = {
+            name: tuple(_file_of(clip, name, each, directory) for clip in clips.values())
+            for name, each in inputs.items()
         }
     return found
 
 
-def _captioned(path: Path) -> Iterator[Clip]:
-    """Clips of a catalog with different captions; none if it cannot be read."""
+def _file_of(clip: Clip, name: str, section: config.ConditioningSection, run: RunDirectory) -> Path:
+    """The file of a clip's further input; numbers of a catalog are written into the preset's."""
+    given = given_to(clip, section)
+    if isinstance(given, str):
+        return Path(given)
+    folder = EvaluationDirectory(run).preset_path(DEFAULT).with_name("conditioning")
+    path = folder / f"{clip.identity}_{name}.json"
+    rows = np.reshape(given, (-1, section.width or 1)).tolist() if section.per_frame else given
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            fsio.write_text(path, json.dumps(rows), by_many=True)
+    except OSError as error:
+        raise _cannot_be_kept(path, error) from error
+    return path
+
+
+def _captioned(path: Path, inputs: Mapping[str, config.ConditioningSection]) -> Iterator[Clip]:
+    """Clips of a catalog with different captions; none if it cannot be read or lacks an input."""
     try:
         catalog = Catalog.load(path)
+        refuse_without_conditioning(catalog, inputs)
     except DataError:
         return
     seen = set()
@@ -541,38 +576,46 @@ def _write_record(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     return _read_record(path)
 
 
-def read_pictures(
-    references: Sequence[Mapping[str, Path]], names: Sequence[str], bucket: config.Bucket
-) -> dict[str, list[NDArray[np.uint8]]]:
-    """For each name a picture [3, 1, H, W] of each video."""
-    for each in references:
-        refuse_other_pictures(each, names)
-    return {
-        name: [read_picture(each[name], bucket).transpose(2, 0, 1)[:, None] for each in references]
-        for name in names
-    }
+def read_input(
+    section: config.ConditioningSection, path: Path, *, bucket: config.Bucket, stride: int = 1
+) -> NDArray[Any]:
+    """A file of a further input for a video of a bucket's size, one sample of what training reads.
 
+    Pixels are scaled to cover the bucket and cut in the middle; of a longer video or list of
+    numbers the first frames are taken.
 
-def read_picture(picture: Path, bucket: config.Bucket) -> NDArray[np.uint8]:
-    """[H, W, 3]: a picture, or a video's first frame, scaled and cropped to the bucket's size."""
-    wanted = ReferencePicture(
-        identity="",
-        media=Media(str(picture)),
-        clip_height=0,  # it is cropped in the middle, not like a clip
-        clip_width=0,
-        clip_crop=Crop(0, 0, 0, 0),
-        height=bucket.height,
-        width=bucket.width,
-        is_flipped=False,
-    )
+    Raises:
+        DataError: it cannot be read, or is not what the recipe says.
+    """
+    wanted = conditioning_alone(section, path, bucket, stride)
     try:
-        return np.ascontiguousarray(read(wanted)[:, 0].transpose(1, 2, 0))
+        return as_values(wanted, read(wanted))
     except ClipError as error:
-        raise DataError(f"The picture {error.path} cannot be read: {error.reason}.") from error
+        raise DataError(
+            f"The {section.kind} {error.path} cannot be read: {error.reason}."
+        ) from error
 
 
-def refuse_other_pictures(given: Mapping[str, Path], names: Sequence[str]) -> None:
-    """Refuse reference images other than those that a model was trained with.
+_SHOWN = config.ConditioningSection(kind="picture", path="shown")
+
+
+def read_picture(file: Path, bucket: config.Bucket) -> NDArray[np.uint8]:
+    """[H, W, 3]: a picture, or a video's first frame, scaled and cropped to the bucket's size."""
+    picture: NDArray[np.uint8] = read_input(_SHOWN, file, bucket=bucket)[:, 0]
+    return np.ascontiguousarray(picture.transpose(1, 2, 0))
+
+
+def pictures_in(files: Iterable[Path], bucket: config.Bucket) -> list[NDArray[np.uint8]]:
+    """What is shown of further inputs: all that are no numbers."""
+    return [read_picture(file, bucket) for file in files if is_shown(file)]
+
+
+def is_shown(file: Path) -> bool:
+    return file.suffix.lower() not in NUMBERS_SUFFIXES
+
+
+def refuse_other_inputs(given: Mapping[str, Path], names: Sequence[str]) -> None:
+    """Refuse inputs other than those that a model was trained with.
 
     Raises:
         DataError: one is missing, or is not among the names.
@@ -581,12 +624,12 @@ def refuse_other_pictures(given: Mapping[str, Path], names: Sequence[str]) -> No
         return
     if not names:
         raise DataError(
-            f"This model takes no reference images, but {', '.join(given)} was given. Leave "
-            "--reference out."
+            f"This model takes no further inputs, but {', '.join(given)} was given. Leave "
+            "--conditioning out."
         )
-    advice = " ".join(f"--reference {name}=FILE" for name in names)
+    advice = " ".join(f"--conditioning {name}=FILE" for name in names)
     raise DataError(
-        f"This model takes the reference images {', '.join(names)}; given: "
+        f"This model takes the inputs {', '.join(names)}; given: "
         f"{', '.join(given) or 'none'}. Give exactly those: {advice}."
     )
 
@@ -600,15 +643,15 @@ def kept_picture(preset_json: Path, number: int, name: str) -> Path:
     return preset_json.parent / "pictures" / f"{number:02d}_{name}.png"
 
 
-def keep_pictures(preset_json: Path, pictures: Pictures, bucket: config.Bucket) -> None:
-    """Write the small copies that do not exist; none of a picture that cannot be read any more."""
-    for name, of_prompts in pictures.items():
-        for number, picture in enumerate(of_prompts):
+def keep_pictures(preset_json: Path, files: InputFiles, bucket: config.Bucket) -> None:
+    """Write the small copies that do not exist; none of a file that cannot be read any more."""
+    for name, of_prompts in files.items():
+        for number, file in enumerate(of_prompts):
             path = kept_picture(preset_json, number, name)
-            if not path.exists():
+            if is_shown(file.path) and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with suppress(DataError):
-                    small = Image.fromarray(read_picture(picture.path, bucket))
+                    small = Image.fromarray(read_picture(file.path, bucket))
                     small.thumbnail(_KEPT_SIZE)
                     with fsio.atomic_write(path, by_many=True) as partial:
                         small.save(partial, format="PNG")
@@ -619,39 +662,43 @@ def _refuse_others(given: Mapping[str, object], names: Sequence[str]) -> None:
         return
     if not names:
         raise RecipeError(
-            f"references gives pictures ({', '.join(given)}), but this model goes by none "
-            "(data.references is empty). Leave references out."
+            f"conditioning gives {', '.join(given)}, but this model takes no further inputs "
+            "(data.conditioning is empty). Leave conditioning out."
         )
     missing = [name for name in names if name not in given]
-    example = f', such as references.{missing[0]} = ["{missing[0]}.png"]' if missing else ""
+    example = f', such as conditioning.{missing[0]} = ["{missing[0]}.png"]' if missing else ""
     raise RecipeError(
-        f"this model goes by pictures: {', '.join(names)}; references gives "
+        f"this model takes the inputs {', '.join(names)}; conditioning gives "
         f"{', '.join(given) or 'none'}. Give each of them, and no other: a file for each prompt, "
         f"or one for all{example}."
     )
 
 
-def _find_pictures(
-    name: str, files: Sequence[Path], count: int, bucket: config.Bucket, folder: Path | None
-) -> tuple[Picture, ...]:
-    """One picture for each prompt; each file is read once."""
-    key = f"references.{name}"
+def _find_files(
+    name: str,
+    files: Sequence[Path],
+    count: int,
+    folder: Path | None,
+    read_file: Callable[[Path], object],
+) -> tuple[InputFile, ...]:
+    """One file for each prompt; each is read once, to find what is wrong with it."""
+    key = f"conditioning.{name}"
     if len(files) not in (1, count):
         raise RecipeError(
             f"{key} names {len(files)} files, but there are {count} prompts. Name one for each "
             "prompt, or one for all."
         )
-    pictures = {}
+    found = {}
     for file in dict.fromkeys(files):
         path = find_file(key, file, folder)
-        read_picture(path, bucket)
+        read_file(path)
         try:
-            pictures[file] = Picture(path, content_of(path))
+            found[file] = InputFile(path, content_of(path))
         except OSError as error:
             raise RecipeError(
-                f"The picture {path} cannot be read: {error.strerror or error}."
+                f"The file {path} cannot be read: {error.strerror or error}."
             ) from error
-    return tuple(pictures[file] for file in files) * (count if len(files) == 1 else 1)
+    return tuple(found[file] for file in files) * (count if len(files) == 1 else 1)
 
 
 def find_file(key: str, file: Path, folder: Path | None) -> Path:

@@ -20,7 +20,7 @@ from longtake.config import Bucket, EvaluationSection, Recipe, SamplingSection
 from longtake.errors import CheckpointError, PlanError, RecipeError, SamplingError
 from longtake.flow import solver, timesteps
 from longtake.formatting import format_size
-from longtake.models import numerics, text, trainable
+from longtake.models import conditioning, numerics, text, trainable
 from longtake.models.base import Conditioning, LatentShape
 from longtake.models.build import (
     Components,
@@ -31,7 +31,8 @@ from longtake.models.build import (
 )
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
-from longtake.sampling.presets import Preset, Request, read_pictures, weights_to_sample
+from longtake.sampling import presets
+from longtake.sampling.presets import Preset, Request, weights_to_sample
 from longtake.trust import refuse_foreign_code
 
 T = TypeVar("T")
@@ -245,7 +246,7 @@ class Sampler:
         Raises:
             RecipeError: the codec or the model cannot divide the bucket.
             ModelError: the model is built for another shape.
-            DataError: a request lacks a reference picture of the model, or it cannot be read.
+            DataError: a request lacks a further input of the model, or it cannot be read.
             PlanError: not even one video fits the memory.
             SamplingError: latents or decoded pixels are NaN or infinite.
         """
@@ -329,14 +330,14 @@ class Sampler:
 
     def _guidance(self, requests: Sequence[Request], bucket: Bucket, scale: float) -> Guidance:
         """Classifier-free guidance, unless the scale is an input of the model or at most 1."""
-        parts, pictures = self.components, self._encode_pictures(requests, bucket)
-        conditional = self._encode_text([request.prompt for request in requests]) | pictures
+        parts, inputs = self.components, self._encode_inputs(requests, bucket)
+        conditional = self._encode_text([request.prompt for request in requests]) | inputs
         is_distilled = parts.family.distils_guidance(parts.model)
         if is_distilled:
             conditional |= guidance_of(conditional, scale)
         if is_distilled or scale <= 1:
             return Guidance(self._predict, conditional, None, scale)
-        unconditional = self._encode_text([text.NO_CAPTION] * len(requests)) | pictures
+        unconditional = self._encode_text([text.NO_CAPTION] * len(requests)) | inputs
         return Guidance(self._predict, conditional, unconditional, scale)
 
     def _encode_text(self, prompts: Sequence[str]) -> Conditioning:
@@ -351,19 +352,22 @@ class Sampler:
             name: torch.cat([each[name] for each in encoded]).to(self.device) for name in encoded[0]
         }
 
-    def _encode_pictures(self, requests: Sequence[Request], bucket: Bucket) -> Conditioning:
-        """`<name>_latents` [N, C, 1, h, w] of each name in `data.references`."""
-        references = [request.references for request in requests]
-        found = read_pictures(references, list(self.recipe.data.references), bucket)
-        if found:
+    def _encode_inputs(self, requests: Sequence[Request], bucket: Bucket) -> Conditioning:
+        """The tensors [N, ...] of each name in `data.conditioning` that the model gets."""
+        inputs, stride = self.recipe.model_inputs(), self.recipe.data.frame_stride
+        for request in requests:
+            presets.refuse_other_inputs(request.conditioning, list(inputs))
+        if any(section.is_encoded for section in inputs.values()):
             self.components.bring("codec", self.device)
-        encode = self.components.codec.encode
-        return {
-            f"{name}_latents": torch.cat(
-                [encode(torch.from_numpy(each)[None].to(self.device)) for each in pictures]
-            )
-            for name, pictures in found.items()
-        }
+        found: Conditioning = {}
+        for name, section in inputs.items():
+            files = [request.conditioning[name] for request in requests]
+            read = [
+                presets.read_input(section, file, bucket=bucket, stride=stride) for file in files
+            ]
+            given = torch.from_numpy(np.stack(read)).to(self.device)
+            found |= conditioning.condition_on(self.components.codec, name, section, given)
+        return found
 
     def _predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
         # Weights in bf16 compute in bf16 without autocast, as in training.

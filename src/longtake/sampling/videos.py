@@ -13,14 +13,14 @@ from rich.console import Console
 from longtake import drawing, errors, fsio, progress
 from longtake.config import Bucket, SamplingSection
 from longtake.data.encode import write_image, write_video
-from longtake.sampling.presets import Preset, Request, read_picture, refuse_unwritable, suffix_of
+from longtake.sampling.presets import Preset, Request, pictures_in, refuse_unwritable, suffix_of
 
 if TYPE_CHECKING:
     from longtake.sampling.sampler import Sampler
 
 MAX_FRAMES = 8
 FRAME_HEIGHT = 96
-_FRAME_GAP, _REFERENCES_GAP = 6, 22
+_FRAME_GAP, _INPUTS_GAP = 6, 22
 _LABEL_WIDTH, _MARK_WIDTH = 250, 30
 
 
@@ -47,9 +47,9 @@ def sample_preset(
     Raises:
         RecipeError: the codec or the model cannot divide the preset's size.
         PlanError: not even one video fits the memory.
-        RunError: a file cannot be written, or a reference picture has changed.
+        RunError: a file cannot be written, or a further input has changed.
     """
-    preset.refuse_changed_pictures()
+    preset.refuse_changed_files()
     rows = []
     for index, request, video in _batches(sampler, preset, on_step):
         path = folder / preset.file_name(index)
@@ -58,9 +58,9 @@ def sample_preset(
         except errors.DataError as error:  # a full disk, not a defect of the data
             raise errors.RunError(f"{error} Make room, or choose another place.") from error
         note = f"seed {request.seed}" if len(preset.seeds) > 1 else ""
-        references = [read_picture(path, preset.bucket) for path in request.references.values()]
+        inputs = pictures_in(request.conditioning.values(), preset.bucket)
         shown = shown_frames(video).copy()
-        rows.append(SheetRow(request.prompt, shown, note=note, references=references))
+        rows.append(SheetRow(request.prompt, shown, note=note, inputs=inputs))
         yield SampledVideo(request, path, video)
     title = f"{preset.name}, step {sampler.step}, {sampler.weights}"
     contact_sheet(rows, folder / "sheet.png", title=title)
@@ -123,9 +123,9 @@ def write_samples(
     out: Path,
     batch_size: int,
     console: Console,
-    references: Mapping[str, Path] | None = None,
+    conditioning: Mapping[str, Path] | None = None,
 ) -> dict[str, list[str] | str]:
-    """Sample one video per prompt, all with the same reference pictures, and write them.
+    """Sample one video per prompt, all with the same further inputs, and write them.
 
     Returns:
         `videos`, the paths written (PNG for one frame), and `sheet`, the path of a contact sheet.
@@ -133,14 +133,14 @@ def write_samples(
     Raises:
         RecipeError: H.264 does not take the size or frame rate, or the model not the size.
         RunError: the contact sheet cannot be written.
-        DataError: a reference picture cannot be read, or a video cannot be written.
+        DataError: a further input cannot be read, or a video cannot be written.
     """
     refuse_unwritable(bucket, settings.fps)
     for prompt in prompts:
         if unknown := sampler.unknown_words(prompt):
             words = f"  not in the captions of the training: {', '.join(unknown)}"
             console.print(words, markup=False)
-    requests = [Request(prompt, seed, references or {}) for prompt in prompts]
+    requests = [Request(prompt, seed, conditioning or {}) for prompt in prompts]
     videos = sample_in_batches(sampler, requests, settings, bucket, batch_size, console)
     paths = [out]
     if len(prompts) > 1:
@@ -149,8 +149,8 @@ def write_samples(
     for path, video in zip(paths, videos, strict=True):
         _write(path, video, settings.fps)
     sheet = out.with_name(f"{out.stem}_sheet.png" if out.suffix == ".png" else f"{out.stem}.png")
-    shown = [read_picture(path, bucket) for path in (references or {}).values()]
-    rows = [SheetRow(*each, references=shown) for each in zip(prompts, videos, strict=True)]
+    shown = pictures_in((conditioning or {}).values(), bucket)
+    rows = [SheetRow(*each, inputs=shown) for each in zip(prompts, videos, strict=True)]
     contact_sheet(rows, sheet, title=f"{sampler.recipe.out.name}, step {sampler.step}")
     return {"videos": [str(path) for path in paths], "sheet": str(sheet)}
 
@@ -179,22 +179,22 @@ def check_out(out: Path, bucket: Bucket) -> None:
         ) from error
 
 
-def references_by_name(given: Sequence[str]) -> dict[str, Path]:
-    """Reference pictures by name, from arguments of the form NAME=FILE.
+def inputs_by_name(given: Sequence[str]) -> dict[str, Path]:
+    """Files of further inputs by name, from arguments of the form NAME=FILE.
 
     Raises:
         RunError: an argument has another form, or there is no such file.
     """
-    pictures = {}
+    files = {}
     for each in given:
         name, _, file = each.partition("=")
         if not name or not Path(file).is_file():
             reason = f"there is no file {file}" if name and file else "expected NAME=FILE"
             raise errors.RunError(
-                f"--reference {each}: {reason}. Give it like --reference reference=picture.png."
+                f"--conditioning {each}: {reason}. Give it like --conditioning pose=picture.png."
             )
-        pictures[name] = Path(file)
-    return pictures
+        files[name] = Path(file)
+    return files
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class SheetRow:
     frames: NDArray[np.uint8]  # [F, H, W, 3] RGB, at least one frame
     is_correct: bool | None = None  # draws a green tick (True), a red cross (False) or nothing
     note: str = ""  # small text below the caption, such as a measured value
-    references: Sequence[NDArray[np.uint8]] = ()  # [H, W, 3] RGB each, drawn left of the clip
+    inputs: Sequence[NDArray[np.uint8]] = ()  # [H, W, 3] RGB each, drawn left of the clip
 
 
 def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> None:
@@ -233,10 +233,12 @@ def _grid_row(row: SheetRow) -> drawing.GridRow:
     label = drawing.wrapped_lines(row.caption, _LABEL_WIDTH)
     label += drawing.wrapped_lines(row.note, _LABEL_WIDTH, drawing.NOTE_SIZE, drawing.PALE_INK)
     frames = _strip(row.frames)
-    if not row.references:
+    if not row.inputs:
         return drawing.GridRow(label, [drawing.GridCell(frames)], row.is_correct)
-    references = _strip(np.stack(row.references))
-    cells = [drawing.GridCell(references), drawing.GridCell(frames, gap=_REFERENCES_GAP)]
+    cells = [
+        drawing.GridCell(_strip(np.stack(row.inputs))),
+        drawing.GridCell(frames, gap=_INPUTS_GAP),
+    ]
     return drawing.GridRow(label, cells, row.is_correct)
 
 

@@ -22,7 +22,6 @@ from longtake.models.build import (
     fetch,
     forward_flops,
     keep_kinds,
-    latent_shape,
     outline,
 )
 from longtake.models.streamed import StreamedBlocks
@@ -171,12 +170,11 @@ def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.
 def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
     """Operations of a step of all ranks on clips of each shape; empty if they cannot be counted."""
     trains_all = recipe.trainable.base() == "full"
-    shapes = {bucket: latent_shape(parts.codec, bucket) for bucket in recipe.data.shapes()}
     try:
         return {
             bucket: recipe.training.global_batch_size
-            * numerics.training_flops(forward_flops(parts, recipe, shape), trains_all=trains_all)
-            for bucket, shape in shapes.items()
+            * numerics.training_flops(forward_flops(parts, recipe, bucket), trains_all=trains_all)
+            for bucket in recipe.data.shapes()
         }
     except RuntimeError:  # a module that reads values cannot run on the meta device
         return {}

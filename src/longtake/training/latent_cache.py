@@ -26,7 +26,7 @@ from rich.console import Console
 
 from longtake import errors, progress
 from longtake.config import PooledSection, Recipe, TextSection
-from longtake.data import cache_fill
+from longtake.data import cache_fill, plan
 from longtake.data.cache import Cache, ContentHashes, make_folder
 from longtake.data.loader import Loader
 from longtake.models.base import family
@@ -64,6 +64,9 @@ def cache_ahead(
         )
     with _world(recipe, on) as world:
         loader = Loader(recipe.data, batch_size=recipe.training.global_batch_size, seed=recipe.seed)
+        first_does(
+            lambda: plan.refuse_missing_conditioning(loader.plan_history.plan, recipe.data), world
+        )
         run = RunDirectory(recipe.out)
         if run.exists():
             first_does(lambda: run.claim(recipe), world)

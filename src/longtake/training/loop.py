@@ -6,7 +6,7 @@ noise on any device, any number of ranks and any micro-batch size.
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longtake import errors, heartbeat
-from longtake.config import Recipe
+from longtake.config import ConditioningSection, Recipe
 from longtake.data.ledger import Ledger
 from longtake.data.loader import Batch, Loader
 from longtake.data.order import derive
@@ -23,7 +23,7 @@ from longtake.flow.timesteps import sample_sigmas
 from longtake.guard import detectors, history
 from longtake.models.base import Conditioning
 from longtake.models.build import Components, FlowBatch, flow_losses, training_conditioning
-from longtake.models.codec import Codec
+from longtake.models.conditioning import condition_on, encode_videos, loss_weights
 from longtake.models.text import NO_CAPTION, TextEncoder
 from longtake.optim.update import masters_of, schedule_factor, set_learning_rates
 from longtake.parallel import collectives, fsdp, mesh
@@ -255,26 +255,35 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
     )
     dropout = recipe.data.caption_dropout
     is_dropped = uniform[:, 1] < (parts.defaults.caption_dropout if dropout is None else dropout)
-    encoded = _conditioning(batch, is_dropped, parts, device)
+    encoded = _conditioning(batch, is_dropped, parts, recipe.model_inputs(), device)
     conditioning = training_conditioning(parts, recipe, encoded)
-    return FlowBatch(latents, noise, sigmas.to(device, torch.float32), conditioning)
+    weights = None
+    if flow.loss_mask is not None:
+        mask = batch.inputs[flow.loss_mask].to(device)
+        weights = loss_weights(parts.codec, mask, flow.loss_mask_floor)
+    return FlowBatch(latents, noise, sigmas.to(device, torch.float32), conditioning, weights)
 
 
 def _conditioning(
-    batch: Batch, is_dropped: Tensor, parts: Components, device: torch.device
+    batch: Batch,
+    is_dropped: Tensor,
+    parts: Components,
+    sections: Mapping[str, ConditioningSection],
+    device: torch.device,
 ) -> Conditioning:
-    """Embeddings of captions, dropped ones replaced, and latents of reference pictures."""
+    """Embeddings of captions, dropped ones replaced, and the tensors of further inputs."""
     if batch.latents is not None:
         encoded = dict(batch.conditioning)
         for name, none in batch.no_caption.items():
             where = is_dropped.reshape(-1, *[1] * (none.ndim - 1))
             encoded[name] = torch.where(where, none, encoded[name])
-        return {name: tensor.to(device) for name, tensor in encoded.items()}
-    pairs = zip(batch.captions, is_dropped.tolist(), strict=True)
-    captions = [NO_CAPTION if drop else caption for caption, drop in pairs]
-    encoded = encode_captions(parts.text, captions)
-    for name, pictures in batch.references.items():
-        encoded[f"{name}_latents"] = encode_videos(parts.codec, pictures.to(device))
+        encoded = {name: tensor.to(device) for name, tensor in encoded.items()}
+    else:
+        pairs = zip(batch.captions, is_dropped.tolist(), strict=True)
+        captions = [NO_CAPTION if drop else caption for caption, drop in pairs]
+        encoded = encode_captions(parts.text, captions)
+    for name in (each for each in batch.inputs if each in sections):
+        encoded |= condition_on(parts.codec, name, sections[name], batch.inputs[name].to(device))
     return encoded
 
 
@@ -298,14 +307,10 @@ def _micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
             identities=batch.identities[part],
             epochs=batch.epochs[part],
             weights=batch.weights[part],
-            references={name: each[part] for name, each in batch.references.items()},
+            inputs={name: each[part] for name, each in batch.inputs.items()},
             latents=None if batch.latents is None else batch.latents[part],
             conditioning={name: each[part] for name, each in batch.conditioning.items()},
         )
-
-
-def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
-    return torch.cat([codec.encode(videos[place : place + 1]) for place in range(len(videos))])
 
 
 def encode_captions(text: TextEncoder, captions: Sequence[str]) -> dict[str, Tensor]:

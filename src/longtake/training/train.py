@@ -16,7 +16,7 @@ from longtake.checkpoint.store import keep_saver
 from longtake.config import Bucket, Recipe
 from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Loader
-from longtake.data.plan import refuse_missing, review
+from longtake.data.plan import refuse_missing, refuse_missing_conditioning, review
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
 from longtake.models import captions, numerics, pretrained
@@ -144,8 +144,10 @@ def _build(
     """Plan, build and load all that is trained, in the order in which each can be refused."""
     recipe, run, world, precision = session.recipe, session.run, session.world, session.precision
     _refuse_other_plans(loader, world)
+    plan_of_data = loader.plan_history.plan
+    first_does(lambda: refuse_missing_conditioning(plan_of_data, recipe.data), world)
     steps = recipe.training.steps
-    warnings = [*point.warnings, *review(loader.plan_history.plan, recipe.data, steps)]
+    warnings = [*point.warnings, *review(plan_of_data, recipe.data, steps)]
     warnings += filter(None, [wandb.missing_key(recipe.tracking)])
     if recipe.data.cache is None:
         loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
@@ -209,7 +211,7 @@ def _refuse_missing_files(loader: Loader, world: World) -> list[str]:
 
     def look() -> None:
         for each in loader.catalogs.values():
-            warnings.extend(refuse_missing(each, data.max_quarantined_clips, data.references))
+            warnings.extend(refuse_missing(each, data.max_quarantined_clips))
 
     first_does(look, world)
     return warnings

@@ -1,0 +1,404 @@
+"""Reads the further inputs of a clip (`data.conditioning`) for one of its windows.
+
+Videos and masks have a frame for each of the clip's, counted from the first, and are scaled, cut
+and mirrored as the window is. Decoding is as strict, and as limited, as that of clips.
+"""
+
+import csv
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path, PurePath
+from typing import Any, Literal
+
+import numpy as np
+from av.video.frame import VideoFrame
+from av.video.reformatter import VideoReformatter
+from numpy.typing import NDArray
+
+from longtake.config import STEM, Bucket, ConditioningSection
+from longtake.data.clip import IMAGE_SUFFIXES, Clip, Given, Media
+from longtake.data.decode import decoded, opened, read_image, rgb, rotation_of
+from longtake.data.window import Crop, Window, crop, planes, read_window, resized
+from longtake.errors import ClipError, RecordError
+from longtake.fsio import parse_record, read_regular
+
+NUMBERS_SUFFIXES = (".json", ".csv", ".npy")
+_MAX_NUMBERS_BYTES = 2**26  # of a file of numbers
+_LUMA = np.array([19595, 38470, 7471], np.uint32)  # ITU-R BT.601 in 1/65536: grey stays as it is
+
+
+@dataclass(frozen=True, slots=True)
+class ConditioningPixels:
+    """Which pixels are read of a picture, a video or a mask.
+
+    A picture of another size than the clip's is scaled to cover, cut in the middle, and mirrored if
+    the clip is. A video or mask may have any size of the clip's aspect ratio.
+    """
+
+    kind: Literal["picture", "video", "mask"]
+    identity: str  # of the clip
+    media: Media  # of a video as `picture` the first frame is read
+    clip_height: int  # of the upright clip; 0: there is no clip, it is cut in the middle
+    clip_width: int
+    clip_crop: Crop
+    height: int  # rows that are kept
+    width: int
+    is_flipped: bool
+    start: int = 0  # index of the first frame
+    num_frames: int = 1
+    stride: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return 1 if self.kind == "mask" else 3, self.num_frames, self.height, self.width
+
+
+@dataclass(frozen=True, slots=True)
+class ConditioningNumbers:
+    """Which numbers are read of a file: those of the clip, or a row for each frame of a window."""
+
+    identity: str  # of the clip
+    media: Media  # with `values` the clip's
+    width: int
+    is_per_frame: bool
+    clip_frames: int  # rows that the file must have if it is per frame; 0: there is no clip
+    start: int = 0  # index of the first row
+    num_frames: int = 1
+    stride: int = 1
+    values: tuple[float, ...] | None = None  # of the catalog; None: the file's
+
+    @property
+    def shape(self) -> tuple[int]:
+        """In bytes of float32, as workers return bytes."""
+        return (4 * self.width * (self.num_frames if self.is_per_frame else 1),)
+
+
+ConditioningInput = ConditioningPixels | ConditioningNumbers
+Wanted = Window | ConditioningInput
+
+
+def conditioning_path(clip_path: str, pattern: str) -> str:
+    path = PurePath(clip_path)
+    return os.path.normpath(path.parent / pattern.replace(STEM, path.stem))
+
+
+def given_to(clip: Clip, section: ConditioningSection) -> Given:
+    """The path of a clip's file for a further input, or the numbers that the catalog has."""
+    if section.path is not None:
+        return conditioning_path(clip.media.path, section.path)
+    assert section.column is not None
+    return clip.conditioning[section.column]
+
+
+def conditioning_of(
+    clip: Clip, window: Window, sections: Mapping[str, ConditioningSection]
+) -> dict[str, ConditioningInput]:
+    """What is read of a clip's further inputs for one of its windows, by name."""
+    return {name: _input(section, clip, window) for name, section in sections.items()}
+
+
+def _input(section: ConditioningSection, clip: Clip, window: Window) -> ConditioningInput:
+    start, num_frames, stride = window.start, window.num_frames, window.stride
+    if section.kind == "numbers":
+        numbers = whole_numbers(clip, section)
+        if not section.per_frame:
+            return numbers
+        return replace(numbers, start=start, num_frames=num_frames, stride=stride)
+    path = given_to(clip, section)
+    assert isinstance(path, str)
+    return ConditioningPixels(
+        kind=section.kind,
+        identity=clip.identity,
+        media=Media(path),
+        clip_height=window.source_height,
+        clip_width=window.source_width,
+        clip_crop=Crop(window.scaled_height, window.scaled_width, window.top, window.left),
+        height=window.height,
+        width=window.width,
+        is_flipped=window.is_flipped,
+        **_frames(section, start, num_frames, stride),
+    )
+
+
+def _frames(
+    section: ConditioningSection, start: int, num_frames: int, stride: int
+) -> dict[str, int]:
+    if section.kind == "picture":
+        return {}
+    return {"start": start, "num_frames": num_frames, "stride": stride}
+
+
+def conditioning_alone(
+    section: ConditioningSection, path: Path, bucket: Bucket, stride: int = 1
+) -> ConditioningInput:
+    """What is read of a file without a clip, for a video of a bucket's size: its first frames."""
+    if section.kind == "numbers":
+        assert section.width is not None
+        return ConditioningNumbers(
+            "",
+            Media(str(path)),
+            section.width,
+            is_per_frame=section.per_frame,
+            clip_frames=0,
+            num_frames=bucket.num_frames if section.per_frame else 1,
+            stride=stride,
+        )
+    return ConditioningPixels(
+        kind=section.kind,
+        identity="",
+        media=Media(str(path)),
+        clip_height=0,
+        clip_width=0,
+        clip_crop=Crop(0, 0, 0, 0),
+        height=bucket.height,
+        width=bucket.width,
+        is_flipped=False,
+        **_frames(section, 0, bucket.num_frames, stride),
+    )
+
+
+def whole_numbers(clip: Clip, section: ConditioningSection) -> ConditioningNumbers:
+    """All numbers of a clip."""
+    assert section.width is not None
+    given = given_to(clip, section)
+    return ConditioningNumbers(
+        clip.identity,
+        Media(given) if isinstance(given, str) else clip.media,
+        section.width,
+        is_per_frame=section.per_frame,
+        clip_frames=clip.num_frames,
+        num_frames=clip.num_frames if section.per_frame else 1,
+        values=None if isinstance(given, str) else given,
+    )
+
+
+def conditioning_error(window: Window, name: str, error: ClipError) -> ClipError:
+    return ClipError(str(window.media), f"its {name}, {error.path}: {error.reason}")
+
+
+def empty_conditioning(
+    section: ConditioningSection, bucket: Bucket, num_samples: int
+) -> NDArray[Any]:
+    """[B, ...] what `read` fills: uint8 [3 or 1, F, H, W], or float32 [F, width] or [width]."""
+    if section.kind == "numbers":
+        assert section.width is not None
+        rows = (bucket.num_frames,) if section.per_frame else ()
+        return np.empty((num_samples, *rows, section.width), np.float32)
+    channels = 1 if section.kind == "mask" else 3
+    frames = 1 if section.kind == "picture" else bucket.num_frames
+    return np.empty((num_samples, channels, frames, bucket.height, bucket.width), np.uint8)
+
+
+def as_bytes(place: NDArray[Any]) -> NDArray[np.uint8]:
+    """A sample of `empty_conditioning` as `read` writes it."""
+    return place if place.dtype == np.uint8 else place.reshape(-1).view(np.uint8)
+
+
+def as_values(wanted: Wanted, content: NDArray[np.uint8]) -> NDArray[Any]:
+    """What `read` returned: pixels as they are, numbers as float32 [F, width] or [width]."""
+    if not isinstance(wanted, ConditioningNumbers):
+        return content
+    numbers = content.view(np.float32)
+    return numbers.reshape(-1, wanted.width) if wanted.is_per_frame else numbers
+
+
+def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    """Read a window of a clip or a further input into `out`, or a new array of `wanted.shape`.
+
+    Raises:
+        ClipError: the file is missing, damaged, or not what is expected.
+    """
+    if isinstance(wanted, Window):
+        return read_window(wanted, out)
+    content = np.empty(wanted.shape, np.uint8) if out is None else out
+    assert content.shape == wanted.shape
+    if isinstance(wanted, ConditioningNumbers):
+        content[...] = _numbers(wanted).reshape(-1).view(np.uint8)
+    elif PurePath(wanted.media.path).suffix.lower() in IMAGE_SUFFIXES:
+        if wanted.kind == "video" and wanted.num_frames > 1:
+            raise ClipError(
+                str(wanted.media),
+                f'is one picture, and {wanted.num_frames} frames were wanted; kind = "picture" '
+                "is one for the whole clip",
+            )
+        content[...] = _fitted(wanted, read_image(wanted.media))[:, None]
+    elif wanted.kind == "picture":
+        content[:, 0] = _fitted(wanted, _first_frame(wanted.media))
+    else:
+        _read_frames(wanted, content)
+    return content
+
+
+def _first_frame(media: Media) -> NDArray[np.uint8]:
+    with opened(media) as (container, stream):
+        for frame in decoded(media, container, stream):
+            return np.rot90(rgb(frame), rotation_of(media, frame) // 90)
+    raise ClipError(str(media), "holds no frame")
+
+
+def _fitted(wanted: ConditioningPixels, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[3 or 1, H, W] of a picture [H', W', 3]."""
+    how = _crop(wanted, *picture.shape[:2])
+    scaled = resized(picture, how.scaled_height, how.scaled_width).transpose(2, 0, 1)
+    kept = scaled[:, how.top : how.top + wanted.height, how.left : how.left + wanted.width]
+    kept = _grey(kept) if wanted.kind == "mask" else kept
+    fitted: NDArray[np.uint8] = kept[..., ::-1] if wanted.is_flipped else kept
+    return fitted
+
+
+def _crop(wanted: ConditioningPixels, height: int, width: int) -> Crop:
+    """How pixels of a size are scaled and cut: as the clip's, where the aspect ratio is."""
+    clip_height, clip_width = wanted.clip_height, wanted.clip_width
+    if (height, width) == (clip_height, clip_width):
+        return wanted.clip_crop
+    if not clip_height or wanted.kind == "picture":
+        return crop(height, width, wanted)
+    if abs(height * clip_width - width * clip_height) > max(clip_height, clip_width):
+        raise ClipError(
+            str(wanted.media),
+            f"has {width}x{height} pixels, another aspect ratio than its clip of "
+            f"{clip_width}x{clip_height}; a {wanted.kind} is scaled and cut as the clip is",
+        )
+    return wanted.clip_crop
+
+
+def _grey(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[1, H, W] of red, green and blue [3, H, W]."""
+    sums = np.einsum("c,chw->hw", _LUMA, planes.astype(np.uint32))
+    grey: NDArray[np.uint8] = ((sums + 2**15) >> 16).astype(np.uint8)
+    return grey[None]
+
+
+def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
+    """Frames by their numbers, from the first on: the file's timestamps are not in the catalog."""
+    end = wanted.start + (wanted.num_frames - 1) * wanted.stride + 1
+    reformatter, num_read, window = VideoReformatter(), 0, None
+    with opened(wanted.media) as (container, stream):
+        frames = decoded(wanted.media, container, stream)
+        for number, frame in enumerate(islice(frames, wanted.start, end, wanted.stride)):
+            window = window or _window(wanted, stream.index, frame)
+            pixels = np.stack(planes(window, frame, reformatter))
+            out[:, number] = _grey(pixels) if wanted.kind == "mask" else pixels
+            num_read = number + 1
+    if num_read < wanted.num_frames:
+        raise ClipError(
+            str(wanted.media),
+            f"ends before frame {wanted.start + num_read * wanted.stride}; a {wanted.kind} has a "
+            "frame for each of its clip's",
+        )
+
+
+def _window(wanted: ConditioningPixels, stream_index: int, frame: VideoFrame) -> Window:
+    """A window of the input's own file, by a frame of it."""
+    rotation = rotation_of(wanted.media, frame)
+    is_turned = rotation in (90, 270)
+    height, width = (frame.width, frame.height) if is_turned else (frame.height, frame.width)
+    how = _crop(wanted, height, width)
+    return Window(
+        identity=wanted.identity,
+        media=wanted.media,
+        kind="video",
+        stream_index=stream_index,
+        rotation=rotation,
+        source_height=height,
+        source_width=width,
+        start=wanted.start,
+        num_frames=wanted.num_frames,
+        stride=wanted.stride,
+        timestamps=(),
+        seek_to=None,
+        scaled_height=how.scaled_height,
+        scaled_width=how.scaled_width,
+        top=how.top,
+        left=how.left,
+        height=wanted.height,
+        width=wanted.width,
+        is_flipped=wanted.is_flipped,
+    )
+
+
+def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
+    """[F, width] or [width]."""
+    if wanted.values is None:
+        found = np.atleast_1d(_read_numbers(Path(wanted.media.path)))
+    else:
+        found = np.array(wanted.values, np.float64)
+        if wanted.is_per_frame and len(found) % wanted.width == 0:
+            found = found.reshape(-1, wanted.width)
+    shape = "x".join(map(str, found.shape))
+    if not wanted.is_per_frame:
+        if found.size != wanted.width:
+            raise ClipError(
+                str(wanted.media), f"has {shape} numbers; expected {wanted.width} (width)"
+            )
+        rows: NDArray[np.float64] = found.reshape(-1)
+        chosen = slice(None)
+    else:
+        rows = found.reshape(len(found), -1) if found.size else found.reshape(0, wanted.width)
+        end = wanted.start + (wanted.num_frames - 1) * wanted.stride + 1
+        is_long_enough = len(rows) == wanted.clip_frames if wanted.clip_frames else len(rows) >= end
+        if rows.shape[1] != wanted.width or not is_long_enough:
+            expected = wanted.clip_frames or f"at least {end}"
+            raise ClipError(
+                str(wanted.media),
+                f"has {shape} numbers; expected {expected} rows, one for each frame of the clip, "
+                f"of {wanted.width} (width)",
+            )
+        chosen = slice(wanted.start, end, wanted.stride)
+    with np.errstate(over="ignore"):
+        numbers: NDArray[np.float32] = rows.astype(np.float32)
+    if not np.isfinite(numbers).all():
+        raise ClipError(str(wanted.media), "has numbers that are NaN, infinite or beyond float32")
+    return np.ascontiguousarray(numbers[chosen])
+
+
+def _read_numbers(path: Path) -> NDArray[np.float64]:
+    """The numbers of a JSON, CSV or npy file, as it has them."""
+    readers = dict(zip(NUMBERS_SUFFIXES, (_read_json, _read_csv, _read_npy), strict=True))
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        known = ", ".join(NUMBERS_SUFFIXES)
+        raise ClipError(str(path), f"ends in {path.suffix or 'nothing'}; expected {known}")
+    try:
+        return np.ascontiguousarray(
+            reader(read_regular(path, _MAX_NUMBERS_BYTES), path), np.float64
+        )
+    except RecordError as error:
+        raise ClipError(str(path), f"no list of numbers: {error.reason}") from error
+    except FileNotFoundError as error:
+        raise ClipError(str(path), "does not exist") from error
+    except OSError as error:
+        raise ClipError(str(path), f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, ArithmeticError, MemoryError, EOFError, csv.Error) as error:
+        raise ClipError(str(path), f"no list of numbers: {error}") from error
+
+
+def _read_json(data: bytes, path: Path) -> NDArray[Any]:
+    kind = list[float] | list[list[float]] | list[list[list[float]]]
+    return np.array(parse_record(data, kind, path))  # type: ignore[arg-type]  # a union is a type
+
+
+def _read_csv(data: bytes, path: Path) -> NDArray[Any]:
+    """Rows of numbers; a first row that has none is a heading."""
+    rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig")), strict=True) if row]
+    if rows and not any(map(_is_number, rows[0])):
+        rows = rows[1:]
+    return np.array([[float(cell) for cell in row] for row in rows], np.float64)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_npy(data: bytes, path: Path) -> NDArray[Any]:
+    found = np.load(io.BytesIO(data), allow_pickle=False)
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "fiu":
+        raise ValueError(f"it holds {getattr(found, 'dtype', 'several arrays')}")
+    return found
