@@ -1,6 +1,8 @@
 """What evaluation servers keep in a run directory: names and records; torch-free.
 
 evaluations/<preset>/preset.json                what is sampled: settings, prompts, seeds
+evaluations/<preset>/pictures/                  small copies of its inputs, by prompt
+evaluations/<preset>/conditioning/              numbers of clips that the default preset samples
 evaluations/<preset>/reference.json             the same measures, of clips that were trained on
 evaluations/<preset>/step_00001000/             a result, renamed into place when it is whole:
     00_s0.mp4 01_s0.mp4 ...                     each prompt and seed; of one frame: .png

@@ -462,6 +462,10 @@ def test_numbers_and_masks_of_a_batch_come_through_workers(tmp_path: Path) -> No
     values: dict[str, Any] = {"conditioning": sections, "buckets": [_LONG.model_dump()]}
     (one,) = Loader(_section(out, workers=1, **values), batch_size=2).batches(1)
     (other,) = Loader(_section(out, **values), batch_size=2).batches(1)
+    ranks = [Loader(_section(out, **values), batch_size=2, rank=n, world_size=2) for n in (0, 1)]
+    for rank, batch in enumerate(loader.load(0) for loader in ranks):
+        for name, of_both in other.inputs.items():
+            np.testing.assert_array_equal(batch.inputs[name], of_both[rank : rank + 1])
     for name, shape in (("camera", (2, 3, 12)), ("mask", (2, 1, 3, 24, 32))):
         assert one.inputs[name].shape == shape
         np.testing.assert_array_equal(one.inputs[name], other.inputs[name])

@@ -64,6 +64,15 @@ config = { d_model = 16, d_kv = 8, d_ff = 16, num_layers = 1, num_heads = 2 }
 """,
 }
 
+_RECIPES["wan_masked"] = (
+    _RECIPES["wan"]
+    + """
+[flow]
+loss_mask = "face"
+[data.conditioning]
+face = { kind = "mask", path = "{stem}.png" }
+"""
+)
 MakeToy = Callable[..., Subject]
 MakeTiny = Callable[..., MetaStep]
 RunReally = Callable[[Subject, Mapping[str, BlockOption]], MeasuredMemory]
@@ -209,7 +218,8 @@ def really() -> RunReally:
 def _tensors(inputs: Any) -> list[Tensor]:
     if isinstance(inputs, Tensor):
         return [inputs]
-    return [inputs.latents, inputs.noise, inputs.sigmas, *inputs.conditioning.values()]
+    masks = [] if inputs.loss_weights is None else [inputs.loss_weights]
+    return [inputs.latents, inputs.noise, inputs.sigmas, *inputs.conditioning.values(), *masks]
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ def test_every_byte_of_a_step_is_foreseen(
         ("wan", "full", "fp32", {}),
         ("flux_kontext", "lora", "bf16", {}),
         ("wan", "lora", "fp32", {"precision": "bf16"}),
+        ("wan_masked", "lora", "fp32", {}),
     ],
     ids=lambda value: str(value) if value else "as they are",
 )

@@ -1,7 +1,8 @@
-"""What is sampled of each checkpoint, and by which reference pictures."""
+"""What is sampled of each checkpoint, and by which further inputs."""
 
 import errno
 import hashlib
+import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from longtake import config, fsio
 from longtake.config import Bucket, EmaSection, Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
+from longtake.data.encode import write_video
+from longtake.data.index import index
 from longtake.demo.shapes import held_out_captions
 from longtake.errors import DataError, RecipeError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
@@ -27,6 +30,7 @@ from longtake.sampling.presets import (
     keep_preset,
     kept_picture,
     preset_names,
+    read_input,
     read_picture,
     read_prompts,
     refuse_other_inputs,
@@ -613,6 +617,62 @@ def test_what_is_no_table_of_files_is_refused_with_the_recipe(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         _kontext(tmp_path, table)
+
+
+def _with_column(folder: Path, rows: list[list[float]]) -> Recipe:
+    """A run that was trained on one clip, whose camera is a column of the catalog."""
+    clips = folder / "clips"
+    clips.mkdir()
+    write_video(clips / "a.mp4", np.full((4, 16, 24, 3), 90, np.uint8), fps=8)
+    line = {"video": "a.mp4", "caption": "a pan", "depth": "a.mp4", "camera": rows}
+    (clips / "clips.jsonl").write_text(json.dumps(line))
+    catalogs = RunDirectory(folder / "run").catalogs_path
+    catalogs.mkdir(parents=True)
+    names = ("depth", "camera")
+    index(
+        [clips / "clips.jsonl"],
+        captions=None,
+        out=catalogs / "0.parquet",
+        workers=0,
+        conditioning=names,
+    )
+    text = f"""
+    out = "{folder / "run"}"
+    data.catalog = "clips.parquet"
+    data.buckets = [{{ num_frames = 2, height = 16, width = 24 }}]
+    data.frame_stride = 2
+    model.family = "tubelet"
+    training = {{ steps = 4, global_batch_size = 1 }}
+    [data.conditioning]
+    depth = {{ kind = "video", column = "depth" }}
+    camera = {{ kind = "numbers", column = "camera", width = 3, per_frame = true }}
+    face = {{ kind = "mask", column = "depth" }}
+    [flow]
+    loss_mask = "face"
+    """
+    return config.parse(tomllib.loads(text), source="test")
+
+
+def test_the_default_preset_has_inputs_of_clips_and_a_loss_mask_is_none(tmp_path: Path) -> None:
+    rows = [[0.5, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
+    recipe = _with_column(tmp_path, rows)
+    preset = find_preset(recipe, "default", recipe.out)
+    (request,) = preset.requests()
+    assert request.prompt == "a pan"
+    assert list(request.conditioning) == ["depth", "camera"]
+    assert request.conditioning["depth"] == tmp_path / "clips" / "a.mp4"
+    assert json.loads(request.conditioning["camera"].read_text()) == rows
+    inputs = recipe.model_inputs()
+    read = {
+        name: read_input(inputs[name], file, bucket=preset.bucket, stride=2)
+        for name, file in request.conditioning.items()
+    }
+    np.testing.assert_array_equal(read["camera"], [rows[0], rows[2]])
+    assert read["depth"].shape == (3, 2, 16, 24)
+    keep_preset(EvaluationDirectory(RunDirectory(recipe.out)), preset)
+    kept = EvaluationDirectory(RunDirectory(recipe.out)).preset_path("default").parent
+    assert [each.name for each in (kept / "pictures").iterdir()] == ["00_depth.png"]
+    assert find_preset(recipe, "default", recipe.out) == preset
 
 
 _BUCKET = Bucket(num_frames=1, height=16, width=24)
