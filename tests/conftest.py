@@ -233,6 +233,8 @@ def tiny_flux(
 
 
 _OWN_MODULE = """
+from dataclasses import replace
+
 from torch import nn, ones
 from torch.utils.checkpoint import checkpoint
 
@@ -250,9 +252,11 @@ class Adapter(nn.Module):
     def change(self, given):
         return given["tokens"] + self.second(self.first(given["tokens"]).tanh()) * given["style"]
 
-    def forward(self, block, tokens, prepared):
+    def around(self, block, call, inputs):
+        after = call(inputs)
+        tokens, prepared = after.tokens, inputs.prepared
         given = {{"tokens": tokens, **prepared}}
-        return {returned}
+        return replace(after, tokens={returned})
 """
 
 
@@ -260,7 +264,7 @@ class Adapter(nn.Module):
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Writes somebody's module to the folder where they are; gives its name in a recipe.
 
-    `own_module("self.change(given)")`: that is what its forward returns.
+    `own_module("self.change(given)")`: these are the tokens that it returns after each block.
     """
     monkeypatch.chdir(tmp_path)
 

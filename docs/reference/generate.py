@@ -122,7 +122,7 @@ def _tables(
         model = _model_of(field)
         if model and "properties" in definitions[model]:
             many = "array" in str(field) and "items" in str(field)
-            by_name = "additionalProperties" in field
+            by_name = bool({"additionalProperties", "patternProperties"} & field.keys())
             yield (f"[{inside}]" if many else f"{inside}.NAME" if by_name else inside), model
             yield from _tables(inside, definitions[model], definitions)
 

@@ -1,1 +1,1 @@
-"""Added modules, worked out: what `trainable.module` of a recipe can name."""
+"""Added modules, worked out: what `trainable.modules` of a recipe can name."""

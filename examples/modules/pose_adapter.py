@@ -5,7 +5,7 @@ In the recipe (each clip's pose lies beside it, drawn like the picture that is w
     [data.conditioning]
     reference = { kind = "picture", path = "../reference/{stem}.png" }
     pose = { kind = "picture", path = "../pose/{stem}.png" }
-    [trainable]
+    [trainable.modules.pose]
     module = "examples.modules.pose_adapter:PoseAdapter"
     blocks = ["transformer_blocks.*"]
 
@@ -15,9 +15,12 @@ that token. These layers start at zero: training starts from the very model that
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from longtake.models.added_module import BlockCall, BlockInputs
 
 
 class PoseAdapter(nn.Module):
@@ -25,7 +28,7 @@ class PoseAdapter(nn.Module):
 
     Args:
         width: D of the model's tokens.
-        blocks: names of the blocks that it follows.
+        blocks: names of its blocks.
         latent_channels: C of the pose's latents.
         hidden_size: width of the pose's features.
         picture: the name in data.conditioning of the pose.
@@ -53,15 +56,16 @@ class PoseAdapter(nn.Module):
         patches = F.pixel_unshuffle(latents, 2)  # [B, 4C, h/2, w/2]
         return {"pose": self.read(patches.flatten(2).mT)}
 
-    def forward(self, block: str, tokens: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
+    def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
         """The first N tokens are the picture's; the reference's, behind them, stay as they are."""
-        change = self.write[self.number[block]](prepared["pose"])
-        behind = tokens.shape[1] - change.shape[1]
+        after = call(inputs)
+        change = self.write[self.number[block]](inputs.prepared["pose"])
+        behind = after.tokens.shape[1] - change.shape[1]
         if behind < 0:
             raise ValueError(
-                f"{block} has {tokens.shape[1]} tokens for {change.shape[1]} of a pose"
+                f"{block} has {after.tokens.shape[1]} tokens for {change.shape[1]} of a pose"
             )
-        return tokens + F.pad(change, (0, 0, 0, behind))
+        return replace(after, tokens=after.tokens + F.pad(change, (0, 0, 0, behind)))
 
 
 def _zeroed(layer: nn.Linear) -> nn.Linear:

@@ -1,8 +1,8 @@
-"""An added module for any family: after each block a small network of its own corrects the tokens.
+"""An added module for any family: after each block a small network corrects the tokens.
 
 In the recipe:
 
-    [trainable]
+    [trainable.modules.style]
     module = "examples.modules.style_residual:StyleResidual"
     blocks = ["blocks.1*", "blocks.2*"]      # of Wan's 30 blocks those from 10 on, and 1 and 2
     options = { rank = 32 }
@@ -12,10 +12,13 @@ into it, and the released model stays frozen. Unlike LoRA it is not linear, and 
 After Houlsby et al., "Parameter-Efficient Transfer Learning for NLP" (2019).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
+
+from longtake.models.added_module import BlockCall, BlockInputs
 
 
 class StyleResidual(nn.Module):
@@ -23,29 +26,22 @@ class StyleResidual(nn.Module):
 
     Args:
         width: D of the model's tokens.
-        blocks: names of the blocks that it follows.
-        latent_channels: C of the latents, of which it has no need.
+        blocks: names of its blocks.
         rank: between `down` and `up`.
     """
 
-    def __init__(
-        self, width: int, blocks: Sequence[str], latent_channels: int, rank: int = 16
-    ) -> None:
+    def __init__(self, width: int, blocks: Sequence[str], rank: int = 16) -> None:
         super().__init__()
         self.number = {block: number for number, block in enumerate(blocks)}
         self.down = nn.ModuleList(nn.Linear(width, rank) for _ in blocks)
         self.up = nn.ModuleList(_zeroed(nn.Linear(rank, width)) for _ in blocks)
 
-    def prepare(self, conditioning: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """There is nothing to prepare: it looks at the tokens alone."""
-        return {}
-
-    def forward(self, block: str, tokens: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
-        """[B, T, D]."""
-        number = self.number[block]
-        hidden = F.silu(self.down[number](F.layer_norm(tokens, tokens.shape[-1:])))
-        changed: Tensor = tokens + self.up[number](hidden)
-        return changed
+    def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
+        """Run the block, then correct its tokens."""
+        number, after = self.number[block], call(inputs)
+        normalised = F.layer_norm(after.tokens, after.tokens.shape[-1:])
+        hidden = F.silu(self.down[number](normalised))
+        return replace(after, tokens=after.tokens + self.up[number](hidden))
 
 
 def _zeroed(layer: nn.Linear) -> nn.Linear:

@@ -67,6 +67,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+_CLASS = re.compile(r"[\w.]+:\w+")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)")
 _MAX_MEMORY_BYTES = 2**50
 _UNIT_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
@@ -375,12 +376,24 @@ class ModelSection(_Section):
     block ahead; results are the same. `auto`: those that the plan has no room for."""
 
 
+class ModuleSection(_Section):
+    """A module of your own that is trained beside the model."""
+
+    module: str = Field(pattern=r"^[\w.]+:\w+$")
+    """Its class, such as "my_project.adapter:PoseAdapter", found from where you are. See
+    docs/guides/modules.md."""
+    blocks: Annotated[tuple[str, ...], _FromList] = ("*",)
+    """Which blocks run within it: names or patterns such as `single_transformer_blocks.*`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its class."""
+
+
 class TrainableSection(_Section):
     """What of the model is trained."""
 
     kind: Literal["full", "lora", "frozen"] | None = None
     """`full`: all weights; `lora`: low-rank updates of the targets; `frozen`: only the added
-    module. Unset: frozen where there is a module, else full."""
+    modules. Unset: frozen where there are modules, else full."""
     targets: Annotated[tuple[str, ...], _FromList] | None = Field(None, min_length=1)
     """Names of linear layers that get LoRA: their last parts, or patterns such as
     `transformer_blocks.*.attn.to_q`. Unset: the family's attention projections."""
@@ -389,27 +402,22 @@ class TrainableSection(_Section):
     """LoRA's scale is alpha / rank; unset: alpha = rank."""
     dtype: Literal["model", "fp32", "bf16"] = "model"
     """What trained LoRA and module weights are kept in; `model`: what the model is in."""
-    module: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
-    """Your own nn.Module, such as "my_project.adapter:PoseAdapter", found from where you are."""
-    blocks: Annotated[tuple[str, ...], _FromList] = ("*",)
-    """Which blocks the module follows: names or patterns such as `single_transformer_blocks.*`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the module's class."""
+    modules: dict[_PresetName, ModuleSection] = Field(default_factory=dict)
+    """Modules of your own, by names that you choose: they are saved and exported by these. Of
+    several the first is the outermost."""
 
     @model_validator(mode="after")
     def _trains_something(self) -> Self:
-        if self.kind == "frozen" and self.module is None:
+        if self.kind == "frozen" and not self.modules:
             raise ValueError(
-                'trainable.kind = "frozen" without trainable.module leaves nothing to train'
+                'trainable.kind = "frozen" without trainable.modules leaves nothing to train'
             )
-        if self.module is None and (self.options or self.blocks != ("*",)):
-            raise ValueError("trainable.blocks and trainable.options need trainable.module")
         if self.targets is not None and self.base() != "lora":
             raise ValueError('trainable.targets needs trainable.kind = "lora"')
         return self
 
     def base(self) -> Literal["full", "lora", "frozen"]:
-        return self.kind or ("full" if self.module is None else "frozen")
+        return self.kind or ("frozen" if self.modules else "full")
 
 
 class RecomputeSection(_Section):
@@ -528,12 +536,28 @@ class FlowSection(_Section):
     """The weight of the loss outside the mask; at 0 nothing is learnt there."""
 
 
+_OPTIMIZERS = ("adamw", "muon", "adamw8bit")
+
+
+def _optimizer_kind(kind: str) -> str:
+    if kind not in _OPTIMIZERS and not _CLASS.fullmatch(kind):
+        raise ValueError(
+            f"optimizer.kind is {kind!r}; it should be 'adamw', 'muon' or 'adamw8bit', or a class "
+            "of your own such as 'my_project.optim:Lion'"
+        )
+    return kind
+
+
 class OptimizerSection(_Section):
     """How gradients become updates."""
 
-    kind: Literal["adamw", "muon", "adamw8bit"] = "adamw"
-    """`muon` trains the blocks' matrices with Muon and all the rest with AdamW; `adamw8bit` keeps
-    its states in 8 bits (torchao has to be installed)."""
+    kind: Annotated[str, AfterValidator(_optimizer_kind)] = "adamw"
+    """`adamw`; `muon` trains the blocks' matrices with Muon and all the rest with AdamW;
+    `adamw8bit` keeps its states in 8 bits (torchao has to be installed); or a torch.optim.Optimizer
+    of your own, such as "my_project.optim:Lion", of which weights must be fp32."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of your own optimizer's class, which gets `lr` and, if it takes them,
+    `betas` and `weight_decay` from the keys here."""
     offload: bool = False
     """Keep AdamW's states, and fp32 copies of bf16 weights, in the computer's memory and update
     them there."""
@@ -554,6 +578,11 @@ class OptimizerSection(_Section):
             raise ValueError(
                 f'optimizer.offload works with optimizer.kind = "adamw", not "{self.kind}", whose '
                 "states stay on the GPU: choose one of the two"
+            )
+        if self.options and ":" not in self.kind:
+            raise ValueError(
+                f"optimizer.options ({', '.join(self.options)}) are arguments of an optimizer of "
+                f'your own, but optimizer.kind is "{self.kind}"; remove them'
             )
         return self
 
@@ -1106,8 +1135,9 @@ _OTHER_NAMES = dict.fromkeys(("batch_size", "batchsize"), "training.global_batch
 
 def _explain_unknown(location: str, parts: list[str]) -> str:
     *section, name = parts
-    if section[:2] in (["evaluation", "presets"], ["data", "conditioning"]):
-        section = section[:2]  # whatever the preset or the input is called
+    by_name = (["evaluation", "presets"], ["data", "conditioning"], ["trainable", "modules"])
+    if section[:2] in by_name:
+        section = section[:2]  # whatever the preset, the input or the module is called
     known = _known_keys()
     inside = [key for key in known if key.split(".")[:-1] == section]
     # Rather a similar key of the same section than an equal one elsewhere.
@@ -1144,4 +1174,5 @@ def _known_keys() -> list[str]:
     keys += [f"text.pooled.{inner}" for inner in PooledSection.model_fields]
     keys += [f"ema.profiles.{inner}" for inner in EmaProfile.model_fields]
     keys += [f"evaluation.presets.{inner}" for inner in PresetSection.model_fields]
+    keys += [f"trainable.modules.{inner}" for inner in ModuleSection.model_fields]
     return [*keys, *(f"data.stages.{inner}" for inner in Stage.model_fields)]

@@ -1,16 +1,24 @@
-"""Which runs' code may be run (docs/concepts/trust.md), and the one reader of pickles.
+"""Whose code may be run: users' classes are imported, and pickles read, here alone; torch-free.
 
-A run names classes (`trainable.module`, measures) and a command (`watch.hook`). They are used only
-if this user began the run on this host, or says `--trust`; and never from a file in a run.
+A recipe names classes (added modules, families, optimizers, measures) and a command (`watch.hook`).
+They are used only if this user began the run on this host, or says `--trust`; and never from a file
+in a run: docs/concepts/trust.md.
 """
 
+import importlib
+import inspect
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from longtake import config, errors, process
+from longtake.formatting import did_you_mean
 from longtake.run_dir import RunDirectory
 
 MIRROR_NOTE = Path(".source") / ".of.json"
@@ -47,11 +55,17 @@ def is_own(run: RunDirectory) -> bool:
     return is_ours and not is_mirror(run.path.resolve())
 
 
+def training_classes(recipe: config.Recipe) -> dict[str, str]:
+    """The users' classes that training imports, by their recipe keys."""
+    sections = recipe.trainable.modules.items()
+    found = {f"trainable.modules.{name}.module": section.module for name, section in sections}
+    found |= {"model.family": recipe.model.family, "optimizer.kind": recipe.optimizer.kind}
+    return {key: path for key, path in found.items() if ":" in path}
+
+
 def named_code(recipe: config.Recipe, *, with_hook: bool) -> list[str]:
     """The classes, and the command, that a recipe names, each with its key."""
-    found = []
-    if recipe.trainable.module:
-        found.append(f"trainable.module = {recipe.trainable.module!r}")
+    found = [f"{key} = {path!r}" for key, path in training_classes(recipe).items()]
     for name, preset in recipe.evaluation.presets.items():
         found += [f"evaluation.presets.{name}.measures: {each!r}" for each in preset.measures or ()]
     if with_hook and recipe.watch.hook:
@@ -96,6 +110,82 @@ def load_recipe(path: Path, changes: Sequence[str], *, trust: bool = False) -> c
     if run is not None:
         refuse_foreign_code(run, trust=trust, with_hook=True)
     return loaded
+
+
+def import_class(path: str, setting: str) -> Any:
+    """The class at "package.module:Class", found from the current directory first.
+
+    `setting` is the recipe key that names it.
+
+    Raises:
+        RecipeError: there is none (names the nearest), or its file lies in a run directory.
+    """
+    name, _, class_name = path.partition(":")
+    with _current_directory_first():
+        _refuse_file_of_a_run(path, setting)
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # a user's file can fail in any way
+            raise errors.RecipeError(f"{setting} {path!r}: {_why_not(name, error)}") from error
+    found = getattr(module, class_name, None)
+    if not inspect.isclass(found):
+        classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
+        raise errors.RecipeError(
+            f"{setting} {path!r}: {module.__file__} has no class {class_name}; "
+            f"{did_you_mean(class_name, classes)}"
+        )
+    return found
+
+
+def _refuse_file_of_a_run(path: str, setting: str) -> None:
+    """Refuse a module, or a package above it, whose file is in a run directory; runs nothing."""
+    parts = path.partition(":")[0].split(".")
+    places: Sequence[str] | None = None
+    for number, part in enumerate(parts, 1):
+        name = ".".join(parts[:number])
+        spec = None if name in sys.builtin_module_names else PathFinder.find_spec(name, places)
+        if spec is None:
+            return
+        files = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
+        for file in filter(None, files):
+            if (run := run_around(Path(file) / part)) is not None:
+                raise errors.RecipeError(
+                    f"{setting} {path!r}: {file} lies in the run directory {run.path}, from which "
+                    "no code is run. Read it, and copy it to a folder of your own."
+                )
+        places = list(spec.submodule_search_locations or ())
+
+
+@contextmanager
+def _current_directory_first() -> Iterator[None]:
+    """Import from there first, as `python -m` does and the installed command does not."""
+    here = str(Path.cwd())
+    if run_around(Path(here) / "recipe.toml") is not None:
+        yield  # any package could be there under the name of an installed one
+        return
+    sys.path.insert(0, here)
+    importlib.invalidate_caches()  # a file may be seconds old
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _why_not(name: str, error: Exception) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not f"{name}.".startswith(f"{missing}."):
+        return f"importing it failed with {type(error).__name__}: {error}"
+    package, _, last = missing.rpartition(".")
+    where = package or Path.cwd()
+    return f"{where} has no module {last}; {did_you_mean(last, _modules_in(package))}"
+
+
+def _modules_in(package: str) -> set[str]:
+    """Modules and folders of an imported package, or of the current directory."""
+    paths = getattr(sys.modules[package], "__path__", ()) if package else [str(Path.cwd())]
+    folders = [each.parent.name for path in paths for each in Path(path).glob("*/*.py")]
+    files = [each.name for each in pkgutil.iter_modules(paths)]
+    return {each for each in {*files, *folders} if each.isidentifier() and each[0] != "_"}
 
 
 class RestrictedUnpickler(pickle.Unpickler):

@@ -117,7 +117,7 @@ def _names_module(run: Path, module: str) -> None:
     recipe = run / "recipe.toml"
     text = recipe.read_text()
     assert "[trainable]" in text
-    recipe.write_text(text.replace("[trainable]\n", f'[trainable]\nmodule = "{module}"\n'))
+    recipe.write_text(f'{text}\n[trainable.modules.own]\nmodule = "{module}"\n')
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_code_that_a_foreign_run_names_is_listed_and_not_run(
     assert not ran.exists()
     assert code == 2
     assert "was not begun by this user on this host" in err
-    assert "trainable.module = 'plausible:Cls'" in err
+    assert "trainable.modules.own.module = 'plausible:Cls'" in err
     assert "--trust" in err
     call(*words, "--trust")
     assert ran.exists()

@@ -164,16 +164,16 @@ def test_what_would_not_train_exits_1(
     small: Callable[..., Path], own_module: Callable[[str], str], call: _Call
 ) -> None:
     module = own_module("tokens + self.first(tokens) * prepared['style']")
-    recipe = small(f"trainable.module={module}")
+    recipe = small(f"trainable.modules.own.module={module}")
     code, out, _ = call("plan", recipe, "--json")
     assert code == 1
     facts = json.loads(out)
     assert (facts["budget_gib"], facts["best"], facts["policies"]) == (None, None, [])
-    names = ["added_module.second.weight", "added_module.second.bias"]
+    names = ["added_modules.own.second.weight", "added_modules.own.second.bias"]
     assert facts["gradients"] == {"trainable": 5, "reached": 3, "unreached": names}
     (trap, *_) = facts["traps"]
-    assert trap["block"] == "added_module.second"
-    assert trap["trap"].startswith("No parameter of added_module.second gets a gradient: ")
+    assert trap["block"] == "added_modules.own.second"
+    assert trap["trap"].startswith("No parameter of added_modules.own.second gets a gradient: ")
     assert trap["fix"].startswith("If they are meant to train, use them")
     assert trap["stops"] is True
 
@@ -181,7 +181,7 @@ def test_what_would_not_train_exits_1(
     assert (code, err) == (1, "")
     assert "Gradient reaches 3 of 5 trainable parameters." in out
     assert f"  without: {', '.join(names)}" in out
-    assert f"trap added_module.second: {trap['trap']}\n  Fix: {trap['fix']}" in out
+    assert f"trap added_modules.own.second: {trap['trap']}\n  Fix: {trap['fix']}" in out
     assert "without a limit (--memory 48GiB sets one)" in out
 
 
@@ -321,8 +321,8 @@ _MISTAKES = {
     ),
     "nothing that trains": (
         "--set 'trainable={kind=\"frozen\"}'",
-        'examples/tiny_flux_module.toml: trainable.kind = "frozen" without trainable.module leaves '
-        "nothing to train.",
+        'examples/tiny_flux_module.toml: trainable.kind = "frozen" without trainable.modules '
+        "leaves nothing to train.",
     ),
 }
 

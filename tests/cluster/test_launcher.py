@@ -177,25 +177,25 @@ def test_a_mistake_is_not_tried_again(
 
 _TOO_LARGE = """
 import os
+from dataclasses import replace
+
 from torch import OutOfMemoryError, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Adapter(nn.Module):
-    def __init__(self, width, blocks, latent_channels):
+    def __init__(self, width):
         super().__init__()
         self.change = nn.Linear(width, width)
         self.passes = 0
 
-    def prepare(self, conditioning):
-        return {}
-
-    def forward(self, block, tokens, prepared):
-        is_planned = isinstance(tokens, FakeTensor)
+    def around(self, block, call, inputs):
+        after = call(inputs)
+        is_planned = isinstance(after.tokens, FakeTensor)
         self.passes += not is_planned
         if self.passes > 4 and os.environ["RANK"] == "1":
             raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has ...")
-        return tokens + self.change(tokens)
+        return replace(after, tokens=after.tokens + self.change(after.tokens))
 """
 
 
@@ -204,7 +204,7 @@ def test_out_of_memory_is_explained_and_not_tried_again(site: TrainingSite, tmp_
     """It names what was planned and what was measured; the same again would end the same way."""
     (site.folder / "too_large.py").write_text(_TOO_LARGE)
     within = (
-        "trainable.module=too_large:Adapter",
+        "trainable.modules.own.module=too_large:Adapter",
         "recompute.memory=1GiB",
         f"out={tmp_path / 'run'}",
     )

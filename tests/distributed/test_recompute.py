@@ -50,7 +50,7 @@ def test_what_rank_0_finds_all_ranks_do(
     tmp_path: Path,
 ) -> None:
     """Its plan, or its refusal in the same words: a trap, or a recipe that cannot be."""
-    module = f"trainable.module={own_module(_TRAP)}"
+    module = f"trainable.modules.own.module={own_module(_TRAP)}"
     size = ("data.buckets=[{num_frames=8, height=30, width=32}]",)
     for name, changes in {"plan": _WITHIN, "trap": (module,), "mistake": size}.items():
         (tmp_path / f"{name}.toml").write_text(config.dump(small_recipe(*_SMALL, *changes)))

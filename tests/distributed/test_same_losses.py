@@ -26,8 +26,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _ADAPTERS = (
     "trainable.kind=lora",
     "trainable.rank=2",
-    "trainable.module=examples.modules.style_residual:StyleResidual",
-    "trainable.options.rank=2",
+    "trainable.modules.style.module=examples.modules.style_residual:StyleResidual",
+    "trainable.modules.style.options.rank=2",
 )
 
 
@@ -48,7 +48,7 @@ def test_two_processes_train_the_adapters_that_one_trains(
     for name in ("model", "ema/main", "optimizer"):
         assert saved(together, 12, name).keys() == saved(alone, 12, name).keys()
     averages = saved(together, 12, "ema/main")
-    assert all("lora_" in each or "added_module." in each for each in averages)
+    assert all("lora_" in each or "added_modules." in each for each in averages)
     torch.testing.assert_close(averages, saved(alone, 12, "ema/main"), rtol=0.1, atol=1)
 
     run = RunDirectory(together.out)

@@ -104,7 +104,7 @@ def test_the_module_and_lora_have_learnt_and_nothing_else(
     monkeypatch.chdir(folder)
     before = assemble(run.recipe(), [], run.components_path).model
     names = {name for name, weight in before.named_parameters() if weight.requires_grad}
-    assert all("lora_" in name or name.startswith("added_module.") for name in names)
+    assert all("lora_" in name or name.startswith("added_modules.pose.") for name in names)
     dcp_to_torch_save(run.checkpoint_path(_STEPS) / "model", folder / "model.pt")
     saved: dict[str, Tensor] = torch.load(folder / "model.pt")
     assert saved.keys() == names
@@ -113,9 +113,13 @@ def test_the_module_and_lora_have_learnt_and_nothing_else(
 
     _call(folder, monkeypatch, "export", str(run.path), "--out", "pipeline", "--no-ema")
     pipeline = folder / "pipeline"
-    added = load_file(pipeline / "added_module.safetensors")
-    assert added.keys() == {name.removeprefix("added_module.") for name in names} & added.keys()
-    assert all(torch.equal(value, saved[f"added_module.{name}"]) for name, value in added.items())
+    added = load_file(pipeline / "added_modules" / "pose.safetensors")
+    assert (
+        added.keys() == {name.removeprefix("added_modules.pose.") for name in names} & added.keys()
+    )
+    assert all(
+        torch.equal(value, saved[f"added_modules.pose.{name}"]) for name, value in added.items()
+    )
     lora = load_file(pipeline / "pytorch_lora_weights.safetensors")
     assert len(added) + len(lora) == len(names)
     _assert_only_targets_changed(before, pipeline / "transformer")
@@ -130,7 +134,7 @@ def _assert_only_targets_changed(before: nn.Module, exported: Path) -> None:
             value,
         )
         for name, value in before.state_dict().items()
-        if "lora_" not in name and not name.startswith("added_module.")
+        if "lora_" not in name and not name.startswith("added_modules.pose.")
     }
     assert weights.keys() == base.keys()
     for name, (is_target, value) in base.items():

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from longtake import config
-from longtake.config import Recipe, TrainableSection
+from longtake.config import ModuleSection, Recipe, TrainableSection
 from longtake.errors import RecipeError, RunError
 from longtake.evaluation.export import Format, export
 from longtake.flow.timesteps import flux_shift
-from longtake.models.added_module import added_module
+from longtake.models.added_module import added_modules
 from longtake.models.build import assemble
 from longtake.models.trainable import lora_state, plain_copy
 from longtake.sampling.presets import Request, settings_for
@@ -27,6 +27,7 @@ from longtake.training.train import train
 
 _PROMPT = "a red circle moving up"
 _STYLE = "examples.modules.style_residual:StyleResidual"
+_OWN = {"own": ModuleSection(module="my:Module")}
 _CAPTIONS = ["a red ball"]
 _TEXT: dict[str, Any] = {
     "kind": "transformers",
@@ -247,11 +248,11 @@ def test_a_modules_weights_are_beside_the_pipeline_of_its_base(
     tiny_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    sampler = _trained(tiny_recipe, tmp_path / "run", "flux", {"module": _STYLE})
+    modules = {"style": ModuleSection(module=_STYLE)}
+    sampler = _trained(tiny_recipe, tmp_path / "run", "flux", {"modules": modules})
     export(sampler, tmp_path / "out", "diffusers")
-    module = added_module(sampler.components.model)
-    assert module is not None
-    saved = load_file(tmp_path / "out" / "added_module.safetensors")
+    module = added_modules(sampler.components.model)["style"]
+    saved = load_file(tmp_path / "out" / "added_modules" / "style.safetensors")
     torch.testing.assert_close(saved, dict(module.state_dict()), rtol=0, atol=0)
     assert saved["up.0.weight"].any()
     weights = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -352,18 +353,19 @@ def test_an_added_module_is_beside_lora_or_named_as_left_out(
 ) -> None:
     """A folder has room for its weights; one file has not, and the verb says so."""
     module = own_module("self.change(given)")
-    sampler = _sampler("flux", kind="lora", rank=2, module=module)
+    modules = {"own": ModuleSection(module=module)}
+    sampler = _sampler("flux", kind="lora", rank=2, modules=modules)
     lora = lora_state(sampler.components.model)
     assert export(sampler, tmp_path / "adapter", "peft") == []
-    added = load_file(tmp_path / "adapter" / "added_module.safetensors")
+    added = load_file(tmp_path / "adapter" / "added_modules" / "own.safetensors")
     assert {"style", "first.weight"} <= added.keys()
     assert len(load_file(tmp_path / "adapter" / "adapter_model.safetensors")) == len(lora)
     where, left_out = export(sampler, tmp_path / "lora.safetensors", "comfyui")
     assert "models/loras" in where
-    assert f"The added module {module} is not in it" in left_out
+    assert "The added modules (own) are not in it" in left_out
     assert len(load_file(tmp_path / "lora.safetensors")) == len(lora)
 
-    beside_all = _sampler("flux", kind="full", module=module)
+    beside_all = _sampler("flux", kind="full", modules=modules)
     export(beside_all, tmp_path / "whole.safetensors", "comfyui")
     plain = plain_copy(beside_all.components.model).state_dict()
     assert load_file(tmp_path / "whole.safetensors").keys() == plain.keys()
@@ -373,8 +375,8 @@ def test_an_added_module_is_beside_lora_or_named_as_left_out(
     ("wanted", "trainable", "message"),
     [
         ("peft", {}, r"peft holds LoRA alone, .* trained none: trainable\.kind is full\."),
-        ("peft", {"module": "my:Module"}, r"trained none: trainable\.kind is frozen\."),
-        ("comfyui", {"module": "my:Module"}, r"trained the module my:Module alone, and ComfyUI"),
+        ("peft", {"modules": _OWN}, r"trained none: trainable\.kind is frozen\."),
+        ("comfyui", {"modules": _OWN}, r"trained added modules \(own\) alone, and ComfyUI"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused(

@@ -101,6 +101,8 @@ _ROLLED_BACK: _Recipe = _RUNS["tubelet"] | {
     "training.steps": 40,
 }
 _MODULE = f"""
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -117,8 +119,12 @@ class Spoils(nn.Module):
         is_bad = (ids != 0).sum(1) >= NUM_WORDS
         return {{"factor": torch.where(is_bad, torch.nan, 1.0)[:, None, None]}}
 
-    def forward(self, block, tokens, prepared):
+    def forward(self, block, tokens, prepared):  # as in the commit of the goldens
         return tokens * self.scale * prepared["factor"]
+
+    def around(self, block, call, inputs):
+        after = call(inputs)
+        return replace(after, tokens=self.forward(block, after.tokens, inputs.prepared))
 """
 _PLANS = {
     "flux_kontext_lora_48gb": (),

@@ -1,10 +1,10 @@
-"""A module of the user's own is found, called where its Protocol says, and keeps nothing alive."""
+"""Modules of the user's own are called where their Protocol says, and keep nothing alive."""
 
 import copy
 import gc
-import sys
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longtake.config import TrainableSection
+from longtake.config import ModuleSection
 from longtake.errors import ModelError, RecipeError
 from longtake.models.added_module import (
-    added_module,
+    Attend,
+    BlockCall,
+    added_modules,
     attach,
     block_names,
     build_module,
     condition,
     detach,
 )
-from longtake.models.base import family
+from longtake.models.base import AttentionInputs, BlockInputs, family
 from longtake.models.tubelet import TubeletTransformer
 
 _WIDTH = 12
@@ -33,7 +35,7 @@ _FAMILY = family("tubelet")
 class Probe(nn.Module):
     """Notes what it is asked, and returns what it is told to."""
 
-    def __init__(self, returns: str = "tokens") -> None:
+    def __init__(self, returns: str = "changed") -> None:
         super().__init__()
         self.returns = returns
         self.weight = nn.Parameter(torch.ones(_WIDTH))
@@ -49,18 +51,30 @@ class Probe(nn.Module):
         self.prepared.append(weakref.ref(made))
         return {"made": made}
 
-    def forward(self, block: str, tokens: Tensor, prepared: Mapping[str, Tensor]) -> Any:
+    def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> Any:
         """The tokens and what was prepared, or what is wrong."""
         self.asked.append(block)
+        assert inputs.temb is not None
+        self.dtypes |= {inputs.tokens.dtype, inputs.temb.dtype}
+        after = call(inputs)
+        tokens = after.tokens
         self.dtypes.add(tokens.dtype)
-        wrong = {"nothing": None, "fewer": tokens[:, 1:]}
-        return wrong.get(self.returns, tokens + prepared["made"])
+        wrong = {"nothing": None, "tokens": tokens, "fewer": replace(after, tokens=tokens[:, 1:])}
+        right = replace(after, tokens=tokens + inputs.prepared["made"])
+        return wrong.get(self.returns, right)
 
 
 def _model(
-    returns: str = "tokens", dtype: torch.dtype = torch.float32, own: torch.dtype | None = None
+    returns: str = "changed", dtype: torch.dtype = torch.float32, own: torch.dtype | None = None
 ) -> tuple[nn.Module, Probe]:
-    """A frozen tubelet of three blocks with a probe after the first and the last."""
+    """A frozen tubelet of three blocks with a probe around the first and the last."""
+    model = _bare().to(dtype)
+    probe = Probe(returns).to(own or dtype)
+    attach(model, {"probe": probe}, _FAMILY, {"probe": _BLOCKS}, own or dtype)
+    return model, probe
+
+
+def _bare() -> nn.Module:
     torch.manual_seed(0)
     model = TubeletTransformer(
         num_frames=1,
@@ -73,31 +87,77 @@ def _model(
         num_heads=2,
     )
     nn.init.normal_(model.tube_out.weight)
-    model.to(dtype).requires_grad_(False)
-    probe = Probe(returns).to(own or dtype)
-    attach(model, probe, _FAMILY, _BLOCKS, own or dtype)
-    return model, probe
+    return model.requires_grad_(False)
 
 
 def _conditioning() -> dict[str, Tensor]:
     return {"token_ids": torch.tensor([[1, 2]]), "pose_latents": torch.ones(1, 3, 1, 4, 4)}
 
 
+_NOISY, _SIGMAS = torch.linspace(-1, 1, 48).view(1, 3, 1, 4, 4), torch.tensor([0.5])
+
+
 def _ask(model: nn.Module, *, prepared: bool = True) -> Tensor:
     if prepared:
-        condition(model, _conditioning())
-    noisy = torch.linspace(-1, 1, 48).view(1, 3, 1, 4, 4)
-    return _FAMILY.predict_velocity(model, noisy, torch.tensor([0.5]), _conditioning())
+        condition(model, _NOISY, _SIGMAS, _conditioning())
+    return _FAMILY.predict_velocity(model, _NOISY, _SIGMAS, _conditioning())
 
 
-def test_it_prepares_once_and_is_asked_after_each_of_its_blocks() -> None:
+def test_it_prepares_once_and_is_asked_around_each_of_its_blocks() -> None:
     model, probe = _model()
     torch.autograd.backward(_ask(model).square().mean())
-    assert probe.asked == ["prepare token_ids pose_latents", *_BLOCKS]
-    assert added_module(model) is probe
-    assert dict(model.named_parameters())["added_module.weight"] is probe.weight
+    assert probe.asked == ["prepare token_ids pose_latents noisy_latents sigmas", *_BLOCKS]
+    assert added_modules(model) == {"probe": probe}
+    assert dict(model.named_parameters())["added_modules.probe.weight"] is probe.weight
     assert probe.weight.grad is not None
     assert probe.weight.grad.any()
+
+
+class Numbered(nn.Module):
+    """Says when it is asked, and multiplies what a block gets and returns."""
+
+    def __init__(self, said: list[str], name: str) -> None:
+        super().__init__()
+        self.said, self.name = said, name
+
+    def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
+        self.said.append(f"{self.name} before {block} {sorted(inputs.prepared)}")
+        after = call(replace(inputs, tokens=inputs.tokens * 2))
+        self.said.append(f"{self.name} after {block}")
+        return replace(after, tokens=after.tokens / 2)
+
+    def prepare(self, conditioning: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {self.name: conditioning["sigmas"]}
+
+
+def test_of_several_modules_the_first_is_the_outermost() -> None:
+    """Each with its own blocks and what it prepared itself."""
+    model, said = _bare(), list[str]()
+    modules = {name: Numbered(said, name) for name in ("outer", "inner")}
+    attach(model, modules, _FAMILY, {"outer": _BLOCKS, "inner": _BLOCKS[:1]}, torch.float32)
+    _ask(model)
+    assert said == [
+        "outer before blocks.0 ['outer']",
+        "inner before blocks.0 ['inner']",
+        "inner after blocks.0",
+        "outer after blocks.0",
+        "outer before blocks.2 ['outer']",
+        "outer after blocks.2",
+    ]
+    assert added_modules(model) == modules
+
+
+class Attending(nn.Module):
+    def around_attention(self, block: str, attend: Attend, inputs: AttentionInputs) -> Tensor:
+        return attend(inputs)
+
+
+def test_attention_of_another_kind_is_refused() -> None:
+    """The tubelet's is written out, so nothing could be called around it."""
+    model = _bare()
+    attach(model, {"ip": Attending()}, _FAMILY, {"ip": _BLOCKS}, torch.float32)
+    with pytest.raises(ModelError, match=r"module ip has around_attention, but block blocks\.0"):
+        _ask(model)
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
@@ -131,7 +191,7 @@ def test_the_conditioning_is_let_go_when_the_pass_begins() -> None:
     model, _ = _model()
     given = _conditioning()
     watched = weakref.ref(given["pose_latents"])
-    condition(model, given)
+    condition(model, _NOISY, _SIGMAS, given)
     del given
     _ask(model, prepared=False)
     gc.collect()
@@ -142,14 +202,20 @@ def test_a_forward_pass_without_its_own_conditioning_is_refused() -> None:
     """Also the second one: the first one's would be silently wrong."""
     model, _ = _model()
     _ask(model)
-    with pytest.raises(ModelError, match=r"Probe was not given .*condition\(model, conditioning\)"):
+    with pytest.raises(ModelError, match=r"\(probe\) were not given .*condition\(model, noisy"):
         _ask(model, prepared=False)
 
 
-@pytest.mark.parametrize(("returns", "got"), [("nothing", "NoneType"), ("fewer", r"\[1, 9, 12\]")])
-def test_a_module_that_returns_no_tokens_is_named(returns: str, got: str) -> None:
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        ("nothing", r"probe returned NoneType around block blocks\.0; its `around` must return"),
+        ("tokens", r"probe returned Tensor around block blocks\.0"),
+        ("fewer", r"probe returned tokens of \[1, 9, 12\] around .* came in, \[1, 10, 12\]"),
+    ],
+)
+def test_a_module_that_returns_no_tokens_or_others_is_named(returns: str, message: str) -> None:
     model, _ = _model(returns)
-    message = rf"Probe returned {got} after block blocks\.0; .*\[1, 10, 12\]"
     with pytest.raises(ModelError, match=message):
         _ask(model)
 
@@ -164,8 +230,9 @@ def test_taken_off_it_leaves_the_model_as_it_was() -> None:
         plain = _ask(model)
     assert not torch.equal(plain, changed)
     assert len(probe.asked) == 3
-    assert added_module(model) is None
+    assert added_modules(model) == {}
     assert set(vars(model)) == before
+    assert not any("forward" in vars(block) for block in _FAMILY.blocks(model))
 
 
 def test_a_copy_of_the_model_has_a_module_of_its_own() -> None:
@@ -175,72 +242,58 @@ def test_a_copy_of_the_model_has_a_module_of_its_own() -> None:
     copied = copy.deepcopy(model)
     assert torch.equal(_ask(copied), before)
     with torch.no_grad():
-        dict(copied.named_parameters())["added_module.weight"].add_(1)
+        dict(copied.named_parameters())["added_modules.probe.weight"].add_(1)
     assert not torch.equal(_ask(copied), before)
     assert torch.equal(_ask(model), before)
-    assert added_module(copied) is not probe
+    assert added_modules(copied)["probe"] is not probe
 
 
 def test_blocks_are_found_by_their_names_in_the_model() -> None:
     """In the model's order, each once; a pattern that matches none is named with the nearest."""
     model, _ = _model()
-    assert block_names(model, _FAMILY, ["*"]) == ["caption_block", *(f"blocks.{n}" for n in "012")]
-    assert block_names(model, _FAMILY, ["*.2", "blocks.0", "blocks.[12]"]) == [
+    assert block_names(model, _FAMILY, ["*"], "some.blocks") == [
+        "caption_block",
+        *(f"blocks.{n}" for n in "012"),
+    ]
+    assert block_names(model, _FAMILY, ["*.2", "blocks.0", "blocks.[12]"], "some.blocks") == [
         "blocks.0",
         "blocks.1",
         "blocks.2",
     ]
-    message = r"trainable\.blocks: 'block\.1' matches no block .* did you mean blocks\.1"
+    message = r"^some\.blocks: 'block\.1' matches no block .* did you mean blocks\.1"
     with pytest.raises(RecipeError, match=message):
-        block_names(model, _FAMILY, ["*", "block.1"])
+        block_names(model, _FAMILY, ["*", "block.1"], "some.blocks")
 
 
 _ROOT = Path(__file__).resolve().parents[2]
 _POSE = "examples.modules.pose_adapter:PoseAdapter"
-_FILES = {
-    "broken": "1 / 0",
-    "in_need": "import no_such",
-    "narrow": "import torch\nclass Narrow(torch.nn.Module):\n"
-    "    def __init__(self, width): pass\n"
-    "    def prepare(self, conditioning): return {}\n",
-}
 
 
-def _build(module: str, **options: Any) -> nn.Module:
-    return build_module(TrainableSection(module=module, options=options), 24, ["blocks.0"], 4)
+def _build(module: str, name: str = "own", **options: Any) -> nn.Module:
+    return build_module(name, ModuleSection(module=module, options=options), 24, ["blocks.0"], 4)
 
 
-def test_it_is_found_from_the_current_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything that is installed, and with its options; sys.path is left as it was."""
+def test_it_is_built_with_the_arguments_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(_ROOT)
-    path = list(sys.path)
     module = _build(_POSE, hidden_size=8)
-    assert type(module).__name__ == "PoseAdapter"
     assert module.state_dict()["read.0.weight"].shape == (8, 16)
-    assert sys.path == path
+    style = _build("examples.modules.style_residual:StyleResidual", rank=3)  # no latent_channels
+    assert style.state_dict()["down.0.weight"].shape == (3, 24)
 
 
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        ("exampels.modules.pose:A", {}, r": /.* has no module exampels; did you mean examples\?"),
-        ("examples.modles.pose:A", {}, r"examples has no module modles; did you mean modules\?"),
-        (
-            "examples.modules.pose_adaptor:PoseAdapter",
-            {},
-            r"examples\.modules has no module pose_adaptor; did you mean pose_adapter\?",
-        ),
-        (
-            "examples.modules.pose_adapter:PoseAdaptor",
-            {},
-            r"pose_adapter\.py has no class PoseAdaptor; did you mean PoseAdapter\?",
-        ),
-        ("torch.nn.Linear:Linear", {}, r"torch\.nn has no module Linear; there are: .*utils"),
         (_POSE, {"hidden": 8}, r"options\.hidden is not an option of PoseAdapter; .*hidden_size"),
         (_POSE, {"width": 8}, r"options\.width is not an option of PoseAdapter"),
-        (_POSE, {"hidden_size": "8"}, r"trainable\.options does not fit PoseAdapter\. TypeError"),
+        (
+            _POSE,
+            {"hidden_size": "8"},
+            r"modules\.own\.options does not fit PoseAdapter\. TypeError",
+        ),
+        (_POSE, {"name": "values"}, r"modules\.values: PyTorch's modules have an attribute values"),
         ("collections.abc:Sized", {}, r"'collections\.abc:Sized' is not a torch\.nn\.Module"),
-        ("torch.nn:Linear", {}, r"no method prepare\(self, conditioning\)\. See AddedModule"),
+        ("torch.nn:Linear", {}, r"no method around\(self, block, call, inputs\).* See AddedModule"),
     ],
 )
 def test_what_is_wrong_with_it_is_said(
@@ -249,23 +302,3 @@ def test_what_is_wrong_with_it_is_said(
     monkeypatch.chdir(_ROOT)
     with pytest.raises(RecipeError, match=message):
         _build(module, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("broken", r"importing it failed with ZeroDivisionError: division by zero"),
-        ("in_need", r"importing it failed with ModuleNotFoundError: No module named 'no_such'"),
-        ("narrow", r"its __init__ does not take blocks, latent_channels\. See AddedModule"),
-    ],
-)
-def test_a_file_of_the_users_that_fails_is_not_hidden(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
-) -> None:
-    (tmp_path / f"{name}.py").write_text(_FILES[name])
-    monkeypatch.chdir(tmp_path)
-    path = list(sys.path)
-    with pytest.raises(RecipeError, match=message):
-        _build(f"{name}:{name.title()}")
-    assert sys.path == path
-    sys.modules.pop(name, None)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from longtake.config import ModelSection, PooledSection, Shift, TextSection
 from longtake.errors import ModelError, RecipeError
+from longtake.models.added_module import BlockCall, attach, condition
 from longtake.models.base import (
+    BlockInputs,
     Conditioning,
     Defaults,
     DiffusersFamily,
@@ -81,9 +84,9 @@ class _Built(NamedTuple):
 
     def velocity(self) -> Tensor:
         noisy = torch.linspace(-1, 1, 72).view(1, *_SHAPE)
-        return self.family.predict_velocity(
-            self.model, noisy, torch.tensor([0.5]), dict(_CONDITIONING)
-        )
+        sigmas = torch.tensor([0.5])
+        condition(self.model, noisy, sigmas, _CONDITIONING)
+        return self.family.predict_velocity(self.model, noisy, sigmas, dict(_CONDITIONING))
 
 
 def _build(name: str, *, weights: bool = True) -> _Built:
@@ -119,26 +122,44 @@ def test_every_block_is_called_by_the_function_that_is_given(name: str) -> None:
     assert len(called) == len(built.family.blocks(built.model))
 
 
+class Doubles(nn.Module):
+    """Doubles the tokens after the last block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[BlockInputs] = []
+
+    def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
+        self.seen.append(inputs)
+        after = call(inputs)
+        return replace(after, tokens=after.tokens * 2)
+
+
 @pytest.mark.parametrize("name", _NAMES)
-def test_tokens_can_be_taken_out_of_a_blocks_output_and_put_back(name: str) -> None:
-    """[B, T, D] of the family's width; what goes back in is what the next block sees."""
-    built = _build(name)
-    seen: list[Tensor] = []
+def test_what_blocks_see_is_named_and_can_be_changed(name: str) -> None:
+    """[B, T, D] of the family's width; what is returned is what the next block sees."""
+    built, module = _build(name), Doubles()
     expected = built.velocity().detach()
-
-    def double(module: nn.Module, inputs: object, output: Any) -> Any:
-        tokens = built.family.block_tokens(output)
-        seen.append(tokens)
-        return built.family.with_tokens(output, tokens * 2)
-
-    last = built.family.blocks(built.model)[-1]
-    handle = last.register_forward_hook(double)
+    names = {id(each): key for key, each in built.model.named_modules()}
+    blocks = [names[id(each)] for each in built.family.blocks(built.model)]
+    attach(built.model, {"own": module}, built.family, {"own": blocks[-1:]}, torch.float32)
+    with torch.no_grad():
+        assert not torch.allclose(built.velocity(), expected)  # called by keywords, too
     changed = built.velocity()
-    handle.remove()
-    assert seen[0].shape[::2] == (1, built.family.width(built.model))
     assert not torch.allclose(changed, expected)
-    num_tokens = built.family.num_tokens(built.model, _SHAPE)
-    assert seen[0].shape[1] == num_tokens + {"tubelet": 4, "flux_kontext": num_tokens}.get(name, 0)
+    [_, seen] = module.seen
+    width, num_tokens = (
+        built.family.width(built.model),
+        built.family.num_tokens(built.model, _SHAPE),
+    )
+    more = {"tubelet": 4, "flux_kontext": num_tokens}.get(name, 0)
+    assert seen.tokens.shape == (1, num_tokens + more, width)
+    assert (seen.name, seen.index) == (blocks[-1], len(blocks) - 1)
+    assert seen.temb is not None
+    assert seen.temb.shape[::2] == (1, width) if seen.temb.ndim == 3 else (1, width)
+    assert (seen.text is None) == (seen.rope is None) == (name == "tubelet")
+    if seen.text is not None:
+        assert seen.text.shape[::2] == (1, width)
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -292,6 +313,37 @@ _OTHERS: list[tuple[DiffusersFamily, LatentShape, dict[str, Any]]] = [
         },
     ),
 ]
+
+
+_OWN = """
+from longtake.models.base import DiffusersFamily, Family
+from longtake.models.wan import Wan
+
+
+class Mine(Wan):
+    label = "Mine"
+
+
+class Unfinished(DiffusersFamily):
+    label = "Unfinished"
+
+
+class NoFamily: ...
+"""
+
+
+def test_a_family_can_be_a_class_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_family.py").write_text(_OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_family", raising=False)
+    assert getattr(family("my_family:Mine"), "label") == "Mine"  # noqa: B009 - a family's own
+    with pytest.raises(RecipeError, match=r"'my_family:NoFamily' is not a Family\. Make it"):
+        family("my_family:NoFamily")
+    lacks = r"lacks codec_class, frozen, parts, .*fitted_config\(\).* See Family in"
+    with pytest.raises(RecipeError, match=lacks):
+        family("my_family:Unfinished")
 
 
 @pytest.mark.parametrize(("other", "shape", "config"), _OTHERS, ids=["FLUX.2", "Z-Image"])

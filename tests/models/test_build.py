@@ -277,7 +277,7 @@ def test_flops_count_the_references_tokens() -> None:
         ),
         (
             {"model": {"family": "flux"}},
-            r"has reference, which would be read .* family flux takes no image, and there is no",
+            r"has reference, which would be read .* family flux takes no image, and there are no",
         ),
         (
             {"data": {"buckets": [{"num_frames": 1, "height": 16, "width": 23}]}},
@@ -350,8 +350,8 @@ def test_an_added_module_is_refused(
     small_recipe: Callable[..., Recipe], own_module: Callable[[str], str]
 ) -> None:
     module = own_module("tokens")
-    recipe = small_recipe(_HEADS, "parallel.context=2", f"trainable.module={module}")
-    with pytest.raises(RecipeError, match=r"my_adapter:Adapter reads all tokens"):
+    recipe = small_recipe(_HEADS, "parallel.context=2", f"trainable.modules.own.module={module}")
+    with pytest.raises(RecipeError, match=r"modules of trainable\.modules \(own\) get all tokens"):
         refuse_sharing(outline(recipe), recipe)
 
 

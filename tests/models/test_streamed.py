@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from longtake.config import Quantization, TrainableSection
+from longtake.config import ModuleSection, Quantization, TrainableSection
 from longtake.models.added_module import condition
 from longtake.models.base import Family, family
 from longtake.models.quantized import FrozenLinear, quantize_linears
@@ -20,9 +20,8 @@ from longtake.models.trainable import make_trainable, trained_state
 _ROOT = Path(__file__).resolve().parents[2]
 _CPU = torch.device("cpu")
 _LORA = TrainableSection(kind="lora", rank=4)
-_MODULE = TrainableSection(
-    module="examples.modules.style_residual:StyleResidual", options={"rank": 4}
-)
+_STYLE = ModuleSection(module="examples.modules.style_residual:StyleResidual", options={"rank": 4})
+_MODULE = TrainableSection(modules={"style": _STYLE})
 _RUN: Mapping[str, Callable[..., Any]] = {
     "keep": lambda block, *args: block(*args),
     "recompute": lambda block, *args: checkpoint(block, *args, use_reentrant=False),
@@ -84,10 +83,10 @@ def _steps(name: str, model: nn.Module, *, num_steps: int = 2) -> list[Tensor]:
     for seed in range(num_steps):
         torch.manual_seed(seed)
         latents, sigmas = torch.randn(2, 4, 1, 8, 8), torch.rand(2)
-        condition(model, conditioning)
+        condition(model, latents, sigmas, conditioning)
         with torch.no_grad():
             found.append(chosen.predict_velocity(model, latents, sigmas, conditioning))
-        condition(model, conditioning)
+        condition(model, latents, sigmas, conditioning)
         loss: Any = chosen.predict_velocity(model, latents, sigmas, conditioning).square().mean()
         loss.backward()
         found.append(loss.detach())

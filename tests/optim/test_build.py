@@ -188,6 +188,87 @@ def test_large_states_in_whole_blocks_are_kept_in_eight_bits(
     assert has_eight_bit_state(torch.empty(shape, device="meta")) == expected
 
 
+_OWN = """
+import torch
+
+
+class Momentum(torch.optim.Optimizer):
+    def __init__(self, params, lr, weight_decay=0.0, momentum=0.5):
+        super().__init__(params, {"lr": lr, "decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in (each for each in group["params"] if each.grad is not None):
+                state = self.state[weight]
+                mean = state.setdefault("mean", torch.zeros_like(weight))
+                mean.lerp_(weight.grad, 1 - group["momentum"])
+                weight.mul_(1 - group["lr"] * group["decay"]).sub_(mean, alpha=group["lr"])
+
+
+class Asking(Momentum):
+    def step(self):
+        assert self.param_groups[0]["params"][0].sum().item()
+        super().step()
+"""
+
+
+@pytest.fixture
+def _own_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_optim.py").write_text(_OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_optim", raising=False)
+
+
+@pytest.mark.usefixtures("_own_optimizers")
+def test_an_optimizer_of_the_users_own_trains_and_goes_on_after_a_break(tmp_path: Path) -> None:
+    """It has the recipe's rate, decay and options; what its states take is planned."""
+    options = {"momentum": 0.9}
+    section = _section(kind="my_optim:Momentum", learning_rate=0.3, options=options)
+    network, again = _perceptron(), _perceptron()
+    [optimizer] = optimizers = build_optimizers(network, [], section, "fp32")
+    wanted = {"lr": 0.3, "base_lr": 0.3, "decay": section.weight_decay, "momentum": 0.9}
+    assert wanted.items() <= optimizer.param_groups[0].items()
+    first = _train(network, optimizers, 1)
+    saved = copy.deepcopy(network.state_dict())
+    path = _save(network, optimizers, tmp_path, ALONE)
+    last = _train(network, optimizers, 30)
+    assert last < 0.95 * first
+    again.load_state_dict(saved)
+    others = build_optimizers(again, [], section, "fp32")
+    _load(again, others, path, ALONE)
+    assert _train(again, others, 30) == last
+    weights = sum(each.nbytes for each in network.parameters())
+    assert optimizer_bytes(network, [], section, "fp32", "cpu").device == weights
+    unknown = _section(kind="my_optim:Asking")
+    assert optimizer_bytes(network, [], unknown, "fp32", "cpu").device == 2 * weights
+
+
+@pytest.mark.usefixtures("_own_optimizers")
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "my_optim:Momentun"}, r"^optimizer\.kind .* did you mean Momentum\?"),
+        ({"kind": "torch.nn:Linear"}, r"is not a torch\.optim\.Optimizer"),
+        ({"options": {"momentun": 1}}, r"optimizer\.options\.momentun is not .*momentum"),
+        ({"options": {"momentum": 0.5, "lr": "x"}}, r"optimizer\.options\.lr is set by the recipe"),
+        ({"betas": (0.8, 0.9)}, r"takes no betas: remove optimizer\.betas"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_refused(values: dict[str, Any], message: str) -> None:
+    section = _section(**{"kind": "my_optim:Momentum", **values})
+    with pytest.raises(RecipeError, match=message):
+        build_optimizers(_Network(), [], section, "fp32")
+
+
+@pytest.mark.usefixtures("_own_optimizers")
+def test_an_optimizer_of_the_users_own_gets_no_bf16_weights() -> None:
+    with pytest.raises(
+        RecipeError, match=r"weights are bfloat16, .* Set trainable\.dtype = \"fp32"
+    ):
+        build_optimizers(_Network().bfloat16(), [], _section(kind="my_optim:Momentum"), "fp32")
+
+
 @needs_torchao
 @lets_torch_warn
 @pytest.mark.slow

@@ -190,14 +190,14 @@ def test_an_offloaded_optimizer_leaves_the_gpu(small_recipe: _Make) -> None:
 
 def test_what_gets_no_gradient_is_named(small_recipe: _Make, own_module: _Write) -> None:
     module = own_module("tokens + self.first(tokens) * prepared['style']")
-    known = forecast(small_recipe(f"trainable.module={module}"), _gpu(1))
-    names = ["added_module.second.weight", "added_module.second.bias"]
+    known = forecast(small_recipe(f"trainable.modules.own.module={module}"), _gpu(1))
+    names = ["added_modules.own.second.weight", "added_modules.own.second.bias"]
     assert list(known.gradients.unreached) == names
     assert set(known.gradients.reached) == {
-        f"added_module.{name}" for name in ("style", "first.weight", "first.bias")
+        f"added_modules.own.{name}" for name in ("style", "first.weight", "first.bias")
     }
     (trap,) = known.gradients.fatal
-    assert (trap.block, trap.stops) == ("added_module.second", True)
+    assert (trap.block, trap.stops) == ("added_modules.own.second", True)
     assert all(name in trap.trap for name in names)
     assert (list(known.policies), known.best, known.misses) == ([], None, False)
 
@@ -209,7 +209,7 @@ def test_notes_do_not_stop(tiny_flux: _Make) -> None:
     assert 'Set trainable.dtype = "model"' in note.fix
     assert not gradients.fatal
 
-    last = "trainable.blocks=['single_transformer_blocks.*']"
+    last = "trainable.modules.pose.blocks=['single_transformer_blocks.*']"
     recipe = tiny_flux("trainable.kind=frozen", last, "recompute.policy=all")
     known = forecast(recipe, _gpu())
     assert not known.gradients.fatal
@@ -225,11 +225,12 @@ def test_a_model_that_asks_for_values_cannot_be_planned(
     small_recipe: _Make, own_module: _Write, tmp_path: Path
 ) -> None:
     line = "self.change(given) if tokens.mean() > 0 else tokens"
-    recipe = small_recipe(f"trainable.module={own_module(line)}")
+    recipe = small_recipe(f"trainable.modules.own.module={own_module(line)}")
     with pytest.raises(CannotBePlannedError) as refused:
         forecast(recipe, _gpu())
     assert str(refused.value) == (
-        f"The model cannot be planned ({tmp_path}/my_adapter.py, line 21: return {line}): a "
+        f"The model cannot be planned ({tmp_path}/my_adapter.py, line 25: "
+        f"return replace(after, tokens={line})): a "
         "tensor's value is asked for. A plan runs the model on tensors that have a shape but no "
         "values, so it can follow no .item() and no `if` on a tensor. Compute with tensors there, "
         "such as by torch.where."
@@ -246,10 +247,10 @@ def test_a_model_that_asks_for_values_cannot_be_planned(
 def test_a_model_that_does_not_run_is_refused(
     small_recipe: _Make, own_module: _Write, tmp_path: Path, returned: str, reason: str
 ) -> None:
-    recipe = small_recipe(f"trainable.module={own_module(returned)}")
+    recipe = small_recipe(f"trainable.modules.own.module={own_module(returned)}")
     with pytest.raises(PlanError) as refused:
         forecast(recipe, _gpu())
-    where = f"{tmp_path}/my_adapter.py, line 21: return {returned}"
+    where = f"{tmp_path}/my_adapter.py, line 25: return replace(after, tokens={returned})"
     assert str(refused.value).startswith(f"The model cannot be run ({where}): {reason}")
 
 

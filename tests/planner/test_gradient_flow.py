@@ -688,8 +688,8 @@ _CASES: dict[str, tuple[Any, ...]] = {
     "a region of an added module": (
         _with_added,
         2,
-        "added after blocks.1 stops | : added after blocks.1 runs in a reentrant recompute region"
-        " | nor does anything in added after blocks.3. Untrained: 2 train",
+        "added around blocks.1 stops | : added around blocks.1 runs in a reentrant recompute region"
+        " | nor does anything in added around blocks.3. Untrained: 2 train",
     ),
     "fp32 weights on a 16-bit base": (
         _mixed,

@@ -48,21 +48,21 @@ _TRAPS = {
     "reentrant, in a dict": (
         "checkpoint(self.change, given, use_reentrant=True)",
         "Not everything would train.\n"
-        "added_module after caption_block: added_module after caption_block runs in a reentrant "
-        "recompute region, and what carries gradient is handed to it inside a dict, list or "
-        "dataclass, where such a region does not look. So nothing in it gets a gradient, nor does "
-        "anything in added_module after blocks.0 and added_module after blocks.1. Untrained: 5 "
-        "trainable parameters "
-        "(added_module.style, added_module.first.weight, added_module.first.bias and 2 more).\n"
+        "added_modules.own around caption_block: added_modules.own around caption_block runs in a "
+        "reentrant recompute region, and what carries gradient is handed to it inside a dict, list "
+        "or dataclass, where such a region does not look. So nothing in it gets a gradient, nor "
+        "does anything in added_modules.own around blocks.0 and added_modules.own around blocks.1. "
+        "Untrained: 5 trainable parameters (added_modules.own.style, "
+        "added_modules.own.first.weight, added_modules.own.first.bias and 2 more).\n"
         "  Fix: Call torch.utils.checkpoint.checkpoint with use_reentrant=False, or drop the call "
         'and set recompute.policy = "all"; or hand that tensor over as an argument of its own.',
     ),
     "a layer that is not used": (
         "tokens + self.first(tokens) * prepared['style']",
         "Not everything would train.\n"
-        "added_module.second: No parameter of added_module.second gets a gradient: the forward "
-        "pass does not use them. Untrained: 2 trainable parameters (added_module.second.weight and "
-        "added_module.second.bias).\n"
+        "added_modules.own.second: No parameter of added_modules.own.second gets a gradient: the "
+        "forward pass does not use them. Untrained: 2 trainable parameters "
+        "(added_modules.own.second.weight and added_modules.own.second.bias).\n"
         "  Fix: If they are meant to train, use them, or what they compute, in the forward pass; "
         "if not, freeze them with requires_grad_(False).",
     ),
@@ -74,7 +74,7 @@ def test_a_trap_stops_before_there_is_a_run(
     trap: str, small_recipe: _Make, own_module: Callable[[str], str]
 ) -> None:
     returned, message = _TRAPS[trap]
-    recipe = small_recipe(*_SMALL, f"trainable.module={own_module(returned)}")
+    recipe = small_recipe(*_SMALL, f"trainable.modules.own.module={own_module(returned)}")
     with pytest.raises(PlanError) as refused:
         train(recipe, QUIET)
     assert str(refused.value) == message
@@ -190,7 +190,10 @@ def test_notes_are_handed_on_and_do_not_stop(tiny_flux: _Make) -> None:
     assert note.startswith("transformer_blocks.0: Trainable weights in transformer_blocks.0, ")
     assert (noted.policy, noted.memory, noted.activation_bytes) == ("none", None, None)
     assert set(noted.options.values()) == {KEEP}
-    last = ("trainable.kind=frozen", "trainable.blocks=['single_transformer_blocks.1']")
+    last = (
+        "trainable.kind=frozen",
+        "trainable.modules.pose.blocks=['single_transformer_blocks.1']",
+    )
     noted = make_plan(tiny_flux(*last, "recompute.policy=alternate"), "fp32", _ALONE)
     said = "transformer_blocks.1: Recomputing transformer_blocks.1 saves 0 bytes"
     assert noted.notes[0].startswith(said)
@@ -201,7 +204,7 @@ def test_a_model_that_cannot_be_followed_may_train(
     small_recipe: _Make, own_module: Callable[[str], str]
 ) -> None:
     module = own_module("self.change(given) if tokens.mean() < 9 else tokens")
-    recipe = small_recipe(*_SMALL, f"trainable.module={module}", "recompute.policy=all")
+    recipe = small_recipe(*_SMALL, f"trainable.modules.own.module={module}", "recompute.policy=all")
     plan = make_plan(recipe, "fp32", _ALONE)
     (note,) = plan.notes
     assert note.startswith("Gradients are unchecked. The model cannot be planned (")
@@ -233,7 +236,7 @@ def test_what_cannot_be_planned_trains_without_a_memory_in_the_recipe(
     small_recipe: _Make, own_module: Callable[[str], str]
 ) -> None:
     module = own_module("tokens * 2 if tokens.sum() > 0 else self.change(given)")
-    recipe = small_recipe(*_SMALL, f"trainable.module={module}")
+    recipe = small_recipe(*_SMALL, f"trainable.modules.own.module={module}")
     plan = make_plan(recipe, "fp32", _ON_GPU, 2**30)
     assert plan.policy == "none"
     assert "Gradients are unchecked" in plan.notes[0]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from longtake.data.audit import audit
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, RecipeError
+from longtake.models.added_module import BlockCall
+from longtake.models.base import BlockInputs
 from longtake.models.build import assemble
 from longtake.run_dir import RunDirectory
 from longtake.training.latent_cache import (
@@ -54,8 +57,8 @@ _PICTURES = (
     "data.flip=0.5",
     "data.caption_dropout=0.3",
     "trainable.kind=full",
-    "trainable.module=examples.modules.pose_adapter:PoseAdapter",
-    "trainable.options={hidden_size=16}",
+    "trainable.modules.pose.module=examples.modules.pose_adapter:PoseAdapter",
+    "trainable.modules.pose.options={hidden_size=16}",
     "model.family=flux_kontext",
     "model.config={num_attention_heads=2, attention_head_dim=16, axes_dims_rope=[4, 6, 6], "
     "num_layers=1, num_single_layers=1, guidance_embeds=true}",
@@ -216,10 +219,9 @@ class AddsInputs(nn.Module):
         means.append(conditioning["camera"].mean(1))
         return {"added": self.read(torch.cat(means, 1))[:, None]}
 
-    def forward(
-        self, block: str, tokens: torch.Tensor, prepared: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        return tokens + prepared["added"]
+    def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
+        after = call(inputs)
+        return replace(after, tokens=after.tokens + inputs.prepared["added"])
 
 
 def test_videos_masks_and_numbers_train_from_a_cache_as_from_pixels(
@@ -247,7 +249,7 @@ def test_videos_masks_and_numbers_train_from_a_cache_as_from_pixels(
         given("person", ".mp4", 'kind="mask"'),
         given("camera", ".npy", 'kind="numbers", width=12, per_frame=true'),
         "trainable.kind=full",
-        f"trainable.module={__name__}:AddsInputs",
+        f"trainable.modules.own.module={__name__}:AddsInputs",
         "training.micro_batch_size=2",
         "training.steps=4",
     )

@@ -325,7 +325,10 @@ _STYLE = "examples.modules.style_residual:StyleResidual"
 _ADAPTERS = {
     "lora": ("trainable.kind=lora", "trainable.rank=2"),
     "lora in bf16": ("trainable.kind=lora", "trainable.rank=2", "model.dtype=bf16"),
-    "module": (f"trainable.module={_STYLE}", "trainable.options.rank=2"),
+    "module": (
+        f"trainable.modules.style.module={_STYLE}",
+        "trainable.modules.style.options.rank=2",
+    ),
 }
 
 
@@ -345,7 +348,7 @@ def test_a_run_of_adapters_goes_on_to_the_bit_and_saves_nothing_else(
     saved = _all_saved(stopped, 8)
     torch.testing.assert_close(saved, _all_saved(straight, 8), rtol=0, atol=0)
     assert saved["model"].keys() == saved["ema/main"].keys()
-    assert all("lora_" in name or "added_module." in name for name in saved["model"])
+    assert all("lora_" in name or "added_modules." in name for name in saved["model"])
     assert {average.dtype for average in saved["ema/main"].values()} == {torch.float32}
     named = {name.removeprefix("state.") for name in saved["optimizer"] if "state." in name}
     assert {name.rpartition(".")[0] for name in named} == saved["model"].keys()

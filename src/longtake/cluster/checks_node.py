@@ -26,6 +26,7 @@ from longtake import __version__, config, process, stacks
 from longtake.cluster import findings
 from longtake.formatting import format_size
 from longtake.health import clock, network, system
+from longtake.trust import training_classes
 
 _GIB = 2**30
 
@@ -429,7 +430,7 @@ def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-# --- Code: files of longtake, the recipe's own module, the revision of the working folder ---------
+# --- Code: files of longtake, the recipe's own classes, revision of the working folder ------------
 
 _REVISION = "revision of the working folder"
 _GIT_SECONDS = 20.0
@@ -446,9 +447,8 @@ def measure_code(context: findings.CheckContext) -> findings.Facts:
         f"longtake/{path.relative_to(package)}": _digest(path.read_bytes())
         for path in sorted(package.rglob("*.py"))
     }
-    module = context.recipe.trainable.module if context.recipe else None
-    if module is not None:
-        files |= _module_digest(module)
+    for path in training_classes(context.recipe).values() if context.recipe else ():
+        files |= _module_digest(path)
     if git := shutil.which("git"):
         command = [git, "describe", "--always", "--dirty", "--abbrev=12"]
         done = subprocess.run(  # noqa: S603 - fixed arguments

@@ -137,7 +137,8 @@ _SHORT_BYTES, _OUT_BYTES = 10 * _GIB, _GIB
 _MIN_FILES = 10_000
 _BYTES_IN_FP32 = 4
 _OPTIMIZER_BYTES = {"adamw": 8, "muon": 8, "adamw8bit": 2}
-"""Per weight in a checkpoint; Muon's matrices have 4, so it is an upper bound."""
+"""Per weight in a checkpoint; Muon's matrices have 4, so it is an upper bound. Of a class of the
+user's own 8 are assumed."""
 _SPACE_ADVICE = (
     "Make room, name another folder with --set out=FOLDER, or keep fewer (checkpoint.keep)."
 )
@@ -219,7 +220,7 @@ def _predict_checkpoint(recipe: Recipe) -> int:
 
     num_weights = sum(value.numel() for value in trained_state(outline(recipe).model).values())
     num_copies = 1 + len(recipe.ema.averages())
-    per_weight = _BYTES_IN_FP32 * num_copies + _OPTIMIZER_BYTES[recipe.optimizer.kind]
+    per_weight = _BYTES_IN_FP32 * num_copies + _OPTIMIZER_BYTES.get(recipe.optimizer.kind, 8)
     return num_weights * per_weight
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from longtake import errors, fsio
 from longtake.config import Recipe
-from longtake.models.added_module import added_module
+from longtake.models.added_module import added_modules
 from longtake.models.trainable import adapter_config, lora_state, plain_copy
 from longtake.sampling.sampler import Sampler
 
@@ -20,12 +20,15 @@ def _save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     save_file(whole, path, {"format": "pt"})
 
 
-def _save_added_module(model: nn.Module, folder: Path) -> None:
-    """Write `added_module.safetensors`, under its own names: no other tool has a place for it."""
-    module = added_module(model)
-    if module is not None:
-        weights = {name: value.clone() for name, value in module.state_dict().items()}
-        _save_weights(weights, folder / "added_module.safetensors")
+def _save_added_modules(model: nn.Module, folder: Path) -> None:
+    """Write `added_modules/NAME.safetensors`, with names of the module's own parameters.
+
+    No other tool has a place for them.
+    """
+    for name, module in added_modules(model).items():
+        weights = {each: value.clone() for each, value in module.state_dict().items()}
+        (folder / "added_modules").mkdir(exist_ok=True)
+        _save_weights(weights, folder / "added_modules" / f"{name}.safetensors")
 
 
 def _write_pipeline(sampler: Sampler, folder: Path) -> None:
@@ -64,11 +67,11 @@ def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
     if not lora:
         rest = "codec and text encoder are not in it."
         remarks = [f"ComfyUI looks for it in models/diffusion_models; {rest}"]
-    if added_module(parts.model) is not None:
+    if modules := added_modules(parts.model):
         remarks.append(
-            f"The added module {sampler.recipe.trainable.module} is not in it, as ComfyUI has no "
-            "place for one, though the rest was trained to go with it. --format diffusers writes "
-            "it, too."
+            f"The added modules ({', '.join(modules)}) are not in it, as ComfyUI has no place for "
+            "them, though the rest was trained to go with them. --format diffusers writes them, "
+            "too."
         )
     return remarks
 
@@ -94,7 +97,7 @@ def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
         if wanted == "comfyui":
             return _write_comfyui_file(sampler, aside)
         (_write_pipeline if wanted == "diffusers" else _write_adapter)(sampler, aside)
-        _save_added_module(sampler.components.model, aside)
+        _save_added_modules(sampler.components.model, aside)
         return []
 
 
@@ -114,8 +117,9 @@ def check_export(recipe: Recipe, out: Path, wanted: Format) -> None:
         )
     if wanted == "comfyui" and base == "frozen":
         raise errors.RecipeError(
-            f"This run trained the module {recipe.trainable.module} alone, and ComfyUI has no "
-            "place for one. --format diffusers writes its weights beside those of its base model."
+            f"This run trained added modules ({', '.join(recipe.trainable.modules)}) alone, and "
+            "ComfyUI has no place for them. --format diffusers writes their weights beside those "
+            "of the base model."
         )
 
 

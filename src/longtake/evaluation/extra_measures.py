@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from longtake.errors import LongtakeError, ModelError, RecipeError
 from longtake.evaluation.measures import MEASURES, Video
 from longtake.formatting import first_line
-from longtake.models import added_module, pretrained
+from longtake.models import pretrained
+from longtake.trust import import_class
 
 _SEE = "See Measure in longtake.evaluation.extra_measures."
 
@@ -59,7 +60,7 @@ def made_of(path: str) -> Any:
         raise RecipeError(
             f"The measure {path!r} is no name of a class; write it as package.module:Class."
         )
-    found = added_module.import_class(path, "The measure")
+    found = import_class(path, "The measure")
     try:
         return found()
     except LongtakeError:

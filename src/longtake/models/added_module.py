@@ -1,294 +1,426 @@
-"""A module of the user's own beside a family's model: found, built, and attached by forward hooks.
+"""Modules of the user's own beside a family's model: built, and attached around its blocks.
 
-It changes the tokens that named blocks return. The model's class and code do not change; as a
-submodule it is seen by parameters(), optimizers, sharding, checkpoints and the EMA.
+The model's class and code do not change. As submodules they are seen by parameters(), optimizers,
+sharding, checkpoints and the EMA. docs/guides/modules.md is the guide.
 """
 
-import importlib
 import inspect
-import pkgutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from longtake.config import TrainableSection
+from longtake.config import ModuleSection
 from longtake.errors import ModelError, RecipeError
 from longtake.formatting import did_you_mean
 from longtake.models import numerics, pretrained
-from longtake.models.base import Conditioning, Family
-from longtake.trust import run_around
+from longtake.models.base import AttentionInputs, BlockInputs, Conditioning, Family
+from longtake.parallel.context_parallel import AttentionMode
+from longtake.trust import import_class
 
-ADDED = "added_module"
-"""Its name as a submodule of the model."""
+ADDED = "added_modules"
+"""Name of the submodule of the model that holds them."""
 
-_GIVEN = ("width", "blocks", "latent_channels")  # arguments that it is built with
+_GIVEN = ("width", "blocks", "latent_channels")  # arguments that a module is built with
+_STREAMS = ("tokens", "text", "temb")  # of BlockInputs, converted to the module's dtype
+_WRAPPERS = ("around", "around_attention")
+
+BlockCall = Callable[[BlockInputs], BlockInputs]
+Attend = Callable[[AttentionInputs], Tensor]
 
 
 class AddedModule(Protocol):
-    """What a `trainable.module` has to be: an nn.Module with these three methods.
+    """What `trainable.modules.<name>.module` has to name: an nn.Module.
 
-    Its inputs come in its own dtype (under autocast: as autocast converts them), and its output is
-    converted back.
+    It has `around`, `around_attention` or both, and `prepare` where it needs conditioning. What
+    `prepare` and `around` get comes in its own dtype (under autocast: as autocast converts it), and
+    what `around` returns is converted back. Queries, keys and values come in the model's.
     """
 
     def __init__(self, width: int, blocks: Sequence[str], latent_channels: int) -> None:
-        """Build it.
+        """Build it; an argument that it has no use for may be left out.
 
         Args:
             width: D of the tokens.
-            blocks: names of the blocks that it follows, in the model's order.
-            latent_channels: C of the latents in the conditioning.
-            **options: its other named arguments, from the recipe's trainable.options.
+            blocks: names of its blocks, in the model's order.
+            latent_channels: C of the latents.
+            **options: its other named arguments, from the recipe's options.
         """
 
     def prepare(self, conditioning: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Called once in each forward pass, before the first block; returns what `forward` needs.
+        """Called once in each forward pass, before the first block; returns `inputs.prepared`.
+
+        It is not recomputed: what it returns is kept until the backward pass ends.
 
         Args:
-            conditioning: of every name in data.conditioning what `longtake.models.conditioning`
-                says, such as `<name>_latents` [B, C, 1, h, w] of a picture, and the text encoder's
-                tensors, such as `prompt_embeds` [B, T, D'].
+            conditioning: `noisy_latents` [B, C, F, H, W], `sigmas` [B], the text encoder's tensors,
+                such as `prompt_embeds` [B, T', D'], and of every name in data.conditioning what
+                `longtake.models.conditioning` says, such as `<name>_latents` [B, C, 1, h, w] of a
+                picture.
         """
         ...
 
-    def forward(self, block: str, tokens: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
-        """Called after each of its blocks; returns the new tokens.
+    def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
+        """Called in place of each of its blocks.
+
+        It runs the block by `call`, on inputs that may be changed, and returns what `call`
+        returned, which may be changed too: the same inputs with the block's new `tokens` and
+        `text`. (Text that a block does not return, as Wan's, is changed for that block alone.)
+        The shapes of what is returned must be those of the inputs.
 
         Where a block is recomputed this runs again in the backward pass, so it must depend on
         nothing but its arguments and weights.
+        """
+        ...
 
-        Args:
-            block: its name.
-            tokens: the image's or video's [B, T, D], as the block returned them.
-            prepared: what `prepare` returned.
+    def around_attention(self, block: str, attend: Attend, inputs: AttentionInputs) -> Tensor:
+        """Called in place of each attention in its blocks; returns [B, H, T, d].
+
+        `attend` may be called several times, such as with keys and values of the module's own.
         """
         ...
 
 
 def build_module(
-    section: TrainableSection, width: int, blocks: Sequence[str], latent_channels: int
+    name: str, section: ModuleSection, width: int, blocks: Sequence[str], latent_channels: int
 ) -> nn.Module:
-    """The recipe's added module, with new weights."""
-    assert section.module is not None
-    found = import_class(section.module)
-    _check(found, section)
+    """An added module of the recipe, with new weights."""
+    key = f"trainable.modules.{name}"
+    if hasattr(nn.ModuleDict(), name):
+        raise RecipeError(f"{key}: PyTorch's modules have an attribute {name}. Take another name.")
+    found = import_class(section.module, f"{key}.module")
+    _check(found, key, section)
     given = {"width": width, "blocks": list(blocks), "latent_channels": latent_channels}
-    built: nn.Module = pretrained.construct("trainable.options", found, given | section.options)
+    taken = {each: given[each] for each in pretrained.defaults(found.__init__) if each in given}
+    built: nn.Module = pretrained.construct(f"{key}.options", found, taken | section.options)
     return built
 
 
-def import_class(path: str, setting: str = "trainable.module") -> Any:
-    """The class at "package.module:Class", found from the current directory first.
-
-    `setting` is the recipe key that names it.
-
-    Raises:
-        RecipeError: there is none (names the nearest), or its file lies in a run directory.
-    """
-    name, _, class_name = path.partition(":")
-    with _current_directory_first():
-        _refuse_file_of_a_run(path, setting)
-        try:
-            module = importlib.import_module(name)
-        except Exception as error:  # a user's file can fail in any way
-            raise RecipeError(f"{setting} {path!r}: {_why_not(name, error)}") from error
-    found = getattr(module, class_name, None)
-    if not inspect.isclass(found):
-        classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
-        raise RecipeError(
-            f"{setting} {path!r}: {module.__file__} has no class {class_name}; "
-            f"{did_you_mean(class_name, classes)}"
-        )
-    return found
-
-
-def _refuse_file_of_a_run(path: str, setting: str) -> None:
-    """Refuse a module, or a package above it, whose file is in a run directory; runs nothing."""
-    parts = path.partition(":")[0].split(".")
-    places: Sequence[str] | None = None
-    for number, part in enumerate(parts, 1):
-        name = ".".join(parts[:number])
-        spec = None if name in sys.builtin_module_names else PathFinder.find_spec(name, places)
-        if spec is None:
-            return
-        files = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
-        for file in filter(None, files):
-            if (run := run_around(Path(file) / part)) is not None:
-                raise RecipeError(
-                    f"{setting} {path!r}: {file} lies in the run directory {run.path}, from which "
-                    "no code is run. Read it, and copy it to a folder of your own."
-                )
-        places = list(spec.submodule_search_locations or ())
-
-
-def _check(found: Any, section: TrainableSection) -> None:
-    name = f"trainable.module {section.module!r}"
-    protocol = "See AddedModule in longtake.models.added_module for the three methods it must have."
+def _check(found: Any, key: str, section: ModuleSection) -> None:
+    name = f"{key}.module {section.module!r}"
+    protocol = "See AddedModule in longtake.models.added_module for the methods that it can have."
     if not issubclass(found, nn.Module):
         raise RecipeError(f"{name} is not a torch.nn.Module. Make it a subclass. {protocol}")
-    if not callable(getattr(found, "prepare", None)):
-        raise RecipeError(f"{name} has no method prepare(self, conditioning). {protocol}")
-    arguments = list(pretrained.defaults(found.__init__))
-    if missing := [each for each in _GIVEN if each not in arguments]:
+    if not any(callable(getattr(found, each, None)) for each in _WRAPPERS):
         raise RecipeError(
-            f"{name} is built with width, blocks and latent_channels, but its __init__ does not "
-            f"take {', '.join(missing)}. {protocol}"
+            f"{name} has no method around(self, block, call, inputs), and no around_attention: it "
+            f"would never be called. {protocol}"
         )
-    options = [each for each in arguments if each not in _GIVEN]
+    options = [each for each in pretrained.defaults(found.__init__) if each not in _GIVEN]
     for option in section.options:
         if option not in options:
             raise RecipeError(
-                f"trainable.options.{option} is not an option of {found.__name__}; "
+                f"{key}.options.{option} is not an option of {found.__name__}; "
                 f"{did_you_mean(option, options)}"
             )
 
 
-@contextmanager
-def _current_directory_first() -> Iterator[None]:
-    """Import from there first, as `python -m` does and the installed command does not."""
-    here = str(Path.cwd())
-    if run_around(Path(here) / "recipe.toml") is not None:
-        yield  # any package could be there under the name of an installed one
-        return
-    sys.path.insert(0, here)
-    importlib.invalidate_caches()  # a file may be seconds old
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
+def block_names(
+    model: nn.Module, family: Family, patterns: Sequence[str], key: str = "blocks"
+) -> list[str]:
+    """Names of a model's blocks that patterns match, in the family's order.
 
-
-def _why_not(name: str, error: Exception) -> str:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing is None or not f"{name}.".startswith(f"{missing}."):
-        return f"importing it failed with {type(error).__name__}: {error}"
-    package, _, last = missing.rpartition(".")
-    where = package or Path.cwd()
-    return f"{where} has no module {last}; {did_you_mean(last, _modules_in(package))}"
-
-
-def _modules_in(package: str) -> set[str]:
-    """Modules and folders of an imported package, or of the current directory."""
-    paths = getattr(sys.modules[package], "__path__", ()) if package else [str(Path.cwd())]
-    folders = [each.parent.name for path in paths for each in Path(path).glob("*/*.py")]
-    files = [each.name for each in pkgutil.iter_modules(paths)]
-    return {each for each in {*files, *folders} if each.isidentifier() and each[0] != "_"}
-
-
-def attach(
-    model: nn.Module, module: nn.Module, family: Family, blocks: Sequence[str], dtype: torch.dtype
-) -> None:
-    """Have a module called after blocks, and make it a submodule of the model.
-
-    Before the model is sharded: the hooks then run while the weights are gathered.
+    `key` is the recipe key that names the patterns.
     """
-    host: Any = model
-    casts = dtype != numerics.main_dtype(model)
-    host.add_module(ADDED, module)
-    attachment = _Attachment(module, family, dtype, casts=casts)
-    attachment.hooks = [
-        host.register_forward_pre_hook(attachment.before_model),
-        host.register_forward_hook(attachment.after_model),
-    ]
-    for name in blocks:
-        hook = partial(attachment.after_block, name)
-        attachment.hooks.append(model.get_submodule(name).register_forward_hook(hook))
-    host._attachment = attachment
-
-
-def detach(model: nn.Module) -> None:
-    """Remove an added module from a model, if it has one."""
-    host: Any = model
-    if hasattr(host, "_attachment"):
-        for hook in host._attachment.hooks:
-            hook.remove()
-        del host._attachment
-        delattr(host, ADDED)
-
-
-def condition(model: nn.Module, conditioning: Conditioning) -> None:
-    attachment: _Attachment | None = getattr(model, "_attachment", None)
-    if attachment is not None:
-        attachment.conditioning = conditioning
-
-
-def added_module(model: nn.Module) -> nn.Module | None:
-    module: nn.Module | None = getattr(model, ADDED, None)
-    return module
-
-
-def block_names(model: nn.Module, family: Family, patterns: Sequence[str]) -> list[str]:
-    """Names of a model's blocks that patterns match, in the family's order."""
-    by_identity = {id(part): name for name, part in model.named_modules()}
-    names = [by_identity[id(block)] for block in family.blocks(model)]
+    names = _names_of_blocks(model, family)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise RecipeError(
-                f"trainable.blocks: {pattern!r} matches no block of the model; "
-                f"{did_you_mean(pattern, names)}"
+                f"{key}: {pattern!r} matches no block of the model; {did_you_mean(pattern, names)}"
             )
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
+def _names_of_blocks(model: nn.Module, family: Family) -> list[str]:
+    by_identity = {id(part): name for name, part in model.named_modules()}
+    return [by_identity[id(block)] for block in family.blocks(model)]
+
+
+def attach(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    family: Family,
+    blocks: Mapping[str, Sequence[str]],
+    dtype: torch.dtype,
+) -> None:
+    """Run blocks within modules, and make these submodules of the model.
+
+    The first module is the outermost: it sees a block's inputs first and its outputs last. Call it
+    before the model is compiled or sharded: a block then runs within its modules when it is
+    recomputed, compiled, or has its weights gathered.
+
+    Args:
+        model: of the family.
+        modules: by their names in the recipe, in `dtype`.
+        family: of the model.
+        blocks: names of the blocks of each module.
+        dtype: of the modules.
+    """
+    host: Any = model
+    attachment = _Attachment(modules, dtype, casts=dtype != numerics.main_dtype(model))
+    host.add_module(ADDED, nn.ModuleDict(modules))
+    for index, name in enumerate(_names_of_blocks(model, family)):
+        own = [each for each in modules if name in blocks[each]]
+        if own:
+            block: Any = model.get_submodule(name)
+            block.forward = _BlockForward(attachment, family, block.forward, name, index, own)
+            attachment.blocks.append(name)
+    attachment.hooks = [
+        host.register_forward_pre_hook(attachment.before_model),
+        host.register_forward_hook(attachment.after_model),
+    ]
+    host._attachment = attachment
+
+
+def detach(model: nn.Module) -> None:
+    """Remove the added modules from a model, if it has any."""
+    host: Any = model
+    if hasattr(host, "_attachment"):
+        for hook in host._attachment.hooks:
+            hook.remove()
+        for name in host._attachment.blocks:
+            block: Any = model.get_submodule(name)
+            before = block.forward.forward
+            del block.forward
+            if block.forward != before:
+                block.forward = before
+        del host._attachment
+        delattr(host, ADDED)
+
+
+def condition(
+    model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+) -> None:
+    """Give the added modules, if there are any, what the next forward pass is called with."""
+    attachment: _Attachment | None = getattr(model, "_attachment", None)
+    if attachment is not None:
+        attachment.given = {**conditioning, "noisy_latents": noisy_latents, "sigmas": sigmas}
+
+
+def added_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by their names in the recipe; empty without any."""
+    return dict(getattr(model, ADDED, nn.ModuleDict()).items())
+
+
 class _Attachment:
-    """The hooks that call a module.
+    """What all blocks of a model share: the modules, and what they prepared for a forward pass.
 
     What was prepared is kept until the next forward pass: recomputed blocks need it in the backward
     pass.
     """
 
     def __init__(
-        self, module: nn.Module, family: Family, dtype: torch.dtype, *, casts: bool
+        self, modules: Mapping[str, nn.Module], dtype: torch.dtype, *, casts: bool
     ) -> None:
-        self.module: Any = module
-        self.family = family
+        self.modules: dict[str, Any] = dict(modules)
+        self.called: set[str] = set()  # whose forward is `around`, so that forward hooks see it
+        for name, module in self.modules.items():
+            if type(module).forward is nn.Module.forward and hasattr(module, "around"):
+                module.forward = module.around
+                self.called.add(name)
         self.dtype = dtype
-        self.casts = casts  # tokens come in another dtype than the module's
+        self.casts = casts  # tokens come in another dtype than the modules'
+        self.blocks: list[str] = []
         self.hooks: list[RemovableHandle] = []
-        self.conditioning: Conditioning | None = None
-        self.prepared: Mapping[str, Tensor] = {}
+        self.given: Conditioning | None = None
+        self.sigmas: Tensor | None = None
+        self.prepared: dict[str, Mapping[str, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"conditioning": None, "prepared": {}}
+        return self.__dict__ | {"given": None, "sigmas": None, "prepared": {}}
 
     def before_model(self, model: nn.Module, args: object) -> None:
         self.prepared = {}  # release the last pass's before this one's are made
-        given, self.conditioning = self.conditioning, None
+        given, self.given = self.given, None
         if given is None:
             raise ModelError(
-                f"{self._name()} was not given this forward pass's conditioning. Call "
-                "longtake.models.added_module.condition(model, conditioning) before model(...)."
+                f"The added modules ({', '.join(self.modules)}) were not given this forward pass's "
+                "conditioning. Call longtake.models.added_module.condition(model, noisy_latents, "
+                "sigmas, conditioning) before model(...)."
             )
-        self.prepared = self.module.prepare(
-            {name: self._cast(each) for name, each in given.items()}
-        )
+        self.sigmas = given["sigmas"].float()
+        own = {name: self._cast(each) for name, each in given.items()} | {"sigmas": self.sigmas}
+        for name, module in self.modules.items():
+            self.prepared[name] = module.prepare(own) if hasattr(module, "prepare") else {}
 
     def after_model(self, model: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled():  # no backward pass will need it
             self.prepared = {}
 
-    def after_block(self, name: str, block: nn.Module, args: object, output: Any) -> Any:
-        tokens = self.family.block_tokens(output)
-        changed = self.module(name, tokens.to(self.dtype) if self.casts else tokens, self.prepared)
-        if not isinstance(changed, Tensor) or changed.shape != tokens.shape:
-            got = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
-            raise ModelError(
-                f"{self._name()} returned {got} after block {name}; its forward must return the "
-                f"tokens it was given, changed: {list(tokens.shape)}."
-            )
-        return self.family.with_tokens(output, changed.to(tokens.dtype))
-
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def _name(self) -> str:
-        return f"The added module {type(self.module).__name__}"
+
+class _BlockForward:
+    """The forward of a block that runs within added modules, the first of them outermost."""
+
+    def __init__(
+        self,
+        attachment: _Attachment,
+        family: Family,
+        forward: Callable[..., Any],
+        name: str,
+        index: int,
+        modules: Sequence[str],
+    ) -> None:
+        self.attachment = attachment
+        self.forward = forward
+        self.name = name
+        self.index = index
+        self.fields = dict(family.block_arguments)
+        self.outputs = family.block_outputs
+        self.attentions = family.attentions
+        self.parameters = tuple(inspect.signature(forward).parameters)
+        self.around = [each for each in modules if hasattr(attachment.modules[each], "around")]
+        self.attending = [
+            each for each in modules if hasattr(attachment.modules[each], "around_attention")
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(self.parameters, args, strict=False)) | kwargs
+        seen: dict[str, Any] = {
+            field: given.get(argument) for field, argument in self.fields.items()
+        }
+        assert self.attachment.sigmas is not None
+        inputs = BlockInputs(
+            tokens=seen["tokens"],
+            text=seen.get("text"),
+            temb=seen["temb"],
+            rope=seen.get("rope"),
+            sigmas=self.attachment.sigmas,
+            name=self.name,
+            index=self.index,
+            prepared={},
+        )
+        call: BlockCall = partial(self._run, given)
+        for name in reversed(self.around):
+            call = partial(self._run_within, name, call)
+        after = call(inputs)
+        outputs = tuple(getattr(after, field) for field in self.outputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _run(self, given: Mapping[str, Any], inputs: BlockInputs) -> BlockInputs:
+        """Run the block itself."""
+        changed = {
+            argument: getattr(inputs, field)
+            for field, argument in self.fields.items()
+            if argument in given
+        }
+        if not self.attending:
+            output = self.forward(**{**given, **changed})
+        else:
+            mode = _ModulesAroundAttention(self, inputs)
+            with mode:
+                output = self.forward(**{**given, **changed})
+            if not mode.num_calls:
+                raise ModelError(
+                    f"The added module {self.attending[0]} has around_attention, but block "
+                    f"{self.name} attends in another way than by torch's "
+                    "scaled_dot_product_attention, so it would not be called. Use around."
+                )
+        outputs = output if isinstance(output, tuple) else (output,)
+        return replace(inputs, **dict(zip(self.outputs, outputs, strict=True)))
+
+    def _run_within(self, name: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
+        """Run what `call` runs within a module."""
+        attachment = self.attachment
+        module = attachment.modules[name]
+        own = replace(inputs, prepared=attachment.prepared[name])
+        run = module if name in attachment.called else module.around
+        if not attachment.casts:
+            after: BlockInputs = run(self.name, call, own)
+            self._check(name, after, inputs)
+            return replace(after, prepared=inputs.prepared)
+        seen = _converted(own, attachment.dtype)
+        returned = [seen, inputs]  # by `call`, as the module sees it and as it was
+
+        def call_converted(changed: BlockInputs) -> BlockInputs:
+            result = call(_restored(changed, seen, inputs))
+            returned[:] = [_converted(result, attachment.dtype), result]
+            return replace(returned[0], prepared=own.prepared)
+
+        after = run(self.name, call_converted, seen)
+        self._check(name, after, inputs)
+        return replace(_restored(after, *returned), prepared=inputs.prepared)
+
+    def _check(self, name: str, after: Any, inputs: BlockInputs) -> None:
+        what = f"The added module {name}"
+        if not isinstance(after, BlockInputs):
+            raise ModelError(
+                f"{what} returned {type(after).__name__} around block {self.name}; its `around` "
+                "must return what call(inputs) returned, changed by dataclasses.replace."
+            )
+        for field in self.outputs:
+            got, expected = getattr(after, field), getattr(inputs, field)
+            shape = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
+            if shape != list(expected.shape):
+                raise ModelError(
+                    f"{what} returned {field} of {shape} around block {self.name}; expected the "
+                    f"shape that they came in, {list(expected.shape)}: the next block takes no "
+                    "other."
+                )
+
+
+class _ModulesAroundAttention(AttentionMode):
+    """The context of a block whose attentions run within modules, the first of them outermost."""
+
+    def __init__(self, forward: _BlockForward, inputs: BlockInputs) -> None:
+        super().__init__()
+        self._forward = forward
+        self._inputs = inputs
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        forward = self._forward
+        attachment, number = forward.attachment, self.num_calls - 1
+        names = forward.attentions
+        name = names[number] if number < len(names) else f"attention {number}"
+        call: Attend = partial(_attend, query.dtype, how)
+        for each in reversed(forward.attending):
+            module = attachment.modules[each]
+            own = replace(self._inputs, prepared=attachment.prepared[each])
+            call = partial(self._attend_within, module, call, own)
+        mixed: Any = call(AttentionInputs(query, key, value, name, self._inputs))
+        if not isinstance(mixed, Tensor) or mixed.shape != query.shape:
+            shape = list(mixed.shape) if isinstance(mixed, Tensor) else type(mixed).__name__
+            raise ModelError(
+                f"The added modules ({', '.join(forward.attending)}) returned {shape} around "
+                f"{name} of block {forward.name}; expected the query's shape {list(query.shape)}."
+            )
+        attended: Tensor = mixed
+        return attended
+
+    def _attend_within(
+        self, module: Any, call: Attend, block: BlockInputs, inputs: AttentionInputs
+    ) -> Tensor:
+        mixed: Tensor = module.around_attention(
+            self._forward.name, call, replace(inputs, block=block)
+        )
+        return mixed
+
+
+def _attend(dtype: torch.dtype, how: Mapping[str, Any], inputs: AttentionInputs) -> Tensor:
+    """Attention in the block's own dtype; keys of a module may come in the module's."""
+    key, value = inputs.key.to(dtype), inputs.value.to(dtype)
+    return F.scaled_dot_product_attention(inputs.query.to(dtype), key, value, **how)
+
+
+def _converted(inputs: BlockInputs, dtype: torch.dtype) -> BlockInputs:
+    values = {field: getattr(inputs, field) for field in _STREAMS}
+    found = {field: value.to(dtype) for field, value in values.items() if value is not None}
+    return replace(inputs, **found)
+
+
+def _restored(changed: BlockInputs, seen: BlockInputs, original: BlockInputs) -> BlockInputs:
+    """`changed` in the dtypes of `original`; a value that is still `seen` is the original one."""
+    found = {}
+    for field in _STREAMS:
+        value, before, own = (getattr(each, field) for each in (changed, seen, original))
+        if own is not None:
+            found[field] = own if value is before else value.to(own.dtype)
+    return replace(changed, **found)

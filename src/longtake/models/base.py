@@ -5,6 +5,7 @@ has latents [B, C, F, H, W], sigmas [B] (1 = pure noise) and the velocity, noise
 """
 
 import importlib
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from longtake.models import deferred_init, numerics, pretrained
 from longtake.models.codec import Codec
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import SharedAttention, TokenSharing
+from longtake.trust import import_class
 
 FAMILIES = {
     "flux": "longtake.models.flux:Flux",
@@ -48,6 +50,51 @@ class LatentShape(NamedTuple):
 
 
 @dataclass(frozen=True)
+class BlockInputs:
+    """What one block of a model sees; `dataclasses.replace` changes a value.
+
+    B clips, T tokens of the video or of all images, T' of the text, D width.
+    """
+
+    tokens: Tensor
+    """[B, T, D]: of FLUX Kontext the noisy image's, then the reference's; of tubelet the caption's,
+    then the clip's."""
+    text: Tensor | None
+    """[B, T', D]: FLUX's second stream, or what Wan attends to; None where blocks see no other."""
+    temb: Tensor
+    """The timestep's embedding as the block takes it: [B, D], of Wan [B, 6, D]."""
+    rope: Any
+    """Tables of rotary positions (cosines, sines); None where there are none."""
+    sigmas: Tensor
+    """[B] fp32."""
+    name: str
+    """The block's, such as `transformer_blocks.3`."""
+    index: int
+    """Of the block among all blocks, in the order in which they run."""
+    prepared: Mapping[str, Tensor]
+    """What the added module's `prepare` returned for this forward pass."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What one attention in a block sees; `dataclasses.replace` changes a value.
+
+    B clips, H heads, T tokens, S tokens that are attended to, d width of a head.
+    """
+
+    query: Tensor
+    """[B, H, T, d], normalised and rotated; of FLUX the text's tokens come first."""
+    key: Tensor
+    """[B, H, S, d], as the query. Keys that are not rotated stand where FLUX's text stands."""
+    value: Tensor
+    """[B, H, S, d]"""
+    name: str
+    """The attention's in the block, such as Wan's `attn1` (video) or `attn2` (to the text)."""
+    block: BlockInputs
+    """What the block was called with."""
+
+
+@dataclass(frozen=True)
 class Defaults:
     """Values of recipe keys that are unset."""
 
@@ -70,8 +117,16 @@ class Family(ABC):
     lora_targets: tuple[str, ...]
     """The linear layers that get LoRA unless the recipe names others: attention's projections."""
 
-    tokens_at = 1
-    """Index of `block_tokens` in a tuple that a block returns; most return (text, image)."""
+    block_arguments: ClassVar[Mapping[str, str]]
+    """Names of the blocks' arguments, by the values of `BlockInputs` that they are: of `tokens` and
+    `temb`, and of `text` and `rope` where blocks see such."""
+
+    block_outputs: ClassVar[tuple[str, ...]] = ("tokens",)
+    """What a block returns, by the names of `BlockInputs`; more than one are a tuple."""
+
+    attentions: ClassVar[tuple[str, ...]] = ()
+    """Names of the attentions in a block, in the order in which torch's
+    `scaled_dot_product_attention` is called; empty where blocks attend in another way."""
 
     @abstractmethod
     def patch(self, section: ModelSection) -> tuple[int, ...]:
@@ -136,17 +191,6 @@ class Family(ABC):
     @abstractmethod
     def width(self, model: nn.Module) -> int:
         """D, the width of a token between blocks."""
-
-    def block_tokens(self, output: Any) -> Tensor:
-        """The video's or images' tokens [B, T, D] in what one block returned."""
-        tokens: Tensor = output[self.tokens_at] if isinstance(output, tuple) else output
-        return tokens
-
-    def with_tokens(self, output: Any, tokens: Tensor) -> Any:
-        """What a block returned, with other tokens in the place of `block_tokens`."""
-        if not isinstance(output, tuple):
-            return tokens
-        return (*output[: self.tokens_at], tokens, *output[self.tokens_at + 1 :])
 
     @abstractmethod
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
@@ -242,6 +286,14 @@ class DiffusersFamily(Family):
     patch_size: tuple[int, int, int] = (1, 2, 2)
     makes_videos = True
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    block_arguments: ClassVar[Mapping[str, str]] = {
+        "tokens": "hidden_states",
+        "text": "encoder_hidden_states",
+        "temb": "temb",
+        "rope": "image_rotary_emb",
+    }
+    block_outputs: ClassVar[tuple[str, ...]] = ("text", "tokens")
+    attentions: ClassVar[tuple[str, ...]] = ("attn",)
     variants: ClassVar[Mapping[float, str]] = {}
     """Variants that longtake does not train, by in_channels / out_channels of their transformer."""
 
@@ -428,12 +480,34 @@ class DiffusersFamily(Family):
 
 
 def family(name: str) -> Family:
-    """The family of that name; its module is imported here."""
+    """The family of that name, or of a class of the user's own; its module is imported here."""
+    if ":" in name:
+        return _own_family(name)
     if name not in FAMILIES:
         hint = did_you_mean(name, FAMILIES, otherwise="no name is near.")
-        raise RecipeError(f"model.family {name!r} is unknown; {hint} Known: {', '.join(FAMILIES)}.")
+        raise RecipeError(
+            f"model.family {name!r} is unknown; {hint} Known: {', '.join(FAMILIES)}, or a class of "
+            "your own as package.module:Class."
+        )
     module, _, class_name = FAMILIES[name].partition(":")
     return cast("Family", getattr(importlib.import_module(module), class_name)())
+
+
+def _own_family(path: str) -> Family:
+    found, advice = import_class(path, "model.family"), "See Family in longtake.models.base."
+    if not issubclass(found, Family):
+        raise RecipeError(
+            f"model.family {path!r} is not a Family. Make it a subclass of Family, or of "
+            f"DiffusersFamily for a transformer of diffusers. {advice}"
+        )
+    attributes = {name for part in found.__mro__ for name in inspect.get_annotations(part)}
+    methods: frozenset[str] = found.__abstractmethods__
+    missing = [name for name in attributes if not hasattr(found, name)]
+    if missing or methods:
+        listed = ", ".join([*sorted(missing), *sorted(f"{name}()" for name in methods)])
+        raise RecipeError(f"model.family {path!r} lacks {listed}. {advice}")
+    own: Family = found()
+    return own
 
 
 def share_attention(attention: nn.Module, sharing: TokenSharing) -> None:

@@ -44,7 +44,7 @@ class Components:
     def predict_velocity(
         self, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        added_module.condition(self.model, conditioning)
+        added_module.condition(self.model, noisy_latents, sigmas, conditioning)
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
     def shift(self, shift: Shift, bucket: Bucket) -> float:
@@ -242,12 +242,12 @@ def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
                 f'path = "../{name}/{{stem}}.png" }}.'
             )
     unused = [name for name in given if name not in chosen.references]
-    if unused and recipe.trainable.module is None:  # a module may use any of them
+    if unused and not recipe.trainable.modules:  # a module may use any of them
         takes = ", ".join(chosen.references)
         raise RecipeError(
             f"data.conditioning has {', '.join(unused)}, which would be read and then not used: "
-            f"the family {recipe.model.family} takes {takes or 'no image'}, and there is no "
-            "trainable.module. Remove it, or name the family or module that uses it."
+            f"the family {recipe.model.family} takes {takes or 'no image'}, and there are no "
+            "trainable.modules. Remove it, or name the family or module that uses it."
         )
     patch = chosen.patch(recipe.model)
     shapes = [latent_shape(codec, bucket, patch) for bucket in recipe.data.shapes()]
@@ -343,10 +343,10 @@ def refuse_sharing(parts: Components, recipe: Recipe) -> None:
             f"{asked}and in attention each has some of the heads, but {size} does not divide the "
             f"model's {heads} heads. Take one of {fits}."
         )
-    if recipe.trainable.module is not None:
+    if recipe.trainable.modules:
         raise RecipeError(
-            f"{asked}but trainable.module {recipe.trainable.module} reads all tokens of a "
-            "clip after a block. Set parallel.context = 1, or leave the module out."
+            f"{asked}but the modules of trainable.modules ({', '.join(recipe.trainable.modules)}) "
+            "get all tokens of a clip. Set parallel.context = 1, or leave them out."
         )
     for bucket in recipe.data.shapes():
         num_tokens = parts.family.num_tokens(parts.model, latent_shape(parts.codec, bucket))

@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, low-rank updates (LoRA), or a module of the user's own.
+"""What of a model is trained: all of it, low-rank updates (LoRA), or modules of the user's own.
 
 LoRA is peft's, and so are its names, which diffusers reads. A layer W becomes W + (alpha / rank)
 B A, where A is random and B zero: training starts from the very model that was loaded.
@@ -35,7 +35,12 @@ def make_trainable(
     New weights depend on torch's last seed alone, not on how many numbers were drawn since.
     """
     base, dtype = section.base(), numerics.DTYPES.get(section.dtype) or numerics.main_dtype(model)
-    blocks = added_module.block_names(model, family, section.blocks)
+    blocks = {
+        name: added_module.block_names(
+            model, family, added.blocks, f"trainable.modules.{name}.blocks"
+        )
+        for name, added in section.modules.items()
+    }
     device = torch.device("cpu") if deferred else next(model.parameters()).device
     if base != "full":
         model.requires_grad_(False)
@@ -44,23 +49,28 @@ def make_trainable(
         if base == "lora":
             with deferred_init.placeholders_on_cpu(deferred):
                 add_lora(model, section.targets or family.lora_targets, section, dtype)
-        if section.module is not None:
-            module = added_module.build_module(
-                section, family.width(model), blocks, latent_channels
+        modules = {
+            name: added_module.build_module(
+                name, added, family.width(model), blocks[name], latent_channels
             )
-            added_module.attach(model, module.to(device, dtype), family, blocks, dtype)
+            for name, added in section.modules.items()
+        }
+        if modules:
+            moved = {name: module.to(device, dtype) for name, module in modules.items()}
+            added_module.attach(model, moved, family, blocks, dtype)
     if not any(parameter.requires_grad for parameter in model.parameters()):
+        classes = ", ".join(added.module for added in section.modules.values())
         raise RecipeError(
-            f"trainable.module {section.module} trains nothing: the model is frozen, and so is "
-            "every parameter that the module has. Leave requires_grad on where it should learn, "
-            'or train the model beside it with trainable.kind = "lora" or "full".'
+            f"trainable.modules ({classes}) train nothing: the model is frozen, and so is every "
+            "parameter that they have. Leave requires_grad on where they should learn, or train "
+            'the model beside them with trainable.kind = "lora" or "full".'
         )
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint must hold of a model: its state dict without frozen weights.
 
-    Of an added module it holds frozen weights too: nothing else can make them again. The tensors
+    Of added modules it holds frozen weights too: nothing else can make them again. The tensors
     share the model's memory.
     """
     frozen = {
@@ -77,7 +87,7 @@ def load_trained(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """The model as its family builds it: LoRA merged into the weights, no added module.
+    """The model as its family builds it: LoRA merged into the weights, no added modules.
 
     It shares the memory of what is not merged; the model itself is unchanged.
     """

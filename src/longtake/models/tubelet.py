@@ -5,8 +5,8 @@ caption's tokens come before the clip's, and every token attends to every other.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ class Tubelet(Family):
         text=pretrained.PipelinePart(("UMT5EncoderModel",), "text_encoder", "tokenizer"),
     )
     lora_targets: tuple[str, ...] = ("to_qkv", "to_out")
+    block_arguments: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "temb": "condition"}
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
         tube = section.config.get("patch_size", _TUBE)

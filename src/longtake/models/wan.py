@@ -30,6 +30,12 @@ class Wan(base.DiffusersFamily):
     codec_class, text_class = codec.AutoencoderCodec, TransformersText
     parts = "an autoencoder and a transformers text encoder"
     block_lists = ("blocks",)
+    block_arguments: ClassVar[Mapping[str, str]] = {
+        **base.DiffusersFamily.block_arguments,
+        "rope": "rotary_emb",
+    }
+    block_outputs: ClassVar[tuple[str, ...]] = ("tokens",)
+    attentions: ClassVar[tuple[str, ...]] = ("attn1", "attn2")
     variants: ClassVar[Mapping[float, str]] = {36 / 16: "an image-to-video variant of Wan"}
     time_scale = 1000.0
 

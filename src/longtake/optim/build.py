@@ -17,8 +17,10 @@ from torch.optim import AdamW, Optimizer
 from longtake.config import OptimizerSection
 from longtake.errors import RecipeError
 from longtake.models.numerics import Precision
+from longtake.models.pretrained import construct, defaults
 from longtake.optim.master_weights import MasterAdamW
 from longtake.optim.muon import Muon
+from longtake.trust import import_class
 
 EIGHT_BIT_BLOCK = 256
 """Numbers of an 8-bit state that share a scale."""
@@ -36,7 +38,8 @@ def build_optimizers(
     updated in fp32 copies.
 
     Raises:
-        RecipeError: an 8-bit optimizer is wanted, but torchao or a compiler is not installed.
+        RecipeError: an 8-bit optimizer is wanted, but torchao or a compiler is not installed; or a
+            class of the user's own cannot be found or made, or would round bf16 weights.
     """
     chosen = choose_optimizers(model, blocks, section)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -46,6 +49,8 @@ def build_optimizers(
         optimizers.append(_adamw(chosen.adamw, section))
     if chosen.eight_bit:
         optimizers.append(_eight_bit_adamw(chosen.eight_bit, section))
+    if chosen.own:
+        optimizers.append(own_optimizer(chosen.own, section))
     if chosen.muon:
         optimizers.append(Muon(chosen.muon, lr=rate, weight_decay=decay, dtype=dtype))
     for optimizer in optimizers:
@@ -58,6 +63,7 @@ class ParametersByOptimizer(NamedTuple):
     adamw: list[nn.Parameter]
     eight_bit: list[nn.Parameter]
     muon: list[nn.Parameter]
+    own: list[nn.Parameter]
 
 
 def choose_optimizers(
@@ -66,9 +72,11 @@ def choose_optimizers(
     """Which optimizer updates which trained parameter; they may be on the meta device."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-    chosen = ParametersByOptimizer([], [], [])
+    chosen = ParametersByOptimizer([], [], [], [])
     for parameter in trained:
-        if section.kind == "muon" and id(parameter) in in_blocks and parameter.ndim == 2:
+        if ":" in section.kind:
+            chosen.own.append(parameter)
+        elif section.kind == "muon" and id(parameter) in in_blocks and parameter.ndim == 2:
             chosen.muon.append(parameter)
         elif section.kind == "adamw8bit" and has_eight_bit_state(parameter):
             chosen.eight_bit.append(parameter)
@@ -82,6 +90,38 @@ def _adamw(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> Opt
     if section.offload or any(parameter.dtype != torch.float32 for parameter in parameters):
         return MasterAdamW(parameters, rate, betas, weight_decay=decay, offload=section.offload)
     return AdamW(parameters, lr=rate, betas=betas, weight_decay=decay, fused=True)
+
+
+def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> Optimizer:
+    """An optimizer of the class that `optimizer.kind` names.
+
+    Raises:
+        RecipeError: it cannot be found or made, or a weight is not fp32.
+    """
+    key = f"optimizer.kind {section.kind!r}"
+    found = import_class(section.kind, "optimizer.kind")
+    if not issubclass(found, Optimizer):
+        raise RecipeError(f"{key} is not a torch.optim.Optimizer. Make it a subclass.")
+    rounded = next((each.dtype for each in parameters if each.dtype != torch.float32), None)
+    if rounded is not None:
+        raise RecipeError(
+            f"{key}: weights are {str(rounded).removeprefix('torch.')}, in which small updates "
+            'are rounded away. Set trainable.dtype = "fp32" for LoRA and modules, or '
+            'model.dtype = "fp32".'
+        )
+    taken = defaults(found.__init__)
+    given: dict[str, Any] = {next(iter(taken), "params"): parameters, "lr": section.learning_rate}
+    for name in ("betas", "weight_decay"):
+        if name in taken:
+            given[name] = getattr(section, name)
+        elif name in section.model_fields_set:
+            raise RecipeError(f"{key} takes no {name}: remove optimizer.{name}.")
+    if twice := given.keys() & section.options.keys():
+        raise RecipeError(
+            f"optimizer.options.{min(twice)} is set by the recipe's other keys. Remove it."
+        )
+    made: Optimizer = construct("optimizer.options", found, given | section.options)
+    return made
 
 
 # --- AdamW with 8-bit states ------------------------------------------------------------------

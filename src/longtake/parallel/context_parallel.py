@@ -85,15 +85,11 @@ class TokenSharing:
         return exchanged
 
 
-class SharedAttention(TorchFunctionMode):
-    """A context in which `scaled_dot_product_attention` attends to the tokens of all ranks.
+class AttentionMode(TorchFunctionMode):
+    """A context in which `attend` does what `scaled_dot_product_attention` would do."""
 
-    For self-attention only: query, key and value [B, H, t, d] are of the same tokens.
-    """
-
-    def __init__(self, sharing: TokenSharing) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._sharing = sharing
         self.num_calls = 0
 
     def __torch_function__(
@@ -106,9 +102,24 @@ class SharedAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **given)
         self.num_calls += 1
-        return self._attend(*args, **given)
+        return self.attend(*args, **given)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        """[B, H, T, d] of such a query; `how` are the function's other arguments."""
+        raise NotImplementedError
+
+
+class SharedAttention(AttentionMode):
+    """A context in which `scaled_dot_product_attention` attends to the tokens of all ranks.
+
+    For self-attention only: query, key and value [B, H, t, d] are of the same tokens.
+    """
+
+    def __init__(self, sharing: TokenSharing) -> None:
+        super().__init__()
+        self._sharing = sharing
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
         assert how.get("attn_mask") is None, "a mask would have to be exchanged too"
         tensors = torch.stack([_as_computed(each) for each in (query, key, value)])
         query, key, value = self._sharing.to_heads(tensors).unbind()

@@ -53,7 +53,7 @@ class ForwardPosition:
     """Where the forward pass is: in which modules, in which regions."""
 
     blocks: Collection[str] = ()
-    """Names of modules after which others may be called by a hook, as if inside."""
+    """Names of modules whose forward may run within an added module."""
     modules: list[tuple[str, bool]] = field(default_factory=lambda: [("model", True)])
     """Each running module, outermost first, and whether gradients were on when it began."""
     regions: list[RecomputeRegion] = field(default_factory=list)  # open ones, outermost first
@@ -64,11 +64,11 @@ class ForwardPosition:
 
     @property
     def where(self) -> str:
-        """The innermost module; for an added module that follows a block, with that block."""
+        """The innermost module; for an added module around a block, with that block."""
         names = [name for name, _ in self.modules]
         after = next((name for name in reversed(names) if name in self.blocks), None)
         is_inside = after is None or f"{names[-1]}.".startswith(f"{after}.")
-        return names[-1] if is_inside else f"{names[-1]} after {after}"
+        return names[-1] if is_inside else f"{names[-1]} around {after}"
 
     @property
     def gradients_went_off(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
-from longtake.parallel.context_parallel import SharedAttention
+from longtake.parallel.context_parallel import AttentionMode
 from longtake.planner.activation_checkpointing import in_backward
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
@@ -86,7 +86,7 @@ def _cuda_attention(
     Both save queries, keys, values, output and one number for each row.
     """
     mode: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    if isinstance(mode, SharedAttention):  # it wraps torch's own
+    if isinstance(mode, AttentionMode):  # it wraps torch's own
         options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         options |= {"scale": scale, "enable_gqa": enable_gqa}
         given = (query, key, value)

@@ -14,7 +14,7 @@ from longtake.data.loader import num_places
 from longtake.errors import RecipeError
 from longtake.models import build, numerics
 from longtake.optim import master_weights, muon
-from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers
+from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_optimizer
 from longtake.parallel import fsdp, mesh
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.fake_tensors import FakeTokenSharing
@@ -177,7 +177,7 @@ def optimizer_bytes(
     granule: int = 1,
 ) -> OptimizerBytes:
     """What `build_optimizers` will need for the same arguments; the model may be on meta."""
-    adamw, eight_bit, matrices = choose_optimizers(model, blocks, section)
+    adamw, eight_bit, matrices, own = choose_optimizers(model, blocks, section)
     offloaded = section.offload and device_type != "cpu"
 
     def rounded(num_bytes: int) -> int:
@@ -203,10 +203,32 @@ def optimizer_bytes(
         _adamw_step_bytes(adamw, offloaded),
         max((_EIGHT_BIT_STEP_BYTES * parameter.numel() for parameter in eight_bit), default=0),
         _muon_step_bytes(matrices, 2 if precision == "bf16" else 4),
+        4 * sum(p.numel() for p in own),  # what an update by `foreach` keeps for a while
     ]
     on_host = adamw_states if offloaded else 0
     kept = adamw_states + eight_bit_states + muon_states
+    kept += sum(map(rounded, _own_states(own, section)))
     return OptimizerBytes(kept - on_host, on_host, max(steps))
+
+
+def _own_states(parameters: Sequence[Tensor], section: OptimizerSection) -> list[int]:
+    """Bytes of each state of the user's own optimizer, after a step without values.
+
+    Where it cannot run so, two fp32 numbers are assumed for each weight.
+    """
+    if not parameters:
+        return []
+    with torch.device("meta"):
+        outlines = [nn.Parameter(torch.empty(each.shape)) for each in parameters]
+        for each in outlines:
+            each.grad = torch.empty(each.shape)
+        optimizer = own_optimizer(outlines, section)
+        try:
+            optimizer.step()
+        except Exception:  # a user's own class may ask for values
+            return [4 * each.numel() for each in parameters for _ in range(2)]
+    leaves = torch.utils._pytree.tree_leaves(list(optimizer.state.values()))
+    return [each.nbytes for each in leaves if isinstance(each, Tensor)]
 
 
 def _adamw_step_bytes(parameters: Sequence[Tensor], offloaded: bool) -> int:

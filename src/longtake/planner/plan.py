@@ -33,6 +33,7 @@ from longtake.planner.forecast import (
 from longtake.planner.memory import MetaStep, PolicyForecast, outline_step, policy_forecast
 from longtake.planner.trace import StepTrace
 from longtake.run_dir import RunDirectory
+from longtake.trust import training_classes
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 _FREE_STEP_BYTES = 2**28
@@ -218,9 +219,9 @@ def keep_plan(
 ) -> None:
     """Write the plan into the run directory, so that a restart need not plan again (rank 0).
 
-    A module of the user's own is planned each time: what it consists of is not known here.
+    Classes of the user's own are planned each time: what they consist of is not known here.
     """
-    if recipe.trainable.module is None:
+    if not training_classes(recipe):
         key = _plan_key(recipe, precision, world, free_bytes)
         if fsio.read_json(run.plan_path).get("key") == key:
             return

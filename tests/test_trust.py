@@ -1,0 +1,69 @@
+"""Classes of the user's own are found, and what is wrong with their names is said."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from longtake.errors import RecipeError
+from longtake.trust import import_class
+
+_ROOT = Path(__file__).resolve().parents[1]
+_FILES = {"broken": "1 / 0", "in_need": "import no_such"}
+
+
+def test_a_class_is_found_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything that is installed; sys.path is left as it was."""
+    (tmp_path / "colorsys.py").write_text("class Mine: ...")  # as a module of Python's
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    path = list(sys.path)
+    found = import_class("colorsys:Mine", "some.key")
+    monkeypatch.delitem(sys.modules, "colorsys")
+    assert found.__name__ == "Mine"
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("exampels.modules.pose:A", r": /.* has no module exampels; did you mean examples\?"),
+        ("examples.modles.pose:A", r"examples has no module modles; did you mean modules\?"),
+        (
+            "examples.modules.pose_adaptor:PoseAdapter",
+            r"examples\.modules has no module pose_adaptor; did you mean pose_adapter\?",
+        ),
+        (
+            "examples.modules.pose_adapter:PoseAdaptor",
+            r"^some\.key .*pose_adapter\.py has no class PoseAdaptor; did you mean PoseAdapter\?",
+        ),
+        ("torch.nn.Linear:Linear", r"torch\.nn has no module Linear; there are: .*utils"),
+    ],
+)
+def test_a_name_of_nothing_gets_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, named: str, message: str
+) -> None:
+    monkeypatch.chdir(_ROOT)
+    with pytest.raises(RecipeError, match=message):
+        import_class(named, "some.key")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken", r"importing it failed with ZeroDivisionError: division by zero"),
+        ("in_need", r"importing it failed with ModuleNotFoundError: No module named 'no_such'"),
+    ],
+)
+def test_a_file_of_the_users_that_fails_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(_FILES[name])
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    with pytest.raises(RecipeError, match=message):
+        import_class(f"{name}:{name.title()}", "some.key")
+    assert sys.path == path
+    sys.modules.pop(name, None)
