@@ -170,6 +170,29 @@ def test_lora_trains_on_quantised_layers(kind: Quantization) -> None:
     assert lora_state(model).keys() == {f"{n}.lora_{x}.weight" for n in "01" for x in "AB"}
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns itself of much
+def test_a_compiled_block_keeps_no_dequantised_weight() -> None:
+    """It would otherwise: what forward and backward pass compute alike is computed once."""
+    torch.manual_seed(6)
+    block: Any = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+    quantize_linears(block.requires_grad_(False), "nf4")
+    inputs, found, saved = torch.randn(4, 16, 256), [], list[Tensor]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    for call in (block, torch.compile(block, dynamic=False)):
+        tokens = inputs.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = call(tokens)
+        output.square().sum().backward()
+        found += [output.detach(), tokens.grad]
+    assert sum(each.nbytes for each in saved) < 2 * (512 * 256 + 4 * 16 * 512 * 4)
+    torch.testing.assert_close(found[2:], found[:2], rtol=1e-4, atol=1e-5)
+
+
 def _stored(model: nn.Module, folder: Path) -> dict[str, Path]:
     folder.mkdir(exist_ok=True)
     files = {}

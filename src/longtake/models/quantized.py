@@ -5,7 +5,7 @@ dequantise it for themselves: autograd keeps no dequantised weight.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any
 
@@ -26,6 +26,12 @@ _ROWS: Mapping[str, tuple[torch.dtype, float]] = {
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
 """Kinds with a scale per row: the dtype of the weights, and the largest of them."""
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "int8": ("codes", "scale"),
+    "fp8": ("codes", "scale"),
+    "nf4": ("codes", "scale_codes", "factor", "mean", "levels"),
+}
+"""Of the buffers that stand for a weight."""
 _ONE_AT_A_TIME = Lock()
 """Threads that read weights quantise one after the other: it takes several times a weight."""
 
@@ -40,10 +46,14 @@ class FrozenLinear(nn.Linear):
         return self.weight.to(dtype)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        device = inputs.device.type
-        if torch.is_autocast_enabled(device):
-            inputs = inputs.to(torch.get_autocast_dtype(device))
-        return _FrozenProduct.apply(inputs, self)  # type: ignore[no-any-return, no-untyped-call]
+        given = _as_autocast_has_it(inputs)
+        return _FrozenProduct.apply(given, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _as_autocast_has_it(inputs: Tensor) -> Tensor:
+    device = inputs.device.type
+    enabled = torch.is_autocast_enabled(device)
+    return inputs.to(torch.get_autocast_dtype(device)) if enabled else inputs
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -58,9 +68,12 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        weight = ctx.layer.weight_as(gradient.dtype)
-        rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight)
-        return rows.view(*gradient.shape[:-1], -1), None
+        return _product_gradient(gradient, ctx.layer.weight_as(gradient.dtype)), None
+
+
+def _product_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight)
+    return rows.view(*gradient.shape[:-1], -1)
 
 
 class QuantizedLinear(FrozenLinear):
@@ -92,17 +105,81 @@ class QuantizedLinear(FrozenLinear):
             made = (
                 _quantized_nf4(exact) if self.kind == "nf4" else _quantized_rows(exact, self.kind)
             )
-            for name, value in made.items():
-                self.get_buffer(name).copy_(value)
+            for buffer, value in zip(self.stored(), made, strict=True):
+                buffer.copy_(value)
 
     def weight_as(self, dtype: torch.dtype) -> Tensor:
-        if self.kind != "nf4":
-            scale: Tensor = self.scale
-            return self.codes.to(dtype).mul_(scale.to(dtype))
-        scales = self.scale_codes.view(len(self.factor), -1) / self.factor.unsqueeze(1) + self.mean
-        pairs = F.embedding(self.codes.int(), self.levels.to(dtype))
-        weight = pairs.view(-1, _NF4_BLOCK).mul_(scales.view(-1, 1).to(dtype))
-        return weight.view(self.out_features, self.in_features)
+        return _dequantized(self.kind, self.stored(), self.in_features, dtype)
+
+    def stored(self) -> list[Tensor]:
+        return [getattr(self, name) for name in _NAMES[self.kind]]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(inputs)
+        given = _as_autocast_has_it(inputs), self.stored(), self.bias, self.kind, self.out_features
+        return _compiled_product(*given)  # type: ignore[no-any-return]
+
+
+def _dequantized(
+    kind: str, stored: Sequence[Tensor], num_columns: int, dtype: torch.dtype
+) -> Tensor:
+    if kind != "nf4":
+        codes, scale = stored
+        return codes.to(dtype).mul_(scale.to(dtype))
+    codes, scale_codes, factor, mean, levels = stored
+    scales = scale_codes.view(len(factor), -1) / factor.unsqueeze(1) + mean
+    pairs = F.embedding(codes.int(), levels.to(dtype))
+    weight = pairs.view(-1, _NF4_BLOCK).mul_(scales.view(-1, 1).to(dtype))
+    return weight.view(-1, num_columns)
+
+
+# In a compiled block the product is one operation that the compiler does not see into: it would
+# dequantise once, and keep the weight for the backward pass.
+
+
+@torch.library.custom_op("longtake::quantized_product", mutates_args=())
+def _compiled_product(
+    inputs: Tensor, stored: Sequence[Tensor], bias: Tensor | None, kind: str, num_rows: int
+) -> Tensor:
+    weight = _dequantized(kind, stored, inputs.shape[-1], inputs.dtype)
+    return F.linear(inputs, weight, None if bias is None else bias.to(inputs.dtype))
+
+
+@_compiled_product.register_fake
+def _product_shape(
+    inputs: Tensor, stored: Sequence[Tensor], bias: Tensor | None, kind: str, num_rows: int
+) -> Tensor:
+    return inputs.new_empty(*inputs.shape[:-1], num_rows)
+
+
+@torch.library.custom_op("longtake::quantized_product_gradient", mutates_args=())
+def _compiled_gradient(
+    gradient: Tensor, stored: Sequence[Tensor], kind: str, num_columns: int
+) -> Tensor:
+    return _product_gradient(gradient, _dequantized(kind, stored, num_columns, gradient.dtype))
+
+
+@_compiled_gradient.register_fake
+def _gradient_shape(
+    gradient: Tensor, stored: Sequence[Tensor], kind: str, num_columns: int
+) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], num_columns)
+
+
+def _keep_stored(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    given, stored, _, ctx.kind, _ = inputs
+    ctx.num_columns = given.shape[-1]
+    ctx.save_for_backward(*stored)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    stored = list(ctx.saved_tensors)
+    found = _compiled_gradient(gradient, stored, ctx.kind, ctx.num_columns)
+    return found, [None] * len(stored), None, None, None
+
+
+_compiled_product.register_autograd(_gradients, setup_context=_keep_stored)
 
 
 def quantize_linears(module: nn.Module, kind: Quantization, key: str = "model.quantize") -> None:
@@ -151,57 +228,55 @@ def _convert(linear: nn.Linear, kind: Quantization) -> None:
     layer: Any = linear
     layer.__class__ = QuantizedLinear
     layer.kind, layer.dtype = kind, weight.dtype
-    for name, (shape, dtype) in _buffers(kind, *weight.shape).items():
+    shapes = _shapes(kind, *weight.shape)
+    for name, (shape, dtype) in zip(_NAMES[kind], shapes, strict=True):
         empty = torch.empty(shape, dtype=dtype, device=weight.device)
         layer.register_buffer(name, empty, persistent=False)
     if not weight.is_meta:
         layer.load(weight)
 
 
-def _buffers(
+def _shapes(
     kind: Quantization, num_rows: int, num_columns: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what stands for a weight."""
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the buffers."""
     if kind != "nf4":
-        return {
-            "codes": ((num_rows, num_columns), _ROWS[kind][0]),
-            "scale": ((num_rows, 1), torch.bfloat16),
-        }
+        return [((num_rows, num_columns), _ROWS[kind][0]), ((num_rows, 1), torch.bfloat16)]
     num_blocks = num_rows * num_columns // _NF4_BLOCK
-    return {
-        "codes": ((num_rows * num_columns // 2,), torch.uint8),
-        "scale_codes": ((num_blocks,), torch.int8),
-        "factor": ((num_blocks // _scales_per_factor(num_blocks),), torch.float32),
-        "mean": ((), torch.float32),
-        "levels": ((256, 2), torch.float32),
-    }
+    return [
+        ((num_rows * num_columns // 2,), torch.uint8),
+        ((num_blocks,), torch.int8),
+        ((num_blocks // _scales_per_factor(num_blocks),), torch.float32),
+        ((), torch.float32),
+        ((256, 2), torch.float32),
+    ]
 
 
 def _scales_per_factor(num_blocks: int) -> int:
     return next(size for size in range(_NF4_SCALES, 0, -1) if num_blocks % size == 0)
 
 
-def _quantized_rows(weight: Tensor, kind: Quantization) -> dict[str, Tensor]:
+def _quantized_rows(weight: Tensor, kind: Quantization) -> list[Tensor]:
     """With a scale that bf16 can hold: dequantised to bf16, a weight is rounded once."""
     dtype, largest = _ROWS[kind]
     scale = (weight.abs().amax(1, keepdim=True) / largest).clamp(min=_LEAST_SCALE).bfloat16()
     scaled = weight / scale.float()
     if not dtype.is_floating_point:
         scaled.round_()
-    return {"codes": scaled.clamp_(-largest, largest).to(dtype), "scale": scale}
+    return [scaled.clamp_(-largest, largest).to(dtype), scale]
 
 
-def _quantized_nf4(weight: Tensor) -> dict[str, Tensor]:
+def _quantized_nf4(weight: Tensor) -> list[Tensor]:
     from torchao.quantization import to_nf4
 
     num_blocks = weight.numel() // _NF4_BLOCK
     made = to_nf4(weight.contiguous(), _NF4_BLOCK, _scales_per_factor(num_blocks))
     is_zero = weight.reshape(num_blocks, -1).abs().amax(1, keepdim=True) == 0  # 0 / 0 in torchao
     codes = made.quantized_data.view(num_blocks, -1).masked_fill(is_zero, _NF4_ZERO)
-    return {
-        "codes": codes.flatten(),
-        "scale_codes": made.quantized_scalers,
-        "factor": made.quantization_factor,
-        "mean": made.scaler_mean,
-        "levels": torch.cartesian_prod(made.nf4, made.nf4),  # of both weights of a byte
-    }
+    return [
+        codes.flatten(),
+        made.quantized_scalers,
+        made.quantization_factor,
+        made.scaler_mean,
+        torch.cartesian_prod(made.nf4, made.nf4),  # of both weights of a byte
+    ]
