@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from longtake import config
+from longtake.cli.plan import _ranges
 from longtake.config import Recipe
 from longtake.planner.activation_checkpointing import POLICIES
 
@@ -23,7 +24,9 @@ _TYPES: dict[str, Any] = {
     "model": {"parameters": int, "trainable": int, "tokens": int},
     "fixed_gib": {"weights": float, "gradients": float, "optimizer": float, "inputs": float},
     "best": {
-        "per_block": {"keep": int, "save-attention": int, "recompute": int},
+        "per_block": {"keep": int, "save-attention": int, "recompute": int, "offload": int},
+        "blocks": list,
+        "host_gib": float,
         "predicted_gib": float,
         "traced_gib": float,
         "overhead": float,
@@ -106,6 +109,18 @@ def test_json_says_all_that_others_read(plan: _Call) -> None:
     assert facts["seconds"] > 0
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["blocks.0", "blocks.1", "blocks.3"], "blocks.0-1, 3"),
+        (["caption_block", "blocks.7"], "caption_block, blocks.7"),
+        (["a.9", "b.0", "b.1", "b.2"], "a.9, b.0-2"),
+    ],
+)
+def test_names_of_blocks_are_ranges(names: list[str], expected: str) -> None:
+    assert _ranges(names) == expected
+
+
 def test_the_table_can_be_read(plan: _Call) -> None:
     settings = ("--set", "training.global_batch_size=2", "--memory=33MiB", "--device=rtx4090")
     code, out, err = plan(_TINY_FLUX, *settings)
@@ -127,6 +142,9 @@ def test_the_table_can_be_read(plan: _Call) -> None:
     (verdict,) = [line for line in lines if line.startswith("Best: ")]
     assert "of 4 blocks" in verdict
     assert "% longer than without recompute" in verdict
+    (heading,) = [line for line in lines if line.split()[:1] == ["blocks"]]
+    assert heading.split() == ["blocks", "activations", "frozen", "weights"]
+    assert "transformer_blocks." in out.split(heading)[1]
     assert "Gradient reaches 40 of 40 trainable parameters." in lines
     assert max(len(line.rstrip()) for line in lines if line.startswith(" ")) <= 100
 
@@ -135,7 +153,8 @@ def test_what_does_not_fit_exits_1_with_what_would_help(
     small: Callable[..., Path], plan: _Call
 ) -> None:
     recipe = small(
-        "recompute={memory='6MiB', reserve=0, device='h100'}", "training.global_batch_size=8"
+        "recompute={memory='6MiB', reserve=0, device='h100', host_memory='1MB'}",
+        "training.global_batch_size=8",
     )
     code, out, _ = plan(recipe, "--json")
     assert code == 1

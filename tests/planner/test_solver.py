@@ -1,6 +1,7 @@
 """Finding the fastest options that fit, against trying all of them."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from longtake.planner.activation_checkpointing import (
     ACTIVATIONS,
@@ -33,24 +35,43 @@ from longtake.planner.solver import (
 from longtake.planner.trace import Tracer
 
 _MIB = 2**20
-_OPTIONS = tuple(map(BlockOption, ACTIVATIONS))
+_OPTIONS = (
+    BlockOption(),
+    BlockOption("recompute"),
+    BlockOption("offload"),
+    BlockOption("keep", "stream"),
+)
 _BLOCKS = tuple("abcde")
 _MIXTURES = [
     dict(zip(_BLOCKS, chosen, strict=True)) for chosen in product(_OPTIONS, repeat=len(_BLOCKS))
 ]
-_GAP = 1.0011
+_GAP = 1.0011 + 0.003  # the solver's, and what copies have to gain
 
 
-def _random_costs(seed: int) -> BlockCosts:
+def _random_costs(seed: int, link: float = math.inf) -> BlockCosts:
     """Five blocks whose options take any bytes; the more is computed, the longer it takes."""
     numbers = np.random.default_rng(seed)
     shape = (len(_BLOCKS), len(_OPTIONS))
+    streams = np.array([option.weights == "stream" for option in _OPTIONS])
+    offloads = np.array([option.activations == "offload" for option in _OPTIONS])
+    streamed = numbers.uniform(0, 60, (len(_BLOCKS), 1)) * _MIB * streams
+
+    def of_options(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        values[:, 3] = values[:, 0]  # whether weights are streamed or not
+        return values
+
     return BlockCosts(
         names=_BLOCKS,
-        saved=numbers.uniform(0, 100, shape) * _MIB,
-        forward=numbers.uniform(0, 150, shape) * _MIB,
-        backward=numbers.uniform(0, 200, shape) * _MIB,
-        seconds=np.sort(numbers.uniform(0.1, 1, shape)),
+        saved=of_options(numbers.uniform(0, 100, shape) * _MIB),
+        forward=of_options(numbers.uniform(0, 150, shape) * _MIB),
+        backward=of_options(numbers.uniform(0, 200, shape) * _MIB),
+        forward_seconds=of_options(np.sort(numbers.uniform(0.1, 1, shape))),
+        backward_seconds=of_options(np.sort(numbers.uniform(0.1, 1, shape))),
+        away=streamed,
+        streamed=streamed,
+        offloaded=numbers.uniform(0, 60, shape) * _MIB * offloads,
+        link=link,
+        options=_OPTIONS,
         at_forward=numbers.uniform(200, 250, len(_BLOCKS)) * _MIB,
         at_backward=numbers.uniform(200, 250, len(_BLOCKS)) * _MIB,
         at_loss=numbers.uniform(200, 300) * _MIB,
@@ -64,15 +85,22 @@ def _all_peaks(costs: BlockCosts) -> list[float]:
     peaks = []
     for options in _MIXTURES:
         columns = [_OPTIONS.index(options[name]) for name in costs.names]
-        saved, most = 0.0, costs.least_peak
+        saved, most, away = 0.0, costs.least_peak, 0.0
+        offloaded = [costs.offloaded[each] for each in enumerate(columns)]
+        before = [0.0, *offloaded]  # of the block before, on its way
+        streamed = sorted(costs.streamed[each] for each in enumerate(columns))
+        away = sum(costs.away[each] for each in enumerate(columns))
         for row, column in enumerate(columns):
-            most = max(most, costs.at_forward[row] + saved + costs.forward[row, column])
+            now = saved + before[row] + costs.forward[row, column]
+            most = max(most, costs.at_forward[row] + now)
             saved += costs.saved[row, column]
-        most = max(most, costs.at_loss + saved)
+        most = max(most, costs.at_loss + saved + offloaded[-1])
         for row, column in reversed(list(enumerate(columns))):
-            most = max(most, costs.at_backward[row] + saved + costs.backward[row, column])
+            now = saved + before[row] + costs.backward[row, column]
+            most = max(most, costs.at_backward[row] + now)
             saved -= costs.saved[row, column]
-        peaks.append(most)
+        num_streamed = sum(map(bool, streamed))
+        peaks.append(most - away + streamed[-1] * min(2, num_streamed))
     return peaks
 
 
@@ -103,6 +131,22 @@ def test_finds_the_fastest_of_all_mixtures(seed: int, percent: int) -> None:
 
 
 @given(st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_a_slow_link_is_waited_for(seed: int) -> None:
+    """What is copied is worth its time, and the computer's memory is a limit too."""
+    costs = _random_costs(seed, link=50 * _MIB)
+    peaks = _all_peaks(costs)
+    budget = (min(peaks) + max(peaks)) / 2
+    found = fastest(costs, budget)
+    assert found is not None
+    assert costs.peak_bytes(found) <= budget * (1 + 1e-6)
+    none = fastest(costs, budget, host_bytes=0)
+    assert none is None or costs.host_bytes(none) == 0
+    if none is not None:
+        assert costs.predicted_seconds(found) <= costs.predicted_seconds(none) * _GAP
+
+
+@given(st.integers(0, 10_000))
 @settings(max_examples=10, deadline=None)
 def test_more_memory_never_costs_time(seed: int) -> None:
     given_costs = _random_costs(seed)
@@ -123,7 +167,8 @@ def _toy_costs(subject: Any) -> BlockCosts:
         "recompute": "all",
     }
     return costs_of(
-        {option: tracer.trace(options_of(name, names)) for option, name in policies.items()}
+        {option: tracer.trace(options_of(name, names)) for option, name in policies.items()},
+        [tracer.weight_costs("keep")],
     )
 
 
@@ -190,10 +235,12 @@ def test_any_mixture_is_the_sum_of_its_blocks(
 ) -> None:
     tracer, found = surveyed
     names = list(tracer.subject.blocks)
-    options = {name: data.draw(st.sampled_from(_OPTIONS), label=name) for name in names}
+    options = {name: data.draw(st.sampled_from(found.costs.options), label=name) for name in names}
     trace = tracer.trace(options)
-    assert found.costs.peak_bytes(options) == pytest.approx(trace.peak_bytes, rel=0.005)
-    assert found.costs.predicted_seconds(options) == pytest.approx(trace.seconds, rel=0.005)
+    # What leaves for the host may be another block's too, which these sums do not know.
+    rel = 0.05 if trace.host_bytes else 0.005
+    assert found.costs.peak_bytes(options) == pytest.approx(trace.peak_bytes, rel=rel)
+    assert found.costs.predicted_seconds(options) == pytest.approx(trace.seconds, rel=rel)
 
 
 @_MODELS
@@ -222,7 +269,13 @@ def test_what_fits_nowhere_has_no_plan(surveyed: tuple[Tracer, PolicySweep]) -> 
     assert find_best(tracer, found, trace.weight_bytes + trace.input_bytes) is None
     best = find_best(tracer, found, 2 * trace.peak_bytes)
     assert best is not None
-    assert best.per_block() == {"keep": 5, "save-attention": 0, "recompute": 0}
+    assert best.per_block() == {
+        "keep": 5,
+        "save-attention": 0,
+        "recompute": 0,
+        "offload": 0,
+        "offload-input": 0,
+    }
     assert best.overhead == 0
     assert best.overhead_with_another_gib == 0
 

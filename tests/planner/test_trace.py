@@ -1,16 +1,21 @@
 """Tracing a step without values: what it says is what the allocator does."""
 
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from longtake.models.quantized import quantize_linears
+from longtake.models.streamed import StreamedBlocks
 from longtake.planner.activation_checkpointing import (
     ACTIVATIONS,
     POLICIES,
     Activations,
     BlockOption,
+    BlockWeights,
+    Options,
     options_of,
 )
 from longtake.planner.devices import CPU, DeviceBudget, device_named
@@ -79,11 +84,78 @@ def test_families_are_foreseen(
             assert predicted == memory.peak_bytes, policy
 
 
+_FROZEN: tuple[BlockWeights, ...] = ("keep", "stream", "int8", "fp8", "nf4")
+
+
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("first", range(len(_FROZEN)), ids=_FROZEN)
+@pytest.mark.parametrize(
+    ("family", "dtype", "training"),
+    [("flux_kontext", "bf16", {}), ("wan", "fp32", {}), ("wan", "fp32", {"precision": "bf16"})],
+    ids=["FLUX in bf16", "Wan in fp32", "Wan under autocast"],
+)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_streamed_quantised_and_offloaded_blocks_are_foreseen(
+    tiny: Any,
+    fill: Any,
+    really: Any,
+    threads: Any,
+    family: str,
+    dtype: str,
+    training: dict[str, Any],
+    first: int,
+) -> None:
+    """To 1 %: of each kind of weights every block, with all kinds of activations; and all mixed."""
+    threads(1)
+    for weights in ([_FROZEN[first]], _FROZEN[first:] + _FROZEN[:first]):
+        planned, real = (tiny(family, "lora", dtype, **training).tracer for _ in range(2))
+        pairs = zip(cycle(weights), cycle(reversed(ACTIVATIONS)), strict=False)
+        names = real.subject.blocks
+        options = {name: BlockOption(b, a) for name, (a, b) in zip(names, pairs, strict=False)}
+        fill(real.subject.model)
+        hold_weights(real.subject, options)
+        trace, memory = planned.trace(options), really(real.subject, options)
+        predicted = trace.peak_bytes - trace.weight_bytes
+        assert predicted == pytest.approx(memory.peak_bytes, rel=0.01), weights
+        forward_end = trace.forward_end_bytes - trace.weight_bytes
+        assert forward_end == pytest.approx(memory.at["forward"], rel=0.01), weights
+
+
+def hold_weights(subject: Subject, options: Options) -> None:
+    """Quantise and stream the blocks of a model with values, as options say."""
+    for name, block in subject.blocks.items():
+        weights = options[name].weights
+        if weights != "keep" and weights != "stream":
+            quantize_linears(block, weights)
+    chosen = [block for name, block in subject.blocks.items() if options[name].weights == "stream"]
+    StreamedBlocks(chosen, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_what_is_on_the_host_is_not_on_the_gpu(tiny: Any, activations: Activations) -> None:
+    tracer = tiny("flux_kontext", "lora", "bf16", device_named("a6000")).tracer
+    names = tuple(tracer.subject.blocks)
+    here = tracer.trace(dict.fromkeys(names, BlockOption(activations)))
+    away = tracer.trace(dict.fromkeys(names, BlockOption(activations, "stream")))
+    streamed = tracer.weight_costs("stream").streamed
+    assert away.host_bytes - here.host_bytes == streamed.sum() > 0
+    assert here.weight_bytes - away.weight_bytes == streamed.sum() - 2 * streamed.max()
+    assert here.peak_bytes - away.peak_bytes == here.weight_bytes - away.weight_bytes
+    kept = tracer.trace({})
+    if activations == "offload":
+        assert here.host_bytes > 0
+        last = list(here.blocks.values())[-1].offloaded_bytes
+        freed = kept.forward_end_bytes - here.forward_end_bytes
+        assert freed == pytest.approx(here.host_bytes - last, rel=0.2)  # some is other blocks' too
+
+
 def test_traces_leave_nothing_behind(toy: Any) -> None:
     subject = toy()
     tracer = Tracer(subject, CPU)
     first = tracer.trace({})
     tracer.trace(options_of("all", tuple(subject.blocks)))
+    for weights in _FROZEN:
+        tracer.trace(dict.fromkeys(subject.blocks, BlockOption("offload", weights)))
     assert tracer.trace({}) == first
     assert all(parameter.grad is None for parameter in subject.model.parameters())
 

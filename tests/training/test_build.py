@@ -37,7 +37,7 @@ def test_with_a_compiler_it_is_not(small_recipe: MakeRecipe) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns itself of much
 def test_compiled_blocks_are_the_same_blocks(small_recipe: MakeRecipe) -> None:
-    recipe = small_recipe("training.compile=true", "model.config={hidden_size=48, num_blocks=3}")
+    recipe = small_recipe("training.compile=true", "model.config={hidden_size=48, num_blocks=5}")
     alone = assemble(recipe, ["a red disk moves left"], None)
     names = {module: name for name, module in alone.model.named_modules()}
     blocks = [names[block] for block in alone.family.blocks(alone.model)]

@@ -16,6 +16,7 @@ from longtake.progress import phase_lines
 
 if TYPE_CHECKING:
     from longtake.config import Recipe
+    from longtake.planner.activation_checkpointing import Options
     from longtake.planner.forecast import Forecast, PhaseForecast, Suggestion
     from longtake.planner.memory import PolicyForecast, StaticMemory
     from longtake.planner.mesh import MeshForecast
@@ -24,6 +25,7 @@ _GIB = 2**30
 _GB = 1e9
 _PIPE_WIDTH = 100
 _MOST_NAMES = 12
+_LITTLE_WAITING = 0.001
 _MUCH_MORE_THAN_ONE_GIB = 4
 """Below it "the next GiB" would be another GPU."""
 _POLICIES = {
@@ -32,12 +34,22 @@ _POLICIES = {
     "all-but-first": "every block but the first is",
     "alternate": "every second block is",
     "save-attention": "all but attention is",
+    "all+stream": "every block is, and weights are streamed: the least",
     "best": "the fastest mixture that fits",
 }
-_OPTIONS = {
-    "keep": "keep everything",
-    "save-attention": "keep attention's output",
-    "recompute": "are computed again",
+_ACTIVATIONS = {
+    "keep": "kept",
+    "save-attention": "attention's output kept, the rest computed again",
+    "recompute": "computed again",
+    "offload": "in the computer's memory",
+    "offload-input": "computed again, from inputs in the computer's memory",
+}
+_WEIGHTS = {
+    "keep": "on the GPU",
+    "stream": "in the computer's memory, copied one block ahead",
+    "int8": "on the GPU, in 8 bits (int8)",
+    "fp8": "on the GPU, in 8 bits (fp8)",
+    "nf4": "on the GPU, in 4 bits (nf4)",
 }
 _PHASES = {
     "text": ("text encoder", "a caption: to fill a cache, and to sample"),
@@ -201,12 +213,49 @@ def _best(known: "Forecast") -> dict[str, Any] | None:
     away = known.static.elsewhere
     return {
         **{key: value for key, value in _row(row).items() if key not in ("name", "peak_gib")},
+        "host_gib": _gib(row.host_bytes),
+        "link_share": round(row.link_share, 4),
         "per_block": best.per_block(),
+        "blocks": _blocks(best.options),
         "options": {name: str(option) for name, option in best.options.items()},
         "predicted_gib": _gib(best.predicted_bytes - away),
         "traced_gib": _gib(best.traced.peak_bytes - away),
         "overhead_with_another_gib": round(best.overhead_with_another_gib, 4),
     }
+
+
+def _blocks(options: "Options") -> list[dict[str, Any]]:
+    """Each kind of choice, with the blocks that it is made for."""
+    names: dict[Any, list[str]] = {}
+    for name, option in options.items():
+        names.setdefault(option, []).append(name)
+    return [
+        {
+            "blocks": _ranges(each),
+            "count": len(each),
+            "activations": option.activations,
+            "weights": option.weights,
+        }
+        for option, each in names.items()
+    ]
+
+
+def _ranges(names: list[str]) -> str:
+    """Names such as blocks.0, blocks.1 and blocks.2, as blocks.0-2."""
+    ranges: list[tuple[str, int, int]] = []  # what is before the number, the first and the last
+    for name in names:
+        front, _, end = name.rpartition(".")
+        number = int(end) if end.isdigit() else -1
+        if ranges and ranges[-1][::2] == (front, number - 1):
+            ranges[-1] = front, ranges[-1][1], number
+        else:
+            ranges.append((front if number >= 0 else name, number, number))
+    texts, last = list[str](), ""
+    for front, first, end_at in ranges:
+        numbers = "" if first < 0 else f"{first}-{end_at}" if end_at > first else str(first)
+        texts.append(numbers if numbers and front == last else f"{front}.{numbers}".rstrip("."))
+        last = front
+    return ", ".join(texts)
 
 
 def _suggestion(suggestion: "Suggestion") -> dict[str, Any]:
@@ -372,9 +421,11 @@ def _cells(row: Mapping[str, Any], scale: int) -> list[str]:
     return [row["name"], *sizes, f"+{row['overhead']:.1%}", fits]
 
 
-def _result(facts: Mapping[str, Any]) -> Iterator[str]:
+def _result(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
     if facts["best"] is not None:
         yield _of_best(facts["best"])
+        if len(facts["best"]["blocks"]) > 1 or facts["best"]["host_gib"]:
+            yield _mixture(facts["best"]["blocks"])
         return
     yield "[red]Nothing fits.[/red] What would help, each by itself:"
     for change in facts["changes"]:
@@ -437,16 +488,28 @@ def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_best(best: Mapping[str, Any]) -> str:
     counts = best["per_block"]
-    chosen = ", ".join(
-        f"{counts[name]} {words}" for name, words in _OPTIONS.items() if counts[name]
-    )
+    chosen = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     text = f"Best: of {sum(counts.values())} blocks {chosen}."
+    if best["host_gib"]:
+        text += f" {_size(best['host_gib'])} are in the computer's memory."
     if best["overhead"] > 0:
         text += f" A step takes {best['overhead']:.1%} longer than without recompute"
+        if best["link_share"] >= _LITTLE_WAITING:
+            text += f", of which it waits {best['link_share']:.1%} of its time for copies"
         more = 100 * (best["overhead"] - best["overhead_with_another_gib"])
         is_much = more >= 0.05 and best["traced_gib"] > _MUCH_MORE_THAN_ONE_GIB
         text += f"; the next GiB would take {more:.1f} points off." if is_much else "."
     return text
+
+
+def _mixture(blocks: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("blocks", "", "activations", "frozen weights"):
+        table.add_column(column, justify="left" if column else "right")
+    for row in blocks:
+        words = _ACTIVATIONS[row["activations"]], _WEIGHTS[row["weights"]]
+        table.add_row(row["blocks"], str(row["count"]), *words)
+    return table
 
 
 def _gradients(facts: Mapping[str, Any]) -> Iterator[str]:

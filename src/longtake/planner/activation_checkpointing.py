@@ -6,6 +6,7 @@ inside unless a tensor argument carries one.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import Any, Literal
 
@@ -17,6 +18,9 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from longtake.config import Quantization
+from longtake.planner.activation_offload import ActivationOffload
 
 # FSDP2 labels its hooks for the profiler. Inside a block they run a different number of times in
 # forward and recompute, which selective checkpointing takes for another computation.
@@ -30,11 +34,16 @@ SAC_IGNORED_OPS.update(
 Block = Callable[..., Any]
 BlockCall = Callable[..., Any]
 """`call(block, *args)` stands for `block(*args)`."""
-Activations = Literal["keep", "save-attention", "recompute"]
+Activations = Literal["keep", "save-attention", "recompute", "offload", "offload-input"]
 """What is done with what a block's forward pass gives its backward pass."""
 BlockWeights = Literal["keep", "stream", "fp8", "int8", "nf4"]
-"""Where and how a block's frozen weights are held: on the device as they are, in the computer's
-memory and copied one block ahead, or quantised on the device."""
+"""Where and how a block's frozen weights are held: on the device as they are; in the computer's
+memory, copied when the block that runs before it begins and dropped when its pass ends; or
+quantised on the device, and made again for each product."""
+
+
+QUANTIZED: tuple[Quantization, ...] = ("int8", "fp8", "nf4")
+"""The most exact first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,10 @@ ATTENTION = frozenset(
 """The operations whose output `save-attention` saves: they take longest for their bytes."""
 
 
+def _keep(block: Block, *args: Any, **kwargs: Any) -> Any:
+    return block(*args, **kwargs)
+
+
 def _save_attention(block: Block, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(block, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
@@ -85,15 +98,20 @@ def _recompute(block: Block, *args: Any, **kwargs: Any) -> Any:
 
 
 RUN_BY: Mapping[Activations, BlockCall] = {
-    "keep": lambda block, *args, **kwargs: block(*args, **kwargs),
+    "keep": _keep,
     "save-attention": _save_attention,
     "recompute": _recompute,
+    "offload": _keep,
+    "offload-input": _recompute,
 }
 """How each option is applied to a block. `keep` saves all activations, `save-attention` only the
-output of attention, `recompute` only the block's inputs. What an option costs is read off a trace
-in which all blocks are run by it (`longtake.planner.solver`), so that a new one needs a row here
-and nothing else."""
+output of attention, `recompute` only the block's inputs; `offload` saves all in the computer's
+memory, `offload-input` the inputs: `caller` does that around the block. What an option costs is
+read off traces in which all blocks are run alike (`longtake.planner.solver`)."""
 ACTIVATIONS: tuple[Activations, ...] = tuple(RUN_BY)
+OFFLOADED: tuple[Activations, ...] = ("offload", "offload-input")
+RECOMPUTED: tuple[Activations, ...] = ("save-attention", "recompute", "offload-input")
+"""Of these, those in which a block runs again in the backward pass."""
 POLICIES = ("none", "all", "all-but-first", "alternate", "save-attention")
 
 
@@ -106,15 +124,25 @@ def run_block(activations: Activations, block: Block, *args: Any, **kwargs: Any)
 
 
 def caller(options: Mapping[nn.Module, BlockOption]) -> BlockCall:
-    """The argument of `Family.call_blocks_by` that runs blocks by options; others are kept."""
+    """The argument of `Family.call_blocks_by` that runs blocks by options; others are kept.
+
+    Options are given in the blocks' order.
+    """
+    offload, first = ActivationOffload(), next(iter(options), None)
 
     def call(block: nn.Module, *args: Any) -> Any:
-        return run_block(options.get(block, KEEP).activations, block, *args)
+        if block is first:
+            offload.begin()
+        activations = options.get(block, KEEP).activations
+        run = partial(run_block, activations)
+        return offload.call(run, block, *args, offloads=activations in OFFLOADED)
 
     return call
 
 
-def options_of(policy: str, blocks: Sequence[str]) -> dict[str, BlockOption]:
+def options_of(
+    policy: str, blocks: Sequence[str], weights: BlockWeights = "keep"
+) -> dict[str, BlockOption]:
     """What a named policy does with each of a model's blocks, given in their order."""
     chosen: Mapping[
         str, tuple[Activations, Sequence[Activations]]
@@ -126,8 +154,8 @@ def options_of(policy: str, blocks: Sequence[str]) -> dict[str, BlockOption]:
         "save-attention": ("save-attention", ["save-attention"]),
     }
     first, rest = chosen[policy]
-    options = map(BlockOption, [first, *islice(cycle(rest), len(blocks) - 1)])
-    return dict(zip(blocks, options, strict=True))
+    each = [first, *islice(cycle(rest), len(blocks) - 1)]
+    return {name: BlockOption(one, weights) for name, one in zip(blocks, each, strict=True)}
 
 
 def in_backward() -> bool:

@@ -1,11 +1,13 @@
 """Devices that are planned for: their data sheets, and what a plan may take of their memory."""
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import psutil
 import torch
 
 from longtake import config, errors
@@ -27,7 +29,14 @@ class DeviceBudget:
     total_bytes: int | None  # the device's own memory, where it is known
     memory_bytes: int | None = None  # what a plan may count on; None: there is no limit
     reserve: float = 0.0  # share of it that is left to what no plan knows
+    host_bandwidth: float = 31.5e9  # bytes a second to the computer's memory, and as many back
+    host_bytes: int = 64 * 2**30  # of that memory, what weights and activations may take of it
     nccl_bytes: int = 0  # left to NCCL beside that
+
+    @property
+    def link(self) -> float:
+        """Bytes a second of large copies between pinned memory of the computer and the device."""
+        return self.host_bandwidth * _SHARE_OF_HOST_BANDWIDTH
 
     def flops(self, dtype: torch.dtype) -> float:
         return self.bf16_flops if dtype.itemsize < 4 else self.fp32_flops
@@ -45,9 +54,21 @@ class DeviceBudget:
         return replace(self, memory_bytes=self.total_bytes or self.memory_bytes)
 
 
+CUDA_ROUNDS_TO = 512
+"""Bytes of which CUDA's caching allocator hands out multiples, and counts them."""
+
+SHARE_OF_BANDWIDTH = 0.8
+"""Of a data sheet's figure, what kernels reach."""
+
 _MIB = 2**20
+_SHARE_OF_HOST_BANDWIDTH = 0.8
+"""Of PCIe's figure, what large copies of pinned memory reach: packets' headers and flow control
+take the rest (24 to 26 of 31.5 GB/s are usual in NVIDIA's bandwidthTest)."""
+_SHARE_OF_HOST_MEMORY = 0.6
+"""Of this computer's, what may be pinned; the rest is left to loaders, caches and the system."""
 _USUAL_BYTES = 24 * 2**30
 """Of a GPU that is not here, where its memory is not given."""
+_PCIE_5 = 63e9
 _ALMOST = 0.99
 """A GPU of 48 GiB has a little less."""
 _NCCL_BYTES = 3 * 2**29
@@ -58,12 +79,16 @@ _NCCL_BYTES = 3 * 2**29
 #   Ampere: A100 data sheet (2021), GA102 whitepaper (RTX 3090), A10 and RTX A6000 data sheets
 #   Ada: Ada whitepaper (RTX 4090), L4, L40S and RTX 6000 Ada data sheets
 #   Hopper: H100 and H200 data sheets; Blackwell: HGX B200 data sheet, RTX Blackwell whitepaper
+# The link to the computer is PCIe 4.0 x16 (16 GT/s on 16 lanes with 128b/130b coding, PCI-SIG: 31.5
+# GB/s in each direction), or PCIe 5.0 x16, twice that, where `_PCIE_5` is named (the same sheets).
 _ALL = (
     DeviceBudget("a6000", "cuda", 154.8e12, 38.7e12, 768e9, 49140 * _MIB),
-    DeviceBudget("h100", "cuda", 989.4e12, 66.9e12, 3.35e12, 81559 * _MIB),
-    DeviceBudget("h100-pcie", "cuda", 756e12, 51.2e12, 2.0e12, 81559 * _MIB),
-    DeviceBudget("h200", "cuda", 989.4e12, 66.9e12, 4.8e12, 143771 * _MIB),
-    DeviceBudget("b200", "cuda", 2250e12, 75e12, 7.7e12, 183359 * _MIB),
+    DeviceBudget("h100", "cuda", 989.4e12, 66.9e12, 3.35e12, 81559 * _MIB, host_bandwidth=_PCIE_5),
+    DeviceBudget(
+        "h100-pcie", "cuda", 756e12, 51.2e12, 2.0e12, 81559 * _MIB, host_bandwidth=_PCIE_5
+    ),
+    DeviceBudget("h200", "cuda", 989.4e12, 66.9e12, 4.8e12, 143771 * _MIB, host_bandwidth=_PCIE_5),
+    DeviceBudget("b200", "cuda", 2250e12, 75e12, 7.7e12, 183359 * _MIB, host_bandwidth=_PCIE_5),
     DeviceBudget("a100-40gb", "cuda", 312e12, 19.5e12, 1.555e12, 40960 * _MIB),
     DeviceBudget("a100-80gb", "cuda", 312e12, 19.5e12, 2.039e12, 81920 * _MIB),
     DeviceBudget("a10", "cuda", 125e12, 31.2e12, 600e9, 23028 * _MIB),
@@ -72,7 +97,9 @@ _ALL = (
     DeviceBudget("rtx-6000-ada", "cuda", 364.2e12, 91.1e12, 960e9, 49140 * _MIB),
     DeviceBudget("rtx3090", "cuda", 71e12, 35.6e12, 936e9, 24576 * _MIB),
     DeviceBudget("rtx4090", "cuda", 165.2e12, 82.6e12, 1.008e12, 24564 * _MIB),
-    DeviceBudget("rtx5090", "cuda", 209.5e12, 104.8e12, 1.792e12, 32607 * _MIB),
+    DeviceBudget(
+        "rtx5090", "cuda", 209.5e12, 104.8e12, 1.792e12, 32607 * _MIB, host_bandwidth=_PCIE_5
+    ),
 )
 DEVICES = {device.name: device for device in _ALL}
 _FLOPS_PER_BYTE = 200
@@ -160,6 +187,12 @@ def device_budget(
     else:
         device = device_for(target or recipe.training.device, memory)
     target = target or device.target
+    host = device.host_bytes
+    if section.host_memory is not None:
+        host = config.memory_bytes(section.host_memory)
+    elif torch.cuda.is_available():
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        host = int(psutil.virtual_memory().total * _SHARE_OF_HOST_MEMORY) // ranks
     nccl_bytes = _NCCL_BYTES if world_size > 1 and target == "cuda" else 0
     return replace(
         device,
@@ -167,6 +200,7 @@ def device_budget(
         memory_bytes=memory,
         reserve=section.reserve,
         nccl_bytes=nccl_bytes,
+        host_bytes=host,
     )
 
 

@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 import longtake
 from longtake import config, errors
 from longtake.formatting import first_line, format_size
-from longtake.models.build import Components, latent_shape, outline, outline_conditioning
+from longtake.models.build import Components, Kinds, latent_shape, outline, outline_conditioning
 from longtake.models.numerics import autocast, count_weights
 from longtake.planner import activation_checkpointing, fake_tensors, gradient_flow, memory, solver
+from longtake.planner.activation_checkpointing import BlockWeights
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
 
@@ -56,7 +57,8 @@ class Forecast:
     static: memory.StaticMemory
     gradients: GradientFlow
     traces: Mapping[str, StepTrace]
-    """Of every named policy; empty where a trap keeps the step from being traced."""
+    """Of every named policy; empty where a trap keeps the step from being traced. If nothing fits
+    and weights can be streamed, the least that can be done is there too, as `all+stream`."""
     policies: Sequence[memory.PolicyForecast]
     best: solver.BestOptions | None  # the fastest that fits; without a budget, everything kept
     best_policy: memory.PolicyForecast | None
@@ -85,9 +87,11 @@ class Forecast:
             return self.best.options, self.best.traced
         if not self.policies:
             return None
-        return activation_checkpointing.options_of(
-            self.least.name, self.step.block_names
-        ), self.traces[self.least.name]
+        name = self.least.name
+        policy, _, weights = name.partition("+")
+        base: BlockWeights = "stream" if weights else self.step.tracer.subject.weights[0]
+        options = activation_checkpointing.options_of(policy, self.step.block_names, base)
+        return options, self.traces[name]
 
     def policy(self, name: str) -> memory.PolicyForecast:
         rows = [*self.policies, self.best_policy]
@@ -101,7 +105,12 @@ class Forecast:
 
 
 def forecast(
-    recipe: config.Recipe, device: DeviceBudget, *, world_size: int = 1, per_node: int | None = None
+    recipe: config.Recipe,
+    device: DeviceBudget,
+    *,
+    world_size: int = 1,
+    per_node: int | None = None,
+    quantized: Kinds | None = None,
 ) -> Forecast:
     """Trace a recipe's step under every policy, find the best that fits, and look for traps.
 
@@ -112,15 +121,18 @@ def forecast(
         PlanError: the model cannot be run on tensors without values, or its weights alone are
             above the budget.
     """
-    step = memory.outline_step(recipe, device, world_size, per_node)
+    step = memory.outline_step(recipe, device, world_size, per_node, quantized)
     gradients = check_gradients(step)
     if gradients.fatal:  # torch may not even get through such a step
         return Forecast(device, step, memory.static_memory(step), gradients, {}, [], None, None)
     _refuse_below_weights(step)
     sweep = solver.sweep_policies(step.tracer)
-    traces = sweep.traces
+    traces = dict(sweep.traces)
     traps = [*gradients.traps, *policy_traps(step, traces)]
     best = _best(step, sweep)
+    if best is None and step.tracer.subject.weights[:2] == ("keep", "stream"):
+        least = activation_checkpointing.options_of("all", step.block_names, "stream")
+        traces["all+stream"] = step.tracer.trace(least)
 
     def row(name: str, trace: StepTrace) -> memory.PolicyForecast:
         return memory.policy_forecast(name, trace, step, sweep.overhead(trace))
@@ -128,7 +140,7 @@ def forecast(
     return Forecast(
         device=device,
         step=step,
-        static=memory.static_memory(step, traces["none"].input_bytes),
+        static=memory.static_memory(step, traces["none"].input_bytes, traces["none"].weight_bytes),
         gradients=replace(gradients, traps=traps),
         traces=traces,
         policies=[row(name, trace) for name, trace in traces.items()],
@@ -213,20 +225,23 @@ def _best(step: memory.MetaStep, sweep: solver.PolicySweep) -> solver.BestOption
     if budget_bytes is None:
         return solver.find_best(step.tracer, sweep, None)
     static = memory.static_memory(step, sweep.traces["none"].input_bytes)
-    if static.update_bytes > budget_bytes:
-        return None
-    return solver.find_best(step.tracer, sweep, budget_bytes - static.resident + static.elsewhere)
+    beside = static.resident - static.elsewhere
+    return solver.find_best(step.tracer, sweep, budget_bytes - beside, static.update_bytes - beside)
 
 
 def _refuse_below_weights(step: memory.MetaStep) -> None:
     budget_bytes = step.device.budget_bytes
-    if budget_bytes is None or (weights := memory.static_memory(step).weights) < budget_bytes:
+    least_weights = memory.static_memory(step).weights - step.tracer.most_away()
+    if budget_bytes is None or least_weights < budget_bytes:
         return
-    traced = step.tracer.trace(activation_checkpointing.options_of("all", step.block_names))
+    offered = step.tracer.subject.weights
+    weights: BlockWeights = "stream" if "stream" in offered else offered[0]
+    options = activation_checkpointing.options_of("all", step.block_names, weights)
+    traced = step.tracer.trace(options)
     least = memory.policy_forecast("all", traced, step).step_peak_bytes
     raise errors.PlanError(
-        f"The model's weights alone take {format_size(weights)}, but the budget for all tensors is "
-        f"{format_size(budget_bytes)}. With every block recomputed this recipe takes "
+        f"The model's weights alone take {format_size(least_weights)}, but the budget for all "
+        f"tensors is {format_size(budget_bytes)}. With every block recomputed this recipe takes "
         f"{format_size(least)}: it wants a GPU of {format_size(step.device.memory_for(least))} "
         "(--memory), or a smaller model"
         + (', or model.dtype = "bf16".' if step.recipe.model.dtype == "fp32" else ".")
@@ -253,6 +268,11 @@ def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
             step = replace(step, recipe=recipe)
         else:
             step = memory.outline_step(recipe, known.device, step.world_size, step.per_node)
+            offered = step.tracer.subject.weights
+            options = {
+                name: each if each.weights in offered else replace(each, weights=offered[0])
+                for name, each in options.items()
+            }
             trace = step.tracer.trace(options)
     except errors.LongtakeError:  # a smaller shape may not divide into the codec's or the model's
         return None
@@ -322,6 +342,10 @@ def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
     elif recipe.trainable.base() == "lora" and recipe.trainable.rank > 1:
         half = recipe.trainable.rank // 2
         yield f"LoRA of rank {half}", [f"trainable.rank={half}"]
+    if recipe.trainable.base() != "full" and recipe.model.quantize == "none":
+        yield "frozen weights in 8 bits", ["model.quantize=int8"]
+        if recipe.model.stream == "none" and known.device.target == "cuda":
+            yield "frozen weights in the computer's memory", ["model.stream=all"]
     if recipe.model.dtype == "fp32":
         yield "weights in bf16", ["model.dtype=bf16"]
     if not recipe.optimizer.offload and recipe.optimizer.kind == "adamw":

@@ -13,12 +13,15 @@ from longtake.config import Bucket, OptimizerSection, Recipe
 from longtake.data.loader import num_places
 from longtake.errors import RecipeError
 from longtake.models import build, numerics
+from longtake.models.quantized import quantize_linears
 from longtake.optim import master_weights, muon
 from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_optimizer
 from longtake.parallel import fsdp, mesh
-from longtake.planner.devices import DeviceBudget
+from longtake.planner.activation_checkpointing import QUANTIZED, BlockWeights
+from longtake.planner.block_weights import can_quantize
+from longtake.planner.devices import CUDA_ROUNDS_TO, DeviceBudget
 from longtake.planner.fake_tensors import FakeTokenSharing
-from longtake.planner.trace import CUDA_ROUNDS_TO, StepTrace, Subject, Tracer
+from longtake.planner.trace import StepTrace, Subject, Tracer
 
 _MARK = "longtake mark: "
 _EIGHT_BIT_MAP_BYTES = 256 * 4
@@ -64,9 +67,21 @@ class MetaStep:
 
 
 def outline_step(
-    recipe: Recipe, device: DeviceBudget, world_size: int = 1, per_node: int | None = None
+    recipe: Recipe,
+    device: DeviceBudget,
+    world_size: int = 1,
+    per_node: int | None = None,
+    quantized: build.Kinds | None = None,
 ) -> MetaStep:
-    """A recipe's step at its largest bucket; neither catalog nor weights are needed."""
+    """A recipe's step at its largest bucket; neither catalog nor weights are needed.
+
+    Args:
+        recipe: of the step.
+        device: it is planned for.
+        world_size: processes of the launch.
+        per_node: of these, those of one node; all by default.
+        quantized: what a run with model.quantize = "auto" has chosen; it is not chosen anew.
+    """
     per_node = min(per_node or world_size, world_size)
     num_shards = mesh.shard_size(recipe.parallel, world_size, per_node)
     data_size = world_size // recipe.parallel.context
@@ -85,7 +100,14 @@ def outline_step(
     bucket = max(lengths, key=lambda shape: lengths[shape])
     precision = _precision(recipe, device)
     names = {module: name for name, module in model.named_modules()}
+    for block in family.blocks(model):  # what is not for the plan to choose
+        kind = recipe.model.quantize
+        if kind == "auto" and quantized is not None:
+            kind = quantized.get(names[block], "none")
+        if kind != "none" and kind != "auto":
+            quantize_linears(block, kind)
     is_bf16 = recipe.parallel.param_dtype == "bf16" and precision == "bf16"
+    is_whole = num_shards == 1 and device.target == "cuda"
     subject = Subject(
         model=model,
         blocks={names[block]: block for block in family.blocks(model)},
@@ -97,6 +119,9 @@ def outline_step(
         is_accumulating=local > micro,
         num_shards=num_shards,
         gathers_in_bf16=world_size > 1 and is_bf16,
+        weights=_offered_weights(recipe, list(family.blocks(model)), is_whole, quantized),
+        offloads=is_whole,
+        host_bytes=device.host_bytes,
     )
     return MetaStep(
         recipe=recipe,
@@ -110,6 +135,25 @@ def outline_step(
         world_size=world_size,
         per_node=per_node,
     )
+
+
+def _offered_weights(
+    recipe: Recipe, blocks: Sequence[nn.Module], may_stream: bool, quantized: build.Kinds | None
+) -> tuple[BlockWeights, ...]:
+    """What a plan may do with blocks' frozen weights; the first is done where it has no choice.
+
+    Where the recipe names a kind of numbers, the model comes quantised, and `keep` keeps it so.
+    """
+    if recipe.trainable.base() == "full":
+        return ("keep",)
+    if recipe.model.stream == "all":
+        return ("stream",)
+    offered: list[BlockWeights] = ["keep"]
+    if recipe.model.stream == "auto" and may_stream:
+        offered.append("stream")
+    if recipe.model.quantize == "auto" and quantized is None:
+        offered += [kind for kind in QUANTIZED if can_quantize(kind, blocks)]
+    return tuple(offered)
 
 
 def refuse_idle_ranks(batch_size: int, data_size: int) -> None:
@@ -294,10 +338,20 @@ class PolicyForecast:
     step_peak_bytes: int  # the most in any later step, with all that stays in memory
     overhead: float | None  # share of a step without recompute that it takes longer, if known
     fits: bool | None  # None without a budget
+    host_bytes: int = 0  # of weights and activations in the computer's memory
+    link_share: float = 0.0  # of a step, in which the device waits for copies from and to it
 
 
-def static_memory(step: MetaStep, input_bytes: int = 0) -> StaticMemory:
-    """What is there whatever is recomputed."""
+def static_memory(
+    step: MetaStep, input_bytes: int = 0, weight_bytes: int | None = None
+) -> StaticMemory:
+    """What is there whatever is recomputed.
+
+    Args:
+        step: on one process.
+        input_bytes: of one micro-batch.
+        weight_bytes: of the model, where not all are on the device as they are.
+    """
     recipe, components, shards = step.recipe, step.components, step.num_shards
     model, target = components.model, step.device.target
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -307,8 +361,10 @@ def static_memory(step: MetaStep, input_bytes: int = 0) -> StaticMemory:
     )
     frozen = [*components.codec.modules(), *components.text.modules()]
     elsewhere = _elsewhere_bytes(step)
+    if weight_bytes is None:
+        weight_bytes = module_bytes(model, granule)
     return StaticMemory(
-        weights=module_bytes(model, granule) - elsewhere,
+        weights=weight_bytes - elsewhere,
         elsewhere=elsewhere,
         gradients=sum((p.grad_dtype or p.dtype).itemsize * p.numel() for p in trained) // shards,
         optimizer=OptimizerBytes(
@@ -327,16 +383,20 @@ def policy_forecast(
 
     On several processes it is an estimate: of buffers of collectives, those of FSDP2 are counted.
     """
-    static, budget_bytes = static_memory(step, trace.input_bytes), step.device.budget_bytes
+    static = static_memory(step, trace.input_bytes, trace.weight_bytes)
+    budget_bytes = step.device.budget_bytes
     peak = trace.peak_bytes - static.elsewhere
     step_peak = max(static.resident + peak, static.update_bytes)
+    fits = step_peak <= (budget_bytes or 0) and trace.host_bytes <= step.device.host_bytes
     return PolicyForecast(
         name=policy,
         forward_end_bytes=trace.forward_end_bytes - static.elsewhere,
         peak_bytes=peak,
         step_peak_bytes=step_peak,
         overhead=overhead,
-        fits=None if budget_bytes is None else step_peak <= budget_bytes,
+        fits=None if budget_bytes is None else fits,
+        host_bytes=trace.host_bytes,
+        link_share=trace.link_seconds / trace.seconds,
     )
 
 

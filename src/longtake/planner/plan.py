@@ -17,7 +17,7 @@ import longtake
 from longtake import config, fsio
 from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.formatting import format_size
-from longtake.models.build import Components
+from longtake.models.build import Components, Kinds, read_kinds
 from longtake.models.numerics import Precision
 from longtake.parallel.collectives import from_first, gather_objects
 from longtake.parallel.mesh import World
@@ -75,22 +75,34 @@ def plan_for_training(
     kept = None
     if world.is_first:
         kept = _read_plan(run, _plan_key(recipe, precision, world, free_bytes))
-    return from_first(kept, world) or make_plan(recipe, precision, world, free_bytes)
+    kept = from_first(kept, world)
+    if kept is not None:
+        return kept
+    quantized = read_kinds(run.components_path) if recipe.model.quantize == "auto" else None
+    return make_plan(recipe, precision, world, free_bytes, quantized)
 
 
 def make_plan(
-    recipe: config.Recipe, precision: Precision, world: World, free_bytes: int | None = None
+    recipe: config.Recipe,
+    precision: Precision,
+    world: World,
+    free_bytes: int | None = None,
+    quantized: Kinds | None = None,
 ) -> MemoryPlan:
-    """Check that everything trains and fits; the arguments are those of `plan_for_training`."""
+    """Check that everything trains and fits; the arguments are those of `plan_for_training`.
+
+    `quantized` is what the run's blocks are quantised to already.
+    """
     resolved = recipe.training.model_copy(update={"precision": precision})
     wanted = recipe.model_copy(update={"training": resolved})
     answer = None
     if world.is_first and free_bytes is not None:
         memory = {"memory": f"{free_bytes // 2**20}MiB"}
         limited = wanted.recompute.model_copy(update=memory)
-        answer = _try_to_plan(wanted.model_copy(update={"recompute": limited}), world)
+        limited_recipe = wanted.model_copy(update={"recompute": limited})
+        answer = _try_to_plan(limited_recipe, world, quantized)
     if world.is_first and (answer is None or isinstance(answer, CannotBePlannedError)):
-        answer = _try_to_plan(wanted, world)
+        answer = _try_to_plan(wanted, world, quantized)
     answer = from_first(answer, world)
     if isinstance(answer, LongtakeError):
         raise answer
@@ -124,14 +136,19 @@ def _training_device(recipe: config.Recipe, world: World) -> DeviceBudget:
     return device_budget(recipe, target, world.size)
 
 
-def _try_to_plan(recipe: config.Recipe, world: World) -> MemoryPlan | LongtakeError:
+def _try_to_plan(
+    recipe: config.Recipe, world: World, quantized: Kinds | None
+) -> MemoryPlan | LongtakeError:
     """Errors are returned, so that they can reach every rank."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     device = _training_device(recipe, world)
     try:
         if recipe.recompute.chosen() == "best":
-            return _best_plan(forecast(recipe, device, world_size=world.size, per_node=per_node))
-        return _named_plan(outline_step(recipe, device, world.size, per_node))
+            known = forecast(
+                recipe, device, world_size=world.size, per_node=per_node, quantized=quantized
+            )
+            return _best_plan(known)
+        return _named_plan(outline_step(recipe, device, world.size, per_node, quantized))
     except LongtakeError as error:
         return error
 
@@ -149,7 +166,7 @@ def _best_plan(known: Forecast) -> MemoryPlan:
 def _named_plan(step: MetaStep) -> MemoryPlan:
     """A policy that the recipe names; memory is planned if something is recomputed or limited."""
     policy = step.recipe.recompute.chosen()
-    options = options_of(policy, step.block_names)
+    options = options_of(policy, step.block_names, step.tracer.subject.weights[0])
     try:
         gradients = check_gradients(step)
     except CannotBePlannedError as error:  # it may train all the same

@@ -5,22 +5,27 @@ on how other blocks are run. So one trace for each option, in which all blocks a
 what any mixture takes. The idea is that of Checkmate (Jain et al., 2020) and torch's `sac_milp`.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from longtake.models.streamed import NUM_BUFFERS
 from longtake.planner.activation_checkpointing import (
     ACTIVATIONS,
     KEEP,
     POLICIES,
+    RECOMPUTED,
     Activations,
     BlockOption,
+    BlockWeights,
     Options,
     options_of,
 )
+from longtake.planner.block_weights import Floats, WeightCosts, buffer_bytes, link_seconds
 from longtake.planner.trace import StepTrace, Tracer
 
 _GIB = 2**30
@@ -29,8 +34,19 @@ _GAP = 1e-3
 """Share of the best possible time that a solution may be away from it."""
 _MOST_TRIES = 5
 _LEAST_STEP_BYTES = 2**16  # below it the solver's tolerance hides the difference
-
-Floats = NDArray[np.float64]
+_LEAST_GAIN: Mapping[str, float] = {
+    "keep": 0,
+    "save-attention": 0,
+    "recompute": 0,
+    "offload": 0.002,
+    "offload-input": 0.001,
+    "stream": 0.001,
+    "int8": 0.02,
+    "fp8": 0.03,
+    "nf4": 0.04,
+}
+"""Of a block's seconds, what an option has to save. Predicted times are not accurate to 2 %: below
+that what changes no result is taken, and of the quantised kinds the most exact one."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +57,42 @@ class BlockCosts:
     saved: Floats  # left behind by the forward pass
     forward: Floats  # the most in the forward pass above what was there before
     backward: Floats  # the most in the backward pass above what was there when it began
-    seconds: Floats
+    forward_seconds: Floats
+    backward_seconds: Floats
     at_forward: Floats  # there before each forward pass, beside what earlier blocks saved
     at_backward: Floats  # there before each backward pass, beside what it and earlier blocks saved
     at_loss: float  # the most between forward and backward pass, beside what all blocks saved
-    least_peak: float  # the most outside the blocks, whatever they save
+    least_peak: float  # the most before the first block, whatever they save
     other_seconds: float
-    options: tuple[BlockOption, ...] = tuple(map(BlockOption, ACTIVATIONS))
-    """Of the columns; the first keeps everything."""
+    away: Floats  # weights that are not on the device, or in fewer bits
+    streamed: Floats  # of these, what is copied to buffers there for each pass
+    offloaded: Floats  # of what it saves, what is copied to the host and back
+    options: tuple[BlockOption, ...]  # of the columns; the first keeps everything, or most
+    link: float = math.inf  # bytes a second to the host, and as many back
 
     def peak_bytes(self, options: Options) -> float:
         x = self._chosen(options)
-        return max(self.least_peak, float((self.levels() @ x.ravel() + self.fixed()).max()))
+        buffers = buffer_bytes((self.streamed * x).sum(axis=1))
+        return buffers + float((self.levels() @ x.ravel() + self.fixed()).max())
+
+    @property
+    def seconds(self) -> Floats:
+        return self.forward_seconds + self.backward_seconds
 
     def predicted_seconds(self, options: Options) -> float:
-        return self.other_seconds + float((self.seconds * self._chosen(options)).sum())
+        x = self._chosen(options)
+        forward, backward, streamed, offloaded = (
+            (each * x).sum(axis=1)
+            for each in (self.forward_seconds, self.backward_seconds, self.streamed, self.offloaded)
+        )
+        waits = link_seconds(forward, backward, streamed, offloaded, self.link)
+        return self.other_seconds + float(forward.sum() + backward.sum()) + waits
+
+    def host_bytes(self, options: Options) -> float:
+        return float(((self.streamed + self.offloaded) * self._chosen(options)).sum())
+
+    def has_backward(self) -> Floats:
+        return (self.backward_seconds[:, 0] > 0).astype(np.float64)
 
     def _chosen(self, options: Options) -> Floats:
         x = np.zeros((len(self.names), len(self.options)))
@@ -64,57 +101,110 @@ class BlockCosts:
         return x
 
     def levels(self) -> Floats:
-        """[moments, blocks x options]: what each choice adds at each moment of a step."""
+        """[moments, blocks x options]: what each choice adds at each moment of a step.
+
+        Moments are each block's forward pass, each block's backward pass, the loss, and what is
+        before the first block. Offloaded activations are there while the block after it runs.
+        What streamed weights take is not here: `buffer_bytes`.
+        """
         number, width = self.saved.shape
-        rows = np.zeros((2 * number + 1, number, width))
+        rows = np.zeros((2 * number + 2, number, width)) - self.away
         for block in range(number):
-            rows[block, :block] = self.saved[:block]
-            rows[block, block] = self.forward[block]
-            rows[number + block, : block + 1] = self.saved[: block + 1]
+            rows[block, :block] += self.saved[:block]
+            rows[block, block] += self.forward[block]
+            rows[number + block, : block + 1] += self.saved[: block + 1]
             rows[number + block, block] += self.backward[block]
-        rows[-1] = self.saved
-        return rows.reshape(2 * number + 1, number * width)
+            if block:
+                rows[block, block - 1] += self.offloaded[block - 1]
+                rows[number + block, block - 1] += self.offloaded[block - 1]
+        rows[-2] += self.saved
+        rows[-2, -1] += self.offloaded[-1]
+        return rows.reshape(2 * number + 2, number * width)
 
     def fixed(self) -> Floats:
-        return np.concatenate([self.at_forward, self.at_backward, [self.at_loss]])
+        ends = [self.at_loss, self.least_peak]
+        return np.concatenate([self.at_forward, self.at_backward, ends])
 
 
-def costs_of(traces: Mapping[Activations, StepTrace]) -> BlockCosts:
-    """What blocks cost, from a trace for each option in which all blocks are run by it.
+def costs_of(
+    traces: Mapping[Activations, StepTrace],
+    weights: Sequence[WeightCosts],
+    link: float = math.inf,
+    *,
+    offloads: bool = False,
+) -> BlockCosts:
+    """What blocks cost, from a trace for each choice of activations in which all are run by it.
 
-    The first trace is of `keep`, with which the others are compared.
+    Args:
+        traces: the first is of `keep`, with which the others are compared.
+        weights: what may be done with frozen weights; in the traces they are kept.
+        link: bytes a second between the device and the computer's memory.
+        offloads: whether the inputs of recomputed blocks may be there. What a recomputed block
+            saves is its inputs, so that this needs no trace.
     """
+    if offloads:
+        traces = {**traces, "offload-input": traces["recompute"]}
     kept, each = traces["keep"], list(traces.values())
-    saved = np.stack([_saved(trace) for trace in each], axis=1)
+    moved = np.stack([_offloaded(trace) for trace in each], axis=1)
+    before = np.vstack([np.zeros((1, len(each))), moved[:-1]])  # of the block before
+    saved = np.stack([_saved(trace) for trace in each], axis=1) - moved + before
     so_far = np.cumsum(saved, axis=0)
     blocks = list(kept.blocks.values())
     at_forward = _array([block.forward.begin_bytes for block in blocks])
     at_forward -= so_far[:, 0] - saved[:, 0]
     at_backward = _array([b.backward.begin_bytes if b.backward else -np.inf for b in blocks])
     at_backward -= so_far[:, 0]
-    has_backward = np.isfinite(at_backward)
+    has_backward = np.isfinite(at_backward)[:, None]
     forward, backward = _peaks(each)
-    above = backward - so_far - np.where(has_backward, at_backward, 0)[:, None]
-    seconds = np.stack([_seconds(trace) for trace in each], axis=1)
+    above = backward - so_far - before - np.where(has_backward, at_backward[:, None], 0)
+    forward = forward - at_forward[:, None] - (so_far - saved) - before
+    seconds = np.stack([_seconds(trace) for trace in each], axis=1)  # [blocks, each, 2]
+    if offloads:
+        inputs = np.maximum(0, saved[:, -1])
+        moved[:, -1] = inputs
+        saved[:, -1] -= inputs
+        above[:, -1] += inputs  # they are back
+
+    def wide(values: Floats) -> Floats:
+        """[blocks, options] of what depends on activations alone."""
+        return np.repeat(values, len(weights), axis=1)
+
+    def tall(values: Sequence[Floats]) -> Floats:
+        """[blocks, options] of what depends on weights alone."""
+        return np.tile(np.stack(values, axis=1), (1, len(traces)))
+
+    made = tall([option.seconds for option in weights])
+    again = np.array([[float(name in RECOMPUTED) for name in traces]])
+    work = tall([option.work for option in weights])
     return BlockCosts(
         names=tuple(kept.blocks),
-        saved=saved,
-        forward=forward - at_forward[:, None] - (so_far - saved),
-        backward=np.where(has_backward[:, None], above, 0),
-        seconds=seconds,
+        saved=wide(saved),
+        forward=wide(forward) + work,
+        backward=wide(np.where(has_backward, above, 0)) + work * has_backward,
+        forward_seconds=wide(seconds[..., 0]) + made,
+        backward_seconds=wide(seconds[..., 1]) + made * has_backward * (1 + wide(again)),
         at_forward=at_forward,
         at_backward=at_backward,
         at_loss=kept.loss_span.peak_bytes - float(so_far[-1, 0]),
         least_peak=float(kept.front_peak_bytes),
-        other_seconds=kept.seconds - float(seconds[:, 0].sum()),
-        options=tuple(map(BlockOption, traces)),
+        other_seconds=kept.seconds - kept.link_seconds - float(seconds[:, 0].sum()),
+        away=tall([option.away for option in weights]),
+        streamed=tall([option.streamed for option in weights]),
+        offloaded=wide(moved),
+        options=tuple(BlockOption(name, option.name) for name in traces for option in weights),
+        link=link,
     )
 
 
 def _saved(trace: StepTrace) -> Floats:
+    """[blocks]: what is there more after each block, with what is on its way to the host."""
     forward = [block.forward for block in trace.blocks.values()]
     levels = [span.begin_bytes for span in forward] + [forward[-1].end_bytes]
     return np.diff(_array(levels))
+
+
+def _offloaded(trace: StepTrace) -> Floats:
+    return _array([block.offloaded_bytes for block in trace.blocks.values()])
 
 
 def _peaks(traces: Sequence[StepTrace]) -> tuple[Floats, Floats]:
@@ -126,42 +216,94 @@ def _peaks(traces: Sequence[StepTrace]) -> tuple[Floats, Floats]:
 
 
 def _seconds(trace: StepTrace) -> Floats:
-    """[blocks]: forward and backward pass."""
-    return _array(
-        [
-            block.forward.seconds + (block.backward.seconds if block.backward else 0)
-            for block in trace.blocks.values()
-        ]
-    )
+    """[blocks, 2]: of the forward and of the backward pass."""
+    passes = [(block.forward, block.backward) for block in trace.blocks.values()]
+    return _array([[each.seconds if each else 0.0 for each in both] for both in passes])
 
 
 def _array(values: Sequence[object]) -> Floats:
     return np.array(values, dtype=np.float64)
 
 
-def fastest(costs: BlockCosts, budget_bytes: float) -> dict[str, BlockOption] | None:
-    """The fastest options whose predicted peak is within a budget, or None if there are none."""
-    number, width = costs.saved.shape
-    room = budget_bytes - costs.fixed()
-    if costs.least_peak > budget_bytes:
-        return None
+def fastest(
+    costs: BlockCosts, budget_bytes: float, host_bytes: float | None = None
+) -> dict[str, BlockOption] | None:
+    """The fastest options whose predicted peak is within a budget, or None if there are none.
+
+    Args:
+        costs: of all options.
+        budget_bytes: of the device.
+        host_bytes: of the computer's memory, for streamed weights and offloaded activations.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, that few runs need
 
+    number, width = costs.saved.shape
+    size, scale = number * width, float(costs.seconds.max())
+    waits = _waits(costs) / scale
+    num_waits = len(waits)
+
+    def joined(choices: Any, of_waits: Floats | None = None, of_buffer: int = 0) -> Any:
+        """Rows of what options, seconds that are waited, and GiB of a buffer count for."""
+        count = len(choices)
+        middle = np.zeros((count, num_waits)) if of_waits is None else of_waits
+        return np.hstack([choices, middle, np.full((count, 1), of_buffer)])
+
     one_each = np.kron(np.eye(number), np.ones(width))
+    room = (budget_bytes - costs.fixed()) / _GIB
+    streamed, host = costs.streamed.ravel() / _GIB, (costs.streamed + costs.offloaded) / _GIB
+    host_room = np.inf if host_bytes is None else host_bytes / _GIB
+    constraints = [
+        LinearConstraint(joined(one_each), 1, 1),
+        LinearConstraint(joined(costs.levels() / _GIB, None, NUM_BUFFERS), -np.inf, room),
+        LinearConstraint(joined(one_each * streamed, None, -1), -np.inf, 0),
+        LinearConstraint(joined(waits, -np.eye(num_waits)), -np.inf, 0),
+        LinearConstraint(joined(host.reshape(1, -1)), -np.inf, host_room),
+    ]
+    most = np.concatenate([1 - _pointless(costs).ravel(), np.full(num_waits + 1, np.inf)])
     found = milp(
-        costs.seconds.ravel() / costs.seconds.max(),
-        integrality=np.ones(number * width),
-        bounds=Bounds(0, 1 - _pointless(costs).ravel()),
-        constraints=[
-            LinearConstraint(one_each, 1, 1),
-            LinearConstraint(costs.levels() / _GIB, -np.inf, room / _GIB),
-        ],
+        np.concatenate([_preferred(costs).ravel() / scale, np.ones(num_waits), [0]]),
+        integrality=np.concatenate([np.ones(size), np.zeros(num_waits + 1)]),
+        bounds=Bounds(0, most),
+        constraints=constraints,
         options={"time_limit": _TIME_LIMIT_SECONDS, "mip_rel_gap": _GAP},
     )
     if found.x is None:
         return None
-    chosen = found.x.reshape(number, width).argmax(axis=1)
+    chosen = found.x[:size].reshape(number, width).argmax(axis=1)
     return {name: costs.options[index] for name, index in zip(costs.names, chosen, strict=True)}
+
+
+def _waits(costs: BlockCosts) -> Floats:
+    """[copies, blocks x options] seconds: what each copy takes less what it hides behind.
+
+    A copy is waited for as long as its row is above 0. Weights may really be copied behind several
+    blocks: where few are streamed, `link_seconds` is less.
+    """
+    number, width = costs.saved.shape
+    rows: list[Floats] = []
+
+    def add(block: int, moved: Floats, behind: int, seconds: Floats) -> None:
+        if moved[block].any() and 0 <= behind < number:
+            row = np.zeros((number, width))
+            row[block] += moved[block] / costs.link
+            row[behind] -= seconds[behind]
+            rows.append(row.ravel())
+
+    leaving = costs.offloaded.copy()
+    leaving[-1] = 0
+    back = (costs.streamed + leaving) * costs.has_backward()[:, None]
+    for block in range(number):
+        add(block, costs.streamed, block - 1, costs.forward_seconds)
+        add(block, leaving, block + 1, costs.forward_seconds)
+        add(block, back, block + 1, costs.backward_seconds)
+    return np.array(rows).reshape(len(rows), number * width)
+
+
+def _preferred(costs: BlockCosts) -> Floats:
+    """[blocks, options] seconds, with what an option has to gain before it is taken."""
+    gains = [(_LEAST_GAIN[each.weights], _LEAST_GAIN[each.activations]) for each in costs.options]
+    shares: Floats = np.array(gains, dtype=np.float64).sum(axis=1)
+    return costs.seconds + shares * costs.seconds[:, :1]
 
 
 def _pointless(costs: BlockCosts) -> Floats:
@@ -169,9 +311,18 @@ def _pointless(costs: BlockCosts) -> Floats:
 
     Such as before the first trainable parameter; the solver would choose there by chance.
     """
-    gains = [each < each[:, :1] for each in (costs.saved, costs.forward, costs.backward)]
-    pointless: Floats = (~np.logical_or.reduce(gains)).astype(np.float64)
-    pointless[:, 0] = 0
+    keeps = {option: column for column, option in enumerate(costs.options)}
+    pointless = np.zeros(costs.saved.shape)
+    for column, option in enumerate(costs.options):
+        if option.activations != "keep":  # beside keeping them, with equal weights
+            kept = keeps.get(BlockOption("keep", option.weights), 0)
+            gains = [
+                each[:, column] < each[:, kept]
+                for each in (costs.saved, costs.forward, costs.backward)
+            ]
+            pointless[:, column] = ~np.logical_or.reduce(gains)
+        if option.weights != costs.options[0].weights:
+            pointless[costs.away[:, column] <= costs.away[:, 0], column] = 1
     return pointless
 
 
@@ -196,48 +347,72 @@ class PolicySweep:
 
     traces: Mapping[str, StepTrace]
     costs: BlockCosts
+    weight_bytes: int  # of the model, with all weights on the device
 
     def overhead(self, trace: StepTrace) -> float:
         return trace.seconds / self.traces["none"].seconds - 1
 
 
 def sweep_policies(tracer: Tracer) -> PolicySweep:
-    """Trace every named policy, and every option with all blocks run by it."""
-    names = tuple(tracer.subject.blocks)
-    traces = {policy: tracer.trace(options_of(policy, names)) for policy in POLICIES}
-    named: Mapping[Activations, str] = {
-        "keep": "none",
-        "save-attention": "save-attention",
-        "recompute": "all",
+    """Trace every named policy, and every choice of activations with all blocks run by it."""
+    subject = tracer.subject
+    names, base = tuple(subject.blocks), subject.weights[0]
+
+    def trace_all(policies: Sequence[str], weights: BlockWeights) -> dict[str, StepTrace]:
+        return {name: tracer.trace(options_of(name, names, weights)) for name in policies}
+
+    traces = trace_all(POLICIES, base)
+    plain = traces if base == "keep" else trace_all(("none", "save-attention", "all"), "keep")
+    of_activations: dict[Activations, StepTrace] = {
+        "keep": plain["none"],
+        "save-attention": plain["save-attention"],
+        "recompute": plain["all"],
     }
-    return PolicySweep(traces, costs_of({each: traces[named[each]] for each in ACTIVATIONS}))
+    if subject.offloads:
+        of_activations["offload"] = tracer.trace(dict.fromkeys(names, BlockOption("offload")))
+    weights = [tracer.weight_costs(name) for name in subject.weights]
+    costs = costs_of(of_activations, weights, tracer.device.link, offloads=subject.offloads)
+    return PolicySweep(traces, costs, plain["none"].weight_bytes)
 
 
-def find_best(tracer: Tracer, sweep: PolicySweep, budget_bytes: int | None) -> BestOptions | None:
+def find_best(
+    tracer: Tracer, sweep: PolicySweep, budget_bytes: int | None, update_bytes: int = 0
+) -> BestOptions | None:
     """The fastest options whose traced peak is within a budget; None if nothing fits.
 
     Without a budget every block is kept.
+
+    Args:
+        tracer: of the step.
+        sweep: of the tracer.
+        budget_bytes: for forward and backward pass.
+        update_bytes: what the update takes of it, with all weights on the device.
     """
     names, kept = tuple(tracer.subject.blocks), sweep.traces["none"]
+    base = tracer.subject.weights[0]
     if budget_bytes is None:
-        return BestOptions(options_of("none", names), kept.peak_bytes, kept, 0.0, 0.0)
+        return BestOptions(options_of("none", names, base), kept.peak_bytes, kept, 0.0, 0.0)
+    costs = replace(sweep.costs, least_peak=max(sweep.costs.least_peak, update_bytes))
+    whole_bytes = update_bytes - sweep.weight_bytes  # beside the weights
     fitting: list[tuple[Options, StepTrace]] = [
-        (options_of(policy, names), trace)
+        (options_of(policy, names, base), trace)
         for policy, trace in sweep.traces.items()
-        if trace.peak_bytes <= budget_bytes
+        if max(trace.peak_bytes, trace.weight_bytes + whole_bytes) <= budget_bytes
+        and trace.host_bytes <= (tracer.subject.host_bytes or math.inf)
     ]
     if not any(trace.seconds <= kept.seconds for _, trace in fitting):
-        fitting += _solved(tracer, sweep.costs, budget_bytes)
+        fitting += _solved(tracer, costs, budget_bytes)
     if not fitting:
         return None
     options, traced = min(fitting, key=lambda each: each[1].seconds)
-    with_another = sweep.costs.predicted_seconds(
-        fastest(sweep.costs, budget_bytes + _GIB) or options
+    host_bytes = tracer.subject.host_bytes
+    with_another = costs.predicted_seconds(
+        fastest(costs, budget_bytes + _GIB, host_bytes) or options
     )
     overhead = sweep.overhead(traced)
     return BestOptions(
         options=options,
-        predicted_bytes=int(sweep.costs.peak_bytes(options)),
+        predicted_bytes=int(costs.peak_bytes(options)),
         traced=traced,
         overhead=overhead,
         # a solution may be a little off, and more memory never costs time
@@ -251,7 +426,7 @@ def _solved(
     """What the solver finds, traced: its budget is tightened until the trace fits."""
     within = budget_bytes
     for _ in range(_MOST_TRIES):
-        options = fastest(costs, within)
+        options = fastest(costs, within, tracer.subject.host_bytes)
         if options is None:
             return []
         traced = tracer.trace(options)

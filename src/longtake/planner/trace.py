@@ -7,17 +7,36 @@ exactly as long as it would in a real run.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, cast
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from longtake.errors import CannotBePlannedError
-from longtake.planner.activation_checkpointing import KEEP, BlockCall, Options, caller, run_block
-from longtake.planner.devices import DeviceBudget, Target
+from longtake.planner.activation_checkpointing import (
+    KEEP,
+    OFFLOADED,
+    RECOMPUTED,
+    BlockCall,
+    BlockWeights,
+    Options,
+    caller,
+    run_block,
+)
+from longtake.planner.activation_offload import ActivationOffload
+from longtake.planner.block_weights import (
+    Floats,
+    WeightCosts,
+    buffer_bytes,
+    layers_with,
+    link_seconds,
+    weight_costs,
+)
+from longtake.planner.devices import CUDA_ROUNDS_TO, SHARE_OF_BANDWIDTH, DeviceBudget, Target
 from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
 from longtake.planner.gradient_flow import GradientWatch
 from longtake.planner.kernels import (
@@ -27,15 +46,11 @@ from longtake.planner.kernels import (
     with_random_state,
 )
 
-CUDA_ROUNDS_TO = 512
-"""Bytes of which CUDA's caching allocator hands out multiples, and counts them."""
-
 # An operation takes as long as its arithmetic or its memory traffic, whichever is more: a roofline
 # (Williams, Waterman and Patterson, 2009). Real kernels reach a share of the data sheet's figures;
 # these are usual for large transformers. Only ratios of such times are shown.
 _SHARE_OF_FLOPS = 0.7
 _SHARE_OF_FLOPS_IN_ATTENTION = 0.5
-_SHARE_OF_BANDWIDTH = 0.8
 
 _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
@@ -63,6 +78,10 @@ class Subject:
     num_shards: int = 1
     """Ranks that hold one copy of the model: each block's gradients are reduce-scattered over them
     after its backward pass, unless they accumulate."""
+    weights: Sequence[BlockWeights] = ("keep",)
+    """What may be done with blocks' frozen weights; the first in every named policy."""
+    offloads: bool = False  # whether activations may be kept in the computer's memory
+    host_bytes: int | None = None  # of that memory, which streaming and offloading may take
     gathers_in_bf16: bool = False
     """Whether weights kept in fp32 come as bf16 from other ranks, so that autocast copies none."""
 
@@ -85,6 +104,7 @@ class BlockTrace:
     backward: Span | None
     """From when the gradient of its output is there until that of the block before it is; None
     where no gradient passes."""
+    offloaded_bytes: int = 0  # of what it saves, in the computer's memory
 
 
 @dataclass(frozen=True)
@@ -99,10 +119,12 @@ class StepTrace:
     end_bytes: int  # weights, inputs and gradients
     front_peak_bytes: int  # the most before the first block
     loss_span: Span  # from the end of the last block's forward pass to the first block's backward
-    seconds: float
+    seconds: float  # with those in `link_seconds`
     reached: tuple[str, ...]  # trainable parameters that got a gradient
     unreached: tuple[str, ...]  # trainable parameters that got none
     sent_bytes: int = 0  # to other ranks, where they share the tokens of a clip
+    host_bytes: int = 0  # of weights and activations in the computer's memory
+    link_seconds: float = 0.0  # in which the device waits for copies from and to it
 
 
 @dataclass(frozen=True)
@@ -121,12 +143,34 @@ class Tracer:
         self.subject = subject
         self.device = device
         self._fake = CachedFakeMode()
+        self._weights: dict[BlockWeights, WeightCosts] = {}
         with self._fake:
             make_fake(subject.model)
 
+    def weight_costs(self, name: BlockWeights) -> WeightCosts:
+        if name not in self._weights:
+            blocks = list(self.subject.blocks.values())
+            self._weights[name] = weight_costs(name, blocks, self.device)
+        return self._weights[name]
+
+    def most_away(self) -> int:
+        """Bytes that the weights of all blocks can take less of the device, between blocks."""
+        offered = [self.weight_costs(name).away for name in self.subject.weights]
+        return int(np.max(offered, axis=0).sum())
+
     def trace(self, options: Options) -> StepTrace:
-        with self._fake, self._gradients_dropped():
+        with self._weights_as(options), self._fake, self._gradients_dropped():
             return self._trace(options)
+
+    @contextmanager
+    def _weights_as(self, options: Options) -> Iterator[None]:
+        """The model's layers with their weights streamed or quantised, and then as before."""
+        with ExitStack() as changed:
+            for name, block in self.subject.blocks.items():
+                weights = options.get(name, KEEP).weights
+                if weights != "keep":
+                    changed.enter_context(layers_with(weights, block, self._fake))
+            yield
 
     def watch_gradients(self) -> GradientWatch:
         """One step with every block kept, watched for gradients that do not arrive."""
@@ -152,17 +196,21 @@ class Tracer:
     def _trace(self, options: Options) -> StepTrace:
         subject, tracker = self.subject, MemoryTracker(self.device)
         tracker.count_module(subject.model)
+        streamed = self._streamed(options)
+        if self.device.target == "cuda":
+            tracker.hold(-int(streamed.sum()))
+        tracker.hold(int(buffer_bytes(streamed)))
         weight_bytes = tracker.current_bytes
         if subject.gathers_in_bf16:
             tracker.ignore_casts_of(subject.model.parameters())
-        reducer = _GradientReducer(subject)
+        reducer, offloaded = _GradientReducer(subject), dict[str, int]()
         if subject.is_accumulating:
             for parameter in subject.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
                     tracker.count(parameter.grad)
-        begun_at = tracker.current_bytes
-        subject.call_blocks_by(self._call(options, tracker, reducer))
+        begun_at = tracker.begin()
+        subject.call_blocks_by(self._call(options, tracker, reducer, offloaded))
         observed = self._fake.observed_by(tracker.observe)
         with _kernels_of(self.device.target), reducer.hooked(), observed:
             inputs = subject.make_inputs()
@@ -175,13 +223,24 @@ class Tracer:
                 reducer.reduce()
             del loss
             tracker.mark("end")
-        return _step_trace(tracker, weight_bytes, input_bytes, subject, reducer)
+        trace = _step_trace(tracker, weight_bytes, input_bytes, subject, reducer, offloaded)
+        return _with_link(trace, streamed, self.device.link)
+
+    def _streamed(self, options: Options) -> Floats:
+        """[blocks] bytes of weights that are in the computer's memory."""
+        chosen = [options.get(name, KEEP).weights for name in self.subject.blocks]
+        return self.weight_costs("stream").streamed * [each == "stream" for each in chosen]
 
     def _call(
-        self, options: Options, tracker: "MemoryTracker", reducer: "_GradientReducer"
+        self,
+        options: Options,
+        tracker: "MemoryTracker",
+        reducer: "_GradientReducer",
+        offloaded: dict[str, int],
     ) -> BlockCall:
         names = {block: name for name, block in self.subject.blocks.items()}
         on_cpu = self.device.target == "cpu"
+        offload = ActivationOffload() if on_cpu else _FakeOffload()
 
         def backward_begins(name: str) -> None:
             reducer.reduce()  # of the block after it, whose backward pass has ended here
@@ -191,14 +250,20 @@ class Tracer:
             name = names[block]
             activations = options.get(name, KEEP).activations
             tracker.mark(f"before {name}")
-            if activations != "keep" and on_cpu:
-                output = run_block(activations, *with_random_state(block), *args)
-            else:
-                output = run_block(activations, block, *args)
+
+            def run(block: nn.Module, *args: Any) -> Any:
+                if activations in RECOMPUTED and on_cpu:
+                    output = run_block(activations, *with_random_state(block), *args)
+                else:
+                    output = run_block(activations, block, *args)
+                for tensor in tensors(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda _: backward_begins(name))  # type: ignore[no-untyped-call]
+                return output
+
+            output = offload.call(run, block, *args, offloads=activations in OFFLOADED)
             tracker.mark(f"after {name}")
-            for tensor in tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: backward_begins(name))  # type: ignore[no-untyped-call]
+            offloaded[name] = offload.last_bytes
             return output
 
         return call
@@ -241,6 +306,24 @@ def make_fake(model: nn.Module) -> None:
                     held[name] = fake(tensor)
 
 
+class _HostCopy(NamedTuple):
+    """Of a tensor without values, in a memory that is not the device's."""
+
+    nbytes: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _FakeOffload(ActivationOffload):
+    """Counts what a GPU would copy; how long the link takes is no matter of a trace."""
+
+    def to_host(self, tensor: Tensor) -> _HostCopy:
+        return _HostCopy(tensor.nbytes, tensor.shape, tensor.dtype)
+
+    def to_device(self, copy: _HostCopy, device: torch.device) -> Tensor:
+        return torch.empty(copy.shape, dtype=copy.dtype, device=device)
+
+
 class MemoryTracker:
     """Follows every storage from allocation to release, and the time that operations take."""
 
@@ -274,6 +357,16 @@ class MemoryTracker:
             self._sizes[key] = size, gone
             self.current_bytes += size
             self._peak_bytes = max(self._peak_bytes, self.current_bytes)
+
+    def begin(self) -> int:
+        """What is there now, where the first span begins."""
+        self._begin_bytes = self._peak_bytes = self.current_bytes
+        return self.current_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that no tensor stands for, or less of them."""
+        self.current_bytes += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self.current_bytes)
 
     def mark(self, name: str) -> None:
         """End a span here and begin the next."""
@@ -311,7 +404,7 @@ def seconds(
     packet = operation.overloadpacket if hasattr(operation, "overloadpacket") else operation
     touched = [tensor for value in (*args, *kwargs.values()) for tensor in tensors(value)]
     moved = sum(tensor.numel() * tensor.itemsize for tensor in (*touched, *tensors(result)))
-    traffic = moved / (device.bandwidth * _SHARE_OF_BANDWIDTH)
+    traffic = moved / (device.bandwidth * SHARE_OF_BANDWIDTH)
     formula = _FORMULAS.get(packet)
     if formula is None:
         return traffic
@@ -391,6 +484,7 @@ def _step_trace(
     input_bytes: int,
     subject: Subject,
     reducer: _GradientReducer,
+    offloaded: Mapping[str, int],
 ) -> StepTrace:
     """Read the marks, each of which closes the span before it."""
     spans = tracker.marks
@@ -402,7 +496,7 @@ def _step_trace(
     return StepTrace(
         weight_bytes=weight_bytes,
         input_bytes=input_bytes,
-        blocks={name: _block_trace(name, spans, ends) for name in subject.blocks},
+        blocks={name: _block_trace(name, spans, ends, offloaded[name]) for name in subject.blocks},
         forward_end_bytes=spans[loss_at][1].end_bytes,
         peak_bytes=max(span.peak_bytes for _, span in spans),
         end_bytes=spans[-1][1].end_bytes,
@@ -412,6 +506,21 @@ def _step_trace(
         reached=tuple(name for name, parameter in trained if parameter in reached),
         unreached=tuple(name for name, parameter in trained if parameter not in reached),
         sent_bytes=tracker.sent_bytes,
+    )
+
+
+def _with_link(trace: StepTrace, streamed: Floats, link: float) -> StepTrace:
+    """The same step, with the time in which it waits for copies from and to the host."""
+    blocks = list(trace.blocks.values())
+    forward = np.array([block.forward.seconds for block in blocks])
+    backward = np.array([block.backward.seconds if block.backward else 0.0 for block in blocks])
+    offloaded = np.array([float(block.offloaded_bytes) for block in blocks])
+    waits = link_seconds(forward, backward, streamed, offloaded, link)
+    return replace(
+        trace,
+        host_bytes=int(streamed.sum() + offloaded.sum()),
+        link_seconds=waits,
+        seconds=trace.seconds + waits,
     )
 
 
@@ -427,16 +536,17 @@ def _refuse_other_order(marks: Sequence[str], subject: Subject) -> None:
 
 
 def _block_trace(
-    name: str, spans: Sequence[tuple[str, Span]], ends: Mapping[str, int]
+    name: str, spans: Sequence[tuple[str, Span]], ends: Mapping[str, int], offloaded_bytes: int
 ) -> BlockTrace:
     forward = spans[ends[f"after {name}"]][1]
     begun = ends.get(f"backward {name}")
     if begun is None:
-        return BlockTrace(forward, None)
+        return BlockTrace(forward, None, offloaded_bytes)
     after = begun + 1
     while spans[after][0] == f"backward {name}":  # a block with two outputs is marked twice
         after += 1
-    return BlockTrace(forward, _joined([span for _, span in spans[begun + 1 : after + 1]]))
+    backward = _joined([span for _, span in spans[begun + 1 : after + 1]])
+    return BlockTrace(forward, backward, offloaded_bytes)
 
 
 def _joined(spans: Sequence[Span]) -> Span:

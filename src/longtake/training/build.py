@@ -30,8 +30,8 @@ from longtake.optim.update import Averages
 from longtake.parallel import collectives, context_parallel, fsdp, mesh
 from longtake.planner.activation_checkpointing import (
     KEEP,
-    Activations,
-    BlockOption,
+    OFFLOADED,
+    RECOMPUTED,
     Options,
     run_block,
 )
@@ -222,7 +222,8 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
 
     Call it before the model is sharded: the gathering of weights is not compiled. Recomputation is,
     because only the compiler knows what there is to save, but not around a streamed block, whose
-    weights are looked up again when it is recomputed. A block with a graph break, such as
+    weights are looked up again when it is recomputed, and not where activations are offloaded. A
+    streamed block whose activations are kept is not compiled. A block with a graph break, such as
     before the user's own module that reads values, is compiled in pieces.
     """
     config: Any = torch._dynamo.config
@@ -231,20 +232,20 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explain_limit)
     names, streamed = dict(parts.model.named_modules()), streamed_by(recipe, options, parts)
-    recomputed_by_torch = {}
+    run_by_torch = {}
     for name, option in options.items():
         block: Any = names[name]
-        if block in streamed:  # saved tensors could be views of weights that are gone
-            block.forward = torch.compile(block.forward, dynamic=False)
-            recomputed_by_torch[name] = BlockOption(_recomputing(option.activations))
-            continue
-        block.forward = partial(run_block, option.activations, block.forward)
-        block.compile(dynamic=False)
-    run_blocks(recomputed_by_torch, parts)
-
-
-def _recomputing(activations: Activations) -> Activations:
-    return "recompute" if activations == "keep" else activations
+        if block in streamed:
+            run_by_torch[name] = option
+            if option.activations in RECOMPUTED:  # else views of weights would be saved, and go
+                block.forward = torch.compile(block.forward, dynamic=False)
+        elif option.activations in OFFLOADED:
+            run_by_torch[name] = option
+            block.compile(dynamic=False)
+        else:
+            block.forward = partial(run_block, option.activations, block.forward)
+            block.compile(dynamic=False)
+    run_blocks(run_by_torch, parts)
 
 
 def _explain_limit(record: logging.LogRecord) -> bool:

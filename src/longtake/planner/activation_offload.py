@@ -1,0 +1,181 @@
+"""Keeps what blocks save for the backward pass in the computer's memory while others run.
+
+On CUDA a side stream copies: out while the next block runs forward, and back while the next block
+runs backward. So beside a block at work, its neighbour's tensors are on the device too.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+Key = tuple[int, int, torch.dtype]
+"""A storage, its version (what was changed in place is another content), and a type."""
+
+
+class SavedTensor(NamedTuple):
+    """What autograd holds instead of a tensor: how it lies in a storage that is away."""
+
+    key: Key
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class ActivationOffload:
+    """Runs blocks of a model one after another, some of them with what they save offloaded."""
+
+    def __init__(self) -> None:
+        self.stream: torch.cuda.Stream | None = None  # copies; there is none on a CPU
+        self._last: OffloadedBlock | None = None
+        self._given: set[int] = set()  # storages that the block before was given
+
+    def call(self, run: Callable[..., Any], block: nn.Module, *args: Any, offloads: bool) -> Any:
+        """The output of `run(block, *args)`; with `offloads`, what it saves goes to the host."""
+        before, self._last = self._last, None
+        given = set(_storages(each for each in args if isinstance(each, Tensor)))
+        shared, self._given = given & self._given, given  # these stay: others keep them
+        if offloads and torch.is_grad_enabled():
+            saved = self._last = OffloadedBlock(self, block, shared)
+            with saved_tensors_hooks(saved.pack, saved.unpack):
+                output = run(block, *args)
+            saved.sent()
+        else:
+            output = run(block, *args)
+        if before is not None:
+            before.release()
+            for tensor in output if isinstance(output, tuple | list) else [output]:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: before.fetch())  # type: ignore[no-untyped-call]
+        return output
+
+    def begin(self) -> None:
+        """A new forward pass: its first block does not follow the last one of the pass before."""
+        self._last, self._given = None, set()
+
+    @property
+    def last_bytes(self) -> int:
+        """What the block that ran last has on the host."""
+        return 0 if self._last is None else self._last.num_bytes
+
+    def to_host(self, tensor: Tensor) -> Any:
+        """A copy, which may not be whole before `sent`."""
+        stream = self.stream_of(tensor)
+        if stream is None:
+            return tensor.clone()
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copy.copy_(tensor, non_blocking=True)
+        return copy
+
+    def to_device(self, copy: Any, device: torch.device) -> Tensor:
+        """Back; not to be read on CUDA before the stream has come so far."""
+        back: Tensor = torch.empty_like(copy, device=device)
+        stream = self.stream_of(back)
+        if stream is None:
+            return back.copy_(copy)
+        stream.wait_stream(torch.cuda.current_stream())  # the memory may still be read there
+        with torch.cuda.stream(stream):
+            back.copy_(copy, non_blocking=True)
+        return back
+
+    def stream_of(self, tensor: Tensor) -> torch.cuda.Stream | None:
+        if tensor.is_cuda and self.stream is None:
+            self.stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        return self.stream
+
+
+class OffloadedBlock:
+    """The tensors that one call of a block has saved, each storage of them once."""
+
+    def __init__(self, offload: ActivationOffload, block: nn.Module, shared: set[int]) -> None:
+        self._offload = offload
+        self._shared = shared  # storages that stay
+        self._block = block
+        self._weights: set[int] | None = None
+        self._here: dict[Key, Tensor] = {}  # whole storages
+        self._away: dict[Key, Any] = {}
+        self._uses: Counter[Key] = Counter()  # tensors of each that are not unpacked yet
+        self._copied: torch.cuda.Event | None = None
+        self._is_fetched = False
+        self._device = torch.device("cpu")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.nbytes for copy in self._away.values())
+
+    def pack(self, tensor: Tensor) -> SavedTensor | Tensor:
+        if not _has_storage(tensor):
+            return tensor
+        if self._weights is None:  # by now they are gathered, where ranks share them
+            held = _storages((*self._block.parameters(), *self._block.buffers()))
+            self._weights = self._shared.union(held)
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version, tensor.dtype
+        if storage._cdata in self._weights or not storage.nbytes():
+            return tensor
+        if key not in self._away:
+            whole = storage.nbytes() // tensor.itemsize
+            with torch.no_grad():
+                self._device = tensor.device
+                self._here[key] = tensor.detach().as_strided((whole,), (1,), 0)
+                self._away[key] = self._offload.to_host(self._here[key])
+        self._uses[key] += 1
+        return SavedTensor(key, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def sent(self) -> None:
+        """All is packed."""
+        self._copied = self._event()
+
+    def release(self) -> None:
+        """Drop what is on the device, once it is copied; the next block has run."""
+        self._wait()
+        self._here.clear()
+
+    def fetch(self) -> None:
+        """Begin to copy back what is not on the device."""
+        if not self._is_fetched:
+            self._is_fetched = True
+            for key in self._away:
+                self._bring(key)
+            self._copied = self._event()
+
+    def unpack(self, saved: SavedTensor | Tensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self.fetch()
+        if saved.key not in self._here:  # asked for again
+            self._bring(saved.key)
+            self._copied = self._event()
+        self._wait()
+        whole = self._here[saved.key]
+        self._uses[saved.key] -= 1
+        if self._uses[saved.key] <= 0:
+            del self._here[saved.key]
+        return whole.as_strided(saved.shape, saved.stride, saved.offset)
+
+    def _bring(self, key: Key) -> None:
+        if key not in self._here:
+            self._here[key] = self._offload.to_device(self._away[key], self._device)
+
+    def _event(self) -> torch.cuda.Event | None:
+        stream = self._offload.stream
+        return None if stream is None else stream.record_event()
+
+    def _wait(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterable[int]:
+    return (each.untyped_storage()._cdata for each in tensors if _has_storage(each))
+
+
+def _has_storage(tensor: Any) -> bool:
+    return not is_traceable_wrapper_subclass(tensor)

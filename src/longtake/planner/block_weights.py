@@ -1,0 +1,160 @@
+"""What it costs to stream or quantise the frozen weights of blocks: bytes, and time on the link.
+
+Both follow from shapes, so that one trace of a step serves every choice of weights.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longtake.config import Quantization
+from longtake.errors import RecipeError
+from longtake.models.quantized import quantize_linears
+from longtake.models.streamed import NUM_BUFFERS, look_up_weights, streamed_bytes
+from longtake.planner.activation_checkpointing import BlockWeights
+from longtake.planner.devices import CUDA_ROUNDS_TO, SHARE_OF_BANDWIDTH, DeviceBudget
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class WeightCosts:
+    """What one choice for the frozen weights costs in each block; arrays are [blocks].
+
+    `work` and `seconds` are formulas; a trace of a plan runs the layers themselves.
+    """
+
+    name: BlockWeights
+    away: Floats  # bytes that they take less of the device
+    streamed: Floats  # bytes of these that are in the computer's memory, and copied for each pass
+    work: Floats  # bytes of a dequantised weight, the largest
+    seconds: Floats  # of dequantising all weights, once
+
+
+def weight_costs(
+    name: BlockWeights, blocks: Sequence[nn.Module], device: DeviceBudget
+) -> WeightCosts:
+    """What a choice costs for these blocks; their parameters need no values."""
+    rows = [_block_costs(name, block, device) for block in blocks]
+    return WeightCosts(name, *np.array(rows, dtype=np.float64).reshape(-1, 4).T)
+
+
+def _block_costs(
+    name: BlockWeights, block: nn.Module, device: DeviceBudget
+) -> tuple[float, float, float, float]:
+    if name == "keep":
+        return 0, 0, 0, 0
+    if name == "stream":
+        streamed = streamed_bytes(block)
+        # on a CPU the computer's memory is the device's: nothing is away
+        return (streamed if device.target == "cuda" else 0), streamed, 0, 0
+    granule = CUDA_ROUNDS_TO if device.target == "cuda" else 1
+    weights = [layer.weight for layer in frozen_linears(block)]
+    whole = sum(-(-weight.nbytes // granule) * granule for weight in weights)
+    kept = sum(_quantized_bytes(name, weight.shape, weight.dtype, granule) for weight in weights)
+    largest = max((weight.nbytes for weight in weights), default=0)
+    moved = kept + 2 * sum(weight.nbytes for weight in weights)  # read, written, scaled in place
+    return whole - kept, 0, largest, moved / (device.bandwidth * SHARE_OF_BANDWIDTH)
+
+
+def can_quantize(kind: Quantization, blocks: Sequence[nn.Module]) -> bool:
+    """Whether every layer that would be quantised can be."""
+    try:
+        for block in blocks:
+            for layer in frozen_linears(block):
+                _quantized_bytes(kind, layer.weight.shape, layer.weight.dtype, 1)
+    except RecipeError:
+        return False
+    return True
+
+
+def frozen_linears(block: nn.Module) -> list[nn.Linear]:
+    """The layers whose weights can be quantised."""
+    return [
+        layer
+        for layer in block.modules()
+        if type(layer) is nn.Linear and not layer.weight.requires_grad
+    ]
+
+
+@cache
+def _quantized_bytes(
+    kind: Quantization, shape: torch.Size, dtype: torch.dtype, granule: int
+) -> int:
+    """Of one weight, with its scales."""
+    layer = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=dtype)
+    host = nn.Sequential(layer.requires_grad_(False))
+    quantize_linears(host, kind)
+    return sum(-(-buffer.nbytes // granule) * granule for buffer in host.buffers())
+
+
+@contextmanager
+def layers_with(name: BlockWeights, block: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Have a block of fake tensors compute as with streamed or quantised weights."""
+    layers: list[Any] = list(frozen_linears(block))
+    before = [(layer, layer._parameters["weight"], dict(layer._buffers)) for layer in layers]
+    if name == "stream":
+        look_up_weights(block)
+    elif name != "keep":
+        for layer in layers:
+            weight = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        quantize_linears(block, name)
+        with mode:
+            for layer in layers:
+                for key, buffer in layer.named_buffers():
+                    layer._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    try:
+        yield
+    finally:
+        for layer, weight, buffers in before:
+            layer.__class__ = nn.Linear
+            layer._parameters["weight"] = weight
+            layer._buffers = buffers
+
+
+def buffer_bytes(streamed: Floats) -> float:
+    """What streamed blocks take of the device, all together: the largest takes its turn in two."""
+    return float(streamed.max() * min(NUM_BUFFERS, np.count_nonzero(streamed)))
+
+
+def link_seconds(
+    forward: Floats, backward: Floats, streamed: Floats, offloaded: Floats, link: float
+) -> float:
+    """How long a step waits for copies between the device and the computer's memory.
+
+    Activations leave while the next block runs forward, and come back while it runs backward; those
+    of the last block stay. A streamed block's weights are copied from when the streamed block that
+    runs before it begins. The last two in one direction are there when the other begins. Both
+    directions of the link work at the same time; in the backward pass weights and activations share
+    one.
+
+    Args:
+        forward: [blocks] seconds of the forward passes.
+        backward: [blocks] of the backward passes; 0 where no gradient passes.
+        streamed: [blocks] bytes of weights that are copied to the device for each pass.
+        offloaded: [blocks] bytes of activations that leave and come back.
+        link: bytes a second in each direction.
+    """
+    leaving = np.append(offloaded[:-1], 0) / link
+    away = np.maximum(0, leaving - np.append(forward[1:], 0))
+    back = np.maximum(0, leaving - np.append(backward[1:], 0)) * (backward > 0)
+    copies = streamed / link
+    rows = np.flatnonzero(streamed)
+    waits = away.sum() + back.sum()
+    for before, row in pairwise(rows[1:]):
+        waits += max(0.0, copies[row] - forward[before:row].sum())
+    upwards = np.flatnonzero(streamed * (backward > 0))[::-1]
+    for before, row in pairwise(upwards[1:]):
+        others = leaving[row:before].sum() - back[row:before].sum()
+        waits += max(0.0, copies[row] + others - backward[row + 1 : before + 1].sum())
+    return float(waits)
