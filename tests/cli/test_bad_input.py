@@ -133,6 +133,27 @@ def test_sizes_that_no_memory_holds_are_refused(
     assert why in _sentence(code, err)
 
 
+def test_a_further_input_that_clips_lack_is_refused_before_there_is_a_run(
+    place: Path, tmp_path: Path, call: Call
+) -> None:
+    settings = (
+        f"out={tmp_path / 'run'}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.windows=1",
+        'data.conditioning.face={kind="mask", path="../masks/{stem}.png"}',
+        "flow.loss_mask=face",
+    )
+    changes = [part for setting in settings for part in ("--set", setting)]
+    for verb in (("train",), ("data", "cache")):
+        code, _, err = call(*verb, place / "recipe.toml", *changes)
+        said = _sentence(code, err)
+        assert "data.conditioning.face: 64 of 64 clips lack their file" in said
+        assert "and 61 more" in said
+        assert not (tmp_path / "run" / "recipe.toml").exists()
+    code, out, err = call("plan", place / "recipe.toml", *changes)
+    assert "training would refuse its data: data.conditioning.face: 64 of 64 clips" in out + err
+
+
 def test_no_pipe_keeps_an_index_waiting(shapes_catalog: Path, tmp_path: Path, call: Call) -> None:
     clips = tmp_path / "clips"
     clips.mkdir()

@@ -29,6 +29,8 @@ from longtake.models.added_module import BlockCall
 from longtake.models.base import BlockInputs
 from longtake.models.build import assemble
 from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import Request
+from longtake.sampling.sampler import load_sampler
 from longtake.training.latent_cache import (
     cache_ahead,
     codec_fingerprint,
@@ -259,6 +261,21 @@ def test_videos_masks_and_numbers_train_from_a_cache_as_from_pixels(
     cached = small_recipe(*half, _cache_of(tmp_path))
     train(cached, QUIET)
     _assert_same_run(plain, cached)
+    sampler = load_sampler(plain.out, step=4, ema=False, device="cpu")
+    bucket, inputs = plain.data.buckets[0], {}
+    for number, clip in enumerate(clips[:2]):
+        names = {"depth": ".mp4", "raw": ".mp4", "person": ".mp4", "camera": ".npy"}
+        files = {name: folder / f"{clip.stem}{ending}" for name, ending in names.items()}
+        inputs[number] = Request("a red disk", 0, files)
+    settings = plain.sampling.model_copy(update={"num_inference_steps": 2})
+    one, other = sampler.sample([inputs[0], inputs[1]], settings, bucket)
+    assert (one != other).any()
+    mixed = Request("a red disk", 0, {**inputs[0].conditioning, "camera": files["camera"]})
+    assert (sampler.sample([mixed], settings, bucket)[0] != one).any()
+    with pytest.raises(
+        DataError, match="takes the inputs depth, raw, person, camera; given: depth"
+    ):
+        sampler.sample([Request("", 0, {"depth": files["depth"]})], settings, bucket)
     white = (given("face", "_white.png", 'kind="mask"'), "flow.loss_mask=face")
     masked = small_recipe(*changes, *white, f"out={tmp_path / 'white'}")
     train(masked, QUIET)
