@@ -81,7 +81,7 @@ def test_a_byte_order_mark_is_passed_over(path: Path) -> None:
         ("training.learning_rate=1", "optimizer.learning_rate"),
         ("sampling.steps=1", "sampling.num_inference_steps"),
         ("data.batch_size=1", "training.global_batch_size"),
-        ("fps=1", "sampling.fps"),
+        ("fps=1", "data.fps"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest(path: Path, override: str, nearest: str) -> None:
@@ -310,10 +310,13 @@ _CHANGES: dict[str, object] = {
     "data.catalog": "other.parquet",
     "data.buckets": [{"num_frames": 5, "height": 64, "width": 96}],
     "data.frame_stride": 2,
+    "data.fps": 16.0,
     "data.caption_dropout": 0.5,
     "data.random_crop": True,
     "data.flip": 0.5,
     "data.weights.catalog": 2.0,
+    "data.repeats.catalog": 2,
+    "data.trigger": "sks",
     "data.stages": [{"name": "a"}],
     "data.difficulty": "nouns",
     "data.on_change": "merge",
@@ -373,7 +376,8 @@ def _free_when(on_change: str) -> set[str]:
             inner = inner.setdefault(section, {})
         inner[name] = _CHANGES[key]
         if not config.differences(_recipe(), config.parse(values, "test")):
-            free.add(key.removesuffix(".catalog") if "weights" in key else key)
+            is_by_name = key.startswith(("data.weights", "data.repeats"))
+            free.add(key.removesuffix(".catalog") if is_by_name else key)
     return free
 
 
@@ -393,6 +397,20 @@ def test_what_decides_the_order_may_change_when_asked() -> None:
         (
             {"stages": [{"name": "x", "weights": {"b": 1.0}}]},
             "the weights of stage x names b, which is no catalog of: catalog",
+        ),
+        ({"repeats": {"b": 2}}, "data.repeats names b, which is no catalog of: catalog"),
+        ({"captions": {"b": {}}}, "data.captions names b, which is no catalog of: catalog"),
+        (
+            {"weights": {"catalog": 1.0}, "repeats": {"catalog": 2}},
+            "data.repeats and data.weights both say how often catalogs are trained",
+        ),
+        (
+            {"captions": {"catalog": {"keep_tags": 2}}},
+            "data.captions: keep_tags = 2 needs shuffle_tags = true",
+        ),
+        (
+            {"cache": "c", "windows": 1, "captions": {"catalog": {"shuffle_tags": True}}},
+            "data.captions.catalog.shuffle_tags puts tags in another order each time",
         ),
         (
             {"stages": [{"name": "x", "steps": 1}, {"name": "x"}]},

@@ -49,6 +49,7 @@ _MAX_SIDE, _MAX_BATCH, _MAX_STEPS = 2**16, 2**16, 10**9
 _MAX_SECONDS, _MAX_GUIDANCE = 1e7, 1000.0
 _MAX_NUMBERS = 2**16  # of a clip or a frame
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+_Share = Annotated[float, Field(ge=0, le=1)]
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 _Files = Annotated[tuple[_Path, ...], _FromList, Field(min_length=1)]
 
@@ -211,6 +212,32 @@ def _check_conditioning(name: str, section: ConditioningSection) -> None:
         )
 
 
+TRIGGER = "[trigger]"
+"""What is replaced by `data.trigger` in captions and prefixes."""
+
+
+class CaptionsSection(_Section):
+    """What becomes of the captions of one catalog; anew for each sample of each epoch."""
+
+    trigger: str | None = None
+    """Instead of `data.trigger`; empty: none."""
+    prefixes: Annotated[tuple[str, ...], _FromList] = ()
+    """One of these texts is put before each caption, such as "a photo of"; "" is none."""
+    shuffle_tags: bool = False
+    """Whether the parts of a caption between commas are put in another order each time. Not with
+    `data.cache`, which keeps embeddings of fixed texts."""
+    keep_tags: int = Field(0, ge=0, le=2**16)
+    """How many of the first parts stay in front."""
+
+    @model_validator(mode="after")
+    def _keeps_what_is_shuffled(self) -> Self:
+        if self.keep_tags and not self.shuffle_tags:
+            raise ValueError(
+                f"data.captions: keep_tags = {self.keep_tags} needs shuffle_tags = true"
+            )
+        return self
+
+
 class DataSection(_Section):
     """Which clips are trained on, in which shapes and in which order."""
 
@@ -221,10 +248,23 @@ class DataSection(_Section):
     `weights`."""
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]] = Field(default_factory=dict)
     """Each catalog's share of the batches, by its name; those not named have 1."""
+    repeats: dict[str, Annotated[int, Field(ge=1, le=10**6)]] = Field(default_factory=dict)
+    """How often each clip of a catalog is trained while one of another catalog is trained once, by
+    the catalog's name (`catalog` if there is one); those not named have 1. Instead of `weights`.
+    One of a stage's `epochs` is so many epochs of the catalog, each with another order and other
+    seeds."""
+    trigger: str = Field("", max_length=1000)
+    """A word that stands for what is trained, such as "sks dog": put before each caption that does
+    not have it. Where a caption or a prefix has `[trigger]`, that is replaced by it instead."""
+    captions: dict[str, CaptionsSection] = Field(default_factory=dict)
+    """What becomes of a catalog's captions, by its name (`catalog` if there is one)."""
     buckets: Annotated[tuple[Bucket, ...], _FromList] = Field(min_length=1)
     """Every clip goes to the bucket that fits it best; a batch holds clips of one bucket."""
     frame_stride: int = Field(1, gt=0, le=_MAX_SIDE)
-    """Take every n-th frame of a clip."""
+    """Take every n-th frame of a clip; with `fps`, of its frames at that rate."""
+    fps: float | None = Field(None, gt=0, le=1000)
+    """Train videos at this frame rate, such as 16 for Wan: the frames that are shown at each 1/fps
+    second, by their timestamps. A slower video repeats frames. Unset: all frames as they are."""
     stills_from_videos: bool = False
     """Whether buckets of one frame also train single frames of videos. Without it they take only
     clips of one frame, that is images, and a video too short for the other buckets is left out."""
@@ -274,10 +314,24 @@ class DataSection(_Section):
         if bool(self.catalogs) == (self.catalog is not None):
             raise ValueError("data needs either one catalog or several catalogs by name")
         by_key = {f"the weights of stage {each.name}": each.weights or {} for each in self.stages}
-        for key, weights in {"data.weights": self.weights, **by_key}.items():
-            for name in sorted(weights.keys() - self.sources().keys()):
+        tables: dict[str, Mapping[str, object]] = {"data.weights": self.weights, **by_key}
+        tables |= {"data.repeats": self.repeats, "data.captions": self.captions}
+        for key, named in tables.items():
+            for name in sorted(named.keys() - self.sources().keys()):
                 known = ", ".join(self.sources())
                 raise ValueError(f"{key} names {name}, which is no catalog of: {known}")
+        for name, further in self.conditioning.items():
+            if self.fps and (further.kind in ("video", "mask") or further.per_frame):
+                raise ValueError(
+                    f"data.conditioning.{name} has a frame for each of its clip's, and data.fps "
+                    "chooses frames by time: transcode both to that rate (longtake data prepare "
+                    "--fps), and unset data.fps"
+                )
+        if self.repeats and self.weights:
+            raise ValueError(
+                "data.repeats and data.weights both say how often catalogs are trained: give one "
+                "of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -301,6 +355,13 @@ class DataSection(_Section):
                 "many with data.windows, such as data.windows = 1 (for images it makes no "
                 "difference)"
             )
+        for name, how in self.captions.items():
+            if how.shuffle_tags:
+                raise ValueError(
+                    "data.cache keeps the embeddings of fixed captions, but data.captions."
+                    f"{name}.shuffle_tags puts tags in another order each time: turn one of them "
+                    "off (trigger and prefixes are cached)"
+                )
         return self
 
     @model_validator(mode="after")
@@ -537,6 +598,18 @@ class FlowSection(_Section):
     `loss_mask_floor` where it is black. It is not given to the model."""
     loss_mask_floor: float = Field(0.0, ge=0, le=1)
     """The weight of the loss outside the mask; at 0 nothing is learnt there."""
+    sigma_range: Annotated[tuple[_Share, _Share], _FromList] = (0.0, 1.0)
+    """Train only sigmas from the first to the second number, with the same distribution inside,
+    such as [0.875, 1.0] for an expert of high noise."""
+
+    @model_validator(mode="after")
+    def _range_ascends(self) -> Self:
+        low, high = self.sigma_range
+        if not low < high:
+            raise ValueError(
+                f"flow.sigma_range is [{low:g}, {high:g}]; it should ascend, such as [0.5, 1.0]"
+            )
+        return self
 
 
 _OPTIMIZERS = ("adamw", "muon", "adamw8bit")
@@ -917,9 +990,11 @@ MAY_CHANGE_ON_RESUME = (
 DECIDES_ORDER = (
     "data.buckets",
     "data.frame_stride",
+    "data.fps",
     "data.stills_from_videos",
     "data.stages",
     "data.weights",
+    "data.repeats",
     "data.difficulty",
     "training.global_batch_size",
     "training.steps",
@@ -1138,9 +1213,14 @@ _OTHER_NAMES = dict.fromkeys(("batch_size", "batchsize"), "training.global_batch
 
 def _explain_unknown(location: str, parts: list[str]) -> str:
     *section, name = parts
-    by_name = (["evaluation", "presets"], ["data", "conditioning"], ["trainable", "modules"])
+    by_name = (
+        ["evaluation", "presets"],
+        ["data", "conditioning"],
+        ["data", "captions"],
+        ["trainable", "modules"],
+    )
     if section[:2] in by_name:
-        section = section[:2]  # whatever the preset, the input or the module is called
+        section = section[:2]  # whatever the preset, the input, catalog or module is called
     known = _known_keys()
     inside = [key for key in known if key.split(".")[:-1] == section]
     # Rather a similar key of the same section than an equal one elsewhere.
@@ -1174,6 +1254,7 @@ def _known_keys() -> list[str]:
             keys += [f"{name}.{inner}" for inner in field.annotation.model_fields]
     keys += [f"data.buckets.{inner}" for inner in Bucket.model_fields]
     keys += [f"data.conditioning.{inner}" for inner in ConditioningSection.model_fields]
+    keys += [f"data.captions.{inner}" for inner in CaptionsSection.model_fields]
     keys += [f"text.pooled.{inner}" for inner in PooledSection.model_fields]
     keys += [f"ema.profiles.{inner}" for inner in EmaProfile.model_fields]
     keys += [f"evaluation.presets.{inner}" for inner in PresetSection.model_fields]

@@ -3,10 +3,12 @@
 import json
 import re
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from longtake.cli.data import _parse_size
 from longtake.data.catalog import Catalog
@@ -221,44 +223,53 @@ def test_a_cache_that_cannot_be(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "is_source", "message"),
+    ("name", "content", "message"),
     [
-        (
-            "metadata.csv",
-            "file_name,text\n00000.mp4,a red square\n",
-            True,
-            r"has its paths in the column file_name, .* Rename it: sed '1s/file_name/video/' \S+",
-        ),
-        (
-            "metadata.jsonl",
-            '{"file_name": "00000.mp4", "text": "a red square"}\n',
-            False,
-            r"has Hugging Face's keys: .* Expected are .*\. Rename them: sed ",
-        ),
         (
             "captions.csv",
             "video,caption\n00000.mp4,a red square\n",
-            False,
             r"captions are read from JSON lines\. .* longtake data index \S+captions\.csv --out",
         ),
+        ("captions.jsonl", '{"video": "0.mp4", "words": "a"}\n', r"line 1 is no caption: "),
     ],
 )
 def test_captions_in_another_format_are_refused_with_what_to_do(
-    shapes_catalog: Path,
-    tmp_path: Path,
-    call: Call,
-    name: str,
-    content: str,
-    is_source: bool,
-    message: str,
+    shapes_catalog: Path, tmp_path: Path, call: Call, name: str, content: str, message: str
 ) -> None:
-    """As data sets of the Hugging Face hub come."""
     (tmp_path / name).write_text(content)
-    clips = shapes_catalog.parent / "clips"
-    sources = [tmp_path / name] if is_source else [clips, "--captions", tmp_path / name]
+    sources = [shapes_catalog.parent / "clips", "--captions", tmp_path / name]
     code, _, err = call("data", "index", *sources, "--out", tmp_path / "c.parquet")
     assert code == 2
     assert re.search(message, err), err
+
+
+def test_a_folder_of_a_kohya_trainer_becomes_catalogs_with_repeats(
+    tmp_path: Path, call: Call
+) -> None:
+    for name, shade in (("10_sks dog", 10), ("2_Sks Dog", 90)):
+        folder = tmp_path / "train" / name
+        folder.mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (16, 16), (shade + number,) * 3).save(folder / f"{number}.png")
+    (tmp_path / "train" / "10_sks dog" / "0.txt").write_text("a sks dog on sand")
+    (tmp_path / "train" / "10_sks dog" / "1.caption").write_text("a sks dog in snow")
+    arguments = ("data", "index", tmp_path / "train", "--kohya", "--out", tmp_path / "catalogs")
+    code, _, err = call(*arguments, "--workers", "1")
+    assert code == 0, err
+    lines = err[err.index("[data]") :].replace("\n\n", "\n")
+    recipe = tomllib.loads(lines)["data"]
+    assert recipe["repeats"] == {"sks_dog": 10, "sks_dog_2": 2}
+    captions = {
+        name: sorted(Catalog.load(Path(path)).captions())
+        for name, path in recipe["catalogs"].items()
+    }
+    assert captions == {
+        "sks_dog": ["a sks dog in snow", "a sks dog on sand"],
+        "sks_dog_2": ["Sks Dog", "Sks Dog"],
+    }
+    code, _, err = call("data", "index", tmp_path, "--kohya", "--out", tmp_path / "catalogs")
+    assert code == 2
+    assert "has no folder that is named like `10_sks dog`" in err
 
 
 def test_clips_without_captions_are_told_with_what_that_means(

@@ -82,6 +82,36 @@ def test_catalogs_are_mixed_by_weight_and_have_epochs_of_their_own() -> None:
     assert {("all", "b", 0, row) for row in range(40)} <= set(found)
 
 
+def test_repeated_catalogs_are_trained_so_often_and_epochs_stay_exact() -> None:
+    """While one catalog is trained once, the other is trained three times."""
+    clips = {"many": catalog_of(range(60)), "few": catalog_of(range(100, 120))}
+    data = section(catalogs={name: f"{name}.parquet" for name in clips}, repeats={"few": 3})
+    plan = begin(clips, data, batch_size=4, seed=1)
+    steps = (60 + 3 * 20) // 4
+    found = _consumed(plan, steps)
+    assert max(found.values()) == 1
+    per_source = Counter(source for (_, source, _, _) in found.elements())
+    assert per_source == {"many": 60, "few": 60}
+    for end in range(1, steps):
+        taken = Counter(plan.batch(step).source for step in range(end))
+        assert abs(taken["few"] - end / 2) < 2
+    found = _consumed(plan, 2 * steps)
+    assert {("all", "few", epoch, row) for epoch in range(5) for row in range(20)} <= set(found)
+    assert {("all", "many", 0, row) for row in range(60)} <= set(found)
+
+
+def test_an_epoch_of_a_stage_is_all_repeats_of_its_catalog() -> None:
+    clips = {"catalog": catalog_of(range(20))}
+    stages = [{"name": "a", "epochs": 2}, {"name": "b", "steps": 1}]
+    data = section(stages=stages, repeats={"catalog": 5})
+    plan = begin(clips, data, batch_size=4, seed=1)
+    assert plan.end_step is not None
+    found = _consumed(plan, plan.end_step - 1)
+    assert found == Counter(
+        ("a", "catalog", epoch, row) for epoch in range(10) for row in range(20)
+    )
+
+
 def test_a_ramp_mixes_stages_and_loses_nothing() -> None:
     clips = catalog_of(range(40))
     stages = [{"name": "a", "epochs": 1}, {"name": "b", "epochs": 1, "ramp_steps": 9}]

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from longtake.data.clip import Item
 from longtake.data.sources import describe_ignored, find
@@ -82,7 +83,7 @@ def test_a_list_names_paths_relative_to_itself(folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-@pytest.mark.parametrize("column", ["video", "image", "path", "file"])
+@pytest.mark.parametrize("column", ["video", "image", "path", "file", "file_name"])
 def test_tables_give_captions_and_scores(folder: Path, suffix: str, column: str) -> None:
     rows: list[dict[str, Any]] = [
         {column: "a.mp4", "caption": " one, two ", "nouns": 2, "width": 9, "ok": True, "id": "x"},
@@ -155,6 +156,59 @@ def test_media_inside_a_table_are_refused(folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), folder / "t.parquet")
     with pytest.raises(DataError, match=r"column 'image' holds struct.*Media inside a table"):
         find([folder / "t.parquet"])
+
+
+_PNG = io.BytesIO()
+Image.new("RGB", (4, 4), "red").save(_PNG, "png")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_metadata_of_a_hugging_face_folder_captions_its_files(folder: Path, suffix: str) -> None:
+    """Each folder may have its own; a table without `file_name` is no metadata."""
+    row = {"file_name": "c.webm", "text": "a clip", "nouns": 1.0}
+    path = folder / "sub" / f"metadata.{suffix}"
+    if suffix == "csv":
+        path.write_text("file_name,text,nouns\nc.webm,a clip,1\n")
+    elif suffix == "jsonl":
+        path.write_text(json.dumps(row))
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    (folder / "metadata.csv").write_text("who,what\nme,nothing\n")
+    found = _named(find([folder]).items, folder)
+    assert found["sub/c.webm"] == Item(
+        found["sub/c.webm"].media, "a clip", attributes={"nouns": 1.0}
+    )
+    assert found["a.mp4"].caption is None
+    with pytest.raises(DataError, match="has no column of paths"):
+        find([folder / "metadata.csv"])
+
+
+def test_media_inside_a_hugging_face_table_are_written_once(tmp_path: Path) -> None:
+    """Whatever the table calls them, the content decides the ending."""
+    (tmp_path / "there.png").write_bytes(_PNG.getvalue())
+    values: list[dict[str, Any]] = [
+        {"bytes": _PNG.getvalue(), "path": "cat.jpg"},
+        {"bytes": None, "path": "there.png"},
+        {"bytes": b"\0\0\0\x20ftypisom", "path": None},
+    ]
+    schema = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    columns: dict[str, Any] = {"image": pa.array(values, schema), "text": ["one", "two", "three"]}
+    pq.write_table(pa.table(columns), tmp_path / "train-0.parquet")
+    found = find([tmp_path / "train-0.parquet"], extracted=tmp_path / "media").items
+    by_caption = {item.caption: Path(item.media.path) for item in found}
+    assert by_caption["two"] == tmp_path / "there.png"
+    assert by_caption["one"].name == "00000000.png"
+    assert by_caption["one"].read_bytes() == _PNG.getvalue()
+    assert by_caption["three"].name == "00000002.mp4"
+    written = by_caption["one"].stat().st_mtime_ns
+    assert find([tmp_path / "train-0.parquet"], extracted=tmp_path / "media").items == found
+    assert by_caption["one"].stat().st_mtime_ns == written
+    values[0]["bytes"] = b"no picture"
+    values[0]["path"] = "cat.exe"
+    columns["image"] = pa.array(values, schema)
+    pq.write_table(pa.table(columns), tmp_path / "train-0.parquet")
+    with pytest.raises(DataError, match="row 1, column 'image' holds 10 bytes that are no image"):
+        find([tmp_path / "train-0.parquet"], extracted=tmp_path / "media")
 
 
 def test_two_captions_for_one_file_are_refused(folder: Path) -> None:

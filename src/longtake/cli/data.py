@@ -58,7 +58,9 @@ def index(
             ".parquet) of paths; WebDataset tars.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The catalog to write (Parquet).")],
+    out: Annotated[
+        Path, typer.Option(help="The catalog to write (Parquet); with --kohya, a folder of them.")
+    ],
     captions: Annotated[
         Path | None,
         typer.Option(
@@ -75,6 +77,14 @@ def index(
     ] = None,
     workers: Workers = None,
     on: On = None,
+    kohya: Annotated[
+        bool,
+        typer.Option(
+            "--kohya",
+            help="SRC has folders named like `10_sks dog` (repeats and class): write a catalog of "
+            "each, and print the lines of a recipe.",
+        ),
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Read all files again, the unchanged ones too.")
     ] = False,
@@ -89,29 +99,48 @@ def index(
     with progress.phase_lines(say.console(), "importing PyArrow and PyAV") as enter:
         from longtake.data.decode import Limits
         from longtake.data.index import index as index_clips
+        from longtake.data.sources import class_folders
         from longtake.data.tasks import connected
 
         def advance(done: int, total: int) -> None:
             enter("indexing")
             shown(done, total)
 
+        folders = [each for source in sources if kohya for each in class_folders(source)]
+        catalogs = {each.name: out / f"{each.name}.parquet" for each in folders}
+        if len(catalogs) < len(folders):
+            raise typer.BadParameter(
+                "two SRC have a folder of the same class; index each for itself"
+            )
+        targets = [([each.path], catalogs[each.name], each.label) for each in folders]
+        reports = {}
         enter("looking for clips")
         with connected(on), progress.counted(say.console(), "index") as shown:
-            report = index_clips(
-                sources,
-                captions=captions,
-                out=out,
-                on=on,
-                workers=workers,
-                progress=advance,
-                fresh=fresh,
-                limits=Limits(memory_gib, timeout_seconds),
-                conditioning=conditioning or (),
-            )
+            for some, target, label in targets or [(sources, out, "")]:
+                reports[target] = index_clips(
+                    some,
+                    captions=captions,
+                    out=target,
+                    on=on,
+                    workers=workers,
+                    progress=advance,
+                    fresh=fresh,
+                    limits=Limits(memory_gib, timeout_seconds),
+                    conditioning=conditioning or (),
+                    label=label,
+                )
     if as_json:
-        say.result(asdict(report) | {"catalog": str(out)})
-    else:
-        _say_indexed(report, out)
+        found = [asdict(report) | {"catalog": str(path)} for path, report in reports.items()]
+        repeats = [{"repeats": each.repeats} for each in folders]
+        merged = [one | more for one, more in zip(found, repeats, strict=bool(folders))]
+        say.result(merged or found[0])
+        return
+    for path, report in reports.items():
+        _say_indexed(report, path)
+    if folders:
+        named = ", ".join(f'{name} = "{path}"' for name, path in catalogs.items())
+        times = ", ".join(f"{each.name} = {each.repeats}" for each in folders)
+        say.line(f"In a recipe:\n[data]\ncatalogs = {{ {named} }}\nrepeats = {{ {times} }}")
 
 
 def _say_indexed(report: "IndexReport", out: Path) -> None:

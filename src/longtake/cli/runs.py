@@ -1,6 +1,7 @@
-"""The verbs that read a run: `show`, `stacks` and `watch`, and the tree that `stacks` prints."""
+"""The verbs that read a run: `show`, `stacks`, `watch` and `bundle`, and the tree of `stacks`."""
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -183,6 +184,53 @@ def _names_a_hook(run: Path) -> bool:
         return RunDirectory(run).recipe().watch.hook is not None
     except errors.LongtakeError:
         return False
+
+
+def bundle(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The archive to write (.tar.gz) [default: RUN-bundle-TIME.tar.gz]."),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Write it without asking; the contents are listed first.")
+    ] = False,
+    with_modules: Annotated[
+        bool,
+        typer.Option("--with-modules", help="Add the source of own classes (module:Class)."),
+    ] = False,
+    trust: say.Trust = False,
+    as_json: say.AsJson = False,
+) -> None:
+    """Write one archive to ask for help with: records, logs, stacks and versions of a run.
+
+    Secrets, home folders and the names of users and hosts are removed. Weights, clips and samples
+    are not in it; captions and file names of clips may be.
+    """
+    from longtake.inspection.bundle import check_out, collect, default_name, write
+    from longtake.run_dir import RunDirectory
+
+    directory = RunDirectory(run)
+    with progress.phase_lines(say.console(), "reading the run's records"):
+        found = collect(directory, with_modules=with_modules, trust=trust)
+    archive = Path(default_name(directory)) if out is None else out
+    check_out(archive)
+    for each in found.files:
+        say.line(f"{len(each.data):>11,} bytes  {each.name}" + (f": {each.note}" * bool(each.note)))
+    for name, reason in found.left_out:
+        say.line(f"       left out  {name}: {reason}")
+    total = sum(len(each.data) for each in found.files)
+    say.line(f"{len(found.files)} files of {total:,} bytes; read them before you send them.")
+    if not yes and not sys.stdin.isatty():
+        raise errors.RunError(
+            f"{archive} was not written. Add --yes to write it without a question."
+        )
+    if not yes and not typer.confirm(f"Write {archive}?", err=True):
+        raise typer.Exit(1)
+    size = write(found, archive)
+    say.line(f"wrote {archive} ({size:,} bytes)")
+    if as_json:
+        say.result({"archive": str(archive), "bytes": size, **found.as_dict()})
 
 
 # --- What `stacks` prints: a tree made from its JSON ------------------------------------------

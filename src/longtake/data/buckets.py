@@ -22,7 +22,8 @@ Rows = NDArray[np.uint32]  # of a catalog
 TOO_SHORT = "too short for every bucket"
 ONLY_STILLS = "a video that only buckets of 1 frame could take"
 
-_SIZES = ("num_frames", "width", "height")
+_SIZES = ("width", "height")
+_ROUNDING_FRAMES = 1e-6  # times are floats, and frames begin at exact ones
 _CHUNK = 2**20
 _MAX_ROWS_ON_HEAP = 2**18  # a megabyte; more are mapped from a file
 
@@ -46,10 +47,16 @@ class BucketAssignment:
 
 
 def sort_into_buckets(
-    catalog: Catalog, rows: Rows, shapes: Sequence[Bucket], stride: int, *, stills: bool = False
+    catalog: Catalog,
+    rows: Rows,
+    shapes: Sequence[Bucket],
+    stride: int,
+    *,
+    stills: bool = False,
+    fps: float | None = None,
 ) -> tuple[BucketAssignment, Counter[str]]:
     """Assign every clip to its best bucket, as `choose`; count those that fit none, by reason."""
-    columns = [catalog.column(name) for name in _SIZES]
+    columns = [frame_counts(catalog, fps), *(catalog.column(name) for name in _SIZES)]
     taken: list[list[Rows]] = [[] for _ in shapes]
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]
@@ -65,14 +72,59 @@ def sort_into_buckets(
 
 
 def choose(
-    catalog: Catalog, rows: Rows, shapes: Sequence[Bucket], stride: int, *, stills: bool = False
+    catalog: Catalog,
+    rows: Rows,
+    shapes: Sequence[Bucket],
+    stride: int,
+    *,
+    stills: bool = False,
+    fps: float | None = None,
 ) -> NDArray[np.int64]:
     """For each clip the index of the bucket that keeps most of it, or -1 if none takes it.
 
     The nearest aspect ratio first (least cropped), then the most frames, then the nearest area.
-    With `stills` a bucket of one frame takes videos too, otherwise only clips of one frame.
+    With `stills` a bucket of one frame takes videos too, otherwise only clips of one frame. With
+    `fps` videos have as many frames as at that rate.
     """
-    return _choose([catalog.column(name)[rows] for name in _SIZES], shapes, stride, stills)
+    columns = [frame_counts(catalog, fps), *(catalog.column(name) for name in _SIZES)]
+    return _choose([column[rows] for column in columns], shapes, stride, stills)
+
+
+def frame_counts(catalog: Catalog, fps: float | None) -> NDArray[np.int64]:
+    """[N] how many frames the clips have, at their own frame rates or at `fps`.
+
+    A video that is shorter than two frames there has none: it is no image.
+    """
+    counts: NDArray[np.int64] = catalog.column("num_frames")
+    if fps is None:
+        return counts
+    at_rate = _frames_in(catalog.column("duration_seconds"), fps)
+    is_video = catalog.column("fps") > 0
+    return np.where(is_video, np.where(at_rate > 1, at_rate, 0), counts)
+
+
+def frame_count(clip: Clip, fps: float | None) -> int:
+    if fps is None or clip.kind == "image":
+        return clip.num_frames
+    return int(_frames_in(np.array([clip.duration_seconds]), fps)[0])
+
+
+def _frames_in(seconds: NDArray[np.float64], fps: float) -> NDArray[np.int64]:
+    return np.floor(seconds * fps + _ROUNDING_FRAMES).astype(np.int64)
+
+
+def frames_at(clip: Clip, numbers: range, fps: float) -> tuple[int, ...]:
+    """Which frames of a video are shown when frames with these numbers are due at another rate."""
+    due = np.array(numbers) / fps
+    if clip.timing is not None and clip.timing.listed:
+        ticks = np.array(clip.timing.listed, np.float64) - clip.timing.listed[0]
+        # `fps` is the average over the timestamps: (number of frames - 1) / (last - first)
+        begins = ticks * ((clip.num_frames - 1) / clip.fps / ticks[-1])
+        rounding = _ROUNDING_FRAMES / clip.fps
+        shown = np.searchsorted(begins, due + rounding, side="right") - 1
+    else:
+        shown = np.floor(due * clip.fps + _ROUNDING_FRAMES).astype(np.int64)
+    return tuple(np.clip(shown, 0, clip.num_frames - 1).tolist())
 
 
 def _choose(
@@ -158,14 +210,23 @@ def all_windows(clip: Clip, shape: Bucket, data: DataSection) -> list[Window]:
 def _window(
     clip: Clip, shape: Bucket, data: DataSection, start: int, cut: Crop, *, is_flipped: bool
 ) -> Window:
+    frames: range | tuple[int, ...]
     frames = range(start, start + span(shape, data.frame_stride), data.frame_stride)
+    if data.fps is not None and clip.kind == "video":
+        frames = frames_at(clip, frames, data.fps)
     return window_of(clip, frames, cut, shape.height, shape.width, is_flipped=is_flipped)
 
 
 def window_of(
-    clip: Clip, frames: range, cut: Crop, height: int, width: int, *, is_flipped: bool = False
+    clip: Clip,
+    frames: range | tuple[int, ...],
+    cut: Crop,
+    height: int,
+    width: int,
+    *,
+    is_flipped: bool = False,
 ) -> Window:
-    """Some frames of a clip, scaled and then cut to a size."""
+    """Some frames of a clip, ascending, scaled and then cut to a size."""
     return Window(
         identity=clip.identity,
         media=clip.media,
@@ -174,11 +235,12 @@ def window_of(
         rotation=clip.rotation,
         source_height=clip.height,
         source_width=clip.width,
-        start=frames.start,
+        start=frames[0],
         num_frames=len(frames),
-        stride=frames.step,
+        stride=frames.step if isinstance(frames, range) else 1,
+        frames=() if isinstance(frames, range) else frames,
         timestamps=tuple(map(clip.timing.of, frames)) if clip.timing else (),
-        seek_to=_keyframe_before(clip, frames.start),
+        seek_to=_keyframe_before(clip, frames[0]),
         scaled_height=cut.scaled_height,
         scaled_width=cut.scaled_width,
         top=cut.top,
@@ -195,7 +257,7 @@ def starts(clip: Clip, shape: Bucket, data: DataSection) -> Sequence[int]:
     All that it holds; with `data.windows` at most so many, from the first to the last at equal
     distances. A single one lies in the middle.
     """
-    last = num_starts(clip, shape, data.frame_stride) - 1
+    last = num_starts(clip, shape, data.frame_stride, data.fps) - 1
     if data.windows is None or data.windows > last:
         return range(last + 1)
     if data.windows == 1:
@@ -204,8 +266,8 @@ def starts(clip: Clip, shape: Bucket, data: DataSection) -> Sequence[int]:
     return [(2 * number * last + gaps) // (2 * gaps) for number in range(data.windows)]
 
 
-def num_starts(clip: Clip, shape: Bucket, stride: int) -> int:
-    return clip.num_frames - span(shape, stride) + 1
+def num_starts(clip: Clip, shape: Bucket, stride: int, fps: float | None = None) -> int:
+    return frame_count(clip, fps) - span(shape, stride) + 1
 
 
 def is_only_window(clip: Clip, shape: Bucket, data: DataSection) -> bool:

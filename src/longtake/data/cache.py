@@ -152,6 +152,7 @@ class Cache:
             *(window.start, window.num_frames, window.stride),
             *(window.scaled_height, window.scaled_width, window.top, window.left),
             *(window.height, window.width, window.is_flipped),
+            *([window.frames] if window.frames else []),
         )
         what = f"the latents of {window.media} from frame {window.start}"
         return self._entry("latents", self.codec, facts, what)

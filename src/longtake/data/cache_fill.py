@@ -23,6 +23,7 @@ from torch import Tensor
 from longtake.config import Bucket
 from longtake.data import buckets, decode_worker, tasks
 from longtake.data.cache import Cache, CacheEntry, CacheFailure
+from longtake.data.caption_text import caption_variants
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.conditioning import Wanted, as_values, conditioning_error
@@ -148,7 +149,7 @@ def find_missing(
         progress: called with (clips done, clips in all).
     """
     rows = list(islice(_rows(plan), share.start, share.stop, share.step))
-    captions = _captions(plan, cache.no_caption)[share]
+    captions = _captions(plan, cache)[share]
     missing = Missing([], [], Counter())
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(rows), _CHUNK):
@@ -314,11 +315,13 @@ def _rows(plan: Plan) -> Iterator[_Row]:
             yield _Row(catalogs[catalog], shape, int(row))
 
 
-def _captions(plan: Plan, no_caption: str) -> list[str]:
-    captions = {no_caption}
-    for part in (part for stream in plan.streams() for part in stream.parts):
-        texts = part.catalog.table["caption"].take(part.members.all_rows())
-        captions.update(pc.unique(texts).to_pylist())
+def _captions(plan: Plan, cache: Cache) -> list[str]:
+    captions = {cache.no_caption}
+    for stream in plan.streams():
+        for part in stream.parts:
+            texts = part.catalog.table["caption"].take(part.members.all_rows())
+            distinct = pc.unique(texts).to_pylist()
+            captions.update(caption_variants(distinct, stream.source, cache.data))
     return sorted(captions)
 
 

@@ -391,7 +391,7 @@ def _buckets(plan: Plan, data: DataSection) -> Iterator[_Drawing]:
                 shapes=members.shapes,
                 choices=choices,
                 clip_sizes=np.column_stack([catalog.column("height"), catalog.column("width")]),
-                clip_frames=catalog.column("num_frames"),
+                clip_frames=buckets.frame_counts(catalog, data.fps),
                 dropped=stage.dropped[stream.source],
                 stride=data.frame_stride,
                 title=f"Stage {', catalog '.join(known)}",

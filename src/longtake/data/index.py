@@ -146,6 +146,7 @@ def index(
     fresh: bool = False,
     limits: Limits = DEFAULT,
     conditioning: Sequence[str] = (),
+    label: str = "",
 ) -> IndexReport:
     """Decode every video and image once and write the catalog of those that can be trained on.
 
@@ -164,6 +165,7 @@ def index(
         limits: for decoding one file; a file that needs more is rejected.
         conditioning: columns of the sources' tables that `data.conditioning` will name; each clip
             must have a path of an existing file, or numbers, in each.
+        label: the caption of clips that have none.
 
     Raises:
         DataError: a source or the captions cannot be read, a clip lacks a further input, nothing
@@ -171,7 +173,7 @@ def index(
             no worker can be started.
     """
     check_out(out)
-    found = find(sources, conditioning)
+    found = find(sources, conditioning, out.with_name(f"{out.stem}_media"))
     items, unmatched = _captioned(found, captions)
     before = _catalog_before(out)
     probed = probe_all(
@@ -181,7 +183,7 @@ def index(
     clips = [
         Clip(
             media=item.media,
-            caption=item.caption or "",
+            caption=item.caption or label,
             attributes=item.attributes,
             conditioning=item.conditioning,
             **vars(result),

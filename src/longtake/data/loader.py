@@ -20,6 +20,7 @@ from torch import Tensor
 from longtake.config import Bucket, DataSection
 from longtake.data import buckets, replan
 from longtake.data.cache import Cache, CachedBuffer, CachedSource, CacheFailure
+from longtake.data.caption_text import with_sample_caption
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.conditioning import (
@@ -468,6 +469,7 @@ class Loader:
         self, clip: Clip, planned: PlannedBatch, epoch: int, buffer: BatchBuffer, place: int
     ) -> _Sample:
         seed = buckets.sample_seed(self._seed, planned.stage, planned.source, epoch, clip)
+        clip = with_sample_caption(clip, planned.source, self.data, seed)
         buffer.begin(place, clip, buckets.sample_window(clip, planned.bucket, self.data, seed))
         return _Sample(clip, epoch, seed)
 

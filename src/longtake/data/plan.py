@@ -29,7 +29,7 @@ from longtake.data import order
 from longtake.data.buckets import BucketAssignment, Rows
 from longtake.data.catalog import CONDITIONING, Catalog
 from longtake.data.conditioning import conditioning_path, read, whole_numbers
-from longtake.data.stages import StageTimeline, mixed, select, shares
+from longtake.data.stages import Selection, StageTimeline, mixed, select, shares
 from longtake.errors import ClipError, DataError
 
 
@@ -216,16 +216,17 @@ def fresh_stage(
     seed: int,
 ) -> StagePlan:
     weights = stage_weights(stage, catalogs, data)
+    selections = {source: select(catalogs[source], stage, data) for source in weights}
+    weights = repeated_weights(weights, selections, stage, data)
     streams, dropped = [], {}
-    for source in weights:
-        selection = select(catalogs[source], stage, data)
+    for source, selection in selections.items():
         dropped[source] = selection.dropped
         span = order.EpochSpan(
             sizes=selection.members.sizes,
             batch_size=batch_size,
             seed=seed,
             name=f"{stage.name}/{source}",
-            num_epochs=stage.epochs,
+            num_epochs=num_epochs(stage, source, data),
         )
         part = Part(span, selection.members, catalogs[source])
         streams.append(Stream(stage.name, source, (part,)))
@@ -249,6 +250,23 @@ def stage_weights(
             f"its own epochs: epochs = {stage.epochs} has no meaning there. Give the stage steps."
         )
     return weights
+
+
+def repeated_weights(
+    weights: dict[str, float], selections: Mapping[str, Selection], stage: Stage, data: DataSection
+) -> dict[str, float]:
+    """With `data.repeats` each catalog's share is that of its clips, each counted so often."""
+    if not data.repeats or stage.weights is not None:
+        return weights
+    return {
+        source: float(len(selections[source].members) * data.repeats.get(source, 1))
+        for source in weights
+    }
+
+
+def num_epochs(stage: Stage, source: str, data: DataSection) -> int | None:
+    """How many epochs of a catalog a stage has: `data.repeats` for each of its own."""
+    return None if stage.epochs is None else stage.epochs * data.repeats.get(source, 1)
 
 
 def assemble_plan(

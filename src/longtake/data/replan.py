@@ -33,6 +33,8 @@ from longtake.data.plan import (
     assemble_plan,
     begin,
     fresh_stage,
+    num_epochs,
+    repeated_weights,
     stage_length,
     stage_weights,
 )
@@ -43,7 +45,8 @@ from longtake.fsio import Span as SpanRecord
 
 ORDER_VERSION = 2  # of the functions that order clips; another version gives another order
 
-_ORDER_KEYS = {"buckets", "frame_stride", "stages", "weights", "difficulty"}
+_ORDER_KEYS = {"buckets", "frame_stride", "fps", "stages", "weights", "repeats", "difficulty"}
+_UNSET: dict[str, object] = {"repeats": {}, "fps": None}  # of keys that records of older runs lack
 _EXAMPLES = 3
 
 Span = tuple[int, int]  # [first, end)
@@ -265,14 +268,15 @@ class _Context:
     ) -> tuple[StagePlan, dict[str, int]]:
         weights = stage_weights(stage, self.catalogs, self.data)
         self._refuse_unfinished(stage, done, weights)
+        selections = {source: select(self.catalogs[source], stage, self.data) for source in weights}
+        weights = repeated_weights(weights, selections, stage, self.data)
         streams, shares, dropped, next_epochs = [], [], {}, {}
-        for source, weight in weights.items():
-            selection = select(self.catalogs[source], stage, self.data)
+        for source, selection in selections.items():
             before = done.streams.get(source)
             parts, next_epochs[source] = self._parts(source, stage, selection.members, before)
             if parts:
                 streams.append(Stream(stage.name, source, tuple(parts), next_epochs[source]))
-                shares.append(weight)
+                shares.append(weights[source])
                 dropped[source] = selection.dropped
         return StagePlan(stage, tuple(streams), tuple(shares), dropped), next_epochs
 
@@ -310,7 +314,8 @@ class _Context:
             part = self._rest(source, stage, epoch, members, is_newest=is_newest)
             if part is not None:
                 parts.append(part)
-        left = None if stage.epochs is None else stage.epochs - following
+        epochs = num_epochs(stage, source, self.data)
+        left = None if epochs is None else epochs - following
         if left is None or left > 0:
             span = self._epoch_span(f"{stage.name}/{source}", members, following, left)
             parts.append(Part(span, members, self.catalogs[source]))
@@ -587,8 +592,9 @@ def _describe(
             lines.append(f"the catalog {data.sources()[source]}: {difference}")
     order = _order(data)
     for key in order:
-        if order[key] != last["order"].get(key):
-            lines.append(f"data.{key} was {last['order'].get(key)!r} and is {order[key]!r}")
+        before = last["order"].get(key, _UNSET.get(key))
+        if order[key] != before:
+            lines.append(f"data.{key} was {before!r} and is {order[key]!r}")
     if batch_size != last["batch_size"]:
         lines.append(f"training.global_batch_size was {last['batch_size']} and is {batch_size}")
     return lines

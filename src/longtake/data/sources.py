@@ -8,13 +8,16 @@ and more are ids and no scores. Tars are read in place.
 import codecs
 import csv
 import dataclasses
+import hashlib
 import json
 import math
 import os
+import re
 import stat
 import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path, PurePath
@@ -35,7 +38,12 @@ _LISTINGS = (".txt", ".csv", ".jsonl", ".parquet")
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
 SIDECAR = "sidecar"
 _TAR = ".tar"
-_BESIDE = (*_LISTINGS, ".json")  # what is kept beside clips: captions, tables, catalogs
+_SIDECARS = (".txt", ".caption")
+_BESIDE = (*_LISTINGS, ".json", ".caption")  # kept beside clips: captions, tables, catalogs
+_CLASS_FOLDER = re.compile(r"([1-9]\d{0,5})_(.+)")
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""What Hugging Face's imagefolder and videofolder read in each folder, if it has `file_name`."""
+_FILE_NAME = "file_name"
 
 
 @dataclass(frozen=True)
@@ -49,10 +57,13 @@ class FoundMedia:
     unreadable: list[ClipError]  # folders that cannot be searched
 
 
-def find(sources: Sequence[Path], conditioning: Sequence[str] = ()) -> FoundMedia:
+def find(
+    sources: Sequence[Path], conditioning: Sequence[str] = (), extracted: Path | None = None
+) -> FoundMedia:
     """The media that sources name, each with what they say of it.
 
-    `conditioning` names the columns of tables whose paths or numbers clips are given.
+    `conditioning` names the columns of tables whose paths or numbers clips are given. Media inside
+    of tables are written to the folder `extracted`.
     """
     folders, items, tars = [], [], set()
     passed_over, unreadable = Counter[str](), list[ClipError]()
@@ -65,7 +76,8 @@ def find(sources: Sequence[Path], conditioning: Sequence[str] = ()) -> FoundMedi
             if file.suffix.lower() == _TAR:
                 tars.add(file)
             elif file.suffix.lower() in _LISTINGS:
-                items.extend(read_listing(file, conditioning))
+                is_named = not source.is_dir()
+                items.extend(read_listing(file, conditioning, extracted, is_named=is_named))
             else:
                 items.append(Item(Media(str(file))))
     refused = []
@@ -123,7 +135,7 @@ def _search(folder: Path, passed_over: Counter[str], unreadable: list[ClipError]
             suffix = PurePath(name).suffix.lower()
             if name.startswith("."):
                 continue
-            if is_media(name) or suffix == _TAR:
+            if is_media(name) or suffix == _TAR or name in _METADATA:
                 found.append(Path(parent, name))
             elif suffix not in _BESIDE:
                 passed_over[suffix or "no ending"] += 1
@@ -215,6 +227,43 @@ def read_captions(
     return texts, unmatched
 
 
+@dataclass(frozen=True)
+class ClassFolder:
+    """A folder of pictures as Kohya's trainers want them: repeats, and what the pictures show."""
+
+    path: Path
+    repeats: int
+    label: str  # the caption of pictures that have none
+    name: str  # for a catalog of it; no other of the folders has it
+
+
+def class_folders(root: Path) -> list[ClassFolder]:
+    """The folders in a folder that are named like `10_sks dog`, by name.
+
+    Raises:
+        DataError: there is none, or the folder cannot be read.
+    """
+    try:
+        inside = sorted(each for each in root.iterdir() if each.is_dir())
+    except OSError as error:
+        raise DataError(f"The folder {root} cannot be read: {error.strerror}.") from error
+    found: list[ClassFolder] = []
+    for path in inside:
+        parsed = _CLASS_FOLDER.fullmatch(path.name)
+        if parsed is not None and (label := parsed[2].strip()):
+            stem = re.sub(r"\W+", "_", label.lower()).strip("_") or "clips"
+            same = sum(re.sub(r"_\d+$", "", each.name) == stem for each in found)
+            name = f"{stem}_{same + 1}" if same else stem
+            found.append(ClassFolder(path, int(parsed[1]), label, name))
+    if not found:
+        shown = ", ".join(path.name for path in inside[:5]) or "none"
+        raise DataError(
+            f"{root} has no folder that is named like `10_sks dog` (repeats and class); its "
+            f"folders: {shown}. Index it without --kohya, or rename them."
+        )
+    return found
+
+
 def is_sidecar(captions: Path) -> bool:
     return str(captions) == SIDECAR
 
@@ -270,17 +319,11 @@ def _caption_lines(path: Path) -> list[_CaptionLine]:
         try:
             entry = json.loads(line)
             key = next(name for name in PATH_COLUMNS if name in entry)
-            video, caption = entry[key], entry["caption"].strip()
+            text = next(name for name in CAPTION_COLUMNS if name in entry)
+            video, caption = entry[key], entry[text].strip()
             f"{video}{caption}".encode()  # half of a surrogate pair is no text
             lines.append(_CaptionLine(number, os.fspath(video), caption))
         except (*_MALFORMED, RecursionError, StopIteration) as error:
-            if '"file_name"' in line:
-                raise DataError(
-                    f"{path}, line {number} has Hugging Face's keys: {line.strip()[:80]!r}. "
-                    'Expected are "video" and "caption". Rename them: '
-                    f"""sed 's/"file_name":/"video":/; s/"text":/"caption":/' {path} > """
-                    f"{path.with_name('captions.jsonl')}"
-                ) from error
             raise DataError(
                 f"{path}, line {number} is no caption: {line.strip()[:80]!r}. Expected one object "
                 'on each line: {"video": "clip.mp4", "caption": "what it shows"}.'
@@ -289,11 +332,12 @@ def _caption_lines(path: Path) -> list[_CaptionLine]:
 
 
 def _sidecar(video: Path) -> str:
-    path = video.with_suffix(".txt")
-    try:
-        return _read_text(path).strip() if path.is_file() else ""
-    except OSError:  # a name that is too long with this ending
-        return ""
+    for ending in _SIDECARS:
+        path = video.with_suffix(ending)
+        with suppress(OSError):  # a name that is too long with this ending
+            if path.is_file():
+                return _read_text(path).strip()
+    return ""
 
 
 def _read_text(path: Path) -> str:
@@ -305,7 +349,7 @@ def _read_text(path: Path) -> str:
         raise DataError(f"The captions {path} cannot be read: {error.strerror}.") from error
 
 
-PATH_COLUMNS = ("video", "image", "path", "file")
+PATH_COLUMNS = ("video", "image", "path", "file", _FILE_NAME)
 CAPTION_COLUMNS = ("caption", "text")
 MAX_ATTRIBUTES = 1000  # names of scores in a catalog
 
@@ -331,9 +375,18 @@ class _Table:
     conditioning: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)  # asked for
 
 
-def read_listing(path: Path, conditioning: Sequence[str] = ()) -> list[Item]:
-    is_list = path.suffix.lower() == ".txt"
-    items = _read_list(path) if is_list else _read_table(path, conditioning)
+def read_listing(
+    path: Path,
+    conditioning: Sequence[str] = (),
+    extracted: Path | None = None,
+    *,
+    is_named: bool = True,
+) -> list[Item]:
+    """The media of a list or a table; none of a table without `file_name` that was only found."""
+    if path.suffix.lower() == ".txt":
+        items = _read_list(path)
+    else:
+        items = _read_table(path, conditioning, extracted, is_named=is_named)
     missing = [item.media.path for item in items if not fsio.is_there(Path(item.media.path))]
     if missing:
         shown = "".join(f"\n  {each[:500]}" for each in missing[:5])
@@ -361,14 +414,21 @@ def _media(listing: Path, name: str) -> Media:
     return Media(os.path.normpath(listing.resolve().parent / name))
 
 
-def _read_table(path: Path, conditioning: Sequence[str]) -> list[Item]:
+def _read_table(
+    path: Path, conditioning: Sequence[str], extracted: Path | None, *, is_named: bool
+) -> list[Item]:
     readers = {".csv": _read_csv, ".jsonl": _read_jsonl}
     try:
-        table = readers.get(path.suffix.lower(), _read_parquet)(path, conditioning)
+        if path.suffix.lower() in readers:
+            table = readers[path.suffix.lower()](path, conditioning)
+        else:
+            table = _read_parquet(path, conditioning, extracted)
     except UnicodeDecodeError as error:
         raise _unreadable(path, f"it is not UTF-8 text: {error}") from error
     except (OSError, pa.ArrowException, csv.Error) as error:
         raise _unreadable(path, getattr(error, "strerror", None) or error) from error
+    if not is_named and _FILE_NAME not in table.names:
+        return []
     paths = _texts(path, table, _column(path, table, PATH_COLUMNS))
     if None in paths:
         raise DataError(f"{path}: row {paths.index(None) + 1} has no path. Add it or remove it.")
@@ -512,7 +572,7 @@ def score_of(value: object) -> float | None:
     return _finite(float(value))
 
 
-def _read_parquet(path: Path, conditioning: Sequence[str]) -> _Table:
+def _read_parquet(path: Path, conditioning: Sequence[str], extracted: Path | None) -> _Table:
     with fsio.open_regular(path) as binary, pq.ParquetFile(binary) as file:
         num_rows, num_bytes = file.metadata.num_rows, path.stat().st_size
         if num_rows > max(_SURE_ROWS, num_bytes):
@@ -525,9 +585,14 @@ def _read_parquet(path: Path, conditioning: Sequence[str]) -> _Table:
         fields = {name: file.schema_arrow.field(name).type for name in names}
         wanted = [name for name in names if _is_text(name) or _is_numeric(name, fields[name])]
         given = [name for name in conditioning if name in names]
-        table = file.read(list(dict.fromkeys([*wanted, *given])))
+        inside = next((name for name in PATH_COLUMNS if _holds_media(fields.get(name))), None)
+        columns = [name for name in [*wanted, *given] if name != inside]
+        table = file.read(list(dict.fromkeys(columns)))
+        paths: dict[str, list[str | None]] = {}
+        if inside is not None and extracted is not None:
+            paths[inside] = list(_extract(path, file, inside, extracted))
     strings = pa.string(), pa.large_string()
-    texts = {name: table[name].to_pylist() for name in wanted if fields[name] in strings}
+    texts = {name: table[name].to_pylist() for name in wanted if fields[name] in strings} | paths
     numbers = {name: _floats(table[name]) for name in wanted if _is_numeric(name, fields[name])}
     return _Table(
         names,
@@ -536,6 +601,69 @@ def _read_parquet(path: Path, conditioning: Sequence[str]) -> _Table:
         {name: str(fields[name]) for name in names if name not in texts},
         {name: table[name].to_pylist() for name in given},
     )
+
+
+def _holds_media(kind: Any) -> bool:
+    """Whether a column holds media as Hugging Face data sets do: structs of bytes and a path."""
+    return (
+        kind is not None
+        and pa.types.is_struct(kind)
+        and {"bytes", "path"} <= {kind.field(index).name for index in range(kind.num_fields)}
+    )
+
+
+def _extract(path: Path, file: pq.ParquetFile, name: str, folder: Path) -> Iterator[str]:
+    """Write the media of a column to files of their own, and yield their paths.
+
+    A file that is there with this content stays as it is, so that it is not indexed again.
+    """
+    name_of_table = hashlib.blake2b(str(path.resolve()).encode(), digest_size=4).hexdigest()
+    inside, row = folder / f"{path.stem}-{name_of_table}", 0
+    for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[name]):
+        for value in batch.column(0).to_pylist():
+            row += 1
+            data: bytes | None = value and value["bytes"]
+            original: str = (value and value["path"]) or ""
+            if data is None and original:
+                yield _media(path, original).path
+                continue
+            data = data or b""
+            suffix = _suffix_of(data, original)
+            if suffix is None:
+                raise _unreadable(
+                    path,
+                    f"row {row}, column {name!r} holds {len(data):,} bytes that are no "
+                    "image or video of a known kind",
+                )
+            target = inside / f"{row - 1:08d}{suffix}"
+            if not (target.is_file() and target.read_bytes() == data):
+                inside.mkdir(parents=True, exist_ok=True)
+                with fsio.atomic_write(target) as partial:
+                    partial.write_bytes(data)
+            yield str(target.resolve())
+
+
+def _suffix_of(data: bytes, name: str) -> str | None:
+    """The ending of a file with this content, by its first bytes, or else by its older name."""
+    if not data:
+        return None
+    for start, offset, suffix in _MAGIC:
+        if data[offset : offset + len(start)] == start:
+            return suffix
+    return PurePath(name).suffix.lower() if is_media(name) else None
+
+
+_ROWS_AT_ONCE = 16  # whose media are in memory
+_MAGIC = (
+    (b"\x89PNG", 0, ".png"),
+    (b"\xff\xd8\xff", 0, ".jpg"),
+    (b"WEBP", 8, ".webp"),
+    (b"GIF8", 0, ".gif"),
+    (b"ftypavif", 4, ".avif"),
+    (b"ftypqt", 4, ".mov"),
+    (b"ftyp", 4, ".mp4"),
+    (b"\x1a\x45\xdf\xa3", 0, ".mkv"),
+)
 
 
 def _floats(column: pa.ChunkedArray) -> list[float | None] | None:
@@ -575,12 +703,6 @@ def _column(path: Path, table: _Table, wanted: Sequence[str]) -> str:
         if name in table.names:
             return name
     known = ", ".join(table.names)
-    if "file_name" in table.names and path.suffix.lower() == ".csv":
-        raise DataError(
-            f"{path} has its paths in the column file_name, as Hugging Face's data sets have. "
-            f"Expected is a column {' or '.join(wanted)}. Rename it: "
-            f"sed '1s/file_name/video/' {path} > {path.with_name('clips.csv')}"
-        )
     raise DataError(
         f"{path} has no column of paths; its columns are {known[:500]}. "
         f"Name the one with the paths {' or '.join(wanted)}."

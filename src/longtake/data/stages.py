@@ -46,7 +46,7 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
         num_left = len(kept)
     shapes = stage.buckets or data.buckets
     members, unfit = sort_into_buckets(
-        catalog, kept, shapes, data.frame_stride, stills=data.stills_from_videos
+        catalog, kept, shapes, data.frame_stride, stills=data.stills_from_videos, fps=data.fps
     )
     dropped = Counter({reason: n for reason, n in (dropped + unfit).items() if n})
     if not len(members):
@@ -155,7 +155,7 @@ def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Co
         f"{which} of the catalog's {len(catalog)} clips can be trained on: "
         f"{reasons or 'it is empty'}. The buckets are {shapes}; the longest clip has {longest} "
         "frames. Index clips with captions (longtake data index … --captions FILE.jsonl), lower "
-        "data.buckets' num_frames or data.frame_stride, or relax the stage's `where`."
+        "data.buckets' num_frames, data.frame_stride or data.fps, or relax the stage's `where`."
         + (stills if ONLY_STILLS in dropped else "")
     )
 

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from longtake.config import Bucket, DataSection, Recipe, Stage
 from longtake.data.buckets import Rows, sort_into_buckets
+from longtake.data.caption_text import all_captions
 from longtake.data.catalog import Catalog
 from longtake.data.plan import Plan, StagePlan, Stream, begin, drifts, review
 from longtake.data.stages import drop_in_turn, select
@@ -166,7 +167,7 @@ def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssig
             code[is_left & ~still] = reasons.index(reason)
         is_left = still
     stills = data.stills_from_videos
-    best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills)
+    best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills, fps=data.fps)
     nearest = _nearest(catalog, shapes, stills)
     home = np.where(best < 0, nearest, best)
     is_closer = _off(catalog, shapes, nearest) < _off(catalog, shapes, home)
@@ -189,10 +190,17 @@ def _nearest(catalog: Catalog, shapes: Sequence[Bucket], stills: bool) -> NDArra
 
 
 def _best(
-    catalog: Catalog, shapes: Mapping[int, Bucket], stride: int, *, stills: bool
+    catalog: Catalog,
+    shapes: Mapping[int, Bucket],
+    stride: int,
+    *,
+    stills: bool,
+    fps: float | None = None,
 ) -> NDArray[np.int16]:
     everyone = np.arange(len(catalog), dtype=np.uint32)
-    members, _ = sort_into_buckets(catalog, everyone, list(shapes.values()), stride, stills=stills)
+    members, _ = sort_into_buckets(
+        catalog, everyone, list(shapes.values()), stride, stills=stills, fps=fps
+    )
     best = np.full(len(catalog), -1, np.int16)
     for index, rows in zip(shapes, members.rows, strict=True):
         best[rows] = index
@@ -415,7 +423,7 @@ def show(
         plan = begin(catalogs, recipe.data, recipe.training.global_batch_size, recipe.seed)
         result |= plan_summary(plan, recipe)
         if review_captions is not None:
-            captions = [text for catalog in catalogs.values() for text in catalog.captions()]
+            captions = all_captions(catalogs, recipe.data)
             result["captions"], warning = review_captions(captions)
             result["warnings"] += [warning] if warning else []
     if out is not None:

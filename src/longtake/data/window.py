@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -67,8 +66,8 @@ class Window:
     source_width: int
     start: int  # index of the first frame
     num_frames: int
-    stride: int  # distance between two frames
-    # of the frames, in ticks of the stream's time base, ascending; empty: frames are counted
+    stride: int  # distance between two frames, unless `frames` are listed
+    # of the frames, in ticks of the stream's time base, not descending; empty: frames are counted
     timestamps: tuple[int, ...]
     seek_to: int | None  # timestamp of a keyframe to begin at; None: from the beginning
     scaled_height: int  # of the upright picture before it is cut
@@ -78,10 +77,13 @@ class Window:
     height: int  # rows that are kept
     width: int
     is_flipped: bool  # mirrored, left to right
+    # indices of the frames, some more than once (`data.fps`); empty: by the stride
+    frames: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert min(self.start, self.num_frames - 1, self.stride - 1) >= 0
         assert len(self.timestamps) in (0, self.num_frames)
+        assert len(self.frames) in (0, self.num_frames)
         assert self.seek_to is None or self.timestamps
         assert self.rotation in (0, 90, 180, 270)
         assert 0 <= self.top <= self.scaled_height - self.height
@@ -131,29 +133,44 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
             frames = decoded(window.media, container, stream, keyframe=seek_to, first=first)
             wanted = _at(window, frames)
         else:
-            end = window.start + (window.num_frames - 1) * window.stride + 1
-            frames = decoded(window.media, container, stream)
-            wanted = islice(frames, window.start, end, window.stride)
+            wanted = _counted(window, decoded(window.media, container, stream))
         for number, frame in enumerate(wanted):
             for channel, plane in enumerate(planes(window, frame, reformatter)):
                 video[channel, number] = plane
             num_read = number + 1
     if num_read < window.num_frames:
+        how = f"in steps of {window.stride}" if not window.frames else f"to {window.frames[-1]}"
         raise ClipError(
             str(window.media),
-            f"ends before frame {window.start + num_read * window.stride}; {window.num_frames} "
-            f"frames from {window.start} in steps of {window.stride} were wanted",
+            f"ends before frame {_indices(window)[num_read]}; {window.num_frames} frames from "
+            f"{window.start} {how} were wanted",
         )
 
 
-def _at(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
-    """The frames with the wanted timestamps; none may be missing."""
-    for wanted in window.timestamps:
-        for frame in frames:
-            if frame.pts is None or frame.pts >= wanted:
-                break
-        else:
+def _indices(window: Window) -> Sequence[int]:
+    end = window.start + (window.num_frames - 1) * window.stride + 1
+    return window.frames or range(window.start, end, window.stride)
+
+
+def _counted(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
+    """The wanted frames by their indices; one that is wanted again is given again."""
+    indices, place = _indices(window), 0
+    for number, frame in enumerate(frames):
+        while place < len(indices) and indices[place] == number:
+            yield frame
+            place += 1
+        if place == len(indices):
             return
+
+
+def _at(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
+    """The frames with the wanted timestamps; none may be missing, some are wanted again."""
+    frame: VideoFrame | None = None
+    for wanted in window.timestamps:
+        while frame is None or (frame.pts is not None and frame.pts < wanted):
+            frame = next(frames, None)
+            if frame is None:
+                return
         if frame.pts != wanted:
             found = f"found one at {frame.pts}; {_AGAIN}"
             raise ClipError(str(window.media), f"has no frame at its timestamp {wanted}, {found}")

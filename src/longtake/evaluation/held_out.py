@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longtake.config import Bucket, DataSection, Recipe
 from longtake.data.buckets import choose, sample_window
+from longtake.data.caption_text import sample_caption
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.conditioning import as_values, conditioning_of, read
@@ -72,9 +73,13 @@ class HeldOut:
     def loss(
         self, sampler: Sampler, batch_size: int = 4, on_batch: Callable[[], None] | None = None
     ) -> dict[str, float]:
-        """The mean loss over the clips at each of `SIGMAS`, and the `mean` of these."""
+        """The mean loss over the clips at each of `SIGMAS`, and the `mean` of these.
+
+        With `flow.sigma_range` they are spread over that range.
+        """
         found: dict[str, float] = {}
-        for sigma in SIGMAS:
+        low, high = self.recipe.flow.sigma_range
+        for sigma in (low + each * (high - low) for each in SIGMAS):
             losses = [
                 loss
                 for batch in self._batches(sampler, batch_size, on_batch)
@@ -119,7 +124,7 @@ def _chosen(catalog: Catalog, data: DataSection, count: int) -> list[tuple[Clip,
     captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
     rows = captioned.nonzero()[0].astype("uint32")
     stills = data.stills_from_videos
-    buckets = choose(catalog, rows, shapes, data.frame_stride, stills=stills)
+    buckets = choose(catalog, rows, shapes, data.frame_stride, stills=stills, fps=data.fps)
     usable = [
         (int(row), shapes[bucket]) for row, bucket in zip(rows, buckets, strict=True) if bucket >= 0
     ]
@@ -137,7 +142,10 @@ def _encode(
     parts, device = sampler.components, sampler.device
     parts.bring("text", device)
     captions = [
-        {name: each.cpu() for name, each in parts.text.encode([clip.caption]).items()}
+        {
+            name: each.cpu()
+            for name, each in parts.text.encode([sample_caption(clip.caption, "", data, 0)]).items()
+        }
         for clip, _ in clips
     ]
     parts.bring("codec", device)

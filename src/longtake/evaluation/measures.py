@@ -16,8 +16,8 @@ from scipy import ndimage
 from typing_extensions import TypedDict
 
 from longtake import errors, fsio
-from longtake.config import Bucket, Recipe
-from longtake.data.buckets import sample_window, span
+from longtake.config import Bucket, DataSection, Recipe
+from longtake.data.buckets import frame_counts, sample_window, span
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.order import derive
@@ -320,6 +320,7 @@ def reference_of(
         "fps": fps,
         "clips": recipe.evaluation.reference_clips,
         "frame_stride": recipe.data.frame_stride,
+        **({} if recipe.data.fps is None else {"data_fps": recipe.data.fps}),
         "catalogs": [each.stem for each in _catalog_paths(run)],
     }
     if kept := _kept(path, asked):
@@ -355,7 +356,7 @@ def _measured(
 ) -> Iterator[dict[str, float]]:
     """Measures of clips that can be read, by their identities."""
     any_read, unreadable = False, 0
-    for clip in _clips(run, bucket, recipe.data.frame_stride):
+    for clip in _clips(run, bucket, recipe.data):
         if on_clip is not None:
             on_clip()
         seed = derive("reference", clip.identity)
@@ -370,7 +371,7 @@ def _measured(
         yield measure(np.ascontiguousarray(video.transpose(1, 2, 3, 0)), fps)
 
 
-def _clips(run: RunDirectory, bucket: Bucket, stride: int) -> Iterator[Clip]:
+def _clips(run: RunDirectory, bucket: Bucket, data: DataSection) -> Iterator[Clip]:
     """Clips of all catalogs that are long enough, each once, in the order of their identities.
 
     Identities are hashes, so that the first ones are as good as drawn.
@@ -382,18 +383,19 @@ def _clips(run: RunDirectory, bucket: Bucket, stride: int) -> Iterator[Clip]:
         )
     last, is_any = "", False
     for clip in heapq.merge(
-        *(_long_enough(catalog, bucket, stride) for catalog in catalogs),
+        *(_long_enough(catalog, bucket, data) for catalog in catalogs),
         key=lambda clip: clip.identity,
     ):
         if clip.identity != last:
             yield clip
         last, is_any = clip.identity, True
     if not is_any:
-        raise errors.DataError(f"no clip has {span(bucket, stride)} frames, as {bucket} takes.")
+        num_frames = span(bucket, data.frame_stride)
+        raise errors.DataError(f"no clip has {num_frames} frames, as {bucket} takes.")
 
 
-def _long_enough(catalog: Catalog, bucket: Bucket, stride: int) -> Iterator[Clip]:
-    rows = np.flatnonzero(catalog.column("num_frames") >= span(bucket, stride))
+def _long_enough(catalog: Catalog, bucket: Bucket, data: DataSection) -> Iterator[Clip]:
+    rows = np.flatnonzero(frame_counts(catalog, data.fps) >= span(bucket, data.frame_stride))
     return (catalog.clip(int(row)) for row in rows)
 
 

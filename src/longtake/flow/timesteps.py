@@ -5,6 +5,7 @@ so that ranks that agree on the numbers agree on the sigmas.
 """
 
 import math
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -20,6 +21,8 @@ from longtake.errors import RecipeError
 ShiftRule = Literal["flux", "opensora"]
 SigmaKind = Literal["uniform", "logit_normal", "mode", "cosmap"]
 
+_BISECTIONS = 53  # as many bits as a float64 has
+_MIN_SHARE = 1e-6
 MODE_SCALE_MIN = -1.0
 MODE_SCALE_MAX = 2 / (math.pi - 2)
 """Outside this range `mode` is not monotone."""
@@ -33,6 +36,7 @@ def sample_sigmas(
     std: float = 1.0,
     scale: float = 1.29,
     shift: float = 1.0,
+    sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> Tensor:
     """One sigma in [0, 1] for each uniform number in [0, 1), of the same shape and dtype.
 
@@ -43,10 +47,54 @@ def sample_sigmas(
         std: of `logit_normal`.
         scale: of `mode`; above 0 samples more in the middle, below 0 at the ends.
         shift: applied last; above 1 means more noise, 1 changes nothing.
+        sigma_range: lowest and highest sigma after the shift. The distribution is restricted to it:
+            inside, sigmas are as likely relative to each other as without it.
 
     Raises:
         RecipeError: the kind is unknown, or a number is out of range.
     """
+    distribution = (kind, mean, std, scale, shift)
+    if sigma_range == (0.0, 1.0):
+        return _quantile(uniform, *distribution)
+    below, within = range_share(*distribution, sigma_range)
+    restricted = _quantile(below + within * uniform.double(), *distribution)
+    return restricted.clamp(*sigma_range).to(uniform.dtype)
+
+
+@lru_cache
+def range_share(
+    kind: SigmaKind,
+    mean: float,
+    std: float,
+    scale: float,
+    shift: float,
+    sigma_range: tuple[float, float],
+) -> tuple[float, float]:
+    """Which shares of a distribution lie below a range, and in it; arguments as `sample_sigmas`.
+
+    Raises:
+        RecipeError: less than a millionth lies in it.
+    """
+    wanted = torch.tensor(sigma_range, dtype=torch.float64)
+    low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
+    for _ in range(_BISECTIONS):  # quantile functions rise
+        middle = (low + high) / 2
+        is_below = _quantile(middle, kind, mean, std, scale, shift) < wanted
+        low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
+    # The ends of a range that ends at 0 or 1 are exact.
+    first, last = torch.where(wanted >= 1, 1.0, torch.where(wanted <= 0, 0.0, low)).tolist()
+    if last - first < _MIN_SHARE:
+        raise RecipeError(
+            f"flow.sigma_range is [{sigma_range[0]:g}, {sigma_range[1]:g}], in which less than a "
+            f"millionth of the sigmas of {kind} with shift {shift:.4g} lie. Widen it, or choose "
+            "another flow.timestep_sampling or flow.shift."
+        )
+    return first, last - first
+
+
+def _quantile(
+    uniform: Tensor, kind: SigmaKind, mean: float, std: float, scale: float, shift: float
+) -> Tensor:
     match kind:
         case "uniform":
             sigmas = uniform

@@ -127,6 +127,24 @@ def _driver() -> Any:
     return pynvml
 
 
+def driver_facts() -> dict[str, Any]:
+    """The driver's version, and the GPUs that it has; empty without a driver."""
+    nvml = _driver()
+    if nvml is None:
+        return {}
+    gpus = []
+    for number in range(nvml.nvmlDeviceGetCount()):
+        with suppress(nvml.NVMLError):  # one of them may be lost
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+            memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+            gpus.append({"name": str(nvml.nvmlDeviceGetName(handle)), "memory_bytes": memory})
+    return {
+        "driver": str(nvml.nvmlSystemGetDriverVersion()),
+        "cuda": int(nvml.nvmlSystemGetCudaDriverVersion()),
+        "gpus": gpus,
+    }
+
+
 def _read(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
     """The numbers that this GPU has."""
     yield "gpu_is_lost", 0.0 if _responds(nvml, handle) else 1.0

@@ -143,7 +143,9 @@ def assemble(
             unfilled.give_memory(model, torch.device("cpu"))
             unfilled.fill()
             unfilled = deferred_init.NOTHING_DEFERRED
-    return Components(chosen, model, codec, text, chosen.defaults(recipe.model), unfilled)
+    parts = Components(chosen, model, codec, text, chosen.defaults(recipe.model), unfilled)
+    _check_sigma_range(parts, recipe)
+    return parts
 
 
 def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
@@ -223,7 +225,18 @@ def outline(recipe: Recipe) -> Components:
         text = outline_text(text_section(recipe), chosen.frozen)
         model = chosen.build(recipe.model, shapes, text, weights=False)
         _finish(model, chosen, recipe, codec)
-    return Components(chosen, model, codec, text, chosen.defaults(recipe.model))
+    parts = Components(chosen, model, codec, text, chosen.defaults(recipe.model))
+    _check_sigma_range(parts, recipe)
+    return parts
+
+
+def _check_sigma_range(parts: Components, recipe: Recipe) -> None:
+    """Refuse a range of sigmas that nothing lies in, at the shift of each bucket."""
+    flow = recipe.flow
+    if flow.sigma_range != (0.0, 1.0):
+        spread = (flow.timestep_sampling, flow.logit_mean, flow.logit_std, flow.mode_scale)
+        for bucket in recipe.data.shapes():
+            timesteps.range_share(*spread, parts.shift(flow.shift, bucket), flow.sigma_range)
 
 
 def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:

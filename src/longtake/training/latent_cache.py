@@ -28,6 +28,7 @@ from longtake import errors, progress
 from longtake.config import PooledSection, Recipe, TextSection
 from longtake.data import cache_fill, plan
 from longtake.data.cache import Cache, ContentHashes, make_folder
+from longtake.data.caption_text import all_captions
 from longtake.data.loader import Loader
 from longtake.models.base import family
 from longtake.models.build import assemble, outline, text_section
@@ -109,7 +110,7 @@ def _made_parts(recipe: Recipe, cache: Path, captions: list[str], world: World) 
 
 
 def captions_of(loader: Loader) -> list[str]:
-    return [text for catalog in loader.catalogs.values() for text in catalog.captions()]
+    return all_captions(loader.catalogs, loader.data)
 
 
 def make_parts(recipe: Recipe, captions: Iterable[str], folder: Path) -> None:

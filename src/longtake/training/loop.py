@@ -252,6 +252,7 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
         std=flow.logit_std,
         scale=flow.mode_scale,
         shift=parts.shift(flow.shift, batch.bucket),
+        sigma_range=flow.sigma_range,
     )
     dropout = recipe.data.caption_dropout
     is_dropped = uniform[:, 1] < (parts.defaults.caption_dropout if dropout is None else dropout)
