@@ -461,6 +461,9 @@ class TrainableSection(_Section):
     rank: int = Field(16, gt=0, le=2**14)
     alpha: float | None = Field(None, gt=0, le=1e6)
     """LoRA's scale is alpha / rank; unset: alpha = rank."""
+    init_from: _Path | None = None
+    """A safetensors file with LoRA of this model to begin with, with the names of diffusers, peft,
+    ComfyUI or kohya's scripts; its rank may be lower than `rank`."""
     dtype: Literal["model", "fp32", "bf16"] = "model"
     """What trained LoRA and module weights are kept in; `model`: what the model is in."""
     modules: dict[_PresetName, ModuleSection] = Field(default_factory=dict)
@@ -475,6 +478,8 @@ class TrainableSection(_Section):
             )
         if self.targets is not None and self.base() != "lora":
             raise ValueError('trainable.targets needs trainable.kind = "lora"')
+        if self.init_from is not None and self.base() != "lora":
+            raise ValueError('trainable.init_from needs trainable.kind = "lora"')
         return self
 
     def base(self) -> Literal["full", "lora", "frozen"]:
@@ -801,7 +806,9 @@ class CheckpointSection(_Section):
 class SamplingSection(_Section):
     """How videos are sampled unless the command says otherwise."""
 
-    solver: Literal["euler", "heun"] = "euler"
+    solver: Literal["euler", "heun", "unipc"] = "euler"
+    """`unipc`: the sampler of Wan's releases, of order 2 with one velocity a step; `heun`: of order
+    2 with two."""
     num_inference_steps: int | None = Field(None, gt=0, le=10_000)
     """Unset, as the next two: what the pretrained model's scheduler and family say."""
     guidance_scale: float | None = Field(None, ge=0, le=_MAX_GUIDANCE)
@@ -809,7 +816,26 @@ class SamplingSection(_Section):
     scale itself."""
     shift: Shift | None = None
     """Like `flow.shift`, of the sigmas that the solver visits."""
+    negative_prompt: str = ""
+    """What classifier-free guidance moves away from, in place of an empty caption. A
+    guidance-distilled model takes none."""
     fps: float = Field(16.0, gt=0, le=1000)
+    every: int | None = Field(None, gt=0, le=_MAX_STEPS)
+    """Sample presets every so many steps while the run trains, on the devices that train it, from
+    the average that each preset names. A checkpoint is saved at these steps too, and at the last
+    step. Unset: only evaluation servers sample."""
+    presets: Annotated[tuple[_PresetName, ...], _FromList] = ()
+    """Names of the presets that are sampled while the run trains; unset: those of
+    `evaluation.run`, else all in the recipe, else `default`."""
+
+    @model_validator(mode="after")
+    def _presets_are_sampled(self) -> Self:
+        if self.presets and self.every is None:
+            raise ValueError(
+                f"sampling.presets names {', '.join(self.presets)}, but sampling.every is unset, "
+                "so nothing is sampled in training; set sampling.every, such as 500"
+            )
+        return self
 
 
 class PresetSection(_Section):
@@ -822,10 +848,12 @@ class PresetSection(_Section):
     height: int | None = Field(None, gt=0, le=_MAX_SIDE)
     width: int | None = Field(None, gt=0, le=_MAX_SIDE)
     fps: float | None = Field(None, gt=0, le=1000)
-    solver: Literal["euler", "heun"] | None = None
+    solver: Literal["euler", "heun", "unipc"] | None = None
     num_inference_steps: int | None = Field(None, gt=0, le=10_000)
     guidance_scale: float | None = Field(None, ge=0, le=_MAX_GUIDANCE)
     shift: Shift | None = None
+    negative_prompt: str | None = None
+    """As `sampling.negative_prompt`."""
     seeds: Annotated[tuple[_Seed, ...], _FromList] | None = Field(None, min_length=1)
     """Each prompt is sampled with each of them; 0 if unset."""
     prompts: Annotated[tuple[str, ...], _FromList] | None = Field(None, min_length=1)

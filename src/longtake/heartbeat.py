@@ -38,7 +38,7 @@ Phase = Literal[
     "checkpoint",  # copies what is saved
     "save",  # waits until the checkpoint is complete
     "rollback",
-    "evaluate",
+    "sampling",
     "idle",  # waits for work; never a stall
     "decode",
     "ended",  # without a failure; the process exits next

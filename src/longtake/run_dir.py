@@ -63,8 +63,11 @@ EventKind = Literal[
     "decoder_died",
     "captions_truncated",
     "ledger_damaged",
+    "begun_from",
     "memory_planned",
     "memory_measured",
+    "sampled",
+    "sampling_failed",
     "interrupted",
     "finished",
 ]
@@ -151,6 +154,18 @@ class Identity(TypedDict):
     machine: str
 
 
+class Parent(TypedDict):
+    """The run whose weights a run began with (`longtake train --from`)."""
+
+    path: str
+    """Of its run directory, whole."""
+    id: str
+    step: fsio.Count
+    """Of the checkpoint."""
+    weights_only: bool
+    """Whether optimizer states were left behind."""
+
+
 FORMAT: Final = 1
 
 
@@ -162,6 +177,7 @@ class RunRecord(TypedDict):
     id: str
     created: fsio.Time
     begun_by: NotRequired[Identity]
+    parent: NotRequired[Parent]
     launches: list[Launch]
 
 
@@ -396,16 +412,17 @@ class RunDirectory:
                 )
             fsio.make_writable(self.path)
 
-    def create(self, recipe: config.Recipe) -> None:
+    def create(self, recipe: config.Recipe, parent: Parent | None = None) -> None:
         """Begin a run here: run.json and then recipe.toml, from which on the run exists."""
         run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
         with self._writing():
-            begun = {
+            begun: dict[str, Any] = {
                 "format": FORMAT,
                 "id": run_id,
                 "created": fsio.now(),
                 "begun_by": host_identity(),
             }
+            begun |= {} if parent is None else {"parent": parent}
             fsio.write_json(self.record_path, {**begun, "launches": []})
             fsio.write_text(self.recipe_path, config.dump(config.kept(recipe)))
 

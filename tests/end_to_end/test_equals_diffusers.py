@@ -283,6 +283,31 @@ def test_sampled_latents_are_those_of_the_pipeline(family: str, place: Path) -> 
     assert _relative(ours, theirs) <= 1e-5
 
 
+def test_wans_own_sampler_and_a_negative_prompt_are_those_of_its_pipeline(place: Path) -> None:
+    sampler = _sampler(_recipe(place, "wan"))
+    codec = _KeepsLatents(sampler.components.codec)
+    parts = dataclasses.replace(sampler.components, codec=codec)
+    sampler = dataclasses.replace(sampler, components=parts)
+    negative = "a blue square, fast"
+    settings, bucket = settings_for(
+        sampler.recipe, num_inference_steps=6, solver="unipc", negative_prompt=negative
+    )
+    sampler.sample([Request(_PROMPT, 3)], settings, bucket)
+    (ours,) = codec.latents
+    noise = torch.randn(tuple(ours.shape[1:]), generator=torch.Generator().manual_seed(3))[None]
+    pipeline = diffusers.WanPipeline.from_pretrained(place / "wan")
+    pipeline.set_progress_bar_config(disable=True)
+    given = {"height": 32, "width": 32, "num_frames": 5, "output_type": "latent"}
+    theirs, without = (
+        pipeline(
+            prompt=_PROMPT, negative_prompt=each, latents=noise, num_inference_steps=6, **given
+        )[0]
+        for each in (negative, "")
+    )
+    assert _relative(ours, theirs) <= 1e-5
+    assert _relative(ours, without) > 1e-3
+
+
 def _draw(seed: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """A sample's noise, and two uniform numbers: for its sigma and its caption's dropout."""
     generator = torch.Generator().manual_seed(seed)

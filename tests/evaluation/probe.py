@@ -16,11 +16,11 @@ from longtake import lease
 from longtake.checkpoint import files
 from longtake.errors import CheckpointError
 from longtake.evaluation.options import ServerOptions, ServerReport
-from longtake.evaluation.server import EvaluationServer, own_name
+from longtake.evaluation.server import EvaluationServer
 from longtake.evaluation_dir import Scores, VideoScores
 from longtake.fsio import now
 from longtake.process import StopSignal
-from longtake.sampling.claims import EvaluationTask, Progress
+from longtake.sampling.claims import EvaluationTask, Progress, own_name
 
 
 class Probe:

@@ -19,12 +19,12 @@ from longtake.demo.shapes import write_clips
 from longtake.evaluation import evaluator, measures
 from longtake.evaluation.evaluator import CheckpointEvaluator
 from longtake.evaluation.options import ServerOptions, ServerReport, parse_backlog, sentence
-from longtake.evaluation.server import EvaluationServer, own_name
+from longtake.evaluation.server import EvaluationServer
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.lease import history
 from longtake.process import StopSignal, environment, program
 from longtake.run_dir import RunDirectory
-from longtake.sampling.claims import EvaluationTask
+from longtake.sampling.claims import EvaluationTask, own_name
 from longtake.sampling.presets import find_preset
 
 _PRESETS = """

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from longtake.errors import RecipeError
 from longtake.flow.path import interpolate
 from longtake.flow.path import velocity as path_velocity
-from longtake.flow.solver import SolverName, guided, integrate
+from longtake.flow.solver import SolverName, guided, integrate, solve
 from longtake.flow.timesteps import build_sigmas
 
 MEAN, STD = 1.5, 0.4  # of the data in the Gaussian example
@@ -50,6 +50,15 @@ def test_order_of_convergence(solver: SolverName, order: int, shift: float) -> N
 def test_heun_is_closer_than_euler_for_the_same_number_of_velocities() -> None:
     """10 Heun steps ask for 19 velocities and end twice as close as 20 Euler steps."""
     assert _error("heun", 10, 1.0) < _error("euler", 20, 1.0) / 2
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_unipc_is_closer_than_euler_in_as_many_steps(shift: float) -> None:
+    noise, done = _noise(256, 1, 1), list[int]()
+    exact = MEAN + STD * noise
+    found = solve(_gaussian_velocity, noise, 20, shift, "unipc", done.append)
+    assert (found - exact).abs().max().item() < _error("euler", 20, shift) / 2
+    assert done == list(range(1, 21))
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun"])

@@ -77,7 +77,7 @@ def test_a_settled_phase_may_take_a_multiple_of_the_longest(
         (_pulse("forward", longest={"forward": 200.0}, settled=False), 600.0),
         (_pulse("checkpoint", longest={"checkpoint": 2.0}), 120.0),
         (_pulse("checkpoint", longest={"checkpoint": 50.0}), 250.0),
-        (_pulse("evaluate", longest={"checkpoint": 50.0}), 300.0),
+        (_pulse("sampling", longest={"checkpoint": 50.0}), 300.0),
         (_pulse("rollback"), 1800.0),
         (_pulse("checkpoint"), 1800.0),
         (_pulse("checkpoint", settled=False), 1800.0),

@@ -140,7 +140,7 @@ def sample(
     ema: Ema = None,
     profile: Profile = None,
     solver: Annotated[
-        str | None, typer.Option(help="euler or heun [default: the recipe's].")
+        str | None, typer.Option(help="euler, heun or unipc [default: the recipe's].")
     ] = None,
     num_inference_steps: Annotated[
         int | None, typer.Option("--steps", help="Number of solver steps [default: the recipe's].")
@@ -164,6 +164,10 @@ def sample(
     ] = None,
     fps: Annotated[
         float | None, typer.Option(help="Frames per second of the mp4 [default: the recipe's].")
+    ] = None,
+    negative_prompt: Annotated[
+        str | None,
+        typer.Option("--negative", help="What guidance moves away from [default: the recipe's]."),
     ] = None,
     conditioning: Annotated[
         list[str] | None,
@@ -197,6 +201,7 @@ def sample(
             guidance_scale=guidance_scale,
             shift=shift,
             fps=fps,
+            negative_prompt=negative_prompt,
         )
         check_out(out, bucket)
         enter("loading the model")

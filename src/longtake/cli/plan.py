@@ -142,7 +142,7 @@ def _facts(recipe: "Recipe", known: "Forecast") -> dict[str, Any]:
     every, minutes = recipe.checkpoint.every, recipe.checkpoint.minutes
     return _forecast_facts(known) | {
         "changes": [_suggestion(each) for each in suggestions],
-        "phases": [_phase(each) for each in forecast_phases(known.step)],
+        "phases": [_phase(each, recipe) for each in forecast_phases(known.step)],
         "checkpoint": {"every": every, "minutes": minutes},
         "data_warnings": review_catalogs(recipe),
     }
@@ -268,13 +268,15 @@ def _suggestion(suggestion: "Suggestion") -> dict[str, Any]:
     }
 
 
-def _phase(phase: "PhaseForecast") -> dict[str, Any]:
+def _phase(phase: "PhaseForecast", recipe: "Recipe") -> dict[str, Any]:
+    between = {"every": recipe.sampling.every, "how": phase.how} if phase.how else {}
     return {
         "name": phase.name,
         "weights_gib": _gib(phase.weight_bytes),
         "peak_gib": _gib(phase.peak_bytes),
         "seconds": float(f"{phase.seconds:.3g}"),
         "fits": phase.fits,
+        **between,
     }
 
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longtake import process, progress
+from longtake import errors, process, progress
 from longtake.cli import say
 
 if TYPE_CHECKING:
     from longtake.config import Recipe
+    from longtake.evaluation.evaluator import SampleEvaluator
     from longtake.training.train import TrainOutcome
 
 Fresh = Annotated[
@@ -20,11 +21,25 @@ Fresh = Annotated[
     typer.Option("--fresh", help="Start a new run in OUT-2, OUT-3, ... if OUT holds one."),
 ]
 
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="RUN[@STEP]",
+        help="Begin a new run with the weights, averages and optimizer states of another run.",
+    ),
+]
+WeightsOnly = Annotated[
+    bool, typer.Option("--weights-only", help="With --from: leave optimizer states behind.")
+]
+
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).")],
     changes: say.Changes = None,
     fresh: Fresh = False,
+    begin_from: From = None,
+    weights_only: WeightsOnly = False,
     trust: say.Trust = False,
     as_json: say.AsJson = False,
 ) -> None:
@@ -39,6 +54,10 @@ def train(
     """
     from longtake.trust import load_recipe
 
+    if weights_only and begin_from is None:
+        raise errors.RecipeError(
+            "--weights-only needs --from RUN, the run whose weights are taken."
+        )
     loaded = load_recipe(recipe, changes or (), trust=trust)
     try:
         with (
@@ -50,7 +69,15 @@ def train(
                 process.end_with(int(launcher), by=signal.SIGTERM)
             from longtake.training.train import train as train_recipe
 
-            outcome = train_recipe(loaded, say.console(), fresh=fresh)
+            evaluate = _evaluator() if loaded.sampling.every is not None else None
+            parent = None
+            if begin_from is not None:
+                from longtake.training.parent import find_parent
+
+                parent = find_parent(begin_from, weights_only=weights_only, trust=trust)
+            outcome = train_recipe(
+                loaded, say.console(), fresh=fresh, parent=parent, evaluate=evaluate
+            )
     except process.LeftError as left:
         say.line(f"Stopped by {left.signal_name}; there was nothing to save.")
         raise
@@ -62,6 +89,14 @@ def train(
         _say_how_to_resume(outcome, outcome.run or loaded.out, fresh=fresh)
         raise typer.Exit(process.EXIT_CODES[outcome.interrupted_by])
     _say_what_was_done(outcome, loaded, as_json=as_json)
+
+
+def _evaluator() -> "SampleEvaluator":
+    from longtake.evaluation.evaluator import SampleEvaluator
+    from longtake.evaluation.options import ServerReport
+    from longtake.sampling.claims import own_name
+
+    return SampleEvaluator(own_name(), ServerReport(say.console()))
 
 
 def _say_what_is_kept(out: Path) -> None:

@@ -21,8 +21,8 @@ from longtake.sampling.sampler import Sampler, SamplerLoader
 from longtake.sampling.videos import sample_preset
 
 
-class CheckpointEvaluator:
-    """Evaluates checkpoints, and keeps the model in memory from one to the next of the same run.
+class SampleEvaluator:
+    """Samples and measures with models that are loaded already.
 
     Sampling takes longest. So no error after it loses the videos: it is reported, and the result
     lacks that number.
@@ -30,32 +30,25 @@ class CheckpointEvaluator:
 
     def __init__(
         self,
-        device: str,
         server: str,
         report: options.ServerReport,
         recipe_of: Callable[[RunDirectory], Recipe] = RunDirectory.recipe,
-        on_device: Callable[[str], None] | None = None,
-        *,
-        trust: bool = False,
     ) -> None:
-        self._trust = trust
-        self._recipe_of, self._on_device = recipe_of, on_device
-        self._device, self._server, self._report = device, server, report
-        self._loader: SamplerLoader | None = None
-        self._recipe_read: pending.Signature | None = None
-        self._loaded: tuple[EvaluationTask, Sampler] | None = None
+        self._server, self._report, self._recipe_of = server, report, recipe_of
         self._held_out: tuple[HeldOut | None] | None = None
         self._extras: dict[tuple[str, ...], list[Measure]] = {}
 
     def __call__(
-        self, task: EvaluationTask, folder: Path, progress: Progress
+        self,
+        task: EvaluationTask,
+        sampler: Sampler,
+        folder: Path,
+        progress: Progress,
+        watch: "_Stopwatch | None" = None,
     ) -> evaluation_dir.Scores:
-        """See `Evaluate`."""
-        watch = _Stopwatch()
-        progress("load", 0, 1)
-        with watch.of("load"):
-            extras = self._extras_of(task)
-            sampler = self._load(task)
+        """Write the files of a result except scores.json to a folder; see `Evaluate`."""
+        watch = watch or _Stopwatch()
+        extras = self.extras_of(task)
         videos = self._sample(task, sampler, folder, progress, watch)
         with watch.of("measure"):
             of_set = self._measure_extra(task, extras, videos, folder)
@@ -79,7 +72,11 @@ class CheckpointEvaluator:
         }
         return scores if held_out is None else {**scores, "held_out": held_out}
 
-    def _extras_of(self, task: EvaluationTask) -> list[Measure]:
+    def forget_held_out(self) -> None:
+        """Forget the encoded clips: another run, or another codec, follows."""
+        self._held_out = None
+
+    def extras_of(self, task: EvaluationTask) -> list[Measure]:
         """The preset's own measures, loaded before any video is sampled."""
         names = task.preset.measures
         if names not in self._extras:
@@ -88,32 +85,6 @@ class CheckpointEvaluator:
             except (errors.RecipeError, errors.ModelError) as error:
                 raise NotHereError(f"Preset {task.preset.name}: {error}") from error
         return self._extras[names]
-
-    def _load(self, task: EvaluationTask) -> Sampler:
-        """The checkpoint's sampler, which the presets of the same weights share."""
-        if self._loaded is not None and _same_weights(self._loaded[0], task):
-            loader, sampler = self._loader_of(task.run), self._loaded[1]
-        else:
-            self._loaded = None  # its model is about to be overwritten
-            loader = self._loader_of(task.run)
-            sampler = loader.load(task.checkpoint, task.preset.weights)
-            self._loaded = task, sampler
-        loader.check(task.preset)
-        return sampler
-
-    def _loader_of(self, run: RunDirectory) -> SamplerLoader:
-        """The loader of this run and its present recipe; no other stays in memory."""
-        recipe = pending.signature(run.recipe_path)
-        if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
-            self._loader, self._loaded, self._recipe_read = None, None, recipe
-            self._loader = SamplerLoader(run, self._device, trust=self._trust)
-            if self._loader.why_device:
-                self._report.say(self._loader.why_device)
-            if self._on_device is not None:
-                self._on_device(self._loader.device.type)
-                self._on_device = None
-            self._held_out = None  # its latents are another run's, or of another codec
-        return self._loader
 
     def _sample(
         self,
@@ -162,6 +133,8 @@ class CheckpointEvaluator:
     def _measure_held_out(
         self, task: EvaluationTask, recipe: Recipe, sampler: Sampler, progress: Progress
     ) -> dict[str, float] | None:
+        if sampler.is_shared:  # other ranks would have to run the model too
+            return None
         with self._without(task, "held-out loss"):
             if self._held_out is None:
                 self._held_out = (HeldOut.open(recipe, task.run),)
@@ -206,6 +179,63 @@ class CheckpointEvaluator:
         except Exception as error:
             kind = "" if isinstance(error, errors.LongtakeError) else f"{type(error).__name__}: "
             self._report.wrong(f"{task.run.path}: there is no {name}: {kind}{error}")
+
+
+class CheckpointEvaluator:
+    """Evaluates checkpoints, and keeps the model in memory from one to the next of the same run."""
+
+    def __init__(
+        self,
+        device: str,
+        server: str,
+        report: options.ServerReport,
+        recipe_of: Callable[[RunDirectory], Recipe] = RunDirectory.recipe,
+        on_device: Callable[[str], None] | None = None,
+        *,
+        trust: bool = False,
+    ) -> None:
+        self._trust, self._device, self._report = trust, device, report
+        self._evaluate, self._on_device = SampleEvaluator(server, report, recipe_of), on_device
+        self._loader: SamplerLoader | None = None
+        self._recipe_read: pending.Signature | None = None
+        self._loaded: tuple[EvaluationTask, Sampler] | None = None
+
+    def __call__(
+        self, task: EvaluationTask, folder: Path, progress: Progress
+    ) -> evaluation_dir.Scores:
+        """See `Evaluate`."""
+        watch = _Stopwatch()
+        progress("load", 0, 1)
+        with watch.of("load"):
+            self._evaluate.extras_of(task)
+            sampler = self._load(task)
+        return self._evaluate(task, sampler, folder, progress, watch)
+
+    def _load(self, task: EvaluationTask) -> Sampler:
+        """The checkpoint's sampler, which the presets of the same weights share."""
+        if self._loaded is not None and _same_weights(self._loaded[0], task):
+            loader, sampler = self._loader_of(task.run), self._loaded[1]
+        else:
+            self._loaded = None  # its model is about to be overwritten
+            loader = self._loader_of(task.run)
+            sampler = loader.load(task.checkpoint, task.preset.weights)
+            self._loaded = task, sampler
+        loader.check(task.preset)
+        return sampler
+
+    def _loader_of(self, run: RunDirectory) -> SamplerLoader:
+        """The loader of this run and its present recipe; no other stays in memory."""
+        recipe = pending.signature(run.recipe_path)
+        if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
+            self._loader, self._loaded, self._recipe_read = None, None, recipe
+            self._loader = SamplerLoader(run, self._device, trust=self._trust)
+            if self._loader.why_device:
+                self._report.say(self._loader.why_device)
+            if self._on_device is not None:
+                self._on_device(self._loader.device.type)
+                self._on_device = None
+            self._evaluate.forget_held_out()
+        return self._loader
 
 
 class _Stopwatch:

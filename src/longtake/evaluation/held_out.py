@@ -131,7 +131,7 @@ def _chosen(catalog: Catalog, data: DataSection, count: int) -> list[tuple[Clip,
     return [(catalog.clip(row), bucket) for row, bucket in usable[:count]]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _encode(
     clips: Sequence[tuple[Clip, Bucket]],
     data: DataSection,
@@ -197,7 +197,7 @@ def _losses(
     return found
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> list[float]:
     parts, device = sampler.components, sampler.device
     parts.bring("model", device)

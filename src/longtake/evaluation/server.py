@@ -57,7 +57,12 @@ def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str,
     report = ServerReport(console)
     with process.StopSignal(second="default") as stop:
         evaluator = CheckpointEvaluator(
-            device, own_name(), report, options.recipe_of, _lower_priority, trust=options.trust
+            device,
+            claims.own_name(),
+            report,
+            options.recipe_of,
+            _lower_priority,
+            trust=options.trust,
         )
         server = EvaluationServer(options, evaluator, report, stop)
         server.serve()
@@ -77,10 +82,6 @@ def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str,
     }
 
 
-def own_name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
 class EvaluationServer:
     """One process that evaluates checkpoints."""
 
@@ -91,7 +92,7 @@ class EvaluationServer:
         report: ServerReport,
         stop: process.StopSignal,
     ) -> None:
-        self.name = own_name()
+        self.name = claims.own_name()
         self.evaluated: list[evaluation_dir.Scores] = []
         self.failed: set[str] = set()
         self._options, self._evaluate, self._report, self._stop = options, evaluate, report, stop

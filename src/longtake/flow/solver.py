@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from longtake.errors import RecipeError
+from longtake.flow.timesteps import build_sigmas
 
 Velocity = Callable[[Tensor, float], Tensor]
 """Maps noisy latents [B, ...] and their common sigma to the velocity, of the same shape."""
 
-SolverName = Literal["euler", "heun"]
+SolverName = Literal["euler", "heun", "unipc"]
 
 
 def euler(velocity: Velocity, noisy_latents: Tensor, sigma: float, next_sigma: float) -> Tensor:
@@ -34,6 +35,57 @@ def heun(velocity: Velocity, noisy_latents: Tensor, sigma: float, next_sigma: fl
 
 
 _SOLVERS = {"euler": euler, "heun": heun}
+
+
+def solve(
+    velocity: Velocity,
+    noise: Tensor,
+    num_steps: int,
+    shift: float,
+    solver: SolverName = "euler",
+    on_step: Callable[[int], None] | None = None,
+) -> Tensor:
+    """The latents after so many steps from noise, by any solver; see `integrate`.
+
+    Euler and Heun visit `build_sigmas`, UniPC the sigmas of diffusers' scheduler.
+    """
+    if solver == "unipc":
+        return unipc(velocity, noise, num_steps, shift, on_step)
+    return integrate(velocity, noise, build_sigmas(num_steps, shift), solver, on_step)
+
+
+def unipc(
+    velocity: Velocity,
+    noise: Tensor,
+    num_steps: int,
+    shift: float,
+    on_step: Callable[[int], None] | None = None,
+) -> Tensor:
+    """As `solve`, by diffusers' UniPCMultistepScheduler as Wan's releases configure it.
+
+    Of order 2, with one velocity a step (arXiv:2302.04867). Its sigmas end at 1 / 1000 before they
+    are shifted; the velocity is asked for at multiples of 1 / 1000, rounded down, as in pipelines.
+    """
+    from diffusers import UniPCMultistepScheduler
+
+    scheduler: Any = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+    )
+    scheduler.set_timesteps(num_steps)
+    scheduler.set_begin_index(0)  # else it looks for each step's number on the device
+    per_sigma = scheduler.config.num_train_timesteps
+    latents = noise.to(torch.promote_types(noise.dtype, torch.float32))
+    for num_done, timestep in enumerate(scheduler.timesteps, start=1):
+        found = velocity(latents, int(timestep) / per_sigma)
+        latents = scheduler.step(found, timestep, latents, return_dict=False)[0]
+        if on_step is not None:
+            on_step(num_done)
+    return latents
+
+
+def num_evaluations(solver: SolverName, num_steps: int) -> int:
+    """How often `solve` asks for the velocity in so many steps."""
+    return 2 * num_steps - 1 if solver == "heun" else num_steps
 
 
 def integrate(

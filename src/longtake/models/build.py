@@ -36,6 +36,8 @@ class Components:
     defaults: Defaults
     unfilled: deferred_init.DeferredWeights = deferred_init.NOTHING_DEFERRED
     """Parameters that get values when the model is sharded."""
+    stays: frozenset[Part] = frozenset()
+    """Parts that `bring` leaves where they are: those that training uses between two samplings."""
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -58,18 +60,21 @@ class Components:
             num_latent_frames=shape.num_frames,
         )
 
-    def bring(self, part: Part, device: torch.device) -> None:
-        """Move one part to a device and the others to the CPU: one of them is there at a time."""
+    def bring(self, part: Part | None, device: torch.device) -> None:
+        """Move one part to a device and the others to the CPU: one of them is there at a time.
+
+        None: none of them is.
+        """
         if device.type == "cpu":
             return
         held: dict[Part, nn.Module | Codec | TextEncoder]
         held = {"text": self.text, "model": self.model, "codec": self.codec}
-        with torch.inference_mode(mode=False):  # moved weights may be loaded into again
-            for other in PARTS:
-                if other != part:
-                    held[other].to(torch.device("cpu"))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        for other in PARTS:
+            if other != part and other not in self.stays:
+                held[other].to(torch.device("cpu"))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if part is not None and part not in self.stays:
             held[part].to(device)
 
     def part_bytes(self) -> dict[Part, int]:
@@ -146,6 +151,20 @@ def assemble(
     parts = Components(chosen, model, codec, text, chosen.defaults(recipe.model), unfilled)
     _check_sigma_range(parts, recipe)
     return parts
+
+
+def build_frozen_parts(recipe: Recipe, made: Path, *, with_text: bool) -> tuple[Codec, TextEncoder]:
+    """Codec and text encoder of a run that has begun, on the CPU; `made` as for `assemble`.
+
+    If not `with_text` the text encoder cannot encode.
+    """
+    frozen, section = family(recipe.model.family).frozen, text_section(recipe)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        codec = build_codec(recipe.codec, frozen.codec, made)
+        if with_text or section.kind == "words":
+            return codec, build_text(section, frozen, (), made)
+        return codec, outline_text(section, frozen)
 
 
 def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:

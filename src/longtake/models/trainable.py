@@ -20,7 +20,8 @@ from longtake.formatting import did_you_mean
 from longtake.models import added_module, deferred_init, numerics
 from longtake.models.base import Family
 
-_ADAPTER = "default"
+ADAPTER = "default"
+"""Peft's name of the LoRA."""
 
 
 def make_trainable(
@@ -114,8 +115,8 @@ def add_lora(
         # A pattern: peft takes names in a list for the ends of further names.
         target_modules="|".join(re.escape(name) for name in layers),
     )
-    inject_adapter_in_model(config, model, _ADAPTER)
-    for _, layer in _layers(model):
+    inject_adapter_in_model(config, model, ADAPTER)
+    for _, layer in lora_layers(model):
         layer.lora_A.to(dtype)  # peft's own choice differs by device
         layer.lora_B.to(dtype)
         # Under autocast peft would convert the input to fp32, and autocast would convert it back
@@ -140,10 +141,10 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
     model without LoRA.
     """
     state = {}
-    for name, layer in _layers(model):
-        state[f"{name}.lora_A.weight"] = layer.lora_A[_ADAPTER].weight.detach()
+    for name, layer in lora_layers(model):
+        state[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER].weight.detach()
         state[f"{name}.lora_B.weight"] = (
-            layer.lora_B[_ADAPTER].weight.detach() * layer.scaling[_ADAPTER]
+            layer.lora_B[ADAPTER].weight.detach() * layer.scaling[ADAPTER]
         )
     return state
 
@@ -151,7 +152,7 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
 def adapter_config(model: nn.Module, base: str | None) -> Any:
     """Peft's `LoraConfig` of `lora_state`, whose scale is 1; `base` names the pretrained model."""
     host: Any = model
-    config = copy.deepcopy(host.peft_config[_ADAPTER])
+    config = copy.deepcopy(host.peft_config[ADAPTER])
     config.lora_alpha, config.inference_mode = config.r, True
     config.base_model_name_or_path = base
     return config
@@ -160,9 +161,9 @@ def adapter_config(model: nn.Module, base: str | None) -> Any:
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
     """Add LoRA to the weights, in new tensors, and remove it; names are those without LoRA."""
-    for name, layer in list(_layers(model)):
-        plain, a, b = layer.get_base_layer(), layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
-        update = layer.scaling[_ADAPTER] * (b.weight.float() @ a.weight.float())
+    for name, layer in list(lora_layers(model)):
+        plain, a, b = layer.get_base_layer(), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        update = layer.scaling[ADAPTER] * (b.weight.float() @ a.weight.float())
         merged = (plain.weight.float() + update).to(plain.weight.dtype)
         plain.weight = nn.Parameter(merged, requires_grad=False)
         parent, _, last = name.rpartition(".")
@@ -171,7 +172,8 @@ def merge(model: nn.Module) -> None:
         del model.peft_config
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers with LoRA and their names; each has `lora_A[ADAPTER]` and `lora_B[ADAPTER]`."""
     if not hasattr(model, "peft_config"):
         return
     from peft.tuners.lora import LoraLayer

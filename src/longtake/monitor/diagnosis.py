@@ -598,7 +598,7 @@ _PHASES = {
     "checkpoint": "at the checkpoint after step {step}",
     "save": "waiting for a checkpoint to be complete, after step {step}",
     "rollback": "while it rolls back from step {step}",
-    "evaluate": "in the evaluation after step {step}",
+    "sampling": "while it samples presets after step {step}",
 }
 _STATES = {
     "T": "is stopped (state T: by a signal)",

@@ -30,7 +30,7 @@ _BEFORE_STEPS: frozenset[Phase] = frozenset(
     {"start", "rendezvous", "open", "plan", "build", "load"}
 )
 _OF_STATE: frozenset[Phase] = frozenset({"checkpoint", "save", "rollback"})
-_RARE: frozenset[Phase] = _OF_STATE | {"evaluate"}
+_RARE: frozenset[Phase] = _OF_STATE | {"sampling"}
 _UNLIMITED: frozenset[Phase] = frozenset({"idle", "ended", "cache"})
 # Decoding is learnt from so many windows, and so many of each worker: the first are of few clips.
 _MIN_WINDOWS, _MIN_WINDOWS_PER_WORKER = 20, 4
@@ -229,7 +229,7 @@ class WatchSettings(WatchSection):
 
     factor: float = 5.0  # a stall: a phase lasts so many times as long as it ever has
     max_seconds: float = 600.0  # all that is longer is a stall, but for what precedes step 1
-    checkpoint_seconds: float = 120.0  # like min_seconds, of saving, rolling back and evaluating
+    checkpoint_seconds: float = 120.0  # like min_seconds, of saving, rolling back and sampling
     first_steps_seconds: float = 300.0  # like min_seconds, of a launch's and a shape's first steps
     start_seconds: float = 1800.0  # for each phase that precedes step 1
     rounds: int = 3  # dumps of all processes, to see which of them move

@@ -1,7 +1,8 @@
 """What an update takes beside the optimizers: the learning rate, and averages of the weights."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -90,6 +91,25 @@ class Averages:
             for name in weights.keys() - exact.keys():
                 # One at a time: fp32 copies of all of them would be twice the model.
                 local_shard(averages[name]).lerp_(weights[name].float(), share)
+
+    @contextmanager
+    def in_place_of_weights(self, profile: str) -> Iterator[None]:
+        """Put an average into the model until the block ends; the weights wait in host memory.
+
+        Then each weight has the bits that it had before.
+        """
+        averages, kept = self._averages[profile], dict[str, Tensor]()
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                weights = local_shard(parameter.detach())
+                kept[name] = weights.to("cpu", copy=True)
+                weights.copy_(local_shard(averages[name]))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self._trained.items():
+                    local_shard(parameter.detach()).copy_(kept[name])
 
     def states(self) -> dict[str, dict[str, Any]]:
         """By profile: the model's `trained_state` with the averages in place of the weights.

@@ -30,6 +30,15 @@ def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T
     return gathered
 
 
+def gather_to_first(thing: T, world: World) -> list[T]:
+    """Every rank's object, by rank, on rank 0, and nothing on the others; without a timeout."""
+    if world.mesh is None:
+        return [thing]
+    gathered: list[T] | None = [thing] * world.size if world.is_first else None
+    dist.gather_object(thing, gathered, 0, world.patient_group)
+    return gathered or []
+
+
 def gather_in_group(thing: T, group: dist.ProcessGroup) -> list[T]:
     gathered: list[T] = [thing] * dist.get_world_size(group)
     dist.all_gather_object(gathered, thing, group)

@@ -110,6 +110,20 @@ def set_gradient_sync(model: nn.Module, wanted: bool) -> None:
         model.set_requires_gradient_sync(wanted)
 
 
+def gathers_weights(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the weights that FSDP2 has gathered, so that the next forward pass gathers them anew.
+
+    After a forward pass without a backward pass it keeps those of the outermost module.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -3,8 +3,9 @@
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from longtake.models.numerics import autocast, count_weights
 from longtake.planner import activation_checkpointing, fake_tensors, gradient_flow, memory, solver
 from longtake.planner.activation_checkpointing import BlockWeights
 from longtake.planner.devices import DeviceBudget
+from longtake.planner.sampling_phase import sampling_phase
 from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
 
 _NOT_TRACED = ("optimizer.", "data.cache", "data.windows", "parallel.")
@@ -384,12 +386,14 @@ class PhaseForecast:
     """One part at work on one process: encoders and codec by themselves, or within the step."""
 
     name: str
-    """`text`, `encode`, `step` (training, while encoders work), `model` or `decode`."""
+    """`text`, `encode`, `step` (training, while encoders work), `model`, `decode` or `sampling`."""
     weight_bytes: int
     peak_bytes: int  # weights included; without workspaces of convolutions
     seconds: float
-    """For one caption, clip or forward pass; in `step` for all of this process in one update."""
+    """For one caption, clip or forward pass; in `step` for all of this process in one update; in
+    `sampling` for all presets, on all processes together."""
     fits: bool | None  # None without a budget
+    how: str = ""  # of `sampling`: which presets, and how many videos at a time
 
 
 def forecast_phases(step: memory.MetaStep) -> list[PhaseForecast]:
@@ -402,6 +406,7 @@ def forecast_phases(step: memory.MetaStep) -> list[PhaseForecast]:
     components = outline(step.recipe)
     mode = fake_tensors.CachedFakeMode(allow_non_fake_inputs=True)
     found: dict[str, InferenceTrace] = {}
+    how: dict[str, str] = {}
     with mode:
         modules = (*components.text.modules(), components.model, *components.codec.modules())
         for module in modules:
@@ -411,9 +416,13 @@ def forecast_phases(step: memory.MetaStep) -> list[PhaseForecast]:
                 found[name] = trace()
             except RuntimeError:
                 continue
+        with suppress(RuntimeError):
+            if between := sampling_phase(mode, step, components, _decoding(mode, step, components)):
+                found["sampling"], how["sampling"] = between.trace, between.how
     if step.recipe.data.cache is None and (during := _encoding_in_step(step, found)):
         found["step"] = during
-    order = [name for name in ("text", "encode", "step", "model", "decode") if name in found]
+    names = ("text", "encode", "step", "model", "decode", "sampling")
+    order = [name for name in names if name in found]
     return [
         PhaseForecast(
             name,
@@ -421,6 +430,7 @@ def forecast_phases(step: memory.MetaStep) -> list[PhaseForecast]:
             found[name].peak_bytes,
             found[name].seconds,
             None if budget is None else found[name].peak_bytes <= budget,
+            how.get(name, ""),
         )
         for name in order
     ]
@@ -449,6 +459,19 @@ def _phase_traces(
         yield "encode", of_clip(_encode_clip)
         yield "decode", of_clip(_decode_video)
     yield "model", lambda: trace([components.model], lambda: _denoise(components, step))
+
+
+def _decoding(
+    mode: fake_tensors.CachedFakeMode, step: memory.MetaStep, components: Components
+) -> Callable[[config.Bucket], InferenceTrace]:
+    """What decoding one video of a size takes."""
+
+    def of(bucket: config.Bucket, num_frames: int) -> InferenceTrace:
+        part = bucket.model_copy(update={"num_frames": num_frames})
+        codecs = components.codec.modules()
+        return trace_inference(mode, codecs, lambda: _decode_video(components, part), step.device)
+
+    return lambda bucket: _extrapolated(partial(of, bucket), bucket.num_frames)
 
 
 def _encode_caption(components: Components, recipe: config.Recipe) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import time
 import traceback
 from collections import defaultdict
@@ -38,6 +39,11 @@ _LEASE_CHECK_SECONDS = 1.0
 _OUT_OF_MEMORY_PAUSE_SECONDS = 600.0
 """Before a preset that did not fit the memory is tried again: another process may have used it."""
 _MAX_TRACEBACK_LETTERS = 4000
+
+
+def own_name() -> str:
+    """The name of this process where it evaluates: as a server, or as rank 0 of a training."""
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 @dataclass(frozen=True)
@@ -326,14 +332,14 @@ def attempt(
         return _failed(task, lease, error)
 
 
-def forget_server(run: RunDirectory, name: str | None, own_name: str) -> None:
+def forget_server(run: RunDirectory, name: str | None, own: str) -> None:
     """Remove the heartbeat of a dead server, so that the checkpoints it needed may be deleted.
 
     If it is alive it writes its heartbeat again within a second. `name` is from a lease, which may
     hold any text; None: no server died.
     """
     for server in all_servers(run):
-        if server.name == name != own_name:
+        if server.name == name != own:
             server.remove_heartbeat()
 
 

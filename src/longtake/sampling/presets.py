@@ -132,10 +132,12 @@ class Preset:
             name: [each.content for each in of_prompts]
             for name, of_prompts in self.conditioning.items()
         }
+        # Without a negative prompt the record is as it was before there were any.
+        unset = () if self.settings.negative_prompt else ("negative_prompt",)
         return {
             "name": self.name,
             **self.bucket.model_dump(),
-            **self.settings.model_dump(),
+            **self.settings.model_dump(exclude={"every", "presets", *unset}),
             "weights": self.weights,
             "seeds": list(self.seeds),
             "prompts": list(self.prompts),
@@ -173,6 +175,23 @@ def preset_names(
     tables = read_tables(recipe, beside, own)
     wanted = names or tables.of_own or recipe.evaluation.run or tables.of_run or [DEFAULT]
     return list(dict.fromkeys(wanted))
+
+
+def training_presets(recipe: config.Recipe, run: RunDirectory) -> list[Preset]:
+    """The presets that the recipe samples in training; none if it samples none.
+
+    Raises:
+        RecipeError: one is unknown or wrong, or another one has results under its name.
+    """
+    if recipe.sampling.every is None:
+        return []
+    names = preset_names(recipe, recipe.sampling.presets, run.path)
+    found = [find_preset(recipe, name, run.path) for name in names]
+    directory = EvaluationDirectory(run)
+    for preset in found:
+        if directory.preset_path(preset.name).exists():
+            keep_preset(directory, preset)  # refuses another than that of the results
+    return found
 
 
 def refuse_unknown(tables: PresetTables, names: Iterable[str]) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from longtake.checkpoint import files, store
 from longtake.config import Bucket, EvaluationSection, Recipe, SamplingSection
 from longtake.errors import CheckpointError, PlanError, RecipeError, SamplingError
-from longtake.flow import solver, timesteps
+from longtake.flow import solver
 from longtake.formatting import format_size
-from longtake.models import conditioning, numerics, text, trainable
+from longtake.models import conditioning, numerics, trainable
 from longtake.models.base import Conditioning, LatentShape
 from longtake.models.build import (
     Components,
@@ -68,6 +68,10 @@ class MemoryStrategy:
         raise PlanError(f"One video of {bucket} does not fit the memory ({self}). {_USE_LESS}")
 
 
+ONE_BY_ONE = MemoryStrategy(two_passes=True, at_once=1)
+"""For ranks that share a model: they cannot try another one when memory ends on one of them."""
+
+
 @dataclass
 class MemoryFallback:
     """Tries strategies until one fits, and starts from it the next time.
@@ -77,6 +81,8 @@ class MemoryFallback:
     """
 
     strategies: dict[Bucket, MemoryStrategy] = field(default_factory=dict)
+    first: MemoryStrategy = MemoryStrategy()
+    """What is tried first for videos of another size."""
 
     def denoise(
         self,
@@ -87,7 +93,7 @@ class MemoryFallback:
         uses_guidance: bool,
     ) -> Tensor:
         """Latents of all videos, denoised in parts that fit."""
-        strategy = self.strategies.get(bucket, MemoryStrategy())
+        strategy = self.strategies.get(bucket, self.first)
         done: list[Tensor] = []
         start = 0
         while start < count:
@@ -103,7 +109,7 @@ class MemoryFallback:
 
     def decode(self, decode: Callable[[bool], T], bucket: Bucket, *, decoding: str) -> T:
         """The result of a function that decodes in tiles or not."""
-        strategy = self.strategies.get(bucket, MemoryStrategy())
+        strategy = self.strategies.get(bucket, self.first)
         if decoding != "auto":
             strategy = replace(strategy, tiles=decoding == "tiles")
         decoded = try_within_memory(decode, strategy.tiles)
@@ -176,7 +182,7 @@ class Guidance:
     predict: Callable[[Tensor, Tensor, Conditioning], Tensor]
     """Maps noisy latents [B, C, F, H, W], sigmas [B] and conditioning to a velocity in fp32."""
     conditional: Conditioning  # with the prompts, each [N, ...]
-    unconditional: Conditioning | None  # without prompts; None: one pass is enough
+    unconditional: Conditioning | None  # with the negative prompt; None: one pass is enough
     scale: float  # of classifier-free guidance
 
     def velocity(self, part: slice, *, two_passes: bool) -> solver.Velocity:
@@ -220,6 +226,8 @@ class Sampler:
     weights: str = "model"  # or `ema/` and the name of a profile
     memory: MemoryFallback = field(default_factory=MemoryFallback)
     prompts: dict[str, Conditioning] = field(default_factory=dict)  # embeddings, on the CPU
+    is_shared: bool = False
+    """Several ranks sample together; only `sample` asks the others to run the model."""
 
     def sample(
         self,
@@ -244,7 +252,8 @@ class Sampler:
             decoding: `whole`, `tiles`, or `auto`: what fits the memory.
 
         Raises:
-            RecipeError: the codec or the model cannot divide the bucket.
+            RecipeError: the codec or the model cannot divide the bucket, or a negative prompt would
+                have no effect.
             ModelError: the model is built for another shape.
             DataError: a request lacks a further input of the model, or it cannot be read.
             PlanError: not even one video fits the memory.
@@ -252,12 +261,13 @@ class Sampler:
         """
         parts = self.components
         shape = fitting_shape(parts, self.recipe, bucket)
+        refuse_unused_negative_prompt(parts, settings)
         noise = torch.stack([_noise(each.seed, shape) for each in requests]).to(self.device)
         steps, count = self.num_steps(settings), len(requests)
-        sigmas = timesteps.build_sigmas(steps, self.shift(settings, bucket))
+        shift = self.shift(settings, bucket)
         scale = settings.guidance_scale
         scale = parts.defaults.guidance_scale if scale is None else scale
-        guide = self._guidance(requests, bucket, scale)
+        guide = self._guidance(requests, bucket, scale, settings.negative_prompt)
 
         def denoise(part: slice, two_passes: bool) -> Tensor:
             def on_part_step(step: int) -> None:
@@ -265,10 +275,10 @@ class Sampler:
                     on_step((part.start * steps + (part.stop - part.start) * step) // count)
 
             velocity = guide.velocity(part, two_passes=two_passes)
-            return solver.integrate(velocity, noise[part], sigmas, settings.solver, on_part_step)
+            return solver.solve(velocity, noise[part], steps, shift, settings.solver, on_part_step)
 
         parts.bring("model", self.device)
-        with torch.inference_mode():
+        with torch.no_grad():  # no inference tensors: what a module keeps is trained with later
             uses_guidance = guide.unconditional is not None
             latents = self.memory.denoise(denoise, count, bucket, uses_guidance=uses_guidance)
             self._refuse_non_finite(latents)
@@ -281,6 +291,10 @@ class Sampler:
 
     def num_steps(self, settings: SamplingSection) -> int:
         return settings.num_inference_steps or self.components.defaults.num_inference_steps
+
+    def encode_prompts(self, prompts: Sequence[str]) -> None:
+        """Encode what `sample` will need of these prompts, so that it needs no text encoder."""
+        self._encode_text(prompts)
 
     def unknown_words(self, prompt: str) -> list[str]:
         return self.components.text.unknown_words(prompt)
@@ -328,7 +342,9 @@ class Sampler:
 
         return self.memory.decode(decode, bucket, decoding=decoding)
 
-    def _guidance(self, requests: Sequence[Request], bucket: Bucket, scale: float) -> Guidance:
+    def _guidance(
+        self, requests: Sequence[Request], bucket: Bucket, scale: float, negative_prompt: str
+    ) -> Guidance:
         """Classifier-free guidance, unless the scale is an input of the model or at most 1."""
         parts, inputs = self.components, self._encode_inputs(requests, bucket)
         conditional = self._encode_text([request.prompt for request in requests]) | inputs
@@ -336,9 +352,9 @@ class Sampler:
         if is_distilled:
             conditional |= guidance_of(conditional, scale)
         if is_distilled or scale <= 1:
-            return Guidance(self._predict, conditional, None, scale)
-        unconditional = self._encode_text([text.NO_CAPTION] * len(requests)) | inputs
-        return Guidance(self._predict, conditional, unconditional, scale)
+            return Guidance(self.predict, conditional, None, scale)
+        unconditional = self._encode_text([negative_prompt] * len(requests)) | inputs
+        return Guidance(self.predict, conditional, unconditional, scale)
 
     def _encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Encodes each distinct prompt alone, so that its embeddings are always bitwise equal."""
@@ -369,7 +385,8 @@ class Sampler:
             found |= conditioning.condition_on(self.components.codec, name, section, given)
         return found
 
-    def _predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
+    def predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
+        """The velocity in fp32, as `Guidance.predict`."""
         # Weights in bf16 compute in bf16 without autocast, as in training.
         precision = "fp32" if self.recipe.model.dtype == "bf16" else self.precision
         with numerics.autocast(precision, self.device):
@@ -380,6 +397,40 @@ def fitting_shape(components: Components, recipe: Recipe, bucket: Bucket) -> Lat
     shape = latent_shape(components.codec, bucket, components.family.patch(recipe.model))
     components.family.check(recipe.model, [shape])
     return shape
+
+
+def refuse_unfitting(components: Components, recipe: Recipe, preset: Preset) -> None:
+    """Refuse a preset whose size the codec or the model cannot divide, or that has no effect.
+
+    Raises:
+        RecipeError: names the nearest size that both can take.
+    """
+    try:
+        fitting_shape(components, recipe, preset.bucket)
+        refuse_unused_negative_prompt(components, preset.settings)
+    except RecipeError as error:
+        reason = str(error).removeprefix("data.buckets: ")
+        raise RecipeError(f"Preset {preset.name}: {reason}") from None
+
+
+def refuse_unused_negative_prompt(components: Components, settings: SamplingSection) -> None:
+    """Refuse a negative prompt where sampling makes no pass for it.
+
+    Raises:
+        RecipeError: the model has learnt guidance, or there is none.
+    """
+    scale = settings.guidance_scale
+    scale = components.defaults.guidance_scale if scale is None else scale
+    is_distilled = components.family.distils_guidance(components.model)
+    if not settings.negative_prompt or not (is_distilled or scale <= 1):
+        return
+    why = "this model is guidance-distilled and takes no second pass"
+    if not is_distilled:
+        why = f"guidance_scale {scale:g} makes no second pass; it is above 1 with guidance"
+    raise RecipeError(
+        f"negative_prompt {settings.negative_prompt!r} would have no effect: {why}. Leave "
+        "negative_prompt out."
+    )
 
 
 def _noise(seed: int, shape: LatentShape) -> Tensor:
@@ -423,16 +474,7 @@ class SamplerLoader:
         refuse_too_large_parts(self.components, self.device)
 
     def check(self, preset: Preset) -> None:
-        """Refuse a preset whose size the codec or the model cannot divide.
-
-        Raises:
-            RecipeError: names the nearest size that both can take.
-        """
-        try:
-            fitting_shape(self.components, self.recipe, preset.bucket)
-        except RecipeError as error:
-            reason = str(error).removeprefix("data.buckets: ")
-            raise RecipeError(f"Preset {preset.name}: {reason}") from None
+        refuse_unfitting(self.components, self.recipe, preset)
 
     def load(self, checkpoint: Path, weights: str) -> Sampler:
         """A sampler with a checkpoint's weights; the sampler of the previous call becomes invalid.

@@ -2,6 +2,7 @@
 
 import logging
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -67,10 +68,16 @@ def build_components(
         if run.exists():
             return
         with pretrained.local_copies():
-            parts = assemble(recipe, captions, None, weights=source, quantized=quantized)
+            parts = assemble(
+                recipe,
+                captions,
+                _parents_parts(session),
+                weights=source,
+                quantized=quantized,
+            )
         parts.codec.save(run.components_path)
         parts.text.save(run.components_path)
-        _create(run, recipe, quantized)
+        _create(session, quantized)
         made.append(parts)
 
     collectives.first_does(open_run, world)
@@ -87,10 +94,10 @@ def quantized_by(options: Options) -> Kinds:
     return {name: each.weights for name, each in options.items() if each.weights in kinds}  # type: ignore[misc]
 
 
-def _create(run: RunDirectory, recipe: Recipe, quantized: Kinds) -> None:
-    if recipe.model.quantize == "auto":
-        keep_kinds(quantized, run.components_path)
-    run.create(recipe)
+def _create(session: Session, quantized: Kinds) -> None:
+    if session.recipe.model.quantize == "auto":
+        keep_kinds(quantized, session.run.components_path)
+    session.run.create(session.recipe, session.parent)
 
 
 def _build_with_cache(
@@ -102,8 +109,8 @@ def _build_with_cache(
     def open_run() -> None:
         if not run.exists():
             outline(recipe)  # errors before the run exists
-            latent_cache.make_parts(recipe, captions, run.components_path)
-            _create(run, recipe, quantized)
+            latent_cache.make_parts(recipe, captions, run.components_path, _parents_parts(session))
+            _create(session, quantized)
 
     collectives.first_does(open_run, world)
     watcher.start()
@@ -113,11 +120,19 @@ def _build_with_cache(
     if world.is_first:
         console.print(escape(f"  cache {cache.folder}: {report}"), highlight=False)
     heartbeat.set_phase("build")
-    collectives.first_does(lambda: fetch(recipe, frozen_parts=False), world)
-    _fetch_on_nodes(recipe, world, frozen_parts=False)
+    samples = recipe.sampling.every is not None
+    collectives.first_does(lambda: fetch(recipe, frozen_parts=samples), world)
+    _fetch_on_nodes(recipe, world, frozen_parts=samples)
     made = run.components_path
     with pretrained.local_copies():
         return assemble(recipe, captions, made, frozen_parts=False, weights=source)
+
+
+def _parents_parts(session: Session) -> Path | None:
+    """The frozen parts of the run that this one begins with; its weights were trained with them."""
+    if session.parent is None:
+        return None
+    return RunDirectory(Path(session.parent["path"])).components_path
 
 
 def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = True) -> None:

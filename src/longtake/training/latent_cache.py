@@ -113,8 +113,13 @@ def captions_of(loader: Loader) -> list[str]:
     return all_captions(loader.catalogs, loader.data)
 
 
-def make_parts(recipe: Recipe, captions: Iterable[str], folder: Path) -> None:
-    """Make the codec and the encoders that are pretrained nowhere, and keep them in a folder."""
+def make_parts(
+    recipe: Recipe, captions: Iterable[str], folder: Path, made: Path | None = None
+) -> None:
+    """Make the codec and the encoders that are pretrained nowhere, and keep them in a folder.
+
+    Or take them from the folder `made`, which another run has kept.
+    """
     codec, text, pooled = recipe.codec, recipe.text, recipe.text.pooled
     is_pretrained = (
         (codec.kind == "pixels" or codec.pretrained is not None)
@@ -122,7 +127,7 @@ def make_parts(recipe: Recipe, captions: Iterable[str], folder: Path) -> None:
         and (pooled is None or pooled.pretrained is not None or not pooled.config)
     )
     if not is_pretrained:
-        parts = assemble(recipe, captions, None)  # as a run makes them: of one stream of numbers
+        parts = assemble(recipe, captions, made)  # as a run makes them: of one stream of numbers
         parts.codec.save(folder)
         parts.text.save(folder)
 

@@ -27,8 +27,9 @@ from longtake.models.conditioning import condition_on, encode_videos, loss_weigh
 from longtake.models.text import NO_CAPTION, TextEncoder
 from longtake.optim.update import masters_of, schedule_factor, set_learning_rates
 from longtake.parallel import collectives, fsdp, mesh
+from longtake.training.samples import samples_at
 from longtake.training.session import SampleLosses, Session, TrainingState
-from longtake.training.state import Monitors, save_checkpoint
+from longtake.training.state import Monitors, sample_presets, save_checkpoint
 from longtake.training.statistics import local_facts, reduce_statistics
 
 _LAST_UPDATE_LOST = (
@@ -106,7 +107,9 @@ def train_steps(
             if failure is not None and saver.failures_in_a_row > 1:
                 raise failure
         is_last = summary.stop is not None or loader.step == end
-        if is_last or summary.save_due or state.global_step % recipe.checkpoint.every == 0:
+        is_sampled = samples_at(recipe.sampling, state.global_step, is_last=loader.step == end)
+        is_due = summary.save_due or state.global_step % recipe.checkpoint.every == 0
+        if is_last or is_due or is_sampled:
             ledger.flush()
             if norms.all_finite(world):  # else the next step's verdict reports it
                 save_checkpoint(session, state, loader, monitors)
@@ -115,6 +118,8 @@ def train_steps(
         heartbeat.end_step(losses.compute_seconds)
         if summary.stop is not None:
             return LoopExit(signal=summary.stop)
+        if is_sampled:
+            sample_presets(state, monitors)
     return LoopExit()
 
 

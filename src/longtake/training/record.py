@@ -16,7 +16,8 @@ from longtake import errors, fsio, heartbeat
 from longtake.config import Bucket
 from longtake.data.loader import Batch, Loader
 from longtake.data.workers import WorkerIncident
-from longtake.formatting import format_size
+from longtake.evaluation_dir import Scores
+from longtake.formatting import format_size, plural
 from longtake.guard import detectors, history
 from longtake.guard.rollback import RollBack
 from longtake.lease import Lease, Leases, has_same_owner, is_alive, kept, newest
@@ -180,6 +181,24 @@ class Recorder:
         if failure is not None and self._world.is_first:
             self._run.append_event("checkpoint_failed", reason=str(failure))
             self._progress.say(f"{failure}")
+
+    def sampled(self, scores: Scores, seconds: float) -> None:
+        """Record a preset that rank 0 has sampled."""
+        preset, step, count = scores["preset"], scores["step"], len(scores["videos"])
+        facts = {"preset": preset, "videos": count, "seconds": round(seconds, 3)}
+        self._run.append_event("sampled", step=step, **facts)
+        self._progress.say(f"sampled {preset} at step {step}: {plural(count, 'video')}")
+
+    def sampling_failed(self, preset: str, step: int, reason: str) -> None:
+        self._run.append_event("sampling_failed", step=step, preset=preset, reason=reason)
+        self._progress.say(f"{preset} of step {step} was not sampled: {reason}")
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """What the block takes is not counted as time of a step."""
+        begun = time.perf_counter()
+        yield
+        self._step_began += time.perf_counter() - begun
 
     def data_troubles(self, batch: Batch, loader: Loader) -> None:
         """Tell all ranks which clips could not be decoded; record these and what hung.

@@ -10,7 +10,7 @@ from longtake.models.build import Components
 from longtake.models.numerics import Precision
 from longtake.optim.update import Averages
 from longtake.parallel.mesh import World
-from longtake.run_dir import RunDirectory
+from longtake.run_dir import Parent, RunDirectory
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Session:
     world: World
     console: Console
     precision: Precision
+    parent: Parent | None = None
+    """The run whose weights this one begins with."""
 
 
 @dataclass

@@ -26,12 +26,13 @@ from longtake.parallel.collectives import first_does, from_first, sum_over_ranks
 from longtake.run_dir import RolledBack, RunDirectory
 from longtake.training.build import missing_vocabulary
 from longtake.training.record import Recorder
+from longtake.training.samples import TrainingSampler
 from longtake.training.session import Session, TrainingState
 from longtake.training.statistics import GuardRunner, NormStats
 
 # Flat, so that states of several optimizers can be saved together and resharded.
-_FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-_EMA = "ema"
+FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+EMA = "ema"
 _NO_CHECKPOINT_SINCE_CHANGE = (
     "There is no checkpoint between the last change of the data and the beginning of the trouble, "
     "and it cannot go back beyond that change. Start a run of its own (--fresh), or make "
@@ -48,6 +49,7 @@ class Monitors:
     saver: store.Saver
     recorder: Recorder
     stop: process.StopSignal
+    sampler: TrainingSampler | None = None  # of what `sampling.every` asks for
 
 
 class SavedTrainer(files.SampledTrainer):
@@ -86,14 +88,23 @@ def save_checkpoint(
 def state_parts(state: TrainingState) -> dict[str, store.State]:
     """What is saved, by the folders of a checkpoint; it shares the state's memory."""
     model = state.components.model
-    averages = {f"{_EMA}/{name}": each for name, each in state.ema.states().items()}
+    averages = {f"{EMA}/{name}": each for name, each in state.ema.states().items()}
     with fsdp.gradients_of_any_dtype(model):
-        optimizer = state_dict.get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
+        optimizer = state_dict.get_optimizer_state_dict(model, state.optimizers, options=FLAT)
     return {"model": trained_state(model), **averages, "optimizer": optimizer}
 
 
 def recipe_fingerprint(recipe: config.Recipe) -> str:
     return hashlib.sha256(config.dump(config.kept(recipe)).encode()).hexdigest()
+
+
+def sample_presets(state: TrainingState, monitors: Monitors) -> None:
+    """Sample the checkpoint of this step when it is complete; all ranks call it."""
+    if monitors.sampler is not None:
+        with monitors.recorder.between_steps():
+            monitors.saver.wait()
+            heartbeat.set_phase("sampling")
+            monitors.sampler.sample(state, monitors.recorder, monitors.stop)
 
 
 # --- Resume -----------------------------------------------------------------------------------
@@ -193,10 +204,10 @@ def restore(
     parts = state_parts(state)
     store.load_parts(path, parts, session.world, is_verified=True)
     load_trained(model, parts["model"])
-    state.ema.load({name: parts[f"{_EMA}/{name}"] for name in state.ema.states()})
+    state.ema.load({name: parts[f"{EMA}/{name}"] for name in state.ema.states()})
     with fsdp.gradients_of_any_dtype(model):
         state_dict.set_optimizer_state_dict(
-            model, state.optimizers, parts["optimizer"], options=_FLAT
+            model, state.optimizers, parts["optimizer"], options=FLAT
         )
     state.global_step = trainer["global_step"]
     guard.load(trainer["guard"])

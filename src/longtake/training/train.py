@@ -19,7 +19,7 @@ from longtake.data.loader import Loader
 from longtake.data.plan import refuse_missing, refuse_missing_conditioning, review
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
-from longtake.models import captions, numerics, pretrained
+from longtake.models import captions, lora_files, numerics, pretrained
 from longtake.models.build import source_of, text_section
 from longtake.optim.build import refuse_missing_torchao
 from longtake.parallel.collectives import first_does, from_first, gather_objects
@@ -27,10 +27,12 @@ from longtake.parallel.mesh import World, join
 from longtake.planner.devices import peak_flops
 from longtake.planner.memory import refuse_idle_ranks
 from longtake.planner.plan import MemoryPlan, free_memory, keep_plan, plan_for_training, run_blocks
-from longtake.run_dir import EventKind, RunDirectory, beside
+from longtake.run_dir import EventKind, Parent, RunDirectory, beside
+from longtake.sampling import presets
 from longtake.tracking import tracker, wandb
 from longtake.tracking.follower import Follower, tracking_follower
-from longtake.training import latent_cache, record, runtime, startup, statistics
+from longtake.training import latent_cache, record, runtime, samples, startup, statistics
+from longtake.training import parent as parents
 from longtake.training.build import (
     build_components,
     build_state,
@@ -40,7 +42,14 @@ from longtake.training.build import (
 )
 from longtake.training.loop import LoopExit, train_steps
 from longtake.training.session import Session, TrainingState
-from longtake.training.state import Monitors, ResumePoint, find_resume_point, restore, roll_back
+from longtake.training.state import (
+    Monitors,
+    ResumePoint,
+    find_resume_point,
+    restore,
+    roll_back,
+    sample_presets,
+)
 
 
 @dataclass(frozen=True)
@@ -63,14 +72,24 @@ class _Built(NamedTuple):
     guard: statistics.GuardRunner
     norms: statistics.NormStats
     step_flops: dict[Bucket, int]
+    sampler: samples.TrainingSampler | None
     ledger: Path
 
 
-def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> TrainOutcome:
+def train(
+    recipe: Recipe,
+    console: Console,
+    *,
+    fresh: bool = False,
+    parent: Parent | None = None,
+    evaluate: samples.EvaluateSamples | None = None,
+) -> TrainOutcome:
     """Train a recipe to its end, from its newest checkpoint if there is one.
 
     Call it in one process, or in each that torchrun started. `fresh` starts a new run, in a folder
-    beside the existing one.
+    beside the existing one. A new run begins with the weights of `parent`, if there is one (see
+    `longtake.training.parent.find_parent`). `evaluate` samples and measures presets if
+    `sampling.every` is set, such as `longtake.evaluation.evaluator.SampleEvaluator`.
 
     Raises:
         DivergedError: the run diverged, and rolling back did not help.
@@ -100,12 +119,14 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> TrainOutc
             closing(_open_data(run, recipe, world)) as loader,
         ):
             first_does(lambda: run.claim(recipe), world)
+            first_does(lambda: parents.refuse_another_parent(run, parent), world)
             with record.hold_run(run, world, console) as lease:
                 point = find_resume_point(run, recipe, loader, world)
                 watcher.start()
                 precision = _choose_precision(recipe, point, world)
-                session = Session(recipe, run, world, console, precision)
-                built = _build(session, point, loader, watcher, follower)
+                begun_from = from_first(parents.parent_of(run, parent), world)
+                session = Session(recipe, run, world, console, precision, begun_from)
+                built = _build(session, point, loader, watcher, follower, evaluate)
                 return _train(session, built, loader, lease)
 
 
@@ -120,6 +141,7 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
         kept=run.catalogs_path,
         heartbeats=heartbeat.heartbeat_dir(run.path),
     )
+    presets.training_presets(recipe, run)  # refuses what is wrong of them
     if not run.exists():
         review(loader.plan_history.plan, recipe.data, recipe.training.steps)
     return loader
@@ -140,6 +162,7 @@ def _build(
     loader: Loader,
     watcher: runtime.NodeWatcher,
     follower: Follower,
+    evaluate: samples.EvaluateSamples | None,
 ) -> _Built:
     """Plan, build and load all that is trained, in the order in which each can be refused."""
     recipe, run, world, precision = session.recipe, session.run, session.world, session.precision
@@ -152,14 +175,20 @@ def _build(
     if recipe.data.cache is None:
         loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
     heartbeat.set_phase("plan")
+    begins = session.parent is not None and point.path is None
+    if point.path is None:
+        first_does(lambda: parents.refuse_wrong_start(recipe, session.parent), world)
     free_bytes = free_memory(recipe, world)
     plan = plan_for_training(recipe, precision, run, world, free_bytes)
     heartbeat.set_phase("build")
     if recipe.data.cache is None:  # filling a cache opens only the files that it lacks
         warnings += _refuse_missing_files(loader, world)
-    source = source_of(recipe, resumed=point.path is not None)
+    source = source_of(recipe, resumed=begins or point.path is not None)
     parts = build_components(session, loader, watcher, source, plan.options)
     watcher.start()
+    if point.path is None and (file := recipe.trainable.init_from) is not None:
+        lora_files.load_lora(lora_files.read_lora(file, parts.model, parts.family), parts.model)
+    sampler = samples.open_sampler(session, parts, loader, evaluate)
     step_flops = count_flops(parts, recipe)  # before the weights are sharded
     if recipe.training.compile:
         compile_blocks(plan.options, parts, recipe)
@@ -173,6 +202,8 @@ def _build(
     heartbeat.set_phase("load")
     if point.path is not None:
         restore(session, point.path, state, guard, norms)
+    elif session.parent is not None:
+        warnings += parents.begin_from(session, session.parent, state)
     heartbeat.set_phase("open")
     ledger = _begin_ledger(session, loader)
     if world.is_first:
@@ -188,7 +219,7 @@ def _build(
         if truncated is not None and facts is not None:
             run.append_event("captions_truncated", step=state.global_step, **facts)
         startup.announce_plan(session, plan, state.global_step)
-    return _Built(plan, state, guard, norms, step_flops, ledger)
+    return _Built(plan, state, guard, norms, step_flops, sampler, ledger)
 
 
 def _refuse_other_plans(loader: Loader, world: World) -> None:
@@ -270,7 +301,7 @@ def _monitors(session: Session, built: _Built, lease: Lease | None) -> Iterator[
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
         record.keep_recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
     ):
-        yield Monitors(built.guard, built.norms, saver, recorder, stop)
+        yield Monitors(built.guard, built.norms, saver, recorder, stop, built.sampler)
 
 
 def _train_with_rollbacks(
@@ -278,7 +309,9 @@ def _train_with_rollbacks(
 ) -> LoopExit:
     """Train to the end, rolling back as often as the guard demands and allows."""
     names, saver, recorder = stream_names(session.recipe.data), monitors.saver, monitors.recorder
-    world = session.world
+    world, step = session.world, state.global_step
+    if samples.samples_at(session.recipe.sampling, step, is_last=False):
+        sample_presets(state, monitors)  # what a launch that was killed has not sampled
     while True:
         with Ledger(ledger_path, world.rank, names, counts=world.speaks_for_data) as ledger:
             ended = train_steps(session, state, loader, ledger, monitors)

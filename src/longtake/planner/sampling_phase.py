@@ -1,0 +1,136 @@
+"""What sampling presets between two steps of a training takes, traced without values."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from longtake.config import Bucket
+from longtake.errors import PlanError
+from longtake.flow.solver import SolverName, integrate, num_evaluations
+from longtake.formatting import plural
+from longtake.models.build import Components, outline_conditioning
+from longtake.planner.fake_tensors import CachedFakeMode
+from longtake.planner.memory import MetaStep, module_bytes, static_memory
+from longtake.planner.trace import InferenceTrace, trace_inference
+from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import Preset, training_presets
+from longtake.sampling.sampler import (
+    ONE_BY_ONE,
+    Guidance,
+    MemoryStrategy,
+    Sampler,
+    fitting_shape,
+)
+
+_SIGMAS = (1.0, 0.5, 0.0)
+
+
+@dataclass(frozen=True)
+class SamplingPhase:
+    """The presets of `sampling.every`: memory of one process, and time of all together."""
+
+    trace: InferenceTrace
+    how: str  # videos at a time, and how often
+
+
+def sampling_phase(
+    mode: CachedFakeMode,
+    step: MetaStep,
+    components: Components,
+    decoding_of: Callable[[Bucket], InferenceTrace],
+) -> SamplingPhase | None:
+    """What one phase takes; None if nothing is sampled in training.
+
+    Weights, optimizer states and averages stay; gradients are gone. Without a cache the encoders
+    stay, too. The strategy is the first that fits, in the order in which `MemoryFallback` tries
+    them; if none does, the last. Call it within the fake mode.
+    """
+    recipe, static = step.recipe, static_memory(step)
+    there = static.weights + static.resident
+    held = components.codec.modules() if recipe.data.cache is not None else []
+    codec_bytes = sum(map(module_bytes, held))
+    peak, seconds, how = there, 0.0, list[str]()
+    for preset in training_presets(recipe, RunDirectory(recipe.out)):
+        budget = None if step.device.budget_bytes is None else step.device.budget_bytes - there
+        share = -(-len(preset.requests()) // (step.world_size // recipe.parallel.context))
+        strategy, denoising = _denoising(mode, step, components, preset, share, budget)
+        decoding = decoding_of(preset.bucket)
+        activations = [_activations(denoising), codec_bytes + _activations(decoding)]
+        peak = max(peak, there + max(activations))
+        count = _at_once(strategy, preset, share)
+        solver = preset.settings.solver
+        num_steps = preset.settings.num_inference_steps or components.defaults.num_inference_steps
+        per_call = denoising.seconds / num_evaluations(solver, len(_SIGMAS) - 1)
+        calls = math.ceil(share / count) * num_evaluations(solver, num_steps)
+        seconds += calls * per_call + share * decoding.seconds
+        how.append(f"{preset.name}: {plural(len(preset.requests()), 'video')}, {strategy}")
+    if not how:
+        return None
+    return SamplingPhase(InferenceTrace(there, peak, seconds), "; ".join(how))
+
+
+def _activations(trace: InferenceTrace) -> int:
+    return trace.peak_bytes - trace.weight_bytes
+
+
+def _at_once(strategy: MemoryStrategy, preset: Preset, share: int) -> int:
+    return min(share, preset.batch_size, strategy.at_once or share)
+
+
+def _denoising(
+    mode: CachedFakeMode,
+    step: MetaStep,
+    components: Components,
+    preset: Preset,
+    share: int,
+    budget: int | None,
+) -> tuple[MemoryStrategy, InferenceTrace]:
+    """The first strategy whose activations fit, and two steps of the solver by it."""
+    strategy = ONE_BY_ONE if step.world_size > 1 else MemoryStrategy()
+    while True:
+        count = _at_once(strategy, preset, share)
+
+        def run(count: int = count, two_passes: bool = strategy.two_passes) -> None:
+            _denoise(step, components, preset, count, two_passes=two_passes)
+
+        trace = trace_inference(mode, [components.model], run, step.device)
+        if budget is None or _activations(trace) <= budget:
+            return strategy, trace
+        try:
+            is_guided = _scale(components, preset) > 1
+            strategy = strategy.next_cheaper(count, preset.bucket, may_split=is_guided)
+        except PlanError:
+            return strategy, trace
+
+
+def _scale(components: Components, preset: Preset) -> float:
+    """Of classifier-free guidance; 1 for a model that has learnt the scale."""
+    if components.family.distils_guidance(components.model):
+        return 1.0
+    scale = preset.settings.guidance_scale
+    return components.defaults.guidance_scale if scale is None else scale
+
+
+def _denoise(
+    step: MetaStep, components: Components, preset: Preset, count: int, *, two_passes: bool
+) -> None:
+    """Two steps of the solver, as `Sampler.sample` makes them."""
+    sampler = Sampler(components, step.recipe, 0, torch.device("cpu"), step.precision)
+    shape = fitting_shape(components, step.recipe, preset.bucket)
+
+    def conditioning() -> dict[str, torch.Tensor]:
+        outlined = outline_conditioning(components, step.recipe, preset.bucket, count)
+        return {name: torch.empty(x.shape, dtype=x.dtype) for name, x in outlined.items()}
+
+    scale, solver = _scale(components, preset), preset.settings.solver
+    unconditional = conditioning() if scale > 1 else None
+    guide = Guidance(sampler.predict, conditioning(), unconditional, scale)
+    velocity = guide.velocity(slice(0, count), two_passes=two_passes)
+    # UniPC computes with values of sigmas, and here there are none. Beside an Euler step it
+    # keeps the last two predictions, the last latents, and those that it has corrected.
+    kept = [torch.empty(4, count, *shape)] if solver == "unipc" else []
+    traced: SolverName = "heun" if solver == "heun" else "euler"
+    integrate(velocity, torch.empty(count, *shape), _SIGMAS, traced)
+    del kept

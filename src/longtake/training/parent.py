@@ -1,0 +1,234 @@
+"""Begins a run with the weights of another one, whose recipe may differ (`train --from`)."""
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+from longtake import config, errors
+from longtake.checkpoint import files, store
+from longtake.formatting import join_words
+from longtake.models.build import assemble, outline
+from longtake.models.lora_files import read_lora
+from longtake.models.trainable import load_trained, trained_state
+from longtake.parallel.fsdp import gradients_of_any_dtype
+from longtake.run_dir import Parent, RunDirectory
+from longtake.training import session as sessions
+from longtake.training.state import EMA, FLAT, state_parts
+from longtake.trust import refuse_foreign_code
+
+_MAX_NAMED = 3
+_MAX_DIFFERENCES = 12
+
+
+# --- Which run --------------------------------------------------------------------------------
+
+
+def find_parent(text: str, *, weights_only: bool, trust: bool) -> Parent:
+    """The checkpoint that `RUN` or `RUN@STEP` names: of a run, the newest whole one.
+
+    Raises:
+        errors.RunError: there is no run, or it names code and another user began it.
+        errors.CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    name, _, number = text.rpartition("@")
+    has_step = bool(name) and number.isdecimal() and not RunDirectory(Path(text)).exists()
+    run = RunDirectory(Path(name if has_step else text))
+    recipe = run.recipe()
+    without = recipe.model_copy(update={"evaluation": config.EvaluationSection()})  # it is not used
+    refuse_foreign_code(run, trust=trust, recipe=without)
+    steps = run.checkpoint_steps()
+    if has_step and int(number) not in steps:
+        known = f"steps {', '.join(map(str, steps))}" if steps else "none"
+        raise errors.CheckpointError(
+            f"--from {text}: {run.path} has no whole checkpoint of step {number}. Its "
+            f"checkpoints: {known}."
+        )
+    path = run.checkpoint_path(int(number)) if has_step else files.newest_whole(run, "model")
+    if path is None:
+        raise errors.CheckpointError(
+            f"--from {text}: {run.path} has no whole checkpoint. Train it on with "
+            f"{run.resume_command()}, or name another run."
+        )
+    return Parent(
+        path=str(run.path.resolve()),
+        id=run.record()["id"],
+        step=run.step_of(path),
+        weights_only=weights_only,
+    )
+
+
+def parent_of(run: RunDirectory, wanted: Parent | None) -> Parent | None:
+    """The parent that a run has recorded, or that it is to begin with."""
+    return run.record().get("parent") if run.exists() else wanted
+
+
+def refuse_another_parent(run: RunDirectory, wanted: Parent | None) -> None:
+    """Refuse `--from` for a run that exists and did not begin there.
+
+    Raises:
+        errors.RunError: names what it began with.
+    """
+    if wanted is None or not run.exists() or (known := run.record().get("parent")) == wanted:
+        return
+    began = "random or pretrained weights" if known is None else _named(known)
+    raise errors.RunError(
+        f"{run.path} exists and began with {began}, not with {_named(wanted)}. Leave --from out to "
+        "resume it, or begin another run: --fresh, or --set out=FOLDER."
+    )
+
+
+def _named(parent: Parent) -> str:
+    without = ", without its optimizer" if parent["weights_only"] else ""
+    return f"{parent['path']}@{parent['step']}{without}"
+
+
+def _checkpoint(parent: Parent) -> Path:
+    return RunDirectory(Path(parent["path"])).checkpoint_path(parent["step"])
+
+
+# --- Whether it fits --------------------------------------------------------------------------
+
+
+def refuse_wrong_start(recipe: config.Recipe, parent: Parent | None) -> None:
+    """Refuse a parent, or a file with LoRA, whose weights are not those that the recipe trains.
+
+    Raises:
+        errors.RecipeError: it is of another model, or both are given.
+        errors.CheckpointError: the parent cannot be read.
+        ModelError: the file cannot be read.
+    """
+    file = recipe.trainable.init_from
+    if parent is not None and file is not None:
+        raise errors.RecipeError(
+            f"--from {_named(parent)} and trainable.init_from {file} both say what the run begins "
+            "with. Leave one of them out."
+        )
+    if file is not None:
+        parts = outline(recipe)
+        read_lora(file, parts.model, parts.family)
+    if parent is not None:
+        _refuse_another_model(recipe, parent)
+
+
+def _refuse_another_model(recipe: config.Recipe, parent: Parent) -> None:
+    run = RunDirectory(Path(parent["path"]))
+    before, where = run.recipe(), f"--from {_named(parent)}"
+    if before.model.family != recipe.model.family:
+        raise errors.RecipeError(
+            f"{where} is of the family {before.model.family}, and the recipe trains "
+            f"{recipe.model.family}. Take a run of the same family."
+        )
+    kinds = before.trainable.base(), recipe.trainable.base()
+    if kinds[0] != kinds[1]:
+        raise errors.RecipeError(
+            f"{where} has trained with trainable.kind = {kinds[0]}, and the recipe says "
+            f"{kinds[1]}. Write its whole model with `longtake export {run.path} --out FOLDER` and "
+            "set model.pretrained to that folder."
+        )
+    files.verify_part(_checkpoint(parent), "model")
+    try:
+        saved = store.part_shapes(_checkpoint(parent) / "model")
+    except (OSError, ValueError) as error:
+        raise errors.CheckpointError(f"{where} cannot be read: {error}") from error
+    # Of a vocabulary the size counts, so it is the parent's; all else is an outline.
+    parts = assemble(recipe, (), run.components_path, frozen_parts=False, weights="checkpoint")
+    found = _first_difference(saved, _shapes(trained_state(parts.model)))
+    if found is not None:
+        raise errors.RecipeError(
+            f"{where} holds other weights than the recipe trains: {found}. Take the parent's "
+            "model.config and trainable keys, or a run that has trained the same weights."
+        )
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
+
+
+def _first_difference(
+    saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
+) -> str | None:
+    """The first names whose shapes differ, in words; None if all agree."""
+    names = sorted(name for name in saved | wanted if saved.get(name) != wanted.get(name))
+    if not names:
+        return None
+    named = [
+        f"{name} is {_shape(saved.get(name))} there and {_shape(wanted.get(name))} here"
+        for name in names[:_MAX_NAMED]
+    ]
+    more = f", and {len(names) - _MAX_NAMED} more differ" if len(names) > _MAX_NAMED else ""
+    return f"{'; '.join(named)}{more}"
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
+
+
+# --- Taking over ------------------------------------------------------------------------------
+
+
+def begin_from(
+    session: sessions.Session, parent: Parent, state: sessions.TrainingState
+) -> list[str]:
+    """Load a parent's weights, averages and optimizer states; all ranks call it.
+
+    Learning rates and other settings are the recipe's. An average that the parent does not have
+    begins with its weights.
+
+    Returns:
+        What was not taken over, and which keys of the recipes differ.
+    """
+    path, model = _checkpoint(parent), state.components.model
+    weights = trained_state(model)
+    store.load_parts(path, {"model": weights}, session.world)
+    load_trained(model, weights)
+    averages, taken = state.ema.states(), dict[str, dict[str, Any]]()
+    for profile, average in averages.items():
+        if (path / EMA / profile).is_dir():
+            taken[f"{EMA}/{profile}"] = average
+        else:
+            state.ema.load({**averages, profile: trained_state(model)})
+    store.load_parts(path, taken, session.world)
+    notes = [] if parent["weights_only"] else _take_optimizer(session, path, state)
+    new = [name for name in averages if f"{EMA}/{name}" not in taken]
+    if new:
+        notes.append(f"{path.parents[1]} has no average {join_words(new)}: begun with its weights")
+    differences = _differences(session.recipe, parent)
+    if session.world.is_first:
+        session.run.append_event("begun_from", step=0, parent=parent, differences=differences)
+        session.console.print(f"  begins with {_named(parent)}", markup=False, highlight=False)
+        for line in differences[:_MAX_DIFFERENCES]:
+            session.console.print(f"    {line}", markup=False, highlight=False)
+    return notes
+
+
+def _take_optimizer(
+    session: sessions.Session, path: Path, state: sessions.TrainingState
+) -> list[str]:
+    """Load optimizer states if their names and shapes agree; else they begin anew."""
+    wanted, folder = state_parts(state)["optimizer"], path / "optimizer"
+    found: str | None = "the checkpoint has none"
+    if folder.is_dir():
+        files.verify_part(path, "optimizer")
+        found = _first_difference(*map(_states_of, (store.part_shapes(folder), _shapes(wanted))))
+    if found is None:
+        states = {name: value for name, value in wanted.items() if name.startswith("state.")}
+        store.load_parts(path, {"optimizer": states}, session.world, is_verified=True)
+        model = state.components.model
+        with gradients_of_any_dtype(model):
+            set_optimizer_state_dict(model, state.optimizers, wanted | states, options=FLAT)
+    else:
+        for optimizer in state.optimizers:
+            optimizer.state.clear()
+    return [] if found is None else [f"optimizer states begin anew: {found}"]
+
+
+def _states_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in shapes.items() if name.startswith("state.")}
+
+
+def _differences(recipe: config.Recipe, parent: Parent) -> list[str]:
+    """Keys of the recipe that differ from the parent's and change what is trained."""
+    before = RunDirectory(Path(parent["path"])).recipe()
+    found = config.differences(before, recipe)
+    return [f"{key}: {old!r} there, {new!r} here" for key, old, new in found]

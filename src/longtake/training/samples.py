@@ -1,0 +1,332 @@
+"""Samples presets between two steps of a training, on the devices that train; all ranks take part.
+
+A result is claimed, measured and published as an evaluation server does it, so that none repeats
+it. Sampling changes nothing that the next step depends on.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from longtake import config, errors, heartbeat, process
+from longtake.data.loader import Loader
+from longtake.evaluation_dir import Scores
+from longtake.models.build import PARTS, Components, Part, build_frozen_parts
+from longtake.models.pretrained import local_copies
+from longtake.models.text import TextEncoder
+from longtake.parallel import collectives, fsdp, mesh
+from longtake.sampling import claims
+from longtake.sampling.presets import Preset, Request, training_presets
+from longtake.sampling.sampler import (
+    ONE_BY_ONE,
+    MemoryFallback,
+    MemoryStrategy,
+    Sampler,
+    refuse_unfitting,
+)
+from longtake.training.record import Recorder
+from longtake.training.session import Session, TrainingState
+
+EvaluateSamples = Callable[[claims.EvaluationTask, Sampler, Path, claims.Progress], Scores]
+"""Samples a preset and measures it: writes the files of a result but scores.json to a folder."""
+
+_LEASE_SECONDS, _STUCK_SECONDS, _PAUSE_SECONDS = 60.0, 1800.0, 30.0
+_MAX_ATTEMPTS = 3  # an evaluation server may make those that are left
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Videos that all ranks sample together."""
+
+    requests: Sequence[Request]
+    settings: config.SamplingSection
+    bucket: config.Bucket
+    decoding: str
+
+
+@dataclass(frozen=True)
+class SharedSampler(Sampler):
+    """The sampler of rank 0, which deals the videos out to all ranks."""
+
+    world: mesh.World = field(kw_only=True)
+    waits: bool = field(kw_only=True)
+    """Ranks wait for each other within a forward pass: they share a model or a clip."""
+    lost: list[Exception] = field(default_factory=list)
+    """Errors of this rank after which the others wait in a collective: they must end the run."""
+
+    def sample(
+        self,
+        requests: Sequence[Request],
+        settings: config.SamplingSection,
+        bucket: config.Bucket,
+        on_step: Callable[[int], None] | None = None,
+        *,
+        decoding: str = "auto",
+    ) -> NDArray[np.uint8]:
+        """See `Sampler`. On several ranks `on_step` is called once, at the end."""
+        if self.world.mesh is None:
+            return super().sample(requests, settings, bucket, on_step, decoding=decoding)
+        work = _Work(tuple(requests), settings, bucket, decoding)
+        collectives.from_first(work, self.world, self.world.patient_group)
+        videos = self.compute(work)
+        if on_step is not None:
+            on_step(self.num_steps(settings))
+        return videos
+
+    def compute(self, work: _Work) -> NDArray[np.uint8]:
+        """Sample this rank's share; all videos on rank 0, nothing on the others.
+
+        Each rank samples equally many, so that ranks that share a model call it equally often.
+        """
+        world = self.world
+        mine = work.requests[world.data_rank :: world.data_size]
+        share = -(-len(work.requests) // world.data_size)
+        padded = [*mine, *[work.requests[0]] * (share - len(mine))]
+        sampled: NDArray[np.uint8] | Exception
+        try:
+            sampled = super().sample(
+                padded, work.settings, work.bucket, _still_sampling, decoding=work.decoding
+            )[: len(mine)]
+        except Exception as error:
+            is_known = isinstance(error, errors.LongtakeError | OSError)
+            if self.waits and (isinstance(error, errors.PlanError) or not is_known):
+                self.lost.append(error)
+                raise
+            sampled = errors.SamplingError(
+                f"{error}" if is_known else f"{type(error).__name__}: {error}"
+            )
+        gathered = collectives.gather_to_first(sampled if world.speaks_for_data else None, world)
+        return _put_together(gathered[:: world.sequence_size], len(work.requests))
+
+
+def _put_together(
+    gathered: Sequence[NDArray[np.uint8] | Exception | None], count: int
+) -> NDArray[np.uint8]:
+    """The videos in the order of their requests, of which each rank had every n-th."""
+    if not gathered:
+        return np.empty(0, np.uint8)
+    found: list[NDArray[np.uint8]] = []
+    for each in gathered:
+        if isinstance(each, Exception):
+            raise each
+        assert each is not None
+        found.append(each)
+    return np.stack([found[place % len(found)][place // len(found)] for place in range(count)])
+
+
+def _still_sampling(_: int) -> None:
+    heartbeat.set_phase("sampling")  # again: what lasts is counted from here
+
+
+class TrainingSampler:
+    """Samples the presets that a recipe asks for in training."""
+
+    def __init__(
+        self,
+        session: Session,
+        parts: Components,
+        presets: Sequence[Preset],
+        evaluate: EvaluateSamples,
+    ) -> None:
+        self._session, self._parts, self._evaluate = session, parts, evaluate
+        self._presets = presets
+        self._claims = claims.Claims(
+            claims.own_name(), _LEASE_SECONDS, _MAX_ATTEMPTS, _PAUSE_SECONDS
+        )
+        self._memory = MemoryFallback()
+        self._prompts: dict[str, Any] = {}
+
+    def encode_prompts(self, text: TextEncoder) -> None:
+        """Encode all prompts on rank 0, and replace its text encoder by another.
+
+        Call it before the model is on the device.
+        """
+        world = self._session.world
+        if world.is_first:
+            prompts = {p for x in self._presets for p in (*x.prompts, x.settings.negative_prompt)}
+            self._sampler(0, "model").encode_prompts(sorted(prompts))
+            self._parts.bring(None, world.device)
+        self._prompts.update(collectives.from_first(self._prompts, world, world.patient_group))
+        self._parts = replace(self._parts, text=text)
+
+    def sample(self, state: TrainingState, recorder: Recorder, stop: process.StopSignal) -> None:
+        """Sample what is pending of this step's checkpoint, which is whole; all ranks call it.
+
+        A failure is an event of the run.
+        """
+        session, step = self._session, state.global_step
+        tasks = self._pending(step) if session.world.is_first else []
+        tasks = collectives.from_first(tasks, session.world, session.world.patient_group)
+        model, ema = state.components.model, state.ema
+        for weights in dict.fromkeys(task.preset.weights for task in tasks):
+            part, _, profile = weights.partition("/")
+            average = ema.in_place_of_weights(profile) if part == "ema" else nullcontext()
+            with _in_evaluation(model), average:
+                sampler = self._sampler(step, weights, model)
+                if session.world.is_first:
+                    mine = [task for task in tasks if task.preset.weights == weights]
+                    self._lead(mine, sampler, recorder, stop)
+                else:
+                    _follow(sampler)
+        self._parts.bring(None, session.world.device)
+
+    def _sampler(self, step: int, weights: str, model: nn.Module | None = None) -> SharedSampler:
+        session, world = self._session, self._session.world
+        gathers = model is not None and fsdp.gathers_weights(model)
+        waits = gathers or world.sequence_group is not None
+        self._memory.first = ONE_BY_ONE if waits else MemoryStrategy()
+        return SharedSampler(
+            self._parts,
+            session.recipe,
+            step,
+            world.device,
+            session.precision,
+            weights,
+            self._memory,
+            self._prompts,
+            is_shared=world.mesh is not None,
+            world=world,
+            waits=waits,
+        )
+
+    def _pending(self, step: int) -> list[claims.EvaluationTask]:
+        """The presets without a result of this step's weights; none if it was not saved."""
+        run, tasks = self._session.run, list[claims.EvaluationTask]()
+        for preset in self._presets:
+            key = claims.checkpoint_key(run.checkpoint_path(step), preset.weights)
+            if key is None:
+                continue
+            task = claims.EvaluationTask(run, preset, step, key)
+            scores = task.directory.scores(preset.name, step)
+            attempts = self._claims.attempts(task)
+            if not attempts.is_final and (scores is None or scores["key"] != key):
+                tasks.append(replace(task, attempts=attempts.number))
+        return tasks
+
+    def _lead(
+        self,
+        tasks: Sequence[claims.EvaluationTask],
+        sampler: SharedSampler,
+        recorder: Recorder,
+        stop: process.StopSignal,
+    ) -> None:
+        for task in tasks:
+            if not stop.wanted:
+                self._sample_preset(task, sampler, recorder, stop)
+        collectives.from_first(None, self._session.world, self._session.world.patient_group)
+
+    def _sample_preset(
+        self,
+        task: claims.EvaluationTask,
+        sampler: SharedSampler,
+        recorder: Recorder,
+        stop: process.StopSignal,
+    ) -> None:
+        try:
+            claim = self._claims.take(task)
+        except OSError as error:
+            recorder.sampling_failed(task.preset.name, task.step, str(error))
+            return
+        if claim is None:  # an evaluation server has been faster
+            return
+
+        def evaluate(
+            task: claims.EvaluationTask, folder: Path, progress: claims.Progress
+        ) -> Scores:
+            return self._evaluate(task, sampler, folder, progress)
+
+        begun = time.monotonic()
+        progress = claims.TaskProgress(claim.lease, stop, lambda *_: _still_sampling(0))
+        outcome = claims.attempt(
+            claim, nullcontext(), evaluate, progress, claims.own_name(), _STUCK_SECONDS
+        )
+        if sampler.lost:
+            raise sampler.lost[0]
+        if outcome.how == "done" and outcome.scores is not None:
+            self._claims.end(claim, "done")
+            recorder.sampled(outcome.scores, time.monotonic() - begun)
+        elif outcome.how in ("failed", "damaged"):
+            facts = {"reason": outcome.reason, "final": outcome.is_final, **outcome.facts}
+            self._claims.end(claim, outcome.how, **facts)
+            recorder.sampling_failed(task.preset.name, task.step, outcome.reason)
+        else:  # a stop was requested, or an evaluation server was first
+            self._claims.end(claim, "released")
+
+
+def samples_at(section: config.SamplingSection, step: int, *, is_last: bool) -> bool:
+    """Whether presets are sampled after so many steps."""
+    return section.every is not None and step > 0 and (is_last or step % section.every == 0)
+
+
+def open_sampler(
+    session: Session, parts: Components, loader: Loader, evaluate: EvaluateSamples | None
+) -> TrainingSampler | None:
+    """What samples between the steps, if the recipe asks for it; all ranks call it.
+
+    Prompts are encoded here, before the model is on the device. Codec and text encoder are those
+    of the training, which stay where they are. With a cache, which leaves training without them,
+    they are loaded here; the codec is on the device only while it decodes.
+
+    Raises:
+        RecipeError: a preset is wrong, or its size cannot be sampled.
+    """
+    recipe, run, world = session.recipe, session.run, session.world
+    if recipe.sampling.every is None:
+        return None
+    assert evaluate is not None, "sampling.every is set: train() needs `evaluate`"
+    presets: list[Preset] = []
+
+    def find() -> None:
+        loader.keep_catalogs()  # the default preset takes its prompts from their captions
+        presets.extend(training_presets(recipe, run))
+        for preset in presets:
+            refuse_unfitting(parts, recipe, preset)
+
+    collectives.first_does(find, world)
+    presets = collectives.from_first(presets, world, world.patient_group)
+    # All ranks sample at a time as many videos each as one process would.
+    presets = [replace(each, batch_size=each.batch_size * world.data_size) for each in presets]
+    there = replace(parts, stays=frozenset(PARTS))
+    if recipe.data.cache is not None:
+        with local_copies():
+            codec, text = build_frozen_parts(recipe, run.components_path, with_text=world.is_first)
+        there = replace(parts, codec=codec, text=text, stays=frozenset[Part](["model"]))
+    sampler = TrainingSampler(session, there, presets, evaluate)
+    is_read_again = recipe.evaluation.held_out is not None and world.mesh is None
+    sampler.encode_prompts(there.text if is_read_again else parts.text)
+    return sampler
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    """A model that runs without dropout, and as it is: no block is compiled for other shapes."""
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        fsdp.free_gathered(model)
+        model.train()
+
+
+def _follow(sampler: SharedSampler) -> None:
+    """Sample what rank 0 asks for, until it asks for nothing more."""
+    while True:
+        heartbeat.set_phase("idle")
+        work = _wanted_work(sampler.world)
+        heartbeat.set_phase("sampling")
+        if work is None:
+            return
+        sampler.compute(work)
+
+
+def _wanted_work(world: mesh.World) -> _Work | None:
+    return collectives.from_first(None, world, world.patient_group)

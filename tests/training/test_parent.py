@@ -1,0 +1,147 @@
+"""A run that begins with the weights of another one."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.build import QUIET, MakeRecipe, events, losses, saved
+
+from longtake.config import Recipe
+from longtake.errors import CheckpointError, LongtakeError, RecipeError, RunError
+from longtake.run_dir import Parent, RunDirectory
+from longtake.training.parent import find_parent
+from longtake.training.train import train
+
+_SHORT = ("training.steps=4", "checkpoint.every=2", "optimizer.warmup_steps=0")
+
+
+@pytest.fixture(scope="module")
+def parent(
+    small_recipe_in: Callable[[Path], MakeRecipe], tmp_path_factory: pytest.TempPathFactory
+) -> Recipe:
+    recipe = small_recipe_in(tmp_path_factory.mktemp("parent"))(*_SHORT)
+    train(recipe, QUIET)
+    return recipe
+
+
+def _from(recipe: Recipe, at: str = "@2", *, weights_only: bool = False) -> Parent:
+    return find_parent(f"{recipe.out}{at}", weights_only=weights_only, trust=False)
+
+
+def _first_weights(recipe: Recipe) -> dict[str, Any]:
+    return {name: saved(recipe, 1, name) for name in ("model", "ema/main", "optimizer")}
+
+
+_STILL = ("training.steps=1", "optimizer.learning_rate=1e-30", "optimizer.warmup_steps=0")
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_it_begins_with_the_parents_weights_and_its_own_settings(
+    small_recipe: MakeRecipe, parent: Recipe, weights_only: bool
+) -> None:
+    """With a learning rate of next to nothing, its first checkpoint has the parent's weights."""
+    recipe = small_recipe(*_STILL, "data.flip=0.5")
+    train(recipe, QUIET, parent=_from(parent, weights_only=weights_only))
+    torch.testing.assert_close(saved(recipe, 1, "model"), saved(parent, 2, "model"), rtol=0, atol=0)
+    steps = [
+        float(value)
+        for name, value in saved(recipe, 1, "optimizer").items()
+        if name.endswith(".step")
+    ]
+    assert set(steps) == {1.0 if weights_only else 3.0}
+    record = RunDirectory(recipe.out).record()["parent"]
+    assert (record["step"], record["weights_only"]) == (2, weights_only)
+    assert record["id"] == RunDirectory(parent.out).record()["id"]
+    (begun,) = events(recipe, "begun_from")
+    assert "data.flip: 0.0 there, 0.5 here" in begun["differences"]
+    rates = [row["learning_rate"] for row in RunDirectory(recipe.out).metrics()]
+    assert rates == [1e-30]
+
+
+def test_an_average_that_the_parent_lacks_begins_with_its_weights(
+    small_recipe: MakeRecipe, parent: Recipe
+) -> None:
+    profiles = "ema.profiles=[{name='main', decay=0.9}, {name='slow', decay=0.99}]"
+    recipe = small_recipe(*_STILL, profiles)
+    train(recipe, QUIET, parent=_from(parent))
+    weights, before = saved(recipe, 1, "model"), saved(parent, 2, "model")
+    slow, main = saved(recipe, 1, "ema/slow"), saved(recipe, 1, "ema/main")
+    torch.testing.assert_close(slow, weights, rtol=1e-6, atol=1e-7)
+    average = saved(parent, 2, "ema/main")
+    share = 1 - 2 / 11  # of the first update
+    for name, value in main.items():
+        expected = torch.lerp(average[name].float(), before[name].float(), share)
+        torch.testing.assert_close(value.float(), expected)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_there_again(
+    small_recipe: MakeRecipe, parent: Recipe
+) -> None:
+    recipe = small_recipe("training.steps=2", "checkpoint.every=2", "optimizer.warmup_steps=0")
+    train(recipe, QUIET, parent=_from(parent))
+    first, run = losses(recipe), RunDirectory(recipe.out)
+    weights = saved(recipe, 2, "model")
+    for path in sorted(run.checkpoint_path(2).rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    run.checkpoint_path(2).rmdir()
+    train(recipe, QUIET)  # without saying where it begins
+    assert losses(recipe) == first
+    torch.testing.assert_close(saved(recipe, 2, "model"), weights, rtol=0, atol=0)
+    with pytest.raises(RunError, match=r"began with .*@2, not with .*@4"):
+        train(recipe, QUIET, parent=_from(parent, "@4"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "at", "error", "expected"),
+    [
+        (("model.family=wan",), "", RecipeError, "is of the family tubelet"),
+        (
+            ("model.config={hidden_size=24, num_blocks=2}",),
+            "",
+            RecipeError,
+            r"is \[.*48.*\] there and \[.*24.*\] here",
+        ),
+        (("trainable.kind=lora",), "", RecipeError, "longtake export"),
+        ((), "@3", CheckpointError, "no whole checkpoint of step 3.*steps 2, 4"),
+        ((), "-none", RunError, "is not a run directory"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_run_begins(
+    small_recipe: MakeRecipe,
+    parent: Recipe,
+    changes: tuple[str, ...],
+    at: str,
+    error: type[LongtakeError],
+    expected: str,
+) -> None:
+    recipe = small_recipe(*changes)
+    with pytest.raises(error, match=expected):
+        train(recipe, QUIET, parent=_from(parent, at))
+    assert not RunDirectory(recipe.out).exists()
+
+
+def test_states_of_another_optimizer_begin_anew(small_recipe: MakeRecipe, parent: Recipe) -> None:
+    recipe = small_recipe(*_STILL, "optimizer.kind=muon", "optimizer.muon_learning_rate=1e-30")
+    train(recipe, QUIET, parent=_from(parent))
+    torch.testing.assert_close(saved(recipe, 1, "model"), saved(parent, 2, "model"), rtol=0, atol=0)
+    found = saved(recipe, 1, "optimizer")
+    assert {float(found[name]) for name in found if name.endswith(".step")} == {1.0}
+
+
+def test_a_run_that_names_code_and_was_begun_by_others_needs_trust(
+    small_recipe: MakeRecipe, parent: Recipe
+) -> None:
+    run = RunDirectory(parent.out)
+    kept = run.recipe_path.read_text(), run.record_path.read_text()
+    run.recipe_path.write_text(kept[0].replace("[trainable]", '[trainable]\nmodule = "m:M"'))
+    run.record_path.write_text(kept[1].replace('"host": "', '"host": "not-', 1))
+    try:
+        with pytest.raises(RunError, match=shlex.quote("--trust")):
+            _from(parent)
+        assert find_parent(str(parent.out), weights_only=True, trust=True)["step"] == 4
+    finally:
+        run.recipe_path.write_text(kept[0])
+        run.record_path.write_text(kept[1])

@@ -1,0 +1,148 @@
+"""Presets that are sampled between two steps."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.build import QUIET, MakeRecipe, events, rows, saved, train_by
+
+from longtake import heartbeat
+from longtake.config import Recipe
+from longtake.errors import RecipeError
+from longtake.evaluation.evaluator import CheckpointEvaluator, SampleEvaluator
+from longtake.evaluation.options import ServerOptions, ServerReport
+from longtake.evaluation.server import EvaluationServer
+from longtake.evaluation_dir import EvaluationDirectory, Scores
+from longtake.process import StopSignal
+from longtake.run_dir import RunDirectory
+from longtake.sampling.claims import own_name
+from longtake.training.train import train
+
+_PRESET = (
+    "evaluation.presets.tiny={prompts=['a red circle moving up', 'a blue square'],"
+    "num_inference_steps=2,seeds=[3,4],batch_size=4}"
+)
+_EVERY = ("sampling.every=4", "evaluation.reference_clips=2", _PRESET)
+_KEYS = ("step", "batch", "loss", "grad_norm", "weight_norm", "update_ratio")
+
+
+def _train(recipe: Recipe) -> None:
+    train(recipe, QUIET, evaluate=SampleEvaluator(own_name(), ServerReport(QUIET)))
+
+
+def _state(recipe: Recipe) -> dict[str, Any]:
+    return {name: saved(recipe, 12, name) for name in ("model", "ema/main", "optimizer")}
+
+
+def _results(recipe: Recipe) -> list[Scores]:
+    return EvaluationDirectory(RunDirectory(recipe.out)).all_scores("tiny")
+
+
+def _serve(run: RunDirectory) -> EvaluationServer:
+    report, options = ServerReport(QUIET), ServerOptions(places=(run.path,))
+    with StopSignal() as stop:
+        server = EvaluationServer(
+            options, CheckpointEvaluator("cpu", own_name(), report), report, stop
+        )
+        server.serve()
+    return server
+
+
+def test_the_training_is_bitwise_the_same_and_no_server_repeats_what_was_sampled(
+    small_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = small_recipe(f"out={tmp_path / 'plain'}", "training.compile=false")
+    train(plain, QUIET)
+    recipe, phases = small_recipe(*_EVERY), set[str]()
+    sample = SampleEvaluator.__call__
+
+    def watched(*given: Any) -> Scores:
+        phases.add(str(heartbeat.current_phase()))
+        return sample(*given)
+
+    monkeypatch.setattr(SampleEvaluator, "__call__", watched)
+    _train(recipe)
+    assert rows(recipe, *_KEYS) == rows(plain, *_KEYS)
+    torch.testing.assert_close(_state(recipe), _state(plain), rtol=0, atol=0)
+    assert phases == {"sampling"}
+
+    run = RunDirectory(recipe.out)
+    assert [each["step"] for each in events(recipe, "sampled")] == [4, 8, 12]
+    assert run.checkpoint_steps() == [4, 6, 8, 12]
+    assert [each["step"] for each in _results(recipe)] == [4, 8, 12]
+    assert [each["step"] for each in _serve(run).evaluated] == [6]
+
+    # What a server makes of the same checkpoint: the same files, bit for bit.
+    kept = tmp_path / "kept"
+    shutil.move(run.evaluation_path("tiny", 12), kept)
+    assert [each["step"] for each in _serve(run).evaluated] == [12]
+    for name in sorted(path.name for path in kept.iterdir() if path.name != "scores.json"):
+        again = run.evaluation_path("tiny", 12) / name
+        assert again.read_bytes() == (kept / name).read_bytes(), name
+
+
+def test_a_failed_sample_is_an_event_and_training_continues(
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe(*_EVERY, "ema.decay=0")
+    sample = SampleEvaluator.__call__
+
+    def fails_once(*given: Any) -> Scores:
+        if given[1].step == 4:
+            raise OSError(28, "No space left on device")
+        return sample(*given)
+
+    monkeypatch.setattr(SampleEvaluator, "__call__", fails_once)
+    _train(recipe)
+    (failed,) = events(recipe, "sampling_failed")
+    assert (failed["step"], failed["preset"]) == (4, "tiny")
+    assert "No space left" in failed["reason"]
+    assert [each["step"] for each in _results(recipe)] == [8, 12]
+    assert len(rows(recipe, "step")) == 12
+    assert {each["weights"] for each in _results(recipe)} == {"model"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (("sampling.every=4", "sampling.presets=['smal']"), "There is no preset smal"),
+        (("sampling.presets=['tiny']",), "sampling.every is unset"),
+        (
+            ("sampling.every=4", "evaluation.presets.tiny={height=30}"),
+            "Preset tiny: 8 frames of 32x30",
+        ),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_before_the_run_begins(
+    small_recipe: MakeRecipe, changes: tuple[str, ...], expected: str
+) -> None:
+    with pytest.raises(RecipeError, match=expected):
+        _train(small_recipe(*changes))
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_model_and_clips_sample_it_together(
+    small_recipe: MakeRecipe, on_two_processes: list[str], tmp_path: Path
+) -> None:
+    """They train as without it; the videos are those of one process, up to rounding."""
+    sharded = ("parallel.strategy=shard", "training.steps=4", "checkpoint.every=4")
+    plain = small_recipe(f"out={tmp_path / 'plain'}", *sharded)
+    train_by(on_two_processes, plain)
+    recipe = small_recipe(*sharded, "sampling.every=2", *_EVERY[1:])
+    train_by(on_two_processes, recipe)
+    assert rows(recipe, *_KEYS) == rows(plain, *_KEYS)
+    for name in ("model", "ema/main", "optimizer"):
+        torch.testing.assert_close(saved(recipe, 4, name), saved(plain, 4, name), rtol=0, atol=0)
+    mine = {each["step"]: each for each in _results(recipe)}
+    assert list(mine) == [2, 4]
+    run = RunDirectory(recipe.out)
+    shutil.rmtree(run.evaluation_path("tiny", 4))
+    (again,) = _serve(run).evaluated
+    assert [video["seed"] for video in again["videos"]] == [3, 4, 3, 4]
+    for video, expected in zip(mine[4]["videos"], again["videos"], strict=True):
+        assert video["file"] == expected["file"]
+        for name in ("brightness", "contrast"):
+            difference = abs(video["measures"][name] - expected["measures"][name])
+            assert difference < 0.5, (video["file"], name)
