@@ -10,7 +10,7 @@ from torch import nn
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.errors import CannotBePlannedError, PlanError
+from longtake.errors import CannotBePlannedError, ModelError, PlanError
 from longtake.models.build import assemble
 from longtake.planner import forecast as forecast_module
 from longtake.planner.activation_checkpointing import KEEP, POLICIES, options_of
@@ -252,6 +252,12 @@ def test_a_model_that_does_not_run_is_refused(
         forecast(recipe, _gpu())
     where = f"{tmp_path}/my_adapter.py, line 25: return replace(after, tokens={returned})"
     assert str(refused.value).startswith(f"The model cannot be run ({where}): {reason}")
+
+
+def test_a_module_that_changes_a_shape_is_refused(small_recipe: _Make, own_module: _Write) -> None:
+    recipe = small_recipe(f"trainable.modules.own.module={own_module('tokens[:, 1:]')}")
+    with pytest.raises(ModelError, match=r"module own returned tokens of .* around block"):
+        check_gradients(outline_step(recipe, CPU))
 
 
 def test_a_budget_below_the_weights_is_refused(tiny_flux: _Make) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -93,6 +94,42 @@ def test_all_shapes_and_options_are_compiled(
             latents, sigmas = torch.randn(size, *shape), torch.full((size,), 0.5)
             inputs = {name: torch.zeros_like(each, device="cpu") for name, each in told.items()}
             parts.predict_velocity(latents, sigmas, inputs).sum().backward()  # type: ignore[no-untyped-call]
+    assert [record.getMessage() for record in torchs_warnings] == []
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at .grad of what is no leaf
+def test_blocks_are_compiled_with_their_modules(
+    tiny_flux: MakeRecipe, torchs_warnings: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in one graph, under every option; a module sees and changes all of a block's context."""
+    whole = partialmethod(nn.Module.compile, backend="eager", fullgraph=True)
+    monkeypatch.setattr(nn.Module, "compile", whole)
+    modules = (
+        "trainable={kind='lora', rank=2}",
+        "trainable.modules.whole.module=tests.models.whole_context:WholeContext",
+        "trainable.modules.pose.module=examples.modules.pose_adapter:PoseAdapter",
+        "data.buckets=[{num_frames=1, height=32, width=32}]",
+        "model.config.num_layers=1",
+    )
+    recipe = tiny_flux("training.compile=true", *modules)
+    plain = assemble(recipe, ["a red disk"], None)
+    with torch.no_grad():
+        for parameter in plain.model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    compiled = replace(plain, model=copy.deepcopy(plain.model))
+    names = {module: name for name, module in plain.model.named_modules()}
+    blocks = [names[block] for block in plain.family.blocks(plain.model)]
+    options = dict(zip(blocks, map(BlockOption, ACTIVATIONS), strict=True))
+    compile_blocks(options, compiled, recipe)
+    shape = latent_shape(plain.codec, recipe.data.buckets[0])
+    told = outline_conditioning(plain, recipe, recipe.data.buckets[0])
+    inputs = {name: torch.ones_like(each, device="cpu") for name, each in told.items()}
+    latents, sigmas = torch.linspace(-1, 1, math.prod(shape)).view(1, *shape), torch.full((1,), 0.5)
+    for parts in (plain, compiled):
+        torch.autograd.backward(parts.predict_velocity(latents, sigmas, inputs).square().sum())
+    found = dict(compiled.model.named_parameters())
+    for name, parameter in plain.model.named_parameters():
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
     assert [record.getMessage() for record in torchs_warnings] == []
 
 

@@ -245,6 +245,8 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     wanted = _PROGRAMS_PER_SHAPE * len(recipe.data.shapes())
     config.recompile_limit = max(config.recompile_limit, wanted)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
+    # A mode around attention is entered and left in a recomputed block: it has no other effect.
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explain_limit)
     names, streamed = dict(parts.model.named_modules()), streamed_by(recipe, options, parts)
     run_by_torch = {}
