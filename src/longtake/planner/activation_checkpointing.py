@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from longtake.config import Quantization
 from longtake.planner.activation_offload import ActivationOffload
+from longtake.planner.save_attention import KeptAttention
 
 # FSDP2 labels its hooks for the profiler. Inside a block they run a different number of times in
 # forward and recompute, which selective checkpointing takes for another computation.
@@ -80,10 +81,12 @@ def _keep(block: Block, *args: Any, **kwargs: Any) -> Any:
 
 
 def _save_attention(block: Block, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(block, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+    contexts = _contexts if torch.compiler.is_compiling() else KeptAttention().contexts
+    return checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _contexts() -> Any:  # torch.compile takes no nested function here
+def _contexts() -> Any:
+    """What tells the compiler to save attention; in eager mode it would slow every operation."""
     return create_selective_checkpoint_contexts(_saves_attention)  # type: ignore[no-untyped-call]
 
 

@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from longtake.parallel.context_parallel import AttentionMode
+from longtake.planner import save_attention
 from longtake.planner.activation_checkpointing import in_backward
+from longtake.planner.save_attention import AttentionKernel
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_MOST_CHANNELS = 256
@@ -40,13 +42,16 @@ def as_on_cuda() -> Iterator[None]:
     stand_ins["rms_norm"] = _in_fp32_under_autocast(_rms_norm)
     stand_ins["scaled_dot_product_attention"] = _cuda_attention
     before = {name: getattr(F, name) for name in stand_ins}
+    of_real_tensors = save_attention.choose_kernel
     for name, function in stand_ins.items():
         setattr(F, name, function)
+    save_attention.choose_kernel = _cuda_kernel
     try:
         yield
     finally:
         for name, function in before.items():
             setattr(F, name, function)
+        save_attention.choose_kernel = of_real_tensors
 
 
 def cuda_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
@@ -93,8 +98,7 @@ def _cuda_attention(
         return handle_torch_function(_cuda_attention, given, *given, **options)
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (part.to(torch.bfloat16) for part in (query, key, value))
-    fits_flash = query.dtype in _FLASH_TYPES and query.shape[-1] <= _FLASH_MOST_CHANNELS
-    if attn_mask is None and fits_flash:  # it takes shared keys as they are
+    if _fits_flash(query, attn_mask):  # it takes shared keys as they are
         flash = _aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if enable_gqa:
@@ -103,6 +107,18 @@ def _cuda_attention(
     efficient = _aten._scaled_dot_product_efficient_attention
     bias = _as_bias(attn_mask, query, key)
     return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _fits_flash(query: Tensor, mask: Tensor | None) -> bool:
+    is_narrow = query.dtype in _FLASH_TYPES and query.shape[-1] <= _FLASH_MOST_CHANNELS
+    return mask is None and is_narrow
+
+
+def _cuda_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
+) -> AttentionKernel:
+    """The same choice where attention's result is kept."""
+    return save_attention.FLASH if _fits_flash(query, mask) else save_attention.EFFICIENT
 
 
 def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
