@@ -1,6 +1,7 @@
 """A cache is filled with exactly what a plan will ask for, and a loader finds it there."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,15 @@ def _means(pixels: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(pixels).float().mean(dim=(2, 3), keepdim=True)
 
 
-def _length(caption: str) -> dict[str, Tensor]:
+def _lengths(captions: Sequence[str]) -> list[dict[str, Tensor]]:
     """In the place of a text encoder."""
-    return {"prompt_embeds": torch.full((2, 3), float(len(caption)))}
+    return [{"prompt_embeds": torch.full((2, 3), float(len(each)))} for each in captions]
 
 
 def _fill(cache: Cache, data: DataSection, **named: Any) -> CacheReport:
     missing = find_missing(cache, _loader(data).plan_history.plan, **named)
     report = CacheReport(present=missing.present)
-    fill_prompts(cache, missing.captions, _length, report)
+    fill_prompts(cache, missing.captions, _lengths, report)
     fill_latents(cache, missing.clips, _means, report)
     return report
 
@@ -149,7 +150,7 @@ def test_progress_is_told(data: DataSection, tmp_path: Path) -> None:
     plan = _loader(data).plan_history.plan
     missing = find_missing(cache, plan, progress=tell)
     assert told.pop() == (8, 8)
-    fill_prompts(cache, missing.captions, _length, CacheReport(), tell)
+    fill_prompts(cache, missing.captions, _lengths, CacheReport(), tell)
     assert told.pop() == (8, 8)
     fill_latents(cache, missing.clips, _means, CacheReport(), tell)
     assert told.pop() == (8, 8)

@@ -12,6 +12,7 @@ from longtake.errors import DataError, RecipeError
 from longtake.models.flux import Flux
 from longtake.models.pretrained import FrozenParts
 from longtake.models.text import (
+    LENGTH_STEP,
     MAX_WORDS,
     PooledText,
     TextEncoder,
@@ -134,6 +135,30 @@ def test_saved_words_keep_their_ids(tmp_path: Path) -> None:
 def test_a_catalog_without_words_is_refused(section: TextSection, captions: list[str]) -> None:
     with pytest.raises(DataError, match="hold no words"):
         build_text(section, Wan.frozen, captions, None)
+
+
+def test_padding_that_is_not_computed_changes_nothing() -> None:
+    """Captions of one, two and three times the step, of 96 tokens that would be computed."""
+    torch.manual_seed(0)
+    section = _section().model_copy(update={"max_tokens": 3 * LENGTH_STEP})
+    captions = [" ".join(["red", "ball", "rolls"] * count) for count in (1, 13, 9, 40, 3)]
+    text = build_text(section, Wan.frozen, captions, None)
+    assert isinstance(text, TransformersText)
+    widths = list[int]()
+    text.encoder.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    found = text.encode(captions)["prompt_embeds"]
+    assert sorted(widths) == [LENGTH_STEP, 2 * LENGTH_STEP, 3 * LENGTH_STEP]
+    tokens = text.tokenizer(
+        captions,
+        padding="max_length",
+        max_length=3 * LENGTH_STEP,
+        truncation=True,
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        whole = text.encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
+    wanted = whole * tokens.attention_mask.unsqueeze(-1)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("parts", [Wan.frozen, Flux.frozen])

@@ -35,7 +35,8 @@ from longtake.formatting import format_duration
 from longtake.heartbeat import HeartbeatDir
 
 EncodePixels = Callable[[NDArray[np.uint8]], Tensor]  # [3, F, H, W] to latents [C, F', H', W']
-EncodeCaption = Callable[[str], dict[str, Tensor]]  # tensors without a batch dimension
+EncodeCaptions = Callable[[Sequence[str]], Sequence[dict[str, Tensor]]]
+"""Tensors of each caption, without a batch dimension."""
 Progress = Callable[[int, int], object]  # called with (done, in all)
 
 CACHE_KINDS = ("latents", "conditioning", "prompts")
@@ -44,6 +45,7 @@ _THREADS = 16
 _CHUNK = 4096
 _MAX_ITEMS_AT_ONCE = 32
 _NUM_SHARES = 64
+_CAPTIONS_AT_ONCE = 32
 _T = TypeVar("_T")
 _SILENCE_SECONDS = 3600.0  # weights may have to be read, and a long clip reports no progress
 
@@ -172,7 +174,7 @@ def find_missing(
 def fill_prompts(
     cache: Cache,
     captions: Sequence[str],
-    encode: EncodeCaption,
+    encode: EncodeCaptions,
     report: CacheReport,
     progress: Progress | None = None,
 ) -> None:
@@ -181,10 +183,14 @@ def fill_prompts(
     Raises:
         DataError: the cache cannot be written.
     """
-    for done, caption in enumerate(_shuffled(captions), start=1):
-        entry = cache.prompt(caption)
-        if not entry.is_whole():
-            report.wrote(entry, entry.write(encode(caption)))
+    waiting = iter(_shuffled(captions))
+    done = 0
+    while some := list(islice(waiting, _CAPTIONS_AT_ONCE)):
+        missing = [caption for caption in some if not cache.prompt(caption).is_whole()]
+        for caption, tensors in zip(missing, encode(missing), strict=True):
+            entry = cache.prompt(caption)
+            report.wrote(entry, entry.write(tensors))
+        done += len(some)
         if progress:
             progress(done, len(captions))
 
@@ -233,7 +239,7 @@ class EncodeTask(Task[Sequence[CacheItem | str], CacheReport]):
     """Adds to a cache what it lacks of some clips, or of some captions; writes the files itself."""
 
     cache: Cache
-    load: Callable[[], EncodePixels] | Callable[[], EncodeCaption]  # of clips, of captions
+    load: Callable[[], EncodePixels] | Callable[[], EncodeCaptions]  # of clips, of captions
     num_cpus: int = 1
     uses_gpu: bool = False
     doing = "encoding"

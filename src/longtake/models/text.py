@@ -19,6 +19,9 @@ from longtake.models.quantized import quantize_linears
 NO_CAPTION = ""
 """The unconditional caption of classifier-free guidance, trained where captions are dropped."""
 
+LENGTH_STEP = 32
+"""Tokens: captions are padded to a multiple of it where an encoder is told what is padding."""
+
 MAX_WORDS = 8192
 """Of the vocabulary that is made of a catalog's captions: the most frequent ones."""
 
@@ -145,8 +148,12 @@ class _Encoder:
         self.width: int = config.hidden_size
         self.vocabulary_size: int = config.vocab_size if tokenizer is None else len(tokenizer)
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
     def tokens(self, captions: Sequence[str]) -> Any:
-        """`input_ids` and `attention_mask`, each [B, T], on the module's device."""
+        """`input_ids` and `attention_mask`, each [B, T], on the CPU."""
         assert self.tokenizer is not None, "an outline cannot encode"
         return self.tokenizer(
             list(captions),
@@ -155,7 +162,7 @@ class _Encoder:
             truncation=True,
             return_attention_mask=True,
             return_tensors="pt",
-        ).to(next(self.module.parameters()).device)
+        )
 
     def unknown_words(self, caption: str) -> list[str]:
         tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -178,6 +185,9 @@ class TransformersText:
     Encodes to `prompt_embeds` [B, T, D] fp32, zero after a caption's end, as Wan's pipeline does.
     Wan attends to those zeros too: sampling with another `max_tokens` than in training (512 for the
     released weights) is not the same.
+
+    The encoder's mask hides the padding from the words, so most of it is not computed: captions of
+    about the same length are encoded together, padded to a multiple of `LENGTH_STEP` tokens.
     """
 
     pooled_dim: int | None = None
@@ -191,10 +201,16 @@ class TransformersText:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        tokens = self._encoders[0].tokens([clean(caption) for caption in captions])
-        embeds = self.encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
-        ended = tokens.attention_mask.unsqueeze(-1) == 0
-        return {"prompt_embeds": embeds.float().masked_fill(ended, 0)}
+        first = self._encoders[0]
+        tokens = first.tokens([clean(caption) for caption in captions])
+        size = (len(captions), self.max_tokens, self.embed_dim)
+        encoded = torch.zeros(size, device=first.device)
+        for length, rows in _by_length(tokens.attention_mask).items():
+            ids = tokens.input_ids[rows, :length].to(first.device)
+            mask = tokens.attention_mask[rows, :length].to(first.device)
+            embeds = self.encoder(ids, mask).last_hidden_state.float()
+            encoded[rows, :length] = embeds.masked_fill(mask.unsqueeze(-1) == 0, 0)
+        return {"prompt_embeds": encoded}
 
     def outline(self) -> dict[str, Tensor]:
         return {"prompt_embeds": torch.empty(1, self.max_tokens, self.embed_dim, device="meta")}
@@ -218,6 +234,15 @@ class TransformersText:
         return encoders | {each.part.tokenizer: each.tokenizer for each in self._encoders}
 
 
+def _by_length(mask: Tensor) -> dict[int, list[int]]:
+    """Rows of a mask [B, T] by the number of columns that are computed for them."""
+    total, rows = mask.shape[1], dict[int, list[int]]()
+    for row, used in enumerate(mask.bool()):
+        last = int(used.nonzero()[-1]) + 1 if used.any() else 1
+        rows.setdefault(min(total, -(-last // LENGTH_STEP) * LENGTH_STEP), []).append(row)
+    return rows
+
+
 class PooledText(TransformersText):
     """FLUX.1's two frozen encoders: T5 for the words of a caption, CLIP for the whole of it.
 
@@ -232,8 +257,9 @@ class PooledText(TransformersText):
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
         first, pooled = self._encoders
-        embeds = first.module(first.tokens(captions).input_ids).last_hidden_state
-        vector = pooled.module(pooled.tokens(captions).input_ids).pooler_output
+        ids, pooled_ids = (each.tokens(captions).input_ids for each in (first, pooled))
+        embeds = first.module(ids.to(first.device)).last_hidden_state
+        vector = pooled.module(pooled_ids.to(pooled.device)).pooler_output
         return {"prompt_embeds": embeds.float(), "pooled_prompt_embeds": vector.float()}
 
     def outline(self) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """Fills a cache with a recipe's codec and text encoder, which encode training batches as well.
 
 They are loaded only where something is missing, one after the other, and are gone when the cache is
-full: the transformer trains without them. One sample is encoded after the other, here or on a
-cluster, so that a cache's files do not depend on how the work was divided. On a CPU they could
-depend on the number of threads: workers compute with as many as this process would.
+full: the transformer trains without them. On a CPU one sample is encoded after the other, here or
+on a cluster, so that a cache's files do not depend on how the work was divided. They could depend
+on the number of threads: workers compute with as many as this process would.
 """
 
 import gc
@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from longtake import errors, progress
 from longtake.config import PooledSection, Recipe, TextSection
@@ -34,7 +35,7 @@ from longtake.models.base import family
 from longtake.models.build import assemble, outline, text_section
 from longtake.models.codec import Codec, build_codec
 from longtake.models.pretrained import PipelinePart, find_part, locate
-from longtake.models.text import NO_CAPTION, TextEncoder, build_text
+from longtake.models.text import LENGTH_STEP, NO_CAPTION, TextEncoder, build_text
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, pick_device, place_in_world
 from longtake.run_dir import RunDirectory
@@ -159,7 +160,8 @@ def fill_cache(
     if missing.captions and on is None:
         text = _text(recipe, made)
         with _on_device(text, device), progress.counted(shown, "cache: captions") as advance:
-            cache_fill.fill_prompts(cache, missing.captions, _caption_encoder(text), mine, advance)
+            encode_captions = _caption_encoder(text, device)
+            cache_fill.fill_prompts(cache, missing.captions, encode_captions, mine, advance)
     if missing.clips and on is None:
         codec = _codec(recipe, made)
         with _on_device(codec, device), progress.counted(shown, "cache: clips") as advance:
@@ -252,8 +254,20 @@ def _pixel_encoder(codec: Codec, device: torch.device) -> cache_fill.EncodePixel
     return lambda pixels: codec.encode(torch.from_numpy(pixels)[None].to(device))[0]
 
 
-def _caption_encoder(text: TextEncoder) -> cache_fill.EncodeCaption:
-    return lambda caption: {name: tensor[0] for name, tensor in text.encode([caption]).items()}
+def _caption_encoder(text: TextEncoder, device: torch.device) -> cache_fill.EncodeCaptions:
+    """On a GPU captions are encoded together; what one alone gives may have other last bits."""
+
+    def encode(captions: Sequence[str]) -> list[dict[str, Tensor]]:
+        at_once = len(captions) if device.type == "cuda" else 1
+        encoded = []
+        for start in range(0, len(captions), max(1, at_once)):
+            some = captions[start : start + at_once]
+            found = {name: each.cpu() for name, each in text.encode(some).items()}
+            rows = range(len(some))
+            encoded += [{name: each[row] for name, each in found.items()} for row in rows]
+        return encoded
+
+    return encode
 
 
 def _load_pixel_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.EncodePixels:
@@ -263,11 +277,11 @@ def _load_pixel_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.
     return _pixel_encoder(codec, device)
 
 
-def _load_caption_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.EncodeCaption:
+def _load_caption_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.EncodeCaptions:
     torch.set_num_threads(threads)
-    text = _text(recipe, made)
-    text.to(pick_device(recipe.training.device))
-    return _caption_encoder(text)
+    text, device = _text(recipe, made), pick_device(recipe.training.device)
+    text.to(device)
+    return _caption_encoder(text, device)
 
 
 def codec_fingerprint(recipe: Recipe, made: Path) -> str:
@@ -293,6 +307,8 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
     part, folders = _encoder_folders(parts.text, section.pretrained, made)
     facts = [section.kind, part.class_name, section.num_tokens(), section.kept_in()]
     facts += _quantization(section)
+    if section.second_encoder() is None and section.num_tokens() > LENGTH_STEP:
+        facts.append(["padded to a multiple of", LENGTH_STEP])
     if (second := section.second_encoder()) is not None:
         part, of_second = _encoder_folders(parts.pooled, second.pretrained, made)
         facts += [part.class_name, second.max_tokens, *_quantization(second)]
