@@ -37,6 +37,7 @@ from longtake.optim.build import build_optimizers
 from longtake.optim.update import Averages
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
+from longtake.training.inputs import InputQueue
 from longtake.training.loop import compute_gradients
 from longtake.training.runtime import keep_freed_memory
 from longtake.training.session import Session, TrainingState
@@ -174,7 +175,10 @@ def _state(recipe: Recipe) -> TrainingState:
     parts = assemble(recipe, ["a red square moves left"], None)
     blocks = parts.family.blocks(parts.model)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
-    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()))
+    averages = Averages(parts.model, recipe.ema.averages())
+    return TrainingState(
+        parts, optimizers, averages, InputQueue(parts, recipe, torch.device("cpu"))
+    )
 
 
 def _batch(recipe: Recipe) -> Batch:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from longtake import config
@@ -40,7 +41,8 @@ from longtake.parallel.mesh import World, join
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
-from longtake.training.loop import prepare, train_steps
+from longtake.training.inputs import prepare
+from longtake.training.loop import train_steps
 from longtake.training.record import keep_recorder
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import Monitors
@@ -211,8 +213,11 @@ def _parts(recipe: Recipe) -> Components:
 def _bare_parts(recipe: Recipe, world: World) -> Components:
     """Shard as FSDP2's tutorial does: each block, then the rest."""
     parts = _parts(recipe)
+    mesh = world.mesh
+    if not world.is_sharded:
+        mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))
     for part in (*parts.family.blocks(parts.model), parts.model):
-        fully_shard(part, mesh=world.mesh)
+        fully_shard(part, mesh=mesh)
     return parts
 
 
@@ -255,7 +260,7 @@ def _longtake(
         update={"training": recipe.training.model_copy(update={"steps": steps})}
     )
     session = replace(session, recipe=short)
-    norms, guard = NormStats(state.components.model, blocks), GuardRunner(session)
+    norms, guard = NormStats(state.components.model, blocks, world), GuardRunner(session)
     with (
         keep_saver(run, world, recipe.checkpoint, start=0) as saver,
         keep_recorder(session, None, 0, {}) as recorder,

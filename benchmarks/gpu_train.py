@@ -340,7 +340,7 @@ def _ours(name: str, options: Options | None, bench: Bench) -> Row:
     session, state = bench.session, bench.state
     _run_by(options or {}, bench)
     model = state.components.model
-    norms_of = NormStats(model, state.components.family.blocks(model))
+    norms_of = NormStats(model, state.components.family.blocks(model), bench.world)
 
     def one() -> None:
         compute_gradients(session, state, bench.batch)

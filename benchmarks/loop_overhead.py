@@ -39,6 +39,7 @@ from longtake.parallel.fsdp import squares
 from longtake.parallel.mesh import World
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
+from longtake.training.inputs import InputQueue
 from longtake.training.loop import apply_update, compute_gradients, train_steps
 from longtake.training.record import keep_recorder
 from longtake.training.session import Session, TrainingState
@@ -178,7 +179,8 @@ def _state(recipe: Recipe) -> TrainingState:
     parts = assemble(recipe, captions, None)
     blocks = parts.family.blocks(parts.model)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
-    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()))
+    averages = Averages(parts.model, recipe.ema.averages())
+    return TrainingState(parts, optimizers, averages, InputQueue(parts, recipe, _ALONE.device))
 
 
 def _loader(recipe: Recipe) -> Loader:
@@ -222,7 +224,7 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
         update={"training": recipe.training.model_copy(update={"steps": steps})}
     )
     session = _session(short)
-    norms, guard = NormStats(state.components.model, blocks), GuardRunner(session)
+    norms, guard = NormStats(state.components.model, blocks, _ALONE), GuardRunner(session)
     with (
         keep_saver(run, _ALONE, recipe.checkpoint, start=0) as saver,
         keep_recorder(session, None, 0, {}) as recorder,

@@ -680,8 +680,9 @@ class TrainingSection(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Of the arithmetic; master weights, optimizer and EMA stay in fp32."""
-    compile: bool = False
-    """Compile each block (torch.compile): faster steps after a first one that takes minutes."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block (torch.compile): faster steps after a first one that takes minutes.
+    `auto`: on GPUs, not on a CPU."""
 
 
 class EmaProfile(_Section):
@@ -772,9 +773,9 @@ class ParallelSection(_Section):
     shard_size: int | None = Field(None, gt=1, le=_MAX_BATCH)
     """Of `hybrid`: processes that hold one copy of the model; unset: those of a node."""
     param_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What weights kept in fp32 are gathered in for the arithmetic where it is bf16: `bf16` halves
-    what sharded ranks send each other, and rounds norms' weights too. Gradients are reduced in
-    fp32 either way."""
+    """What sharded weights kept in fp32 are gathered in for the arithmetic where it is bf16: `bf16`
+    halves what ranks send each other, and rounds norms' weights too. Gradients are reduced in fp32
+    either way; with `replicate` nothing is gathered."""
     context: int = Field(1, gt=0, le=_MAX_BATCH)
     """Processes that share the tokens of each clip, for clips too long for one GPU; it must
     divide the number of processes and the model's attention heads."""

@@ -180,7 +180,7 @@ def _train(parts: Components, recipe: Recipe, way: _Way, world: World) -> dict[s
         run_blocks(options, parts)
     session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), "fp32")
     state = build_state(session, parts)
-    norms = NormStats(parts.model, parts.family.blocks(parts.model))
+    norms = NormStats(parts.model, parts.family.blocks(parts.model), world)
     rank, size = world.data_rank, world.data_size
     loader = Loader(recipe.data, batch_size=4, seed=recipe.seed, rank=rank, world_size=size)
     rows = []

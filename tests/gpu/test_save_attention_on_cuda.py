@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from longtake.planner.activation_checkpointing import Option, run_block
+from longtake.planner.activation_checkpointing import Activations, run_block
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 
@@ -37,7 +37,7 @@ class _Block(nn.Module):
 )
 def test_each_kernel_runs_once(backend: SDPBackend, masked: bool) -> None:
     outcomes: dict[str, tuple[list[Tensor], int]] = {}
-    options: tuple[Option, ...] = ("keep", "save-attention")
+    options: tuple[Activations, ...] = ("keep", "save-attention")
     mask = (torch.rand(500, 500, device="cuda") > 0.1) if masked else None
     for option in options:
         torch.manual_seed(0)

@@ -3,23 +3,28 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.build import ALONE
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtake.config import EmaProfile, ParallelSection
 from longtake.optim.update import Averages
-from longtake.parallel.collectives import sum_over_ranks
+from longtake.parallel.collectives import gather_objects, sum_over_ranks
 from longtake.parallel.fsdp import (
     apply_fsdp,
     clip_gradients,
     full,
     local_shard,
-    num_copies,
+    reduce_gradients,
+    send_weights,
     set_gradient_sync,
     squares,
 )
@@ -75,17 +80,18 @@ def _build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def _accumulate(model: nn.Module, samples: Tensor) -> None:
+def _accumulate(model: nn.Module, samples: Tensor, world: World = ALONE) -> None:
     """Two micro-steps, of which only the second reduces."""
     for number, part in enumerate(samples.chunk(2), start=1):
         set_gradient_sync(model, wanted=number == 2)
         (model(part).square().sum() / len(samples)).backward()
+    reduce_gradients(model, list(model.children()), world)
 
 
 def _norm(model: nn.Module, world: World = ALONE) -> float:
     """Of all gradients, from every rank's share."""
     shares = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
-    local = float(squares(shares).sum()) / num_copies(model)
+    local = float(squares(shares).sum()) / world.num_copies
     return math.sqrt(sum_over_ranks({"squares": local}, world)["squares"])
 
 
@@ -93,26 +99,26 @@ def _check(world: World, parts: int) -> None:
     samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
     alone, model = _build(), _build()
     apply_fsdp(model, [model[0], model[2]], world)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    first = next(model.parameters())
-    assert isinstance(first, DTensor)
-    assert first.to_local().shape == (6 // parts, 5)
+    is_sharded = {isinstance(parameter, DTensor) for parameter in model.parameters()}
+    assert is_sharded == {parts > 1}
+    assert local_shard(next(model.parameters())).shape == (6 // parts, 5)
 
     _accumulate(alone, samples)
-    _accumulate(model, samples.chunk(2)[world.rank])
+    _accumulate(model, samples.chunk(2)[world.rank], world)
     expected = _norm(alone)
     assert expected > 0.5
     assert _norm(model, world) == pytest.approx(expected, rel=1e-6)
     for network in (alone, model):
         clip_gradients(network, expected, 0.5)
 
-    halves = [_build().bfloat16(), _build().bfloat16()]
-    apply_fsdp(halves[1], [halves[1][0], halves[1][2]], world)
-    for half, network in zip(halves, (alone, model), strict=True):
-        for one, other in zip(half.parameters(), network.parameters(), strict=True):
-            assert other.grad is not None
-            one.grad = other.grad.bfloat16()
-    assert _norm(halves[1], world) == pytest.approx(_norm(halves[0]), rel=1e-6)
+    if world.is_sharded:
+        halves = [_build().bfloat16(), _build().bfloat16()]
+        apply_fsdp(halves[1], [halves[1][0], halves[1][2]], world)
+        for half, network in zip(halves, (alone, model), strict=True):
+            for one, other in zip(half.parameters(), network.parameters(), strict=True):
+                assert other.grad is not None
+                one.grad = other.grad.bfloat16()
+        assert _norm(halves[1], world) == pytest.approx(_norm(halves[0]), rel=1e-6)
 
     averages = [Averages(network, _PROFILES) for network in (alone, model)]
     for network, each in zip((alone, model), averages, strict=True):
@@ -172,40 +178,103 @@ def _check_mixed(world: World) -> None:
         torch.testing.assert_close(full(other.grad), one.grad, rtol=0.1, atol=0.1)
 
 
-def _collectives(model: nn.Module, samples: Tensor, *, is_last: bool) -> dict[str, int]:
-    """How often ranks wait for each other in a micro-step's backward pass, by what they do."""
+def _collectives(
+    model: nn.Module, samples: Tensor, world: World, *, is_last: bool
+) -> dict[str, int]:
+    """How often ranks wait for each other after a micro-step's forward pass, by what they do."""
     set_gradient_sync(model, wanted=is_last)
     losses = model(samples).square().sum()
     with CommDebugMode() as seen:  # type: ignore[no-untyped-call]
         losses.backward()
+        if is_last:
+            reduce_gradients(model, list(model.children()), world)
     return {str(kind): count for kind, count in seen.get_comm_counts().items() if count}
 
 
 def _check_that_only_the_last_micro_step_reduces(world: World) -> None:
     """Replicated, ranks need nothing of each other in all others; sharded, only the weights."""
     samples = torch.randn(4, 5, generator=torch.Generator().manual_seed(world.rank))
-    replicated, sharded = _build(), _build()
-    apply_fsdp(replicated, [replicated[0], replicated[2]], arranged(world, ParallelSection()))
+    replicated, sharded, copies = _build(), _build(), arranged(world, ParallelSection())
+    apply_fsdp(replicated, [replicated[0], replicated[2]], copies)
     apply_fsdp(sharded, [sharded[0], sharded[2]], world)
-    assert _collectives(replicated, samples, is_last=False) == {}
-    assert _collectives(replicated, samples, is_last=True) == {"c10d.allreduce_": 2}
-    assert set(_collectives(sharded, samples, is_last=False)) == {"c10d._allgather_base_"}
-    reduced = _collectives(sharded, samples, is_last=True)
+    assert _collectives(replicated, samples, copies, is_last=False) == {}
+    assert _collectives(replicated, samples, copies, is_last=True) == {"c10d.allreduce_": 2}
+    assert set(_collectives(sharded, samples, world, is_last=False)) == {"c10d._allgather_base_"}
+    reduced = _collectives(sharded, samples, world, is_last=True)
     assert reduced["c10d._reduce_scatter_base_"] == 2
 
 
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that copy a weight, or into one."""
+
+    _COPYING = ("copy", "clone", "cat", "allgather", "unshard")
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+        self._weights = {_place(local_shard(parameter)) for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in str(func) for word in self._COPYING):
+            tensors = torch.utils._pytree.tree_leaves((args, kwargs))
+            places = {_place(each) for each in tensors if isinstance(each, Tensor)}
+            self.count += bool(places & self._weights)
+        return func(*args, **(kwargs or {}))
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _check_that_replicas_copy_no_weight(world: World) -> None:
+    """As FSDP2 does on a mesh with shards of 1, which gives the same gradients bit by bit."""
+    of_one = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))
+    samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1)).chunk(2)[world.rank]
+    counts, gradients = [], []
+    for here in (arranged(world, ParallelSection()), replace(world, mesh=of_one)):
+        model = _build()
+        apply_fsdp(model, [model[0], model[2]], here)
+        with _Copies(model) as copies:
+            _accumulate(model, samples, here)
+        counts.append(copies.count)
+        gradients.append([full(p.grad) for p in model.parameters() if p.grad is not None])
+    assert counts[0] == 0
+    assert counts[1] > 0
+    assert all(map(torch.equal, *gradients))
+
+
+def _check_that_replicas_begin_and_stay_equal(world: World) -> None:
+    """Where a parameter has a gradient on one rank only, too."""
+    torch.manual_seed(world.rank)  # as random numbers of two kinds of processors
+    frozen, trained = blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    model, copies = nn.Sequential(*blocks), arranged(world, ParallelSection())
+    frozen.requires_grad_(False)
+    apply_fsdp(model, blocks, copies)
+    send_weights(model, copies)
+    mine, theirs = gather_objects([each.weight.tolist() for each in (frozen, trained)], world)
+    assert mine[0] != theirs[0]
+    assert mine[1] == theirs[1]
+    if world.is_first:
+        model(torch.ones(1, 2)).sum().backward()
+    reduce_gradients(model, blocks, copies)
+    gradient = trained.bias.grad
+    assert gradient is not None
+    assert gradient.tolist() == [0.5, 0.5]
+
+
 def _check_that_gradients_add_up_in_fp32(world: World) -> None:
-    """In bf16, a small one added to a large one would be lost."""
+    """In bf16, a small one added to a large one would be lost; FSDP2 rounds their sum."""
     model = nn.Sequential(nn.Linear(1, 2, bias=False)).bfloat16()
     apply_fsdp(model, [model[0]], world)
     parts = [1.0, *[2.0**-9] * 4]
     for number, size in enumerate(parts, start=1):
         set_gradient_sync(model, wanted=number == len(parts))
         model(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
+    reduce_gradients(model, list(model), world)
     gradient = next(model.parameters()).grad
     assert gradient is not None
     found = full(gradient)
-    assert found.dtype == torch.bfloat16
+    assert found.dtype == (torch.bfloat16 if world.is_sharded else torch.float32)
     assert found.flatten().tolist() == [1 + 2.0**-7] * 2  # and 1 if added up in bf16
 
 
@@ -234,7 +303,10 @@ def _check_as_one_of_two() -> None:
         _check_mixed(world)
         _check(arranged(world, ParallelSection()), parts=1)
         _check_that_only_the_last_micro_step_reduces(world)
-        _check_that_gradients_add_up_in_fp32(world)
+        for here in (world, arranged(world, ParallelSection())):
+            _check_that_gradients_add_up_in_fp32(here)
+        _check_that_replicas_copy_no_weight(world)
+        _check_that_replicas_begin_and_stay_equal(world)
         _check_that_weights_travel_in_bf16(world)
 
 

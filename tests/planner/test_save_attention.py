@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from longtake.models.numerics import autocast
 from longtake.planner import save_attention
-from longtake.planner.activation_checkpointing import Option, run_block
+from longtake.planner.activation_checkpointing import Activations, run_block
 from longtake.planner.kernels import as_on_cuda
 
 _CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def _block(how: Mapping[str, Any]) -> Block:
     return Block(how)
 
 
-def _gradients(block: Block, option: Option, precision: str, times: int = 1) -> list[Tensor]:
+def _gradients(block: Block, option: Activations, precision: str, times: int = 1) -> list[Tensor]:
     tokens, others = _random(2, 3, 20, 16).requires_grad_(), _random(2, 3, 9, 16)
     with autocast("bf16", _CPU) if precision == "bf16" else nullcontext():
         output = run_block(option, block, tokens, others)

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from longtake.errors import RecipeError
 from longtake.models.build import Components, assemble, latent_shape, outline_conditioning
 from longtake.planner.activation_checkpointing import ACTIVATIONS, BlockOption
-from longtake.training.build import compile_blocks, refuse_missing_compiler
+from longtake.training import build
+from longtake.training.build import (
+    compile_blocks,
+    compiles_blocks,
+    refuse_missing_compiler,
+    uncompiled,
+)
 
 _CPU = torch.device("cpu")
 
@@ -33,6 +39,32 @@ def test_without_a_compiler_it_is_refused(
 
 def test_with_a_compiler_it_is_not(small_recipe: MakeRecipe) -> None:
     refuse_missing_compiler(small_recipe("training.compile=true"), _CPU)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "has_triton", "compiles", "warns"),
+    [
+        ("auto", "cpu", True, False, False),
+        ("auto", "cuda", True, True, False),
+        ("auto", "cuda", False, False, True),
+        ("true", "cpu", True, True, False),
+        ("false", "cuda", True, False, False),
+    ],
+)
+def test_blocks_are_compiled_on_gpus_unless_the_recipe_says_otherwise(
+    small_recipe: MakeRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    device: str,
+    has_triton: bool,
+    compiles: bool,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr(build, "has_triton", lambda: has_triton)
+    recipe, place = small_recipe(f"training.compile={wanted}"), torch.device(device)
+    refuse_missing_compiler(recipe, place)
+    assert compiles_blocks(recipe, place) is compiles
+    assert ("no Triton" in uncompiled(recipe, place)) is warns
 
 
 @pytest.mark.slow

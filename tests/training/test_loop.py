@@ -27,13 +27,12 @@ from longtake.optim.update import Averages
 from longtake.parallel.fsdp import clip_gradients, squares
 from longtake.parallel.mesh import join
 from longtake.run_dir import RunDirectory
+from longtake.training.inputs import InputQueue, encode_captions, prepare
 from longtake.training.loop import (
     ComputeTimer,
     apply_update,
     compute_gradients,
     drop_undecodable,
-    encode_captions,
-    prepare,
     seed_step,
 )
 from longtake.training.session import Session, TrainingState
@@ -49,7 +48,8 @@ def _state(recipe: Recipe, tmp_path: Path) -> TrainingState:
     parts = assemble(recipe, captions, tmp_path / "components")
     blocks = parts.family.blocks(parts.model)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
-    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()))
+    averages = Averages(parts.model, recipe.ema.averages())
+    return TrainingState(parts, optimizers, averages, InputQueue(parts, recipe, ALONE.device))
 
 
 def _batches(recipe: Recipe, count: int) -> Iterator[Batch]:
@@ -222,7 +222,7 @@ def test_latents_from_a_cache_are_taken_as_they_are(
     assert torch.equal(found.conditioning["prompt_embeds"], embeds)
     assert not torch.equal(embeds, cached.conditioning["prompt_embeds"])
     losses = [
-        compute_gradients(_session(recipe), _state(recipe, tmp_path), each)
+        compute_gradients(_session(recipe), _state(recipe, tmp_path), each).losses
         for each in (batch, cached)
     ]
     assert losses[0] == losses[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.build import QUIET, MakeRecipe, wait_until
 
-from longtake.config import Recipe, TrainingSection
+from longtake.config import Recipe
 from longtake.errors import DataError
 from longtake.fsio import read_json
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeat, read_heartbeats
@@ -185,10 +185,6 @@ def test_blocks_are_used_again_unless_the_user_decides() -> None:
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def _section(*, compiles: bool) -> TrainingSection:
-    return TrainingSection(steps=1, global_batch_size=1, compile=compiles)
-
-
 def test_it_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And torch looks there."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -196,16 +192,11 @@ def test_it_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv(_VARIABLE, "")  # so that it is put back
     monkeypatch.delenv(_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keep_compiled_code(_section(compiles=True))
+    keep_compiled_code()
     assert cache_dir() == str(tmp_path / "longtake" / "compiled")
 
 
-@pytest.mark.parametrize(("compiles", "before"), [(False, None), (True, "/mine")])
-def test_the_environment_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, compiles: bool, before: str | None
-) -> None:
-    monkeypatch.setenv(_VARIABLE, before or "")
-    if before is None:
-        monkeypatch.delenv(_VARIABLE)
-    keep_compiled_code(_section(compiles=compiles))
-    assert os.environ.get(_VARIABLE) == before
+def test_the_users_folder_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_VARIABLE, "/mine")
+    keep_compiled_code()
+    assert os.environ[_VARIABLE] == "/mine"

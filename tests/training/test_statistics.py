@@ -62,7 +62,7 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 def test_norms_are_those_of_all_trained_tensors_together() -> None:
     """By group and in all; gradients as they will be after the scale; no frozen ones."""
     network = _network()
-    stats = NormStats(network, list(network.blocks))
+    stats = NormStats(network, list(network.blocks), ALONE)
     norms = _norms(network, stats, scale=3.0)
     trained = [p for p in network.parameters() if p.requires_grad]
     gradients = [p.grad for p in trained if p.grad is not None]
@@ -78,7 +78,7 @@ def test_norms_are_those_of_all_trained_tensors_together() -> None:
 
 def test_an_update_is_measured_where_it_was_made() -> None:
     network = _network()
-    stats = NormStats(network, list(network.blocks))
+    stats = NormStats(network, list(network.blocks), ALONE)
     before = copy.deepcopy(network)
     with stats.track_update(), torch.no_grad():
         for parameter in network.parameters():
@@ -104,7 +104,7 @@ def test_numbers_that_are_none_are_counted() -> None:
     gradient = network.embed.weight.grad
     assert gradient is not None
     gradient[0, :2] = torch.tensor([float("nan"), float("inf")])
-    stats = NormStats(network, list(network.blocks))
+    stats = NormStats(network, list(network.blocks), ALONE)
     norms = _norms(network, stats)
     elements = sum(p.numel() for p in network.parameters() if p.requires_grad)
     assert norms.nonfinite_share == pytest.approx(2 / elements)
@@ -115,7 +115,7 @@ def test_numbers_that_are_none_are_counted() -> None:
 def test_without_gradients_the_norm_is_zero() -> None:
     network = _network()
     network.zero_grad(set_to_none=True)
-    assert _norms(network, NormStats(network, list(network.blocks))).grad_norm == 0.0
+    assert _norms(network, NormStats(network, list(network.blocks), ALONE)).grad_norm == 0.0
 
 
 # --- NaN and inf are located ------------------------------------------------------------------
@@ -193,7 +193,8 @@ def _check(world: World) -> None:
     apply_fsdp(spread_out, list(spread_out.blocks), world)
     samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
     spread_out(samples).pow(3).sum().backward()
-    measured = [NormStats(each, list(each.blocks)) for each in (alone, spread_out)]
+    pairs = ((alone, ALONE), (spread_out, world))
+    measured = [NormStats(each, list(each.blocks), of) for each, of in pairs]
     for network, stats in zip((alone, spread_out), measured, strict=True):
         with stats.track_update(), torch.no_grad():
             for parameter in network.parameters():

@@ -181,6 +181,13 @@ SampleSource = DecodingSource | CachedSource
 BatchBuffer = PixelBuffer | CachedBuffer
 
 
+class UpcomingSamples(NamedTuple):
+    """Of the next batch, as far as it is planned."""
+
+    bucket: Bucket
+    seeds: tuple[int, ...]
+
+
 class _Sample(NamedTuple):
     clip: Clip
     epoch: int
@@ -261,6 +268,7 @@ class Loader:
         self._clips: dict[tuple[int, int], Clip] = {}
         self._cached: tuple[Cache, Mapping[str, CacheFailure]] | None = None
         self._prefetch: _Prefetch | None = None
+        self._waiting: deque[_PendingBatch] = deque()
         for catalog in self.catalogs.values():
             refuse_without_conditioning(catalog, data.conditioning)
 
@@ -404,6 +412,7 @@ class Loader:
         end = self._end(end_step)
         prefetch, self._prefetch = self._prefetch, None
         prefetch = prefetch or _Prefetch(self._source(self.data.workers), self._step)
+        self._waiting = prefetch.waiting
         with closing(prefetch.source) as source:
             while end is None or self._step < end:
                 self._fill(prefetch, end)
@@ -412,6 +421,13 @@ class Loader:
                 self._incidents += source.incidents()
                 self._step = self._skipped.next_kept(self._step + 1)
                 yield batch
+
+    def upcoming(self) -> UpcomingSamples | None:
+        """Samples of the batch that follows the last one of `batches`; clips may still fail."""
+        if not self._waiting:
+            return None
+        planned, samples, _ = self._waiting[0]
+        return UpcomingSamples(planned.bucket, tuple(each.seed for each in samples if each))
 
     def begin(self, end_step: int | None = None) -> None:
         """Start decoding the first batches while the model is still being built.

@@ -1,10 +1,11 @@
-"""Shards a model over the mesh with FSDP2 (`fully_shard`); gradients and norms of its shards."""
+"""Shards a model over the mesh with FSDP2 (`fully_shard`), or replicates it; its gradients."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -16,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from longtake.parallel.mesh import World
 
+BUCKET_BYTES = 2**28
+"""The most that gradients are copied into at a time to be all-reduced."""
 _LEAST_NORM = 1e-6
 """Added to a norm, so that gradients of 0 do not divide by it."""
 
@@ -23,12 +26,13 @@ _LEAST_NORM = 1e-6
 def apply_fsdp(
     model: nn.Module, blocks: Sequence[nn.Module], world: World, *, gather_in_bf16: bool = False
 ) -> None:
-    """Shard (or replicate) each block and then the rest onto the device; alone, just move it.
+    """Shard each block and then the rest onto the device; whole on each rank, just move it.
 
     The model comes on the CPU: a GPU never holds more of it than its share and one block.
 
-    Parameters become DTensors of the dtype that they have. Their gradients are added up over ranks
-    in fp32. The arithmetic's precision is autocast's business, the same on one process and on many.
+    Sharded parameters become DTensors of the dtype that they have. Gradients are added up over
+    ranks in fp32. The arithmetic's precision is autocast's business, the same on one process and on
+    many.
 
     Args:
         model: on the CPU.
@@ -37,7 +41,7 @@ def apply_fsdp(
         gather_in_bf16: whether ranks send each other weights kept in fp32 as bf16; only where
             autocast would make bf16 of them anyway.
     """
-    if world.mesh is None:
+    if not world.is_sharded:
         model.to(world.device)
         accumulate_in_fp32(model)
         return
@@ -61,7 +65,7 @@ def apply_fsdp(
 def accumulate_in_fp32(model: nn.Module) -> None:
     """Keep the gradients of bf16 weights in fp32, so that micro-batches add up without rounding.
 
-    On several processes FSDP2's `reduce_dtype` does that.
+    Of sharded weights FSDP2's `reduce_dtype` does that.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
@@ -124,6 +128,64 @@ def free_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
+@torch.no_grad()
+def send_weights(model: nn.Module, world: World) -> None:
+    """Give all ranks that hold the whole model rank 0's values of what trains.
+
+    From then on equal gradients keep them equal. Frozen weights come from the same files or the
+    same seed.
+    """
+    if world.mesh is not None and not world.is_sharded:
+        for parameter in _trained(model):
+            dist.broadcast(parameter.detach(), src=0)
+
+
+@torch.no_grad()
+def reduce_gradients(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
+    """Average the gradients of ranks that hold the whole model; FSDP2 reduces those of shards.
+
+    All ranks call it after the last micro-batch of a step. A parameter without gradient counts as
+    0, as other ranks may have one. The sums are fp32, in the order of FSDP2: block by block.
+    """
+    if world.mesh is None or world.is_sharded:
+        return
+    for bucket in gradient_buckets(model, blocks):
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten().float() for gradient in gradients])
+        dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=dist.group.WORLD)
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        averages = [part.view_as(each) for part, each in zip(parts, gradients, strict=True)]
+        torch._foreach_copy_(gradients, averages)
+
+
+def gradient_buckets(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
+    """What trains of each block, in fp32 parts of at most `BUCKET_BYTES`, and then of the rest."""
+    taken: set[nn.Parameter] = set()
+    for module in (*blocks, model):
+        bucket: list[nn.Parameter] = []
+        for parameter in _trained(module):
+            if parameter in taken:
+                continue
+            taken.add(parameter)
+            if bucket and bucket_bytes([*bucket, parameter]) > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        if bucket:
+            yield bucket
+
+
+def bucket_bytes(bucket: Sequence[nn.Parameter]) -> int:
+    return sum(torch.float32.itemsize * parameter.numel() for parameter in bucket)
+
+
+def _trained(module: nn.Module) -> Iterable[nn.Parameter]:
+    return (parameter for parameter in module.parameters() if parameter.requires_grad)
+
+
 def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -157,15 +219,6 @@ def _multiply(gradients: list[Tensor], factor: float) -> None:
 
 def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def num_copies(model: nn.Module) -> int:
-    """Number of ranks that hold the same shard: sums over all ranks count it that often."""
-    first = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    if first is None:
-        return 1
-    names = first.device_mesh.mesh_dim_names or ()
-    return first.device_mesh.size(names.index("replicate")) if "replicate" in names else 1
 
 
 @torch.no_grad()

@@ -49,7 +49,8 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """All ranks, as FSDP2 spreads the model over them; None where the process is alone."""
+    """All ranks, in a dimension `replicate` of those that hold the same weights, and one `shard` of
+    those that hold a copy between them, if any do; None where the process is alone."""
     sequence_size: int = 1
     """Ranks, one after the other, that share the tokens of each clip."""
     sequence_group: dist.ProcessGroup | None = None
@@ -68,6 +69,19 @@ class World:
     @property
     def data_rank(self) -> int:
         return self.rank // self.sequence_size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the model."""
+        return self.mesh is not None and "shard" in (self.mesh.mesh_dim_names or ())
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that hold the same weights: sums over all ranks count these that often."""
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        if self.mesh is None or "replicate" not in names:
+            return 1
+        return self.mesh.size(names.index("replicate"))
 
     @property
     def speaks_for_data(self) -> bool:
@@ -241,10 +255,11 @@ def shard_size(section: ParallelSection, size: int, of_node: int | None = None) 
 
 def _mesh(device_type: str, size: int, shards: int) -> DeviceMesh:
     """FSDP2 replicates over a mesh's first dimension and shards over its last."""
-    if shards == size:
-        return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
-    shape, names = (size // shards, shards), ("replicate", "shard")
-    return _with_timeout(init_device_mesh(device_type, shape, mesh_dim_names=names))
+    if shards in (1, size):
+        names = ("replicate" if shards == 1 else "shard",)
+        return init_device_mesh(device_type, (size,), mesh_dim_names=names)
+    shape, both = (size // shards, shards), ("replicate", "shard")
+    return _with_timeout(init_device_mesh(device_type, shape, mesh_dim_names=both))
 
 
 def _sequence_group(device_type: str, size: int, sequence: int) -> dist.ProcessGroup | None:

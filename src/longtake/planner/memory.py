@@ -28,6 +28,7 @@ _EIGHT_BIT_MAP_BYTES = 256 * 4
 """The table of a state's 256 levels; each state has its own."""
 _EIGHT_BIT_STEP_BYTES = 8
 """Per number of the largest parameter; measured on a CPU."""
+_GATHERED_BLOCKS = 3  # copies of blocks that FSDP2 holds at a time
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def outline_step(
     if recipe.parallel.context > 1:
         family.share_tokens(model, FakeTokenSharing(recipe.parallel.context))
     model.train()
-    if world_size == 1:
+    if num_shards == 1:
         fsdp.accumulate_in_fp32(model)
     local = num_places(recipe.training.global_batch_size, data_size)
     micro = min(recipe.training.micro_batch_size or local, local)
@@ -118,7 +119,7 @@ def outline_step(
         ).mean(),
         is_accumulating=local > micro,
         num_shards=num_shards,
-        gathers_in_bf16=world_size > 1 and is_bf16,
+        gathers_in_bf16=num_shards > 1 and is_bf16,
         weights=_offered_weights(recipe, list(family.blocks(model)), is_whole, quantized),
         offloads=is_whole,
         host_bytes=device.host_bytes,
@@ -309,23 +310,26 @@ class StaticMemory:
     """What is in the device's memory whatever is recomputed, in bytes."""
 
     weights: int
-    """Of the transformer, frozen ones included. On several processes: this one's shards, and what
-    is gathered at a time: two or three blocks, and what is outside of blocks."""
+    """Of the transformer, frozen ones included. If sharded: this process's shards, and what is
+    gathered at a time: three blocks, and what is outside of blocks."""
     elsewhere: int
     """Weights of the whole model that are not here, less what is gathered beside the shards."""
     gradients: int
+    reduced: int  # a copy of gradients in which copies of the model all-reduce theirs
     optimizer: OptimizerBytes
     inputs: int  # latents, noise and conditioning of one micro-batch
+    inputs_ahead: int  # of the next one, which is copied to a GPU meanwhile
     ema: int  # the running averages, each in fp32
     encoders: int  # codec and text encoders; none where data.cache keeps what they give
 
     @property
     def resident(self) -> int:
-        return self.optimizer.device + self.ema + self.encoders
+        return self.optimizer.device + self.ema + self.encoders + self.inputs_ahead
 
     @property
     def update_bytes(self) -> int:
-        return self.weights + self.gradients + self.inputs + self.resident + self.optimizer.step
+        fixed = self.weights + self.gradients + self.inputs + self.resident
+        return fixed + max(self.optimizer.step, self.reduced)
 
 
 @dataclass(frozen=True)
@@ -363,14 +367,19 @@ def static_memory(
     elsewhere = _elsewhere_bytes(step)
     if weight_bytes is None:
         weight_bytes = module_bytes(model, granule)
+    is_replicated = shards == 1 and step.world_size > 1
+    blocks = components.family.blocks(model)
+    buckets = fsdp.gradient_buckets(model, blocks) if is_replicated else ()
     return StaticMemory(
         weights=weight_bytes - elsewhere,
         elsewhere=elsewhere,
         gradients=sum((p.grad_dtype or p.dtype).itemsize * p.numel() for p in trained) // shards,
+        reduced=max(map(fsdp.bucket_bytes, buckets), default=0),
         optimizer=OptimizerBytes(
             optimizer.device // shards, optimizer.host // shards, optimizer.step // shards
         ),
         inputs=input_bytes,
+        inputs_ahead=input_bytes if target == "cuda" and step.num_micro_batches > 1 else 0,
         ema=len(recipe.ema.averages()) * sum(4 * p.numel() for p in trained) // shards,
         encoders=0 if recipe.data.cache is not None else sum(map(module_bytes, frozen)),
     )
@@ -412,10 +421,10 @@ def gathered_itemsize(parameter: Tensor, step: MetaStep) -> int:
 def _elsewhere_bytes(step: MetaStep) -> int:
     """What is not here while blocks are gathered.
 
-    FSDP2 gathers copies even where each process holds the whole model: of the block that runs and
-    of the next one. With shards it also keeps the buffer of the all-gather before.
+    FSDP2 gathers copies of the block that runs and of the next one, and keeps the buffer of the
+    all-gather before.
     """
-    if step.world_size == 1:
+    if step.num_shards == 1:
         return 0
 
     def gathered(module: nn.Module) -> int:
@@ -425,8 +434,7 @@ def _elsewhere_bytes(step: MetaStep) -> int:
     model = step.components.model
     whole = module_bytes(model)
     in_blocks = [gathered(block) for block in step.components.family.blocks(model)]
-    num_blocks = 3 if step.num_shards > 1 else 2
-    at_once = num_blocks * max(in_blocks) + gathered(model) - sum(in_blocks)
+    at_once = _GATHERED_BLOCKS * max(in_blocks) + gathered(model) - sum(in_blocks)
     return whole - whole // step.num_shards - at_once
 
 

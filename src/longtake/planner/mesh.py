@@ -105,7 +105,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """What FSDP2 gathers and reduces as one: a block, a part in another dtype, or the rest."""
+    """What is gathered and reduced as one: a block, a part in another dtype, or the rest."""
 
     block: str | None  # the block that it is or belongs to
     is_rest: bool  # gathered once for forward and backward pass, as FSDP2 does with the root
@@ -164,8 +164,14 @@ def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
 
 
 def fsdp_units(step: MetaStep) -> list[FsdpUnit]:
-    """As `longtake.parallel.fsdp.apply_fsdp` makes them, in the order of the forward pass."""
+    """As `longtake.parallel.fsdp.apply_fsdp` makes them, in the order of the forward pass.
+
+    Where each rank holds the whole model there is one: nothing is gathered, and gradients are
+    reduced when all are there.
+    """
     model, blocks = step.components.model, step.tracer.subject.blocks
+    if step.num_shards == 1:
+        return [_fsdp_unit(None, True, list(model.parameters()), step)]
     taken: set[Tensor] = set()
     units: list[FsdpUnit] = []
     for name, part in (*blocks.items(), (None, model)):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 from torch.overrides import _get_current_function_mode, handle_torch_function
@@ -86,7 +87,15 @@ CUDNN = AttentionKernel(
 def choose_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
 ) -> AttentionKernel | None:
-    """The kernel that torch chooses for real tensors; None for one that is not known here."""
+    """The kernel that torch chooses; None for one that is not known here.
+
+    Of fake tensors torch chooses none; they are the CPU's (see `longtake.planner.kernels`).
+    """
+    if isinstance(query, FakeTensor):
+        inputs = (query, key, value)
+        sizes = {(each.dim(), each.shape[1], each.shape[-1], each.stride(-1)) for each in inputs}
+        is_plain = len(sizes) == 1 and query.dim() == 4 and query.stride(-1) == 1
+        return FLASH_ON_CPU if is_plain else None
     number = torch._fused_sdp_choice(query, key, value, attn_mask=mask, **how)
     backend, on_cuda = SDPBackend(number), query.device.type == "cuda"
     if backend == SDPBackend.FLASH_ATTENTION and not on_cuda:

@@ -1,6 +1,7 @@
 """Builds model, codec, text encoder and optimizers on every rank, and creates the run directory."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +40,7 @@ from longtake.planner.activation_checkpointing import (
 from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
 from longtake.training import latent_cache, runtime
+from longtake.training.inputs import InputQueue
 from longtake.training.session import Session, TrainingState
 
 _PROGRAMS_PER_SHAPE = 32
@@ -149,7 +151,7 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
 def build_state(
     session: Session, parts: Components, options: Options = MappingProxyType({})
 ) -> TrainingState:
-    """The state at step 0: model sharded, blocks streamed, optimizers, averages.
+    """The state at step 0: model sharded or replicated, blocks streamed, optimizers, averages.
 
     The model comes on the CPU and is changed in place.
     """
@@ -162,15 +164,17 @@ def build_state(
     in_bf16 = recipe.parallel.param_dtype == "bf16" and session.precision == "bf16"
     # Before weights get memory: that of streamed ones is the computer's.
     streamed = StreamedBlocks(streamed_by(recipe, options, parts), world.device)
-    if world.mesh is None:
+    if not world.is_sharded:
         parts.unfilled.give_memory(model, world.device)
     fsdp.apply_fsdp(model, blocks, world, gather_in_bf16=in_bf16)
-    if world.mesh is not None:  # after sharding: a rank needs memory for its shard only
+    if world.is_sharded:  # only now: a rank needs memory for its shard only
         parts.unfilled.give_memory(model, world.device)
     with streamed.on_host():
         parts.unfilled.fill()
+    fsdp.send_weights(model, world)
     optimizers = build_optimizers(model, blocks, recipe.optimizer, session.precision)
-    return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()))
+    inputs = InputQueue(parts, recipe, world.device)
+    return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()), inputs)
 
 
 def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.Module]:
@@ -219,17 +223,37 @@ def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> lis
 
 
 def refuse_missing_compiler(recipe: Recipe, device: torch.device) -> None:
-    """Refuse training.compile on a machine without compilers."""
-    if not recipe.training.compile:
-        return
-    lacks = "" if has_cpp_compiler() else "C++ compiler (g++ or clang++)"
-    if device.type == "cuda" and not has_triton():
-        lacks = "Triton for its GPUs"
-    if lacks:
+    """Refuse training.compile = true on a machine without compilers."""
+    lacks = _missing_compiler(device)
+    if recipe.training.compile is True and lacks:
         raise errors.RecipeError(
             f"training.compile = true, but this machine has no {lacks}, which torch.compile needs. "
             "Install it, or --set training.compile=false."
         )
+
+
+def compiles_blocks(recipe: Recipe, device: torch.device) -> bool:
+    if recipe.training.compile == "auto":
+        return device.type == "cuda" and not _missing_compiler(device)
+    return recipe.training.compile
+
+
+def uncompiled(recipe: Recipe, device: torch.device) -> str:
+    """A warning if blocks would be compiled, but this machine cannot; else empty."""
+    is_wanted = recipe.training.compile == "auto" and device.type == "cuda"
+    lacks = _missing_compiler(device) if is_wanted else ""
+    if not lacks:
+        return ""
+    return (
+        f"blocks run uncompiled, which is slower: this machine has no {lacks}, which torch.compile "
+        "needs. Install it, or set training.compile = false."
+    )
+
+
+def _missing_compiler(device: torch.device) -> str:
+    if device.type == "cuda" and not has_triton():
+        return "Triton for its GPUs"
+    return "" if has_cpp_compiler() else "C++ compiler (g++ or clang++)"
 
 
 def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
@@ -253,9 +277,11 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     for name, option in options.items():
         block: Any = names[name]
         if block in streamed:
-            run_by_torch[name] = option
             if option.activations in RECOMPUTED:  # else views of weights would be saved, and go
                 block.forward = torch.compile(block.forward, dynamic=False)
+            if option.activations == "save-attention":  # attention is compiled, too
+                option = replace(option, activations="recompute")
+            run_by_torch[name] = option
         elif option.activations in OFFLOADED:
             run_by_torch[name] = option
             block.compile(dynamic=False)

@@ -1,12 +1,8 @@
-"""The training loop, and a step from top to bottom.
-
-All that is random about a sample comes from the sample's own seed, drawn on the CPU: the same
-noise on any device, any number of ranks and any micro-batch size.
-"""
+"""The training loop, and a step from top to bottom: one wait for the device in each step."""
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,16 +11,11 @@ import torch
 from torch import Tensor
 
 from longtake import errors, heartbeat
-from longtake.config import ConditioningSection, Recipe
 from longtake.data.ledger import Ledger
 from longtake.data.loader import Batch, Loader
 from longtake.data.order import derive
-from longtake.flow.timesteps import sample_sigmas
 from longtake.guard import detectors, history
-from longtake.models.base import Conditioning
-from longtake.models.build import Components, FlowBatch, flow_losses, training_conditioning
-from longtake.models.conditioning import condition_on, encode_videos, loss_weights
-from longtake.models.text import NO_CAPTION, TextEncoder
+from longtake.models.build import flow_losses
 from longtake.optim.update import masters_of, schedule_factor, set_learning_rates
 from longtake.parallel import collectives, fsdp, mesh
 from longtake.training.samples import samples_at
@@ -71,6 +62,7 @@ def train_steps(
         seed_step(recipe.seed, state.global_step, world.rank)
         with recorder.measured(batch):
             losses = compute_gradients(session, state, batch)  # forward, backward, accumulate
+            state.inputs.draw_ahead(loader)
 
         local = local_facts(loader, monitors.stop.reason, saver.failed, saver.is_due)
         summary = reduce_statistics(session, losses, batch, state, norms, local)  # one all-reduce
@@ -161,24 +153,25 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
     They are those of the sum of all ranks' weighted losses over the global batch size; a stand-in
     for a missing clip has weight 0.
     """
-    recipe, device = session.recipe, session.world.device
-    components = state.components
-    found: list[Tensor] = []
-    timer = ComputeTimer(device)
-    share = recipe.training.global_batch_size / session.world.data_size  # ranks average gradients
-    micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
-    for number, part in enumerate(micro_batches, start=1):
-        fsdp.set_gradient_sync(components.model, wanted=number == len(micro_batches))
+    recipe, world, components = session.recipe, session.world, state.components
+    model, blocks = components.model, components.family.blocks(components.model)
+    size = recipe.training.micro_batch_size or len(batch.seeds)
+    count = -(-len(batch.seeds) // size)
+    share = recipe.training.global_batch_size / world.data_size  # ranks average gradients
+    timer, found, sigmas = ComputeTimer(world.device), list[Tensor](), list[float]()
+    micro_batches = state.inputs.micro_batches(batch)
+    for number in range(1, count + 1):
+        fsdp.set_gradient_sync(model, wanted=number == count)
         heartbeat.set_phase("forward")
         with timer.measure():
-            examples = prepare(part, components, recipe, device)
-            losses = flow_losses(components, examples, session.precision, device)
+            part = next(micro_batches)
+            losses = flow_losses(components, part.examples, session.precision, world.device)
         heartbeat.set_phase("backward")
-        weighted = losses * part.weights.to(device)
-        (weighted.sum() / share).backward()  # type: ignore[no-untyped-call]
-        found.append(torch.stack([losses.detach(), examples.sigmas]))
-    losses, sigmas = torch.cat(found, dim=1).tolist()  # waits for the device once
-    return SampleLosses(tuple(losses), tuple(sigmas), timer.seconds())
+        ((losses * part.weights).sum() / share).backward()  # type: ignore[no-untyped-call]
+        found.append(losses.detach())
+        sigmas += part.sigmas
+    fsdp.reduce_gradients(model, blocks, world)
+    return SampleLosses(torch.cat(found), tuple(sigmas), timer.seconds)
 
 
 class ComputeTimer:
@@ -234,91 +227,3 @@ def apply_update(session: Session, state: TrainingState, grad_norm: float, scale
 def skip_update(state: TrainingState) -> None:
     state.components.model.zero_grad(set_to_none=True)
     state.global_step += 1
-
-
-def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> FlowBatch:
-    """Latents, noise, sigmas and conditioning of a (micro-)batch, in fp32.
-
-    Latents and conditioning are encoded here, or come from a cache: the same bits.
-    """
-    latents = (
-        batch.latents.to(device)
-        if batch.latents is not None
-        else encode_videos(parts.codec, batch.videos.to(device))
-    )
-    draws = [_draw(seed, latents.shape[1:]) for seed in batch.seeds]
-    noise = torch.stack([noise for noise, _ in draws]).to(device)
-    uniform = torch.stack([uniform for _, uniform in draws])  # [B, 2]
-    flow = recipe.flow
-    sigmas = sample_sigmas(
-        uniform[:, 0],
-        flow.timestep_sampling,
-        mean=flow.logit_mean,
-        std=flow.logit_std,
-        scale=flow.mode_scale,
-        shift=parts.shift(flow.shift, batch.bucket),
-        sigma_range=flow.sigma_range,
-    )
-    dropout = recipe.data.caption_dropout
-    is_dropped = uniform[:, 1] < (parts.defaults.caption_dropout if dropout is None else dropout)
-    encoded = _conditioning(batch, is_dropped, parts, recipe.model_inputs(), device)
-    conditioning = training_conditioning(parts, recipe, encoded)
-    weights = None
-    if flow.loss_mask is not None:
-        mask = batch.inputs[flow.loss_mask].to(device)
-        weights = loss_weights(parts.codec, mask, flow.loss_mask_floor)
-    return FlowBatch(latents, noise, sigmas.to(device, torch.float32), conditioning, weights)
-
-
-def _conditioning(
-    batch: Batch,
-    is_dropped: Tensor,
-    parts: Components,
-    sections: Mapping[str, ConditioningSection],
-    device: torch.device,
-) -> Conditioning:
-    """Embeddings of captions, dropped ones replaced, and the tensors of further inputs."""
-    if batch.latents is not None:
-        encoded = dict(batch.conditioning)
-        for name, none in batch.no_caption.items():
-            where = is_dropped.reshape(-1, *[1] * (none.ndim - 1))
-            encoded[name] = torch.where(where, none, encoded[name])
-        encoded = {name: tensor.to(device) for name, tensor in encoded.items()}
-    else:
-        pairs = zip(batch.captions, is_dropped.tolist(), strict=True)
-        captions = [NO_CAPTION if drop else caption for caption, drop in pairs]
-        encoded = encode_captions(parts.text, captions)
-    for name in (each for each in batch.inputs if each in sections):
-        encoded |= condition_on(parts.codec, name, sections[name], batch.inputs[name].to(device))
-    return encoded
-
-
-def _draw(seed: int, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(2, generator=generator, dtype=torch.float64)
-    return torch.randn(tuple(shape), generator=generator), uniform
-
-
-def _micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
-    """The batch in parts of `size` samples, the last perhaps smaller."""
-    total = len(batch.captions)
-    size = size or total
-    for start in range(0, total, size):
-        part = slice(start, start + size)
-        yield replace(
-            batch,
-            videos=batch.videos[part],
-            captions=batch.captions[part],
-            seeds=batch.seeds[part],
-            identities=batch.identities[part],
-            epochs=batch.epochs[part],
-            weights=batch.weights[part],
-            inputs={name: each[part] for name, each in batch.inputs.items()},
-            latents=None if batch.latents is None else batch.latents[part],
-            conditioning={name: each[part] for name, each in batch.conditioning.items()},
-        )
-
-
-def encode_captions(text: TextEncoder, captions: Sequence[str]) -> dict[str, Tensor]:
-    each = [text.encode([caption]) for caption in captions]
-    return {name: torch.cat([tensors[name] for tensors in each]) for name in each[0]}

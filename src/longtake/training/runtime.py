@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from longtake import errors, heartbeat, node_dir, process
-from longtake.config import Recipe, TrainingSection
+from longtake.config import Recipe
 from longtake.failures import FailureKind, error_line, failure_of, find_failed_rank
 from longtake.formatting import format_size
 from longtake.models.numerics import is_out_of_memory
@@ -166,16 +166,15 @@ def keep_freed_memory() -> bool:
     return all(kept)
 
 
-def keep_compiled_code(section: TrainingSection) -> None:
+def keep_compiled_code() -> None:
     """Let torch keep compiled code in the user's cache folder, which a reboot does not empty.
 
-    Does nothing if the environment names a folder, or nothing is compiled. Ranks and runs may share
-    one: torch finds compiled code by source, shapes, versions and processor.
+    Does nothing if the environment names a folder. Ranks and runs may share one: torch finds
+    compiled code by source, shapes, versions and processor.
     """
-    if section.compile:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(home) / "longtake" / "compiled"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(home) / "longtake" / "compiled"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 @contextmanager

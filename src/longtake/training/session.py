@@ -1,8 +1,11 @@
 """What the parts of a training share: session, state, and what a step gives."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from rich.console import Console
+from torch import Tensor
 from torch.optim import Optimizer
 
 from longtake.config import Recipe
@@ -11,6 +14,7 @@ from longtake.models.numerics import Precision
 from longtake.optim.update import Averages
 from longtake.parallel.mesh import World
 from longtake.run_dir import Parent, RunDirectory
+from longtake.training.inputs import InputQueue
 
 
 @dataclass(frozen=True)
@@ -33,15 +37,32 @@ class TrainingState:
     components: Components
     optimizers: list[Optimizer]
     ema: Averages
+    inputs: InputQueue
     global_step: int = 0
     """Steps done: an optimizer update each, except steps without samples and skipped updates."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampleLosses:
     """Losses of the samples of this rank's share of a batch."""
 
-    losses: tuple[float, ...]  # [B], stand-ins included
+    on_device: Tensor  # [B] fp32, stand-ins included
     sigmas: tuple[float, ...]  # [B]
-    compute_seconds: float = field(default=0.0, compare=False)
-    """Time of this rank's own computation, without waiting for other ranks."""
+    _seconds: Callable[[], float]
+
+    @cached_property
+    def losses(self) -> tuple[float, ...]:
+        """[B] on the host: waits for the device, unless they came with something else."""
+        return tuple(self.on_device.tolist())
+
+    def set_losses(self, losses: Sequence[float]) -> None:
+        """Set what has come from the device with something else."""
+        vars(self)["losses"] = tuple(losses)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of this rank's own computation, without waiting for other ranks.
+
+        Known when the losses are.
+        """
+        return self._seconds()

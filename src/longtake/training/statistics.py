@@ -21,7 +21,7 @@ from longtake.guard.history import GROUPS, GuardSettings, History, JudgedStep, S
 from longtake.models.added_module import ADDED
 from longtake.optim.update import schedule_factor
 from longtake.parallel import collectives, mesh
-from longtake.parallel.fsdp import local_shard, num_copies, squares
+from longtake.parallel.fsdp import local_shard, squares
 from longtake.training.session import SampleLosses, Session, TrainingState
 
 _QUARTERS = 4
@@ -52,12 +52,12 @@ class Norms:
 class NormStats:
     """Measures one model: a pass over gradients and weights, and one wait for the device."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], world: mesh.World) -> None:
         groups = parameter_groups(model, blocks)
         self._parameters = [model.get_parameter(name) for name in groups]
         self._group_of = [GROUPS.index(group) for group in groups.values()]
         self.groups = tuple(group for group in GROUPS if group in groups.values())
-        self._copies = num_copies(model)
+        self._copies = world.num_copies
         self._update: Tensor | Sequence[float] | None = None
         self._probed: Tensor | None = None
         shares = [local_shard(parameter) for parameter in self._parameters]
@@ -71,10 +71,11 @@ class NormStats:
         self._probe_group = torch.tensor(self._group_of).repeat_interleave(repeats).to(device)
 
     @torch.no_grad()
-    def sums(self) -> dict[str, float]:
+    def sums(self, losses: SampleLosses | None = None) -> dict[str, float]:
         """This rank's part of all sums of squares, before gradients are clipped; for `norms`.
 
-        Forgets the last update.
+        Forgets the last update. The one wait for the device brings the step's losses as well; a
+        step with NaN or inf waits again to count them.
         """
         gradients = [parameter.grad for parameter in self._parameters]
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -82,7 +83,13 @@ class NormStats:
         of_gradients = squares(shards)
         of_weights = squares([local_shard(p) for p in self._parameters])
         update = self._taken_update(of_weights.device)
-        numbers = torch.cat([of_gradients.to(update.device), of_weights, update]).tolist()
+        on_device = [] if losses is None else [losses.on_device.double()]
+        sums = [of_gradients.to(update.device), of_weights, update, *on_device]
+        numbers = torch.cat(sums).tolist()
+        if losses is not None:
+            num_losses = len(losses.on_device)
+            losses.set_losses(numbers[-num_losses:])
+            numbers = numbers[:-num_losses]
         end = len(present)
         found = {"nonfinite": 0.0, "elements": float(sum(each.numel() for each in shards))}
         if not all(map(math.isfinite, numbers[:end])):
@@ -146,7 +153,9 @@ class NormStats:
         update, self._update = self._update, None
         if isinstance(update, Tensor):
             return update
-        return torch.tensor(update or [0.0] * len(GROUPS), dtype=torch.float64, device=device)
+        if update is None:
+            return torch.zeros(len(GROUPS), dtype=torch.float64, device=device)
+        return torch.tensor(update, dtype=torch.float64).to(device, non_blocking=True)
 
     def _by_group(
         self, kind: str, indices: Sequence[int], numbers: Sequence[float]
@@ -226,8 +235,9 @@ def reduce_statistics(
     """Add up what each rank has measured, with its `local_facts`; all ranks call it once a step."""
     heartbeat.set_phase("collective")
     world = session.world
+    measured = norms.sums(losses)
     by_sigma = _losses(losses, batch) if world.speaks_for_data else _NO_LOSSES
-    sums = collectives.sum_over_ranks({**by_sigma, **norms.sums(), **local}, world)
+    sums = collectives.sum_over_ranks({**by_sigma, **measured, **local}, world)
     num_samples = int(sum(sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)))
     scale = session.recipe.training.global_batch_size / max(1, num_samples)
     return StepSummary(
@@ -435,7 +445,8 @@ def describe_non_finite_gradients(
     Those at the model's end come first.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    combine = max if num_copies(model) > 1 else sum  # one copy alone may have NaN
+    is_replicated = world is not None and world.num_copies > 1
+    combine = max if is_replicated else sum  # one copy alone may have NaN
     mine = _count_non_finite(gradients)
     everyone = [mine] if world is None else collectives.gather_objects(mine, world)
     non_finite = [name for name in gradients if any(name in counts for counts in everyone)]

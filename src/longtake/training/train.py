@@ -37,8 +37,10 @@ from longtake.training.build import (
     build_components,
     build_state,
     compile_blocks,
+    compiles_blocks,
     count_flops,
     refuse_missing_compiler,
+    uncompiled,
 )
 from longtake.training.loop import LoopExit, train_steps
 from longtake.training.session import Session, TrainingState
@@ -106,7 +108,8 @@ def train(
         refuse_missing_torchao(recipe.optimizer)
         tracker.refuse_missing_packages(recipe.tracking)
         refuse_missing_compiler(recipe, world.device)
-        runtime.keep_compiled_code(recipe.training)
+        if compiles_blocks(recipe, world.device):
+            runtime.keep_compiled_code()
         if world.device.type == "cpu":
             runtime.keep_freed_memory()
         if fresh:
@@ -171,7 +174,8 @@ def _build(
     first_does(lambda: refuse_missing_conditioning(plan_of_data, recipe.data), world)
     steps = recipe.training.steps
     warnings = [*point.warnings, *review(plan_of_data, recipe.data, steps)]
-    warnings += filter(None, [wandb.missing_key(recipe.tracking)])
+    compiler = uncompiled(recipe, world.device)
+    warnings += filter(None, [wandb.missing_key(recipe.tracking), compiler])
     if recipe.data.cache is None:
         loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
     heartbeat.set_phase("plan")
@@ -190,15 +194,13 @@ def _build(
         lora_files.load_lora(lora_files.read_lora(file, parts.model, parts.family), parts.model)
     sampler = samples.open_sampler(session, parts, loader, evaluate)
     step_flops = count_flops(parts, recipe)  # before the weights are sharded
-    if recipe.training.compile:
+    if compiles_blocks(recipe, world.device):
         compile_blocks(plan.options, parts, recipe)
     else:
         run_blocks(plan.options, parts)
     state = build_state(session, parts, plan.options)
-    guard, norms = (
-        statistics.GuardRunner(session),
-        statistics.NormStats(parts.model, parts.family.blocks(parts.model)),
-    )
+    guard = statistics.GuardRunner(session)
+    norms = statistics.NormStats(parts.model, parts.family.blocks(parts.model), session.world)
     heartbeat.set_phase("load")
     if point.path is not None:
         restore(session, point.path, state, guard, norms)
