@@ -23,6 +23,7 @@ from pydantic import (
     PlainSerializer,
     Strict,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import ErrorDetails
@@ -89,14 +90,15 @@ def memory_bytes(text: str) -> int:
     return int(num_bytes)
 
 
-def _checked_memory(text: object) -> object:
+def _checked_memory(text: object, info: ValidationInfo) -> object:
+    key = f"recompute.{info.field_name}"
     if isinstance(text, int | float) and not isinstance(text, bool):
-        raise ValueError(f'recompute.memory is {text}; write it with its unit, such as "{text}GiB"')
+        raise ValueError(f'{key} is {text}; write it with its unit, such as "{text}GiB"')
     if isinstance(text, str):
         try:
             memory_bytes(text)
         except RecipeError as error:
-            raise ValueError(f"recompute.memory: {str(error).rstrip('.')}") from None
+            raise ValueError(f"{key}: {str(error).rstrip('.')}") from None
     return text
 
 

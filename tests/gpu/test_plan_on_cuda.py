@@ -4,6 +4,7 @@
 """
 
 import tomllib
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.models.build import flow_losses
-from longtake.planner.activation_checkpointing import caller, options_of
+from longtake.models.quantized import quantize_linears
+from longtake.models.streamed import StreamedBlocks
+from longtake.planner.activation_checkpointing import (
+    ACTIVATIONS,
+    BlockOption,
+    BlockWeights,
+    Options,
+    caller,
+    options_of,
+)
 from longtake.planner.devices import DeviceBudget, device_for
 from longtake.planner.memory import MeasuredMemory, MetaStep, measured, outline_step
 
@@ -58,10 +68,11 @@ def _filled(step: MetaStep, device: torch.device) -> MetaStep:
     return step
 
 
-def _run(step: MetaStep, policy: str, device: torch.device) -> tuple[MeasuredMemory, float, float]:
+def _run(
+    step: MetaStep, options: Options, device: torch.device
+) -> tuple[MeasuredMemory, float, float]:
     """Memory of a second step, its loss, and the norm of its gradients."""
     subject = step.tracer.subject
-    options = options_of(policy, tuple(subject.blocks))
     subject.call_blocks_by(caller({subject.blocks[name]: each for name, each in options.items()}))
     for _ in range(2):  # in the first, libraries take what they keep
         subject.model.zero_grad(set_to_none=True)
@@ -101,7 +112,8 @@ def test_peaks_are_those_of_the_gpu(trained: str, dtype: str) -> None:
     outcomes = []
     for policy in ("none", "all", "save-attention"):
         trace = planned.tracer.trace(options_of(policy, tuple(planned.tracer.subject.blocks)))
-        memory, *outcome = _run(real, policy, device)
+        options = options_of(policy, tuple(real.tracer.subject.blocks))
+        memory, *outcome = _run(real, options, device)
         outcomes.append(outcome)
         predicted = trace.forward_end_bytes, trace.peak_bytes
         beside = [size - trace.weight_bytes for size in predicted]
@@ -111,6 +123,32 @@ def test_peaks_are_those_of_the_gpu(trained: str, dtype: str) -> None:
         assert beside == pytest.approx(measured_bytes, rel=0.03, abs=unsplit), policy
     assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-2)
     assert outcomes[2] == pytest.approx(outcomes[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("weights", ["keep", "stream", "int8", "nf4"])
+def test_mixtures_take_what_was_predicted(weights: BlockWeights) -> None:
+    """Offloaded, recomputed and kept blocks in turn, with their frozen weights in each place."""
+    gpu, device = device_for("cuda"), torch.device("cuda")
+    planned = _outlined("lora", "bf16", gpu)
+    real = _filled(_outlined("lora", "bf16", gpu), device)
+    names = tuple(real.tracer.subject.blocks)
+    _, *kept = _run(real, {}, device)
+    options = {
+        name: BlockOption(activations, weights)
+        for name, activations in zip(names, cycle(reversed(ACTIVATIONS)), strict=False)
+    }
+    blocks = list(real.tracer.subject.blocks.values())
+    if weights == "stream":
+        StreamedBlocks(blocks, device)
+    elif weights != "keep":
+        for block in blocks:
+            quantize_linears(block, weights)
+    trace = planned.tracer.trace(options)
+    memory, *outcome = _run(real, options, device)
+    beside = [size - trace.weight_bytes for size in (trace.forward_end_bytes, trace.peak_bytes)]
+    unsplit = 2**20 * _num_large(real)
+    assert beside == pytest.approx([memory.at["forward"], memory.peak_bytes], rel=0.03, abs=unsplit)
+    assert outcome == pytest.approx(kept, rel=0.2 if weights == "nf4" else 0.05)
 
 
 def test_the_gpu_at_hand_has_its_own_memory() -> None:

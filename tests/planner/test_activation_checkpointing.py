@@ -48,7 +48,7 @@ def test_options_are_the_same_to_the_bit(toy: Any, option: Activations, dropout:
 
 
 def test_mixtures_are_the_same_to_the_bit(toy: Any) -> None:
-    subject = toy("cpu", dropout=0.1, num_blocks=4)
+    subject = toy("cpu", dropout=0.1, num_blocks=5)
     mixed = dict(zip(subject.blocks.values(), map(BlockOption, ACTIVATIONS), strict=False))
     assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, mixed)))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from longtake import config
-from longtake.config import Recipe
+from longtake.config import Quantization, Recipe
 from longtake.errors import CannotBePlannedError, ModelError, PlanError
 from longtake.models.build import assemble
 from longtake.planner import forecast as forecast_module
@@ -128,6 +128,32 @@ def test_without_a_limit_everything_is_kept(small_recipe: _Make) -> None:
     assert known.best.overhead == 0
     assert all(row.fits is None for row in known.policies)
     assert not known.misses
+
+
+def test_what_is_in_the_computers_memory_has_a_limit(small_recipe: _Make) -> None:
+    streamed = small_recipe(*_WAN_LORA, "model.stream=all", "recompute.host_memory=0.01MiB")
+    with pytest.raises(PlanError, match=r'"all" keeps .* but a process may take 10\.24 KiB of it'):
+        forecast(streamed, device_budget(streamed))
+
+
+def test_a_gpu_with_little_memory_streams_and_offloads(small_recipe: _Make) -> None:
+    """No result changes; what a run has quantised for itself is not chosen anew."""
+    eight = tuple(each.replace("num_layers=2", "num_layers=8") for each in _WAN_LORA)
+    recipe = small_recipe(*eight, "model.quantize=auto")
+    gpu = replace(DEVICES["rtx4090"], host_bandwidth=1e15)
+    kept = forecast(recipe, gpu).policy("none").step_peak_bytes
+    known = forecast(recipe, replace(gpu, memory_bytes=int(0.8 * kept)))
+    assert known.best is not None
+    assert known.best_policy is not None
+    assert known.best_policy.fits
+    assert known.best_policy.host_bytes == known.best.traced.host_bytes > 0
+    assert {each.weights for each in known.best.options.values()} <= {"keep", "stream"}
+    without = forecast(recipe, replace(gpu, memory_bytes=int(0.8 * kept), host_bytes=0))
+    assert without.best is None or without.best.traced.host_bytes == 0
+    kinds: dict[str, Quantization] = dict.fromkeys(known.step.block_names, "nf4")
+    fixed = outline_step(recipe, gpu, quantized=kinds)
+    assert fixed.tracer.subject.weights == ("keep", "stream")
+    assert static_memory(fixed).weights < static_memory(known.step).weights
 
 
 def test_what_an_update_takes_is_a_limit_too(small_recipe: _Make) -> None:
@@ -317,7 +343,7 @@ def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
 
 def test_only_what_helps_is_offered(small_recipe: _Make) -> None:
     lora = [_SMALL, "trainable.kind=lora", "model.dtype=bf16"]
-    lora.append("optimizer.kind=adamw8bit")
+    lora += ["optimizer.kind=adamw8bit", "model.quantize=int8"]
     least = small_recipe(*lora, "trainable.rank=1", "training.global_batch_size=1")
     assert _suggestions(least, _gpu(0.5)) == {}
     found = _suggestions(small_recipe(*lora), _gpu(0.5))

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from longtake.config import Bucket, OptimizerSection, Recipe
 from longtake.data.loader import num_places
-from longtake.errors import RecipeError
+from longtake.errors import PlanError, RecipeError
+from longtake.formatting import format_size
 from longtake.models import build, numerics
 from longtake.models.quantized import quantize_linears
+from longtake.models.streamed import streamed_bytes
 from longtake.optim import master_weights, muon
 from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_optimizer
 from longtake.parallel import fsdp, mesh
@@ -107,6 +109,8 @@ def outline_step(
             kind = quantized.get(names[block], "none")
         if kind != "none" and kind != "auto":
             quantize_linears(block, kind)
+    if recipe.model.stream == "all":
+        _refuse_missing_host_memory(family.blocks(model), device)
     is_bf16 = recipe.parallel.param_dtype == "bf16" and precision == "bf16"
     is_whole = num_shards == 1 and device.target == "cuda"
     subject = Subject(
@@ -136,6 +140,16 @@ def outline_step(
         world_size=world_size,
         per_node=per_node,
     )
+
+
+def _refuse_missing_host_memory(blocks: Sequence[nn.Module], device: DeviceBudget) -> None:
+    needed = sum(map(streamed_bytes, blocks))
+    if needed > device.host_bytes:
+        raise PlanError(
+            f'model.stream = "all" keeps {format_size(needed)} of weights in the computer\'s '
+            f"memory, but a process may take {format_size(device.host_bytes)} of it. Set "
+            'recompute.host_memory to more if there is more, or model.stream = "auto".'
+        )
 
 
 def _offered_weights(

@@ -401,7 +401,7 @@ def find_best(
         and trace.host_bytes <= (tracer.subject.host_bytes or math.inf)
     ]
     if not any(trace.seconds <= kept.seconds for _, trace in fitting):
-        fitting += _solved(tracer, costs, budget_bytes)
+        fitting += _solved(tracer, costs, budget_bytes, whole_bytes)
     if not fitting:
         return None
     options, traced = min(fitting, key=lambda each: each[1].seconds)
@@ -421,7 +421,7 @@ def find_best(
 
 
 def _solved(
-    tracer: Tracer, costs: BlockCosts, budget_bytes: int
+    tracer: Tracer, costs: BlockCosts, budget_bytes: int, whole_bytes: int
 ) -> list[tuple[Options, StepTrace]]:
     """What the solver finds, traced: its budget is tightened until the trace fits."""
     within = budget_bytes
@@ -430,7 +430,8 @@ def _solved(
         if options is None:
             return []
         traced = tracer.trace(options)
-        if traced.peak_bytes <= budget_bytes:
+        needed = max(traced.peak_bytes, traced.weight_bytes + whole_bytes)
+        if needed <= budget_bytes:
             return [(options, traced)]
-        within -= max(traced.peak_bytes - budget_bytes, _LEAST_STEP_BYTES)
+        within -= max(needed - budget_bytes, _LEAST_STEP_BYTES)
     return []

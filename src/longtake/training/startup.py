@@ -110,13 +110,16 @@ def announce_plan(session: Session, plan: MemoryPlan, step: int) -> None:
         options=options,
         step_peak_gib=round(peak / 2**30, 4),
         budget_gib=budget and round(budget / 2**30, 4),
+        host_gib=round(plan.memory.host_bytes / 2**30, 4),
         overhead=plan.memory.overhead,
     )
     blocks = ", ".join(f"{count} {option}" for option, count in counts.items())
     limit = "" if budget is None else f" of {format_size(budget)}"
+    in_host = plan.memory.host_bytes
+    host = f", {format_size(in_host)} in the computer's memory" if in_host else ""
     session.console.print(
         f"  memory: recompute policy {plan.policy} ({blocks}), "
-        f"{format_size(peak)}{limit} predicted",
+        f"{format_size(peak)}{limit} predicted{host}",
         highlight=False,
     )
 
