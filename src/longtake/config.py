@@ -619,14 +619,14 @@ class FlowSection(_Section):
         return self
 
 
-_OPTIMIZERS = ("adamw", "muon", "adamw8bit")
+_OPTIMIZERS = ("adamw", "muon", "adamw8bit", "prodigy")
 
 
 def _optimizer_kind(kind: str) -> str:
     if kind not in _OPTIMIZERS and not _CLASS.fullmatch(kind):
         raise ValueError(
-            f"optimizer.kind is {kind!r}; it should be 'adamw', 'muon' or 'adamw8bit', or a class "
-            "of your own such as 'my_project.optim:Lion'"
+            f"optimizer.kind is {kind!r}; it should be 'adamw', 'muon', 'adamw8bit', 'prodigy', or "
+            "a class of your own such as 'my_project.optim:Lion'"
         )
     return kind
 
@@ -636,8 +636,9 @@ class OptimizerSection(_Section):
 
     kind: Annotated[str, AfterValidator(_optimizer_kind)] = "adamw"
     """`adamw`; `muon` trains the blocks' matrices with Muon and all the rest with AdamW;
-    `adamw8bit` keeps its states in 8 bits (torchao has to be installed); or a torch.optim.Optimizer
-    of your own, such as "my_project.optim:Lion", of which weights must be fp32."""
+    `adamw8bit` keeps its states in 8 bits (torchao has to be installed); `prodigy` finds the
+    learning rate itself; or a torch.optim.Optimizer of your own, such as "my_project.optim:Lion",
+    of which weights must be fp32."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of your own optimizer's class, which gets `lr` and, if it takes them,
     `betas` and `weight_decay` from the keys here."""
@@ -645,7 +646,7 @@ class OptimizerSection(_Section):
     """Keep AdamW's states, and fp32 copies of bf16 weights, in the computer's memory and update
     them there."""
     learning_rate: float = Field(1e-4, gt=0)
-    """AdamW's."""
+    """AdamW's. Of Prodigy a factor on what it finds, 1 if unset."""
     muon_learning_rate: float = Field(0.02, gt=0)
     betas: Annotated[tuple[_Beta, _Beta], _FromList] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
@@ -654,6 +655,13 @@ class OptimizerSection(_Section):
     warmup_steps: int = Field(100, ge=0, le=_MAX_STEPS)
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prodigy_begins_with_1(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("kind") == "prodigy":
+            return {"learning_rate": 1.0, **values}
+        return values
 
     @model_validator(mode="after")
     def _offloads_adamw(self) -> Self:

@@ -39,7 +39,7 @@ def _fill_gradients(network: nn.Module) -> None:
             parameter.grad = torch.randn_like(parameter)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "prodigy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bytes_are_those_of_the_real_optimizer(

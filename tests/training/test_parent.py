@@ -136,7 +136,9 @@ def test_a_run_that_names_code_and_was_begun_by_others_needs_trust(
 ) -> None:
     run = RunDirectory(parent.out)
     kept = run.recipe_path.read_text(), run.record_path.read_text()
-    run.recipe_path.write_text(kept[0].replace("[trainable]", '[trainable]\nmodule = "m:M"'))
+    own = '[trainable.modules.own]\nmodule = "m:M"'
+    assert "[trainable.modules]" in kept[0]
+    run.recipe_path.write_text(kept[0].replace("[trainable.modules]", own))
     run.record_path.write_text(kept[1].replace('"host": "', '"host": "not-', 1))
     try:
         with pytest.raises(RunError, match=shlex.quote("--trust")):

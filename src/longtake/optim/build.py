@@ -20,6 +20,7 @@ from longtake.models.numerics import Precision
 from longtake.models.pretrained import construct, defaults
 from longtake.optim.master_weights import MasterAdamW
 from longtake.optim.muon import Muon
+from longtake.optim.prodigy import Prodigy
 from longtake.trust import import_class
 
 EIGHT_BIT_BLOCK = 256
@@ -53,6 +54,9 @@ def build_optimizers(
         optimizers.append(own_optimizer(chosen.own, section))
     if chosen.muon:
         optimizers.append(Muon(chosen.muon, lr=rate, weight_decay=decay, dtype=dtype))
+    if chosen.prodigy:
+        rate, betas = section.learning_rate, section.betas
+        optimizers.append(Prodigy(chosen.prodigy, lr=rate, betas=betas, weight_decay=decay))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["base_lr"] = float(group["lr"])
@@ -64,6 +68,7 @@ class ParametersByOptimizer(NamedTuple):
     eight_bit: list[nn.Parameter]
     muon: list[nn.Parameter]
     own: list[nn.Parameter]
+    prodigy: list[nn.Parameter]
 
 
 def choose_optimizers(
@@ -72,7 +77,7 @@ def choose_optimizers(
     """Which optimizer updates which trained parameter; they may be on the meta device."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-    chosen = ParametersByOptimizer([], [], [], [])
+    chosen = ParametersByOptimizer([], [], [], [], [])
     for parameter in trained:
         if ":" in section.kind:
             chosen.own.append(parameter)
@@ -80,6 +85,8 @@ def choose_optimizers(
             chosen.muon.append(parameter)
         elif section.kind == "adamw8bit" and has_eight_bit_state(parameter):
             chosen.eight_bit.append(parameter)
+        elif section.kind == "prodigy":
+            chosen.prodigy.append(parameter)
         else:
             chosen.adamw.append(parameter)
     return chosen

@@ -236,7 +236,7 @@ def optimizer_bytes(
     granule: int = 1,
 ) -> OptimizerBytes:
     """What `build_optimizers` will need for the same arguments; the model may be on meta."""
-    adamw, eight_bit, matrices, own = choose_optimizers(model, blocks, section)
+    adamw, eight_bit, matrices, own, prodigy = choose_optimizers(model, blocks, section)
     offloaded = section.offload and device_type != "cpu"
 
     def rounded(num_bytes: int) -> int:
@@ -258,14 +258,16 @@ def optimizer_bytes(
         for p in eight_bit
     )
     muon_states = sum(rounded(4 * p.numel()) for p in matrices) + masters(matrices)
+    prodigy_states = sum(4 * rounded(4 * p.numel()) for p in prodigy) + masters(prodigy)
     steps = [
         _adamw_step_bytes(adamw, offloaded),
         max((_EIGHT_BIT_STEP_BYTES * parameter.numel() for parameter in eight_bit), default=0),
         _muon_step_bytes(matrices, 2 if precision == "bf16" else 4),
+        max(map(_prodigy_step_bytes, prodigy), default=0),
         4 * sum(p.numel() for p in own),  # what an update by `foreach` keeps for a while
     ]
     on_host = adamw_states if offloaded else 0
-    kept = adamw_states + eight_bit_states + muon_states
+    kept = adamw_states + eight_bit_states + muon_states + prodigy_states
     kept += sum(map(rounded, _own_states(own, section)))
     return OptimizerBytes(kept - on_host, on_host, max(steps))
 
@@ -309,6 +311,11 @@ def _muon_step_bytes(parameters: list[nn.Parameter], width: int) -> int:
         copies = 2 if width == 4 else 3
         most = max(most, 8 * numbers + copies * width * numbers + 2 * width * squares)
     return most
+
+
+def _prodigy_step_bytes(parameter: Tensor) -> int:
+    """The way from the first weights, beside a gradient that is not fp32 in fp32."""
+    return 4 * parameter.numel() * (1 if parameter.grad_dtype == torch.float32 else 2)
 
 
 def foreach_bytes(model: nn.Module) -> int:

@@ -1,0 +1,108 @@
+"""Prodigy: Adam that finds its learning rate itself."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longtake.optim.master_weights import Fp32Optimizer
+from longtake.parallel.fsdp import local_shard
+
+_FIRST_DISTANCE = 1e-6
+_EPS = 1e-8
+
+
+class Prodigy(Fp32Optimizer):
+    """Adam whose step is scaled by an estimate of the distance to the solution.
+
+    After Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner"
+    (arXiv:2306.06101), algorithm 4, with Adam's bias correction and with the learning rate left out
+    of the estimate's denominator, as its authors advise for a warm-up. The same steps as
+    `prodigyopt.Prodigy(use_bias_correction=True, safeguard_warmup=True)`. The learning rate is a
+    factor, usually 1.
+
+    The state of a parameter is `exp_avg`, `exp_avg_sq`, `gradients` (a weighted sum), `initial`
+    (the weights at the first step) and `master` where the weight is not fp32: all fp32 and sharded
+    like the parameter. The estimate is one for all parameters: `distance`, `numerator` and
+    `num_steps` of the group. A step waits for the device once.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        estimate = {"distance": _FIRST_DISTANCE, "numerator": 0.0, "num_steps": 0}
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, **estimate}
+        )
+
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Estimate the distance from all gradients, then move all weights."""
+        if not parameters:
+            return
+        (beta1, beta2), distance, done = group["betas"], group["distance"], group["num_steps"] + 1
+        correction = math.sqrt(1 - beta2**done) / (1 - beta1**done)
+        rate = distance * group["lr"] * correction
+        sums = [self._accumulate(each, beta1, beta2, distance) for each in parameters]
+        moved, weighted = _over_ranks(torch.stack(sums).sum(0))
+        if not weighted:  # no gradient yet
+            return
+        scale = distance / _FIRST_DISTANCE
+        group["numerator"] = math.sqrt(beta2) * group["numerator"] + scale * rate * moved
+        group["distance"] = max(distance, group["numerator"] / weighted)
+        group["num_steps"] = done
+        for parameter in parameters:
+            self._move(parameter, group, rate)
+
+    def _accumulate(self, parameter: Tensor, beta1: float, beta2: float, distance: float) -> Tensor:
+        """Update a parameter's averages.
+
+        Returns:
+            [2] fp64: its gradient along the way from the first weights, negated, and the sum of the
+            sizes of its weighted gradients; of this rank's shard.
+        """
+        assert parameter.grad is not None
+        if not self.state[parameter]:
+            self._init_state(parameter)
+        state = {name: local_shard(value) for name, value in self.state[parameter].items()}
+        weight = state.get("master", local_shard(parameter.detach()))
+        gradient = local_shard(parameter.grad).float()
+        moved = torch.dot(gradient.flatten(), (state["initial"] - weight).flatten())
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=distance * (1 - beta1))
+        state["exp_avg_sq"].mul_(beta2).addcmul_(
+            gradient, gradient, value=distance**2 * (1 - beta2)
+        )
+        share = distance**2 / _FIRST_DISTANCE
+        state["gradients"].mul_(math.sqrt(beta2)).add_(gradient, alpha=share)
+        weighted = torch.linalg.vector_norm(state["gradients"], 1)
+        return torch.stack([moved, weighted]).double()
+
+    def _init_state(self, parameter: Tensor) -> None:
+        updated = self.add_master(parameter)
+        zeros = ("exp_avg", "exp_avg_sq", "gradients")
+        self.state[parameter] |= {name: torch.zeros_like(updated) for name in zeros}
+        self.state[parameter]["initial"] = updated.detach().clone()
+
+    def _move(self, parameter: Tensor, group: dict[str, Any], rate: float) -> None:
+        state = {name: local_shard(value) for name, value in self.state[parameter].items()}
+        shard = local_shard(parameter.detach())
+        weight = state.get("master", shard)
+        scale = state["exp_avg_sq"].sqrt().add_(group["distance"] * _EPS)
+        weight.mul_(1 - rate * group["weight_decay"])
+        weight.addcdiv_(state["exp_avg"], scale, value=-rate)
+        if weight is not shard:
+            shard.copy_(weight)
+
+
+def _over_ranks(sums: Tensor) -> list[float]:
+    """The sums over all ranks, which each hold a shard, or all of it: only ratios are used."""
+    total = sums.cpu()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.tolist()
