@@ -74,6 +74,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
+def in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def keep_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert a model's weights in place, one by one: no two copies of the whole model exist.
 

@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
+from longtake.errors import ModelError
+from longtake.formatting import format_size
+from longtake.models.numerics import in_backward
 from longtake.models.quantized import FrozenLinear, QuantizedLinear
 
 NUM_BUFFERS = 2
@@ -105,13 +109,13 @@ class StreamedBlocks:
             each.take_away()
 
     def _before(self, number: int, block: nn.Module, args: object) -> None:
-        self._bring(number, going_back=_in_backward())
+        self._bring(number, going_back=in_backward())
 
     def _after(
         self, number: int, block: nn.Module, args: Any, given: dict[str, Any], output: Any
     ) -> None:
         """Have the weights brought before the block's backward pass begins."""
-        if _in_backward():
+        if in_backward():
             return  # recomputed: its backward pass has begun
         inputs = [id(each) for each in (*args, *given.values())]
         for tensor in output if isinstance(output, tuple) else (output,):
@@ -128,7 +132,7 @@ class StreamedBlocks:
         if buffer is None:
             buffer = self._copy(number, besides=None)
         if buffer.copied is not None:
-            torch.cuda.current_stream().wait_event(buffer.copied)
+            torch.cuda.current_stream(buffer.memory.device).wait_event(buffer.copied)
         self._blocks[number].put(self._views(number, buffer))
         self._current = number
         following = self._following(number, going_back=going_back)
@@ -183,10 +187,6 @@ def look_up_weights(block: nn.Module) -> None:
             layer.__class__ = FrozenLinear
 
 
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def _frozen_linears(block: nn.Module) -> Iterator[nn.Linear]:
     for layer in block.modules():
         is_plain = type(layer) in (nn.Linear, FrozenLinear)
@@ -226,8 +226,14 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """Memory that CUDA copies from while it computes; torch would round it up to a power of 2."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if device.type == "cuda" and num_bytes:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = memory.data_ptr()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, 0)))
-        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        try:
+            pin_memory(address, num_bytes)
+        except RuntimeError as error:
+            raise ModelError(
+                f"{format_size(num_bytes)} of the computer's memory, for the weights of a streamed "
+                f"block, cannot be page-locked: {error} Raise the limit (ulimit -l) or free "
+                'memory, or set model.stream = "none".'
+            ) from error
+        weakref.finalize(memory, unpin_memory, address).atexit = False
     return memory

@@ -159,7 +159,3 @@ def options_of(
     first, rest = chosen[policy]
     each = [first, *islice(cycle(rest), len(blocks) - 1)]
     return {name: BlockOption(one, weights) for name, one in zip(blocks, each, strict=True)}
-
-
-def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

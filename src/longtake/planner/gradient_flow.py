@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from longtake.formatting import format_size
-from longtake.planner.activation_checkpointing import in_backward
+from longtake.models.numerics import in_backward
 
 ParameterSet = int
 """A set of trainable parameters: bit i stands for the i-th name."""

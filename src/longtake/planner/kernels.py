@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
+from longtake.models.numerics import in_backward
 from longtake.parallel.context_parallel import AttentionMode
 from longtake.planner import save_attention
-from longtake.planner.activation_checkpointing import in_backward
 from longtake.planner.save_attention import AttentionKernel
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
