@@ -310,6 +310,7 @@ _CHANGES: dict[str, object] = {
     "data.catalog": "other.parquet",
     "data.buckets": [{"num_frames": 5, "height": 64, "width": 96}],
     "data.frame_stride": 2,
+    "data.auto_buckets": {"pixels": 4096},
     "data.fps": 16.0,
     "data.caption_dropout": 0.5,
     "data.random_crop": True,
@@ -397,6 +398,11 @@ def test_what_decides_the_order_may_change_when_asked() -> None:
         (
             {"stages": [{"name": "x", "weights": {"b": 1.0}}]},
             "the weights of stage x names b, which is no catalog of: catalog",
+        ),
+        ({"buckets": None}, "data.buckets is missing: list shapes of clips, or let"),
+        (
+            {"auto_buckets": {"pixels": 100}},
+            "data.auto_buckets.pixels is 100, less than one square of multiple_of = 16",
         ),
         ({"repeats": {"b": 2}}, "data.repeats names b, which is no catalog of: catalog"),
         ({"captions": {"b": {}}}, "data.captions names b, which is no catalog of: catalog"),

@@ -51,6 +51,8 @@ _MAX_SECONDS, _MAX_GUIDANCE = 1e7, 1000.0
 _MAX_NUMBERS = 2**16  # of a clip or a frame
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Frames = Annotated[int, Field(gt=0, le=_MAX_SIDE)]
+_Aspect = Annotated[float, Field(ge=0.05, le=20)]
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 _Files = Annotated[tuple[_Path, ...], _FromList, Field(min_length=1)]
 
@@ -240,6 +242,30 @@ class CaptionsSection(_Section):
         return self
 
 
+class AutoBucketsSection(_Section):
+    """Buckets that are chosen from the catalogs, each of about the same number of pixels."""
+
+    pixels: int = Field(gt=0, le=2**24)
+    """The most pixels of a frame, such as 399360 for 832x480."""
+    frames: Annotated[tuple[_Frames, ...], _FromList] = Field((1,), min_length=1, max_length=64)
+    """Numbers of frames; 1 is for images."""
+    aspects: Annotated[tuple[_Aspect, ...], _FromList] = Field((), max_length=64)
+    """Ratios of width to height; unset: 21:9, 16:9, 3:2, 4:3, 1 and the upright ones."""
+    multiple_of: int = Field(16, ge=8, le=1024)
+    """Of height and width, as the family needs: 16 for Wan and FLUX."""
+    min_clips: int = Field(8, gt=0, le=10**9)
+    """A bucket that fewer clips go to is left out; they go to the next best."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if self.multiple_of**2 > self.pixels:
+            raise ValueError(
+                f"data.auto_buckets.pixels is {self.pixels}, less than one square of "
+                f"multiple_of = {self.multiple_of}"
+            )
+        return self
+
+
 class DataSection(_Section):
     """Which clips are trained on, in which shapes and in which order."""
 
@@ -260,8 +286,12 @@ class DataSection(_Section):
     not have it. Where a caption or a prefix has `[trigger]`, that is replaced by it instead."""
     captions: dict[str, CaptionsSection] = Field(default_factory=dict)
     """What becomes of a catalog's captions, by its name (`catalog` if there is one)."""
-    buckets: Annotated[tuple[Bucket, ...], _FromList] = Field(min_length=1)
-    """Every clip goes to the bucket that fits it best; a batch holds clips of one bucket."""
+    buckets: Annotated[tuple[Bucket, ...], _FromList] = Field((), min_length=1)
+    """Every clip goes to the bucket that fits it best; a batch holds clips of one bucket. Unset:
+    those of `auto_buckets`."""
+    auto_buckets: AutoBucketsSection | None = None
+    """Instead of `buckets`: chosen from the catalogs when a run begins, and kept in its
+    recipe.toml. Where both are given, `buckets` count."""
     frame_stride: int = Field(1, gt=0, le=_MAX_SIDE)
     """Take every n-th frame of a clip; with `fps`, of its frames at that rate."""
     fps: float | None = Field(None, gt=0, le=1000)
@@ -310,6 +340,15 @@ class DataSection(_Section):
     """Clips that may fail to decode, over all ranks, before the run stops."""
     retry_quarantined: bool = False
     """Whether a launch tries clips again that failed in those before it."""
+
+    @model_validator(mode="after")
+    def _has_buckets(self) -> Self:
+        if not self.buckets and self.auto_buckets is None:
+            raise ValueError(
+                "data.buckets is missing: list shapes of clips, or let data.auto_buckets choose "
+                "them, such as data.auto_buckets = { pixels = 399360, frames = [81] }"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_catalogs(self) -> Self:
@@ -1001,6 +1040,7 @@ MAY_CHANGE_ON_RESUME = (
     "out",  # a run directory may be moved
     "data.catalog",  # what a catalog holds is compared by its own fingerprint
     "data.catalogs",
+    "data.auto_buckets",  # what they chose is in data.buckets
     "data.on_change",
     "data.on_drift",
     "data.drift_limit",

@@ -125,7 +125,7 @@ def test_what_is_no_run_and_modules_of_others_are_refused(
     run.record_path.write_text(json.dumps(record))
     with pytest.raises(TrustError, match="was not begun by this user"):
         collect(run, with_modules=True)
-    names = [each.name for each in collect(run, with_modules=True, trust=True).files]
+    names = [each.name for each in collect(run, with_modules=True, is_trusted=True).files]
     assert "modules/my_planted.adapter.py" in names
 
 

@@ -296,12 +296,13 @@ def show(
 ) -> None:
     """Show a catalog, and which clips, buckets, crops and stages a recipe makes of it."""
     from longtake import config
+    from longtake.data.auto_buckets import with_buckets
     from longtake.data.summary import print_show
     from longtake.data.summary import show as look_at
 
     if recipe is None and changes:
         raise typer.BadParameter("there is no RECIPE that --set could change")
-    loaded = None if recipe is None else config.load(recipe, changes or ())
+    loaded = None if recipe is None else with_buckets(config.load(recipe, changes or ()))
     review_captions = None if loaded is None else _captions_reviewer(loaded)
     with progress.counted(say.console(), "draw") as advance:
         shown = look_at(catalog, loaded, out, advance, review_captions)
@@ -345,6 +346,7 @@ def cache(
     RECIPE`.
     """
     with progress.phase_lines(say.console(), "importing PyTorch"):
+        from longtake.data.auto_buckets import with_buckets
         from longtake.data.cache_fill import CACHE_KINDS
         from longtake.data.tasks import connected
         from longtake.training.latent_cache import cache_ahead
@@ -352,7 +354,7 @@ def cache(
 
     if workers and on is None:
         raise typer.BadParameter("--workers is for --on; here, data.workers of the recipe decode")
-    loaded = load_recipe(recipe, changes or (), trust=trust)
+    loaded = with_buckets(load_recipe(recipe, changes or (), trust=trust))
     with connected(on):
         facts = cache_ahead(loaded, say.console(), on=on, workers=workers)
     if as_json:

@@ -108,6 +108,7 @@ def plan(
     nothing fits or something would not train.
     """
     with phase_lines(say.console(), "importing PyTorch") as enter:
+        from longtake.data.auto_buckets import with_buckets
         from longtake.planner.devices import device_budget
         from longtake.planner.forecast import forecast
         from longtake.planner.mesh import links_named, links_of, mesh_forecast
@@ -116,7 +117,7 @@ def plan(
         begun = time.perf_counter()
         given = [f'recompute.memory="{memory}"'] if memory else []
         given += [f'recompute.device="{device}"'] if device else []
-        loaded = load_recipe(recipe, [*(changes or ()), *given], trust=trust)
+        loaded = with_buckets(load_recipe(recipe, [*(changes or ()), *given], trust=trust))
         planned = device_budget(loaded, world_size=processes)
         if memory is None and (device or planned.memory_bytes is None):
             planned = planned.with_own_memory()

@@ -212,7 +212,7 @@ def bundle(
 
     directory = RunDirectory(run)
     with progress.phase_lines(say.console(), "reading the run's records"):
-        found = collect(directory, with_modules=with_modules, trust=trust)
+        found = collect(directory, with_modules=with_modules, is_trusted=trust)
     archive = Path(default_name(directory)) if out is None else out
     check_out(archive)
     for each in found.files:

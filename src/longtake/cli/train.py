@@ -52,13 +52,14 @@ def train(
     A signal lets it finish the step and save. Exit code 130 after SIGINT, 143 after SIGTERM, 75
     after SIGUSR1; 69 if another process was lost, and 2 if there is no use in trying again.
     """
+    from longtake.data.auto_buckets import with_buckets
     from longtake.trust import load_recipe
 
     if weights_only and begin_from is None:
         raise errors.RecipeError(
             "--weights-only needs --from RUN, the run whose weights are taken."
         )
-    loaded = load_recipe(recipe, changes or (), trust=trust)
+    loaded = with_buckets(load_recipe(recipe, changes or (), trust=trust))
     try:
         with (
             process.leave_on_signals(),

@@ -60,7 +60,9 @@ def load_for_all_ranks(
     Raises:
         LongtakeError: several nodes would each choose a folder; or the recipe cannot be read.
     """
-    recipe = load_recipe(path, changes, trust=trust)
+    from longtake.data.auto_buckets import with_buckets  # which imports pyarrow and PyAV
+
+    recipe = with_buckets(load_recipe(path, changes, trust=trust))
     if not fresh:
         return recipe, changes
     if not is_alone:

@@ -21,6 +21,7 @@ from longtake.cluster import checks_node as node
 from longtake.cluster import checks_storage as storage
 from longtake.cluster import findings, topology
 from longtake.cluster.rendezvous import Rendezvous, SilentProcessError
+from longtake.data.auto_buckets import with_buckets
 from longtake.formatting import first_line, join_words
 
 CHECKS: tuple[findings.Check, ...] = (
@@ -130,7 +131,7 @@ def _context(
     recipe, problem = None, ""
     if path is not None:
         try:
-            recipe = config.load(path, changes)
+            recipe = with_buckets(config.load(path, changes))
         except errors.LongtakeError as error:
             if process.world_size == 1:
                 raise

@@ -7,7 +7,6 @@ trains the same texts.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
@@ -53,10 +52,11 @@ def caption_variants(captions: Iterable[str], source: str, data: DataSection) ->
 
 def all_captions(catalogs: dict[str, Catalog], data: DataSection) -> list[str]:
     """`caption_variants` of all catalogs, for a vocabulary or to count tokens."""
-    variants = (
-        caption_variants(catalog.captions(), source, data) for source, catalog in catalogs.items()
-    )
-    return list(chain.from_iterable(variants))
+    return [
+        text
+        for source, catalog in catalogs.items()
+        for text in caption_variants(catalog.captions(), source, data)
+    ]
 
 
 def _tags(caption: str) -> list[str]:

@@ -56,8 +56,7 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
 
 def drop_in_turn(catalog: Catalog, stage: Stage, data: DataSection) -> Iterator[tuple[str, Rows]]:
     """Each reason to drop clips, in order, and the clips that are left then."""
-    captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
-    kept = everyone = np.flatnonzero(captioned).astype(np.uint32)
+    kept = everyone = captioned_rows(catalog)
     yield NO_CAPTION, kept
     for condition in stage.where:
         kept = kept[_meets(catalog, condition, everyone, data)[np.searchsorted(everyone, kept)]]
@@ -65,6 +64,11 @@ def drop_in_turn(catalog: Catalog, stage: Stage, data: DataSection) -> Iterator[
     if stage.drop_hardest:
         kept = kept[~_hardest(catalog, kept, stage.drop_hardest, data)]
         yield "the hardest", kept
+
+
+def captioned_rows(catalog: Catalog) -> Rows:
+    captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
+    return np.flatnonzero(captioned).astype(np.uint32)
 
 
 def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:

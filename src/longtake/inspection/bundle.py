@@ -6,7 +6,6 @@ on request. `redact.Redactor` removes secrets and names from each. Nothing is re
 
 import ast
 import gzip
-import importlib.util
 import io
 import json
 import os
@@ -18,21 +17,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from longtake import __version__
-from longtake.errors import LongtakeError, RunError
-from longtake.formatting import format_size, join_words, plural
-from longtake.fsio import atomic_write, file_time, is_linked, open_regular
+from longtake import __version__, errors, formatting, fsio, lease, process, trust
 from longtake.health.gpu import driver_facts
-from longtake.inspection.facts import run_facts
-from longtake.inspection.redact import Redactor
-from longtake.lease import history
-from longtake.process import num_cores
+from longtake.inspection import facts, redact
 from longtake.run_dir import RunDirectory
-from longtake.trust import refuse_foreign_code
 
 _TAIL_BYTES = 2**20  # the end of a log or of records that grow
 _WHOLE_BYTES = 8 * 2**20  # a file that is of no use in part
@@ -80,13 +72,13 @@ class Bundle:
         return {"files": files, "left_out": left_out, "removed": dict(self.removed)}
 
 
-def collect(run: RunDirectory, *, with_modules: bool = False, trust: bool = False) -> Bundle:
+def collect(run: RunDirectory, *, with_modules: bool = False, is_trusted: bool = False) -> Bundle:
     """What a bundle of a run contains, redacted; nothing is written.
 
     Args:
         run: the run directory, whole or damaged.
         with_modules: also the source files of the classes that its recipe names.
-        trust: also those of a run that somebody else began.
+        is_trusted: also those of a run that somebody else began.
 
     Raises:
         RunError: there is no run.
@@ -94,15 +86,16 @@ def collect(run: RunDirectory, *, with_modules: bool = False, trust: bool = Fals
     """
     top = run.path.resolve()
     if not any((top / name).exists() for name in _IS_A_RUN):
-        raise RunError(
-            f"{run.path} is not a run directory: it has none of {join_words(_IS_A_RUN)}. "
-            "Expected the `out` folder of a recipe that was trained."
+        raise errors.RunError(
+            f"{run.path} is not a run directory: it has none of "
+            f"{formatting.join_words(_IS_A_RUN)}. Expected the `out` folder of a recipe that was "
+            "trained."
         )
     run, reader = RunDirectory(top), _Reader({}, {}, [])
     for name, path in _run_files(top, reader.left_out):
         reader.read(name, path, top)
     if with_modules:
-        refuse_foreign_code(run, trust=trust)
+        trust.refuse_foreign_code(run, trust=is_trusted)
         for name, path in _modules(reader, top):
             reader.read(name, path, path.parent)
     texts = reader.texts
@@ -123,7 +116,7 @@ def collect(run: RunDirectory, *, with_modules: bool = False, trust: bool = Fals
 
 def default_name(run: RunDirectory) -> str:
     name = re.sub(r"[^\w.-]+", "", _redactor(run).redact(run.path.resolve().name))
-    return f"{name or 'run'}-bundle-{file_time()[:15]}.tar.gz"
+    return f"{name or 'run'}-bundle-{fsio.file_time()[:15]}.tar.gz"
 
 
 def check_out(out: Path) -> None:
@@ -133,16 +126,20 @@ def check_out(out: Path) -> None:
         RunError: it cannot be written.
     """
     if not out.name.endswith((".tar.gz", ".tgz")):
-        raise RunError(f"--out {out}: expected a file name such as help.tar.gz.")
+        raise errors.RunError(f"--out {out}: expected a file name such as help.tar.gz.")
     if out.is_symlink() or out.exists():
-        raise RunError(f"--out {out} is there already. It was not overwritten; choose another.")
+        raise errors.RunError(
+            f"--out {out} is there already. It was not overwritten; choose another."
+        )
     if not out.absolute().parent.is_dir():
-        raise RunError(f"--out {out}: there is no folder {out.absolute().parent}; make it first.")
+        raise errors.RunError(
+            f"--out {out}: there is no folder {out.absolute().parent}; make it first."
+        )
 
 
 def write(bundle: Bundle, out: Path) -> int:
     """Write the archive, and return its size in bytes."""
-    with atomic_write(out) as partial:
+    with fsio.atomic_write(out) as partial:
         with (
             partial.open("xb") as file,
             # Neither the name of the archive nor the user who packs it is recorded.
@@ -156,13 +153,15 @@ def write(bundle: Bundle, out: Path) -> int:
         return partial.stat().st_size
 
 
-def _redactor(run: RunDirectory) -> Redactor:
+def _redactor(run: RunDirectory) -> redact.Redactor:
     hosts = [path.name for path in (run.path / "nodes").glob("*") if path.is_dir()]
     stems = (
         path.stem for name in ("requests", "stalls") for path in (run.path / name).glob("*.json")
     )
-    launches = [str(record["token"]) for record in _quietly(lambda: history(run.lease_path)) or ()]
-    redactor = Redactor(environment=os.environ, hosts=hosts, keep=[*stems, *launches])
+    launches = [
+        str(record["token"]) for record in _quietly(lambda: lease.history(run.lease_path)) or ()
+    ]
+    redactor = redact.Redactor(environment=os.environ, hosts=hosts, keep=[*stems, *launches])
     redactor.add_owner(os.getuid())
     redactor.add_owner(run.path.stat().st_uid)
     return redactor
@@ -170,7 +169,7 @@ def _redactor(run: RunDirectory) -> Redactor:
 
 def _quietly(read: Any) -> Any:
     """What a reader of records returns; None if the records are damaged."""
-    with suppress(LongtakeError, OSError, ValueError, KeyError, TypeError):
+    with suppress(errors.LongtakeError, OSError, ValueError, KeyError, TypeError):
         return read()
     return None
 
@@ -204,12 +203,14 @@ class _Reader:
         room = _TOTAL_BYTES - sum(map(len, self.texts.values()))
         most = min(_TAIL_BYTES if grows else _WHOLE_BYTES, room)
         try:
-            if is_linked(path, top):
+            if fsio.is_linked(path, top):
                 raise OSError("it is a link, or lies behind one")
-            with open_regular(path) as file:
+            with fsio.open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size > most and not grows:
-                    raise OSError(f"it has {format_size(size)}, and there is room for {most:,}")
+                    raise OSError(
+                        f"it has {formatting.format_size(size)}, and there is room for {most:,}"
+                    )
                 file.seek(max(0, size - most))
                 data = file.read(most)
         except OSError as error:
@@ -217,7 +218,9 @@ class _Reader:
             return
         if size > most:
             data = data.partition(b"\n")[2]  # half a line could be half a secret
-            self.notes[name] = f"the last {format_size(len(data))} of {format_size(size)}"
+            self.notes[name] = (
+                f"the last {formatting.format_size(len(data))} of {formatting.format_size(size)}"
+            )
         self.texts[name] = data.decode(errors="replace")
 
 
@@ -257,8 +260,8 @@ def _listed(top: Path) -> Iterator[str]:
 
 def _facts(run: RunDirectory) -> dict[str, Any]:
     try:
-        return run_facts(run)
-    except (LongtakeError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        return facts.run_facts(run)
+    except (errors.LongtakeError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         return {"error": str(error)}
 
 
@@ -275,7 +278,7 @@ def _environment() -> dict[str, Any]:
         "python": sys.version,
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()),
-        "cores": num_cores(),
+        "cores": process.num_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "torch": _torch_build(),
         "gpus": _driver_facts(),
@@ -286,7 +289,7 @@ def _environment() -> dict[str, Any]:
 
 def _torch_build() -> dict[str, Any]:
     """Versions in torch's own version.py, which is parsed: importing torch may fail or hang."""
-    spec = importlib.util.find_spec("torch")
+    spec = util.find_spec("torch")
     folders = spec.submodule_search_locations if spec else None
     found: dict[str, Any] = {}
     with suppress(OSError, SyntaxError, ValueError):
@@ -309,8 +312,8 @@ def _driver_facts() -> dict[str, Any]:
 
 
 def _readme(left_out: Sequence[tuple[str, str]], removed: Mapping[str, int]) -> str:
-    what = join_words(
-        plural(number, kind, "addresses" if kind == "address" else "")
+    what = formatting.join_words(
+        formatting.plural(number, kind, "addresses" if kind == "address" else "")
         for kind, number in removed.items()
     )
     lines = [

@@ -1,0 +1,98 @@
+"""Buckets by a pixel budget: within it, in multiples, with enough clips, and kept by a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.data.build import catalog_of, section
+
+from longtake import config
+from longtake.config import AutoBucketsSection, Bucket
+from longtake.data.auto_buckets import choose_buckets, with_buckets
+from longtake.data.catalog import Catalog
+from longtake.errors import DataError
+from longtake.run_dir import RunDirectory
+
+
+def _chosen(catalog: Catalog, **values: Any) -> list[Bucket]:
+    auto = AutoBucketsSection.model_validate(values)
+    return list(choose_buckets({"catalog": catalog}, auto, section()))
+
+
+def _clips(sizes: dict[tuple[int, int], int], **fields: Any) -> Catalog:
+    """So many clips of each width and height."""
+    listed = [size for size, count in sizes.items() for _ in range(count)]
+    return catalog_of(
+        range(len(listed)), width=lambda n: listed[n][0], height=lambda n: listed[n][1], **fields
+    )
+
+
+def test_each_aspect_ratio_with_enough_clips_has_a_bucket() -> None:
+    clips = _clips({(1920, 1080): 20, (1080, 1920): 10, (512, 512): 3})
+    chosen = _chosen(clips, pixels=832 * 480, frames=[5], min_clips=8)
+    assert [(each.width, each.height) for each in chosen] == [(464, 832), (832, 464)]
+    with_squares = _chosen(clips, pixels=832 * 480, frames=[5], min_clips=3)
+    assert [(each.width, each.height) for each in with_squares][1] == (624, 624)
+
+
+def test_images_and_videos_have_buckets_of_their_own() -> None:
+    clips = _clips(
+        {(64, 64): 12},
+        num_frames=lambda n: 1 if n < 6 else 20,
+        kind=lambda n: "image" if n < 6 else "video",
+    )
+    chosen = _chosen(clips, pixels=4096, frames=[9, 1], min_clips=6)
+    assert chosen == [
+        Bucket(num_frames=1, height=64, width=64),
+        Bucket(num_frames=9, height=64, width=64),
+    ]
+
+
+def test_without_clips_for_any_it_is_refused() -> None:
+    with pytest.raises(DataError, match="of 4 clips not 8 with a caption go to any bucket of 81"):
+        _chosen(_clips({(64, 64): 4}), pixels=4096, frames=[81])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    pixels=st.integers(32**2, 2048**2),
+    aspect=st.floats(0.3, 3),
+    multiple_of=st.sampled_from([8, 16, 32]),
+)
+def test_a_bucket_is_within_the_budget_and_near_its_aspect_ratio(
+    pixels: int, aspect: float, multiple_of: int
+) -> None:
+    clips = _clips({(640, 360): 1})
+    [shape] = _chosen(
+        clips, pixels=pixels, aspects=[aspect], multiple_of=multiple_of, frames=[2], min_clips=1
+    )
+    assert shape.height % multiple_of == shape.width % multiple_of == 0
+    assert shape.height * shape.width <= pixels
+    if pixels > (32 * multiple_of) ** 2:
+        assert shape.height * shape.width > 0.85 * pixels
+        assert abs(shape.width / shape.height / aspect - 1) < 0.08
+
+
+def test_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
+    path = tmp_path / "c.parquet"
+    _clips({(64, 64): 8}).save(path)
+    values = {
+        "out": str(tmp_path / "run"),
+        "data": {"catalog": str(path), "auto_buckets": {"pixels": 4096, "frames": [4]}},
+        "model": {"family": "tubelet"},
+        "training": {"steps": 2, "global_batch_size": 2},
+    }
+    recipe = config.parse(values, "test")
+    first = with_buckets(recipe)
+    assert first.data.buckets == (Bucket(num_frames=4, height=64, width=64),)
+    (tmp_path / "run").mkdir()
+    RunDirectory(tmp_path / "run").create(first)
+    _clips({(64, 64): 8, (128, 64): 30}).save(path)
+    assert with_buckets(recipe) == first
+    assert config.differences(RunDirectory(tmp_path / "run").recipe(), with_buckets(recipe)) == []
+    elsewhere = config.changed(first, [f"out={tmp_path / 'other'}"])
+    assert elsewhere.data.buckets == first.data.buckets
+    fresh = recipe.model_copy(update={"out": tmp_path / "other"})
+    assert len(with_buckets(fresh).data.buckets) > 1
