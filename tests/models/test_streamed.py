@@ -166,6 +166,25 @@ def test_blocks_hold_no_frozen_weight_while_they_wait() -> None:
     assert trained_state(model).keys() == before
 
 
+def test_a_model_that_is_moved_away_and_back_streams_into_the_same_buffers() -> None:
+    """As for samples in training: a block's weights are in the model when it is moved."""
+    model = _model("wan", _LORA)
+    streamed = _stream(family("wan"), model)
+    _steps("wan", model, num_steps=1)
+    apply: Any = model._apply
+    apply(torch.clone)
+    model.zero_grad()
+    expected = _model("wan", _LORA)
+    pairs = zip(_steps("wan", model), _steps("wan", expected), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    buffers = {each.memory.untyped_storage().data_ptr() for each in streamed._buffers}
+    layers = (layer for layer in model.modules() if isinstance(layer, FrozenLinear))
+    there: list[Any] = [layer.weight for layer in layers]
+    weights = [weight for weight in there if weight is not None]
+    assert weights
+    assert {weight.untyped_storage().data_ptr() for weight in weights} <= buffers
+
+
 def test_weights_on_the_meta_device_are_read_into_memory() -> None:
     whole, empty = _model("wan", _LORA), _model("wan", _LORA)
     stored = {name: each.clone() for name, each in whole.state_dict().items()}

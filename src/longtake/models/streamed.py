@@ -42,8 +42,13 @@ class _Place:
 
     def within(self, memory: Tensor) -> Tensor:
         flat = memory[self.offset : self.end].view(self.like.dtype)
-        view = flat.view(self.like.shape)
-        return nn.Parameter(view, requires_grad=False) if self.is_parameter else view
+        return flat.view(self.like.shape)
+
+    def put(self, view: Tensor | None) -> None:
+        """Into the layer; in a new Parameter, whose data change where a model is moved."""
+        if view is not None and self.is_parameter:
+            view = nn.Parameter(view, requires_grad=False)
+        self.held[self.name] = view
 
 
 @dataclass(eq=False)
@@ -56,7 +61,7 @@ class _Weights:
 
     def put(self, tensors: Sequence[Tensor | None]) -> None:
         for place, tensor in zip(self.places, tensors, strict=True):
-            place.held[place.name] = tensor
+            place.put(tensor)
 
     def take_away(self) -> None:
         self.put([None] * len(self.places))
