@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.build import MakeRecipe
 
 from longtake.errors import RecipeError
-from longtake.trust import import_class
+from longtake.trust import import_class, named_code
 
 _ROOT = Path(__file__).resolve().parents[1]
 _FILES = {"broken": "1 / 0", "in_need": "import no_such"}
@@ -24,6 +25,18 @@ def test_a_class_is_found_from_the_current_directory(
     monkeypatch.delitem(sys.modules, "colorsys")
     assert found.__name__ == "Mine"
     assert sys.path == path
+
+
+def test_every_class_that_a_recipe_names_is_listed(small_recipe: MakeRecipe) -> None:
+    named = {
+        "trainable.modules.own.module": "my:Module",
+        "model.family": "my:Family",
+        "optimizer.kind": "my:Optimizer",
+    }
+    recipe = small_recipe(*(f"{key}={path}" for key, path in named.items()), "watch.hook=mail me")
+    listed = [f"{key} = {path!r}" for key, path in named.items()]
+    assert named_code(recipe, with_hook=False) == listed
+    assert named_code(recipe, with_hook=True) == [*listed, "watch.hook = 'mail me'"]
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_it_is_sampled_with_its_pictures(
         given = [
             part
             for name, file in pictures.items()
-            for part in ("--reference", f"{name}=pairs/{file}")
+            for part in ("--conditioning", f"{name}=pairs/{file}")
         ]
         out = f"{number}.png"
         prompt = ("--prompt", "move the red circle", "--steps", "2", "--out", out)

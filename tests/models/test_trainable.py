@@ -23,7 +23,12 @@ from longtake.models.trainable import (
     trained_state,
 )
 from longtake.models.tubelet import TubeletTransformer
-from longtake.planner.activation_checkpointing import ACTIVATIONS, Activations, run_block
+from longtake.planner.activation_checkpointing import (
+    ACTIVATIONS,
+    Activations,
+    BlockOption,
+    caller,
+)
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CHANNELS, _WIDTH = 4, 24
@@ -237,22 +242,29 @@ def test_gradients_reach_every_trained_parameter(kind: str, name: str) -> None:
     assert all(each.grad is None for each in frozen)
 
 
-@pytest.mark.parametrize("option", [each for each in ACTIVATIONS if each != "keep"])
-@pytest.mark.parametrize(("kind", "name"), _PAIRS)
+_RECOMPUTED = [
+    *((kind, name, "recompute") for kind, name in _PAIRS),
+    *(("whole context", "flux_kontext", option) for option in ACTIVATIONS[1:]),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "option"), dict.fromkeys(_RECOMPUTED))
 def test_recompute_changes_no_bit_of_a_gradient(kind: str, name: str, option: Activations) -> None:
     """Added modules are run again with their blocks, on what was prepared once."""
     model = _shaken(_made(name, _KINDS[kind], torch.bfloat16))
     kept = _gradients(model, name)
+    assert all(grad is not None and grad.any() for grad in kept.values()) or name == "wan"
     kept = {each: None if grad is None else grad.clone() for each, grad in kept.items()}
-    calls: list[nn.Module] = []
+    blocks = family(name).blocks(model)
+    run, calls = caller({block: BlockOption(option) for block in blocks}), list[nn.Module]()
 
-    def recomputed(block: nn.Module, *inputs: Any) -> Any:
+    def counted(block: nn.Module, *inputs: Any) -> Any:
         calls.append(block)
-        return run_block(option, block, *inputs)
+        return run(block, *inputs)
 
-    family(name).call_blocks_by(model, recomputed)
+    family(name).call_blocks_by(model, counted)
     again = _gradients(model, name)
-    assert len(calls) == len(family(name).blocks(model))
+    assert len(calls) == len(blocks)
     torch.testing.assert_close(again, kept, rtol=0, atol=0)
 
 

@@ -133,7 +133,7 @@ def test_all_shapes_and_options_are_compiled(
 def test_blocks_are_compiled_with_their_modules(
     tiny_flux: MakeRecipe, torchs_warnings: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each in one graph, under every option; a module sees and changes all of a block's context."""
+    """Each in one graph, also where it is recomputed; one module changes all that it sees."""
     whole = partialmethod(nn.Module.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(nn.Module, "compile", whole)
     modules = (
@@ -151,8 +151,8 @@ def test_blocks_are_compiled_with_their_modules(
     compiled = replace(plain, model=copy.deepcopy(plain.model))
     names = {module: name for name, module in plain.model.named_modules()}
     blocks = [names[block] for block in plain.family.blocks(plain.model)]
-    options = dict(zip(blocks, map(BlockOption, ACTIVATIONS), strict=True))
-    compile_blocks(options, compiled, recipe)
+    recomputed = (BlockOption("keep"), BlockOption("save-attention"), BlockOption("recompute"))
+    compile_blocks(dict(zip(blocks, recomputed, strict=True)), compiled, recipe)
     shape = latent_shape(plain.codec, recipe.data.buckets[0])
     told = outline_conditioning(plain, recipe, recipe.data.buckets[0])
     inputs = {name: torch.ones_like(each, device="cpu") for name, each in told.items()}
