@@ -340,7 +340,7 @@ def test_flux_kontext_comes_out_as_it_is_known_to() -> None:
     assert plan["peaks"] == pytest.approx(known, rel=0.03)
     assert plan["fixed"] == pytest.approx(22.2, rel=0.03)
     assert plan["best"] <= 44.5
-    assert 0.10 <= plan["best_overhead"] <= 0.16
+    assert 0 <= plan["best_overhead"] <= 0.08  # 0.13 with recomputation alone
     assert plan["overheads"]["all-but-first"] == pytest.approx(0.41, abs=0.06)
     assert abs(plan["plan_error"]) <= 0.005
     assert plan["resident_gib"] < 4
