@@ -1,5 +1,6 @@
 """The verbs that read a run: `show` and `stacks`, and one message for each mistake."""
 
+import io
 import json
 import os
 import shutil
@@ -196,3 +197,25 @@ def test_bad_input_is_one_message(
     assert (code, out) == (2, "")
     assert err.startswith("longtake: ")
     assert message in err
+
+
+def test_a_bundle_is_listed_and_only_written_when_asked(
+    place: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    out = tmp_path / "help.tar.gz"
+    code, _, err = call("bundle", place / "run", "--out", out)
+    assert (code, out.exists()) == (2, False)
+    assert "bytes  run/recipe.toml" in err
+    assert "was not written. Add --yes" in err
+    code, said, _ = call("bundle", place / "run", "--out", out, "--yes", "--json")
+    assert (code, json.loads(said)["bytes"]) == (0, out.stat().st_size)
+    for arguments, why in (
+        ((place / "run", "--out", out, "--yes"), "is there already. It was not overwritten"),
+        ((place / "run", "--out", tmp_path / "x.zip", "--yes"), "expected a file name such as"),
+        ((place / "empty",), "is not a run directory: it has none of recipe.toml"),
+        ((place / "file",), "is not a run directory: it has none of recipe.toml"),
+    ):
+        code, _, err = call("bundle", *arguments)
+        assert code == 2
+        assert why in err
