@@ -145,7 +145,7 @@ def reduce_gradients(model: nn.Module, blocks: Sequence[nn.Module], world: World
     """Average the gradients of ranks that hold the whole model; FSDP2 reduces those of shards.
 
     All ranks call it after the last micro-batch of a step. A parameter without gradient counts as
-    0, as other ranks may have one. The sums are fp32, in the order of FSDP2: block by block.
+    0, as other ranks may have one. The sums are fp32, block by block.
     """
     if world.mesh is None or world.is_sharded:
         return
