@@ -453,6 +453,7 @@ class ModelSection(_Section):
     """The transformer."""
 
     family: str
+    """`wan`, `flux`, `flux_kontext`, `tubelet`, or your own Family, as `package.module:Class`."""
     pretrained: str | None = None
     """A diffusers folder or repository id to start from; without it, random weights."""
     subfolder: str = "transformer"
