@@ -494,8 +494,9 @@ class ModuleSection(_Section):
 class TrainableSection(_Section):
     """What of the model is trained."""
 
-    kind: Literal["full", "lora", "frozen"] | None = None
-    """`full`: all weights; `lora`: low-rank updates of the targets; `frozen`: only the added
+    kind: Literal["full", "lora", "dora", "lokr", "frozen"] | None = None
+    """`full`: all weights; `lora`: low-rank updates of the targets; `dora`: LoRA, and a trained
+    length of each row; `lokr`: updates that are Kronecker products; `frozen`: only the added
     modules. Unset: frozen where there are modules, else full."""
     targets: Annotated[tuple[str, ...], _FromList] | None = Field(None, min_length=1)
     """Names of linear layers that get LoRA: their last parts, or patterns such as
@@ -519,12 +520,15 @@ class TrainableSection(_Section):
                 'trainable.kind = "frozen" without trainable.modules leaves nothing to train'
             )
         if self.targets is not None and self.base() != "lora":
-            raise ValueError('trainable.targets needs trainable.kind = "lora"')
-        if self.init_from is not None and self.base() != "lora":
-            raise ValueError('trainable.init_from needs trainable.kind = "lora"')
+            raise ValueError('trainable.targets needs trainable.kind = "lora", "dora" or "lokr"')
+        if self.init_from is not None and self.kind not in ("lora", "dora"):
+            raise ValueError('trainable.init_from needs trainable.kind = "lora" or "dora"')
         return self
 
     def base(self) -> Literal["full", "lora", "frozen"]:
+        """What is trained of the model; `lora` for every kind of adapter."""
+        if self.kind == "dora" or self.kind == "lokr":
+            return "lora"
         return self.kind or ("frozen" if self.modules else "full")
 
 
@@ -1010,6 +1014,16 @@ class Recipe(_Section):
             raise ValueError(
                 f"training.micro_batch_size {micro} does not divide "
                 f"training.global_batch_size {batch}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dora_has_exact_weights(self) -> Self:
+        if self.trainable.kind == "dora" and self.model.quantize != "none":
+            raise ValueError(
+                f'trainable.kind = "dora" begins with the lengths of the weights\' rows, and '
+                f'model.quantize = "{self.model.quantize}" rounds them: take trainable.kind = '
+                '"lora", or leave model.quantize out'
             )
         return self
 

@@ -263,6 +263,22 @@ def test_a_modules_weights_are_beside_the_pipeline_of_its_base(
 # --- Adapters for peft and ComfyUI ------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("family", "kind"), [("wan", "dora"), ("flux", "lokr")])
+def test_dora_and_lokr_are_merged_and_read_by_peft(family: str, kind: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    sampler = _sampler(family, kind=kind, rank=2, alpha=4.0)
+    trained = _velocity(sampler, sampler.components.model)
+    merged = plain_copy(sampler.components.model)
+    torch.testing.assert_close(_velocity(sampler, merged), trained, rtol=1e-3, atol=1e-4)
+    export(sampler, tmp_path / "adapter", "peft")
+    base = _base(sampler)
+    assert (_velocity(sampler, base) - trained).abs().max() > 1e-2
+    read: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    found = _velocity(sampler, read.merge_and_unload())
+    torch.testing.assert_close(found, trained, rtol=1e-3, atol=1e-4)
+
+
 @pytest.fixture(params=["flux", "wan"])
 def lora(request: pytest.FixtureRequest) -> Sampler:
     return _sampler(request.param, kind="lora", rank=2, alpha=16.0)

@@ -53,6 +53,8 @@ _WHOLE = ModuleSection(module="tests.models.whole_context:WholeContext")
 _ONLY = {name: {name: module} for name, module in _MODULES.items()}
 _KINDS = {
     "lora": _LORA,
+    "dora": TrainableSection(kind="dora", rank=4),
+    "lokr": TrainableSection(kind="lokr", rank=4),
     "pose": TrainableSection(modules=_ONLY["pose"]),
     "style": TrainableSection(modules=_ONLY["style"]),
     "pose and style": TrainableSection(modules=_MODULES),
@@ -292,7 +294,7 @@ def test_new_weights_follow_from_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["model", "fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["lora", "pose", "lora and style"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "pose", "lora and style"])
 def test_on_the_meta_device_all_is_alike(kind: str, dtype: Any) -> None:
     """Names, shapes and dtypes are those of a real model, and what is new is in the recipe's."""
     section = _KINDS[kind].model_copy(update={"dtype": dtype})

@@ -37,7 +37,8 @@ def _write_pipeline(sampler: Sampler, folder: Path) -> None:
     at_bucket = sampler.shift(recipe.sampling, recipe.data.buckets[0])
     shift = recipe.sampling.shift or parts.defaults.shift
     parts.family.export(plain_copy(parts.model), parts.codec, parts.text, shift, at_bucket, folder)
-    if lora := lora_state(parts.model):
+    # diffusers' pipelines read no LoKr: there it is merged only.
+    if recipe.trainable.kind != "lokr" and (lora := lora_state(parts.model)):
         named = {f"transformer.{name}": value for name, value in lora.items()}
         _save_weights(named, folder / "pytorch_lora_weights.safetensors")
 
@@ -54,6 +55,13 @@ def _write_adapter(sampler: Sampler, folder: Path) -> None:
     adapter_config(model, sampler.recipe.model.pretrained).save_pretrained(str(folder))
 
 
+def _dora_for_comfyui(name: str, value: Tensor) -> tuple[str, Tensor]:
+    """ComfyUI calls DoRA's magnitude `dora_scale`, and has it as a column."""
+    layer, _, last = name.rpartition(".")
+    is_magnitude = last == "lora_magnitude_vector"
+    return (f"{layer}.dora_scale", value[:, None]) if is_magnitude else (name, value)
+
+
 def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
     """Write a safetensors file, in the dtype that the weights are kept in; what to know of it."""
     parts = sampler.components
@@ -61,6 +69,7 @@ def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
     weights = lora or plain_copy(parts.model).state_dict()
     name_of = parts.family.comfyui_name
     named = {name_of(name, is_lora=bool(lora)): value for name, value in weights.items()}
+    named = dict(_dora_for_comfyui(*each) for each in named.items())
     assert len(named) == len(weights), "two weights have one name"
     _save_weights(named, path)
     remarks = ["ComfyUI looks for it in models/loras."]

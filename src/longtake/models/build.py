@@ -201,6 +201,8 @@ def text_section(recipe: Recipe) -> TextSection:
 def source_of(recipe: Recipe, *, resumed: bool) -> Source:
     if resumed and recipe.trainable.base() == "full":
         return "checkpoint"
+    if recipe.trainable.kind == "dora":  # its magnitudes begin as the lengths of the weights' rows
+        return "here"
     return "here" if recipe.model.pretrained is None else "files"
 
 

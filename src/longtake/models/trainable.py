@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -102,26 +103,39 @@ def plain_copy(model: nn.Module) -> nn.Module:
 def add_lora(
     model: nn.Module, targets: Sequence[str], section: TrainableSection, dtype: torch.dtype
 ) -> None:
-    """Add low-rank updates in `dtype` to linear layers; only these require gradients then.
+    """Add LoRA, DoRA or LoKr in `dtype` to linear layers; only these require gradients then.
 
     If `dtype` is not a layer's, its input is converted, and a copy is kept for the backward pass.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 
-    layers = find_targets(model, targets)
-    config = LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha or section.rank,
-        # A pattern: peft takes names in a list for the ends of further names.
-        target_modules="|".join(re.escape(name) for name in layers),
-    )
+    layers, alpha = find_targets(model, targets), section.alpha or section.rank
+    # A pattern: peft takes names in a list for the ends of further names.
+    pattern = "|".join(re.escape(name) for name in layers)
+    if section.kind == "lokr":
+        config: Any = LoKrConfig(r=section.rank, alpha=alpha, target_modules=pattern)
+    else:
+        is_dora = section.kind == "dora"
+        config = LoraConfig(
+            r=section.rank, lora_alpha=alpha, target_modules=pattern, use_dora=is_dora
+        )
     inject_adapter_in_model(config, model, ADAPTER)
-    for _, layer in lora_layers(model):
-        layer.lora_A.to(dtype)  # peft's own choice differs by device
-        layer.lora_B.to(dtype)
+    for _, layer in adapter_layers(model):
+        for part in layer.adapter_layer_names:
+            getattr(layer, part).to(dtype)  # peft's own choice differs by device
         # Under autocast peft would convert the input to fp32, and autocast would convert it back
         # and keep that copy.
         layer.cast_input_dtype_enabled = layer.get_base_layer().weight.dtype != dtype
+        if section.kind == "lokr":
+            layer.forward = MethodType(_call_lokr, layer)
+
+
+def _call_lokr(layer: Any, inputs: Tensor) -> Tensor:
+    """Peft's LoKr without its dropout, which looks at random values even where it is off."""
+    plain: Tensor = layer.base_layer(inputs)
+    update = layer.get_delta_weight(ADAPTER)
+    given = inputs.to(update.dtype) if layer.cast_input_dtype_enabled else inputs
+    return plain + nn.functional.linear(given, update).to(plain.dtype)
 
 
 def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
@@ -135,25 +149,31 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
-    """What diffusers' `load_lora_weights` reads: A and B of every layer, without a prefix.
+    """What peft reads of every layer, without a prefix: A and B, DoRA's magnitude, LoKr's factors.
 
-    The scale alpha / rank is multiplied into B, because readers of such files assume 1. Empty for a
-    model without LoRA.
+    The scale alpha / rank is multiplied into B, or into LoKr's first factor, because readers of
+    such files assume 1. Empty for a model without any.
     """
     state = {}
-    for name, layer in lora_layers(model):
-        state[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER].weight.detach()
-        state[f"{name}.lora_B.weight"] = (
-            layer.lora_B[ADAPTER].weight.detach() * layer.scaling[ADAPTER]
-        )
+    for name, layer in adapter_layers(model):
+        parts = {part: getattr(layer, part) for part in layer.adapter_layer_names}
+        for part, held in parts.items():
+            if ADAPTER not in held:
+                continue
+            weight = getattr(held[ADAPTER], "weight", held[ADAPTER]).detach()
+            is_scaled = part in ("lora_B", "lokr_w1", "lokr_w1_a")
+            suffix = ".weight" if part in ("lora_A", "lora_B") else ""
+            scale = layer.scaling[ADAPTER] if is_scaled else 1
+            state[f"{name}.{part}{suffix}"] = weight * scale
     return state
 
 
 def adapter_config(model: nn.Module, base: str | None) -> Any:
-    """Peft's `LoraConfig` of `lora_state`, whose scale is 1; `base` names the pretrained model."""
+    """Peft's configuration of `lora_state`, whose scale is 1; `base` names the pretrained model."""
     host: Any = model
     config = copy.deepcopy(host.peft_config[ADAPTER])
-    config.lora_alpha, config.inference_mode = config.r, True
+    setattr(config, "lora_alpha" if hasattr(config, "lora_alpha") else "alpha", config.r)
+    config.inference_mode = True
     config.base_model_name_or_path = base
     return config
 
@@ -161,10 +181,9 @@ def adapter_config(model: nn.Module, base: str | None) -> Any:
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
     """Add LoRA to the weights, in new tensors, and remove it; names are those without LoRA."""
-    for name, layer in list(lora_layers(model)):
-        plain, a, b = layer.get_base_layer(), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-        update = layer.scaling[ADAPTER] * (b.weight.float() @ a.weight.float())
-        merged = (plain.weight.float() + update).to(plain.weight.dtype)
+    for name, layer in list(adapter_layers(model)):
+        plain = layer.get_base_layer()
+        merged = _merged(layer, plain.weight.float()).to(plain.weight.dtype)
         plain.weight = nn.Parameter(merged, requires_grad=False)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, plain)
@@ -172,15 +191,34 @@ def merge(model: nn.Module) -> None:
         del model.peft_config
 
 
-def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers with LoRA and their names; each has `lora_A[ADAPTER]` and `lora_B[ADAPTER]`."""
+def _merged(layer: Any, weight: Tensor) -> Tensor:
+    """[out, in] fp32: what a layer computes with; DoRA gives each row its magnitude."""
+    if not hasattr(layer, "lora_A"):
+        update: Tensor = layer.get_delta_weight(ADAPTER)
+        return weight + update.float()
+    a, b = layer.lora_A[ADAPTER].weight.float(), layer.lora_B[ADAPTER].weight.float()
+    weight = weight + layer.scaling[ADAPTER] * (b @ a)
+    if ADAPTER in layer.lora_magnitude_vector:
+        magnitude = layer.lora_magnitude_vector[ADAPTER].weight.float()
+        weight = weight * (magnitude / torch.linalg.norm(weight, dim=1))[:, None]
+    return weight
+
+
+def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers with LoRA, DoRA or LoKr, and their names."""
     if not hasattr(model, "peft_config"):
         return
+    from peft.tuners.lokr import LoKrLayer
     from peft.tuners.lora import LoraLayer
 
     for name, part in model.named_modules():
-        if isinstance(part, LoraLayer):
+        if isinstance(part, LoraLayer | LoKrLayer):
             yield name, part
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers with LoRA or DoRA; each has `lora_A[ADAPTER]` and `lora_B[ADAPTER]`."""
+    return ((name, layer) for name, layer in adapter_layers(model) if hasattr(layer, "lora_A"))
 
 
 def _matches(name: str, target: str) -> bool:
