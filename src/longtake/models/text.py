@@ -20,7 +20,7 @@ NO_CAPTION = ""
 """The unconditional caption of classifier-free guidance, trained where captions are dropped."""
 
 LENGTH_STEP = 32
-"""Tokens: captions are padded to a multiple of it where an encoder is told what is padding."""
+"""Tokens: captions are padded to a multiple of it where an encoder knows what is padding."""
 
 MAX_WORDS = 8192
 """Of the vocabulary that is made of a catalog's captions: the most frequent ones."""

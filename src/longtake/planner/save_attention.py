@@ -24,7 +24,7 @@ _FLASH_CHANNELS = 8  # of other multiples torch pads heads for FlashAttention
 _BIAS_ALIGNMENT = 8  # of a bias's rows, which torch pads for the memory-efficient kernel
 
 
-class Scores(NamedTuple):
+class ScoreTerms(NamedTuple):
     """How scores are made of queries and keys."""
 
     bias: Tensor | None  # added to them
@@ -35,9 +35,9 @@ class Scores(NamedTuple):
 class AttentionKernel(NamedTuple):
     """One of torch's kernels: what it computes, and its derivative."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Scores], Sequence[Any]]
+    forward: Callable[[Tensor, Tensor, Tensor, ScoreTerms], Sequence[Any]]
     """The output first, then all that the derivative needs."""
-    backward: Callable[[Tensor, Sequence[Tensor], Sequence[Any], Scores], Sequence[Tensor]]
+    backward: Callable[[Tensor, Sequence[Tensor], Sequence[Any], ScoreTerms], Sequence[Tensor]]
     """Gradients of query, key and value from that of the output."""
 
 
@@ -194,7 +194,7 @@ class _Replaced:
         kernel = choose_kernel(query, key, value, mask, how)
         if kernel is None:
             return self._original(query, key, value, mask, **how)  # type: ignore[no-any-return]
-        scores = Scores(as_bias(mask, query, key), is_causal, how.get("scale"))
+        scores = ScoreTerms(as_bias(mask, query, key), is_causal, how.get("scale"))
         attended: Tensor = _Attention.apply(kernel, scores, self._obtain, query, key, value)  # type: ignore[no-untyped-call]
         return attended
 
@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         kernel: AttentionKernel,
-        scores: Scores,
+        scores: ScoreTerms,
         obtain: _Obtain,
         query: Tensor,
         key: Tensor,

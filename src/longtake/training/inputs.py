@@ -159,12 +159,12 @@ class InputQueue:
         for name in (each for each in inputs.further if each in sections):
             section, given = sections[name], inputs.further[name]
             conditioning |= condition_on(parts.codec, name, section, given)
-        told = training_conditioning(parts, self._recipe, conditioning)
+        conditioned = training_conditioning(parts, self._recipe, conditioning)
         weights = None
         if flow.loss_mask is not None:
             mask = inputs.further[flow.loss_mask]
             weights = loss_weights(parts.codec, mask, flow.loss_mask_floor)
-        examples = FlowBatch(latents, tensors["noise"], tensors["sigmas"], told, weights)
+        examples = FlowBatch(latents, tensors["noise"], tensors["sigmas"], conditioned, weights)
         return MicroBatch(examples, tensors["weights"], inputs.sigmas)
 
 
