@@ -21,16 +21,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Annotated, Any, BinaryIO, Final, Generic, Literal, Self, TypeVar, Union
 
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    with_config,
-)
+import pydantic
 
 from longtake.errors import DataError, RecordError, RunError
 
@@ -60,9 +51,11 @@ _num_skipped: dict[Path, int] = {}
 # does not name are dropped, unless it is decorated with `@with_other_fields`.
 
 _T = TypeVar("_T")
-Kind = type[_T] | TypeAdapter[_T]
+Kind = type[_T] | pydantic.TypeAdapter[_T]
 
-with_other_fields: Final[Callable[[type[_T]], type[_T]]] = with_config(ConfigDict(extra="allow"))
+with_other_fields: Final[Callable[[type[_T]], type[_T]]] = pydantic.with_config(
+    pydantic.ConfigDict(extra="allow")
+)
 
 
 def is_file_name(text: str) -> bool:
@@ -94,19 +87,23 @@ def _check_span(span: list[int]) -> list[int]:
     return span
 
 
-Count = Annotated[int, Field(ge=0, le=2**53)]
+Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
 """A number of steps, samples or bytes; a float holds it exactly."""
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Timestamp = Annotated[float, Field(ge=0, le=1e11)]
+Finite = Annotated[float, pydantic.Field(allow_inf_nan=False)]
+Timestamp = Annotated[float, pydantic.Field(ge=0, le=1e11)]
 """Seconds since 1970."""
 NumberOrText = Finite | Literal["nan", "inf", "-inf"]
 """A float as `json_number` writes it, since JSON has finite numbers only."""
-Span = Annotated[list[Count], Field(min_length=2, max_length=2), AfterValidator(_check_span)]
+Span = Annotated[
+    list[Count], pydantic.Field(min_length=2, max_length=2), pydantic.AfterValidator(_check_span)
+]
 """[first, end)"""
-FileName = Annotated[str, Field(max_length=255), AfterValidator(_check_name)]
-InnerPath = Annotated[str, Field(max_length=4096), AfterValidator(_check_inner_path)]
+FileName = Annotated[str, pydantic.Field(max_length=255), pydantic.AfterValidator(_check_name)]
+InnerPath = Annotated[
+    str, pydantic.Field(max_length=4096), pydantic.AfterValidator(_check_inner_path)
+]
 """Of a file below a folder, such as a checkpoint's."""
-Time = Annotated[str, Field(max_length=64), AfterValidator(_check_time)]
+Time = Annotated[str, pydantic.Field(max_length=64), pydantic.AfterValidator(_check_time)]
 """As `now` writes it."""
 
 
@@ -121,10 +118,12 @@ def format_number(number: int) -> Any:
             )
         return found
 
-    return Annotated[int, AfterValidator(check)]
+    return Annotated[int, pydantic.AfterValidator(check)]
 
 
-def by_field(name: str, kinds: Mapping[str, Any], other: Any) -> TypeAdapter[dict[str, Any]]:
+def by_field(
+    name: str, kinds: Mapping[str, Any], other: Any
+) -> pydantic.TypeAdapter[dict[str, Any]]:
     """The type of records, such as events, whose type depends on the value of one field.
 
     With a value that `kinds` does not have, it is `other`.
@@ -134,9 +133,9 @@ def by_field(name: str, kinds: Mapping[str, Any], other: Any) -> TypeAdapter[dic
         value = record.get(name) if isinstance(record, dict) else None
         return value if isinstance(value, str) and value in kinds else ""
 
-    tagged = [Annotated[kind, Tag(value)] for value, kind in {**kinds, "": other}.items()]
-    union: Any = Annotated[Union[tuple(tagged)], Discriminator(tag)]  # noqa: UP007
-    return TypeAdapter(union)
+    tagged = [Annotated[kind, pydantic.Tag(value)] for value, kind in {**kinds, "": other}.items()]
+    union: Any = Annotated[Union[tuple(tagged)], pydantic.Discriminator(tag)]  # noqa: UP007
+    return pydantic.TypeAdapter(union)
 
 
 def now() -> str:
@@ -439,7 +438,7 @@ def parse_record(data: bytes, kind: Kind[_T], path: Path, max_depth: int = MAX_F
         raise RecordError(path, f"it is nested deeper than {max_depth} levels")
     try:
         return _adapter(kind).validate_json(data, strict=True)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         raise RecordError(path, _reason(error)) from None
 
 
@@ -451,7 +450,7 @@ def check_record(value: Any, kind: Kind[_T], path: Path) -> _T:
     """
     try:
         return _adapter(kind).validate_python(value, strict=True)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         raise RecordError(path, _reason(error)) from None
 
 
@@ -477,7 +476,7 @@ def _records(lines: Iterable[bytes | None], kind: Kind[_T], path: Path) -> list[
     found, num_skipped, validate = [], 0, _adapter(kind).validate_json
     for line in lines:
         if line:
-            with suppress(ValidationError):
+            with suppress(pydantic.ValidationError):
                 found.append(validate(line, strict=True))
                 continue
         num_skipped += line is None or bool(line.strip())
@@ -536,7 +535,7 @@ def read_last_record(path: Path, kind: Kind[_T]) -> _T | None:
                 lines = file.read(reach).splitlines(keepends=True)
                 for line in reversed(lines[reach < size :]):  # the first may be a part of one
                     if line.endswith(b"\n") and _is_readable(line):
-                        with suppress(ValidationError):
+                        with suppress(pydantic.ValidationError):
                             return validate(line, strict=True)
                 if reach >= min(size, _MAX_TAIL_BYTES):
                     return None
@@ -571,7 +570,7 @@ def read_new_records(
                 break
             offset += length
             if line and _is_readable(line):
-                with suppress(ValidationError):
+                with suppress(pydantic.ValidationError):
                     found.append(validate(line, strict=True))
     return found, offset
 
@@ -721,16 +720,16 @@ def _is_readable(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> bool:
     return len(line) <= max_bytes and not is_nested_deeper(line, MAX_LINE_DEPTH)
 
 
-def _adapter(kind: Kind[_T]) -> TypeAdapter[_T]:
-    return kind if isinstance(kind, TypeAdapter) else _adapter_of(kind)  # type: ignore[arg-type]
+def _adapter(kind: Kind[_T]) -> pydantic.TypeAdapter[_T]:
+    return kind if isinstance(kind, pydantic.TypeAdapter) else _adapter_of(kind)  # type: ignore[arg-type]
 
 
 @cache
-def _adapter_of(kind: type[_T]) -> TypeAdapter[_T]:
-    return TypeAdapter(kind)
+def _adapter_of(kind: type[_T]) -> pydantic.TypeAdapter[_T]:
+    return pydantic.TypeAdapter(kind)
 
 
-def _reason(error: ValidationError) -> str:
+def _reason(error: pydantic.ValidationError) -> str:
     """What is wrong with a record, such as: launches.0.host: Field required."""
     errors = error.errors(include_url=False, include_input=False)
     # Another format explains whatever else is wrong.

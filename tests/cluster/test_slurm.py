@@ -123,6 +123,14 @@ def test_a_name_with_a_line_break_is_refused(job: BatchJob, part: str) -> None:
         changed[part].script()
 
 
+@pytest.mark.parametrize("letter", ["\n", "\x1b", "\x9b"])
+def test_a_flag_with_a_control_character_is_refused(job: BatchJob, letter: str) -> None:
+    """It would become a line of the script, or reach the terminal by --dry-run."""
+    changed = replace(job, slurm=SlurmOptions(flags=(f"partition={letter}]0;t",)))
+    with pytest.raises(LongtakeError, match="--partition cannot hold a line break or another"):
+        changed.script()
+
+
 def test_a_number_of_processes_is_one_word_of_the_script(job: BatchJob) -> None:
     """The verb refuses anything but a number or auto; the script quotes it all the same."""
     text = _with_launch(job, processes="auto; touch x").script()

@@ -14,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 
 from longtake import errors, fsio
 from longtake.cluster import options, topology
+from longtake.formatting import printable
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch")
 _COMMENTS: Final = {
@@ -64,7 +65,8 @@ class BatchJob:
     def script(self) -> str:
         """The text of the batch file; LongtakeError if a flag or a name cannot be written in it."""
         recipe = self.launch.path.absolute()
-        if any(ord(letter) < 32 for letter in f"{recipe}{self.run_path}{self.python}"):
+        names = f"{recipe}{self.run_path}{self.python}"
+        if printable(names) != names:
             raise errors.LongtakeError(
                 f"A job cannot be written for {str(recipe)!r} and the run {str(self.run_path)!r}: "
                 "their names have control characters. Rename them."
@@ -153,8 +155,10 @@ def _parse_flag(flag: str) -> tuple[str, str]:
 
 
 def _directive(name: str, value: str) -> Iterator[str]:
-    if "\n" in value or "\r" in value:
-        raise errors.LongtakeError(f"sbatch's --{name} cannot hold a line break: {value!r}.")
+    if printable(value) != value:
+        raise errors.LongtakeError(
+            f"sbatch's --{name} cannot hold a line break or another control character: {value!r}."
+        )
     if name in _COMMENTS:
         yield f"# {_COMMENTS[name]}:"
     yield f"#SBATCH --{name}{f'={_quoted(value)}' if value else ''}"

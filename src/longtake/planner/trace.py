@@ -17,16 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from longtake.errors import CannotBePlannedError
-from longtake.planner.activation_checkpointing import (
-    KEEP,
-    OFFLOADED,
-    RECOMPUTED,
-    BlockCall,
-    BlockWeights,
-    Options,
-    caller,
-    run_block,
-)
+from longtake.planner import activation_checkpointing, kernels
 from longtake.planner.activation_offload import ActivationOffload
 from longtake.planner.block_weights import (
     Floats,
@@ -39,12 +30,6 @@ from longtake.planner.block_weights import (
 from longtake.planner.devices import CUDA_ROUNDS_TO, SHARE_OF_BANDWIDTH, DeviceBudget, Target
 from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
 from longtake.planner.gradient_flow import GradientWatch
-from longtake.planner.kernels import (
-    as_on_cuda,
-    cpu_workspace_bytes,
-    cuda_workspace_bytes,
-    with_random_state,
-)
 
 # An operation takes as long as its arithmetic or its memory traffic, whichever is more: a roofline
 # (Williams, Waterman and Patterson, 2009). Real kernels reach a share of the data sheet's figures;
@@ -71,14 +56,16 @@ class Subject:
 
     model: nn.Module  # on the meta device; the tracer makes its parameters fake tensors
     blocks: Mapping[str, nn.Module]  # by their names in the model, in the order in which they run
-    call_blocks_by: Callable[[BlockCall], None]  # makes the model run its blocks by a function
+    call_blocks_by: Callable[
+        [activation_checkpointing.BlockCall], None
+    ]  # makes the model run its blocks by a function
     make_inputs: Callable[[], Any]  # of the right shapes; held until the step is over
     loss: Callable[[Any], Tensor]  # of inputs, as training computes it
     is_accumulating: bool = False  # whether gradients of an earlier micro-batch are there already
     num_shards: int = 1
     """Ranks that hold one copy of the model: each block's gradients are reduce-scattered over them
     after its backward pass, unless they accumulate."""
-    weights: Sequence[BlockWeights] = ("keep",)
+    weights: Sequence[activation_checkpointing.BlockWeights] = ("keep",)
     """What may be done with blocks' frozen weights; the first in every named policy."""
     offloads: bool = False  # whether activations may be kept in the computer's memory
     host_bytes: int | None = None  # of that memory, which streaming and offloading may take
@@ -143,11 +130,11 @@ class Tracer:
         self.subject = subject
         self.device = device
         self._fake = CachedFakeMode()
-        self._weights: dict[BlockWeights, WeightCosts] = {}
+        self._weights: dict[activation_checkpointing.BlockWeights, WeightCosts] = {}
         with self._fake:
             make_fake(subject.model)
 
-    def weight_costs(self, name: BlockWeights) -> WeightCosts:
+    def weight_costs(self, name: activation_checkpointing.BlockWeights) -> WeightCosts:
         if name not in self._weights:
             blocks = list(self.subject.blocks.values())
             self._weights[name] = weight_costs(name, blocks, self.device)
@@ -158,16 +145,16 @@ class Tracer:
         offered = [self.weight_costs(name).away for name in self.subject.weights]
         return int(np.max(offered, axis=0).sum())
 
-    def trace(self, options: Options) -> StepTrace:
+    def trace(self, options: activation_checkpointing.Options) -> StepTrace:
         with self._weights_as(options), self._fake, self._gradients_dropped():
             return self._trace(options)
 
     @contextmanager
-    def _weights_as(self, options: Options) -> Iterator[None]:
+    def _weights_as(self, options: activation_checkpointing.Options) -> Iterator[None]:
         """The model's layers with their weights streamed or quantised, and then as before."""
         with ExitStack() as changed:
             for name, block in self.subject.blocks.items():
-                weights = options.get(name, KEEP).weights
+                weights = options.get(name, activation_checkpointing.KEEP).weights
                 if weights != "keep":
                     changed.enter_context(layers_with(weights, block, self._fake))
             yield
@@ -175,7 +162,7 @@ class Tracer:
     def watch_gradients(self) -> GradientWatch:
         """One step with every block kept, watched for gradients that do not arrive."""
         subject = self.subject
-        subject.call_blocks_by(caller({}))
+        subject.call_blocks_by(activation_checkpointing.caller({}))
         with self._fake, self._gradients_dropped(), _kernels_of(self.device.target):
             inputs = subject.make_inputs()
             leaves: list[Any] = torch.utils._pytree.tree_leaves(
@@ -193,7 +180,7 @@ class Tracer:
             for parameter in self.subject.model.parameters():
                 parameter.grad = None
 
-    def _trace(self, options: Options) -> StepTrace:
+    def _trace(self, options: activation_checkpointing.Options) -> StepTrace:
         subject, tracker = self.subject, MemoryTracker(self.device)
         tracker.count_module(subject.model)
         streamed = self._streamed(options)
@@ -226,18 +213,20 @@ class Tracer:
         trace = _step_trace(tracker, weight_bytes, input_bytes, subject, reducer, offloaded)
         return _with_link(trace, streamed, self.device.link)
 
-    def _streamed(self, options: Options) -> Floats:
+    def _streamed(self, options: activation_checkpointing.Options) -> Floats:
         """[blocks] bytes of weights that are in the computer's memory."""
-        chosen = [options.get(name, KEEP).weights for name in self.subject.blocks]
+        chosen = [
+            options.get(name, activation_checkpointing.KEEP).weights for name in self.subject.blocks
+        ]
         return self.weight_costs("stream").streamed * [each == "stream" for each in chosen]
 
     def _call(
         self,
-        options: Options,
+        options: activation_checkpointing.Options,
         tracker: "MemoryTracker",
         reducer: "_GradientReducer",
         offloaded: dict[str, int],
-    ) -> BlockCall:
+    ) -> activation_checkpointing.BlockCall:
         names = {block: name for name, block in self.subject.blocks.items()}
         on_cpu = self.device.target == "cpu"
         offload = ActivationOffload() if on_cpu else _FakeOffload()
@@ -248,20 +237,24 @@ class Tracer:
 
         def call(block: nn.Module, *args: Any) -> Any:
             name = names[block]
-            activations = options.get(name, KEEP).activations
+            activations = options.get(name, activation_checkpointing.KEEP).activations
             tracker.mark(f"before {name}")
 
             def run(block: nn.Module, *args: Any) -> Any:
-                if activations in RECOMPUTED and on_cpu:
-                    output = run_block(activations, *with_random_state(block), *args)
+                if activations in activation_checkpointing.RECOMPUTED and on_cpu:
+                    output = activation_checkpointing.run_block(
+                        activations, *kernels.with_random_state(block), *args
+                    )
                 else:
-                    output = run_block(activations, block, *args)
+                    output = activation_checkpointing.run_block(activations, block, *args)
                 for tensor in tensors(output):
                     if tensor.requires_grad:
                         tensor.register_hook(lambda _: backward_begins(name))  # type: ignore[no-untyped-call]
                 return output
 
-            output = offload.call(run, block, *args, offloads=activations in OFFLOADED)
+            output = offload.call(
+                run, block, *args, offloads=activations in activation_checkpointing.OFFLOADED
+            )
             tracker.mark(f"after {name}")
             offloaded[name] = offload.last_bytes
             return output
@@ -334,7 +327,9 @@ class MemoryTracker:
         on_cuda = device.target == "cuda"
         self._device = device
         self._granule = CUDA_ROUNDS_TO if on_cuda else 1
-        self._workspace_bytes = cuda_workspace_bytes if on_cuda else cpu_workspace_bytes
+        self._workspace_bytes = (
+            kernels.cuda_workspace_bytes if on_cuda else kernels.cpu_workspace_bytes
+        )
         self._sizes: dict[int, tuple[int, Any]] = {}
         self._begin_bytes = self._peak_bytes = 0
         self._seconds = 0.0
@@ -474,7 +469,7 @@ class _GradientReducer:
 
 @contextmanager
 def _kernels_of(target: Target) -> Iterator[None]:
-    with as_on_cuda() if target == "cuda" else nullcontext():
+    with kernels.as_on_cuda() if target == "cuda" else nullcontext():
         yield
 
 

@@ -15,17 +15,8 @@ from longtake import errors, heartbeat
 from longtake.config import Bucket, Quantization, Recipe
 from longtake.data.loader import Loader
 from longtake.formatting import escape
+from longtake.models import build as models
 from longtake.models import numerics, pretrained
-from longtake.models.build import (
-    Components,
-    Kinds,
-    Source,
-    assemble,
-    fetch,
-    forward_flops,
-    keep_kinds,
-    outline,
-)
 from longtake.models.streamed import StreamedBlocks
 from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages
@@ -50,8 +41,12 @@ _LIMIT_WARNING = "torch._dynamo hit config."
 
 
 def build_components(
-    session: Session, loader: Loader, watcher: runtime.NodeWatcher, source: Source, options: Options
-) -> Components:
+    session: Session,
+    loader: Loader,
+    watcher: runtime.NodeWatcher,
+    source: models.Source,
+    options: Options,
+) -> models.Components:
     """Build model, codec and text encoder; all ranks call it.
 
     Rank 0 creates the run directory and the parts that are pretrained nowhere. With a cache, it is
@@ -63,14 +58,14 @@ def build_components(
         return _build_with_cache(session, loader, watcher, source, quantized)
     recipe, run, world = session.recipe, session.run, session.world
     captions = latent_cache.captions_of(loader)
-    made: list[Components] = []
+    made: list[models.Components] = []
 
     def open_run() -> None:
-        fetch(recipe)
+        models.fetch(recipe)
         if run.exists():
             return
         with pretrained.local_copies():
-            parts = assemble(
+            parts = models.assemble(
                 recipe,
                 captions,
                 _parents_parts(session),
@@ -85,32 +80,40 @@ def build_components(
     collectives.first_does(open_run, world)
     _fetch_on_nodes(recipe, world)
     with pretrained.local_copies():
-        parts = made[0] if made else assemble(recipe, captions, run.components_path, weights=source)
+        parts = (
+            made[0]
+            if made
+            else models.assemble(recipe, captions, run.components_path, weights=source)
+        )
     parts.codec.to(world.device)
     parts.text.to(world.device)
     return parts
 
 
-def quantized_by(options: Options) -> Kinds:
+def quantized_by(options: Options) -> models.Kinds:
     kinds = get_args(Quantization)
     return {name: each.weights for name, each in options.items() if each.weights in kinds}  # type: ignore[misc]
 
 
-def _create(session: Session, quantized: Kinds) -> None:
+def _create(session: Session, quantized: models.Kinds) -> None:
     if session.recipe.model.quantize == "auto":
-        keep_kinds(quantized, session.run.components_path)
+        models.keep_kinds(quantized, session.run.components_path)
     session.run.create(session.recipe, session.parent)
 
 
 def _build_with_cache(
-    session: Session, loader: Loader, watcher: runtime.NodeWatcher, source: Source, quantized: Kinds
-) -> Components:
+    session: Session,
+    loader: Loader,
+    watcher: runtime.NodeWatcher,
+    source: models.Source,
+    quantized: models.Kinds,
+) -> models.Components:
     recipe, run, world, console = session.recipe, session.run, session.world, session.console
     captions = latent_cache.captions_of(loader)
 
     def open_run() -> None:
         if not run.exists():
-            outline(recipe)  # errors before the run exists
+            models.outline(recipe)  # errors before the run exists
             latent_cache.make_parts(recipe, captions, run.components_path, _parents_parts(session))
             _create(session, quantized)
 
@@ -123,11 +126,11 @@ def _build_with_cache(
         console.print(escape(f"  cache {cache.folder}: {report}"), highlight=False)
     heartbeat.set_phase("build")
     samples = recipe.sampling.every is not None
-    collectives.first_does(lambda: fetch(recipe, frozen_parts=samples), world)
+    collectives.first_does(lambda: models.fetch(recipe, frozen_parts=samples), world)
     _fetch_on_nodes(recipe, world, frozen_parts=samples)
     made = run.components_path
     with pretrained.local_copies():
-        return assemble(recipe, captions, made, frozen_parts=False, weights=source)
+        return models.assemble(recipe, captions, made, frozen_parts=False, weights=source)
 
 
 def _parents_parts(session: Session) -> Path | None:
@@ -144,12 +147,12 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
     """
     if world.local_rank == 0:
         with pretrained.local_copies():
-            fetch(recipe, frozen_parts=frozen_parts)
+            models.fetch(recipe, frozen_parts=frozen_parts)
     collectives.gather_objects(None, world, patiently=True)
 
 
 def build_state(
-    session: Session, parts: Components, options: Options = MappingProxyType({})
+    session: Session, parts: models.Components, options: Options = MappingProxyType({})
 ) -> TrainingState:
     """The state at step 0: model sharded or replicated, blocks streamed, optimizers, averages.
 
@@ -177,7 +180,7 @@ def build_state(
     return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()), inputs)
 
 
-def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.Module]:
+def streamed_by(recipe: Recipe, options: Options, parts: models.Components) -> list[nn.Module]:
     """The blocks that are streamed, in their order."""
     blocks = parts.family.blocks(parts.model)
     if recipe.model.stream == "all":
@@ -186,13 +189,15 @@ def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.
     return [each for each in blocks if options.get(names[each], KEEP).weights == "stream"]
 
 
-def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
+def count_flops(parts: models.Components, recipe: Recipe) -> dict[Bucket, int]:
     """Operations of a step of all ranks on clips of each shape; empty if they cannot be counted."""
     trains_all = recipe.trainable.base() == "full"
     try:
         return {
             bucket: recipe.training.global_batch_size
-            * numerics.training_flops(forward_flops(parts, recipe, bucket), trains_all=trains_all)
+            * numerics.training_flops(
+                models.forward_flops(parts, recipe, bucket), trains_all=trains_all
+            )
             for bucket in recipe.data.shapes()
         }
     except RuntimeError:  # a module that reads values cannot run on the meta device
@@ -256,7 +261,7 @@ def _missing_compiler(device: torch.device) -> str:
     return "" if has_cpp_compiler() else "C++ compiler (g++ or clang++)"
 
 
-def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
+def compile_blocks(options: Options, parts: models.Components, recipe: Recipe) -> None:
     """Compile each block of a model, with its activation checkpointing.
 
     Call it before the model is sharded: the gathering of weights is not compiled. Recomputation is,

@@ -31,17 +31,8 @@ from longtake.run_dir import EventKind, Parent, RunDirectory, beside
 from longtake.sampling import presets
 from longtake.tracking import tracker, wandb
 from longtake.tracking.follower import Follower, tracking_follower
-from longtake.training import latent_cache, record, runtime, samples, startup, statistics
+from longtake.training import build, latent_cache, record, runtime, samples, startup, statistics
 from longtake.training import parent as parents
-from longtake.training.build import (
-    build_components,
-    build_state,
-    compile_blocks,
-    compiles_blocks,
-    count_flops,
-    refuse_missing_compiler,
-    uncompiled,
-)
 from longtake.training.loop import LoopExit, train_steps
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import (
@@ -107,8 +98,8 @@ def train(
         refuse_idle_ranks(recipe.training.global_batch_size, world.data_size)
         refuse_missing_torchao(recipe.optimizer)
         tracker.refuse_missing_packages(recipe.tracking)
-        refuse_missing_compiler(recipe, world.device)
-        if compiles_blocks(recipe, world.device):
+        build.refuse_missing_compiler(recipe, world.device)
+        if build.compiles_blocks(recipe, world.device):
             runtime.keep_compiled_code()
         if world.device.type == "cpu":
             runtime.keep_freed_memory()
@@ -174,7 +165,7 @@ def _build(
     first_does(lambda: refuse_missing_conditioning(plan_of_data, recipe.data), world)
     steps = recipe.training.steps
     warnings = [*point.warnings, *review(plan_of_data, recipe.data, steps)]
-    compiler = uncompiled(recipe, world.device)
+    compiler = build.uncompiled(recipe, world.device)
     warnings += filter(None, [wandb.missing_key(recipe.tracking), compiler])
     if recipe.data.cache is None:
         loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
@@ -188,17 +179,17 @@ def _build(
     if recipe.data.cache is None:  # filling a cache opens only the files that it lacks
         warnings += _refuse_missing_files(loader, world)
     source = source_of(recipe, resumed=begins or point.path is not None)
-    parts = build_components(session, loader, watcher, source, plan.options)
+    parts = build.build_components(session, loader, watcher, source, plan.options)
     watcher.start()
     if point.path is None and (file := recipe.trainable.init_from) is not None:
         lora_files.load_lora(lora_files.read_lora(file, parts.model, parts.family), parts.model)
     sampler = samples.open_sampler(session, parts, loader, evaluate)
-    step_flops = count_flops(parts, recipe)  # before the weights are sharded
-    if compiles_blocks(recipe, world.device):
-        compile_blocks(plan.options, parts, recipe)
+    step_flops = build.count_flops(parts, recipe)  # before the weights are sharded
+    if build.compiles_blocks(recipe, world.device):
+        build.compile_blocks(plan.options, parts, recipe)
     else:
         run_blocks(plan.options, parts)
-    state = build_state(session, parts, plan.options)
+    state = build.build_state(session, parts, plan.options)
     guard = statistics.GuardRunner(session)
     norms = statistics.NormStats(parts.model, parts.family.blocks(parts.model), session.world)
     heartbeat.set_phase("load")
