@@ -125,8 +125,8 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
         ("flow.logit_mean=nan", "flow.logit_mean is nan; it should be a finite number."),
         (
             "optimizer.kind=sgd",
-            "optimizer.kind is 'sgd'; it should be 'adamw', 'muon' or 'adamw8bit', or a class of "
-            "your own such as 'my_project.optim:Lion'.",
+            "optimizer.kind is 'sgd'; it should be 'adamw', 'muon', 'adamw8bit', 'prodigy', or a "
+            "class of your own such as 'my_project.optim:Lion'.",
         ),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1 is 1.0; it should be less than 1."),
         ("optimizer.betas=0.9", "optimizer.betas is 0.9; it should be a list."),
