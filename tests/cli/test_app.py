@@ -128,15 +128,15 @@ _MISTAKES = {
     ),
     "an unknown solver": (
         "sample {run} --prompt red --out {tmp}/x.mp4 --solver eule",
-        r"sampling\.solver is 'eule'; it should be 'euler' or 'heun'",
+        r"sampling\.solver is 'eule'; it should be 'euler', 'heun' or 'unipc'",
     ),
     "no steps of the solver": (
         "sample {run} --prompt red --out {tmp}/x.mp4 --steps 0",
         r"sampling\.num_inference_steps is 0; it should be greater than 0",
     ),
     "a picture without its name": (
-        "sample {run} --prompt red --out {tmp}/x.mp4 --reference pose.png",
-        r"--reference pose\.png: expected NAME=FILE\. Give it like --reference reference=pict",
+        "sample {run} --prompt red --out {tmp}/x.mp4 --conditioning pose.png",
+        r"--conditioning pose\.png: expected NAME=FILE\. Give it like --conditioning pose=pict",
     ),
     "exporting what diffusers does not have": (
         "export {run} --out {tmp}/pipeline",

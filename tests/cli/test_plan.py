@@ -1,6 +1,7 @@
 """What `longtake plan` promises: its JSON, its table, its exit codes, one message per mistake."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,13 @@ def small(
         return path
 
     return write
+
+
+def test_samples_between_steps_are_said(plan: _Call, small: Callable[..., Path]) -> None:
+    preset = "evaluation.presets.tiny={prompts=['a red disk'], num_inference_steps=2}"
+    code, out, err = plan(str(small("sampling.every=4", preset)))
+    assert code == 0, err
+    assert re.search(r"Every 4 steps training stops for about .* and samples ", out)
 
 
 def test_json_says_all_that_others_read(plan: _Call) -> None:

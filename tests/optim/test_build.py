@@ -197,7 +197,7 @@ class Momentum(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
         for group in self.param_groups:
             for weight in (each for each in group["params"] if each.grad is not None):
                 state = self.state[weight]
@@ -207,7 +207,7 @@ class Momentum(torch.optim.Optimizer):
 
 
 class Asking(Momentum):
-    def step(self):
+    def step(self, closure=None):
         assert self.param_groups[0]["params"][0].sum().item()
         super().step()
 """

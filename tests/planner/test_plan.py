@@ -178,7 +178,7 @@ def test_two_processes_take_half_a_batch_each(small_recipe: _Make) -> None:
     assert plan.memory is not None
     assert alone.memory is not None
     assert plan.memory.fits
-    assert plan.memory.peak_bytes > alone.memory.peak_bytes
+    assert plan.memory.peak_bytes == alone.memory.peak_bytes  # a replica gathers no weight
     recipe = small_recipe(*_ONE_BLOCK, *within, "training.global_batch_size=24")
     with pytest.raises(PlanError, match=r"micro-batches of 6: "):
         make_plan(recipe, "fp32", _OF_TWO)

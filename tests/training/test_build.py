@@ -109,7 +109,7 @@ def test_all_shapes_and_options_are_compiled(
     sides = "{num_frames=1, height=64, width=64}, {num_frames=1, height=64, width=32}"
     bare = (
         'trainable={kind="lora", rank=4}',
-        'data.conditioning.reference={kind="picture", path="../before/{stem}.png"}',
+        'data.conditioning={reference={kind="picture", path="../before/{stem}.png"}}',
         f"data.buckets=[{sides}]",
     )
     recipe = tiny_flux("training.compile=true", *bare)

@@ -57,6 +57,7 @@ _PHASES = {
     "step": ("training, encoding", "encoders in the step, beside model and optimizer"),
     "model": ("model, sampling", "a video, one forward pass"),
     "decode": ("codec, decoding", "a video as a whole; tiles take less"),
+    "sampling": ("training, sampling", "between two steps, beside model and optimizer"),
 }
 _LITTLE_EXPOSED = 0.05
 _SENT_WHEN = {
@@ -470,7 +471,13 @@ def _phases(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
     """What the table does not say."""
-    encoding = next((phase for phase in facts["phases"] if phase["name"] == "step"), None)
+    phases = {phase["name"]: phase for phase in facts["phases"]}
+    if (between := phases.get("sampling")) is not None:
+        yield (
+            f"Every {between['every']} steps training stops for about "
+            f"{format_duration(between['seconds'])} and samples {between['how']}."
+        )
+    encoding = phases.get("step")
     if encoding is not None:
         yield (
             "[yellow]note[/yellow] Step times leave out the encoders in the step: about "

@@ -39,7 +39,7 @@ class ActivationOffload:
         before, self._last = self._last, None
         given = set(_storages(each for each in args if isinstance(each, Tensor)))
         shared, self._given = given & self._given, given  # these stay: others keep them
-        if offloads and torch.is_grad_enabled():
+        if offloads and torch.is_grad_enabled() and _has_backward(block, args):
             saved = self._last = OffloadedBlock(self, block, shared)
             with saved_tensors_hooks(saved.pack, saved.unpack):
                 output = run(block, *args)
@@ -171,6 +171,11 @@ class OffloadedBlock:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
             self._copied = None
+
+
+def _has_backward(block: nn.Module, args: Iterable[Any]) -> bool:
+    given = (each for each in args if isinstance(each, Tensor))
+    return any(each.requires_grad for each in (*given, *block.parameters()))
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterable[int]:

@@ -21,7 +21,7 @@ from longtake.models.build import Components, Kinds, read_kinds
 from longtake.models.numerics import Precision
 from longtake.parallel.collectives import from_first, gather_objects
 from longtake.parallel.mesh import World
-from longtake.planner.activation_checkpointing import KEEP, Options, caller, options_of
+from longtake.planner import activation_checkpointing
 from longtake.planner.devices import DeviceBudget, Target, device_budget
 from longtake.planner.forecast import (
     Forecast,
@@ -45,7 +45,7 @@ class MemoryPlan:
     """How the blocks of a run are run, and what a step takes then."""
 
     policy: str
-    options: Options
+    options: activation_checkpointing.Options
     memory: PolicyForecast | None  # None: nothing is recomputed, and there is no budget
     activation_bytes: int | None  # predicted peak of forward and backward pass beside the weights
     bucket: config.Bucket  # the shape of clips that was planned for
@@ -110,12 +110,14 @@ def make_plan(
     return answer
 
 
-def run_blocks(options: Options, components: Components) -> None:
+def run_blocks(options: activation_checkpointing.Options, components: Components) -> None:
     """Have a model run its blocks by these options from now on."""
-    if all(option == KEEP for option in options.values()):
+    if all(option == activation_checkpointing.KEEP for option in options.values()):
         return
     names = dict(components.model.named_modules())
-    call = caller({names[name]: option for name, option in options.items()})
+    call = activation_checkpointing.caller(
+        {names[name]: option for name, option in options.items()}
+    )
     components.family.call_blocks_by(components.model, call)
 
 
@@ -166,7 +168,9 @@ def _best_plan(known: Forecast) -> MemoryPlan:
 def _named_plan(step: MetaStep) -> MemoryPlan:
     """A policy that the recipe names; memory is planned if something is recomputed or limited."""
     policy = step.recipe.recompute.chosen()
-    options = options_of(policy, step.block_names, step.tracer.subject.weights[0])
+    options = activation_checkpointing.options_of(
+        policy, step.block_names, step.tracer.subject.weights[0]
+    )
     try:
         gradients = check_gradients(step)
     except CannotBePlannedError as error:  # it may train all the same
@@ -189,7 +193,7 @@ def _named_plan(step: MetaStep) -> MemoryPlan:
 def _plan(
     step: MetaStep,
     policy: str,
-    options: Options,
+    options: activation_checkpointing.Options,
     notes: Sequence[str],
     memory: PolicyForecast | None = None,
     trace: StepTrace | None = None,

@@ -14,17 +14,7 @@ from typing import Any
 import numpy as np
 
 from longtake.models.streamed import NUM_BUFFERS
-from longtake.planner.activation_checkpointing import (
-    ACTIVATIONS,
-    KEEP,
-    POLICIES,
-    RECOMPUTED,
-    Activations,
-    BlockOption,
-    BlockWeights,
-    Options,
-    options_of,
-)
+from longtake.planner import activation_checkpointing
 from longtake.planner.block_weights import Floats, WeightCosts, buffer_bytes, link_seconds
 from longtake.planner.trace import StepTrace, Tracer
 
@@ -67,10 +57,12 @@ class BlockCosts:
     away: Floats  # weights that are not on the device, or in fewer bits
     streamed: Floats  # of these, what is copied to buffers there for each pass
     offloaded: Floats  # of what it saves, what is copied to the host and back
-    options: tuple[BlockOption, ...]  # of the columns; the first keeps everything, or most
+    options: tuple[
+        activation_checkpointing.BlockOption, ...
+    ]  # of the columns; the first keeps everything, or most
     link: float = math.inf  # bytes a second to the host, and as many back
 
-    def peak_bytes(self, options: Options) -> float:
+    def peak_bytes(self, options: activation_checkpointing.Options) -> float:
         x = self._chosen(options)
         buffers = buffer_bytes((self.streamed * x).sum(axis=1))
         return buffers + float((self.levels() @ x.ravel() + self.fixed()).max())
@@ -79,7 +71,7 @@ class BlockCosts:
     def seconds(self) -> Floats:
         return self.forward_seconds + self.backward_seconds
 
-    def predicted_seconds(self, options: Options) -> float:
+    def predicted_seconds(self, options: activation_checkpointing.Options) -> float:
         x = self._chosen(options)
         forward, backward, streamed, offloaded = (
             (each * x).sum(axis=1)
@@ -88,16 +80,16 @@ class BlockCosts:
         waits = link_seconds(forward, backward, streamed, offloaded, self.link)
         return self.other_seconds + float(forward.sum() + backward.sum()) + waits
 
-    def host_bytes(self, options: Options) -> float:
+    def host_bytes(self, options: activation_checkpointing.Options) -> float:
         return float(((self.streamed + self.offloaded) * self._chosen(options)).sum())
 
     def has_backward(self) -> Floats:
         return (self.backward_seconds[:, 0] > 0).astype(np.float64)
 
-    def _chosen(self, options: Options) -> Floats:
+    def _chosen(self, options: activation_checkpointing.Options) -> Floats:
         x = np.zeros((len(self.names), len(self.options)))
         for row, name in enumerate(self.names):
-            x[row, self.options.index(options.get(name, KEEP))] = 1
+            x[row, self.options.index(options.get(name, activation_checkpointing.KEEP))] = 1
         return x
 
     def levels(self) -> Floats:
@@ -127,7 +119,7 @@ class BlockCosts:
 
 
 def costs_of(
-    traces: Mapping[Activations, StepTrace],
+    traces: Mapping[activation_checkpointing.Activations, StepTrace],
     weights: Sequence[WeightCosts],
     link: float = math.inf,
     *,
@@ -174,7 +166,7 @@ def costs_of(
         return np.tile(np.stack(values, axis=1), (1, len(traces)))
 
     made = tall([option.seconds for option in weights])
-    again = np.array([[float(name in RECOMPUTED) for name in traces]])
+    again = np.array([[float(name in activation_checkpointing.RECOMPUTED) for name in traces]])
     work = tall([option.work for option in weights])
     return BlockCosts(
         names=tuple(kept.blocks),
@@ -191,7 +183,11 @@ def costs_of(
         away=tall([option.away for option in weights]),
         streamed=tall([option.streamed for option in weights]),
         offloaded=wide(moved),
-        options=tuple(BlockOption(name, option.name) for name in traces for option in weights),
+        options=tuple(
+            activation_checkpointing.BlockOption(name, option.name)
+            for name in traces
+            for option in weights
+        ),
         link=link,
     )
 
@@ -227,7 +223,7 @@ def _array(values: Sequence[object]) -> Floats:
 
 def fastest(
     costs: BlockCosts, budget_bytes: float, host_bytes: float | None = None
-) -> dict[str, BlockOption] | None:
+) -> dict[str, activation_checkpointing.BlockOption] | None:
     """The fastest options whose predicted peak is within a budget, or None if there are none.
 
     Args:
@@ -315,7 +311,7 @@ def _pointless(costs: BlockCosts) -> Floats:
     pointless = np.zeros(costs.saved.shape)
     for column, option in enumerate(costs.options):
         if option.activations != "keep":  # beside keeping them, with equal weights
-            kept = keeps.get(BlockOption("keep", option.weights), 0)
+            kept = keeps.get(activation_checkpointing.BlockOption("keep", option.weights), 0)
             gains = [
                 each[:, column] < each[:, kept]
                 for each in (costs.saved, costs.forward, costs.backward)
@@ -330,7 +326,7 @@ def _pointless(costs: BlockCosts) -> Floats:
 class BestOptions:
     """The fastest options that fit, traced again as a whole."""
 
-    options: Options
+    options: activation_checkpointing.Options
     predicted_bytes: int  # peak of forward and backward pass, composed of single blocks
     traced: StepTrace
     overhead: float  # share of a step without recompute that it takes longer
@@ -338,7 +334,10 @@ class BestOptions:
 
     def per_block(self) -> dict[str, int]:
         """Blocks of each option; of those that no block has, only the activations'."""
-        return {**dict.fromkeys(ACTIVATIONS, 0), **Counter(map(str, self.options.values()))}
+        return {
+            **dict.fromkeys(activation_checkpointing.ACTIVATIONS, 0),
+            **Counter(map(str, self.options.values())),
+        }
 
 
 @dataclass(frozen=True)
@@ -358,18 +357,25 @@ def sweep_policies(tracer: Tracer) -> PolicySweep:
     subject = tracer.subject
     names, base = tuple(subject.blocks), subject.weights[0]
 
-    def trace_all(policies: Sequence[str], weights: BlockWeights) -> dict[str, StepTrace]:
-        return {name: tracer.trace(options_of(name, names, weights)) for name in policies}
+    def trace_all(
+        policies: Sequence[str], weights: activation_checkpointing.BlockWeights
+    ) -> dict[str, StepTrace]:
+        return {
+            name: tracer.trace(activation_checkpointing.options_of(name, names, weights))
+            for name in policies
+        }
 
-    traces = trace_all(POLICIES, base)
+    traces = trace_all(activation_checkpointing.POLICIES, base)
     plain = traces if base == "keep" else trace_all(("none", "save-attention", "all"), "keep")
-    of_activations: dict[Activations, StepTrace] = {
+    of_activations: dict[activation_checkpointing.Activations, StepTrace] = {
         "keep": plain["none"],
         "save-attention": plain["save-attention"],
         "recompute": plain["all"],
     }
     if subject.offloads:
-        of_activations["offload"] = tracer.trace(dict.fromkeys(names, BlockOption("offload")))
+        of_activations["offload"] = tracer.trace(
+            dict.fromkeys(names, activation_checkpointing.BlockOption("offload"))
+        )
     weights = [tracer.weight_costs(name) for name in subject.weights]
     costs = costs_of(of_activations, weights, tracer.device.link, offloads=subject.offloads)
     return PolicySweep(traces, costs, plain["none"].weight_bytes)
@@ -391,11 +397,17 @@ def find_best(
     names, kept = tuple(tracer.subject.blocks), sweep.traces["none"]
     base = tracer.subject.weights[0]
     if budget_bytes is None:
-        return BestOptions(options_of("none", names, base), kept.peak_bytes, kept, 0.0, 0.0)
+        return BestOptions(
+            activation_checkpointing.options_of("none", names, base),
+            kept.peak_bytes,
+            kept,
+            0.0,
+            0.0,
+        )
     costs = replace(sweep.costs, least_peak=max(sweep.costs.least_peak, update_bytes))
     whole_bytes = update_bytes - sweep.weight_bytes  # beside the weights
-    fitting: list[tuple[Options, StepTrace]] = [
-        (options_of(policy, names, base), trace)
+    fitting: list[tuple[activation_checkpointing.Options, StepTrace]] = [
+        (activation_checkpointing.options_of(policy, names, base), trace)
         for policy, trace in sweep.traces.items()
         if max(trace.peak_bytes, trace.weight_bytes + whole_bytes) <= budget_bytes
         and trace.host_bytes <= (tracer.subject.host_bytes or math.inf)
@@ -422,7 +434,7 @@ def find_best(
 
 def _solved(
     tracer: Tracer, costs: BlockCosts, budget_bytes: int, whole_bytes: int
-) -> list[tuple[Options, StepTrace]]:
+) -> list[tuple[activation_checkpointing.Options, StepTrace]]:
     """What the solver finds, traced: its budget is tightened until the trace fits."""
     within = budget_bytes
     for _ in range(_MOST_TRIES):
