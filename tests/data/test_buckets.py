@@ -338,6 +338,8 @@ def test_every_bucket_of_every_stage_gets_clips(path: Path) -> None:
         width=of(0),
         height=of(1),
         num_frames=lambda number: _CLIPS[number][1],
+        fps=lambda number: 30.0,
+        duration_seconds=lambda number: _CLIPS[number][1] / 30,
         kind=lambda number: "image" if _CLIPS[number][1] == 1 else "video",
         attributes=lambda number: {"nouns": float(number % 10)},
     )

@@ -12,7 +12,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from longtake.config import DataSection, Stage
-from longtake.data.buckets import ONLY_STILLS, BucketAssignment, Rows, sort_into_buckets
+from longtake.data.buckets import (
+    ONLY_STILLS,
+    BucketAssignment,
+    Rows,
+    frame_counts,
+    sort_into_buckets,
+)
 from longtake.data.catalog import Catalog
 from longtake.errors import DataError
 
@@ -152,14 +158,15 @@ def _hardest(catalog: Catalog, rows: Rows, share: float, data: DataSection) -> N
 def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Counter[str]) -> str:
     reasons = ", ".join(f"{count} ({reason})" for reason, count in dropped.items())
     shapes = ", ".join(map(str, stage.buckets or data.buckets))
-    longest = int(catalog.column("num_frames").max()) if len(catalog) else 0
+    longest = int(frame_counts(catalog, data.fps).max()) if len(catalog) else 0
+    rate = "" if data.fps is None else f" at data.fps = {data.fps:g}"
     which = f"Stage {stage.name}: none" if data.stages else "None"
     stills = " Or set data.stills_from_videos = true to train on single frames of videos."
     return (
         f"{which} of the catalog's {len(catalog)} clips can be trained on: "
         f"{reasons or 'it is empty'}. The buckets are {shapes}; the longest clip has {longest} "
-        "frames. Index clips with captions (longtake data index … --captions FILE.jsonl), lower "
-        "data.buckets' num_frames, data.frame_stride or data.fps, or relax the stage's `where`."
+        f"frames{rate}. Index clips with captions (longtake data index … --captions FILE.jsonl), "
+        "lower data.buckets' num_frames, data.frame_stride or data.fps, or relax the stage's `where`."
         + (stills if ONLY_STILLS in dropped else "")
     )
 
