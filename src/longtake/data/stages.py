@@ -166,8 +166,8 @@ def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Co
         f"{which} of the catalog's {len(catalog)} clips can be trained on: "
         f"{reasons or 'it is empty'}. The buckets are {shapes}; the longest clip has {longest} "
         f"frames{rate}. Index clips with captions (longtake data index … --captions FILE.jsonl), "
-        "lower data.buckets' num_frames, data.frame_stride or data.fps, or relax the stage's `where`."
-        + (stills if ONLY_STILLS in dropped else "")
+        "lower data.buckets' num_frames, data.frame_stride or data.fps, or relax the stage's "
+        "`where`." + (stills if ONLY_STILLS in dropped else "")
     )
 
 
