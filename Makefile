@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # Three files of tests at a time, as some mostly wait, in the order that tests/conftest.py gives them;
 # one thread each, as the models are too small to gain by two.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
-	--timeout 300 --durations 40 --junitxml build/tests.xml
+	--durations 40 --junitxml build/tests.xml
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check test drills goldens fuzz reference clean

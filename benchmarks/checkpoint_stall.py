@@ -1,15 +1,21 @@
 """How long saving delays training: synchronous, in the background, by torch's async_save alone.
 
-    python benchmarks/checkpoint_stall.py [--saves 7] [--steps 12]
+    python benchmarks/checkpoint_stall.py [--saves 15] [--steps 12] [--processor]
 
 One process trains one model on the CPU, in fp32 with AdamW and one EMA, and saves it at intervals,
 alternating between the three ways. The cost of a save is the time that training waits, and the time
 by which steps are slower while it is written. Prints a table and writes it to
-benchmarks/results/checkpoint_stall.md. Three minutes on two idle CPU cores.
+benchmarks/results/checkpoint_stall.md. Six minutes on two idle CPU cores.
+
+With --processor it measures instead what each save takes of the processor, without steps: where
+all cores are the training's, that is what steps lose. Other programs change it little. The table
+goes to benchmarks/results/checkpoint_processor.md.
 """
 
 import argparse
+import os
 import platform
+import resource
 import shutil
 import statistics
 import tempfile
@@ -25,7 +31,7 @@ from rich.console import Console
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from longtake import config
+from longtake import config, process
 from longtake.checkpoint.store import Saver, keep_saver
 from longtake.config import CheckpointSection, Recipe
 from longtake.data.index import index
@@ -43,9 +49,10 @@ from longtake.training.runtime import keep_freed_memory
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import state_parts
 
-_RESULTS = Path(__file__).parent / "results" / "checkpoint_stall.md"
+_FOLDER = Path(__file__).parent / "results"
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 _WARM_UP = 5
+_BESIDE, _TORCH = "longtake, in the background", "torch's async_save"
 
 
 class Cost(NamedTuple):
@@ -62,18 +69,22 @@ class Cost(NamedTuple):
 def main() -> None:
     """Save in each way alternately; print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--saves", type=int, default=7, help="in each way")
+    parser.add_argument("--saves", type=int, default=15, help="in each way")
     parser.add_argument("--steps", type=int, default=12, help="before a save, and after it")
+    parser.add_argument("--processor", action="store_true", help="measure processor time")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     keep_freed_memory()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        lines = _compare(Path(folder), asked.saves, asked.steps)
-    _RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        steps = 0 if asked.processor else asked.steps
+        lines = _compare(Path(folder), asked.saves, steps)
+    name = "checkpoint_processor.md" if asked.processor else "checkpoint_stall.md"
+    (_FOLDER / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))  # noqa: T201
 
 
 def _compare(folder: Path, saves: int, steps: int) -> list[str]:
+    """The lines of the table; without steps that of processor time."""
     recipe = _recipe(folder)
     state, batch = _state(recipe), _batch(recipe)
     session = Session(recipe, RunDirectory(recipe.out), _ALONE, Console(quiet=True), "fp32")
@@ -81,7 +92,7 @@ def _compare(folder: Path, saves: int, steps: int) -> list[str]:
     def step() -> float:
         return _step(session, state, batch)
 
-    baseline = statistics.median([step() for _ in range(_WARM_UP + steps)][_WARM_UP:])
+    baseline = statistics.median([step() for _ in range(_WARM_UP + max(steps, 1))][_WARM_UP:])
     runs = {way: RunDirectory(folder / way) for way in ("waited", "background")}
     section = CheckpointSection()
     with (
@@ -90,9 +101,11 @@ def _compare(folder: Path, saves: int, steps: int) -> list[str]:
     ):
         ways: dict[str, Callable[[], Callable[[], bool]]] = {
             "longtake, waited for": lambda: _save(waited_for, state, waits=True),
-            "longtake, in the background": lambda: _save(beside, state),
-            "torch's async_save": lambda: _torch_save(folder / "torch", state),
+            _BESIDE: lambda: _save(beside, state),
+            _TORCH: lambda: _torch_save(folder / "torch", state),
         }
+        if not steps:
+            return _processor_report(_processor_times(ways, state, saves))
         costs: dict[str, list[Cost]] = {way: [] for way in ways}
         for number in range(saves + 1):
             for way, save in ways.items():
@@ -100,6 +113,53 @@ def _compare(folder: Path, saves: int, steps: int) -> list[str]:
                 costs[way] += [cost] * (number > 0)  # the first takes the memory that is kept
     size = _size(runs["waited"].checkpoints_path) / section.keep
     return _report(costs, baseline, size, saves, steps)
+
+
+def _processor_times(
+    ways: dict[str, Callable[[], Callable[[], bool]]], state: TrainingState, saves: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds that each save takes of the processor, outside the kernel and in it, by the way."""
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for number in range(saves + 1):
+        for way, save in ways.items():
+            state.global_step += 1
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            is_done = save()
+            while not is_done():
+                time.sleep(0.02)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            own, kernel = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+            found[way] += [(own, kernel)] * (number > 0)  # the first takes the memory that is kept
+    return found
+
+
+def _processor_report(found: dict[str, list[tuple[float, float]]]) -> list[str]:
+    whole = {way: _median([own + kernel for own, kernel in each]) for way, each in found.items()}
+    saves = len(found[_BESIDE])
+    rows = []
+    for way, each in found.items():
+        totals = [own + kernel for own, kernel in each]
+        rows.append(
+            f"| {way} | {1e3 * _median([own for own, _ in each]):.0f} "
+            f"| {1e3 * _median([kernel for _, kernel in each]):.0f} | {1e3 * whole[way]:.0f} "
+            f"({1e3 * min(totals):.0f} to {1e3 * max(totals):.0f}) |"
+        )
+    return [
+        "# What a save takes of the processor",
+        "",
+        f"`python benchmarks/checkpoint_stall.py --saves {saves} --processor`: the model and the "
+        f"saves of checkpoint_stall, without steps. All threads of the process, medians of {saves} "
+        f"saves in each way, which take turns; {platform.machine()}, torch {torch.__version__}, "
+        f"load average {os.getloadavg()[1]:.0f} on {process.num_cores()} cores.",
+        "",
+        "| save | outside the kernel, ms | in the kernel, ms | both, ms |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        f"In the background it is {whole[_BESIDE] / whole[_TORCH]:.2f} of torch's, which has no "
+        "checksums. Where all cores are the training's, that is what steps lose, with what they "
+        "wait for.",
+    ]
 
 
 def _cost_of(save: Callable[[], Callable[[], bool]], step: Callable[[], float], steps: int) -> Cost:
@@ -215,7 +275,8 @@ def _report(
         "|---|---|---|---|---|---|",
         *rows,
         "",
-        "longtake's saves have checksums (sha256) of all files; torch's has none.",
+        f"In the background both together are {whole[_BESIDE] / whole[_TORCH]:.2f} of torch's. "
+        "longtake's saves have checksums (XXH3) of all files; torch's has none.",
         "",
         "All cores are the training's here, so what the thread computes it takes from the steps. A "
         "training whose work is on a GPU leaves it cores of its own; that was not measured.",

@@ -50,13 +50,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--reads", type=int, default=10_000)
     asked = parser.parse_args()
-    clips = _clips(asked.videos)
+    clips = clips_of(asked.videos)
     lines = _throughput(clips, asked.windows, asked.rounds) + _endurance(clips, asked.reads)
     _RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))  # noqa: T201
 
 
-def _clips(paths: Sequence[Path]) -> list[tuple[Media, Probe]]:
+def clips_of(paths: Sequence[Path]) -> list[tuple[Media, Probe]]:
     found = []
     for path in paths:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -69,7 +69,7 @@ def _clips(paths: Sequence[Path]) -> list[tuple[Media, Probe]]:
     return found
 
 
-def _window(
+def random_window(
     media: Media,
     clip: Probe,
     chance: random.Random,
@@ -172,12 +172,12 @@ def _run_pool(windows: Sequence[Window], processes: int) -> tuple[float, float]:
     """Wall and CPU seconds of all processes, including this one, without the start."""
     with DecodePool(processes) as pool:
         all_done([pool.submit(windows[0]) for _ in range(4 * processes)])
-        before, begun = _cpu_seconds(pool), time.perf_counter()
-        _read(pool, windows)
-        return time.perf_counter() - begun, _cpu_seconds(pool) - before
+        before, begun = cpu_seconds(pool), time.perf_counter()
+        read_all(pool, windows)
+        return time.perf_counter() - begun, cpu_seconds(pool) - before
 
 
-def _read(pool: DecodePool, windows: Sequence[Window]) -> None:
+def read_all(pool: DecodePool, windows: Sequence[Window]) -> None:
     """Read as a training run does: some windows ahead, each freed after its use."""
     ahead: deque[Future[NDArray[np.uint8]]] = deque()
     for window in windows:
@@ -188,7 +188,7 @@ def _read(pool: DecodePool, windows: Sequence[Window]) -> None:
         future.result()
 
 
-def _cpu_seconds(pool: DecodePool) -> float:
+def cpu_seconds(pool: DecodePool) -> float:
     times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pool.decoding())]
     return float(sum(each.user + each.system for each in times))
 
@@ -209,7 +209,7 @@ def _throughput(clips: Sequence[tuple[Media, Probe]], count: int, rounds: int) -
     chance = random.Random(0)  # noqa: S311 - where windows begin
     mixed = []
     for media, clip in clips:
-        windows = [_window(media, clip, chance) for _ in range(count)]
+        windows = [random_window(media, clip, chance) for _ in range(count)]
         mixed += windows[: max(1, count // 4)]
         lines.append(_row(Path(media.path).name, windows, rounds))
         print(lines[-1], flush=True)  # noqa: T201
@@ -242,15 +242,15 @@ def _endurance(clips: Sequence[tuple[Media, Probe]], reads: int) -> list[str]:
     """Memory and open files of one worker, after a tenth of the reads and at the end."""
     chance = random.Random(1)  # noqa: S311 - which clip comes when
     windows = [
-        _window(*chance.choice(clips), chance, _ENDURED_FRAMES, _ENDURED_STARTS)
+        random_window(*chance.choice(clips), chance, _ENDURED_FRAMES, _ENDURED_STARTS)
         for _ in range(reads)
     ]
     with DecodePool(1) as pool:
-        _read(pool, windows[: reads // 10])
+        read_all(pool, windows[: reads // 10])
         (worker,) = map(psutil.Process, pool.decoding())
         us = psutil.Process()
         before, files = worker.memory_info().rss, (worker.num_fds(), us.num_fds())
-        _read(pool, windows[reads // 10 :])
+        read_all(pool, windows[reads // 10 :])
         after, files_after = worker.memory_info().rss, (worker.num_fds(), us.num_fds())
         incidents = pool.incidents()
     assert not incidents, incidents

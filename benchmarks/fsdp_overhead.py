@@ -2,11 +2,12 @@
 
     python benchmarks/fsdp_overhead.py [--steps 20] [--rounds 7] [--strategy shard replicate]
 
-Two gloo ranks on this machine. Each holds the model twice, sharded by the same `fully_shard` calls.
-It trains one by longtake's loop (statistics in one collective, guard, metrics, ledger, heartbeats)
-and the other by a bare loop: forward, backward, `clip_grad_norm_`, fused AdamW, `zero_grad`. The
-loops alternate every few steps, in alternating order, on the same batches, all of which are in
-memory. Writes benchmarks/results/fsdp_overhead.md.
+Two gloo ranks on this machine. Each holds the model twice, sharded by the same `fully_shard` calls;
+replicas are whole in longtake, and FSDP2's in the bare loop. It trains one by longtake's loop
+(statistics in one collective, guard, metrics, ledger, heartbeats) and the other by a bare loop:
+forward, backward, `clip_grad_norm_`, fused AdamW, `zero_grad`. The loops alternate every few steps,
+in alternating order, on the same batches, all of which are in memory. Writes
+benchmarks/results/fsdp_overhead.md.
 """
 
 import argparse
@@ -145,7 +146,7 @@ def _recipe(folder: Path, strategy: str) -> Recipe:
             "device": "cpu",
             "precision": "fp32",
         },
-        "ema": {"enabled": False},
+        "ema": {"decay": 0.0},
         "parallel": {"strategy": strategy},
         "tracking": {"tensorboard": False},
         "checkpoint": {"every": _FOREVER},

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from longtake import config
 from longtake.config import ParallelSection, Recipe
 from longtake.data.loader import Batch
+from longtake.data.stages import StagePosition
 from longtake.flow.timesteps import sample_sigmas
 from longtake.models.build import forward_flops, outline
 from longtake.models.numerics import autocast
@@ -332,7 +333,7 @@ def _step_flops(recipe: Recipe, step: MetaStep) -> float:
     parts = outline(recipe)
     forward = forward_flops(parts, recipe, step.bucket)
     passes = 3 if recipe.trainable.base() == "full" else 2
-    return recipe.training.global_batch_size * passes * forward
+    return step.global_batch_size * passes * forward
 
 
 def _ours(name: str, options: Options | None, bench: Bench) -> Row:
@@ -346,7 +347,7 @@ def _ours(name: str, options: Options | None, bench: Bench) -> Row:
         compute_gradients(session, state, bench.batch)
         norms = norms_of.norms(norms_of.sums(), 1.0)
         with norms_of.track_update():
-            apply_update(session, state, norms.grad_norm, 1.0)
+            apply_update(session, state, norms.grad_norm, 1.0, bench.batch.position)
 
     return _row(name, one, bench)
 
@@ -398,7 +399,7 @@ def _batch(step: MetaStep, device: torch.device) -> Batch:
     }
     return Batch(
         step=0,
-        stage="",
+        stage=step.stage,
         source="",
         epoch=0,
         begins_epoch=False,
@@ -410,6 +411,9 @@ def _batch(step: MetaStep, device: torch.device) -> Batch:
         epochs=(0,) * size,
         weights=torch.ones(size),
         rejected=(),
+        global_size=step.global_batch_size,
+        position=StagePosition(step.stage, 0),
+        position_before=StagePosition(step.stage, 0),
         latents=examples.latents.normal_(),
         conditioning={name: each.normal_() for name, each in conditioning.items()},
     )

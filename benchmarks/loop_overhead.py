@@ -29,7 +29,7 @@ from longtake.checkpoint.store import keep_saver
 from longtake.config import Recipe
 from longtake.data.index import index
 from longtake.data.ledger import Ledger, begin_launch, stream_names
-from longtake.data.loader import Loader
+from longtake.data.loader import Batch, Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session, set_phase
 from longtake.models.build import assemble
@@ -194,16 +194,16 @@ def _session(recipe: Recipe) -> Session:
 def _bare(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
     session = _session(recipe)
 
-    def step(batch: object) -> None:
-        compute_gradients(session, state, batch)  # type: ignore[arg-type]
+    def step(batch: Batch) -> None:
+        compute_gradients(session, state, batch)
         gradients = [p.grad for p in state.components.model.parameters() if p.grad is not None]
         norm = float(squares(gradients).sum().sqrt())
-        apply_update(session, state, norm, 1.0)
+        apply_update(session, state, norm, 1.0, batch.position)
 
     return _timed(_loader(recipe).batches(steps), step)
 
 
-def _timed(batches: object, step: Callable[[object], None]) -> list[float]:
+def _timed(batches: object, step: Callable[[Batch], None]) -> list[float]:
     seconds, began = [], time.perf_counter()
     for batch in batches:  # type: ignore[attr-defined]
         step(batch)

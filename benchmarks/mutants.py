@@ -46,8 +46,11 @@ _SECONDS_OF_TESTS = 15.0
 _LEAST_TESTS = 4
 _LIMIT_SECONDS = 300
 _SLOW_TEST_SECONDS = 0.5
-_SKIPPED_FOLDERS = ("distributed", "end_to_end", "gpu", "cluster", "goldens", "fuzz", "demo")
-_SKIPPED_FILES = ("test_readme.py", "test_structure.py", "test_without_torch.py")
+_SKIPPED_FOLDERS = ("distributed", "end_to_end", "gpu", "goldens", "fuzz", "demo")
+_SKIPPED_FILES = (
+    *("test_readme.py", "test_structure.py", "test_without_torch.py"),
+    *("cluster/test_drills.py", "cluster/test_hosts.py"),  # Slurm, and hosts in namespaces
+)
 _ACTIVE, _REACHED = "LONGTAKE_MUTANT", "LONGTAKE_MUTANTS_REACHED"
 _PACKAGE = "longtake"
 

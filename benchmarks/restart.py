@@ -2,11 +2,11 @@
 
     python -m benchmarks.restart [--kills 5] [--nodes 3]
 
-Trains a small model by `longtake launch` on two ranks, kills one with SIGKILL several times, and
-waits each time until the restarted ranks have done a step. With --nodes 3 there are three hosts of
-one rank each, as network namespaces of this machine (root and iproute2 are needed). Prints a table
-and writes it to benchmarks/results/restart.md, which keeps the table of the other mode. Two minutes
-on two idle CPU cores.
+Trains a small model by `longtake launch` on two ranks until the standby process is ready, kills one
+rank with SIGKILL several times, and waits each time until the restarted ranks have done a step.
+With --nodes 3 there are three hosts of one rank each, as network namespaces of this machine (root
+and iproute2 are needed). Prints a table and writes it to benchmarks/results/restart.md, which keeps
+the table of the other mode. Two minutes on two idle CPU cores.
 """
 
 import argparse
@@ -21,10 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import torch
 from tests.cluster.hosts import Cluster, hosts, why_not
 from tests.cluster.launchers import Launchers
 
+from longtake.cluster.standby import STANDBY_NAME
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.faults.sandbox import RunObserver, TrainingProcess
@@ -67,11 +69,8 @@ def main() -> None:
     asked = parser.parse_args()
     with ExitStack() as held:
         # Not in the system's temporary folder: hosts may have that for themselves.
-        folder = Path(
-            held.enter_context(
-                tempfile.TemporaryDirectory(dir=Path.cwd(), ignore_cleanup_errors=True)
-            )
-        )
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(dir=Path.cwd())))
+        held.callback(_wait_for_end, folder)
         _prepare(folder)
         if asked.nodes > 1:
             if reason := why_not():
@@ -84,6 +83,7 @@ def main() -> None:
                 TrainingProcess(folder, (), ranks=2, restarts=asked.kills + 1)
             )
             kill = _killer_here(folder)
+        _wait_for_standbys(observer, folder, asked.nodes)
         measured = [_recover(observer, kill) for _ in range(asked.kills)]
     _write(asked.nodes, _report(measured, asked.nodes))
 
@@ -111,6 +111,20 @@ def _killer_on(cluster: Cluster, folder: Path) -> Callable[[], None]:
         cluster.run(cluster.names[-1], [sys.executable, "-c", _KILL_THERE], cwd=folder)
 
     return kill
+
+
+def _wait_for_standbys(observer: RunObserver, folder: Path, count: int) -> None:
+    """Wait until each node's standby process has imported all, as in a run of minutes."""
+    for _ in observer.polls(0.5):
+        found = [each.info for each in psutil.process_iter(["name", "cwd"])]
+        if found.count({"name": STANDBY_NAME, "cwd": str(folder)}) == count:
+            return
+
+
+def _wait_for_end(folder: Path) -> None:
+    """Wait for the processes that work there: a watcher outlives its run, and writes of its end."""
+    there = [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(folder)]
+    psutil.wait_procs(there)
 
 
 def _recover(observer: RunObserver, kill: Callable[[], None]) -> dict[str, float]:

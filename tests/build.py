@@ -1,19 +1,26 @@
 """Launches, and readers of runs, that tests of several packages share."""
 
+import itertools
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
+from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from longtake import config
+from longtake import config, stacks
 from longtake.config import Recipe
+from longtake.models.quantized import quantize_linears
+from longtake.models.streamed import StreamedBlocks
 from longtake.parallel.mesh import World
+from longtake.planner.activation_checkpointing import BlockOption, caller
+from longtake.planner.memory import MeasuredMemory, measured
+from longtake.planner.trace import Subject
 from longtake.run_dir import RunDirectory
 
 MakeRecipe = Callable[..., Recipe]
@@ -35,7 +42,7 @@ TINY_WAN = (
 )
 
 
-def wait_until(found: Callable[[], Any], seconds: float = 120.0) -> Any:
+def wait_until(found: Callable[[], Any], seconds: float = 600.0) -> Any:
     """What `found` returns as soon as it is true; fails after so many seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -43,6 +50,23 @@ def wait_until(found: Callable[[], Any], seconds: float = 120.0) -> Any:
             return value
         time.sleep(0.02)
     raise AssertionError(f"still not true after {seconds} s")
+
+
+def wait_until_still(pid: int) -> None:
+    """Return when a process, which has nothing left to do but to sleep, does so or has ended."""
+    wait_until(lambda: stacks.state_of(pid) not in ("R", "D"))
+
+
+_ports = itertools.count(20_000)
+
+
+def own_address() -> tuple[str, int]:
+    """An address on this machine at which nothing listens: of this process alone.
+
+    Its port is none that a system gives to those who ask for any.
+    """
+    pid = os.getpid()
+    return f"127.{64 + (pid >> 16)}.{pid >> 8 & 255}.{pid & 255}", next(_ports)
 
 
 def start_training(
@@ -74,7 +98,7 @@ def train_by(
 ) -> str:
     """Train to the end, and return what was printed."""
     process = start_training(command, recipe, program, folder)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     assert (process.returncode != 0) is fails, output
     return output
 
@@ -98,6 +122,89 @@ def saved(recipe: Recipe, step: int, name: str) -> dict[str, Any]:
     return loaded
 
 
+def cache_entries(folder: Path) -> dict[tuple[str, str], bytes]:
+    """The bytes of each entry of a cache, by its kind and key; none is in two packs."""
+    from safetensors import safe_open
+
+    found: dict[tuple[str, str], bytes] = {}
+    for kind in ("latents", "conditioning", "prompts"):
+        for pack in (folder / kind).glob("[!.]*.safetensors"):
+            tensors: dict[str, bytes] = {}
+            with safe_open(pack, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    content = file.get_tensor(name).contiguous()
+                    described = f"{name} {content.dtype} {list(content.shape)}".encode()
+                    raw = content.reshape(-1).view(torch.uint8).numpy().tobytes()
+                    key = name.partition(".")[0]
+                    tensors[key] = tensors.get(key, b"") + described + raw
+            for key, entry in tensors.items():
+                assert (kind, key) not in found
+                found[kind, key] = entry
+    return found
+
+
 def events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
     """The run's events of a kind."""
     return [each for each in RunDirectory(recipe.out).events() if each["event"] == kind]
+
+
+def hold_weights(
+    blocks: Mapping[str, nn.Module], options: Mapping[str, BlockOption], device: str = "cpu"
+) -> None:
+    """Quantise and stream the blocks of a model with values, as options say."""
+    for name, block in blocks.items():
+        weights = options[name].weights
+        if weights != "keep" and weights != "stream":
+            quantize_linears(block, weights)
+    chosen = [block for name, block in blocks.items() if options[name].weights == "stream"]
+    StreamedBlocks(chosen, torch.device(device))
+
+
+def fill_weights(model: nn.Module) -> None:
+    """Give a model that was to be traced real weights, so that it can be run."""
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    values = torch.randn(tensor.shape, generator=generator).mul_(0.1)
+                    values = values.to(tensor.dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    held[name] = (
+                        nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+                    )
+
+
+def measure_step(subject: Subject, options: Mapping[str, BlockOption]) -> MeasuredMemory:
+    """Run a step twice; what the allocator handed out in the second, its inputs held."""
+    blocks = {subject.blocks[name]: option for name, option in options.items()}
+    subject.call_blocks_by(caller(blocks))
+    for _ in range(2):
+        subject.model.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        with measured(torch.device("cpu")) as memory:
+            inputs = subject.make_inputs()
+            for tensor in _tensors(inputs):
+                tensor.fill_(0.3 if tensor.is_floating_point() else 3)
+            _fill_texts(inputs)
+            loss = subject.loss(inputs)
+            memory.mark("forward")
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+            del loss
+    return memory
+
+
+def _fill_texts(inputs: Any) -> None:
+    """Have ragged texts as long as they can be, which is what a plan is made for."""
+    told = getattr(inputs, "conditioning", {})
+    for name, tensor in told.items():
+        if name.endswith("_length"):
+            tensor.fill_(told[name.replace("_length", "_embeds")].shape[1])
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    masks = [] if inputs.loss_weights is None else [inputs.loss_weights]
+    return [inputs.latents, inputs.noise, inputs.sigmas, *inputs.conditioning.values(), *masks]

@@ -20,12 +20,13 @@ from rich.console import Console
 from tests.cluster import hosts
 
 import longtake
-from longtake import config, process
+from longtake import config, process, stacks
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.fsio import now, write_json
+from longtake.monitor import dumps
 from longtake.run_dir import RunDirectory
 
 # Suggested commands are then `longtake ...`, however pytest was started.
@@ -51,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     config.pluginmanager.register(_beside("allowed_skips"))
     config.pluginmanager.register(_beside("core_seconds").CoreSeconds())
+    config.pluginmanager.register(_beside("determinism"))
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -276,6 +278,17 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return write
 
 
+@pytest.fixture
+def patient_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dumps of this process wait for py-spy, and for processes that write themselves, for long.
+
+    By which method a stack is read then does not depend on the machine's load.
+    """
+    for name in ("_NATIVE_SECONDS", "_OTHER_SECONDS", "_SIGNAL_SECONDS"):
+        monkeypatch.setattr(stacks, name, 120.0)
+    monkeypatch.setattr(dumps, "_NATIVE_SECONDS", {"stall": 120.0, "asked": 120.0})
+
+
 @pytest.fixture(scope="session")
 def warm() -> Iterator[list[str]]:
     """A command that starts processes which have imported everything: see warm.py.
@@ -341,7 +354,7 @@ def run_on_two_ranks(on_two_processes: list[str]) -> Callable[..., None]:
     def run(file: str, *arguments: str) -> None:
         command, folder = [*on_two_processes, file, *arguments], Path(file).parent
         ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, check=False, cwd=folder
+            command, capture_output=True, text=True, timeout=600, check=False, cwd=folder
         )
         assert ended.returncode == 0, ended.stderr
 
@@ -378,3 +391,13 @@ def tiny_run(tiny_recipe: Recipe) -> Path:
 
     train(tiny_recipe, Console(quiet=True))
     return tiny_recipe.out
+
+
+@pytest.fixture
+def without_onednn() -> Iterator[None]:
+    """Its scratchpads depend on the processor."""
+    import torch
+
+    before = torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
+    yield
+    torch.backends.mkldnn.set_flags(_enabled=before[0])  # type: ignore[no-untyped-call]

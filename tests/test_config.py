@@ -177,6 +177,20 @@ def test_a_wrong_value_is_one_sentence(path: Path, override: str, message: str) 
             "whose processes each hold a part of the weights: choose one of the two.",
         ),
         (
+            ["parallel.timeout_seconds=0.5"],
+            "parallel.timeout_seconds is 0.5; it should be greater than or equal to 1.",
+        ),
+        (
+            ["parallel.timeout_seconds=6"],
+            "parallel.timeout_seconds 6 is not more than watch.min_seconds 6: a launch would end "
+            "before its stall is named; set it to more.",
+        ),
+        (
+            ["parallel.long_timeout_seconds=60"],
+            "parallel.long_timeout_seconds 60 is less than parallel.timeout_seconds 600; set it to "
+            "as much or more.",
+        ),
+        (
             ["text.kind=transformers", "text.quantize=int8"],
             'text.quantize = "int8" keeps a pretrained encoder in fewer bits, and text.pretrained '
             "is unset: name one, or leave text.quantize out.",
@@ -311,9 +325,11 @@ _CHANGES: dict[str, object] = {
     "data.buckets": [{"num_frames": 5, "height": 64, "width": 96}],
     "data.frame_stride": 2,
     "data.auto_buckets": {"pixels": 4096},
+    "data.tokens_per_batch": 4096,
     "data.fps": 16.0,
     "data.caption_dropout": 0.5,
     "data.random_crop": True,
+    "data.max_crop": 0.3,
     "data.flip": 0.5,
     "data.weights.catalog": 2.0,
     "data.repeats.catalog": 2,
@@ -434,6 +450,24 @@ def test_what_decides_the_order_may_change_when_asked() -> None:
             {"stages": [{"name": "x", "steps": 1, "epochs": 1}]},
             "stage x has both epochs and steps; give one of them",
         ),
+        (
+            {"buckets": [{"num_frames": 1, "height": 8, "width": 8, "share": 0.5}]},
+            "data.buckets: 1 frame of 8x8 has share = 0.5 of clips that fit another bucket better, "
+            "and there is no other",
+        ),
+        (
+            {"tokens_per_batch": 9, "stages": [{"name": "x", "global_batch_size": 4}]},
+            "data.tokens_per_batch = 9 and stage x's global_batch_size = 4 both say how many clips",
+        ),
+        (
+            {"stages": [{"name": "x", "warmup_steps": 4}]},
+            "stage x is the first: its warm-up is optimizer.warmup_steps, so leave its own "
+            "warmup_steps = 4 out",
+        ),
+        (
+            {"stages": [{"name": "x", "steps": 1}, {"name": "y", "steps": 3, "warmup_steps": 4}]},
+            "stage y has 3 steps and warmup_steps = 4, so its learning rate would never be reached",
+        ),
     ],
 )
 def test_stages_and_catalogs_that_do_not_fit_together(
@@ -445,6 +479,50 @@ def test_stages_and_catalogs_that_do_not_fit_together(
     with pytest.raises(RecipeError) as caught:
         config.parse(recipe, "test")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "sections", "message"),
+    [
+        (
+            {"global_batch_size": 6},
+            {"training": {"micro_batch_size": 4, "global_batch_size": 8}},
+            "training.micro_batch_size 4 does not divide global_batch_size of stage x, 6",
+        ),
+        (
+            {"ema_decay": 0.99},
+            {"ema": {"decay": 0.0}},
+            "stage x sets ema_decay = 0.99 of the one average that ema.decay makes, but ema.decay "
+            "= 0 keeps none: leave one of the two out",
+        ),
+        (
+            {"ema_decay": 0.99},
+            {"ema": {"profiles": [{"name": "slow", "decay": 0.999}]}},
+            "but ema.profiles (slow) have decays of their own",
+        ),
+    ],
+)
+def test_what_a_stage_sets_has_to_fit_the_other_sections(
+    stage: dict[str, object], sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        _recipe(data={"stages": [{"name": "x", **stage}]}, **sections)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "because"),
+    [
+        ([], 'codec.kind = "pixels" and text.kind = "words"'),
+        (["codec.kind=autoencoder", "data.cache=kept", "data.windows=1"], "data.cache = "),
+    ],
+)
+def test_encoders_that_do_not_work_cannot_work_ahead(
+    path: Path, changes: list[str], because: str
+) -> None:
+    message = _message(path, *changes, "training.encode_ahead=true")
+    assert f"training.encode_ahead = true, but with {because}" in message
+    assert "leave one of the two out" in message
 
 
 def test_a_section_without_stages_is_one_stage_of_all_clips() -> None:
@@ -518,8 +596,8 @@ def test_a_preset_s_name_and_keys_are_checked(presets: Any, message: str) -> Non
         ("trainable.rank=1000000000", "it should be less than or equal to 16384"),
         ("guard.window=1000000000000", "it should be less than or equal to 100000"),
         ("sampling.guidance_scale=1e308", "it should be less than or equal to 1000"),
-        ("flow.shift=-1", 'should be a number above 0 and up to 1000, "flux" or "opensora"'),
-        ("flow.shift=flax", 'should be a number above 0 and up to 1000, "flux" or "opensora"'),
+        ("flow.shift=-1", 'should be a number above 0 and up to 1000, "release", "flux" or'),
+        ("flow.shift=flax", 'should be a number above 0 and up to 1000, "release", "flux" or'),
         ('out="a\\u0000b"', "a path has no NUL character"),
         ("recompute.memory=" + "9" * 10_000 + "GiB", "is no amount of memory"),
         ("x" * 10_000 + "=1", "is not a key of a recipe"),

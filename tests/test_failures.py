@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -99,20 +99,23 @@ def _beat(run: RunDirectory, host: str, beat: int, rank: int) -> None:
     NodeDirectory(run, host).write_heartbeat(record)
 
 
-def test_a_node_that_is_lost_is_known_by_its_silence(run: RunDirectory, own: Heartbeat) -> None:
+def test_a_node_that_is_lost_is_known_by_its_silence(
+    run: RunDirectory, own: Heartbeat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody is left there to say anything; where all are silent it is the disk, and no node."""
     for rank in range(3):
         _beat(run, f"gpu{rank}", 1, rank)
     assert find_failed_rank(run, own, seconds=0) is None
+    clock = [100.0]
 
-    def beat() -> None:
+    def sleep(seconds: float) -> None:  # meanwhile the others live on
+        clock[0] += seconds
         for rank in (0, 1):
             _beat(run, f"gpu{rank}", 2, rank)
 
-    lives_on = threading.Timer(0.2, beat)
-    lives_on.start()
-    found = find_failed_rank(run, own, seconds=0.6)
-    lives_on.join()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    found = find_failed_rank(run, own)
     assert found is not None
     assert (found.rank, found.host, found.step) == (2, "gpu2", 7)
-    assert "gpu2 has given no sign of life" in str(found)
+    assert "gpu2 has given no sign of life for 3 s" in str(found)

@@ -9,6 +9,7 @@ from longtake.formatting import (
     did_you_mean,
     escape,
     first_line,
+    for_seconds,
     format_duration,
     format_short_duration,
     format_size,
@@ -103,3 +104,11 @@ def test_control_characters_are_spelled() -> None:
     assert printable_lines("one\n\ttwo\r") == "one\n\ttwo\\r"
     assert printable("naïve 日本語 ✓ \udcff") == "naïve 日本語 ✓ \\udcff"
     assert escape("[red]\n") == "\\[red]\\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.42, "0.4 s"), (12.4, "12 s"), (119.6, "120 s"), (250, "4 min 10 s"), (7500, "2 h 5 min")],
+)
+def test_times_are_told_as_people_do(seconds: float, expected: str) -> None:
+    assert for_seconds(seconds) == expected

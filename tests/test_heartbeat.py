@@ -17,6 +17,7 @@ from longtake.errors import DataError
 from longtake.heartbeat import (
     Heartbeat,
     HeartbeatWriter,
+    PhaseTiming,
     heartbeat_dir,
     heartbeat_session,
     read_heartbeat,
@@ -40,7 +41,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (pulse.step, pulse.phase, pulse.detail) == (41, "backward", "8x32x32")
     assert (pulse.pid, pulse.launch) == (os.getpid(), "a1b2c3d4")
     assert pulse.is_alive
-    assert 0 <= pulse.seconds < 5
+    assert 0 <= pulse.seconds < 600
 
 
 @given(
@@ -59,20 +60,21 @@ def test_any_clip_can_be_named(tmp_path: Path, identity: str, clip: str) -> None
     heart.remove()
 
 
-def test_the_first_steps_teach_nothing(tmp_path: Path) -> None:
+def test_the_first_steps_teach_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilation and allocation are in them; of later ones the longest time is known."""
+    clock = [10**12]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: clock[0])
     heart = HeartbeatWriter(tmp_path, "rank")
     for step in range(9):
         heart.begin_step(step, "8x32x32")
         heart.set_phase("forward")
-        time.sleep(0.2 if step == 0 else 0.002)
+        clock[0] += 200_000_000 if step == 0 else 1_000_000 * step
         heart.set_phase("backward")
         heart.end_step(work_seconds=0.5)
         pulse = _read(heart)
         assert pulse.is_settled == (step >= 5)
     assert pulse is not None
-    assert pulse.timings["forward"].count == 4
-    assert 0.002 <= pulse.timings["forward"].longest < 0.2
+    assert pulse.timings["forward"] == PhaseTiming(4, 0.008, 0.026)
     assert (pulse.work_count, pulse.work_seconds) == (4, 2.0)
 
 
@@ -117,7 +119,7 @@ def process(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
         "import sys, time; from pathlib import Path\n"
         "from longtake.heartbeat import HeartbeatWriter\n"
         "writer = HeartbeatWriter(Path(sys.argv[1]), 'rank', rank=1)\n"
-        "writer.set_phase('forward'); time.sleep(60)"
+        "writer.set_phase('forward'); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=tmp_path) as found:
         try:

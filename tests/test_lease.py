@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -90,18 +92,33 @@ def test_a_silent_holder_elsewhere_loses_it_and_one_that_beats_does_not(
     assert waiting.take(folder) is not None
 
 
-def test_a_kept_lease_beats_until_its_work_stands_still(tmp_path: Path) -> None:
-    lease = Leases(0.04, {}).take(tmp_path / "lease")  # it beats each 0.01 s
+def test_a_kept_lease_beats(tmp_path: Path) -> None:
+    lease = Leases(0.04, {}).take(tmp_path / "lease")
     assert lease is not None
-
-    with kept(lease, stuck_seconds=0.1):
-        for beat in (1, 2, 3):
-            lease.moved()
-            wait_until(lambda beat=beat: lease.record["beat"] >= beat)  # type: ignore[misc]
-        wait_until(lambda: lease.still_seconds() > 0.2)
-        stuck = lease.record["beat"]
-        wait_until(lambda: lease.still_seconds() > 0.3)
-        assert lease.record["beat"] == stuck
-        lease.moved()
-        wait_until(lambda: lease.record["beat"] > stuck)
+    with kept(lease):
+        wait_until(lambda: history(tmp_path / "lease")[0]["beat"] >= 3)
     assert history(tmp_path / "lease")[0]["pid"] == os.getpid()
+
+
+def test_a_kept_lease_does_not_beat_while_its_work_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, beats = _Clock(), list[Callable[[], object]]()
+
+    @contextmanager
+    def by_hand(name: str, work: Callable[[], object], seconds: float) -> Iterator[None]:
+        beats.append(work)
+        yield
+
+    monkeypatch.setattr(longtake.lease, "time", clock)
+    monkeypatch.setattr(longtake.lease, "periodic", by_hand)
+    lease = Leases(60.0, {}).take(tmp_path / "lease")
+    assert lease is not None
+    with kept(lease, stuck_seconds=10.0):
+        for seconds, beat in ((9.0, 1), (2.0, 1), (9.0, 1)):
+            clock.now += seconds
+            beats[0]()
+            assert lease.record["beat"] == beat
+        lease.moved()
+        beats[0]()
+        assert lease.record["beat"] == 2

@@ -41,7 +41,7 @@ def test_periodic_work_is_done_until_the_block_ends() -> None:
             twice.set()
 
     with periodic("mine", work, 0.001):
-        assert twice.wait(30)
+        assert twice.wait(120)
     count = len(done)
     time.sleep(0.02)
     assert len(done) == count
@@ -68,7 +68,7 @@ def test_periodic_work_that_is_slow_leaves_time_for_others() -> None:
             enough.set()
 
     with periodic("mine", work, 0.001, rest=3.0):
-        assert enough.wait(30)
+        assert enough.wait(120)
     assert all(begun[n + 1] - ended[n] >= 0.06 for n in range(2))
 
 
@@ -233,10 +233,10 @@ def test_a_kept_process_is_replaced_until_its_end(
     wait_until(lambda: log.exists() and log.read_text() == "begun\n")
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: log.read_text() == "begun\nbegun\n")
-    assert kept.pid != first
+    wait_until(lambda: kept.pid != first)
     assert kept.is_running
     kept.end()
-    assert kept.wait(60)
+    assert kept.wait(120)
     assert (kept.is_over, kept.is_running) == (True, False)
     assert log.read_text() == "begun\nbegun\nended\n"
 
@@ -249,7 +249,7 @@ def test_a_kept_process_does_not_bring_back_a_deleted_folder(
     kept = KeptProcess("kept", [sys.executable, "-c", ""], run / "log", inside=run)
     kept.start()
     assert kept.is_over
-    assert kept.wait(60)
+    assert kept.wait(120)
     assert not run.exists()
 
 
@@ -265,7 +265,7 @@ def test_a_kept_process_that_cannot_be_started_is_tried_again(
     log.unlink()
     wait_until(lambda: log.exists() and log.read_text().startswith("begun"))
     kept.end()
-    assert kept.wait(60)
+    assert kept.wait(120)
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -282,7 +282,7 @@ def test_a_kept_process_may_end_well(
     kept = KeptProcess("kept", command, tmp_path / "log", inside=tmp_path, until_success=True)
     kept.start()
     wait_until(lambda: kept.is_over)
-    assert kept.wait(60)
+    assert kept.wait(120)
     assert (tmp_path / "log").read_text() == ("1\n1\n" if code else "1\n")
 
 
@@ -316,7 +316,7 @@ def test_a_process_is_identified_by_when_it_was_started() -> None:
         assert (found.parent, found.is_gone) == (os.getpid(), False)
         assert start_ticks(child.pid) == found.start_ticks
         assert found.start_ticks >= (start_ticks(os.getpid()) or 0)
-        assert 0 <= age_seconds(child.pid) < 600
+        assert 0 <= age_seconds(child.pid) < age_seconds(os.getpid()) + 1
         child.kill()
         wait_until(lambda: (found := read_stat(child.pid)) and found.state == "Z")
         assert start_ticks(child.pid) is None

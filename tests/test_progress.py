@@ -2,11 +2,11 @@
 
 import io
 import time
-from collections.abc import Callable
 from io import StringIO
 
 import pytest
 from rich.console import Console
+from tests.build import wait_until
 
 from longtake import progress
 from longtake.progress import counted, phase_lines, step_progress
@@ -27,12 +27,14 @@ def _row(step: int, loss: float = 0.5, seconds: float = 2.0) -> Metrics:
 
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
+    out, clock = io.StringIO(), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with step_progress(Console(file=out, width=100), 0, 100) as shown:
         for step in range(1, 11):
+            clock[0] += 2.0
             shown.update(_row(step))
         assert out.getvalue() == ""
-        monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+        clock[0] += 2.0
         shown.update(_row(11))
     assert out.getvalue() == "step 11/100 · loss 0.5000 · 0.50 steps/s · 2:58 left\n"
 
@@ -55,25 +57,45 @@ def test_a_quiet_console_stays_quiet() -> None:
     assert out.getvalue() == ""
 
 
-def test_a_phase_that_lasts_is_told_and_a_short_one_is_not() -> None:
+def test_phases_that_last_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_OF_A_LONG_PHASE", 0.05)
     out, quiet = StringIO(), StringIO()
     with phase_lines(Console(file=out), "importing") as enter:
-        _wait_for(lambda: out.getvalue())
-        enter("passing")
+        wait_until(lambda: out.getvalue())
         enter("planning")
-        _wait_for(lambda: "planning" in out.getvalue())
+        wait_until(lambda: "planning" in out.getvalue())
     with phase_lines(Console(file=quiet, quiet=True), "importing"):
         pass
     assert out.getvalue() == "importing …\nplanning …\n"
     assert quiet.getvalue() == ""
 
 
-def test_phases_can_be_asked_for_until_the_first_step() -> None:
-    out, phases = StringIO(), ["building"]
-    with phase_lines(Console(file=out), "importing", lambda: phases[0] if phases else None):
-        _wait_for(lambda: out.getvalue())
-        phases.clear()
-    assert out.getvalue() == "building …\n"
+def test_phases_that_are_asked_for_are_told_where_they_last_until_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, clock, looks = StringIO(), [100.0], list[str | None]()
+    phases: list[str | None] = ["importing"]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress, "_PHASE_LOOK_SECONDS", 0.001)
+
+    def phase() -> str | None:
+        looks.append(phases[-1])
+        return phases[-1]
+
+    def look() -> None:  # the first of two looks has ended when the second has begun
+        before = len(looks)
+        wait_until(lambda: len(looks) > before + 1)
+
+    with phase_lines(Console(file=out), "importing", phase):
+        for name, seconds in (("importing", 1.1), ("passing", 0.9), ("planning", 1.1)):
+            phases.append(name)
+            look()
+            clock[0] += seconds
+            look()
+        phases.append(None)
+        wait_until(lambda: looks[-1] is None)
+        clock[0] += 10.0
+    assert out.getvalue() == "importing …\nplanning …\n"
 
 
 def test_a_log_is_told_how_far_counting_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,12 +106,6 @@ def test_a_log_is_told_how_far_counting_is(monkeypatch: pytest.MonkeyPatch) -> N
             clock[0] += seconds
             advance(done, 4000)
     assert out.getvalue() == "index: 2/4,000\nindex: 4/4,000\n"
-
-
-def _wait_for(is_there: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not is_there() and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 def test_things_can_be_counted_before_their_number_is_known() -> None:

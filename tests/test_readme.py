@@ -37,6 +37,18 @@ _KEY = re.compile(
 _by_page = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
 
 
+def test_the_locked_set_for_cuda_repeats_no_package_and_is_installed_by_the_image() -> None:
+    files = [(_ROOT / name).read_text() for name in ("constraints.txt", "constraints-cuda.txt")]
+    pins = [re.findall(r"^([\w.-]+)==[\w.*]+$", text, re.MULTILINE) for text in files]
+    assert len(pins[1]) == sum(not line.startswith("#") for line in files[1].splitlines())
+    assert not {each.lower() for each in pins[0]} & {each.lower() for each in pins[1]}
+    version = re.search(r"^torch==(.+)$", files[0], re.MULTILINE)
+    assert version is not None
+    assert f"torch {version[1]} of PyPI" in files[1]
+    image = (_ROOT / "Containerfile").read_text()
+    assert "--constraint constraints.txt --constraint constraints-cuda.txt" in image
+
+
 def test_the_readme_is_short() -> None:
     assert len(_README.splitlines()) <= 180
 

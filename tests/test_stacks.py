@@ -4,15 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.build import wait_until
 
 from longtake import stacks
 from longtake.stacks import common_calls, descendants, facts, native_stack, parents, python_stack
+
+pytestmark = pytest.mark.usefixtures("patient_dumps")
 
 _PROGRAM = """
 import ctypes, sys, threading, time
@@ -65,10 +67,7 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def await_state(pid: int, states: str) -> None:
-    end = time.monotonic() + 10
-    while stacks.state_of(pid) not in states:
-        assert time.monotonic() < end, stacks.state_of(pid)
-        time.sleep(0.01)
+    wait_until(lambda: (found := stacks.state_of(pid)) and found in states)
 
 
 Start = Callable[..., int]
@@ -84,7 +83,7 @@ def test_a_waiting_process_says_its_line(start: Start) -> None:
     functions = [frame.function for frame in found.threads[0].frames]
     assert "clock_nanosleep" in functions
     assert functions.index("stand_still") < functions.index("<module>")
-    assert stacks.state_of(pid) == "S"
+    await_state(pid, "S")  # it was paused, and goes on
 
 
 def test_a_process_that_holds_the_lock_says_its_line(start: Start) -> None:
@@ -107,7 +106,7 @@ def test_a_process_that_runs_fast_is_read(start: Start) -> None:
 
 
 def test_a_stopped_process_is_read_and_stays_stopped(start: Start) -> None:
-    """Within a second or two, where a plain py-spy would hang or fail."""
+    """Where a plain py-spy would hang or fail."""
     pid = start()
     os.kill(pid, signal.SIGSTOP)
     await_state(pid, "T")
@@ -115,7 +114,7 @@ def test_a_stopped_process_is_read_and_stays_stopped(start: Start) -> None:
         found = stacks.dump_process(pid, native=native)
         assert (found.method, found.state) == ("py-spy --nonblocking", "T")
         assert found.where == "program.py:9 in stand_still"
-    assert stacks.read_native_stacks([pid], 2.0) == {}
+    assert stacks.read_native_stacks([pid], 120.0) == {}
     assert stacks.state_of(pid) == "T"
 
 
@@ -132,7 +131,7 @@ def test_without_py_spy_the_process_writes_itself(
         assert found.method == "faulthandler"
         assert found.where == f"program.py:{line} in {function}"
         assert found.raw.count("most recent call first") == 1
-    assert stacks.state_of(pid) == "S"
+        await_state(pid, "S")
 
 
 @pytest.mark.usefixtures("no_py_spy")
@@ -157,7 +156,7 @@ def test_a_process_that_is_not_there(start: Start) -> None:
 def test_calls_of_c_are_read_as_long_as_there_is_time(start: Start) -> None:
     """Nobody waits longer: who could not be read in time is left out."""
     pids = [start(), start("hold_the_lock")]
-    found = stacks.read_native_stacks(pids, 10.0)
+    found = stacks.read_native_stacks(pids, 120.0)
     assert [found[pid][0].frames[0].function for pid in pids] == ["clock_nanosleep"] * 2
     assert stacks.read_native_stacks(pids, 0.0) == {}
 
@@ -171,16 +170,15 @@ def test_a_py_spy_that_hangs_is_given_up(
     frozen.write_text("#!/bin/sh\nexec sleep 600\n")
     frozen.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    begun = time.monotonic()
+    monkeypatch.setattr(stacks, "_OTHER_SECONDS", 0.1)
     assert stacks.dump_process(pid, native=False).method == "proc"
-    assert time.monotonic() - begun < 60
 
 
 def test_the_last_words_of_a_crash_are_read() -> None:
     program = (
         "import ctypes, faulthandler, threading, time\n"
         "faulthandler.enable()\n"
-        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
         "def crash():\n"
         "    ctypes.string_at(0)\n"
         "crash()\n"
@@ -227,13 +225,13 @@ def test_a_schedulers_warning_is_not_taken_for_a_question() -> None:
         "from longtake.stacks import enable_stack_dumps\n"
         "enable_stack_dumps()\n"
         "print(signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stdout.readline() == b"True\n"
         os.kill(process.pid, signal.SIGUSR1)
-        assert process.wait(10) == -signal.SIGUSR1
+        assert process.wait(120) == -signal.SIGUSR1
 
 
 _MAIN, _TRAIN, _WAIT = ("main", "a.py", 1), ("train", "a.py", 7), ("wait", "b.py", 3)
@@ -270,10 +268,7 @@ def test_calls_of_c_do_not_tell_stacks_apart() -> None:
 def test_facts_of_a_process() -> None:
     program = "while True: pass"
     with subprocess.Popen([sys.executable, "-c", program, "a name (with) words"]) as process:
-        found, until = facts(process.pid), time.monotonic() + 60
-        while found and found.cpu_seconds <= 0.05 and time.monotonic() < until:
-            time.sleep(0.05)
-            found = facts(process.pid)
+        found = wait_until(lambda: (f := facts(process.pid)) and f.cpu_seconds > 0.05 and f)
         os.kill(process.pid, signal.SIGSTOP)
         await_state(process.pid, "T")
         stopped = facts(process.pid)
@@ -281,7 +276,6 @@ def test_facts_of_a_process() -> None:
     assert found
     assert (found.pid, found.ppid) == (process.pid, os.getpid())
     assert found.command == f"{sys.executable} -c {program} a name (with) words"
-    assert 0.05 < found.cpu_seconds < 60
     assert stopped
     assert stopped.state == "T"
     assert stopped.cpu_seconds >= found.cpu_seconds
@@ -289,7 +283,7 @@ def test_facts_of_a_process() -> None:
 
 def test_a_dead_process_has_its_name_alone() -> None:
     """Its memory, in which the command line lay, is gone; and then all of it is."""
-    process = subprocess.Popen(["sleep", "60"])
+    process = subprocess.Popen(["sleep", "600"])
     os.kill(process.pid, signal.SIGKILL)
     await_state(process.pid, "Z")
     found = facts(process.pid)
@@ -301,12 +295,10 @@ def test_a_dead_process_has_its_name_alone() -> None:
 
 def test_descendants() -> None:
     """Children and theirs, parents first; whoever is left out takes along what it has started."""
-    inner = "import subprocess; subprocess.run(['sleep', '60'])"
+    inner = "import subprocess; subprocess.run(['sleep', '600'])"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     with subprocess.Popen([sys.executable, "-c", outer], start_new_session=True) as process:
-        end = time.monotonic() + 10
-        while len(found := descendants(process.pid)) < 2 and time.monotonic() < end:
-            time.sleep(0.02)
+        found = wait_until(lambda: len(each := descendants(process.pid)) == 2 and each)
         known = parents()
         assert [known[pid] for pid in found] == [process.pid, found[0]]
         assert descendants(process.pid, known) == found

@@ -55,7 +55,7 @@ _NAMED = {
     ),
 }
 """What these packages import when it is asked for."""
-_SECONDS_TO_END = 20
+_SECONDS_TO_END = 60
 _TORCHRUN = "torch.distributed.run"
 _Job = dict[str, Any]
 
@@ -159,8 +159,9 @@ def _send(path: str, job: _Job, files: list[int]) -> socket.socket:
 def _serve(path: str) -> _Job:
     """Return what is to be done, in each process that is to do it; never here."""
     server = socket.socket(socket.AF_UNIX)
-    server.bind(path)
+    server.bind(f"{path}.new")
     server.listen()  # whoever asks before all is imported waits
+    Path(f"{path}.new").rename(path)
     for name in _IMPORTED:
         importlib.import_module(name)
     for package, names in _NAMED.items():

@@ -111,14 +111,16 @@ _CONDITIONING_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TAKEN_NAMES = ("noisy", "sigmas", "guidance", "token_ids")  # of other inputs of a model
 _KEYS_OF_KINDS: dict[str, tuple[Any, ...]] = {  # what a key is unset, and the kinds that have it
     "encode": (None, "picture", "video"),
+    "frame": (None, "picture"),
     "width": (None, "numbers"),
     "per_frame": (False, "numbers"),
 }
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
 
 
-Shift = Annotated[float, Field(gt=0, le=1000)] | Literal["flux", "opensora"]
-"""`flux`: exp(mu), mu linear in the transformer's tokens; `opensora`: by pixels and frames."""
+Shift = Annotated[float, Field(gt=0, le=1000)] | Literal["release", "flux", "opensora"]
+"""`release`: as the pretrained model's scheduler says; `flux`: exp(mu), mu linear in the
+transformer's tokens; `opensora`: by pixels and frames."""
 
 
 class Bucket(_Section):
@@ -127,6 +129,14 @@ class Bucket(_Section):
     num_frames: int = Field(gt=0, le=_MAX_SIDE)
     height: int = Field(gt=0, le=_MAX_SIDE)
     width: int = Field(gt=0, le=_MAX_SIDE)
+    batch_size: int | None = Field(None, gt=0, le=_MAX_BATCH, repr=False)
+    """Clips per update over all processes, instead of the stage's or `global_batch_size`: more of
+    a shape with fewer tokens. They are split into as many micro-batches as that."""
+    share: float | None = Field(None, gt=0, lt=1, repr=False)
+    """Share of the clips that would also fit this bucket, but another better, that it gets in each
+    epoch, each epoch others; the rest goes to the better one. A clip fits also if it is long
+    enough, need not be enlarged and loses at most a tenth more of its picture. Shares that sum to
+    more than 1 for a clip are lowered to 1 together. Unset: each clip has one bucket."""
 
     def __str__(self) -> str:
         frames = "1 frame" if self.num_frames == 1 else f"{self.num_frames} frames"
@@ -152,11 +162,30 @@ class Stage(_Section):
     ramp_steps: int = Field(0, ge=0, le=_MAX_STEPS)
     """Steps in which batches of this stage and of the one before it are mixed, its share rising
     from none to all: the last half of the ramp's batches of the one, the first half of this."""
+    learning_rate: float | None = Field(None, gt=0)
+    """Instead of `optimizer.learning_rate` from the stage's first step on (with a ramp: from its
+    middle on), times the schedule, which spans the whole run. Muon's rate changes as much."""
+    warmup_steps: int | None = Field(None, gt=0, le=_MAX_STEPS)
+    """Steps at the stage's beginning in which the learning rate rises to its value."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Instead of `ema.decay` from the stage's first step on (with a ramp: from its middle on)."""
+    global_batch_size: int | None = Field(None, gt=0, le=_MAX_BATCH)
+    """Instead of `training.global_batch_size`, in every batch of the stage."""
+    shift: Shift | None = None
+    """Instead of `flow.shift`, in every batch of the stage."""
+    caption_dropout: float | None = Field(None, ge=0, le=1)
+    """Instead of `data.caption_dropout`, in every batch of the stage."""
 
     @model_validator(mode="after")
     def _is_one_length(self) -> Self:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"stage {self.name} has both epochs and steps; give one of them")
+        if self.steps is not None and (self.warmup_steps or 0) > self.steps:
+            raise ValueError(
+                f"stage {self.name} has {self.steps} steps and warmup_steps = {self.warmup_steps}, "
+                "so its learning rate would never be reached; give it more steps or a shorter "
+                "warm-up"
+            )
         return self
 
 
@@ -173,6 +202,9 @@ class ConditioningSection(_Section):
     column: str | None = Field(None, min_length=1)
     """Instead of `path`: a column of the catalog that names the files or, of `numbers`, has them
     (`longtake data index --conditioning COLUMN`)."""
+    frame: Literal["first", "last"] | None = None
+    """Instead of `path`, of a picture: that frame of the clip's own window. In sampling it is a
+    file, as each picture is."""
     encode: bool | None = None
     """Whether the codec encodes a picture or video; unset: yes. Then the model gets
     `<name>_latents`, else `<name>`, pixels from -1 to 1."""
@@ -203,8 +235,8 @@ def _check_conditioning(name: str, section: ConditioningSection) -> None:
     for name_of_key, (unset, *kinds) in _KEYS_OF_KINDS.items():
         if getattr(section, name_of_key) not in (None, unset) and kind not in kinds:
             raise ValueError(f'{key}.{name_of_key} is for {" and ".join(kinds)}, not for "{kind}"')
-    if (section.path is None) == (section.column is None):
-        raise ValueError(f"{key} needs either path or column: where its files are")
+    if [section.path, section.column, section.frame].count(None) != 2:
+        raise ValueError(f"{key} needs one of path, column and frame: where its files are")
     if section.path is None:
         return
     unknown = _PLACEHOLDER.findall(section.path.replace(STEM, ""))
@@ -266,6 +298,21 @@ class AutoBucketsSection(_Section):
         return self
 
 
+class StoreSection(_Section):
+    """How clips are read whose catalog says that they lie in an object store (s3://, gs://, https://)."""
+
+    timeout_seconds: float = Field(20.0, gt=0, le=_MAX_SECONDS)
+    """How long one request may take. Requests for large objects become smaller when they do not."""
+    retry_seconds: float = Field(300.0, ge=0, le=_MAX_SECONDS)
+    """How long a store may give nothing, however often it is asked, before a clip is taken as
+    missing. Training waits for as long."""
+    cache: _Path | None = None
+    """Folder on a disk of each node in which fetched clips are kept; several ranks and runs may
+    share it. Unset: a clip is fetched into memory each time."""
+    cache_gib: float = Field(100.0, gt=0, le=2**30)
+    """Size of that folder; the clips that were used least recently are deleted."""
+
+
 class DataSection(_Section):
     """Which clips are trained on, in which shapes and in which order."""
 
@@ -287,22 +334,29 @@ class DataSection(_Section):
     captions: dict[str, CaptionsSection] = Field(default_factory=dict)
     """What becomes of a catalog's captions, by its name (`catalog` if there is one)."""
     buckets: Annotated[tuple[Bucket, ...], _FromList] = Field((), min_length=1)
-    """Every clip goes to the bucket that fits it best; a batch holds clips of one bucket. Unset:
-    those of `auto_buckets`."""
+    """Every clip goes to the bucket that fits it best, or to several by their `share`; a batch
+    holds clips of one bucket. Unset: those of `auto_buckets`."""
     auto_buckets: AutoBucketsSection | None = None
     """Instead of `buckets`: chosen from the catalogs when a run begins, and kept in its
     recipe.toml. Where both are given, `buckets` count."""
+    tokens_per_batch: int | None = Field(None, gt=0, le=2**40)
+    """Tokens of the model per update over all processes: each bucket without `batch_size` gets as
+    many clips as have so many, at least one. A run keeps these numbers in its recipe.toml."""
     frame_stride: int = Field(1, gt=0, le=_MAX_SIDE)
     """Take every n-th frame of a clip; with `fps`, of its frames at that rate."""
     fps: float | None = Field(None, gt=0, le=1000)
     """Train videos at this frame rate, such as 16 for Wan: the frames that are shown at each 1/fps
-    second, by their timestamps. A slower video repeats frames. Unset: all frames as they are."""
+    second, by their timestamps. A slower video repeats frames. Of `conditioning` the same frames
+    are read. Unset: all frames as they are."""
     stills_from_videos: bool = False
     """Whether buckets of one frame also train single frames of videos. Without it they take only
     clips of one frame, that is images, and a video too short for the other buckets is left out."""
     windows: int | None = Field(None, gt=0, le=_MAX_SIDE)
     """How many spans of a longer clip are trained on, spread evenly over it; each epoch takes one
     of them. Without it a span begins anywhere."""
+    max_crop: float | None = Field(None, ge=0, lt=1)
+    """Share of a picture that the crop to its bucket may remove, such as 0.2; a clip that would
+    lose more is left out. Unset: any."""
     random_crop: bool = False
     """Cut a clip's frames anywhere instead of in the middle, each epoch elsewhere."""
     conditioning: dict[str, ConditioningSection] = Field(default_factory=dict)
@@ -310,6 +364,11 @@ class DataSection(_Section):
     cache: _Path | None = None
     """Folder in which latents and prompt embeddings are kept, computed once, so that codec and text
     encoder are not in memory while the model trains."""
+    cache_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which the cache keeps latents and embeddings. With bf16 they take half the room,
+    and the model trains on the rounded ones; what a bf16 encoder gives takes half of it anyway."""
+    cache_checksums: bool = True
+    """Whether the checksum of each entry of the cache is compared when it is read."""
     flip: float = Field(0.0, ge=0, le=1)
     """Share of samples that are mirrored left to right: not for captions that name a side."""
     stages: Annotated[tuple[Stage, ...], _FromList] = ()
@@ -317,7 +376,8 @@ class DataSection(_Section):
     difficulty: str | None = None
     """The attribute that `difficulty` means in stages, such as `nouns` (`longtake data score`)."""
     drift_limit: float = Field(1.0, gt=0)
-    """Standard deviations that the mean of an attribute may move from a stage to the next."""
+    """Standard deviations that the mean of an attribute may move from a stage to the next, and that
+    the hardest clips of a stage, by each score, may lie beyond those of all stages before."""
     on_drift: Literal["warn", "refuse"] = "warn"
     on_change: Literal["refuse", "finish", "merge", "restart"] = "refuse"
     """What a resumed run does if its clips, batch size or stages are others than before. `finish`:
@@ -336,6 +396,8 @@ class DataSection(_Section):
     picture may have 64 million pixels for each GiB."""
     frame_cache_gib: float = Field(1.0, ge=0, le=2**16)
     """Room, in each process, for decoded clips that are one window long; others are read anew."""
+    store: StoreSection = Field(default_factory=StoreSection)
+    """How clips in object stores are read."""
     max_quarantined_clips: int = Field(16, ge=0, le=_MAX_STEPS)
     """Clips that may fail to decode, over all ranks, before the run stops."""
     retry_quarantined: bool = False
@@ -351,6 +413,19 @@ class DataSection(_Section):
         return self
 
     @model_validator(mode="after")
+    def _shares_have_others(self) -> Self:
+        lists = {"data.buckets": self.buckets}
+        lists |= {f"buckets of stage {each.name}": each.buckets or () for each in self.stages}
+        for key, shapes in lists.items():
+            given = [shape for shape in shapes if shape.share is not None]
+            if given and len(shapes) == 1:
+                raise ValueError(
+                    f"{key}: {shapes[0]} has share = {given[0].share:g} of clips that fit another "
+                    "bucket better, and there is no other: leave it out, or add a bucket"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _has_catalogs(self) -> Self:
         if bool(self.catalogs) == (self.catalog is not None):
             raise ValueError("data needs either one catalog or several catalogs by name")
@@ -361,13 +436,6 @@ class DataSection(_Section):
             for name in sorted(named.keys() - self.sources().keys()):
                 known = ", ".join(self.sources())
                 raise ValueError(f"{key} names {name}, which is no catalog of: {known}")
-        for name, further in self.conditioning.items():
-            if self.fps and (further.kind in ("video", "mask") or further.per_frame):
-                raise ValueError(
-                    f"data.conditioning.{name} has a frame for each of its clip's, and data.fps "
-                    "chooses frames by time: transcode both to that rate (longtake data prepare "
-                    "--fps), and unset data.fps"
-                )
         if self.repeats and self.weights:
             raise ValueError(
                 "data.repeats and data.weights both say how often catalogs are trained: give one "
@@ -418,8 +486,20 @@ class DataSection(_Section):
                     f"stage {stage.name} has neither epochs nor steps, so the stages after it "
                     "would never begin"
                 )
+        for stage in self.stages:
+            if self.tokens_per_batch is not None and stage.global_batch_size is not None:
+                raise ValueError(
+                    f"data.tokens_per_batch = {self.tokens_per_batch} and stage {stage.name}'s "
+                    f"global_batch_size = {stage.global_batch_size} both say how many clips an "
+                    "update has: give one of them"
+                )
         if self.stages and self.stages[0].ramp_steps:
             raise ValueError(f"stage {names[0]} is the first: there is nothing to ramp from")
+        if self.stages and self.stages[0].warmup_steps is not None:
+            raise ValueError(
+                f"stage {names[0]} is the first: its warm-up is optimizer.warmup_steps, so leave "
+                f"its own warmup_steps = {self.stages[0].warmup_steps} out"
+            )
         return self
 
     def sources(self) -> dict[str, Path]:
@@ -427,6 +507,14 @@ class DataSection(_Section):
 
     def curriculum(self) -> tuple[Stage, ...]:
         return self.stages or (Stage(name="all"),)
+
+    def batch_sizes(self, stage: Stage, batch_size: int) -> tuple[int, ...]:
+        """Clips per update of each bucket of a stage; `batch_size` is that of the run."""
+        size = stage.global_batch_size or batch_size
+        return tuple(shape.batch_size or size for shape in stage.buckets or self.buckets)
+
+    def stage(self, name: str) -> Stage:
+        return next(each for each in self.curriculum() if each.name == name)
 
     def shapes(self) -> tuple[Bucket, ...]:
         shapes = [shape for stage in self.curriculum() for shape in stage.buckets or self.buckets]
@@ -453,7 +541,8 @@ class ModelSection(_Section):
     """The transformer."""
 
     family: str
-    """`wan`, `flux`, `flux_kontext`, `tubelet`, or your own Family, as `package.module:Class`."""
+    """`wan`, `flux`, `flux_kontext`, `flux2`, `z_image`, `tubelet`, or your own Family, as
+    `package.module:Class`."""
     pretrained: str | None = None
     """A diffusers folder or repository id to start from; without it, random weights."""
     subfolder: str = "transformer"
@@ -643,7 +732,8 @@ class FlowSection(_Section):
     mode_scale: float = Field(1.29, ge=-1, le=1.7519)
     """Scale of the mode distribution."""
     shift: Shift = 1.0
-    """Moves the sampled sigmas toward noise: a factor, or a rule that follows the resolution."""
+    """Moves the sampled sigmas toward noise: a factor, or a rule that follows the resolution.
+    `release`: the factor with which the pretrained model is sampled."""
     loss_mask: str | None = None
     """The name of a mask in `data.conditioning` that weights the loss: 1 where it is white, and
     `loss_mask_floor` where it is black. It is not given to the model."""
@@ -737,6 +827,10 @@ class TrainingSection(_Section):
     compile: bool | Literal["auto"] = "auto"
     """Compile each block (torch.compile): faster steps after a first one that takes minutes.
     `auto`: on GPUs, not on a CPU."""
+    encode_ahead: bool | Literal["auto"] = "auto"
+    """Without `data.cache`: encode the clips and captions of the next micro-batch on a CUDA stream
+    of their own while the model computes. It takes memory (`longtake plan`), and no effect on
+    results. `auto`: where it fits beside the plan; on a CPU never."""
 
 
 class EmaProfile(_Section):
@@ -832,7 +926,13 @@ class ParallelSection(_Section):
     either way; with `replicate` nothing is gathered."""
     context: int = Field(1, gt=0, le=_MAX_BATCH)
     """Processes that share the tokens of each clip, for clips too long for one GPU; it must
-    divide the number of processes and the model's attention heads."""
+    divide the number of processes. Of the model's heads it shares out what divides; keys and values
+    of the rest go around a ring of processes."""
+    timeout_seconds: float = Field(600.0, ge=1, le=_MAX_SECONDS)
+    """Of a collective that waits for another process: then the launch ends, with an error that
+    names process group and operation. Checkpoints are written in one such group."""
+    long_timeout_seconds: float = Field(86_400.0, ge=1, le=_MAX_SECONDS)
+    """The same where all wait for the work of some: downloads, the cache, samples."""
 
     @model_validator(mode="after")
     def _shards_in_groups(self) -> Self:
@@ -840,6 +940,15 @@ class ParallelSection(_Section):
             raise ValueError(
                 f'parallel.shard_size {self.shard_size} needs parallel.strategy = "hybrid", not '
                 f'"{self.strategy}"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _long_is_longer(self) -> Self:
+        if self.long_timeout_seconds < self.timeout_seconds:
+            raise ValueError(
+                f"parallel.long_timeout_seconds {self.long_timeout_seconds:g} is less than "
+                f"parallel.timeout_seconds {self.timeout_seconds:g}; set it to as much or more"
             )
         return self
 
@@ -870,7 +979,7 @@ class SamplingSection(_Section):
     """Of classifier-free guidance, which is used above 1; a guidance-distilled model is given the
     scale itself."""
     shift: Shift | None = None
-    """Like `flow.shift`, of the sigmas that the solver visits."""
+    """Like `flow.shift`, of the sigmas that the solver visits; unset: `release`."""
     negative_prompt: str = ""
     """What classifier-free guidance moves away from, in place of an empty caption. A
     guidance-distilled model takes none."""
@@ -994,6 +1103,23 @@ class Recipe(_Section):
         of_loss = self.flow.loss_mask
         return {name: each for name, each in self.data.conditioning.items() if name != of_loss}
 
+    def encodes_in_steps(self) -> bool:
+        """Whether codec or text encoder work in training: without a cache, unless there is none."""
+        has_encoder = self.codec.kind != "pixels" or self.text.kind != "words"
+        return has_encoder and self.data.cache is None
+
+    @model_validator(mode="after")
+    def _has_what_is_encoded_ahead(self) -> Self:
+        if self.training.encode_ahead is True and not self.encodes_in_steps():
+            because = f'codec.kind = "{self.codec.kind}" and text.kind = "{self.text.kind}"'
+            if self.data.cache is not None:
+                because = f"data.cache = {str(self.data.cache)!r}"
+            raise ValueError(
+                f"training.encode_ahead = true, but with {because} nothing is encoded in a step: "
+                "leave one of the two out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _loss_mask_is_there(self) -> Self:
         name, known = self.flow.loss_mask, self.data.conditioning
@@ -1007,13 +1133,80 @@ class Recipe(_Section):
             )
         return self
 
+    def micro_batch_size(self, stage: Stage, bucket: Bucket, data_size: int) -> int:
+        """Clips per forward pass of one of `data_size` processes that share a batch.
+
+        A bucket with a batch size of its own has as many micro-batches as the stage's others.
+        """
+        of_stage = -(-(stage.global_batch_size or self.training.global_batch_size) // data_size)
+        micro = self.training.micro_batch_size
+        if bucket.batch_size is None:
+            return min(micro or of_stage, of_stage)
+        count = 1 if micro is None else -(-of_stage // micro)
+        return -(-bucket.batch_size // (data_size * count))
+
+    def in_stage(self, name: str) -> "Recipe":
+        """The recipe with what a stage sets in the place of the keys that it stands for.
+
+        Its `warmup_steps` are not among them: they count from the stage's first step.
+        """
+        stage = self.data.stage(name)
+        given: dict[str, dict[str, Any]] = {}
+        for key, (section, inner) in _KEYS_OF_STAGES.items():
+            if (value := getattr(stage, key)) is not None:
+                given.setdefault(section, {})[inner] = value
+        sections = {
+            section: getattr(self, section).model_copy(update=values)
+            for section, values in given.items()
+        }
+        return self.model_copy(update=sections) if sections else self
+
+    def stage_changes(self, before: str, after: str) -> dict[str, tuple[object, object]]:
+        """What differs between two stages, by the stage's key: (value before, value after)."""
+        old, new = self.in_stage(before), self.in_stage(after)
+        found = {
+            key: (getattr(getattr(old, section), inner), getattr(getattr(new, section), inner))
+            for key, (section, inner) in _KEYS_OF_STAGES.items()
+        }
+        changes = {key: (one, other) for key, (one, other) in found.items() if one != other}
+        warmup = self.data.stage(after).warmup_steps
+        return changes | ({"warmup_steps": (None, warmup)} if warmup else {})
+
+    @model_validator(mode="after")
+    def _stalls_are_named_in_time(self) -> Self:
+        seconds, stall = self.parallel.timeout_seconds, self.watch.min_seconds
+        is_set = "timeout_seconds" in self.parallel.model_fields_set
+        if is_set and self.watch.enabled and seconds <= stall:
+            raise ValueError(
+                f"parallel.timeout_seconds {seconds:g} is not more than watch.min_seconds "
+                f"{stall:g}: a launch would end before its stall is named; set it to more"
+            )
+        return self
+
     @model_validator(mode="after")
     def _micro_batches_divide(self) -> Self:
-        micro, batch = self.training.micro_batch_size, self.training.global_batch_size
-        if micro is not None and batch % micro:
+        micro = self.training.micro_batch_size
+        batches = {"training.global_batch_size": self.training.global_batch_size}
+        for stage in self.data.stages:
+            if stage.global_batch_size is not None:
+                batches[f"global_batch_size of stage {stage.name},"] = stage.global_batch_size
+        for key, batch in batches.items():
+            if micro is not None and batch % micro:
+                raise ValueError(f"training.micro_batch_size {micro} does not divide {key} {batch}")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_have_an_average_to_change(self) -> Self:
+        for stage in self.data.stages:
+            if stage.ema_decay is None or (self.ema.decay and not self.ema.profiles):
+                continue
+            has = "ema.decay = 0 keeps none"
+            if self.ema.profiles:
+                names = ", ".join(each.name for each in self.ema.profiles)
+                has = f"ema.profiles ({names}) have decays of their own"
             raise ValueError(
-                f"training.micro_batch_size {micro} does not divide "
-                f"training.global_batch_size {batch}"
+                f"stage {stage.name} sets ema_decay = {stage.ema_decay:g} of the one average that "
+                f"ema.decay makes, but {has}: leave one of the two out"
             )
         return self
 
@@ -1051,25 +1244,38 @@ class Recipe(_Section):
         return self
 
 
+_KEYS_OF_STAGES = {
+    "learning_rate": ("optimizer", "learning_rate"),
+    "ema_decay": ("ema", "decay"),
+    "global_batch_size": ("training", "global_batch_size"),
+    "shift": ("flow", "shift"),
+    "caption_dropout": ("data", "caption_dropout"),
+}
+"""Keys of a stage, and the section and key in the place of which each is."""
+
 MAY_CHANGE_ON_RESUME = (
     "out",  # a run directory may be moved
     "data.catalog",  # what a catalog holds is compared by its own fingerprint
     "data.catalogs",
     "data.auto_buckets",  # what they chose is in data.buckets
+    "data.tokens_per_batch",  # as above
     "data.on_change",
     "data.on_drift",
     "data.drift_limit",
     "data.workers",
     "data.sample_timeout_seconds",
     "data.sample_memory_gib",
+    "data.store",
     "data.frame_cache_gib",
     "data.cache",
+    "data.cache_checksums",
     "data.max_quarantined_clips",
     "data.retry_quarantined",
     "model.stream",
     "training.micro_batch_size",
     "training.device",
     "training.compile",
+    "training.encode_ahead",
     "recompute",
     "parallel",
     "checkpoint",
@@ -1086,6 +1292,7 @@ DECIDES_ORDER = (
     "data.frame_stride",
     "data.fps",
     "data.stills_from_videos",
+    "data.max_crop",
     "data.stages",
     "data.weights",
     "data.repeats",
@@ -1222,10 +1429,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
                 f"--set {_short(override)}: {_short('.'.join(parts[:depth]))} is a value, not a "
                 "section; set it as a whole."
             )
-    section[parts[-1]] = _parse_value(text)
+    section[parts[-1]] = parse_value(text)
 
 
-def _parse_value(text: str) -> object:
+def parse_value(text: str) -> object:
     """A TOML value, or the text itself, so that quotes need no quotes in a shell."""
     try:
         values = tomllib.loads(f"value = {text}")
@@ -1279,7 +1486,7 @@ def _short(text: str, most: int = 60) -> str:
 
 _MAX_RECIPE_BYTES = 2**20
 _MAX_PROBLEMS = 20
-_SHIFT = 'a number above 0 and up to 1000, "flux" or "opensora"'
+_SHIFT = 'a number above 0 and up to 1000, "release", "flux" or "opensora"'
 # What pydantic appends to a key whose value may be of several types.
 _ALTERNATIVE = re.compile(r"(constrained-\w+|literal\[.*\])$")
 
@@ -1330,10 +1537,12 @@ def _explain_unknown(location: str, parts: list[str]) -> str:
 
 def _most_similar(name: str, keys: Sequence[str], cutoff: float) -> str | None:
     """The key whose last part resembles a name, has it as a word, or is abbreviated by it."""
-    by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    by_name: dict[str, str] = {}
+    for key in keys:
+        by_name.setdefault(key.rpartition(".")[2], key)
     if close := nearest(name, by_name, cutoff):
         return by_name[close]
-    for candidate in reversed(by_name):
+    for candidate in by_name:
         words = candidate.split("_")
         if name in words or name == "".join(word[0] for word in words):
             return by_name[candidate]

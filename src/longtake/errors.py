@@ -46,13 +46,13 @@ class ClipError(DataError):
     """One video file cannot be decoded.
 
     Attributes:
-        path: the file.
+        path: the file, or its address in a store.
         reason: why, in a few words, without the path.
     """
 
     def __init__(self, path: Path | str, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
-        self.path = Path(path)
+        self.path = str(path) if "://" in str(path) else Path(path)
         self.reason = reason
 
     def __reduce__(self) -> "tuple[type[ClipError], tuple[str, str]]":

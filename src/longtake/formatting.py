@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from difflib import SequenceMatcher, get_close_matches
 from typing import Final
 
@@ -46,6 +47,20 @@ def format_short_duration(seconds: float) -> str:
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def for_seconds(seconds: float) -> str:
+    """`12 s`, `4 min 10 s`, `2 h 5 min`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_time(text: str, *, with_date: bool = False) -> str:
+    """`20:15:59 UTC` of a time as records have it."""
+    form = "%Y-%m-%d %H:%M:%S UTC" if with_date else "%H:%M:%S UTC"
+    return datetime.fromisoformat(text).astimezone(UTC).strftime(form)
 
 
 def join_words(words: Iterable[object], last: str = "and") -> str:

@@ -313,10 +313,10 @@ def make_writable(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def is_there(path: Path) -> bool:
+def is_there(path: Path | str) -> bool:
     """Whether a file or folder exists; False if the name is impossible or forbidden."""
     try:
-        path.stat()
+        os.stat(path)  # noqa: PTH116 - millions of times: a Path would take longer than the call
     except (OSError, ValueError):  # such as a name of more than 255 letters, or with a NUL
         return False
     return True
@@ -469,19 +469,20 @@ def read_records(path: Path, kind: Kind[_T], max_line_bytes: int = MAX_LINE_BYTE
     Raises:
         RecordError: the file cannot be read.
     """
-    return _records(read_lines(path, max_line_bytes), kind, path)
+    return list(_records(read_lines(path, max_line_bytes), kind, path))
 
 
-def _records(lines: Iterable[bytes | None], kind: Kind[_T], path: Path) -> list[_T]:
-    found, num_skipped, validate = [], 0, _adapter(kind).validate_json
+def _records(lines: Iterable[bytes | None], kind: Kind[_T], path: Path) -> Iterator[_T]:
+    num_skipped, validate = 0, _adapter(kind).validate_json
     for line in lines:
-        if line:
-            with suppress(pydantic.ValidationError):
-                found.append(validate(line, strict=True))
+        try:
+            if line:
+                yield validate(line, strict=True)
                 continue
+        except pydantic.ValidationError:
+            pass
         num_skipped += line is None or bool(line.strip())
     _num_skipped[path] = num_skipped
-    return found
 
 
 def read_json_lines(path: Path) -> list[Any]:
@@ -628,13 +629,17 @@ class Journal(Generic[_T]):
 
     def read(self) -> list[_T]:
         """The items that an interrupted command has finished."""
+        return list(self.entries())
+
+    def entries(self) -> Iterator[_T]:
+        """The same, read as they are needed."""
         lines = read_lines(self._path, self._max_line_bytes)
         if self._header is not None:
             first = next(filter(None, lines), b"{}")
-            if _records([first], dict[str, Any], self._path) != [self._header]:
+            if list(_records([first], dict[str, Any], self._path)) != [self._header]:
                 self._path.unlink(missing_ok=True)
-                return []
-        return _records(lines, self._kind, self._path)
+                return
+        yield from _records(lines, self._kind, self._path)
 
     def add(self, item: Mapping[str, Any] | Sequence[Any]) -> None:
         """Append an item.

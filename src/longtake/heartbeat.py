@@ -46,6 +46,7 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 ROLES: tuple[Role, ...] = get_args(Role)
 
+STORE_WAIT = " (waiting for its store: "  # in the clip's path
 _MAGIC = 0x4C54_4842_0003  # the last digits are the format's number
 _SIZE = 4096
 _DETAIL_BYTES, _CLIP_BYTES = 128, 896
@@ -173,6 +174,15 @@ class HeartbeatWriter:
     @property
     def phase(self) -> Phase:
         return PHASES[int(self._page.phase)]
+
+    def set_waiting(self, clip: str, store: str) -> None:
+        """Name the store that the clip's file is waited for, and why; empty: not any more.
+
+        The phase does not end.
+        """
+        with self._writing() as page:
+            text = f"{clip}{STORE_WAIT}{store})" if store else clip
+            page.clip = text.encode(errors="replace")[-_CLIP_BYTES:]
 
     def set_phase(self, phase: Phase, detail: str | None = None, clip: str = "") -> None:
         """Begin a phase, which ends the one before.

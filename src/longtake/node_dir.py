@@ -19,7 +19,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
@@ -293,7 +293,15 @@ def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
         *(node.events() for node in all_nodes(run)),
         *evaluation_dir.server_events(run),
     ]
-    return merge(*found, key=lambda event: str(event["time"]))
+    return (event for _, event in merge(*map(_in_order, found), key=lambda each: each[0]))
+
+
+def _in_order(events: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Events of one node with times in order, though its clock may be set back."""
+    latest = ""
+    for event in events:
+        latest = max(latest, str(event["time"]))
+        yield latest, event
 
 
 StateKind = Literal["running", "stalled", "dead", "interrupted", "diverged", "finished"]

@@ -51,6 +51,7 @@ EventKind = Literal[
     "data_changed",
     "stage",
     "epoch",
+    "settings_changed",
     "checkpoint",
     "checkpoint_failed",
     "checkpoint_damaged",
@@ -117,6 +118,11 @@ class Metrics(TypedDict):
     group_grad_norms: NotRequired[dict[str, fsio.Finite | None]]
     group_weight_norms: NotRequired[dict[str, fsio.Finite | None]]
     group_update_ratios: NotRequired[dict[str, fsio.Finite | None]]
+    store_bytes: NotRequired[fsio.Count]
+    """That the decoding workers of rank 0 fetched from object stores since the step before."""
+    store_seconds: NotRequired[fsio.Finite]
+    """Of all requests together, which several workers make at a time."""
+    store_retries: NotRequired[fsio.Count]
     verdict: NotRequired[Literal["skip", "roll_back", "stop"]]
     """What the guard said, where it was not "ok": no such step's update was made."""
 
@@ -230,6 +236,10 @@ class _Epoch(_Stage):
     epoch: fsio.Count
 
 
+class _SettingsChanged(_Stage):
+    changes: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
+
+
 class _RankFailed(EventBase):
     rank: fsio.Count
     world_size: fsio.Count
@@ -247,6 +257,27 @@ class _ClockStepped(Event):
     seconds: NotRequired[fsio.Finite]
 
 
+class _Launched(Event):
+    lost_steps: NotRequired[fsio.Count]
+
+
+@fsio.with_other_fields
+class _Suspect(TypedDict):
+    host: str
+    pid: fsio.Count
+
+
+class _Stalled(Event):
+    launch: NotRequired[str]
+    token: NotRequired[str]
+    suspects: NotRequired[list[_Suspect]]
+
+
+class _StallCleared(Event):
+    token: NotRequired[str]
+    seconds: NotRequired[fsio.Finite]
+
+
 EVENT: Final = fsio.by_field(
     "event",
     {
@@ -256,8 +287,13 @@ EVENT: Final = fsio.by_field(
         "rolled_back": _WentBack,
         "stage": _Stage,
         "epoch": _Epoch,
+        "settings_changed": _SettingsChanged,
         "rank_failed": _RankFailed,
         "clock_stepped": _ClockStepped,
+        "launched": _Launched,
+        "resumed": _Launched,
+        "stalled": _Stalled,
+        "stall_cleared": _StallCleared,
     },
     Event,
 )

@@ -1,17 +1,20 @@
 """COMMITTED, damage, which checkpoints are needed, and their deletion."""
 
-import hashlib
+import io
 import json
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
+import xxhash
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.checkpoint.runs import save
 
@@ -37,7 +40,7 @@ def test_committed_lists_every_file_with_its_size_and_checksum(folder: Path) -> 
     assert list(listed) == names
     for name, entry in listed.items():
         content = (folder / name).read_bytes()
-        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        assert entry == {"bytes": len(content), "xxh3_64": xxhash.xxh3_64_hexdigest(content)}
 
 
 def test_nothing_is_wrong_with_what_was_committed(folder: Path) -> None:
@@ -67,7 +70,7 @@ def _replace_by_a_folder(path: Path) -> None:
     [
         (Path.unlink, "model/__0_0.distcp is missing"),
         (_truncate, "model/__0_0.distcp has 17,999 bytes, and had 18,000 when it was saved"),
-        (_flip_a_bit, r"model/__0_0.distcp has other bytes than were saved.*sha256"),
+        (_flip_a_bit, r"model/__0_0.distcp has other bytes than were saved.*xxh3_64"),
         (_replace_by_a_folder, "model/__0_0.distcp is no regular file"),
     ],
 )
@@ -78,6 +81,74 @@ def test_damage_is_named(folder: Path, harm: Callable[[Path], None], message: st
     assert re.match(message, found)
     is_seen = files.find_damage(folder, checksums=False) is not None
     assert is_seen == (harm is not _flip_a_bit)
+
+
+_MIB = files.BLOCK_BYTES
+_WRITES = st.lists(st.sampled_from([1, 100, 8192, _MIB - 1, _MIB, 2 * _MIB + 7]), max_size=6)
+
+
+@given(_WRITES)
+@settings(max_examples=20, deadline=None)
+def test_checksums_do_not_depend_on_how_a_file_was_written(sizes: list[int]) -> None:
+    content = np.random.default_rng(0).bytes(sum(sizes))
+    with tempfile.TemporaryDirectory() as folder:
+        path, left = Path(folder) / "file", io.BytesIO(content)
+        with files.ChecksummedFile(path) as file:
+            for size in sizes:
+                assert file.write(left.read(size)) == size
+        assert path.read_bytes() == content
+        assert file.entry() == files.describe_files(path.parent, ["file"])["file"]
+    blocks = [content[at : at + _MIB] for at in range(0, len(content), _MIB)]
+    assert file.entry()["xxh3_64"] == "".join(map(xxhash.xxh3_64_hexdigest, blocks))
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[bytes, files.FileEntry]:
+    """The content of `tmp_path / "large"`, of three blocks and a half, and its entry."""
+    content = np.random.default_rng(1).bytes(7 * _MIB // 2)
+    (tmp_path / "large").write_bytes(content)
+    return content, files.describe_files(tmp_path, ["large"])["large"]
+
+
+def test_what_is_read_is_what_was_saved(
+    tmp_path: Path, large: tuple[bytes, files.FileEntry]
+) -> None:
+    content, entry = large
+    draw = np.random.default_rng(2)
+    with files.VerifiedFile(tmp_path, "large", entry) as file:
+        for _ in range(60):
+            at = int(draw.integers(len(content) + 9))
+            size = int(draw.choice([1, 9, 4096, _MIB, 3 * _MIB]))
+            assert file.seek(at) == at
+            assert file.read(size) == content[at : at + size]
+            assert file.tell() == min(at + size, max(at, len(content)))
+        file.seek(-5, io.SEEK_END)
+        assert file.read() == content[-5:]
+
+
+def test_a_reader_of_a_part_of_a_file_finds_the_damage_of_that_part_alone(
+    tmp_path: Path, large: tuple[bytes, files.FileEntry]
+) -> None:
+    content, entry = large
+    (tmp_path / "large").write_bytes(content[: _MIB + 3] + b"?" + content[_MIB + 4 :])
+    with files.VerifiedFile(tmp_path, "large", entry) as file:
+        assert file.read(_MIB) == content[:_MIB]
+        file.seek(2 * _MIB)
+        assert file.read() == content[2 * _MIB :]
+        for at in (0, 2 * _MIB - 1):
+            file.seek(at)
+            with pytest.raises(files.DamagedFileError, match=r"large has other bytes"):
+                file.read(_MIB + 1)
+
+
+@pytest.mark.parametrize(("share", "finds"), [((0, 3), False), ((1, 3), True), ((2, 3), False)])
+def test_processes_verify_a_checkpoint_together(
+    folder: Path, share: tuple[int, int], finds: bool
+) -> None:
+    """The second of three reads `model/.metadata`."""
+    _flip_a_bit(folder / "model" / ".metadata")
+    found = files.find_damage(folder, checksums=True, share=share)
+    assert (found is not None) == finds
 
 
 def test_other_parts_can_be_left_out_of_account(folder: Path) -> None:
@@ -97,7 +168,11 @@ def test_the_damage_is_counted(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", '{"files": ', "[]", '{"files": 3}', '{"files": {"a": 3}}', '{"files": {"a": {}}}', "\0"],
+    ["", '{"format": 1, "files": {}}', "[]", "\0"]
+    + [
+        f'{{"format": 2, "block_bytes": 1048576, "files": {rest}'
+        for rest in ("", "3}", '{"a": 3}}', '{"a": {}}}')
+    ],
 )
 def test_a_commitment_that_says_nothing_is_damage(folder: Path, content: str) -> None:
     """Garbled, cut short or of another form: the checkpoint cannot be trusted."""

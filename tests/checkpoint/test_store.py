@@ -9,7 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -86,6 +86,38 @@ def test_what_was_saved_is_loaded(run: RunDirectory) -> None:
     torch.testing.assert_close(loaded, make_parts(20.0), rtol=0, atol=0)
     assert loaded["model"]["weight"] is weight
     assert files.load_trainer(path, files.Trainer) == {"global_step": 20}
+
+
+def test_a_file_is_whole_when_it_is_flushed_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, fsync = dict[str, int](), os.fsync
+
+    def flush(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        flushed[name] = max(flushed.get(name, 0), os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", flush)
+    run = RunDirectory(tmp_path)
+    with keep_saver(run, ALONE, CheckpointSection(), start=0) as saver:
+        saver.save(10, {"model": make_parts()["model"]}, {})
+    path = run.checkpoint_path(10)
+    sizes = {name: entry["bytes"] for name, entry in files.read_committed(path).items()}
+    assert sizes["model/__0_0.distcp"] == flushed["__0_0.distcp"] > 2**14
+
+
+def test_equal_hyperparameters_keep_their_types(tmp_path: Path) -> None:
+    """Though they are serialised once."""
+    run = RunDirectory(tmp_path)
+    one: store.State = {"a": 1, "b": True, "c": 1.0, "d": "1", "e": None, "f": (1, 1.0), "g": [1]}
+    saved = {"optimizer": {"x": dict(one), "y": dict(one), "z": {"a": 2, "f": (True, 1.0)}}}
+    with keep_saver(run, ALONE, CheckpointSection(), start=0) as saver:
+        saver.save(10, saved, {})
+    path = run.checkpoint_path(10)
+    loaded = {"optimizer": {name: dict.fromkeys(each) for name, each in saved["optimizer"].items()}}
+    store.load_parts(path, loaded)
+    assert repr(loaded) == repr(saved)
 
 
 def test_saving_waits_for_no_cuda_stream(
@@ -175,11 +207,7 @@ def test_somebodys_copy_is_no_checkpoint_of_the_run(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("name", ["model/.metadata", "model/__0_0.distcp", "trainer.json"])
-@pytest.mark.parametrize("is_verified", [False, True])
-def test_garbled_bytes_are_an_error_that_names_the_file(
-    run: RunDirectory, name: str, is_verified: bool
-) -> None:
-    """Also where they were not compared before, loading fails with what to do instead."""
+def test_garbled_bytes_are_an_error_that_names_the_file(run: RunDirectory, name: str) -> None:
     path = run.checkpoint_path(20)
     file = path / name
     file.write_bytes(b"\xff" * file.stat().st_size)
@@ -187,7 +215,7 @@ def test_garbled_bytes_are_an_error_that_names_the_file(
     def load() -> None:
         if name == "trainer.json":
             files.load_trainer(path, files.Trainer)
-        store.load_parts(path, make_parts(), is_verified=is_verified)
+        store.load_parts(path, make_parts())
 
     with pytest.raises(CheckpointError, match=name.split("/")[0]) as raised:
         load()
@@ -339,15 +367,14 @@ def test_the_first_save_may_fail(tmp_path: Path) -> None:
 
 def test_a_save_that_was_killed_leaves_only_what_the_next_replaces(run: RunDirectory) -> None:
     """SIGKILL while it writes: the checkpoints before are whole, and its folder never was one."""
-    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, __file__, str(run.path)]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": root})
-    aside, deadline = run.checkpoints_path / ".step_00000030.partial", time.monotonic() + 60
-    while not list(aside.rglob("*.distcp")):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "__0_0.distcp\n"
+        process.kill()
+    aside = run.checkpoints_path / ".step_00000030.partial"
+    assert list(aside.rglob("*.distcp"))
     assert _names(run) == [aside.name, "step_00000010", "step_00000020"]
     assert store.latest_checkpoint(run, ALONE) == (run.checkpoint_path(20), ())
     save(run, 25)
@@ -451,6 +478,7 @@ def _save_as_one_of_two(folder: Path) -> None:
         found = store.latest_checkpoint(run, world)
         assert found == (run.checkpoint_path(20), ())
         _check_that_it_comes_back(run.checkpoint_path(20), network, world)
+        _check_that_all_learn_of_damage(run, network, world)
 
 
 def _check_that_all_learn_of_a_failure(
@@ -473,8 +501,29 @@ def _check_that_all_learn_of_a_failure(
 def _check_that_it_comes_back(path: Path, network: nn.Module, world: World) -> None:
     state = network.state_dict()
     assert isinstance(state["0.weight"], DTensor)
-    store.load_parts(path, {"model": state}, world, is_verified=True)
+    store.load_parts(path, {"model": state}, world)
     assert set(full(state["0.weight"]).flatten().tolist()) == {20.0}
+
+
+def _check_that_all_learn_of_damage(run: RunDirectory, network: nn.Module, world: World) -> None:
+    """Only the second rank reads the file that is damaged."""
+    path = run.checkpoint_path(20)
+    damaged = shutil.copytree(path, run.checkpoint_path(21)) if world.is_first else None
+    if damaged is not None:
+        with (damaged / "model" / "__1_0.distcp").open("r+b") as file:
+            file.write(b"\xff")
+    wait_for_all(world)
+    reason = "model/__1_0.distcp has other bytes than were saved: its checksum (xxh3_64) differs"
+    with pytest.raises(files.DamagedCheckpointError) as raised:
+        store.load_parts(run.checkpoint_path(21), {"model": network.state_dict()}, world)
+    assert raised.value.reason == reason
+    found = store.latest_checkpoint(run, world)
+    assert found == (path, ((run.checkpoint_path(21), reason),))
+    unread = store.latest_checkpoint(run, world, checksums=False)
+    assert unread == (run.checkpoint_path(21), ())
+    wait_for_all(world)
+    if damaged is not None:
+        shutil.rmtree(damaged)
 
 
 def _fill(network: nn.Module, value: float) -> None:
@@ -484,10 +533,18 @@ def _fill(network: nn.Module, value: float) -> None:
 
 
 def _save_until_killed(folder: Path) -> None:
-    """Eight parts of 64 MB: there is time to kill it."""
-    parts = {f"part{number}": {"weight": torch.zeros(2**24)} for number in range(8)}
+    """It stays where it flushes the first file of tensors to the disk, and names that."""
+
+    def flush(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if name.endswith(".distcp"):
+            sys.stdout.write(f"{name}\n")
+            sys.stdout.flush()
+            threading.Event().wait()
+
+    os.fsync = flush  # type: ignore[assignment]
     with keep_saver(RunDirectory(folder), ALONE, CheckpointSection(), start=20) as saver:
-        saver.save(30, parts, {"global_step": 30})
+        saver.save(30, make_parts(), {"global_step": 30})
 
 
 def _state() -> dict[str, object]:

@@ -181,6 +181,34 @@ _MISTAKES = {
         "data score {catalog} --by json:nothing",
         r"json.*nothing",
     ),
+    "a captioner that is no class's name": (
+        "data caption {catalog} --with json",
+        r"--with 'json' is no name of a class; write module:Class",
+    ),
+    "a captioner that is not there": (
+        "data caption {catalog} --with json:Decoder",
+        r"--with 'json:Decoder': .*json.* has no class Decoder; did you mean JSONDecoder",
+    ),
+    "a class that does not caption": (
+        "data caption {catalog} --with json:JSONDecoder",
+        r"--with 'json:JSONDecoder' has no method captions\(frames, clips\)",
+    ),
+    "a captioner's option without a value": (
+        "data caption {catalog} --option model",
+        r"--option 'model': expected KEY=VALUE, such as model=FOLDER",
+    ),
+    "a captioner's option that is misspelt": (
+        "data caption {catalog} --option modle={place}/empty",
+        r"--option\.modle is not an argument of TransformersCaptioner; did you mean model",
+    ),
+    "a captioner without its option": (
+        "data caption {catalog}",
+        r"--option lacks model: TransformersCaptioner has no default for it",
+    ),
+    "a captioner without a model": (
+        "data caption {catalog} --option model={place}/empty",
+        r"ModelError: .*/empty is no folder with a config\.json.*nothing is downloaded",
+    ),
     "a size that is none": (
         "data prepare {catalog} --size 16 --out {tmp}/small",
         r"--size 16: expected WIDTHxHEIGHT",
@@ -284,7 +312,7 @@ def test_sampling_writes_a_video_for_each_prompt_and_names_unknown_words(
     out_path = tmp_path / "new" / "x.mp4"
     code, out, err = call("sample", place / "run", *options, "--out", out_path, "--json")
     assert code == 0
-    assert "not in the captions of the training: purple, [/], star" in err
+    assert "words that no caption of the training has: purple, [/], star" in err
     written = json.loads(out)
     assert written["step"] == 2
     assert [Path(video).name for video in written["videos"]] == [f"x_0{i}.mp4" for i in range(3)]

@@ -58,6 +58,10 @@ def test_a_picture_is_never_written_over_something_else(
         (["evaluate", "RUN", "--backlog", "every=" + "9" * 5000], "--backlog"),
         (["plan", "RECIPE", "--memory", "9" * 5000 + "GiB"], "no amount of memory"),
         (["preflight", "RECIPE", "--timeout", "inf"], "--timeout"),
+        (["train", "RECIPE", "--weights-only"], "--weights-only needs --from RUN"),
+        (["launch", "RECIPE", "--weights-only"], "--weights-only needs --from RUN"),
+        (["launch", "RECIPE", "--slurm", "--from", "gone"], "gone is not a run directory"),
+        (["launch", "RECIPE", "--from", "RUN@7"], "no whole checkpoint of step 7"),
         (["data", "prepare", "CATALOG", "--size", "9" * 5000 + "x8", "--out", "o"], "--size"),
         (["data", "prepare", "CATALOG", "--size", "8x8", "--fps", "nan", "--out", "o"], "fps nan"),
     ],
@@ -72,7 +76,12 @@ def test_absurd_arguments_are_refused(
     why: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = {"RUN": place / "run", "RECIPE": place / "recipe.toml", "CATALOG": shapes_catalog}
+    names = {
+        "RUN": place / "run",
+        "RUN@7": f"{place}/run@7",
+        "RECIPE": place / "recipe.toml",
+        "CATALOG": shapes_catalog,
+    }
     code, _, err = call(*(names.get(each, each) for each in arguments))
     assert why in "".join(err.split("│")) if code == 2 else code == 2, err
     assert "Traceback" not in err

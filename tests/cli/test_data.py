@@ -3,15 +3,22 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
+from tests.build import wait_until
 
 from longtake.cli.data import _parse_size
 from longtake.data.catalog import Catalog
+from longtake.data.encode import write_video
 from longtake.run_dir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
@@ -56,13 +63,17 @@ def test_what_the_guard_skipped_is_counted(place: Path, tmp_path: Path, call: Ca
     )
     code, _, err = call("train", place / "recipe.toml", "--set", f"out={run.path}")
     assert code == 0, err
+    with run.events_path.open("a") as file:
+        file.write("damaged\n")
     code, out, err = call("data", "audit", run.path)
     assert (code, out) == (0, "")
+    assert "events.jsonl: 1 line is no record and was left out." in err
     assert "The guard skipped 3 batches of 12 samples for good" in err
     assert "2 steps; 8 samples of abandoned steps do not count." in err
     code, out, err = call("data", "audit", run.path, "--json")
     found = json.loads(out)
     assert (found["ok"], found["end_step"], found["num_skipped"]) == (True, 5, 3)
+    assert found["restarts"] == []  # it had saved nothing, and began again
     assert [(each["seen"], each["skipped"]) for each in found["epochs"]] == [(8, 12)]
 
 
@@ -97,9 +108,86 @@ def test_a_catalog_is_scored_and_shown(catalog: Path, place: Path, call: Call) -
         0,
         {},
     )
+    assert bucket["batch_tokens"] == bucket["batch_size"] * bucket["tokens"] > bucket["tokens"] > 1
     code, out, err = call("data", "show", catalog)
     assert (code, out) == (0, "")
     assert "length" in err
+
+
+def test_near_duplicates_are_told(catalog: Path, tmp_path: Path, call: Call) -> None:
+    first, second, *others = Catalog.load(catalog).clips()
+    Catalog.of([first, replace(second, media=first.media), *others]).save(catalog)
+    code, out, _ = call("data", "score", catalog, "--by", "duplicates", "--distance", 0, "--json")
+    scored = json.loads(out)
+    assert code == 0
+    assert first.path in scored["largest"]
+    assert scored["copies"] >= scored["groups"] >= 1
+    assert np.count_nonzero(Catalog.load(catalog).column("duplicates")) == scored["copies"]
+    code, _, err = call("data", "score", catalog, "--by", "duplicates", "--out", tmp_path / "c")
+    assert code == 0
+    assert "a stage with `duplicates == 0` leaves out" in err
+    assert "is kept; copies are" in err
+
+
+def test_scenes_of_a_film_become_clips(tmp_path: Path, call: Call) -> None:
+    levels = np.random.default_rng(0).integers(0, 256, (2, 4, 4, 3), np.uint8)
+    scenes = levels.repeat(16, axis=1).repeat(16, axis=2).repeat(20, axis=0)
+    write_video(tmp_path / "film.mp4", scenes, 10)
+    table, out = tmp_path / "scenes.csv", tmp_path / "clips.parquet"
+    code, _, err = call("data", "cuts", tmp_path / "film.mp4", "--out", table, "--workers", 1)
+    assert code == 0
+    assert "2 scenes in " in err
+    assert "of 1 cut in 1 file" in err
+    assert call("data", "index", table, "--out", out)[0] == 0
+    assert [clip.num_frames for clip in Catalog.load(out).clips()] == [20, 20]
+    code, _, err = call("data", "cuts", tmp_path / "film.mp4", "--out", out)
+    assert code == 2
+    assert "Scenes are written as CSV" in err
+
+
+_CAPTIONER = """
+import pathlib, time
+
+class Slow:
+    def __init__(self, word, seconds=0.0):
+        self.word, self.seconds = word, seconds
+
+    def captions(self, frames, clips):
+        time.sleep(self.seconds)
+        with pathlib.Path("asked.txt").open("a") as file:
+            file.writelines(f"{clip.identity}\\n" for clip in clips)
+        return [f"{self.word} {clip.num_frames} {each.shape}" for each, clip in zip(frames, clips)]
+"""
+
+
+def test_an_interrupted_captioning_resumes(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    (tmp_path / "own_captioner.py").write_text(_CAPTIONER)
+    monkeypatch.chdir(tmp_path)
+    asked = tmp_path / "asked.txt"
+    words = ["data", "caption", str(place / "silent.parquet"), "--with", "own_captioner:Slow"]
+    words += ["--option", "word=shapes", "--out", "out.parquet", "--frames", "2", "--workers", "1"]
+    words += ["--option", "seconds=2"]
+    command = [sys.executable, "-m", "longtake", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as begun:
+        wait_until(lambda: asked.exists() and len(asked.read_text().split()) >= 3)
+        begun.send_signal(signal.SIGINT)
+        _, said = begun.communicate(timeout=60)
+    assert begun.returncode == 130, said
+    assert "Traceback" not in said
+    num_asked = len(asked.read_text().split())
+    assert num_asked < 64
+    assert not (tmp_path / "out.parquet").exists()
+    words[words.index("seconds=2") - 1 : words.index("seconds=2") + 1] = []
+    assert call(*words, "--json")[0] == 0  # other options: from the beginning
+    assert len(asked.read_text().split()) == num_asked + 64
+    code, out, _ = call(*words, "--all", "--batch-size", "16", "--json")
+    facts = json.loads(out)
+    assert (code, facts["captioned"], facts["without_caption"], facts["failed"]) == (0, 64, 0, [])
+    captions = Catalog.load(tmp_path / "out.parquet").captions()
+    assert set(captions) == {"shapes 8 (2, 32, 32, 3)"}
+    assert list(tmp_path.glob(".out*")) == []
 
 
 def test_truncated_captions_are_counted(catalog: Path, place: Path, call: Call) -> None:
@@ -156,6 +244,9 @@ def test_a_place_that_there_is_not_is_refused(place: Path, call: Call) -> None:
     code, _, err = call("data", "cache", place / "recipe.toml", "--on", "dask")
     assert code == 2
     assert "--on dask: expected `ray`" in err
+    for shard in ("5/4", "0/4", "x", "1/2/3", ""):
+        code, _, err = call("data", "cache", place / "recipe.toml", f"--shard={shard}")
+        assert (code, f"--shard {shard}: expected I/N" in " ".join(err.split())) == (2, True)
     code, _, err = call("data", "cache", place / "recipe.toml", "--workers", "2")
     assert code == 2
     assert "--workers is for --on" in err
@@ -193,7 +284,9 @@ def test_a_cache_is_filled_ahead(place: Path, tmp_path: Path, call: Call) -> Non
     assert facts["latents"] == {"present": 0, "computed": 64}
     assert facts["conditioning"] == {"present": 0, "computed": 0}
     assert facts["prompts"]["computed"] > 1
-    assert facts["bytes"] == sum(path.stat().st_size for path in cache.rglob("*.safetensors"))
+    packs = [path for path in cache.rglob("*.safetensors") if path.parent.name != "index"]
+    assert facts["bytes"] == sum(path.stat().st_size for path in packs)
+    assert facts["damaged"] == []
     assert (facts["failed"], facts["seconds"] > 0) == ([], True)
     code, out, err = call("data", "cache", recipe, *changes)
     assert (code, out) == (0, "")

@@ -20,8 +20,10 @@ from types import ModuleType
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from tests.build import TINY_WAN, MakeRecipe, cache_entries
 
-from longtake.data import tasks
+from longtake import config
+from longtake.data import cache_fill, tasks
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Item, Media
 from longtake.data.decode import Probe, ProbeTask
@@ -125,6 +127,25 @@ def test_catalogs_are_the_same_whatever_made_them(clips: Path, tmp_path: Path, c
     assert said["far"] == said["here"]
     assert _contents(tmp_path / "far") == _contents(tmp_path / "here")
     assert list(_contents(tmp_path / "far")) == ["catalog.parquet"]
+
+
+@pytest.mark.usefixtures("ray")
+def test_entries_of_a_cache_are_the_same_whatever_made_them(
+    small_recipe: MakeRecipe, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none is made twice; each share of the work is a pack."""
+    monkeypatch.setattr(cache_fill, "_NUM_SHARES", 4)
+    said = {}
+    for name, on in (("here", ()), ("far", ("--on", "ray"))):
+        recipe = small_recipe(*TINY_WAN, "data.windows=1", f"data.cache={tmp_path / name}")
+        path = tmp_path / f"{name}.toml"
+        path.write_text(config.dump(recipe))
+        code, answer, error = call("data", "cache", path, *on, "--json")
+        assert code == 0, error
+        said[name] = {kind: json.loads(answer)[kind] for kind in ("latents", "prompts", "failed")}
+    assert said["far"] == said["here"]
+    assert cache_entries(tmp_path / "far") == cache_entries(tmp_path / "here")
+    assert len(list((tmp_path / "far" / "latents").iterdir())) == 4
 
 
 @pytest.mark.usefixtures("ray", "own")

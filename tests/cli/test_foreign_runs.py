@@ -146,6 +146,18 @@ def test_no_verb_imports_from_a_run(
     assert "Traceback" not in err
 
 
+def test_a_captioner_in_a_run_is_not_imported(
+    theirs: Path, shapes_catalog: Path, call: Call
+) -> None:
+    ran = theirs.parent / "ran"
+    (theirs / "evil.py").write_text(_EVIL.format(ran=str(ran)))
+    code, _, err = call("data", "caption", shapes_catalog, "--with", "theirs.evil:Cls")
+    assert not ran.exists()
+    assert code == 2
+    assert err.startswith("longtake: --with 'theirs.evil:Cls': ")
+    assert "from which no code is run" in err
+
+
 @pytest.mark.parametrize("verb", _VERBS)
 def test_code_that_a_foreign_run_names_is_listed_and_not_run(
     verb: str, theirs: Path, call: Call

@@ -1,16 +1,20 @@
 """`longtake init`: each template is a recipe, and refusals name what there is."""
 
+import json
+import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from longtake.cli import init
 from longtake.cli.app import app
 from longtake.config import Recipe
-from longtake.errors import RecipeError
+from longtake.errors import LongtakeError, RecipeError
 from longtake.process import program
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -42,12 +46,23 @@ def test_each_template_is_a_recipe(template: init.Template, shape: init.Shape) -
 def test_plan_accepts_each_template(
     template: init.Template, shape: init.Shape, tmp_path: Path
 ) -> None:
+    """In each phase, with samples while it trains."""
     path = tmp_path / "mine.toml"
     memory = f"{shape.gib}GiB"
-    path.write_text(init.render_recipe(template, memory, Path("clips"), path))
-    command = program("longtake", "plan", str(path), "--device", f"{memory},165TFLOPS")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    text = init.render_recipe(template, memory, Path("clips"), path)
+    for name in ("house.png", "dancer.png", "jump.png"):
+        Image.new("RGB", (64, 64)).save(tmp_path / name)
+    shutil.copytree(_EXAMPLES, tmp_path / "examples")  # has the module
+    path.write_text(re.sub(r"^# (\[eval|prompts|condi)", r"\1", text, flags=re.MULTILINE))
+    options = ["--device", f"{memory},165TFLOPS", "--set", "sampling.every=500", "--json"]
+    command = ["longtake", "plan", str(path), *options]
+    done = subprocess.run(
+        program(*command), capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
+    phases = {each["name"]: each["fits"] for each in json.loads(done.stdout)["phases"]}
+    assert "sampling" in phases
+    assert set(phases.values()) <= {True}, phases
 
 
 @pytest.mark.parametrize(
@@ -91,6 +106,13 @@ def test_strings_of_the_user_stay_strings() -> None:
         init.render_recipe(template, None, Path("a\nb"), Path("d.toml"))
 
 
+def test_a_catalog_has_the_name_of_the_folder_that_was_named(tmp_path: Path) -> None:
+    (tmp_path / "mine").symlink_to(tmp_path)
+    template = init.find_template("tubelet", None, None)
+    text = init.render_recipe(template, None, tmp_path / "mine" / ".", Path("mine.toml"))
+    assert tomllib.loads(text)["data"]["catalog"] == "catalogs/mine.parquet"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,3 +145,125 @@ def test_without_a_family_the_templates_are_listed() -> None:
     result = CliRunner().invoke(app, ["init"])
     assert result.exit_code == 0
     assert all(each.family in result.output for each in init.templates())
+
+
+_KONTEXT = {
+    "model_index.json": {"_class_name": "FluxKontextPipeline"},
+    "transformer/config.json": {
+        "_class_name": "FluxTransformer2DModel",
+        "in_channels": 64,
+        "guidance_embeds": True,
+    },
+    "scheduler/scheduler_config.json": {"use_dynamic_shifting": True, "max_shift": 2.05},
+}
+_WAN = {
+    "transformer/config.json": {
+        "_class_name": "WanTransformer3DModel",
+        "in_channels": 16,
+        "out_channels": 16,
+    },
+    "scheduler/scheduler_config.json": {"flow_shift": 3.0, "prediction_type": "flow_prediction"},
+}
+
+_WAN_I2V = _WAN | {"transformer/config.json": _WAN["transformer/config.json"] | {"in_channels": 36}}
+
+
+def _release(folder: Path, files: dict[str, dict[str, object]]) -> str:
+    for name, values in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(values))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "task", "said", "expected"),
+    [
+        (
+            _KONTEXT,
+            "lora",
+            "FLUX.1 Kontext: fine-tuned with LoRA",
+            ("flux_kontext", "lora", "bf16", (1, 1024, 1024), None, ["reference"], True),
+        ),
+        (
+            _WAN,
+            "full",
+            "Wan 2.1, from text to video: all weights fine-tuned",
+            ("wan", "full", "fp32", (81, 480, 832), 16.0, [], False),
+        ),
+        (
+            _WAN_I2V,
+            "lora",
+            "Wan 2.1, from a first frame and text to video: fine-tuned with LoRA",
+            ("wan", "lora", "bf16", (81, 480, 832), 16.0, ["first"], False),
+        ),
+    ],
+)
+def test_a_release_needs_no_family(
+    files: dict[str, dict[str, object]],
+    task: str,
+    said: str,
+    expected: tuple[object, ...],
+    tmp_path: Path,
+) -> None:
+    """Family, conditioning, size, rate and shift follow from its files."""
+    release, out = _release(tmp_path / "a release", files), tmp_path / "mine.toml"
+    options = ["--task", task, "--memory", "48GiB", "--out", str(out)]
+    result = CliRunner().invoke(app, ["init", release, *options])
+    assert result.exit_code == 0, result.exception
+    assert said in " ".join(result.output.split())
+    text = out.read_text()
+    recipe = Recipe.model_validate(tomllib.loads(text), strict=False)
+    bucket = recipe.data.buckets[0]
+    assert expected == (
+        recipe.model.family,
+        recipe.trainable.base(),
+        recipe.model.dtype,
+        (bucket.num_frames, bucket.height, bucket.width),
+        recipe.data.fps,
+        list(recipe.data.conditioning),
+        recipe.text.pooled is not None,
+    )
+    assert (recipe.model.pretrained, recipe.flow.shift) == (release, "release")
+    assert ("mu 0.5 at 256 and 2.05 at 4096 tokens" in text) == bool(recipe.text.pooled)
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_a_shipped_release_has_its_template(tmp_path: Path) -> None:
+    """Whose shapes were planned; the same text as by its family."""
+    texts = []
+    for name, arguments in {
+        "recipe1.toml": ["Wan-AI/Wan2.1-T2V-14B-Diffusers"],
+        "recipe2.toml": ["--family", "wan", "--size", "14b"],
+    }.items():
+        out = tmp_path / name
+        assert CliRunner().invoke(app, ["init", *arguments, "--out", str(out)]).exit_code == 0
+        texts.append(out.read_text().replace(name.partition(".")[0], "mine"))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"_class_name": "TheirTransformer"}, [], "its transformer is TheirTransformer, which no"),
+        (_WAN["transformer/config.json"], ["--task", "module"], "there are lora and full"),
+        (_WAN["transformer/config.json"], ["--size", "5b"], "leave --family and --size out"),
+        ({"_class_name": "ZImageTransformer2DModel", "siglip_feat_dim": 8}, [], "is Z-Image Omni"),
+    ],
+)
+def test_a_release_without_a_template_is_refused(
+    config: dict[str, object], options: list[str], message: str, tmp_path: Path
+) -> None:
+    release = _release(tmp_path / "release", {"transformer/config.json": config})
+    out = tmp_path / "mine.toml"
+    result = CliRunner().invoke(app, ["init", release, *options, "--out", str(out)])
+    assert isinstance(result.exception, LongtakeError)
+    assert message in str(result.exception)
+    assert not out.exists()
+
+
+def test_one_file_of_weights_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    result = CliRunner().invoke(app, ["init", str(file), "--out", str(tmp_path / "mine.toml")])
+    assert isinstance(result.exception, LongtakeError)
+    assert "is one file of weights" in str(result.exception)

@@ -1,5 +1,6 @@
 """What `longtake plan` promises: its JSON, its table, its exit codes, one message per mistake."""
 
+import io
 import json
 import re
 import shlex
@@ -8,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
 
 from longtake import config
+from longtake.cli.cost import cost_report
 from longtake.cli.plan import _ranges
 from longtake.config import Recipe
+from longtake.models.build import outline
+from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +89,52 @@ def test_samples_between_steps_are_said(plan: _Call, small: Callable[..., Path])
     code, out, err = plan(str(small("sampling.every=4", preset)))
     assert code == 0, err
     assert re.search(r"Every 4 steps training stops for about .* and samples ", out)
+    unused = ("sampling.guidance_scale=1.0", "sampling.negative_prompt=red")
+    code, out, err = plan(str(small("sampling.every=4", preset, *unused)))
+    assert (code, out) == (2, "")
+    assert "Preset tiny: negative_prompt 'red' would have no effect" in err
+
+
+def test_the_lora_that_a_run_begins_with_is_checked_and_said(
+    plan: _Call, small: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "style.safetensors"
+    path = small("trainable.kind=lora", "trainable.rank=4", f"trainable.init_from={file}")
+    whole = lora_state(outline(config.load(path, ())).model)
+    state = {name: torch.zeros(each.shape) for name, each in whole.items()}
+    layers = sorted({name.rpartition(".lora_")[0] for name in state})
+    of_one = {name: each for name, each in state.items() if name.startswith(f"{layers[0]}.")}
+    save_file(of_one, file)
+    code, out, err = plan(path)
+    assert code == 0, err
+    assert f"Begins with {file}: LoRA of rank 4 for 1 of {len(layers)} layers." in out
+    for change, why in (
+        ("trainable.rank=3", "has rank 4, and trainable.rank is 3"),
+        ("model.config.hidden_size=24", "is of another model: its LoRA of"),
+        (f"trainable.init_from={file}.gone", "cannot be read"),
+    ):
+        code, out, err = plan(path, "--set", change)
+        assert (code, out) == (2, "")
+        assert why in err
+        assert "Traceback" not in err
+
+
+def test_stages_are_shown_with_their_settings(plan: _Call, small: Callable[..., Path]) -> None:
+    stages = (
+        'data.stages=[{name="low", steps=6}, {name="high", learning_rate=1e-3, warmup_steps=2, '
+        "global_batch_size=8, ema_decay=0.99, shift=3.0, caption_dropout=0.2}]"
+    )
+    recipe = str(small(stages, "optimizer.schedule=constant"))
+    code, out, err = plan(recipe)
+    assert code == 0, err
+    (low,) = [line.split() for line in out.splitlines() if line.startswith(" low ")]
+    (high,) = [line.split() for line in out.splitlines() if line.startswith(" high* ")]
+    assert low[1:6] == ["0", "6", "0.003", "4", "4"]
+    assert high[1:7] == ["6", "the", "rest", "0.001", "2", "8"]
+    assert high[-3:] == ["0.99", "3.0", "0.2"]
+    _, out, _ = plan(recipe, "--json")
+    rates = [each["learning_rate"] for each in json.loads(out)["stages"]]
+    assert rates == [pytest.approx([3e-3, 3e-3]), pytest.approx([1e-3, 1e-3])]
 
 
 def test_json_says_all_that_others_read(plan: _Call) -> None:
@@ -290,6 +343,45 @@ def test_a_mesh_is_planned_by_its_links(small: Callable[..., Path], call: _Call)
     assert ["weights", "8", "the", "network"] in [row[:4] for row in rows]
     assert "That is much. What would help, each by itself:" in out
     assert "  --set parallel.strategy=hybrid --set parallel.param_dtype=bf16: " in out
+
+
+def test_what_the_whole_run_costs_with_failures(plan: _Call) -> None:
+    """Stages at their own shapes, saves, failures, and the interval at which least is lost."""
+    high = "{name='high', buckets=[{num_frames=1, height=128, width=128}]}"
+    changes = (
+        f"data.stages=[{{name='low', steps=300}}, {high}]",
+        "training={steps=1000, global_batch_size=8, precision='fp32'}",
+        "checkpoint={every=100, keep=2, keep_every=500}",
+    )
+    often = ("--failures-per-day", "6", "--restart-seconds", "100", "--storage", "0.001")
+    settings = [part for change in changes for part in ("--set", change)]
+    code, out, err = plan(_TINY_FLUX, "--processes", "4", *settings, *often, "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    cost = facts["cost"]
+    low, high = cost["stages"]
+    assert [(each["name"], each["steps"]) for each in (low, high)] == [("low", 300), ("high", 700)]
+    assert 0 < low["compute_seconds"] < high["compute_seconds"]
+    own = high["compute_seconds"] + high["exposed_seconds"]
+    assert own == pytest.approx(facts["mesh"]["step_seconds"], rel=1e-4)
+    states = 2**30 * (facts["fixed_gib"]["optimizer"] + facts["fixed_gib"]["ema"])
+    saved = 4 * facts["model"]["trainable"] + states
+    assert cost["save_bytes"] == pytest.approx(saved, rel=0.01)
+    assert cost["kept_bytes"] == 4 * cost["save_bytes"]
+    assert cost["save_write_seconds"] == pytest.approx(cost["save_bytes"] / 1e6, rel=1e-4)
+    assert cost["saves"] == 10
+    parts = ("work_seconds", "stalled_seconds", "lost_seconds")
+    assert sum(cost[name] for name in parts) == pytest.approx(cost["wall_seconds"], rel=1e-4)
+    assert 100 < high["lost_per_failure_seconds"] < 100 + 100 * own + 2 * cost["save_write_seconds"]
+    assert 0 < cost["goodput"] <= cost["best"]["goodput"] < 1
+
+    printed = io.StringIO()
+    for part in cost_report(cost):
+        Console(file=printed, width=120).print(part, soft_wrap=True)
+    said = " ".join(printed.getvalue().split())
+    assert re.search(r" stage low 300 .* stage high 700 .* saves 10 .* failures .* all ", said)
+    assert "with 6 failures a day, restarts of 1:40 (--restart-seconds) and a save every" in said
+    assert "Least is lost with one every" in said
 
 
 def test_a_batch_that_does_not_divide_wastes_ranks(small: Callable[..., Path], call: _Call) -> None:

@@ -32,6 +32,7 @@ _MAY_IMPORT_TORCH = (
     "cluster.rendezvous",
     "data.cache",
     "data.cache_fill",
+    "data.packs",
     "data.loader",
     "demo.report",
     "demo.run",

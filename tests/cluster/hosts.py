@@ -8,18 +8,22 @@
         cluster.unplug("node1")
 
 Each host has its own host name, network, processes (process 1 is a shell that reaps), mounts,
-/etc/hosts, /dev/shm and /run; disks, clock and cores are this machine's. With ssh, each has an sshd
-and a key of `folder` that the others accept. Pids inside a host are not those outside.
+/etc/hosts, /dev/shm and /run; disks, clock and cores are this machine's. They reach a server of
+this process that accepts on a socket of `Cluster.listen`. With ssh, each has an sshd and a key of
+`folder` that the others accept. Pids inside a host are not those outside.
 
 A host is one process tree that dies with this process, and its namespaces with it.
 """
 
+import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,15 +33,18 @@ from longtake.errors import RunError
 SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc")
-_TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "setpriv", "taskset")
+_TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "setpriv", "taskset", "env")
 _SSH_TOOLS = ("ssh", "sshd", "ssh-keygen")
 _NETWORK = "10.77.0."
 _SWITCH = "switch"  # the host with the bridge to which all links go
-_SSHD_SECONDS = 10.0
+_SWITCH_ADDRESS = f"{_NETWORK}1"
+_CLONE_NEWNET = 0x40000000  # from linux/sched.h
+_SSHD_SECONDS = 120.0
 _INIT = "echo ready; sleep infinity & while :; do wait; done"  # wait reaps orphans
 _BRIDGE: tuple[tuple[str, ...], ...] = (
     ("ip", "link", "add", "bridge", "type", "bridge"),
     ("ip", "link", "set", "bridge", "up"),
+    ("ip", "address", "add", f"{_SWITCH_ADDRESS}/24", "dev", "bridge"),
 )
 _HOST_SCRIPT = """
 set -e
@@ -112,13 +119,16 @@ class Cluster:
         inside = ["--target", str(self._inits[host].pid), "--net"]
         # Links are made from the switch to processes by their pids outside.
         inside += ["--uts", "--mount", "--pid"] if host != _SWITCH else []
-        return [_needed("nsenter"), *inside, f"--wd={cwd or self.folder}", "--", *argv]
+        # nsenter's own --wd is opened before, on a mount of this process: relative and absolute
+        # paths would then be on two mounts, between which nothing can be renamed.
+        change = [_needed("env"), f"--chdir={cwd or self.folder}", "--"]
+        return [_needed("nsenter"), *inside, "--", *change, *argv]
 
     def run(
         self,
         host: str,
         argv: Sequence[str],
-        timeout: float = 60,
+        timeout: float = 240,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> "subprocess.CompletedProcess[str]":
@@ -170,6 +180,18 @@ class Cluster:
     def plug(self, host: str) -> None:
         """Bring it up again."""
         self.must(_SWITCH, "ip", "link", "set", self._port(host), "up")
+
+    def listen(self) -> socket.socket:
+        """A socket that accepts, in this process, what hosts connect to at the switch."""
+        with ThreadPoolExecutor(1) as thread:  # which enters the namespace, and ends
+            return thread.submit(self._listen).result()
+
+    def _listen(self) -> socket.socket:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path(f"/proc/{self._inits[_SWITCH].pid}/ns/net").open("rb") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns failed")
+        return socket.create_server((_SWITCH_ADDRESS, 0))
 
     def limit(self, host: str, rate: str) -> None:
         """Limit a host's link to a rate (such as `8mbit`) in both directions."""

@@ -1,7 +1,11 @@
 """What is concluded from what a node measured of itself; what this machine measures is JSON."""
 
+import re
+import sys
 from typing import Any
 
+import pytest
+import torch
 from tests.cluster.build import severities
 
 from longtake.cluster.checks_node import (
@@ -17,6 +21,7 @@ from longtake.cluster.checks_node import (
 )
 
 _GIB = 2**30
+_TORCH = torch.__version__.partition("+")[0]
 
 
 def test_two_nodes_of_one_name() -> None:
@@ -129,3 +134,66 @@ def test_another_recipe_names_its_key_and_values() -> None:
     assert sorted(severities(result)) == [("error", ("c",)), ("error", ("d",))]
     assert "seed is 1 instead of 0" in " ".join(each.what for each in result.findings)
     assert judge_recipe({"a": {}}, None).skipped[0].why == "no recipe was given"
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "other", "command"),
+    [
+        ("torch", "2.13.0+cu130", "2.12.0", "PIP install torch==2.13.0+cu130 INDEXcu130"),
+        ("torch", "2.13.0", "2.12.0", "PIP install torch==2.13.0"),
+        ("CUDA", "13.0", "12.8", f"PIP install torch=={_TORCH}+cu130 INDEXcu130"),
+        ("driver", "580.95.05", "570.1", "sudo apt-get install --yes nvidia-driver-580"),
+        ("Python", "3.11.7", "3.12.1", f"uv venv --clear --python 3.11.7 {sys.prefix}"),
+        (
+            "kernel",
+            "6.8.0-90",
+            "6.5",
+            "sudo apt-get install --yes linux-image-6.8.0-90 && sudo reboot",
+        ),
+        ("driver", "unknown (NVMLError)", "570.1", ""),
+        ("memory", "2048 GiB", "1024 GiB", ""),
+    ],
+)
+def test_a_version_that_differs_comes_with_what_to_type(
+    name: str, most: str, other: str, command: str
+) -> None:
+    facts = {
+        node: {"versions": {name: other if node == "c" else most}, "variables": {}, "gpus": 1}
+        for node in "abc"
+    }
+    [found] = judge_environment(facts, None).differences
+    pip, index = f"{sys.executable} -m pip", "--index-url https://download.pytorch.org/whl/"
+    assert found.command == command.replace("PIP", pip).replace("INDEX", index)
+    [tie] = judge_environment({node: facts[node] for node in "bc"}, None).differences
+    assert (tie.majority, tie.command) == (None, found.command)  # then as the first node
+
+
+def test_variables_packages_files_and_keys_come_with_what_to_type() -> None:
+    """What most nodes lack is removed; what they have is copied from one of them."""
+
+    def facts(section: str, most: dict[str, str], other: dict[str, str]) -> dict[str, Any]:
+        rest = {"versions": {}, "variables": {}, "needed": [], "gpus": 1}
+        return {n: {**rest, section: other if n == "c" else most} for n in ("a", "b", "c")}
+
+    variables = judge_environment(
+        facts("variables", {"NCCL_IB_HCA": "a b"}, {"NCCL_DEBUG": "INFO"}), None
+    )
+    assert [each.command for each in variables.differences] == [
+        "unset NCCL_DEBUG",
+        "export NCCL_IB_HCA='a b'",
+    ]
+    packages = judge_packages(facts("versions", {"av": "18.1.0"}, {"x": "1"}), None)
+    pip = f"{sys.executable} -m pip"
+    assert [each.command for each in packages.differences] == [
+        f"{pip} install av==18.1.0",
+        f"{pip} uninstall --yes x",
+    ]
+    name = "revision of the working folder"
+    clean = judge_code(facts("files", {name: "v1-3-gabc"}, {name: "v1"}), None).differences
+    assert clean[0].command == "git fetch --all && git checkout --force v1-3-gabc"
+    file = judge_code(facts("files", {"own.py": "1"}, {"own.py": "2"}), None).differences
+    assert file[0].command == "rsync a:$PWD/own.py own.py"
+    ours = judge_code(facts("files", {"longtake/fsio.py": "1"}, {}), None).differences
+    assert re.fullmatch(r"rsync --archive --delete a:(\S+/longtake/) \1", ours[0].command)
+    keys = judge_recipe(facts("keys", {"seed": "1"}, {"seed": "2"}), None).differences
+    assert keys[0].command == "longtake launch RECIPE --set seed=1"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from longtake.cluster.findings import (
     ABSENT,
@@ -15,6 +16,7 @@ from longtake.cluster.findings import (
     NodeMeasure,
     Severity,
     SkippedCheck,
+    _commands,
     far_from_median,
     make_report,
     outliers_of,
@@ -45,6 +47,26 @@ def test_of_two_nodes_neither_is_the_majority() -> None:
     assert set(difference.outliers) == {"a", "b"}
     assert finding.what == "torch is 2.13 on a, 2.12 on b"
     assert (finding.severity, finding.advice) == ("note", "")
+
+
+def test_what_removes_a_difference_is_printed_once_with_its_nodes() -> None:
+    facts = {
+        node: {
+            "torch": "2.12" if node in ("c1", "c2") else "2.13",
+            "cuda": "x" if node == "c1" else "y",
+        }
+        for node in ("a", "b", "d", "c1", "c2")
+    }
+    result = same_everywhere(
+        "versions", facts, "note", "", command=lambda each: f"install {each.majority}"
+    )
+    lines = list(_commands([asdict(each) for each in result.differences]))
+    assert [Text.from_markup(line).plain for line in lines] == [
+        "To make them equal:",
+        "  c1: install y",
+        "  c1, c2: install 2.13",
+    ]
+    assert list(_commands([])) == []
 
 
 def test_each_fact_may_have_its_own_severity() -> None:

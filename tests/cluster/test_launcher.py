@@ -12,13 +12,17 @@ from typing import Literal
 
 import psutil
 import pytest
+import torch
+from tests.build import saved, wait_until
 
 from longtake.cluster.launcher import classify_exit
+from longtake.cluster.standby import STANDBY_NAME
 from longtake.failures import RankFailure
 from longtake.faults.sandbox import ONE_THREAD, SHORT_RECIPE, TrainingSite
 from longtake.fsio import read_json_lines
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
-from longtake.process import environment, program
+from longtake.process import STANDBY_VARIABLE, environment, program
+from longtake.run_dir import RunDirectory
 
 _SECONDS = 300.0
 _RANKS = ("--nproc-per-node", "2")
@@ -32,9 +36,12 @@ class LaunchResult:
 
 
 def _launch(
-    site: TrainingSite, *options: str, then: Callable[["subprocess.Popen[str]"], None] | None = None
+    site: TrainingSite,
+    *options: str,
+    then: Callable[["subprocess.Popen[str]"], None] | None = None,
+    standby: str = "--no-standby",
 ) -> LaunchResult:
-    command = program("longtake", "launch", "recipe.toml", *_RANKS, *options)
+    command = program("longtake", "launch", "recipe.toml", *_RANKS, standby, *options)
     for change in _QUICK:
         command += ["--set", change]
     with subprocess.Popen(
@@ -76,20 +83,52 @@ def _wait_for_rows(process: "subprocess.Popen[str]", site: TrainingSite, count: 
         time.sleep(0.01)
 
 
+_SLOW = """
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+class Slow(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.change = nn.Linear(width, width)
+        nn.init.zeros_(self.change.weight)
+        nn.init.zeros_(self.change.bias)
+        self.passes = 0
+
+    def around(self, block, call, inputs):
+        after = call(inputs)
+        self.passes += not isinstance(after.tokens, FakeTensor)
+        if self.passes > 24 and not Path("fast").exists():
+            time.sleep(0.5)
+        return replace(after, tokens=after.tokens + self.change(after.tokens))
+"""
+_WITH_SLOW = 'trainable.modules.slow.module = "slow_steps:Slow"\n'
+"""After 12 steps of a launch its steps take seconds, so that a test on a busy machine finds it
+running, until there is a file `fast`."""
+
+
 @pytest.fixture(scope="module")
 def site(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingSite:
     """A folder with a recipe, in which a run was begun, stopped, and then lost a rank."""
     found = TrainingSite(tmp_path_factory.mktemp("site"))
-    found.write_recipe(SHORT_RECIPE.replace("data/catalog.parquet", str(shapes_catalog)))
+    recipe = SHORT_RECIPE.replace("data/catalog.parquet", str(shapes_catalog))
+    found.write_recipe(recipe + _WITH_SLOW)
+    (found.folder / "slow_steps.py").write_text(_SLOW)
     return found
 
 
 @pytest.fixture(scope="module")
 def stopped(site: TrainingSite) -> LaunchResult:
-    """A launch that got SIGUSR1, twice, as from a scheduler."""
+    """A launch without a standby process that got SIGUSR1, twice, as from a scheduler."""
 
     def stop(process: "subprocess.Popen[str]") -> None:
         _wait_for_rows(process, site, 3)
+        assert len(psutil.Process(process.pid).children()) == 2
         (site.folder / "listening").write_text("\n".join(_listening(process.pid)))
         process.send_signal(signal.SIGUSR1)
         process.send_signal(signal.SIGUSR1)
@@ -99,15 +138,31 @@ def stopped(site: TrainingSite) -> LaunchResult:
 
 @pytest.fixture(scope="module")
 def restarted(site: TrainingSite, stopped: LaunchResult) -> LaunchResult:
-    """The next launch, one of whose ranks is killed."""
+    """The next launch, one of whose ranks is killed when the standby process is ready."""
     before = len(list(read_json_lines(site.run.metrics_path)))
 
     def kill(process: "subprocess.Popen[str]") -> None:
         _wait_for_rows(process, site, before + 8)
-        (victim,) = (heartbeat.pid for heartbeat in _ranks(site) if heartbeat.rank == 1)
-        os.kill(victim, signal.SIGKILL)
+        first, second = sorted(_ranks(site), key=lambda each: each.rank)
+        os.kill(first.pid, signal.SIGSTOP)  # so that the run does not end before it is ready
+        (standby,) = wait_until(lambda: _named(process.pid, STANDBY_NAME))
+        os.kill(second.pid, signal.SIGKILL)
+        os.kill(first.pid, signal.SIGCONT)
+        wait_until(lambda: {each.pid for each in _ranks(site)}.isdisjoint({first.pid, second.pid}))
+        ranks = [psutil.Process(each.pid) for each in wait_until(lambda: _ranks(site))]
+        forked = [each.ppid() == process.pid and _was_forked(each) for each in ranks]
+        (site.folder / "forked").write_text(f"{forked} {standby.memory_info().rss}")
+        (site.folder / "fast").touch()
 
-    return _launch(site, then=kill)
+    return _launch(site, then=kill, standby="--standby")
+
+
+def _named(launcher: int, name: str) -> list[psutil.Process]:
+    return [each for each in psutil.Process(launcher).children() if each.name() == name]
+
+
+def _was_forked(rank: psutil.Process) -> bool:
+    return STANDBY_VARIABLE in rank.environ()  # as it was at the last exec
 
 
 def _events(site: TrainingSite, kind: str) -> list[dict[str, object]]:
@@ -155,6 +210,31 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(
 
 
 @pytest.mark.slow
+def test_ranks_start_again_as_forks_of_the_standby_process(
+    site: TrainingSite, restarted: LaunchResult
+) -> None:
+    """Which has its imports done, in at most 400 MB; and the run ends as an undisturbed one."""
+    assert restarted.code == 0, restarted.said
+    *forked, rss = (site.folder / "forked").read_text().replace("[", "").replace("]", "").split()
+    assert forked in (["True"], ["True,", "True"])
+    assert int(rss) <= 400e6
+    assert "standby" not in restarted.said
+    whole = TrainingSite(site.folder / "whole")
+    whole.folder.mkdir()
+    (whole.folder / "fast").touch()
+    (whole.folder / "slow_steps.py").write_text(_SLOW)
+    whole.write_recipe((site.folder / "recipe.toml").read_text())
+    assert _launch(whole).code == 0
+    losses = {row["step"]: row["loss"] for row in site.run.metrics()}
+    assert losses == {row["step"]: row["loss"] for row in whole.run.metrics()}
+    both = (site, whole)
+    for name in ("model", "optimizer"):
+        recipes = (each.run.recipe().model_copy(update={"out": each.run.path}) for each in both)
+        ends = [saved(recipe, 50, name) for recipe in recipes]
+        torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+@pytest.mark.slow
 def test_each_rank_of_each_start_has_a_log(site: TrainingSite, restarted: LaunchResult) -> None:
     logs = sorted(site.run.path.glob("nodes/*/logs/*/*.log"))
     assert [path.name for path in logs] == ["rank_0000.log", "rank_0001.log"] * 3
@@ -163,11 +243,37 @@ def test_each_rank_of_each_start_has_a_log(site: TrainingSite, restarted: Launch
     assert str(Path(*logs[-1].parts[-6:-2])) in restarted.said
 
 
+_ONE_STEP = ("training.steps=1", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-30")
+
+
 @pytest.mark.slow
-def test_a_mistake_is_not_tried_again(
+def test_a_launch_begins_with_the_weights_of_another_run(
     site: TrainingSite, restarted: LaunchResult, tmp_path: Path
 ) -> None:
-    ended = _launch(site, "--set", "data.catalog=gone.parquet", "--set", f"out={tmp_path / 'run'}")
+    step = site.run.checkpoint_steps()[0]
+    changes = [part for each in (*_ONE_STEP, f"out={tmp_path}/run") for part in ("--set", each)]
+    parent = ("--from", f"{site.run.path}@{step}", "--weights-only")
+    ended = _launch(site, "--nproc-per-node", "1", *changes, *parent)
+    assert ended.code == 0, ended.said
+    run = RunDirectory(tmp_path / "run")
+    begun = run.record()["parent"]
+    assert (begun["id"], begun["step"]) == (site.run.record()["id"], step)
+    recipe = run.recipe()
+    before = recipe.model_copy(update={"out": site.run.path})
+    torch.testing.assert_close(
+        saved(recipe, 1, "model"), saved(before, step, "model"), rtol=0, atol=0
+    )
+    moments = saved(recipe, 1, "optimizer")  # of one step: those of the parent were left behind
+    assert {float(value) for name, value in moments.items() if name.endswith(".step")} == {1.0}
+
+
+@pytest.mark.slow
+def test_a_mistake_is_not_tried_again(site: TrainingSite, tmp_path: Path) -> None:
+    ended = _launch(
+        site,
+        *("--nproc-per-node", "1", "--set", "data.catalog=gone.parquet"),
+        *("--set", f"out={tmp_path / 'run'}"),
+    )
     assert ended.code == 2
     assert "gone.parquet does not exist" in ended.said
     assert "nothing is started again" in ended.said
@@ -176,7 +282,6 @@ def test_a_mistake_is_not_tried_again(
 
 
 _TOO_LARGE = """
-import os
 from dataclasses import replace
 
 from torch import OutOfMemoryError, nn
@@ -193,8 +298,8 @@ class Adapter(nn.Module):
         after = call(inputs)
         is_planned = isinstance(after.tokens, FakeTensor)
         self.passes += not is_planned
-        if self.passes > 4 and os.environ["RANK"] == "1":
-            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has ...")
+        if self.passes > 4:
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
         return replace(after, tokens=after.tokens + self.change(after.tokens))
 """
 
@@ -208,9 +313,10 @@ def test_out_of_memory_is_explained_and_not_tried_again(site: TrainingSite, tmp_
         "recompute.memory=1GiB",
         f"out={tmp_path / 'run'}",
     )
-    ended = _launch(site, *(part for change in within for part in ("--set", change)))
+    changes = (part for change in within for part in ("--set", change))
+    ended = _launch(site, "--nproc-per-node", "1", *changes)
     assert ended.code == 2
-    assert re.search(r"Out of memory in step \d+ on rank 1 \(cpu\), .* 2\.00 GiB more", ended.said)
+    assert re.search(r"Out of memory in step \d+ on rank 0 \(cpu\), .* 2\.00 GiB more", ended.said)
     assert re.search(r"The plan .* predicts at most .* MiB of a budget of 952\.32 MiB", ended.said)
     assert "The process took at most" in ended.said
     assert "recompute.reserve above 0.07" in ended.said
@@ -262,3 +368,5 @@ def test_a_rank_without_a_failure_record_is_reported_by_its_log(logs: dict[int, 
     assert ended.code == 1
     assert ended.message.startswith("Rank 1 ended with exit code 1. Its last line: word 1 All of")
     assert str(logs[1]) in ended.message
+    killed = classify_exit({0: 69, 1: -9}, [], logs)  # whose last line is not why
+    assert killed.message == f"Rank 1 was killed by SIGKILL. All of its output: {logs[1]}."

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.build import own_address
 
 from longtake.cluster import checks_node
 from longtake.cluster.findings import Check, CheckContext, CheckResult, Facts
@@ -31,13 +32,13 @@ _CONTAINER = ["unshare", "--mount", "sh", "-c", _OWN_MEMORY, "sh"]
 
 
 @pytest.mark.slow
-def test_two_processes_under_torchrun(
-    torchrun: list[str], write_recipe: Callable[..., Path], tmp_path: Path
+def test_two_processes_of_a_node(
+    on_two_processes: list[str], write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "r.toml")
-    command = [*torchrun, "-m", "longtake", "preflight", str(recipe), "--json"]
+    command = [*on_two_processes, "-m", "longtake", "preflight", str(recipe), "--json"]
     done = subprocess.run(
-        [*command, "--timeout", "60"], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        [*command, "--timeout", "60"], capture_output=True, text=True, timeout=280, cwd=tmp_path
     )
     told: dict[str, Any] = json.loads(done.stdout)
     [node] = told["nodes"]
@@ -56,15 +57,13 @@ def test_two_tasks_of_slurm(tmp_path: Path) -> None:
     machine makes none, both are on one node, and it is no error.
     """
     apart = subprocess.run([*_CONTAINER, "true"], capture_output=True).returncode == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    _, port = own_address()
     given = {
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_LOCALID": "0",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
     tasks = [
@@ -77,7 +76,7 @@ def test_two_tasks_of_slurm(tmp_path: Path) -> None:
         )
         for number in range(2)
     ]
-    said = [task.communicate(timeout=120)[0] for task in tasks]
+    said = [task.communicate(timeout=280)[0] for task in tasks]
     told = json.loads(said[0])
     name = socket.gethostname()
     assert [node["name"] for node in told["nodes"]] == [name, f"{name} (2)"]
@@ -97,7 +96,7 @@ def _check(name: str) -> Check:
     "name", ["inspection", "environment", "limits", "time sync", "host names", "addresses"]
 )
 def test_what_a_node_measures_is_json(name: str) -> None:
-    found = measure_within(30.0, _check(name), CheckContext(ProcessInfo(host="here")))
+    found = measure_within(240.0, _check(name), CheckContext(ProcessInfo(host="here")))
     assert "failed" not in found
     assert json.loads(json.dumps(found)) == found
     _check(name).judge({"here": found}, None)
@@ -129,7 +128,7 @@ def test_a_check_that_raises_has_failed() -> None:
     def fail(_: CheckContext) -> Facts:
         raise OSError(5, "Input/output error", "/store")
 
-    found = measure_within(5.0, _failing(fail), CheckContext(ProcessInfo()))
+    found = measure_within(240.0, _failing(fail), CheckContext(ProcessInfo()))
     assert "Input/output error" in found["failed"]
 
 

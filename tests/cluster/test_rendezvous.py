@@ -1,25 +1,23 @@
 """Processes meet in a store of torch, and a silent one is named in time."""
 
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import psutil
 import pytest
+from tests.build import own_address, wait_until
 
+from longtake.cluster import rendezvous
 from longtake.cluster.rendezvous import Rendezvous, SilentProcessError
 from longtake.cluster.topology import ProcessInfo
 from longtake.errors import LongtakeError
 
-_SECONDS = 1.0
+_SECONDS = 120.0
 
 
 def _processes(count: int) -> list[ProcessInfo]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = ("127.0.0.1", free.getsockname()[1])
-    first = ProcessInfo(0, count, 0, "gpu0", "0", address, serves_store=True)
+    first = ProcessInfo(0, count, 0, "gpu0", "0", own_address(), serves_store=True)
     rest = [
         replace(first, rank=rank, host=f"gpu{rank}", node=str(rank), serves_store=False)
         for rank in range(1, count)
@@ -29,10 +27,10 @@ def _processes(count: int) -> list[ProcessInfo]:
 
 def test_facts_go_to_rank_0_and_a_value_of_rank_0_to_all() -> None:
     def take_part(process: ProcessInfo) -> tuple[dict[int, str], str]:
-        rendezvous = Rendezvous(process, 5.0)
-        found = rendezvous.gather("facts", f"of {process.host}")
-        word: str = rendezvous.from_first("word", f"by {process.host}")
-        rendezvous.close()
+        own = Rendezvous(process, _SECONDS)
+        found = own.gather("facts", f"of {process.host}")
+        word: str = own.from_first("word", f"by {process.host}")
+        own.close()
         return found, word
 
     with ThreadPoolExecutor(3) as pool:
@@ -42,38 +40,45 @@ def test_facts_go_to_rank_0_and_a_value_of_rank_0_to_all() -> None:
 
 
 def test_a_single_process_needs_no_store() -> None:
-    rendezvous = Rendezvous(ProcessInfo(host="laptop"), _SECONDS)
-    assert rendezvous.gather("facts", [1]) == {0: [1]}
-    assert rendezvous.from_first("word", "x") == "x"
-    rendezvous.close()
+    own = Rendezvous(ProcessInfo(host="laptop"), _SECONDS)
+    assert own.gather("facts", [1]) == {0: [1]}
+    assert own.from_first("word", "x") == "x"
+    own.close()
 
 
 def test_a_store_on_loopback_is_not_reached_from_the_network() -> None:
     """Torch itself would listen on all addresses."""
     [only] = _processes(1)
-    rendezvous = Rendezvous(only, 5.0)
+    own = Rendezvous(only, _SECONDS)
     assert only.address is not None
     listening = {
         each.laddr.ip
         for each in psutil.Process().net_connections("inet")
         if each.status == psutil.CONN_LISTEN and each.laddr.port == only.address[1]
     }
-    rendezvous.close()
-    assert listening == {"127.0.0.1"}
+    own.close()
+    assert listening == {only.address[0]}
 
 
 def test_a_process_that_does_not_come_back_is_named_with_what_it_did() -> None:
     """Rank 0 says which node is silent and at what, within the time; the others hear of it."""
-    silent = threading.Event()
+    told, silent = threading.Event(), threading.Event()
 
     def take_part(process: ProcessInfo) -> str:
-        rendezvous = Rendezvous(process, _SECONDS)
+        own = Rendezvous(process, _SECONDS)
         if process.rank == 2:
-            rendezvous.doing("dataset")
+            own.doing("dataset")
+            told.set()
             silent.wait(600)
             return ""
+        told.wait(600)
+        if process.is_first:
+            store = own.store
+            assert store is not None
+            wait_until(lambda: store.check(["preflight/facts/1"]))
+            own.seconds = 0.1
         with pytest.raises(SilentProcessError) as raised:
-            rendezvous.gather("facts", process.rank)
+            own.gather("facts", process.rank)
         return str(raised.value)
 
     with ThreadPoolExecutor(3) as pool:
@@ -84,8 +89,10 @@ def test_a_process_that_does_not_come_back_is_named_with_what_it_did() -> None:
     assert "gpu2 (rank 2), which was at: dataset" in said[0]
 
 
-def test_a_process_that_never_comes_is_named() -> None:
+def test_a_process_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its host, where Slurm or ssh says on which hosts there should be one."""
+    connected = rendezvous._store
+    monkeypatch.setattr(rendezvous, "_store", lambda process, _: connected(process, _SECONDS))
     first = replace(_processes(2)[0], expected_hosts=("gpu0", "gpu1"))
     with pytest.raises(SilentProcessError, match=r"gpu1 \(rank 1\).*never came") as raised:
         Rendezvous(first, 0.2)
@@ -94,5 +101,5 @@ def test_a_process_that_never_comes_is_named() -> None:
 
 def test_a_first_process_that_cannot_be_reached() -> None:
     second = _processes(2)[1]
-    with pytest.raises(LongtakeError, match=r"gpu1 \(rank 1\) cannot reach 127.0.0.1:\d+"):
+    with pytest.raises(LongtakeError, match=r"gpu1 \(rank 1\) cannot reach 127[.\d]+:\d+"):
         Rendezvous(second, 0.2)

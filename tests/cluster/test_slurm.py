@@ -110,7 +110,7 @@ def test_it_is_written_and_submitted(
         job.submit()
 
 
-@pytest.mark.parametrize("part", ["recipe", "run", "python"])
+@pytest.mark.parametrize("part", ["recipe", "run", "python", "parent"])
 def test_a_name_with_a_line_break_is_refused(job: BatchJob, part: str) -> None:
     """It would become a line of the script, which the job runs."""
     name = Path("/tmp/a\ntouch owned\n.toml")  # noqa: S108
@@ -118,6 +118,7 @@ def test_a_name_with_a_line_break_is_refused(job: BatchJob, part: str) -> None:
         "recipe": _with_launch(job, path=name),
         "run": _with_launch(job, recipe=job.launch.recipe.model_copy(update={"out": name})),
         "python": replace(job, python=name),
+        "parent": _with_launch(job, begin_from=str(name)),
     }
     with pytest.raises(LongtakeError, match=r"control characters\. Rename them"):
         changed[part].script()
@@ -138,10 +139,18 @@ def test_a_number_of_processes_is_one_word_of_the_script(job: BatchJob) -> None:
 
 
 def test_a_job_of_one_node_opens_no_port(job: BatchJob) -> None:
-    """Several nodes need one; --trust is passed on."""
+    """Several nodes need one."""
     assert "--rdzv-endpoint" in job.script()
     assert "--rdzv-endpoint" not in _with_launch(job, nodes=(1, 1)).script()
-    assert "--trust" in _with_launch(job, trust=True).script()
+
+
+def test_options_of_the_verb_are_passed_on(job: BatchJob) -> None:
+    changed = _with_launch(
+        job, begin_from="runs/it's@8", weights_only=True, trust=True, standby=False
+    )
+    options = "--from 'runs/it'\"'\"'s@8' --weights-only --trust --no-standby "
+    assert f"--max-restarts 3 {options}" in changed.script()
+    assert "--from" not in job.script()
     assert "--trust" not in job.script()
 
 

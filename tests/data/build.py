@@ -1,9 +1,12 @@
 """Catalogs and sections of recipes that are made up: no file is read for them."""
 
 import hashlib
+import io
+import tarfile
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import av
@@ -13,7 +16,7 @@ from numpy.typing import NDArray
 
 from longtake.config import DataSection
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip, Media
+from longtake.data.clip import Clip, Item, Media
 from longtake.data.plan import PlannedBatch
 
 
@@ -103,3 +106,17 @@ class Oracle:
 
 def oracle_of(catalog: Catalog, num_epochs: int) -> Oracle:
     return Oracle({epoch: identities_of(catalog) for epoch in range(num_epochs)})
+
+
+def named_items(items: Iterable[Item], folder: Path) -> dict[str, Item]:
+    return {str(Path(str(item.media)).relative_to(folder)): item for item in items}
+
+
+def write_tar(path: Path, members: dict[str, bytes | str]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            data = content.encode() if isinstance(content, str) else content
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path

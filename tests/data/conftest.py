@@ -18,3 +18,13 @@ def stills(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = folder / "catalog.parquet"
     index([folder], captions=None, out=out)
     return out
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a.mp4, b.png, 0017 and sub/c.webm; nobody looks into them here."""
+    folder = tmp_path / "media"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.mp4", "b.png", "0017", "sub/c.webm"):
+        (folder / name).write_bytes(name.encode())
+    return folder

@@ -30,6 +30,7 @@ from longtake.data.ledger import (
 from longtake.data.loader import Batch, Loader
 from longtake.data.plan import PlannedBatch
 from longtake.data.replan import PlanHistory, keep_catalogs, resume, start
+from longtake.data.stages import StagePosition
 from longtake.errors import DataError
 from longtake.run_dir import RunDirectory
 
@@ -110,6 +111,9 @@ def _record(
         epochs=tuple(epoch for _, epoch in samples),
         weights=torch.tensor([0.0 if gone else 1.0 for gone in is_lost]),
         rejected=tuple(sample for sample in samples if sample[0] in lost),
+        global_size=planned.batch_size,
+        position=StagePosition(planned.stage, 0),
+        position_before=StagePosition(planned.stage, 0),
     )
     ledger.record(batch)
 
@@ -117,6 +121,28 @@ def _record(
 def _facts(epochs: Sequence[EpochAudit]) -> list[tuple[int, int, bool]]:
     """(epoch, seen, is_over) of each."""
     return [(each.epoch, each.seen, each.is_over) for each in epochs]
+
+
+def test_buckets_and_stages_with_batches_of_their_own_are_exact_over_a_change(
+    tmp_path: Path,
+) -> None:
+    stages = [{"name": "a", "epochs": 1}, {"name": "b", "epochs": 2, "global_batch_size": 6}]
+    shapes: list[dict[str, Any]] = [_SHAPES[0], {**_SHAPES[1], "batch_size": 2}]
+    shapes += [{**_SHAPES[0], "num_frames": 2, "share": 0.4}]
+    run = _Run(tmp_path, stages=stages, buckets=shapes)
+    run.launch(catalog_of(range(22)), range(5), world_size=2)
+    changes: dict[str, Any] = {"stages": stages, "buckets": shapes, "on_change": "merge"}
+    plans = run.launch(catalog_of(range(26)), range(5, 5), world_size=2, **changes)
+    assert plans.end_step is not None
+    assert {plans.batch(step).batch_size for step in range(plans.end_step)} == {2, 4, 6}
+    run.launch(catalog_of(range(26)), range(5, plans.end_step), world_size=2, **changes)
+    found = run.audit()
+    assert found.ok
+    assert [(each.stage, each.epoch, each.seen) for each in found.epochs] == [
+        ("a", 0, 26),
+        ("b", 0, 26),
+        ("b", 1, 26),
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

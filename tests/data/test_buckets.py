@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.data.build import catalog_of, section
 
 from longtake import config
-from longtake.config import Bucket
+from longtake.config import Bucket, Stage
 from longtake.data import buckets
 from longtake.data.buckets import (
     all_windows,
@@ -32,6 +32,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Timing
 from longtake.data.order import derive
 from longtake.data.plan import begin
+from longtake.data.stages import select
 
 _Size = tuple[int, int, int]
 """(width, height, number of frames)"""
@@ -90,6 +91,37 @@ def test_the_bucket_that_keeps_most_is_chosen(sized: _Sized) -> None:
         (640, 640, 8): -1,  # too short for the square bucket, and no image
     }
     assert _chosen(sized(list(expected)), _SHAPES) == list(expected.values())
+
+
+_SHARING = [
+    {"num_frames": 17, "height": 64, "width": 96},
+    {"num_frames": 9, "height": 64, "width": 96, "share": 0.5},
+    {"num_frames": 1, "height": 32, "width": 48, "share": 0.2},
+    {"num_frames": 9, "height": 64, "width": 64, "share": 0.8},
+]
+_STILLS = {"stills_from_videos": True}
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "expected"),
+    [
+        ((192, 128, 17), {}, [0.5, 0.5, 0, 0]),
+        ((192, 128, 17), _STILLS, [0.3, 0.5, 0.2, 0]),
+        ((90, 60, 17), {}, [1, 0, 0, 0]),  # only its best bucket enlarges it
+        ((192, 128, 16), {}, [0, 1, 0, 0]),  # too short for the first
+        ((192, 128, 16), _STILLS, [0, 0.8, 0.2, 0]),
+        ((128, 128, 17), {}, [0, 0, 0, 1]),  # others would cut a third
+        ((124, 100, 17), {"max_crop": 0.18}, [0.5, 0.5, 0, 0]),
+        ((124, 100, 17), {}, [0, 0.5 / 1.3, 0, 0.8 / 1.3]),  # cut by 17 % and by 19 %
+    ],
+)
+def test_a_bucket_with_a_share_gets_clips_that_fit_another_better(
+    sized: _Sized, size: _Size, options: dict[str, Any], expected: list[float]
+) -> None:
+    data = section(buckets=_SHARING, **options)
+    members = select(sized([size] * 1000), Stage(name="a"), data).members
+    assert list(members.sizes) == [pytest.approx(1000 * share, abs=1) for share in expected]
+    assert len(members) == sum(members.sizes) == len(np.unique(members.all_rows())) == 1000
 
 
 def test_videos_are_trained_as_stills_only_where_the_recipe_asks(sized: _Sized) -> None:
@@ -168,10 +200,13 @@ def test_sorting_in_chunks_and_mapping_from_disk_change_nothing(
     sized: _Sized, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clips = sized([(64 + 32 * (n % 2), 64, 9) for n in range(50)])
-    plain, _ = sort_into_buckets(clips, _rows(clips), _SHAPES[:2], stride=1)
+    rows = np.array([*range(16), 17, 40, 48], np.uint32)  # whole, broken and empty chunks
+    plain, _ = sort_into_buckets(clips, rows, _SHAPES[:2], stride=1)
+    chosen = choose(clips, rows, _SHAPES[:2], stride=1)
     monkeypatch.setattr(buckets, "_CHUNK", 7)
     monkeypatch.setattr(buckets, "_MAX_ROWS_ON_HEAP", 10)
-    mapped, _ = sort_into_buckets(clips, _rows(clips), _SHAPES[:2], stride=1)
+    mapped, _ = sort_into_buckets(clips, rows, _SHAPES[:2], stride=1)
+    np.testing.assert_array_equal(choose(clips, rows, _SHAPES[:2], stride=1), chosen)
     for one, other in zip(plain.rows, mapped.rows, strict=True):
         assert isinstance(other, np.memmap)
         assert other.dtype == np.uint32

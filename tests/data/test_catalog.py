@@ -1,7 +1,9 @@
 """A catalog keeps its clips whatever happens to it, and names what decides the training."""
 
+import gc
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.build import wait_until
 from tests.data.build import clip
 
 from longtake.data import catalog as catalog_module
-from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp
+from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp, StoredCatalog
 from longtake.data.clip import Clip, Media, Timing
 from longtake.errors import DataError
 
@@ -31,6 +34,9 @@ def _clip(number: int, **fields: Any) -> Clip:
         "keyframes": (0, 12, 24),
     }
     return clip(number, **values | fields)
+
+
+_READERS: tuple[Callable[[Path], object], ...] = (Catalog.load, StoredCatalog)
 
 
 def _sound(clip: Clip) -> Clip:
@@ -201,9 +207,10 @@ def test_a_large_catalog_is_mapped_and_leaves_no_file(
     monkeypatch.setattr(catalog_module, "_MAP_ABOVE_ROWS", 4)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spill"))
     (tmp_path / "spill").mkdir()
+    gc.collect()  # what other tests have left is not freed meanwhile
     before = pa.total_allocated_bytes()
     mapped = Catalog.load(tmp_path / "catalog.parquet")
-    assert pa.total_allocated_bytes() == before
+    wait_until(lambda: pa.total_allocated_bytes() <= before)  # Arrow's threads let go a bit later
     assert mapped == catalog
     assert list((tmp_path / "spill").iterdir()) == []
 
@@ -240,8 +247,9 @@ def test_a_changed_catalog_is_refused(tmp_path: Path) -> None:
     captions = pa.array([f"another {number}" for number in range(300)])
     place = rows.column_names.index("caption")
     pq.write_table(rows.set_column(place, "caption", captions), path)
-    with pytest.raises(DataError, match="was changed after it was written: its fingerprint"):
-        Catalog.load(path)
+    for reader in _READERS:
+        with pytest.raises(DataError, match="was changed after it was written: its fingerprint"):
+            reader(path)
     pages = data[4 : int.from_bytes(data[-8:-4], "little") * -1 - 8]
     for at in range(4, 4 + len(pages), len(pages) // 60):
         path.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
@@ -269,9 +277,10 @@ def test_rows_in_disorder_are_damage(tmp_path: Path) -> None:
     Catalog.of(map(_clip, range(3))).save(path)
     rows = pq.ParquetFile(path).read()
     for order in ([1, 0, 2], [0, 0, 1]):
-        pq.write_table(rows.take(order), path)
-        with pytest.raises(DataError, match="is damaged: its clips are not sorted by identity"):
-            Catalog.load(path)
+        for reader in _READERS:
+            pq.write_table(rows.take(order), path, row_group_size=len(order) - 1)
+            with pytest.raises(DataError, match="damaged: its clips are not sorted by identity"):
+                reader(path)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +313,9 @@ def test_values_that_no_index_writes_are_damage(
     place, field = rows.column_names.index(column), rows.schema.field(column)
     values = [value, *rows[column].to_pylist()[1:]]
     pq.write_table(rows.set_column(place, field, pa.array(values, field.type)), path)
-    with pytest.raises(DataError, match=f"is damaged: {message}"):
-        Catalog.load(path)
+    for reader in _READERS:
+        with pytest.raises(DataError, match=f"is damaged: {message}"):
+            reader(path)
 
 
 def test_an_empty_catalog_can_be_kept(tmp_path: Path) -> None:

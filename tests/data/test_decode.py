@@ -118,6 +118,8 @@ def test_odd_but_good_files_are_accepted(
     assert (found.num_frames, found.width, found.height) == (num_frames, width, height)
     assert found.rotation == rotation
     assert found.fps == pytest.approx(fps, rel=1e-3)
+    trusted = probe(Media(str(material / "videos" / name)), trusts_metadata=True)
+    assert trusted == dataclasses.replace(found, is_trusted=True)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_damaged_files_leave_the_terminal_clean_and_need_no_torch(material: Path
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 

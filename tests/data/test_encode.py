@@ -20,7 +20,14 @@ from tests.data.build import pictures_of
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.decode import probe, read_image
-from longtake.data.encode import PrepareReport, Settings, prepare, scaled_size, write_video
+from longtake.data.encode import (
+    PrepareReport,
+    Settings,
+    encode_frames,
+    prepare,
+    scaled_size,
+    write_video,
+)
 from longtake.data.index import index
 from longtake.errors import DataError
 
@@ -201,6 +208,39 @@ def test_real_clips_keep_frames_times_and_colours(
         # A test pattern's thin edges survive neither scaling nor 4:2:0 well; nature does.
         limit = 20 if re.match("testsrc|bt601|discard", name) else 8
         assert np.sqrt((difference**2).mean()) < limit, name
+
+
+@pytest.mark.parametrize("gop", [6, 100])
+def test_a_span_of_a_film_becomes_a_clip_of_its_own(videos: Path, gop: int) -> None:
+    """Each has the film's frames from its first on, wherever the film's keyframes lie."""
+    (film := videos / "a.mp4").rename(whole := videos / "whole.mp4")
+    with av.open(whole) as container:
+        encode_frames(film, container.decode(video=0), fps=8, crf=6, gop=gop)
+    (videos / "t.csv").write_text(
+        "path,caption,start,end\na.mp4,one,0,1\na.mp4,two,1,2.25\na.mp4,three,2.25,\nb.mp4,b,,\n"
+    )
+    catalog, out = videos / "c.parquet", videos.parent / "out"
+    index([videos / "t.csv"], captions=None, out=catalog, workers=0)
+    settings = Settings(sizes=((64, 96),), crf=6)
+    report = prepare(catalog, out, settings=settings, workers=0)
+    assert (report.prepared, report.rejected) == (4, [])
+    spans = {clip.identity: clip.caption for clip in Catalog.load(catalog).clips()}
+    frames, firsts = pictures_of(str(film)).astype(np.float64), {"one": 0, "two": 8, "three": 18}
+    for clip in Catalog.load(report.catalog).clips():
+        assert spans[clip.prepared_from] == clip.caption
+        assert clip.media.span is None
+        if (first := firsts.get(clip.caption)) is not None:
+            shown = pictures_of(clip.path)
+            wanted = frames[first : first + len(shown)]
+            assert np.sqrt(((shown - wanted) ** 2).mean()) < 3
+            assert _seconds(clip) == [number / 8 for number in range(len(shown))]
+    assert report.bytes_before == film.stat().st_size + (videos / "b.mp4").stat().st_size
+    shutil.copyfile(videos / "b.mp4", film)
+    shutil.rmtree(out)
+    changed = prepare(catalog, out, settings=settings, workers=0)
+    assert [each.reason for each in changed.rejected] == [
+        "is not what was indexed; index again"
+    ] * 3
 
 
 def test_captions_scores_and_origin_go_along(videos: Path) -> None:

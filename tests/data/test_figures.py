@@ -12,6 +12,7 @@ from longtake.data.figures import (
     FRAME_HEIGHT,
     MAX_FRAMES,
     CropRow,
+    batches_picture,
     buckets_picture,
     contact_sheet,
     histogram_picture,
@@ -54,6 +55,19 @@ def test_buckets_of_one_size_share_a_colour(tmp_path: Path) -> None:
     buckets_picture(path, [WIDE, short], np.arange(8) % 2, sizes, frames)
     assert _area(path, BLUE) > 1000
     assert _area(path, RED) == 0
+
+
+def test_clips_tokens_padding_and_time_of_buckets_are_drawn(tmp_path: Path) -> None:
+    path, known = tmp_path / "batches.png", {"batch_size": 8, "padding": 0.1}
+    costs = {"batch_tokens": 8000, "batch_seconds": 2.0, "time_share": 0.5}
+    shapes = [WIDE.model_dump(), TALL.model_dump()]
+    entry = {"buckets": [{**shape, **known, **costs, "kept": 9} for shape in shapes]}
+    batches_picture(path, entry, "all")
+    assert _area(path, BLUE) == pytest.approx(_area(path, RED), rel=0.1)
+    whole = _area(path, BLUE)
+    entry["buckets"][0].update({"padding": None, "batch_seconds": None, "time_share": None})
+    batches_picture(path, entry, "all")
+    assert _area(path, BLUE) == pytest.approx(whole * 2 / 5, rel=0.1)
 
 
 def test_stages_are_drawn_over_all_clips(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from longtake.data.ledger import (
 )
 from longtake.data.loader import Batch
 from longtake.data.replan import PlanRecord
+from longtake.data.stages import StagePosition
 from longtake.errors import DataError
 
 _STREAMS = ("a/catalog", "b/catalog")
@@ -56,6 +57,9 @@ def _batch(
         epochs=(epoch,) * len(names),
         weights=torch.tensor([1.0] * len(samples) + [0.0] * stand_ins),
         rejected=tuple((_name(number), epoch) for number in rejected),
+        global_size=len(names),
+        position=StagePosition(stage, step),
+        position_before=StagePosition(stage, max(0, step - 1)),
     )
 
 

@@ -5,6 +5,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 from math import factorial
 
@@ -16,6 +17,15 @@ from numpy.typing import NDArray
 
 from longtake.data.order import BatchIndex, EpochSpan, derive, permuted
 
+
+@st.composite
+def _with_batches(draw: st.DrawFn, span: st.SearchStrategy[EpochSpan]) -> EpochSpan:
+    """With batches of one size, or of each bucket's own."""
+    drawn = draw(span)
+    sizes = st.tuples(*(st.integers(1, 9) for _ in drawn.sizes))
+    return replace(drawn, batch_sizes=draw(st.just(()) | sizes))
+
+
 _spans = st.builds(
     EpochSpan,
     sizes=st.lists(st.integers(0, 12), min_size=1, max_size=4).filter(any).map(tuple),
@@ -24,13 +34,13 @@ _spans = st.builds(
     name=st.sampled_from(["", "first/catalog"]),
     first_epoch=st.integers(0, 3),
     num_epochs=st.integers(1, 5),
-)
+).flatmap(lambda span: _with_batches(st.just(span)))
 _Sample = tuple[int, int, int]
 """(bucket, epoch, position)"""
 
 
 def _endless(span: EpochSpan) -> EpochSpan:
-    return EpochSpan(span.sizes, span.batch_size, span.seed, span.name, span.first_epoch, None)
+    return replace(span, num_epochs=None)
 
 
 def _samples(slots: BatchIndex) -> list[_Sample]:
@@ -70,9 +80,10 @@ def test_only_the_last_batch_of_a_bucket_is_smaller(span: EpochSpan) -> None:
     assert span.num_batches is not None
     assert span.num_epochs is not None
     batches = [span.batch(index) for index in range(span.num_batches)]
-    small = {each.bucket: each for each in batches if len(each.positions) != span.batch_size}
-    assert sum(len(each.positions) != span.batch_size for each in batches) == len(small)
-    rests = {b: span.num_epochs * n % span.batch_size for b, n in enumerate(span.sizes)}
+    shorter = [e for e in batches if len(e.positions) != span.batch_size_of(e.bucket)]
+    small = {each.bucket: each for each in shorter}
+    assert len(shorter) == len(small)
+    rests = {b: span.num_epochs * n % span.batch_size_of(b) for b, n in enumerate(span.sizes)}
     assert {bucket: len(each.positions) for bucket, each in small.items()} == {
         bucket: rest for bucket, rest in rests.items() if rest
     }
@@ -85,7 +96,7 @@ def test_a_batch_depends_on_nothing_but_its_number(span: EpochSpan, indices: lis
     endless = _endless(span)
     asked = {index: endless.batch(index) for index in indices}
     for index in sorted(indices):
-        assert len(asked[index].positions) == span.batch_size
+        assert len(asked[index].positions) == span.batch_size_of(asked[index].bucket)
         assert _same(endless.batch(index), asked[index])
         assert _same(_endless(span).batch(index), asked[index])
 

@@ -198,11 +198,78 @@ def test_weights_need_steps_and_a_share() -> None:
     assert begin(clips, data, 3, 0).end_step == 6
 
 
+def test_a_warm_up_longer_than_its_stage_is_known_before_the_first_step() -> None:
+    stages = [{"name": "a", "steps": 2}, {"name": "b", "epochs": 1, "warmup_steps": 9}]
+    with pytest.raises(DataError, match=r"Stage b has 3 steps and warmup_steps = 9: its learning"):
+        begin({"catalog": catalog_of(range(9))}, section(stages=stages), 4, 0)
+
+
 def test_an_empty_stage_is_known_before_the_first_step() -> None:
     """However late it would begin."""
     stages = [{"name": "a", "steps": 10**6}, {"name": "b", "where": ["num_frames > 100"]}]
     with pytest.raises(DataError, match="Stage b: none of the catalog's 9 clips"):
         begin({"catalog": catalog_of(range(9))}, section(stages=stages), 4, 0)
+
+
+def test_each_stage_has_a_batch_size_of_its_own_and_its_epochs_stay_exact() -> None:
+    clips = catalog_of(range(23))
+    stages = [
+        {"name": "a", "epochs": 2, "global_batch_size": 3},
+        {"name": "b", "epochs": 3, "global_batch_size": 7, "ramp_steps": 4},
+        {"name": "c", "epochs": 1},
+    ]
+    plan = begin({"catalog": clips}, section(stages=stages), batch_size=5, seed=0)
+    assert plan.end_step is not None
+    batches = [plan.batch(step) for step in range(plan.end_step)]
+    assert {(each.stage, each.batch_size) for each in batches} == {("a", 3), ("b", 7), ("c", 5)}
+    assert {len(each.rows) for each in batches if each.stage == "b"} >= {7}
+    epochs = {"a": 2, "b": 3, "c": 1}
+    wanted = (
+        (s, "catalog", e, row) for s, n in epochs.items() for e in range(n) for row in range(23)
+    )
+    assert _consumed(plan) == Counter(wanted)
+
+
+def test_each_bucket_has_a_batch_size_of_its_own_in_each_stage() -> None:
+    clips = catalog_of(range(30))
+    shapes = [{"num_frames": 4, "height": 16, "width": 16, "batch_size": 6}]
+    shapes += [{"num_frames": 4, "height": 16, "width": 32}]
+    stages = [{"name": "a", "epochs": 2}, {"name": "b", "epochs": 1, "global_batch_size": 3}]
+    plan = begin({"catalog": clips}, section(stages=stages, buckets=shapes), batch_size=4, seed=0)
+    assert plan.end_step is not None
+    batches = [plan.batch(step) for step in range(plan.end_step)]
+    found = {(each.stage, each.bucket.width): each.batch_size for each in batches}
+    assert found == {("a", 16): 6, ("a", 32): 4, ("b", 16): 6, ("b", 32): 3}
+    assert _consumed(plan) == Counter(
+        (s, "catalog", e, row)
+        for s, n in (("a", 2), ("b", 1))
+        for e in range(n)
+        for row in range(30)
+    )
+
+
+def test_clips_of_several_buckets_go_to_each_by_share_and_once_an_epoch() -> None:
+    """Wide clips go to three buckets, square ones to two, each epoch others to each."""
+    shapes = [_SQUARE, _WIDE, {"num_frames": 2, "height": 16, "width": 32, "share": 0.25}]
+    shapes += [{"num_frames": 1, "height": 8, "width": 8, "share": 0.4, "batch_size": 7}]
+    shapes += [{"num_frames": 3, "height": 8, "width": 16, "share": 0.1}]
+    recipe = section(stages=[{"name": "a", "epochs": 3}], buckets=shapes, stills_from_videos=True)
+    plan = begin({"catalog": catalog_of(range(120))}, recipe, batch_size=4, seed=0)
+    ((stream,),) = (stage.streams for stage in plan.stages)
+    # 40 wide clips: 65 %, 25 %, 10 %; 80 square ones: 60 % and 40 %
+    assert stream.parts[0].epoch_span.sizes == (48, 26, 10, 32, 4)
+    assert plan.end_step is not None
+    assert _consumed(plan) == Counter(("a", "catalog", e, n) for e in range(3) for n in range(120))
+    found: dict[tuple[str, int], set[int]] = {}
+    for step in range(plan.end_step):
+        batch = plan.batch(step)
+        for row, epoch in zip(batch.rows.tolist(), batch.epochs, strict=True):
+            found.setdefault((str(batch.bucket), epoch), set()).add(row)
+    for index, shape in enumerate(plan.stages[0].streams[0].parts[0].members.shapes):
+        in_epochs = [found[str(shape), epoch] for epoch in range(3)]
+        assert [len(rows) for rows in in_epochs] == [stream.parts[0].epoch_span.sizes[index]] * 3
+        assert in_epochs[0] != in_epochs[1] != in_epochs[2]
+        assert set.union(*in_epochs) <= set(stream.parts[0].members.candidates(index).tolist())
 
 
 def test_a_plans_fingerprint_names_its_batches() -> None:
@@ -217,9 +284,20 @@ def test_a_plans_fingerprint_names_its_batches() -> None:
         begin(clips, section(stages=[{"name": "all", "epochs": 2}]), 4, 0),
         begin(clips, section(stages=[{"name": "all", "steps": 9}]), 4, 0),
         begin(clips, section(stages=[{"name": "other"}]), 4, 0),
+        begin(clips, section(stages=[{"name": "all", "global_batch_size": 3}]), 4, 0),
+        begin(clips, section(buckets=[_SQUARE | {"batch_size": 4}, _WIDE]), 4, 0),
+        begin(clips, section(buckets=[_SQUARE | {"batch_size": 5}, _WIDE]), 4, 0),
         begin(clips, section(buckets=[{"num_frames": 4, "height": 16, "width": 16}]), 4, 0),
+        *(
+            begin(clips, section(buckets=[_SQUARE, _WIDE, _SMALL | {"share": share}]), 4, 0)
+            for share in (0.5, 0.51, None)
+        ),
     ]
-    assert len({plan.fingerprint for plan in [plain, *others]}) == 7
+    assert len({plan.fingerprint for plan in [plain, *others]}) == 13
+
+
+_SQUARE, _WIDE = ({"num_frames": 4, "height": 16, "width": width} for width in (16, 32))
+_SMALL = {"num_frames": 4, "height": 8, "width": 8}
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +353,11 @@ def test_buckets_that_are_empty_or_smaller_than_a_batch_are_named() -> None:
         "stage all: no clip is for 4 frames of 300x16",
         "stage all: fewer clips than a batch of 4 are for 4 frames of 32x16 (3 clips): its batches "
         "reach over several epochs, and a clip may be in one batch twice",
+    ]
+    once = section(buckets=[one, two], stages=[{"name": "once", "epochs": 1}])
+    assert _reviewed(catalog_of(range(9)), once) == [
+        "stage once: fewer clips than a batch of 4 are for 4 frames of 32x16 (3 clips): its one "
+        "batch is padded"
     ]
 
 
@@ -357,7 +440,9 @@ def test_a_stage_of_other_catalogs_is_compared_too() -> None:
     assert c.distance == pytest.approx(7.5 / np.std([10, 10, 10, 20]))
 
 
-def test_files_that_are_gone_are_counted_and_named(tmp_path: Path) -> None:
+def test_files_that_are_gone_are_counted_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(5):
         (tmp_path / f"{number}.mp4").touch()
     clips = catalog_of(range(5), media=lambda n: Media(str(tmp_path / f"{n}.mp4")))
@@ -367,3 +452,9 @@ def test_files_that_are_gone_are_counted_and_named(tmp_path: Path) -> None:
     assert said == f"1 of the catalog's 5 files are gone, such as {tmp_path}/3.mp4"
     with pytest.raises(DataError, match=r"1 of the catalog's 5 files are gone.*At most 0"):
         refuse_missing(clips, allowed=0)
+    monkeypatch.setattr("longtake.data.plan._MAX_PATHS", 3)  # of very many clips some speak for all
+    for number in {0, 1, 2, 4}:
+        (tmp_path / f"{number}.mp4").unlink()
+    assert "3 of the catalog's 3 files that were looked for" in refuse_missing(clips, allowed=5)[0]
+    with pytest.raises(DataError, match="At most 4"):
+        refuse_missing(clips, allowed=4)

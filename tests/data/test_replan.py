@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.data.build import Oracle, catalog_of, clip, identities_of, names_of, oracle_of, section
 
+from longtake.data import stores
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Media
 from longtake.data.loader import Loader
@@ -36,8 +37,13 @@ _CHANGED: dict[str, Collection[int]] = {
 
 @pytest.fixture(scope="module")
 def changed_catalogs() -> dict[str, Catalog]:
-    """A catalog of 40 clips as it is, and as it may be when a run goes on."""
-    return {name: catalog_of(numbers) for name, numbers in _CHANGED.items()}
+    """A catalog of 40 clips as it is, and as it may be when a run goes on; spans of films."""
+    return {
+        name: catalog_of(
+            numbers, media=lambda n: Media(f"s3://films/{n // 4}.mp4", span=(n % 4, n % 4 + 1.0))
+        )
+        for name, numbers in _CHANGED.items()
+    }
 
 
 class _Run:
@@ -151,9 +157,15 @@ def test_without_the_kept_catalog_a_change_is_refused_still(
             resume(history, 3, grown, section(on_change="merge"), 4, 0, kept)
 
 
-def test_a_chain_of_changes_is_rebuilt_from_the_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_wide", [None, 5])
+def test_a_chain_of_changes_is_rebuilt_from_the_record(tmp_path: Path, of_wide: int | None) -> None:
+    """With batches of one size, or another one of one of the two buckets."""
     catalog = catalog_of(range(23))
-    run, oracle = _Run(tmp_path, catalog, stages=[_ONCE]), oracle_of(catalog, 3)
+    shapes: list[dict[str, int | None]] = [
+        {"num_frames": 4, "height": 16, "width": 16},
+        {"num_frames": 4, "height": 16, "width": 32, "batch_size": of_wide},
+    ]
+    run, oracle = _Run(tmp_path, catalog, stages=[_ONCE], buckets=shapes), oracle_of(catalog, 3)
     for policy, numbers, batch_size in (
         ("merge", range(5, 30), 4),
         ("finish", range(5, 30), 3),
@@ -175,6 +187,32 @@ def test_a_chain_of_changes_is_rebuilt_from_the_record(tmp_path: Path) -> None:
     batches, end, run.step = run.batches(run.step), run.step, changed_at
     run.resume()
     assert run.batches(end) == batches
+
+
+@pytest.mark.parametrize("at", [3, 9, 14, 17])
+def test_stages_of_unlike_batch_sizes_change_their_clips_and_lose_nothing(
+    changed_catalogs: dict[str, Catalog], tmp_path: Path, at: int
+) -> None:
+    """Clips are added in the middle of the first stage, at the border and in the second stage."""
+    stages: list[dict[str, Any]] = [
+        {"name": "a", "epochs": 1, "global_batch_size": 3},
+        {"name": "b", "epochs": 2, "global_batch_size": 8},
+    ]
+    run = _Run(tmp_path, changed_catalogs["same"], stages=stages)
+    assert run.plans.stage_at(14) == ("b", 14)  # after 26 and 14 clips, in batches of 3
+    run.train(at)
+    run.resume(changed_catalogs["grown"])
+    run.train()
+    same, grown = (identities_of(changed_catalogs[name]) for name in ("same", "grown"))
+    epochs = [("a/catalog", 0), ("b/catalog", 0), ("b/catalog", 1)]
+    wanted = {key: Counter(grown) for key in epochs}
+    if at >= 14:
+        wanted["a/catalog", 0] = Counter(same)
+    assert run.seen == wanted
+    border = run.plans.stage_at(run.step - 1)[1]  # two of the new clips make a batch of three
+    assert border == (14 if at >= 14 else 16)
+    found = [run.plans.stage_at(step) for step in range(run.step)]
+    assert found == [("a", 0)] * border + [("b", border)] * (run.step - border)
 
 
 @pytest.mark.parametrize("policy", ["finish", "merge", "restart"])
@@ -314,8 +352,15 @@ _changes = st.lists(
 )
 
 
+_SQUARE = {"num_frames": 4, "height": 16, "width": 16}
+_SHORT = {"num_frames": 2, "height": 16, "width": 16, "share": 0.3, "batch_size": 5}
+_WIDE = {"num_frames": 4, "height": 16, "width": 32, "batch_size": 3}
+_HALF_WIDE = {"num_frames": 3, "height": 8, "width": 16, "share": 0.5}
+
+
 @settings(max_examples=120, deadline=None)
 @given(
+    shapes=st.sampled_from([[_SQUARE], [_SQUARE, _SHORT], [_SHORT, _WIDE, _HALF_WIDE, _SQUARE]]),
     first=st.sets(st.integers(0, 25), min_size=1),
     batch_size=st.integers(1, 7),
     changes=_changes,
@@ -323,6 +368,7 @@ _changes = st.lists(
     seed=st.integers(0, 5),
 )
 def test_any_chain_of_changes_is_exact(
+    shapes: list[dict[str, Any]],
     first: set[int],
     batch_size: int,
     changes: list[tuple[Policy, set[int], int]],
@@ -330,7 +376,7 @@ def test_any_chain_of_changes_is_exact(
     seed: int,
 ) -> None:
     num_epochs = 3
-    recipe = section(stages=[{"name": "only", "epochs": num_epochs}])
+    recipe = section(stages=[{"name": "only", "epochs": num_epochs}], buckets=shapes)
     catalog = catalog_of(first)
     oracle = oracle_of(catalog, num_epochs)
     plan = begin({"catalog": catalog}, recipe, batch_size, seed)
@@ -346,6 +392,41 @@ def test_any_chain_of_changes_is_exact(
         plans.append(plan)
     _consume(plan, None, oracle)
     oracle.check()
+
+
+@pytest.mark.parametrize("policy", ["finish", "merge", "restart"])
+def test_at_one_frame_rate_resumes_and_changes_are_exact(policy: Policy, tmp_path: Path) -> None:
+    """Of videos with 8, 16 and 24 frames a second, those train that are long enough at data.fps."""
+
+    def catalog(numbers: Collection[int]) -> Catalog:
+        return catalog_of(
+            numbers,
+            fps=lambda n: (8.0, 16.0, 24.0)[n % 3],
+            duration_seconds=lambda n: 0.3 if n % 5 == 0 else 1.0,
+            num_frames=lambda n: round((8, 16, 24)[n % 3] * (0.3 if n % 5 == 0 else 1)),
+        )
+
+    long_enough = catalog_of([n for n in range(20) if n % 5])
+    oracle = oracle_of(long_enough, 3)
+    run = _Run(tmp_path, catalog(range(20)), stages=[_ONCE], fps=10.0)
+    batches, wanted = run.batches(12), set(long_enough.identities.to_pylist())
+    assert {name for batch in batches for name in batch} == {name.hex() for name in wanted}
+    run.train(3)
+    assert run.resume(on_change="refuse").changes == ""  # it was killed
+    assert run.batches(12) == batches
+    for end, clips, fps in ((5, range(26), 10.0), (6, range(26), 16.0)):
+        run.train(end)
+        changed: dict[str, Any] = {"given": catalog(clips), "fps": fps}
+        with pytest.raises(DataChangedError):
+            run.resume(**changed, on_change="refuse")
+        oracle.seen = {epoch: seen for (_, epoch), seen in run.seen.items()}
+        fitting = catalog_of([n for n in clips if n % 5 or fps == 16.0])  # 0.3 s are 4 frames
+        oracle.change(policy, identities_of(fitting), run.plans.batch(end).epoch)
+        run.resume(**changed, on_change=policy)
+    run.train()
+    oracle.seen = {epoch: seen for (_, epoch), seen in run.seen.items()}
+    oracle.check()
+    assert policy == "restart" or len(oracle.seen[2]) == 26
 
 
 def _stage(name: str, **values: Any) -> dict[str, Any]:
@@ -491,6 +572,9 @@ class _Instant:
     def incidents(self) -> list[Any]:
         return []
 
+    def take_fetched(self) -> stores.Fetched:
+        return stores.Fetched()
+
 
 @pytest.fixture(scope="module")
 def instant_decoding() -> Iterator[None]:
@@ -543,6 +627,7 @@ class _Launches:
         data = section(
             catalog=self.folder / f"{change}.parquet",
             stages=[_ONCE],
+            buckets=[_SQUARE, _SHORT, _WIDE | {"batch_size": 6}, _HALF_WIDE],
             workers=workers,
             on_change=policy or "refuse",
         )

@@ -85,7 +85,7 @@ def test_every_process_finds_the_same_nouns_without_a_network() -> None:
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=True,
         )
         assert ended.stdout.strip() == str(_nouns_in_order())

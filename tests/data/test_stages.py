@@ -11,7 +11,8 @@ from tests.data.build import catalog_of, section
 
 from longtake.config import DataSection, Stage
 from longtake.data.catalog import Catalog
-from longtake.data.stages import StageTimeline, mixed, select, shares
+from longtake.data.order import shares
+from longtake.data.stages import StageTimeline, mixed, select
 from longtake.errors import DataError
 
 

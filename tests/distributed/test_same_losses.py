@@ -93,7 +93,7 @@ def test_lost_clips_are_named_once_and_a_signal_saves(
         )
     )
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     (step,) = run.checkpoint_steps()
     assert f"Stopped by SIGINT after step {step}, which is saved." in output
     assert len(run.metrics()) == step
@@ -133,7 +133,7 @@ def test_stand_ins_weigh_nothing_on_two_processes(
 
 
 def test_one_rank_that_fails_ends_both(
-    small_recipe: MakeRecipe, torchrun: list[str], clips: Path
+    small_recipe: MakeRecipe, on_two_processes: list[str], clips: Path
 ) -> None:
     """The rank that meets a damaged clip says so; the other does not wait until a timeout."""
     lost = min((clips.parent / "clips").glob("*.mp4"))
@@ -141,7 +141,7 @@ def test_one_rank_that_fails_ends_both(
     recipe = small_recipe(
         f"data.catalog={clips}", "training.steps=1000", "data.max_quarantined_clips=0"
     )
-    output = train_by(torchrun, recipe, fails=True)
+    output = train_by(on_two_processes, recipe, fails=True)
     assert f"data.max_quarantined_clips = 0 allows. One of them: {lost}" in output
     assert "longtake/training/loop.py" not in output  # no traceback buries that sentence
 

@@ -44,6 +44,7 @@ def one_of_many() -> Iterator[World]:
 
 
 @pytest.mark.usefixtures("few_words")
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")  # by groups that send
 @pytest.mark.parametrize(
     "changes",
     [

@@ -1,4 +1,4 @@
-"""longtake computes what diffusers' own pipelines compute, from captions and pixels to the end.
+"""Trainings and exports of tiny releases are diffusers', from captions and pixels to the end.
 
 Tiny models with random weights stand in folders of the releases' layout: tokenizers of subwords,
 UMT5, T5 and CLIP, autoencoders with the released statistics of latents, and the released
@@ -8,7 +8,6 @@ schedulers' configurations. Recipes leave to the defaults what a user would leav
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,23 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-import transformers
-from PIL import Image
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from torch import Tensor, nn
+from tests.families.release_flux import make as save_flux
+from tests.families.release_wan import make as save_wan
+from tests.families.row import KeepsLatents, write_edits
+from torch import Tensor
 
 from longtake import cli, config
 from longtake.config import Recipe
 from longtake.data.index import index
 from longtake.data.loader import Batch, Loader
 from longtake.demo.shapes import write_clips
-from longtake.evaluation.export import Format, export
+from longtake.evaluation.export import export
 from longtake.fsio import read_json_lines
 from longtake.models.build import assemble
-from longtake.models.codec import Codec
-from longtake.models.trainable import lora_state
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler
 
 _PROMPT = "a \u201cred\u201d  circle, moving &amp; it\u2019s up"  # which Wan's pipeline cleans
-_WIDTH = 16  # of text encoders
 _FAMILIES = ("wan", "flux", "flux_kontext")
 
 
@@ -45,126 +41,16 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def _tokenizer(*, begins: bool) -> Any:
-    """Subwords of a few captions; as CLIP's it begins captions too."""
-    special = ["<pad>", "</s>", "<unk>", "<s>"]
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=90, special_tokens=special, unk_token="<unk>", show_progress=False
-    )
-    texts = [
-        _PROMPT,
-        "a 'red' circle moving up",
-        "a blue square moving left",
-        "a green triangle moves down & 'right' \"fast\"",
-    ]
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>" if begins else "$A </s>", special_tokens=[("<s>", 3), ("</s>", 1)]
-    )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        bos_token="<s>",
-        model_max_length=77 if begins else 512,
-    )
-
-
-def _t5(kind: str, vocabulary_size: int) -> Any:
-    sizes = {"d_model": _WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    settings = getattr(transformers, f"{kind}Config")(vocab_size=vocabulary_size, **sizes)
-    return getattr(transformers, f"{kind}EncoderModel")(settings)
-
-
-def _wan(folder: Path) -> None:
-    words = _tokenizer(begins=False)
-    diffusers.WanPipeline(
-        tokenizer=words,
-        text_encoder=_t5("UMT5", len(words)),
-        vae=diffusers.AutoencoderKLWan(
-            base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1
-        ),
-        scheduler=diffusers.UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        ),
-        transformer=diffusers.WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=12,
-            text_dim=_WIDTH,
-            freq_dim=16,
-            ffn_dim=32,
-            num_layers=2,
-        ),
-    ).save_pretrained(folder)
-
-
-def _flux(folder: Path) -> None:
-    words, pooled = _tokenizer(begins=False), _tokenizer(begins=True)
-    clip = transformers.CLIPTextConfig(
-        vocab_size=len(pooled),
-        hidden_size=_WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=77,
-        bos_token_id=3,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    stages = 4
-    diffusers.FluxPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
-            shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15
-        ),
-        vae=diffusers.AutoencoderKL(
-            block_out_channels=(4,) * stages,
-            down_block_types=("DownEncoderBlock2D",) * stages,
-            up_block_types=("UpDecoderBlock2D",) * stages,
-            layers_per_block=1,
-            latent_channels=16,
-            norm_num_groups=2,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        ),
-        text_encoder=transformers.CLIPTextModel(clip),
-        tokenizer=pooled,
-        text_encoder_2=_t5("T5", len(words)),
-        tokenizer_2=words,
-        transformer=diffusers.FluxTransformer2DModel(
-            num_layers=1,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=_WIDTH,
-            pooled_projection_dim=_WIDTH,
-            guidance_embeds=True,
-            axes_dims_rope=(4, 6, 6),
-        ),
-    ).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two releases, `wan` and `flux`, and the clips and pictures that are trained on."""
     folder = tmp_path_factory.mktemp("releases")
     torch.manual_seed(0)
-    _wan(folder / "wan")
-    _flux(folder / "flux")
+    save_wan(folder / "wan")
+    save_flux(folder / "flux")
     captions = write_clips(folder / "clips", num_clips=4, seed=0)
     index([folder / "clips"], captions=captions, out=folder / "clips.parquet", workers=0)
-    random = np.random.default_rng(0)
-    for name in ("before", "after"):
-        (folder / name).mkdir()
-        for number in range(4):
-            pixels = random.integers(0, 256, (48, 64, 3), np.uint8)
-            Image.fromarray(pixels).save(folder / name / f"{number}.png")
-            (folder / name / f"{number}.txt").write_text(f"picture {number}, a red circle")
+    write_edits(folder, 48, 64, "picture {number}, a red circle")
     index([folder / "after"], captions=None, out=folder / "after.parquet", workers=0)
     return folder
 
@@ -230,62 +116,9 @@ def _sampler(recipe: Recipe) -> Sampler:
     return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
 
 
-class _KeepsLatents:
-    """A codec that keeps what it is to decode."""
-
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
-        self.latents: list[Tensor] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.codec, name)
-
-    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
-        """The codec's."""
-        self.latents.append(latents.clone())
-        return self.codec.decode(latents, tiles=tiles)
-
-
-@pytest.mark.parametrize("family", _FAMILIES)
-def test_sampled_latents_are_those_of_the_pipeline(family: str, place: Path) -> None:
-    sampler, pipeline = _sampler(_recipe(place, family)), _pipeline(place, family)
-    codec = _KeepsLatents(sampler.components.codec)
-    parts = dataclasses.replace(sampler.components, codec=codec)
-    settings, bucket = settings_for(sampler.recipe, num_inference_steps=4)
-    picture = place / "before" / "0.png"
-    references = {"reference": picture} if family == "flux_kontext" else {}
-    sampler = dataclasses.replace(sampler, components=parts)
-    sampler.sample([Request(_PROMPT, 3, references)], settings, bucket)
-    (ours,) = codec.latents
-
-    noise = torch.randn(tuple(ours.shape[1:]), generator=torch.Generator().manual_seed(3))[None]
-    given: dict[str, Any] = {"num_frames": bucket.num_frames, "latents": noise}
-    if family != "wan":
-        packed = pipeline._pack_latents(noise[:, :, 0], 1, 16, *noise.shape[-2:])
-        given = {"latents": packed}
-    if family == "flux_kontext":
-        area = bucket.height * bucket.width
-        with Image.open(picture) as image:
-            given |= {"image": image.convert("RGB")}
-        given |= {"max_area": area, "_auto_resize": False}
-        given |= {"guidance_scale": 2.5}  # of the model card
-    theirs = pipeline(
-        prompt=_PROMPT,
-        height=bucket.height,
-        width=bucket.width,
-        num_inference_steps=4,
-        output_type="latent",
-        **given,
-    )[0]
-    if family != "wan":
-        theirs = pipeline._unpack_latents(theirs, bucket.height, bucket.width, 8)[:, :, None]
-        assert pipeline.vae_scale_factor == 8
-    assert _relative(ours, theirs) <= 1e-5
-
-
 def test_wans_own_sampler_and_a_negative_prompt_are_those_of_its_pipeline(place: Path) -> None:
     sampler = _sampler(_recipe(place, "wan"))
-    codec = _KeepsLatents(sampler.components.codec)
+    codec = KeepsLatents(sampler.components.codec)
     parts = dataclasses.replace(sampler.components, codec=codec)
     sampler = dataclasses.replace(sampler, components=parts)
     negative = "a blue square, fast"
@@ -414,66 +247,6 @@ def test_the_first_loss_of_a_training_is_that_of_diffusers(
     (batch,) = loader.batches(1)
     expected = _diffusers_loss(_pipeline(place, family), family, batch)
     assert row["loss"] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.fixture(scope="module", params=_FAMILIES)
-def adapted(request: pytest.FixtureRequest, place: Path) -> tuple[str, Sampler]:
-    """A model with LoRA that does something, with a scale that is not 1."""
-    lora = {"kind": "lora", "rank": 2, "alpha": 3.0}
-    sampler = _sampler(_recipe(place, request.param, trainable=lora))
-    generator = torch.Generator().manual_seed(5)
-    for name, weight in sampler.components.model.named_parameters():
-        if "lora_" in name:
-            weight.data = torch.randn(weight.shape, generator=generator) / 8
-    return request.param, sampler
-
-
-_LOADERS: dict[Format, Callable[[Any, Path], None]] = {
-    "diffusers": lambda pipeline, out: pipeline.load_lora_weights(out),
-    "peft": lambda pipeline, out: pipeline.transformer.load_lora_adapter(
-        out / "adapter_model.safetensors", prefix="base_model.model"
-    ),
-    "comfyui": lambda pipeline, out: pipeline.load_lora_weights(out),
-}
-
-
-@pytest.mark.parametrize("written", list(_LOADERS))
-def test_diffusers_own_loaders_read_the_lora(
-    adapted: tuple[str, Sampler], written: Format, place: Path, tmp_path: Path
-) -> None:
-    family, sampler = adapted
-    out = tmp_path / ("lora.safetensors" if written == "comfyui" else "out")
-    export(sampler, out, written)
-    generator = torch.Generator().manual_seed(1)
-    shape = (1, 16, 2, 4, 4) if family == "wan" else (1, 16, 1, 6, 8)
-    noisy, reference = (torch.randn(shape, generator=generator) for _ in range(2))
-    sigma = torch.tensor([0.7])
-    pipeline = _pipeline(place, family)
-
-    def theirs() -> Tensor:
-        picture = reference if family == "flux_kontext" else None
-        with torch.no_grad():
-            return _velocity(pipeline, family, noisy, sigma, _PROMPT, picture)
-
-    parts = sampler.components
-    told = parts.text.encode([_PROMPT])
-    told |= {"guidance": torch.tensor([1.0]), "reference_latents": reference}
-    with torch.no_grad():
-        ours = parts.predict_velocity(noisy, sigma, told)
-    released = theirs()
-    _LOADERS[written](pipeline, out)
-    assert _relative(ours, theirs()) <= 1e-5
-    assert _relative(released, ours) > 1e-2
-    assert lora_state(parts.model)
-    if written == "diffusers":
-        _assert_merged(pipeline, out, ours, theirs)
-
-
-def _assert_merged(pipeline: Any, out: Path, ours: Tensor, theirs: Callable[[], Tensor]) -> None:
-    """The transformer of the exported folder has the LoRA merged into its weights."""
-    pipeline.transformer = type(pipeline.transformer).from_pretrained(out / "transformer")
-    assert isinstance(pipeline.transformer, nn.Module)
-    assert _relative(ours, theirs()) <= 1e-5
 
 
 def test_flux_is_exported_with_the_released_schedulers_rule(place: Path, tmp_path: Path) -> None:

@@ -138,9 +138,24 @@ def test_the_cluster_s_presets_fit_its_codec(preset: str) -> None:
 def test_the_cluster_s_plan_is_of_its_recipe() -> None:
     plan = _CLUSTER.with_suffix(".plan.txt").read_text()
     assert f"longtake plan examples/{_CLUSTER.name} --processes 192 --per-node 8" in plan
+    stages = config.load(_CLUSTER).data.stages
+    for row in (
+        "encoders",
+        "waits",
+        "saves",
+        "failures",
+        *(f"stage {each.name}" for each in stages),
+    ):
+        assert f"\n {row} " in plan
+    # What its comments say of it.
+    assert re.search(r"all +8 d 1 h +37,\d\d\d ", plan)
+    assert "take 8.0 days and 37,000 GPU-hours" in _CLUSTER.read_text()
     assert "1.14 B parameters, of which 1.14 B train (100.00%)" in plan
     assert "192 processes on 24 nodes: 24 copies of the model, each held by 8 together." in plan
     assert "Gradient reaches 663 of 663 trainable parameters." in plan
+    guide = (_ROOT / "docs" / "guides" / "cluster.md").read_text()
+    *_, whole = (line for line in plan.splitlines() if line.startswith(" all "))
+    assert whole in guide  # the table of costs is the plan's
 
 
 # --- a loop of one's own -------------------------------------------------------------------------
@@ -159,7 +174,7 @@ def test_a_loop_of_ones_own_goes_on_where_it_was(
     def call(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [*warm, "1", str(_OWN_LOOP), "clips.parquet", *map(str, arguments)]
         return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+            command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
         )
 
     catalog = Catalog.load(shapes_catalog)

@@ -45,7 +45,7 @@ def _run(folder: Path, *command: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ from typing import Any
 
 import av
 import pytest
-from tests.build import MakeRecipe
+from tests.build import MakeRecipe, wait_until
 from wandb.proto import wandb_internal_pb2
 
 from longtake import config
@@ -66,9 +66,9 @@ def _train_and_evaluate(recipe: Recipe, folder: Path, warm: list[str]) -> list[i
     }
     evaluator = subprocess.Popen([*longtake, "evaluate", str(recipe.out), *options], **ours)
     try:
-        trained = subprocess.run([*longtake, "train", str(file)], check=False, timeout=300, **ours)
+        trained = subprocess.run([*longtake, "train", str(file)], check=False, timeout=600, **ours)
         assert trained.returncode == 0, trained.stderr
-        said, complaints = evaluator.communicate(timeout=300)
+        said, complaints = evaluator.communicate(timeout=600)
     finally:
         evaluator.kill()
         evaluator.wait()
@@ -90,7 +90,14 @@ def test_wandb_holds_every_step_and_every_evaluation_of_such_a_pair(
             with av.open(run.evaluation_path("tiny", step) / video["file"]) as opened:
                 assert len(list(opened.decode(video=0))) == 8
 
-    rows = [row for path in sorted(run.path.glob("wandb/*run-*/*.wandb")) for row in _rows(path)]
+    def sent() -> list[dict[str, Any]]:
+        return [
+            row for path in sorted(run.path.glob("wandb/*run-*/*.wandb")) for row in _rows(path)
+        ]
+
+    # a server's follower may continue for a minute by itself
+    wait_until(lambda: sum("eval/checkpoint_step" in row for row in sent()) >= len(_STEPS))
+    rows = sent()
     numbers = [row["_step"] for row in rows]
     assert numbers == sorted(set(numbers))
     steps = [row["train/step"] for row in rows if "train/step" in row]

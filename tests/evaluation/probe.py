@@ -14,7 +14,6 @@ from rich.console import Console
 
 from longtake import lease
 from longtake.checkpoint import files
-from longtake.errors import CheckpointError
 from longtake.evaluation.options import ServerOptions, ServerReport
 from longtake.evaluation.server import EvaluationServer
 from longtake.evaluation_dir import Scores, VideoScores
@@ -71,7 +70,7 @@ def read_weights(checkpoint: Path, weights: str) -> str:
     """The sha256 of all bytes below `weights`, refused as a sampler refuses them."""
     for part in ("trainer.json", f"{weights}/"):
         if damage := files.find_damage(checkpoint, checksums=True, within=part):
-            raise CheckpointError(f"{checkpoint}: {damage}")
+            raise files.DamagedCheckpointError(checkpoint, damage)
     paths = sorted((checkpoint / weights).rglob("*"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 

@@ -1,6 +1,7 @@
 """What is exported is the trained model, under the names that other tools expect."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from longtake import config
 from longtake.config import ModuleSection, Recipe, TrainableSection
 from longtake.errors import RecipeError, RunError
 from longtake.evaluation.export import Format, export
-from longtake.flow.timesteps import flux_shift
+from longtake.flow.shift import MuLine
 from longtake.models.added_module import added_modules
 from longtake.models.build import assemble
 from longtake.models.trainable import lora_state, plain_copy
@@ -214,7 +215,7 @@ def test_wans_scheduler_gets_the_first_buckets_shift(wan_sampler: Sampler, tmp_p
     recipe = wan_sampler.recipe.model_copy(update={"sampling": sampling})
     export(replace(wan_sampler, recipe=recipe), tmp_path / "pipeline", "diffusers")
     written = json.loads((tmp_path / "pipeline/scheduler/scheduler_config.json").read_text())
-    assert written["flow_shift"] == pytest.approx(flux_shift(3 * 8 * 8))
+    assert written["flow_shift"] == pytest.approx(math.exp(MuLine().mu(3 * 8 * 8)))
 
 
 @pytest.fixture(scope="module")

@@ -54,8 +54,8 @@ def test_what_cannot_be_reached_from_here_is_refused(
     into = tmp_path / "mirror"
     with pytest.raises(RunError, match=r"nosuch.*cannot be read"):
         open_mirror("nosuch://runs", into / "0", "vm-1")
-    with pytest.raises(RunError, match=r"s3fs"):
-        open_mirror("s3://bucket/runs", into / "1", "vm-1")
+    with pytest.raises(RunError, match=r"adlfs"):
+        open_mirror("abfs://bucket/runs", into / "1", "vm-1")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RunError, match=r"needs rsync, which is not installed here"):
         open_mirror("cluster:/runs", into / "2", "vm-1")

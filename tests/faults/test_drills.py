@@ -1,4 +1,4 @@
-"""Four drills from end to end; `make drills` has all of them."""
+"""A drill from end to end; `make drills` has all of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,22 +41,20 @@ def _drill(sandbox: Sandbox, name: str, *, bitwise: bool | None = None) -> Drill
     return result
 
 
-def test_a_changed_catalog(unwatched: Sandbox) -> None:
-    _drill(unwatched, "data-swapped")
-
-
 def test_a_run_that_is_killed_while_it_saves(unwatched: Sandbox) -> None:
     result = _drill(unwatched, "kill-while-saving", bitwise=True)
     assert result.samples_skipped == 0
     assert result.steps_lost is not None
 
 
+@pytest.mark.drill
 def test_nan_on_one_rank(unwatched: Sandbox) -> None:
     result = _drill(unwatched, "nan-on-one-rank")
     assert result.detected_steps is not None
     assert (result.samples_skipped, result.steps_lost) == (BATCH_SIZE, 0)
 
 
+@pytest.mark.drill
 def test_a_frozen_worker_that_holds_the_gil(tmp_path_factory: pytest.TempPathFactory) -> None:
     watched = Sandbox(tmp_path_factory.mktemp("watched"), Console(quiet=True), _WATCHED)
     result = _drill(watched, "frozen-loader-worker-holding-gil", bitwise=True)

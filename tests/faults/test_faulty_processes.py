@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from longtake.faults import faulty_processes
-from longtake.faults.faulty_processes import Hang, read_hang
+from longtake.faults.faulty_processes import Hang, WrongClock, read_hang
+from longtake.health.clock import Clocks
 from longtake.stacks import state_of
 
 
@@ -54,3 +55,15 @@ def _wait_for_hang(folder: Path) -> Hang:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return hang
+
+
+def test_a_wrong_clock_steps_and_drifts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the raw oscillator run fast, and the date is set besides."""
+    readings = iter([Clocks(10**12, 10**9, 0), Clocks(10**12, 10**9, 4 * 10**9)])
+    monkeypatch.setattr(faulty_processes, "read_clocks", lambda: next(readings))
+    clock = WrongClock(2.0, 500.0, after_seconds=1.0, file=tmp_path / "clock.json")
+    assert clock.read() == Clocks(10**12, 10**9, 0)
+    assert not clock.file.exists()
+    drift = 3 * 500_000  # nanoseconds, in 3 s
+    assert clock.read() == Clocks(10**12 + drift + 2 * 10**9, 10**9 + drift, 4 * 10**9)
+    assert clock.file.exists()

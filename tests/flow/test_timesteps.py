@@ -20,13 +20,9 @@ from longtake.flow.timesteps import (
     SigmaKind,
     build_sigmas,
     cosmap,
-    flux_mu,
-    flux_shift,
     logit_normal,
     mode,
-    opensora_shift,
     range_share,
-    resolution_shift,
     sample_sigmas,
     shift_sigmas,
 )
@@ -231,31 +227,10 @@ def test_shifts_multiply(sigma: float, first: float, second: float) -> None:
     assert_close(twice, shift_sigmas(_exact(sigma), first * second))
 
 
-def test_flux_shift(anchors: Any) -> None:
-    for tokens, expected in anchors["flux_mu"].items():
-        assert flux_mu(int(tokens)) == pytest.approx(expected, rel=1e-14)
-    slope, intercept = anchors["flux_slope_icept"]
-    assert flux_mu(1001) - flux_mu(1000) == pytest.approx(slope, rel=1e-9)
-    assert flux_mu(0) == pytest.approx(intercept, rel=1e-14)
-    for tokens, expected in anchors["flux_sigma_t.5"].items():
-        sigma = shift_sigmas(_exact(0.5), flux_shift(int(tokens))).item()
-        assert sigma == pytest.approx(expected, rel=1e-14)
-
-
-def test_opensora_shift(anchors: Any) -> None:
-    """The ratio and where sigma 0.5 goes; Open-Sora's codec makes 5 latents of 17 frames."""
-    for key, (shift, sigma) in anchors["opensora12"].items():
-        height, width, num_frames = (int(part) for part in key.split("x"))
-        num_latent_frames = 1 if num_frames == 1 else num_frames // 17 * 5
-        found = opensora_shift(height, width, num_latent_frames)
-        assert found == pytest.approx(shift, rel=1e-14)
-        assert shift_sigmas(_exact(0.5), found).item() == pytest.approx(sigma, rel=1e-14)
-
-
 # --- sampling schedules -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0, flux_shift(4096)])
+@pytest.mark.parametrize("shift", [1.0, 3.0, math.exp(1.15)])
 def test_build_sigmas_falls_from_one_to_zero(shift: float) -> None:
     sigmas = build_sigmas(7, shift)
     assert len(sigmas) == 8
@@ -287,7 +262,7 @@ def test_build_sigmas_is_what_the_scheduler_does_with_an_even_grid(
         ("fm_shift3_n4", 0.003 / 1.002, 3.0),
         ("fm_shift3_n10", 0.003 / 1.002, 3.0),
         ("fm_dyn_mu1.15_n4", 0.001, math.exp(1.15)),
-        ("fm_dyn_mu.63_n4", 0.001, flux_shift(1024)),
+        ("fm_dyn_mu.63_n4", 0.001, math.exp(0.63)),
     ],
 )
 def test_the_scheduler_s_own_grids(anchors: Any, name: str, smallest: float, shift: float) -> None:
@@ -312,14 +287,6 @@ def test_the_scheduler_class_shifts_twice_and_we_do_not() -> None:
     smallest = scheduler.sigmas[-2].item()
     assert smallest == pytest.approx(shift_sigmas(_exact(0.001), 9.0).item(), rel=1e-5)
     assert build_sigmas(4, 3.0)[-2] == pytest.approx(0.5)  # 1/4 shifted once
-
-
-def test_a_resolution_rule_is_worked_out_and_a_number_stays() -> None:
-    """`flux` follows the tokens, `opensora` pixels and latent frames, 3.0 neither."""
-    clip = {"num_tokens": 4096, "height": 360, "width": 640, "num_latent_frames": 30}
-    assert resolution_shift("flux", **clip) == flux_shift(4096)
-    assert resolution_shift("opensora", **clip) == opensora_shift(360, 640, 30)
-    assert resolution_shift(3, **clip) == 3.0
 
 
 # --- a range of sigmas ----------------------------------------------------------------------------

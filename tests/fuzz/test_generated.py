@@ -14,7 +14,7 @@ import pytest
 from tests.fuzz.generators import SHARES, Generator
 
 _SEED = int(os.environ.get("LONGTAKE_FUZZ_SEED", "2"))
-_NUM_CASES = int(os.environ.get("LONGTAKE_FUZZ_CASES", "200"))
+_NUM_CASES = int(os.environ.get("LONGTAKE_FUZZ_CASES", "120"))
 
 
 def _cases() -> list[Any]:

@@ -115,16 +115,25 @@ def read_catalog(tree: Tree, path: Path) -> list[dict[str, Any]]:
 
 
 def read_cache(tree: Tree, folder: Path) -> dict[str, list[str]]:
-    """Checksums of the tensors of each file, sorted, by kind; files are named by code's digest."""
+    """Checksums of the tensors of each entry, sorted, by kind; entries are named by code's digest.
+
+    An entry is a file in trees before there were packs, of which each has many.
+    """
     from safetensors import safe_open
 
     found: dict[str, list[str]] = {}
     names = tree.old_names("files")
     for path in sorted(folder.rglob("*.safetensors")):
+        entries: dict[str, dict[str, Any]] = {}
         kind = path.relative_to(folder).parts[0]
+        if kind == "index":
+            continue
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        found.setdefault(names.get(kind, kind), []).append(_digest(tensors))
+            for full in file.keys():  # noqa: SIM118
+                key, _, name = full.rpartition(".")
+                entries.setdefault(key, {})[name] = file.get_tensor(full)
+        digests = [_digest(tensors) for tensors in entries.values()]
+        found.setdefault(names.get(kind, kind), []).extend(digests)
     return {kind: sorted(each) for kind, each in found.items()}
 
 

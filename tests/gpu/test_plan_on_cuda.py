@@ -10,12 +10,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.build import hold_weights
 from torch import Tensor, nn
 
 from longtake import config
 from longtake.models.build import flow_losses
-from longtake.models.quantized import quantize_linears
-from longtake.models.streamed import StreamedBlocks
 from longtake.planner.activation_checkpointing import (
     ACTIVATIONS,
     BlockOption,
@@ -137,12 +136,7 @@ def test_mixtures_take_what_was_predicted(weights: BlockWeights) -> None:
         name: BlockOption(activations, weights)
         for name, activations in zip(names, cycle(reversed(ACTIVATIONS)), strict=False)
     }
-    blocks = list(real.tracer.subject.blocks.values())
-    if weights == "stream":
-        StreamedBlocks(blocks, device)
-    elif weights != "keep":
-        for block in blocks:
-            quantize_linears(block, weights)
+    hold_weights(real.tracer.subject.blocks, options, "cuda")
     trace = planned.tracer.trace(options)
     memory, *outcome = _run(real, options, device)
     beside = [size - trace.weight_bytes for size in (trace.forward_end_bytes, trace.peak_bytes)]

@@ -455,6 +455,23 @@ def test_a_gradient_that_grows_while_the_loss_falls_is_fine() -> None:
     assert last.message.startswith("The gradient norm has risen")
 
 
+@pytest.mark.parametrize(("every", "is_found"), [(5, False), (25, True)])
+def test_a_rise_to_a_gradient_norm_that_is_not_rare_is_no_divergence(
+    every: int, is_found: bool
+) -> None:
+    """One step in 5 or 25 has 1.4 instead of 0.3, with a higher loss; of the last 16 ten have."""
+    recent = [step for step in range(_AT, _AT + 16) if step % 2 == 0 or step % 5 == 0]
+    steps = [
+        replace(louder(step, 1.3), grad_norm=1.4)
+        if step.step in recent or (step.step < _AT and step.step % every == 0)
+        else replace(step, grad_norm=0.3)
+        for step in healthy(_AT + 16)
+    ]
+    assert len(recent) == 10
+    last = judged(steps)[-1]
+    assert (last.reason == "divergence") == is_found, last
+
+
 def test_a_short_bad_stretch_is_no_divergence() -> None:
     steps = healthy(900)
     steps[_AT : _AT + 6] = [louder(step, 1.8) for step in steps[_AT : _AT + 6]]

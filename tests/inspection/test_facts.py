@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import tomllib
@@ -18,9 +19,16 @@ from longtake.data.clip import Clip, Media
 from longtake.data.loader import Batch
 from longtake.errors import DataError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.inspection.facts import command_to_sample, evaluated, incidents, run_facts, step_facts
+from longtake.inspection.facts import (
+    command_to_sample,
+    evaluated,
+    incidents,
+    restarts,
+    run_facts,
+    step_facts,
+)
 from longtake.inspection.rows import read_rows
-from longtake.inspection.tables import _evaluated, incident_sentence
+from longtake.inspection.tables import _evaluated, incident_sentence, restart_sentence
 from longtake.lease import Leases
 from longtake.node_dir import NodeDirectory, read_events
 from longtake.run_dir import RunDirectory
@@ -103,10 +111,19 @@ def test_only_the_runs_own_checkpoints_are_listed(told: RunDirectory) -> None:
     assert [each["step"] for each in run_facts(told)["checkpoints"]] == [12, 24]
 
 
-def test_the_suggested_sample_has_a_clips_further_inputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("/clips/a cat.png", "/before/a cat.png"),
+        ("s3://films/clips/a cat.png", "a cat.png"),  # which is to be fetched
+    ],
+)
+def test_the_suggested_sample_has_a_clips_further_inputs(
+    path: str, given: str, tmp_path: Path
+) -> None:
     clip = Clip(
         identity="0" * 32,
-        media=Media("/clips/a cat.png"),
+        media=Media(path),
         kind="image",
         caption="a cat's hat",
         num_frames=1,
@@ -138,7 +155,7 @@ def test_the_suggested_sample_has_a_clips_further_inputs(tmp_path: Path) -> None
     assert words[:3] == ["longtake", "sample", str(run.path)]
     assert words[3:] == [
         *("--prompt", "a cat's hat"),
-        *("--conditioning", "before=/before/a cat.png"),
+        *("--conditioning", f"before={given}"),
         *("--out", "sample.png"),
     ]
 
@@ -310,14 +327,46 @@ def test_a_rank_that_failed_is_told_with_where_and_of_what(told: RunDirectory) -
         "kind": "killed",
         "log": "rank_0003.log",
     }
-    NodeDirectory(told, "gpu07").append_event("rank_failed", **facts, error="killed by SIGKILL")
+    node = NodeDirectory(told, "gpu07")
+    reason = "rank 3 (process 7) is gone without having ended: step 4, backward."
+    node.append_event("rank_failed", **facts, source="watcher", error="gone", reason=reason)
     (failed,) = _incidents(told)
     assert failed["at"] == 5
-    assert incident_sentence(failed) == "rank failed on gpu07: rank 3 (backward): killed by SIGKILL"
-    reason = "rank 3 (process 7) is gone without having ended: step 4, backward."
-    assert incident_sentence(
-        {**failed, "source": "watcher", "error": "gone", "reason": reason}
-    ) == (f"rank failed on gpu07: {reason}")
+    assert incident_sentence(failed) == f"rank failed on gpu07: {reason}"
+    # Its launcher knows more, and it failed once.
+    node.append_event("rank_failed", **facts, source="launcher", error="killed by SIGKILL")
+    (failed,) = _incidents(told)
+    said = "rank failed on gpu07: rank 3 (phase backward): killed by SIGKILL"
+    assert incident_sentence(failed) == said
+    told.append_event("resumed", step=2, lost_steps=2)
+    (restart,) = restarts(told)
+    assert re.fullmatch(
+        r"Steps 3 to 4 were trained again by the launch that began at .* UTC, because at [\d:]+ "
+        rf"UTC a {re.escape(said)}",
+        restart_sentence(restart),
+    )
+
+
+def test_a_stall_that_is_diagnosed_again_is_told_once_with_its_length(told: RunDirectory) -> None:
+    """Until it ended; a later one of the same worker is another. Clock steps change no order."""
+    node, suspects = NodeDirectory(told, "gpu07"), [{"host": "gpu07", "pid": 9}]
+
+    def stall(token: str, sentence: str, **facts: Any) -> None:
+        found = {"launch": "a", "step": 4, "token": token, "suspects": suspects} | facts
+        node.append_event("stalled", sentence=sentence, **found)
+
+    stall("a", "for 6 s")
+    node.append_event("clock_stepped", time="2020-01-01T00:00:00+00:00", seconds=-1e8)
+    stall("b", "for 12 s", time="2020-01-01T00:00:01+00:00")
+    stall("c", "another", suspects=[{"host": "gpu08", "pid": 9}])
+    node.append_event("stall_cleared", token="b", seconds=14.0)
+    stall("d", "for 7 s")
+    assert [incident_sentence(each) for each in _incidents(told)] == [
+        "stalled for 14 s on gpu07: for 12 s",
+        "clock stepped -1e+08 s on gpu07",
+        "stalled on gpu07: another",
+        "stalled on gpu07: for 7 s",
+    ]
 
 
 def test_the_newest_result_stands_for_a_preset(

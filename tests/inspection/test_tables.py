@@ -1,5 +1,6 @@
 """What people read of a run."""
 
+import json
 import re
 from collections.abc import Callable
 from io import StringIO
@@ -32,6 +33,19 @@ def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
     assert "8 steps that were done, and given up" in text
     place = lines.index("  resume:")
     assert lines[place + 1] == f"    {told.resume_command()}"
+
+
+def test_the_newest_step_says_what_stores_gave(told: RunDirectory) -> None:
+    *before, last = told.metrics_path.read_text().splitlines(keepends=True)
+    fetched = {"store_bytes": 3 * 10**6, "store_seconds": 0.5, "store_retries": 2}
+    told.metrics_path.write_text(
+        "".join(before) + json.dumps(json.loads(last) | {"data_seconds": 0.125} | fetched) + "\n"
+    )
+    words = " ".join(" ".join(_printed(print_run, run_facts(told))).split())
+    assert (
+        "0.25 s, 0.125 s of it waiting for data; fetched 2.86 MiB from stores at 5.72 MiB/s a "
+        "request, 2 retries" in words
+    )
 
 
 def test_what_is_inside_of_an_event_is_told_in_words() -> None:

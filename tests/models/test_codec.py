@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.families import release_flux2
 from torch import Tensor
 
 from longtake.config import Bucket, CodecSection
@@ -13,6 +14,7 @@ from longtake.models.codec import (
     AutoencoderCodec,
     Codec,
     ImageCodec,
+    PatchedImageCodec,
     PixelCodec,
     build_codec,
     outline_codec,
@@ -269,6 +271,31 @@ def test_images_are_decoded_as_by_the_pipeline() -> None:
         pixels = autoencoder.decode(latents[:, :, 0] / 0.3611 + 0.1159).sample
     expected = ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     assert torch.equal(codec.decode(latents)[:, :, 0], expected)
+
+
+def test_latents_of_patches_are_those_of_flux2s_pipeline() -> None:
+    """Normalised by buffers of the autoencoder; decoding undoes it."""
+    from diffusers import Flux2Pipeline
+
+    torch.manual_seed(0)
+    codec = PatchedImageCodec(release_flux2.vae())
+    pixels = torch.randint(0, 256, (2, 3, 1, 32, 48), dtype=torch.uint8)
+    pipeline = Flux2Pipeline(None, codec.autoencoder, *[None] * 3)
+    images = pipeline.image_processor.preprocess(pixels[:, :, 0].float() / 255)
+    with torch.no_grad():
+        expected = pipeline._encode_vae_image(images, torch.Generator())
+        mode = codec.autoencoder.encode(images).latent_dist.mode()  # type: ignore[operator]
+        decoded = codec.autoencoder.decode(mode).sample  # type: ignore[operator]
+    latents = codec.encode(pixels)
+    torch.testing.assert_close(latents[:, :, 0], expected, atol=1e-5, rtol=1e-5)
+    assert tuple(latents.shape[1:]) == (
+        16,
+        *codec.latent_shape(Bucket(num_frames=1, height=32, width=48)),
+    )
+    difference = ((decoded + 1) * 127.5).clamp(0, 255) - codec.decode(latents)[:, :, 0]
+    assert difference.abs().max() <= 1
+    with pytest.raises(RecipeError, match=r"divisible by 16\. The nearest that fits is 1 .* 48x32"):
+        codec.latent_shape(Bucket(num_frames=1, height=39, width=48))
 
 
 def test_frames_are_encoded_one_by_one() -> None:

@@ -1,5 +1,6 @@
 """Further inputs become the model's tensors, of the shapes that a plan expects."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from longtake.config import Bucket, ConditioningSection
 from longtake.data.conditioning import empty_conditioning
 from longtake.models.base import family
 from longtake.models.codec import Codec, PixelCodec, build_codec
-from longtake.models.conditioning import condition_on, loss_weights, on_latents, outline_input
+from longtake.models.conditioning import condition_on, loss_weights, on_latents, outline_inputs
 
 _BUCKET = Bucket(num_frames=5, height=16, width=32)
 _SECTIONS: dict[str, dict[str, Any]] = {
@@ -34,17 +35,18 @@ def codec(request: pytest.FixtureRequest, small_recipe: MakeRecipe) -> Codec:
 
 @pytest.mark.parametrize("name", _SECTIONS)
 def test_an_outline_has_the_shapes_of_what_is_read(name: str, codec: Codec) -> None:
+    parts: Any = SimpleNamespace(family=family("wan"), codec=codec, text=None)
     section = ConditioningSection.model_validate({"path": "{stem}.x", **_SECTIONS[name]})
     read = empty_conditioning(section, _BUCKET, 2)
     read[...] = np.random.default_rng(0).integers(0, 256, read.shape)
-    found = condition_on(codec, name, section, torch.from_numpy(read))
-    outlined = outline_input(codec, name, section, _BUCKET)
+    found = condition_on(parts, {name: section}, {name: torch.from_numpy(read)}, _BUCKET)
+    outlined = outline_inputs(parts, {name: section}, _BUCKET)
     assert found.keys() == outlined.keys()
     for key, tensor in found.items():
         assert (2, *outlined[key].shape[1:]) == tensor.shape
         assert tensor.dtype == outlined[key].dtype == torch.float32
     if section.is_encoded:
-        alone = condition_on(codec, name, section, torch.from_numpy(read[1:]))
+        alone = condition_on(parts, {name: section}, {name: torch.from_numpy(read[1:])}, _BUCKET)
         assert torch.equal(found[f"{name}_latents"][1:], alone[f"{name}_latents"])
     if section.encode is False:
         assert (found[name].min().item(), found[name].max().item()) == (-1, 1)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -24,6 +25,7 @@ from longtake.models.deferred_init import (
     files_in,
     on_meta,
     parameters_on_meta,
+    record,
 )
 from longtake.models.numerics import keep_weights_in, main_dtype
 from longtake.models.wan import Wan
@@ -240,17 +242,12 @@ def test_weights_of_another_class_are_refused_too(tmp_path: Path) -> None:
             {"boundary_ratio": 0.875, "transformer_2": ["diffusers", "WanTransformer3DModel"]},
             r"has two transformers, each for a part of the noise levels \(boundary_ratio 0\.875\)",
         ),
-        (
-            {"in_channels": 36, "out_channels": 16},
-            {"_class_name": "WanImageToVideoPipeline", "transformer_2": [None, None]},
-            r"is an image-to-video variant of Wan \(in_channels 36, out_channels 16, WanImageToVi",
-        ),
     ],
 )
 def test_a_wan_that_is_not_trained_says_what_it_is(
     weights: bool, config: dict[str, Any], pipeline: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """Wan 2.2 A14B and image-to-video, before any weight is read."""
+    """Wan 2.2 A14B, before any weight is read."""
     _wan(tmp_path)
     file = tmp_path / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
@@ -333,6 +330,107 @@ def test_what_is_read_later_is_what_is_loaded_at_once(
     assert dict(later.model.config) == dict(at_once.model.config)  # type: ignore[arg-type]
 
 
+_RANDOM: dict[str, dict[str, Any]] = {
+    "wan": {name: _SIZE[name] for name in _SIZE if name not in ("text_dim", *_FITTED)},
+    "flux": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2}
+    | {"attention_head_dim": 16, "axes_dims_rope": [4, 6, 6]},
+    "tubelet": {"hidden_size": 24, "num_blocks": 2, "num_heads": 2},
+}
+
+
+def _random_recipe(family: str, **trainable: Any) -> Recipe:
+    made = {"family": family, "config": _RANDOM[family]}
+    sections: dict[str, Any] = {"model": made, "trainable": trainable}
+    if family == "flux":
+        sections["data"] = {"catalog": "c.parquet"}
+        sections["data"]["buckets"] = [{"num_frames": 1, "height": 32, "width": 32}]
+        small = {"hidden_size": 10, "intermediate_size": 10, "num_hidden_layers": 1}
+        pooled = {"config": small | {"num_attention_heads": 2}}
+        config = {name: _ENCODER[name] for name in _ENCODER if name != "vocab_size"}
+        sections["text"] = {"kind": "transformers", "config": config, "pooled": pooled}
+        sections["codec"] = {"kind": "autoencoder", "config": {"latent_channels": 4}}
+    if family == "tubelet":
+        sections |= {"codec": {"kind": "pixels"}, "text": {"kind": "words"}}
+        made["config"] = _RANDOM[family] | {"patch_size": [1, 4, 4]}
+    return _cached_recipe(**sections)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("trainable", [{}, {"kind": "lora", "rank": 2}], ids=["all", "lora"])
+@pytest.mark.parametrize("family", _RANDOM)
+def test_what_is_drawn_later_is_what_is_drawn_at_once(
+    family: str, trainable: dict[str, Any], dtype: str
+) -> None:
+    recipe = _random_recipe(family, **trainable)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
+    at_once, later = _assembled(recipe), _assembled(recipe, "seed")
+    assert len(later.unfilled.parameters) > 20
+    torch.rand(3)  # what was drawn meanwhile changes nothing
+    expected, found = _values(at_once.model), _values(_filled(later))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+class _Drawing(nn.Module):
+    """Initialised in all the ways that constructors use: views, new tensors, own dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4, padding_idx=1)
+        self.table = nn.Parameter(torch.randn(1, 6, 4) / 2)
+        self.fused = nn.Linear(4, 12)
+        for part in self.fused.weight.data.chunk(3):
+            nn.init.xavier_uniform_(part)
+        self.scale = nn.Parameter(torch.linspace(0, 1, 7).exp().flip(0))
+        self.norm = nn.LayerNorm(4)
+        nn.init.kaiming_normal_(self.fused.bias.view(3, 4))
+        self.gate = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16).normal_())
+
+
+class _Buffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.randn(4))
+        self.linear = nn.Linear(4, 4)
+
+
+class _Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        nn.init.trunc_normal_(self.linear.weight)  # draws nothing on the meta device
+
+
+class _Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, int(torch.ones(()).item()))
+
+
+def _on_meta(module_class: type[nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return module_class()
+
+
+def test_a_constructor_is_run_again_parameter_by_parameter() -> None:
+    torch.manual_seed(5)
+    program = record(partial(_on_meta, _Drawing))
+    expected = _Drawing()
+    assert program is not None
+    found = {name: torch.zeros_like(each) for name, each in expected.named_parameters()}
+    program.run(found)
+    for name, each in expected.named_parameters():
+        assert torch.equal(found[name], each), name
+
+
+@pytest.mark.parametrize("module_class", [_Buffer, _Asking, _Reading])
+def test_a_constructor_that_cannot_be_run_again_is_known(module_class: type[nn.Module]) -> None:
+    """It draws a buffer, or does something else on the meta device, or reads values there."""
+    assert record(partial(_on_meta, module_class)) is None
+
+
 def test_weights_in_other_files_are_loaded_at_once(tmp_path: Path) -> None:
     _wan(tmp_path, safe_serialization=False)
     assert files_in(tmp_path / "transformer") is None
@@ -372,12 +470,14 @@ def test_where_a_training_takes_its_weights_from() -> None:
     """What is trained whole is in the checkpoint; a frozen base is not, and new weights nowhere."""
     lora = {"kind": "lora"}
     there = {"family": "wan", "pretrained": "somewhere"}
-    assert source_of(_cached_recipe(), resumed=False) == "here"
-    assert source_of(_cached_recipe(), resumed=True) == "checkpoint"
-    assert source_of(_cached_recipe(trainable=lora), resumed=True) == "here"
-    assert source_of(_cached_recipe(model=there), resumed=False) == "files"
-    assert source_of(_cached_recipe(model=there), resumed=True) == "checkpoint"
-    assert source_of(_cached_recipe(model=there, trainable=lora), resumed=True) == "files"
+    for is_sharded, drawn in ((False, "here"), (True, "seed")):
+        find = partial(source_of, is_sharded=is_sharded)
+        assert find(_cached_recipe(), resumed=False) == drawn
+        assert find(_cached_recipe(), resumed=True) == "checkpoint"
+        assert find(_cached_recipe(trainable=lora), resumed=True) == drawn
+        assert find(_cached_recipe(model=there), resumed=False) == "files"
+        assert find(_cached_recipe(model=there), resumed=True) == "checkpoint"
+        assert find(_cached_recipe(model=there, trainable=lora), resumed=True) == "files"
 
 
 class _Tied(nn.Module):
@@ -404,7 +504,6 @@ _ON_TWO_RANKS = """
 
     import torch
     import torch.distributed as dist
-    from diffusers import WanTransformer3DModel
     from longtake import config
     from longtake.config import ParallelSection
     from longtake.models.build import assemble
@@ -422,32 +521,35 @@ _ON_TWO_RANKS = """
     recipe = config.load(folder / "recipe.toml")
     with join("cpu", ParallelSection(strategy="shard"), None) as world:
         before = resident()
-        parts = assemble(recipe, ["x"], None, frozen_parts=False, weights="files")
+        parts = assemble(recipe, ["x"], None, frozen_parts=False, weights=sys.argv[2])
         size = sum(each.parameter.nbytes for each in parts.unfilled.parameters)
         run = RunDirectory(recipe.out)
         build_state(Session(recipe, run, world, Console(quiet=True), "fp32"), parts)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         (folder / f"grown_{world.rank}").write_text(f"{(peak - before) / size}")
-        there = WanTransformer3DModel.from_pretrained(folder / "transformer").state_dict()
+        whole = assemble(recipe, ["x"], None, frozen_parts=False).model.state_dict()
         for name, value in parts.model.state_dict().items():
-            plain = name.replace(".base_layer.", ".")
-            if plain in there:
-                assert torch.equal(value.full_tensor(), there[plain]), name
+            assert torch.equal(value.full_tensor(), whole[name]), name
         dist.barrier()
 """
 
 
-def test_each_rank_reads_its_share(tmp_path: Path, run_on_two_ranks: Callable[..., None]) -> None:
+@pytest.mark.parametrize("source", ["files", "seed"])
+def test_each_rank_reads_or_draws_its_share(
+    source: Source, tmp_path: Path, run_on_two_ranks: Callable[..., None]
+) -> None:
     """Of a model that two ranks share, neither ever has all of it in memory."""
     large = {"ffn_dim": 16384, "num_layers": 6, "num_attention_heads": 16, "attention_head_dim": 32}
-    torch.manual_seed(0)
-    model: Any = WanTransformer3DModel(**(_SIZE | large))
-    model.save_pretrained(tmp_path / "transformer")
-    del model
-    there = {"family": "wan", "pretrained": str(tmp_path)}
-    recipe = _cached_recipe(model=there, trainable={"kind": "lora", "rank": 1}, ema={"decay": 0.0})
+    made: dict[str, Any] = {"family": "wan", "config": _RANDOM["wan"] | large}
+    if source == "files":
+        torch.manual_seed(0)
+        model: Any = WanTransformer3DModel(**(_SIZE | large))
+        model.save_pretrained(tmp_path / "transformer")
+        del model
+        made = {"family": "wan", "pretrained": str(tmp_path)}
+    recipe = _cached_recipe(model=made, trainable={"kind": "lora", "rank": 1}, ema={"decay": 0.0})
     (tmp_path / "recipe.toml").write_text(config.dump(recipe))
     (tmp_path / "ranks.py").write_text(dedent(_ON_TWO_RANKS))
-    run_on_two_ranks(str(tmp_path / "ranks.py"), str(tmp_path))
+    run_on_two_ranks(str(tmp_path / "ranks.py"), str(tmp_path), source)
     grown = [float((tmp_path / f"grown_{rank}").read_text()) for rank in range(2)]
     assert all(0.3 < each < 0.75 for each in grown), grown

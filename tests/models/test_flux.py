@@ -9,11 +9,12 @@ from torch import Tensor
 
 from longtake.config import CodecSection, ModelSection, PooledSection, TextSection
 from longtake.errors import ModelError, RecipeError
+from longtake.flow.shift import ShiftRule
 from longtake.flow.timesteps import build_sigmas
 from longtake.models.base import LatentShape
 from longtake.models.codec import Codec, PixelCodec, build_codec
 from longtake.models.flux import Flux, FluxKontext, image_ids, pack, unpack
-from longtake.models.text import PooledText, TextEncoder, build_text
+from longtake.models.text import TextEncoder, TransformersText, build_text
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
 _SHAPE = LatentShape(channels=4, num_frames=1, height=6, width=8)
@@ -27,7 +28,7 @@ _TINY: dict[str, Any] = {
 }
 
 
-def _text() -> PooledText:
+def _text() -> TransformersText:
     section = TextSection(
         kind="transformers",
         config={"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
@@ -43,8 +44,8 @@ def _text() -> PooledText:
         ),
     )
     torch.manual_seed(2)
-    text = build_text(section, Flux.frozen, _CAPTIONS, None)
-    assert isinstance(text, PooledText)
+    text = build_text(section, Flux(), _CAPTIONS, None)
+    assert isinstance(text, TransformersText)
     return text
 
 
@@ -218,7 +219,7 @@ def test_wrong_arguments_are_named(config: dict[str, Any], message: str) -> None
 def test_one_text_encoder_is_not_enough(section: TextSection) -> None:
     """Neither words nor one encoder; the message says what to add."""
     with pytest.raises(RecipeError, match=r"two text encoders, .* section \[text\.pooled\]"):
-        _model(build_text(section, Flux.frozen, _CAPTIONS, None))
+        _model(build_text(section, Flux(), _CAPTIONS, None))
 
 
 @pytest.mark.parametrize("family", [Flux(), FluxKontext()])
@@ -229,7 +230,8 @@ def test_an_exported_pipeline_loads_and_samples(family: Flux, tmp_path: Path) ->
 
     text, codec = _text(), _codec()
     model = _model(text)
-    family.export(model, codec, text, 3.0, 3.0, tmp_path)
+    section = ModelSection(family="flux")
+    family.export(section, model, codec, text, ShiftRule(3.0), 3.0, tmp_path)
     pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(tmp_path)
     loaded = pipeline.transformer.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
@@ -255,5 +257,13 @@ def test_an_exported_pipeline_loads_and_samples(family: Flux, tmp_path: Path) ->
 def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> None:
     text = _text()
     with pytest.raises(RecipeError, match=r"A FluxKontextPipeline needs .* has PixelCodec"):
-        FluxKontext().export(_model(text), PixelCodec(), text, 5.0, 5.0, tmp_path / "out")
+        FluxKontext().export(
+            ModelSection(family="flux_kontext"),
+            _model(text),
+            PixelCodec(),
+            text,
+            ShiftRule(5.0),
+            5.0,
+            tmp_path / "out",
+        )
     assert not (tmp_path / "out").exists()

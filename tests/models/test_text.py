@@ -10,11 +10,9 @@ import torch
 from longtake.config import PooledSection, TextSection
 from longtake.errors import DataError, RecipeError
 from longtake.models.flux import Flux
-from longtake.models.pretrained import FrozenParts
 from longtake.models.text import (
     LENGTH_STEP,
     MAX_WORDS,
-    PooledText,
     TextEncoder,
     TransformersText,
     WordIds,
@@ -35,7 +33,7 @@ _CLIP: dict[str, Any] = {
 
 
 def _words(captions: list[str] = _CAPTIONS, made: Path | None = None, **keys: Any) -> WordIds:
-    text = build_text(TextSection(**{"max_tokens": 8} | keys), Wan.frozen, captions, made)
+    text = build_text(TextSection(**{"max_tokens": 8} | keys), Wan(), captions, made)
     assert isinstance(text, WordIds)
     return text
 
@@ -44,9 +42,9 @@ def _section(**config: Any) -> TextSection:
     return TextSection(kind="transformers", config=_TINY | config, max_tokens=8)
 
 
-def _encoder(parts: FrozenParts = Wan.frozen) -> TransformersText:
+def _encoder() -> TransformersText:
     torch.manual_seed(0)
-    text = build_text(_section(), parts, _CAPTIONS, None)
+    text = build_text(_section(), Wan(), _CAPTIONS, None)
     assert isinstance(text, TransformersText)
     return text
 
@@ -63,10 +61,10 @@ def _loaded_from(folder: Path, **keys: Any) -> TextSection:
     return TextSection(**given | keys)
 
 
-def _pooled(made: Path | None = None, **keys: Any) -> PooledText:
+def _pooled(made: Path | None = None, **keys: Any) -> TransformersText:
     torch.manual_seed(0)
-    text = build_text(_two_encoders(**keys), Flux.frozen, _CAPTIONS, made)
-    assert isinstance(text, PooledText)
+    text = build_text(_two_encoders(**keys), Flux(), _CAPTIONS, made)
+    assert isinstance(text, TransformersText)
     return text
 
 
@@ -134,7 +132,7 @@ def test_saved_words_keep_their_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize("section", [TextSection(), _section()])
 def test_a_catalog_without_words_is_refused(section: TextSection, captions: list[str]) -> None:
     with pytest.raises(DataError, match="hold no words"):
-        build_text(section, Wan.frozen, captions, None)
+        build_text(section, Wan(), captions, None)
 
 
 def test_padding_that_is_not_computed_changes_nothing() -> None:
@@ -142,7 +140,7 @@ def test_padding_that_is_not_computed_changes_nothing() -> None:
     torch.manual_seed(0)
     section = _section().model_copy(update={"max_tokens": 3 * LENGTH_STEP})
     captions = [" ".join(["red", "ball", "rolls"] * count) for count in (1, 13, 9, 40, 3)]
-    text = build_text(section, Wan.frozen, captions, None)
+    text = build_text(section, Wan(), captions, None)
     assert isinstance(text, TransformersText)
     widths = list[int]()
     text.encoder.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
@@ -161,10 +159,9 @@ def test_padding_that_is_not_computed_changes_nothing() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("parts", [Wan.frozen, Flux.frozen])
-def test_embeddings_are_zero_after_the_end(parts: FrozenParts) -> None:
+def test_embeddings_are_zero_after_the_end() -> None:
     """[B, T, D] fp32: words and the end token are embedded, the padding is zero."""
-    text = _encoder(parts)
+    text = _encoder()
     embeds = text.encode(["red ball", ""])["prompt_embeds"]
     assert (embeds.shape, embeds.dtype) == ((2, 8, 16), torch.float32)
     assert text.embed_dim == 16
@@ -172,9 +169,8 @@ def test_embeddings_are_zero_after_the_end(parts: FrozenParts) -> None:
     assert not embeds[0, 3:].any()
 
 
-@pytest.mark.parametrize("parts", [Wan.frozen, Flux.frozen])
-def test_a_caption_means_the_same_in_any_batch(parts: FrozenParts) -> None:
-    text = _encoder(parts)
+def test_a_caption_means_the_same_in_any_batch() -> None:
+    text = _encoder()
     together = text.encode(_CAPTIONS)["prompt_embeds"]
     for row, caption in zip(together, _CAPTIONS, strict=True):
         torch.testing.assert_close(row, text.encode([caption])["prompt_embeds"][0])
@@ -207,7 +203,7 @@ def test_a_saved_encoder_gives_the_same_embeddings(
     text = _encoder()
     text.save(tmp_path)
     torch.manual_seed(1)
-    again = build_text(_section(), Wan.frozen, ["other words"], tmp_path)
+    again = build_text(_section(), Wan(), ["other words"], tmp_path)
     expected = text.encode(_CAPTIONS)["prompt_embeds"]
     assert torch.equal(again.encode(_CAPTIONS)["prompt_embeds"], expected)
     assert again.unknown_words("a Grün ball") == ["Grün"]
@@ -217,7 +213,7 @@ def test_a_saved_encoder_gives_the_same_embeddings(
 def test_a_pretrained_encoder_is_loaded_and_not_copied(tmp_path: Path) -> None:
     text = _encoder()
     text.save(tmp_path)
-    loaded = build_text(_loaded_from(tmp_path, dtype="fp32"), Wan.frozen, [], None)
+    loaded = build_text(_loaded_from(tmp_path, dtype="fp32"), Wan(), [], None)
     expected = text.encode(_CAPTIONS)["prompt_embeds"]
     assert torch.equal(loaded.encode(_CAPTIONS)["prompt_embeds"], expected)
     loaded.save(tmp_path / "copy")
@@ -231,8 +227,8 @@ def test_a_pretrained_encoder_is_kept_in_bf16_unless_the_recipe_asks(tmp_path: P
     section = _loaded_from(tmp_path, pooled=PooledSection(max_tokens=7))
     exact = section.model_copy(update={"dtype": "fp32"})
     for asked, dtype in ((section, torch.bfloat16), (exact, torch.float32)):
-        loaded = build_text(asked, Flux.frozen, [], None)
-        outlined = outline_text(asked, Flux.frozen)
+        loaded = build_text(asked, Flux(), [], None)
+        outlined = outline_text(asked, Flux())
         for module in (*loaded.modules(), *outlined.modules()):
             assert {p.dtype for p in module.parameters()} == {dtype}
         for name, expected in text.encode(_CAPTIONS).items():
@@ -255,7 +251,7 @@ def test_a_pretrained_encoder_is_kept_in_bf16_unless_the_recipe_asks(tmp_path: P
 def test_wrong_sections_are_refused(section: TextSection, message: str) -> None:
     """Misspelt arguments, wrong types, and keys that nothing would read."""
     with pytest.raises(RecipeError, match=message):
-        build_text(section, Wan.frozen, _CAPTIONS, None)
+        build_text(section, Wan(), _CAPTIONS, None)
 
 
 @pytest.mark.parametrize("caption", ["a red ball", "", "a  red\nball &amp; more ", "a red " * 9])
@@ -301,7 +297,7 @@ def test_two_saved_encoders_come_back_as_a_pipeline_lays_them(tmp_path: Path) ->
     folders = ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"]
     assert sorted(folder.name for folder in tmp_path.iterdir()) == folders
     torch.manual_seed(1)
-    again = build_text(_two_encoders(), Flux.frozen, ["other words"], tmp_path)
+    again = build_text(_two_encoders(), Flux(), ["other words"], tmp_path)
     for name, expected in text.encode(_CAPTIONS).items():
         assert torch.equal(again.encode(_CAPTIONS)[name], expected)
 
@@ -311,7 +307,7 @@ def test_the_second_encoder_is_from_where_the_first_is(tmp_path: Path) -> None:
     text = _pooled()
     text.save(tmp_path)
     section = _loaded_from(tmp_path, dtype="fp32", pooled=PooledSection(max_tokens=7))
-    loaded = build_text(section, Flux.frozen, [], None)
+    loaded = build_text(section, Flux(), [], None)
     for name, expected in text.encode(_CAPTIONS).items():
         assert torch.equal(loaded.encode(_CAPTIONS)[name], expected)
     loaded.save(tmp_path / "copy")
@@ -337,12 +333,12 @@ def test_a_wrong_second_section_is_refused(pooled: dict[str, Any], message: str)
     with pytest.raises(RecipeError, match=message):
         _pooled(**pooled)
     with pytest.raises(RecipeError, match=message):
-        outline_text(_two_encoders(**pooled), Flux.frozen)
+        outline_text(_two_encoders(**pooled), Flux())
 
 
 def test_words_have_no_second_encoder() -> None:
     with pytest.raises(RecipeError, match=r"text\.pooled is set, but it would not be used"):
-        build_text(TextSection(pooled=PooledSection()), Flux.frozen, _CAPTIONS, None)
+        build_text(TextSection(pooled=PooledSection()), Flux(), _CAPTIONS, None)
 
 
 @pytest.mark.parametrize("text", [_words(), _encoder(), _pooled()])
@@ -357,8 +353,8 @@ def test_an_outline_tells_the_shapes_of_what_encoding_gives(text: TextEncoder) -
 @pytest.mark.parametrize("section", [TextSection(max_tokens=8), _section(), _two_encoders()])
 def test_an_outlined_encoder_answers_as_the_real_one_will(section: TextSection) -> None:
     """All but its vocabulary, which is taken at its largest, and no weight has a value."""
-    real = build_text(section, Flux.frozen, _CAPTIONS, None)
-    outline = outline_text(section, Flux.frozen)
+    real = build_text(section, Flux(), _CAPTIONS, None)
+    outline = outline_text(section, Flux())
     assert (outline.embed_dim, outline.pooled_dim) == (real.embed_dim, real.pooled_dim)
     assert outline.outline().keys() == real.outline().keys()
     assert outline.max_tokens == real.max_tokens

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longtake.config import CodecSection, ModelSection, TextSection
 from longtake.errors import RecipeError
+from longtake.flow.shift import ShiftRule
 from longtake.flow.timesteps import build_sigmas
 from longtake.models.base import LatentShape
 from longtake.models.codec import AutoencoderCodec, PixelCodec, build_codec
@@ -29,9 +30,7 @@ _TINY: dict[str, Any] = {
 def _text(kind: Any = "transformers") -> TextEncoder:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     config = sizes if kind == "transformers" else {}
-    return build_text(
-        TextSection(kind=kind, config=config, max_tokens=8), Wan.frozen, _CAPTIONS, None
-    )
+    return build_text(TextSection(kind=kind, config=config, max_tokens=8), Wan(), _CAPTIONS, None)
 
 
 def _codec() -> AutoencoderCodec:
@@ -171,7 +170,8 @@ def test_an_exported_pipeline_loads(tmp_path: Path, capfd: pytest.CaptureFixture
     text, codec = _text(), _codec()
     model = _model(text)
     capfd.readouterr()
-    Wan().export(model, codec, text, 5.0, 5.0, tmp_path)
+    section = ModelSection(family="wan")
+    Wan().export(section, model, codec, text, ShiftRule(5.0), 5.0, tmp_path)
     assert capfd.readouterr() == ("", "")
     pipeline = WanPipeline.from_pretrained(tmp_path)
     loaded = pipeline.transformer.state_dict()
@@ -186,7 +186,15 @@ def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> N
     text = _text()
     assert isinstance(text, TransformersText)
     with pytest.raises(RecipeError, match=r"needs an autoencoder .* has PixelCodec"):
-        Wan().export(_model(text), PixelCodec(), text, 5.0, 5.0, tmp_path / "out")
+        Wan().export(
+            ModelSection(family="wan"),
+            _model(text),
+            PixelCodec(),
+            text,
+            ShiftRule(5.0),
+            5.0,
+            tmp_path / "out",
+        )
     assert not (tmp_path / "out").exists()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.build import wait_until
+from tests.build import wait_until, wait_until_still
 
 from longtake.config import WatchSection
 from longtake.fsio import read_json_lines
@@ -86,19 +86,19 @@ class Stage:
     def is_gone(self, pid: int) -> bool:
         process = next(each for each in self.started if each.pid == pid)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(60)
+            process.wait(120)
         return process.returncode is not None
 
     def end(self, pid: int) -> None:
         process = next(each for each in self.started if each.pid == pid)
         process.kill()
-        process.wait(60)
+        process.wait(120)
 
     def close(self) -> None:
         for process in self.started:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with its children
-            process.wait(60)
+            process.wait(120)
             if process.stdout is not None and not process.stdout.closed:
                 print(process.stdout.read())  # noqa: T201 - shown where a test fails
                 process.stdout.close()
@@ -111,6 +111,7 @@ class Stage:
         process = self.start([*by, sys.executable, "-P", str(_BEATING), *arguments])
         assert process.stdout is not None
         assert process.stdout.readline() == "beating\n"
+        wait_until_still(process.pid)
         return process.pid
 
 

@@ -6,13 +6,13 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.build import wait_until
+from tests.build import wait_until, wait_until_still
 from tests.monitor.build import make_dump, make_heartbeat, make_process
 
 from longtake.errors import RunError
@@ -184,16 +184,18 @@ def test_what_is_read_when_time_is_up_is_judged(
     dumps, unread = read_dumps(disk, "t")
     assert ([dump["host"] for dump in dumps], unread) == (["gpu1", "gpu2", "gpu3"], [])
     assert _frames(dumps[0]) is _frames(dumps[2])
-    is_over = threading.Event()
+    is_over, clock = threading.Event(), [0.0]
 
     def read(path: Path) -> NodeDump | None:  # a disk that does not answer for one file
+        clock[0] = 59.8
         if path == nodes[1].dump_path("t"):
-            is_over.wait(30)
+            is_over.wait(600)
         return read_dump(path)
 
     monkeypatch.setattr("longtake.node_dir.read_dump", read)
+    monkeypatch.setattr("longtake.monitor.coordinator.time.monotonic", lambda: clock[0])
     try:
-        dumps, unread = read_dumps(disk, "t", seconds=0.3)
+        dumps, unread = read_dumps(disk, "t", seconds=60.0)
         again = read_dumps(disk, "t")
     finally:
         is_over.set()
@@ -219,6 +221,7 @@ def test_an_answer_that_is_no_dump_is_left_out(tmp_path: Path) -> None:
 
 Stage = Any
 """Plays a run: see conftest.py."""
+pytestmark = pytest.mark.usefixtures("patient_dumps")
 
 
 @pytest.fixture
@@ -252,7 +255,11 @@ def _hearts_here(run: RunDirectory) -> HeartbeatWriter:
     return heart
 
 
-def test_every_node_with_a_watcher_answers(stage: Stage, run: RunDirectory) -> None:
+def test_every_node_with_a_watcher_answers(
+    stage: Stage, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_ALIVE_SECONDS", "_ASKED_SECONDS"):
+        monkeypatch.setattr(f"longtake.monitor.coordinator.{name}", 120.0)
     _watched(stage, "gpu1", "gpu2")
     answers = dump_run(run, native=False)
     facts = group_processes(answers.dumps())
@@ -266,10 +273,16 @@ def test_every_node_with_a_watcher_answers(stage: Stage, run: RunDirectory) -> N
 def test_a_node_whose_watcher_does_not_live_is_not_waited_for(
     stage: Stage, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longtake.monitor.coordinator._ALIVE_SECONDS", 1.5)
+    for name in ("_ALIVE_SECONDS", "_ASKED_SECONDS"):
+        monkeypatch.setattr(f"longtake.monitor.coordinator.{name}", 120.0)
     _, frozen = _watched(stage, "gpu1", "gpu2")
     os.kill(frozen.pid, signal.SIGSTOP)
-    answers = dump_run(run, native=False)
+    wait_until_still(frozen.pid)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(dump_run, run, native=False)
+        wait_until(lambda: list(stage.node("gpu1").path.glob("stacks/asked_*.json")))
+        monkeypatch.setattr("longtake.monitor.coordinator._ALIVE_SECONDS", 0.0)
+        answers = asked.result()
     assert group_processes(answers.dumps())["hosts"] == ["gpu1"]
     assert answers.silent == ()
 
@@ -277,20 +290,16 @@ def test_a_node_whose_watcher_does_not_live_is_not_waited_for(
 def test_a_watcher_that_lives_and_does_not_answer_is_named(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longtake.monitor.coordinator._ALIVE_SECONDS", 0.5)
-    monkeypatch.setattr("longtake.monitor.coordinator._ASKED_SECONDS", 1.5)
-    node, is_over = NodeDirectory(run, "gpu1"), threading.Event()
+    node = NodeDirectory(run, "gpu1")
     node.write_heartbeat({"pid": 1, "beat": 0})
 
-    def beat() -> None:
-        while not is_over.wait(0.2):
-            node.write_heartbeat({"pid": 1, "beat": time.monotonic_ns()})
+    def write(path: Path, record: Any) -> bool:
+        node.write_heartbeat({"pid": 1, "beat": 1})
+        return write_once(path, record)
 
-    thread = threading.Thread(target=beat)
-    thread.start()
+    for name, value in (("_ALIVE_SECONDS", -1.0), ("_ASKED_SECONDS", 0.0), ("write_once", write)):
+        monkeypatch.setattr(f"longtake.monitor.coordinator.{name}", value)
     answers = dump_run(run, native=False)
-    is_over.set()
-    thread.join()
     assert answers.silent == ("gpu1",)
     assert (answers.files, answers.own) == ((), None)
 
@@ -326,7 +335,7 @@ def test_a_process_that_cannot_be_asked() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
 def test_another_users_process_is_not_asked() -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "600"]) as process:
         os.seteuid(65534)
         try:
             with pytest.raises(RunError, match=r"belongs to root, and this is nobody: .*by root"):

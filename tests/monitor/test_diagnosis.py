@@ -23,11 +23,11 @@ from longtake.monitor.diagnosis import (
     classify_wait,
     describe,
     diagnose,
-    for_seconds,
     ranges,
 )
 from longtake.monitor.flight_recorder import read_folders
 from longtake.node_dir import DumpRequest, NodeDump, ProcessDump
+from longtake.node_events import NodeEvent
 from longtake.stacks import is_library_file, short_file, user_frame
 
 _SITE = "/opt/env/lib/python3.11/site-packages"
@@ -44,6 +44,15 @@ _FUTURE = [
 _DATA = [*_FUTURE, ("wait", "/src/longtake/data/decoding.py", 120), *_BASE]
 _READ = [("read", "/src/longtake/data/decode.py", 88), ("main", "/src/longtake/data/worker.py", 50)]
 
+_REQUEST: DumpRequest = {
+    "token": "t",
+    "time": "",
+    "by": "gpu07",
+    "reason": "stall",
+    "rounds": 3,
+    "native": False,
+}
+
 
 def _still(*processes: ProcessDump, host: str = "gpu07", missing: Any = ()) -> NodeDump:
     return make_dump(processes, processes, processes, host=host, missing=missing)
@@ -55,14 +64,7 @@ def _judge(
     silent: Sequence[str] = (),
     flights: dict[str, Path] | None = None,
 ) -> StallDiagnosis:
-    request: DumpRequest = {
-        "token": "t",
-        "time": "",
-        "by": "gpu07",
-        "reason": "stall",
-        "rounds": 3,
-        "native": False,
-    }
+    request = _REQUEST.copy()
     if alarm and alarm["heartbeat"]:
         request["stall"] = cast("Any", {**alarm["heartbeat"], "host": "gpu07", "limit": 6.0})
     recorders, _ = read_folders((flights or {}).values())
@@ -560,6 +562,32 @@ def test_each_kind_of_culprit_has_its_words(suspect: Suspect, expected: str) -> 
     assert _sentence(suspect) == expected
 
 
+def test_a_store_that_workers_wait_for_is_named_before_them() -> None:
+    """Whatever line they wait in; a worker that a signal stopped is named itself."""
+    path = "s3://films/a.mp4 (waiting for its store: s3://films has given nothing for 7 s: refused)"
+    one = replace(_WORKER, clip_path=path)
+    others = [replace(one, host=f"gpu0{number}") for number in range(5)]
+    assert _sentence(one, others[2], _RANK).startswith(
+        "The store s3://films has given nothing for 7 s: refused. gpu07: decode worker 4121 of "
+        "rank 3 has been waiting for it for 12 s, for clip s3://films/a.mp4, and so has 1 other "
+        "worker on gpu02: training continues when the store answers. Also: gpu07: rank 3"
+    )
+    said = _sentence(one, *others)
+    assert "so have 5 other workers on gpu00, gpu01, gpu02 and 2 more nodes: training" in said
+    assert "Also" not in said
+    assert _sentence(replace(one, state="T")).startswith("gpu07: decode worker 4121 of rank 3 is s")
+
+
+def test_what_happened_to_clocks_and_links_before_is_named() -> None:
+    dump = _still(make_process(10, 0, _COLLECTIVE, "forward"), make_process(11, 1, _SLEEP, "data"))
+    step = NodeEvent("gpu03", "clock_stepped", "", "the clock was set back by 2.500 s", 14.0, True)
+    found = diagnose(_REQUEST, [dump], [], {}, events=[step])
+    said = "gpu03: the clock was set back by 2.500 s, 14 s ago"
+    assert found.node_events == (said,)
+    assert found.sentence.startswith("gpu07: rank 1 (process 11)")
+    assert found.sentence.endswith(f" Recent events of nodes: {said}.")
+
+
 def test_further_suspects_and_the_flight_recorder_follow() -> None:
     more = [replace(_RANK, rank=rank, pid=rank) for rank in range(6)]
     missing = MissingIn("mine", "nccl:all_reduce", (1, 2)), MissingIn("x", "op", (4,), True)
@@ -577,11 +605,3 @@ def test_further_suspects_and_the_flight_recorder_follow() -> None:
 )
 def test_ranks_are_told_in_ranges(ranks: list[int], expected: str) -> None:
     assert ranges(ranks) == expected
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0.42, "0.4 s"), (12.4, "12 s"), (119.6, "120 s"), (250, "4 min 10 s"), (7500, "2 h 5 min")],
-)
-def test_times_are_told_as_people_do(seconds: float, expected: str) -> None:
-    assert for_seconds(seconds) == expected

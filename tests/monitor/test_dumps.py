@@ -14,7 +14,9 @@ from tests.monitor.build import make_dump, make_process, make_thread
 
 from longtake import stacks
 from longtake.fsio import write_once
+from longtake.heartbeat import read_heartbeats
 from longtake.monitor.dumps import (
+    EarlyRounds,
     ProcessTrace,
     dump_node,
     dump_tree,
@@ -22,9 +24,12 @@ from longtake.monitor.dumps import (
     prune_requests,
     traces,
 )
+from longtake.monitor.observe import has_moved
 from longtake.node_dir import NodeDirectory, NodeDump, ProcessDump, request_path
 from longtake.run_dir import RunDirectory
 from longtake.stacks import descendants
+
+pytestmark = pytest.mark.usefixtures("patient_dumps")
 
 _PYTHON = sys.executable
 _EARLIER = """
@@ -85,13 +90,29 @@ def test_rounds_tell_who_moves(stage: Any) -> None:
     wait_until(lambda: stacks.dump_process(stopped, native=False).where.endswith("in sleeps"))
     os.kill(stopped, signal.SIGSTOP)
     wait_until(lambda: stacks.state_of(stopped) == "T")
-    dump = _dump(stage.folder(), rounds=3)
-    assert [each["seconds"] for each in dump["rounds"]] == pytest.approx([0, 0.3, 0.6], abs=0.2)
+    dump = _dump(stage.folder(), rounds=3, round_seconds=1.0)
+    assert all(each["seconds"] >= number for number, each in enumerate(dump["rounds"]))
     found = _traced(dump)
     assert found[works].has_moved
     assert not found[stopped].has_moved
     assert found[stopped].last["state"] == stacks.state_of(stopped) == "T"
     assert found[stopped].stack[0][0] == "sleeps"
+
+
+def test_early_rounds_count_only_if_no_rank_has_begun_a_phase_since(stage: Any) -> None:
+    rank = stage.rank("pauses")
+    early = EarlyRounds(stage.folder(), rounds=3, round_seconds=0.0)
+    for _ in range(3):
+        early.collect()
+    dump = _dump(stage.folder(), rounds=3, round_seconds=0.0, early=early.take(None))
+    assert [bool(each["seconds"]) for each in dump["rounds"]] == [False, True, True]
+    assert not _traced(dump)[rank].has_moved
+    assert early.take(None) == []  # they count once
+    early.collect()
+    (before,) = read_heartbeats(stage.folder())
+    os.kill(rank, signal.SIGUSR1)
+    wait_until(lambda: has_moved(before, read_heartbeats(stage.folder())[0]))
+    assert early.take(None) == []
 
 
 def test_of_a_stall_only_those_that_hang_are_read_with_calls_of_c(stage: Any) -> None:

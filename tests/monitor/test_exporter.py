@@ -59,7 +59,7 @@ def exporter() -> Iterator[Exporter]:
 def _scraped(exporter: Exporter) -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{exporter.port}/metrics")
     request.add_header("Accept", "application/openmetrics-text; version=1.0.0")
-    with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - http
+    with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310 - http
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         return str(answer.read().decode())
 

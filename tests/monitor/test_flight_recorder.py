@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -251,17 +250,22 @@ def test_a_rank_without_a_dump_has_never_joined_as_far_as_one_knows() -> None:
 
 
 _PROGRAM = """
-import os, sys, time
+import os, pickle, sys, time
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace
-dist.init_process_group("gloo")
+store = dist.FileStore("store", 2)
+dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
 group = dist.new_group([0, 1], group_desc="mine")
 dist.all_reduce(torch.ones(3))
 dist.all_reduce(torch.ones(4), group=group)
 if os.environ["RANK"] == "0":
     work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
-time.sleep(0.5)  # until all that is done is noted as done
+def is_noted():
+    entries = pickle.loads(_dump_fr_trace())["entries"]
+    return [each["retired"] for each in entries[:2]] == [True, True]
+while not is_noted():
+    time.sleep(0.01)
 open("aside_" + sys.argv[1], "wb").write(_dump_fr_trace())
 os.rename("aside_" + sys.argv[1], sys.argv[1])
 while not (os.path.exists("rank_0") and os.path.exists("rank_1")):
@@ -272,21 +276,18 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_torch_s_own_recorder_is_understood(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    everyone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    everyone |= {"TORCH_FR_BUFFER_SIZE": recorder_environment(tmp_path)["TORCH_FR_BUFFER_SIZE"]}
+    size = recorder_environment(tmp_path)["TORCH_FR_BUFFER_SIZE"]
     started = [
         subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, f"rank_{rank}"],
-            env={**os.environ, **everyone, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env=os.environ
+            | {"TORCH_FR_BUFFER_SIZE": size, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
             cwd=tmp_path,
         )
         for rank in range(2)
     ]
     try:
-        assert [each.wait(60) for each in started] == [0, 0]
+        assert [each.wait(240) for each in started] == [0, 0]
     finally:
         for each in started:
             each.kill()

@@ -208,8 +208,64 @@ class Momentum(torch.optim.Optimizer):
 
 class Asking(Momentum):
     def step(self, closure=None):
-        assert self.param_groups[0]["params"][0].sum().item()
+        assert self.param_groups[0]["params"][0].sum().item() < 9
         super().step()
+        for state in self.state.values():
+            self.keep(state)
+
+    def keep(self, state):
+        state["count"] = state.get("count", 0) + 1
+        sums = state.setdefault("sums", {"first": torch.zeros(3)})
+        sums["first"] += 1
+
+
+class WithoutClosure(Momentum):
+    def step(self):
+        super().step()
+
+
+class NotSaved(Asking):
+    def keep(self, state):
+        state["last"] = None
+
+
+class Growing(Asking):
+    def keep(self, state):
+        state["means"] = torch.cat([state.get("means", torch.zeros(0)), torch.zeros(1)])
+
+
+class Late(Asking):
+    def keep(self, state):
+        if "count" in state:
+            state["late"] = torch.zeros(2)
+        state["count"] = 1
+
+
+class Shared(Momentum):
+    def step(self, closure=None):
+        super().step()
+        self.state["all"]["count"] = 1
+
+
+class Divides(Momentum):
+    def step(self, closure=None):
+        super().step()
+        for state in self.state.values():
+            state["mean"].mul_(1 / self.param_groups[0]["lr"])
+
+
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        self.rate = lr
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        pass
+
+
+class WithFunction(Momentum):
+    def __init__(self, params, lr):
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "rule": lambda mean: mean})
 """
 
 
@@ -221,10 +277,13 @@ def _own_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_own_optimizers")
-def test_an_optimizer_of_the_users_own_trains_and_goes_on_after_a_break(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Momentum", "Asking"])
+def test_an_optimizer_of_the_users_own_trains_and_goes_on_after_a_break(
+    tmp_path: Path, name: str
+) -> None:
     """It has the recipe's rate, decay and options; what its states take is planned."""
     options = {"momentum": 0.9}
-    section = _section(kind="my_optim:Momentum", learning_rate=0.3, options=options)
+    section = _section(kind=f"my_optim:{name}", learning_rate=0.3, options=options)
     network, again = _perceptron(), _perceptron()
     [optimizer] = optimizers = build_optimizers(network, [], section, "fp32")
     wanted = {"lr": 0.3, "base_lr": 0.3, "decay": section.weight_decay, "momentum": 0.9}
@@ -239,9 +298,11 @@ def test_an_optimizer_of_the_users_own_trains_and_goes_on_after_a_break(tmp_path
     _load(again, others, path, ALONE)
     assert _train(again, others, 30) == last
     weights = sum(each.nbytes for each in network.parameters())
-    assert optimizer_bytes(network, [], section, "fp32", "cpu").device == weights
-    unknown = _section(kind="my_optim:Asking")
-    assert optimizer_bytes(network, [], unknown, "fp32", "cpu").device == 2 * weights
+    times = 2 if name == "Asking" else 1  # as it asks for values, its states are not known
+    assert optimizer_bytes(network, [], section, "fp32", "cpu").device == times * weights
+    for states, copied in zip(optimizer.state.values(), others[0].state.values(), strict=True):
+        assert states.get("count") == copied.get("count")
+        torch.testing.assert_close(states.get("sums", {}), copied.get("sums", {}))
 
 
 @pytest.mark.usefixtures("_own_optimizers")
@@ -253,6 +314,17 @@ def test_an_optimizer_of_the_users_own_trains_and_goes_on_after_a_break(tmp_path
         ({"options": {"momentun": 1}}, r"optimizer\.options\.momentun is not .*momentum"),
         ({"options": {"momentum": 0.5, "lr": "x"}}, r"optimizer\.options\.lr is set by the recipe"),
         ({"betas": (0.8, 0.9)}, r"takes no betas: remove optimizer\.betas"),
+        ({"kind": "my_optim:WithoutClosure"}, r"its step\(self\) cannot be called as step\(clos"),
+        ({"kind": "my_optim:NotSaved"}, r"keeps \['last'\] of weight 0 as NoneType"),
+        (
+            {"kind": "my_optim:Growing"},
+            r"state \['means'\] of weight 0 is torch.float32 \[1\] after one step and .* \[3\] ",
+        ),
+        ({"kind": "my_optim:Late"}, r"\['late'\] of weight 0 is missing after one step"),
+        ({"kind": "my_optim:Shared"}, r"keeps state\['all'\], which belongs to no weight"),
+        ({"kind": "my_optim:Divides"}, "a step with lr = 0 divides by it"),
+        ({"kind": "my_optim:WithoutRate"}, 'has no "lr" in its param_groups'),
+        ({"kind": "my_optim:WithFunction"}, "has rule = <function .* in its param_groups"),
     ],
 )
 def test_an_optimizer_that_cannot_be_made_is_refused(values: dict[str, Any], message: str) -> None:

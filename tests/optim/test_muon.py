@@ -22,7 +22,7 @@ from longtake.config import ParallelSection
 from longtake.optim import muon
 from longtake.optim.muon import Muon, orthogonalise
 from longtake.parallel.fsdp import apply_fsdp
-from longtake.parallel.mesh import World, join
+from longtake.parallel.mesh import World, arranged, join
 
 _SHAPES = [(24, 24), (96, 24), (96, 24), (24, 96), (24, 24), (7, 5)]
 
@@ -177,7 +177,14 @@ def _sharded_as(parameter: nn.Parameter, whole: Tensor) -> Tensor:
 
 
 def _train_sharded(world: World, folder: Path) -> None:
-    model = _layers()
+    """Each rank orthogonalises half of the four matrices in each step."""
+    model, whole, orthogonalised = _layers(), muon.orthogonalise, list[int]()
+
+    def counted(matrices: Tensor, num_iterations: int) -> Tensor:
+        orthogonalised.append(len(matrices))
+        return whole(matrices, num_iterations)
+
+    muon.orthogonalise = counted  # type: ignore[assignment]
     apply_fsdp(model, list(model), world)
     optimizer = Muon(_matrices(model))
     for step in range(2):
@@ -191,9 +198,28 @@ def _train_sharded(world: World, folder: Path) -> None:
     for step in range(2, 4):
         _fill_gradients(model, step)
         optimizer.step()
+    assert sum(orthogonalised) == 4 * 2
     weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
     if world.is_first:
         torch.save(weights, folder / "weights.pt")
+    _check_replicas(world, orthogonalised)
+
+
+def _check_replicas(world: World, orthogonalised: list[int]) -> None:
+    """Each rank computes half of the steps, and all take the steps of one, bit by bit."""
+    replicated = arranged(world, ParallelSection())
+    assert replicated.mesh is not None
+    for dtype in (torch.float32, torch.bfloat16):
+        alone, shared = _layers(), _layers()
+        for model, replicas in ((alone, None), (shared, replicated.mesh.get_group())):
+            optimizer = Muon(_matrices(model), dtype=dtype, replicas=replicas)
+            orthogonalised.clear()
+            for step in range(2):
+                _fill_gradients(model, step)
+                optimizer.step()
+            assert sum(orthogonalised) == (4 if replicas is None else 2) * 2
+        for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_batches_of_bounded_size_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.build import fill_weights, measure_step
 from torch import Tensor, nn
 
 from longtake import config
-from longtake.planner.activation_checkpointing import BlockCall, BlockOption, caller
+from longtake.planner.activation_checkpointing import BlockCall, BlockOption
 from longtake.planner.devices import CPU, DeviceBudget
-from longtake.planner.memory import MeasuredMemory, MetaStep, measured, outline_step
+from longtake.planner.memory import MeasuredMemory, MetaStep, outline_step
 from longtake.planner.trace import Subject
 
 _RECIPES = {
@@ -73,6 +74,19 @@ loss_mask = "face"
 face = { kind = "mask", path = "{stem}.png" }
 """
 )
+_MODULES = """
+[data.conditioning.look]
+kind = "picture"
+path = "{stem}.png"
+[trainable.modules.look]
+module = "examples.modules.ip_adapter:IPAdapter"
+options = { grid = 2, hidden_size = 16 }
+[trainable.modules.style]
+module = "examples.modules.style_residual:StyleResidual"
+options = { rank = 4 }
+"""
+for _name in ("wan", "flux_kontext"):
+    _RECIPES[f"{_name} with modules"] = _RECIPES[_name] + _MODULES
 MakeToy = Callable[..., Subject]
 MakeTiny = Callable[..., MetaStep]
 RunReally = Callable[[Subject, Mapping[str, BlockOption]], MeasuredMemory]
@@ -122,6 +136,12 @@ class Toy(nn.Module):
 def _small_vocabulary(few_words: None) -> None: ...
 
 
+@pytest.fixture(autouse=True)
+def _patient_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found in the time of a solver depends on what else runs."""
+    monkeypatch.setattr("longtake.planner.solver._TIME_LIMIT_SECONDS", 600.0)
+
+
 @pytest.fixture(scope="session")
 def toy() -> MakeToy:
     """Makes a step of a `Toy`: on the meta device to be traced, on the CPU to be run."""
@@ -164,7 +184,8 @@ def tiny() -> MakeTiny:
     ) -> MetaStep:
         values = tomllib.loads(_RECIPES[family])
         values["model"]["dtype"] = dtype
-        values["trainable"] = {"kind": kind, **({"rank": 4} if kind == "lora" else {})}
+        trained = {"kind": kind, **({"rank": 4} if kind == "lora" else {})}
+        values["trainable"] = values.get("trainable", {}) | trained
         values["training"] |= training
         return outline_step(config.parse(values, source="test"), device)
 
@@ -173,53 +194,12 @@ def tiny() -> MakeTiny:
 
 @pytest.fixture
 def fill() -> Callable[[nn.Module], None]:
-    """Gives a model that was to be traced real weights, so that it can be run."""
-
-    def fill(model: nn.Module) -> None:
-        generator = torch.Generator().manual_seed(0)
-        for module in model.modules():
-            for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        values = torch.randn(tensor.shape, generator=generator).mul_(0.1)
-                        values = values.to(tensor.dtype)
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        held[name] = (
-                            nn.Parameter(values, tensor.requires_grad) if is_parameter else values
-                        )
-
-    return fill
+    return fill_weights
 
 
 @pytest.fixture
 def really() -> RunReally:
-    """Runs a step, twice, and says what the allocator handed out in the second, its inputs held."""
-
-    def run(subject: Subject, options: Mapping[str, BlockOption]) -> MeasuredMemory:
-        blocks = {subject.blocks[name]: option for name, option in options.items()}
-        subject.call_blocks_by(caller(blocks))
-        for _ in range(2):
-            subject.model.zero_grad(set_to_none=True)
-            torch.manual_seed(0)
-            with measured(torch.device("cpu")) as memory:
-                inputs = subject.make_inputs()
-                for tensor in _tensors(inputs):
-                    tensor.fill_(0.3)
-                loss = subject.loss(inputs)
-                memory.mark("forward")
-                if loss.requires_grad:
-                    torch.autograd.backward(loss)
-                del loss
-        return memory
-
-    return run
-
-
-def _tensors(inputs: Any) -> list[Tensor]:
-    if isinstance(inputs, Tensor):
-        return [inputs]
-    masks = [] if inputs.loss_weights is None else [inputs.loss_weights]
-    return [inputs.latents, inputs.noise, inputs.sigmas, *inputs.conditioning.values(), *masks]
+    return measure_step
 
 
 @pytest.fixture
@@ -228,11 +208,3 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def without_onednn() -> Iterator[None]:
-    """Its scratchpads depend on the processor."""
-    before = torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
-    yield
-    torch.backends.mkldnn.set_flags(_enabled=before[0])  # type: ignore[no-untyped-call]

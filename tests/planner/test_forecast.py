@@ -12,7 +12,7 @@ from longtake import config
 from longtake.config import Quantization, Recipe
 from longtake.errors import CannotBePlannedError, ModelError, PlanError
 from longtake.models.build import assemble
-from longtake.planner import forecast as forecast_module
+from longtake.planner import encoding
 from longtake.planner.activation_checkpointing import KEEP, POLICIES, options_of
 from longtake.planner.devices import CPU, DEVICES, DeviceBudget, device_budget
 from longtake.planner.forecast import (
@@ -177,6 +177,31 @@ def test_the_largest_shape_and_one_processs_share_are_planned(tiny_flux: _Make) 
     recipe = tiny_flux("training.global_batch_size=8", "training.micro_batch_size=2")
     step = outline_step(recipe, CPU, world_size=2)
     assert (step.micro_batch_size, step.num_micro_batches) == (2, 2)
+
+
+def test_the_stage_that_takes_most_is_planned(tiny_flux: _Make) -> None:
+    """Long clips in small batches, or short ones in large batches, whichever has more tokens."""
+    short, long = (f"[{{num_frames=1, height=32, width={width}}}]" for width in (32, 64))
+    stages = (
+        f'{{name="few", steps=2, buckets={long}, global_batch_size=2}}, '
+        f'{{name="many", buckets={short}, global_batch_size=%d}}'
+    )
+    found = {}
+    for size in (2, 16):
+        step = outline_step(tiny_flux(f"data.stages=[{stages % size}]"), CPU)
+        found[size] = (step.stage, step.bucket.width, step.micro_batch_size)
+        assert [each.global_batch_size for each in step.stages] == [2, size]
+    assert found == {2: ("few", 64, 2), 16: ("many", 32, 16)}
+
+
+def test_a_bucket_s_own_batch_makes_as_many_micro_batches(tiny_flux: _Make) -> None:
+    shapes = "{{num_frames=1, height=64, width=64}}, {{num_frames=1, height=32, width=32{}}}"
+    changes = ("training.global_batch_size=8", "training.micro_batch_size=2")
+    found = {}
+    for own in ("", ", batch_size=32"):
+        step = outline_step(tiny_flux(f"data.buckets=[{shapes.format(own)}]", *changes), CPU, 2)
+        found[own] = (step.bucket.width, step.micro_batch_size, step.num_micro_batches)
+    assert found == {"": (64, 2, 2), ", batch_size=32": (32, 8, 2)}
 
 
 def test_processes_that_share_a_model_hold_a_part_of_it_each(small_recipe: _Make) -> None:
@@ -424,7 +449,7 @@ def test_long_clips_follow_from_a_few_of_their_frames(
 ) -> None:
     recipe = small_recipe(*_WAN)
     short = _phases(recipe)
-    monkeypatch.setattr(forecast_module, "_MORE_FRAMES", 1000)
+    monkeypatch.setattr(encoding, "_MORE_FRAMES", 1000)
     whole = _phases(recipe)
     for name in ("encode", "decode"):
         assert short[name].peak_bytes == pytest.approx(whole[name].peak_bytes, rel=0.02)

@@ -24,6 +24,7 @@ from longtake.planner.mesh import (
     links_named,
     links_of,
     mesh_forecast,
+    without_advice,
 )
 
 _Make = Callable[..., Recipe]
@@ -137,6 +138,20 @@ def test_ranks_that_share_tokens_hold_a_part_of_the_activations(small_recipe: _M
     assert 0.45 < kept[1] / kept[0] < 0.75
     assert (traces[0].sent_bytes, traces[1].sent_bytes > 0) == (0, True)
     assert traces[1].seconds < 0.8 * traces[0].seconds
+
+
+def test_a_ring_hides_behind_attention(small_recipe: _Make) -> None:
+    recipe = small_recipe("model.config={hidden_size=48, num_heads=3}", "parallel.context=4")
+    for per_node, over in ((4, "node"), (2, "network")):
+        step = outline_step(recipe, _H100, 8, per_node)
+        trace = step.tracer.trace({})
+        beside = trace.attention_seconds * 3 / 4  # of four blocks, all but the last
+        for bandwidth, exposes in ((1e15, False), (1e6, True)):
+            sent = without_advice(step, trace, Links(bandwidth, bandwidth)).sent
+            row = next(each for each in sent if each.what == "keys and values")
+            assert (row.ranks, row.over, row.num_bytes) == (4, over, trace.ring_bytes)
+            exposed = row.seconds - beside if exposes else 0.0
+            assert row.exposed_seconds == pytest.approx(exposed, abs=1e-12)
 
 
 @given(batch=st.integers(1, 512), ranks=st.integers(1, 64))

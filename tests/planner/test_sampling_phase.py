@@ -1,12 +1,15 @@
 """What sampling between two steps takes, against what it takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tests.build import TINY_WAN, MakeRecipe
+from tests.build import TINY_WAN, MakeRecipe, hold_weights
 
 from longtake.config import Recipe
 from longtake.models.build import assemble
-from longtake.planner.devices import DeviceBudget, device_budget
+from longtake.planner.activation_checkpointing import BlockOption, BlockWeights, options_of
+from longtake.planner.devices import DeviceBudget, device_budget, device_named
 from longtake.planner.forecast import PhaseForecast, forecast_phases
 from longtake.planner.memory import measured, outline_step, static_memory
 from longtake.run_dir import RunDirectory
@@ -21,6 +24,7 @@ _WAN = (
     "data.catalog=none.parquet",
     "sampling.every=4",
 )
+_THREE_BLOCKS = "model.config.num_layers=3"
 _PRESET = "evaluation.presets.tiny={{prompts=['a', 'b'],num_inference_steps=4,{}}}"
 
 
@@ -30,19 +34,40 @@ def _sampling(recipe: Recipe, device: DeviceBudget) -> PhaseForecast:
 
 
 @pytest.mark.parametrize(
-    "settings", ["guidance_scale=4.0", "guidance_scale=1.0", "solver='heun'", "solver='unipc'"]
+    ("settings", "weights"),
+    [
+        ("guidance_scale=4.0", ()),
+        ("guidance_scale=1.0", ()),
+        ("solver='heun'", ()),
+        ("solver='unipc'", ()),
+        ("guidance_scale=1.0", ("stream", "stream", "stream")),
+        ("guidance_scale=4.0", ("fp8", "int8", "nf4")),
+        ("guidance_scale=1.0", ("nf4", "stream", "keep")),
+    ],
 )
 def test_the_memory_of_the_phase_is_what_sampling_takes(
-    small_recipe: MakeRecipe, settings: str
+    small_recipe: MakeRecipe, settings: str, weights: tuple[BlockWeights, ...]
 ) -> None:
-    recipe = small_recipe(*_WAN, _PRESET.format(settings))
+    """With frozen weights held as the training holds them."""
+    held = ("trainable={kind='lora', rank=2}", _THREE_BLOCKS) if weights else ()
+    recipe = small_recipe(*_WAN, _PRESET.format(settings), *held)
     device = device_budget(recipe, "cpu")
-    found = _sampling(recipe, device)
-    static = static_memory(outline_step(recipe, device))
+    step = outline_step(recipe, device)
+    options = {
+        name: BlockOption("recompute", each)
+        for name, each in zip(step.block_names, weights or ("keep", "keep"), strict=True)
+    }
+    phases = {phase.name: phase for phase in forecast_phases(step, options)}
+    found = phases["sampling"]
+    weight_bytes = step.tracer.trace(options).weight_bytes
+    static = static_memory(step, weight_bytes=weight_bytes)
     assert found.weight_bytes == static.weights + static.resident
+    assert static.weights == weight_bytes
+    assert phases["step"].weight_bytes == found.weight_bytes
 
     parts = assemble(recipe, ["a", "b"], None)
     parts.model.eval()
+    hold_weights(dict(zip(options, parts.family.blocks(parts.model), strict=True)), options)
     (preset,) = training_presets(recipe, RunDirectory(recipe.out))
     sampler = Sampler(parts, recipe, 0, _CPU, "fp32")
     sampler.encode_prompts([*preset.prompts, ""])
@@ -50,6 +75,33 @@ def test_the_memory_of_the_phase_is_what_sampling_takes(
         sampler.sample(preset.requests(), preset.settings, preset.bucket)
     predicted = found.peak_bytes - found.weight_bytes
     assert predicted == pytest.approx(taken.peak_bytes, rel=0.01)
+
+
+def test_a_gpu_too_small_for_the_model_streams_it_to_sample_it(small_recipe: MakeRecipe) -> None:
+    """In a process of its own all blocks; and what copies take longer than blocks is waited for."""
+    made = ("trainable={kind='lora', rank=2}", _THREE_BLOCKS, "training.device=cpu")
+    recipe = small_recipe(*_WAN, _PRESET.format("guidance_scale=1.0"), *made)
+    whole = device_named("1GiB,1TFLOPS,1000GB/s").with_own_memory()
+    slow = replace(whole, host_bandwidth=1e6)
+    step = outline_step(recipe, whole)
+    options = options_of("none", step.block_names, "stream")
+    found = {phase.name: phase for phase in forecast_phases(step, options)}
+    assert found["model"].how == ""
+    model_bytes = found["model"].weight_bytes
+    small = replace(slow, memory_bytes=found["model"].peak_bytes - 1)
+    least = {phase.name: phase for phase in forecast_phases(outline_step(recipe, small), options)}
+    assert least["model"].how == "weights streamed"
+    assert least["model"].fits
+    streamed = step.tracer.weight_costs("stream").streamed
+    assert model_bytes - least["model"].weight_bytes == streamed.sum() - 2 * streamed.max()
+    copies = float(streamed[2:].sum()) / slow.link
+    assert least["model"].seconds == pytest.approx(found["model"].seconds + copies, rel=0.1)
+    more = least["sampling"].seconds - found["sampling"].seconds
+    copied = 4 / 6  # of two traced steps of 3 blocks; the first two blocks' weights are there
+    assert more == pytest.approx(2 * 4 * copied * float(streamed.sum()) / slow.link, rel=0.1)
+    in_full = small_recipe(*_WAN, _THREE_BLOCKS)
+    full = {phase.name: phase for phase in forecast_phases(outline_step(in_full, small))}
+    assert full["model"].how == ""
 
 
 def test_time_counts_all_videos_and_a_small_budget_takes_fewer_at_a_time(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from longtake.models.numerics import autocast
-from longtake.planner import save_attention
+from longtake.parallel import attention
 from longtake.planner.activation_checkpointing import Activations, run_block
 from longtake.planner.kernels import as_on_cuda
 
@@ -111,8 +111,8 @@ def test_a_second_backward_pass_computes_attention_again() -> None:
 
 
 def test_torchs_function_is_back_after_an_error() -> None:
-    plain, choose = F.scaled_dot_product_attention, save_attention.choose_kernel
+    plain, choose = F.scaled_dot_product_attention, attention.choose_kernel
     with pytest.raises(TypeError), as_on_cuda():
         run_block("save-attention", _block({}), torch.ones(1))
     assert F.scaled_dot_product_attention is plain
-    assert save_attention.choose_kernel is choose
+    assert attention.choose_kernel is choose

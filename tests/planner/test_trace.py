@@ -1,32 +1,33 @@
 """Tracing a step without values: what it says is what the allocator does."""
 
+from collections.abc import Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.build import hold_weights
 from torch import Tensor, nn
 
-from longtake.models.quantized import quantize_linears
-from longtake.models.streamed import StreamedBlocks
 from longtake.planner.activation_checkpointing import (
     ACTIVATIONS,
     POLICIES,
     Activations,
     BlockOption,
     BlockWeights,
-    Options,
     options_of,
 )
 from longtake.planner.devices import CPU, DeviceBudget, device_named
 from longtake.planner.trace import Subject, Tracer, seconds, tensors
 
-_TRAINED = {"everything": "", "the last block": "blocks.2", "the head": "head"}
-
 
 @pytest.mark.usefixtures("without_onednn")
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("trained", _TRAINED.values(), ids=_TRAINED)
+@pytest.mark.parametrize(
+    ("trained", "num_threads"),
+    [("", 1), ("", 2), ("blocks.2", 1), ("head", 2)],
+    ids=["everything-1", "everything-2", "the last block-1", "the head-2"],
+)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_byte_of_a_step_is_foreseen(
     toy: Any,
@@ -107,28 +108,39 @@ def test_streamed_quantised_and_offloaded_blocks_are_foreseen(
 ) -> None:
     """To 1 %: of each kind of weights every block, with all kinds of activations; and all mixed."""
     threads(1)
-    for weights in ([_FROZEN[first]], _FROZEN[first:] + _FROZEN[:first]):
+    mixed = [_FROZEN[first:] + _FROZEN[:first]] if first in (1, 3) else []
+    for weights in ([_FROZEN[first]], *mixed):
         planned, real = (tiny(family, "lora", dtype, **training).tracer for _ in range(2))
-        pairs = zip(cycle(weights), cycle(reversed(ACTIVATIONS)), strict=False)
-        names = real.subject.blocks
-        options = {name: BlockOption(b, a) for name, (a, b) in zip(names, pairs, strict=False)}
         fill(real.subject.model)
-        hold_weights(real.subject, options)
-        trace, memory = planned.trace(options), really(real.subject, options)
-        predicted = trace.peak_bytes - trace.weight_bytes
-        assert predicted == pytest.approx(memory.peak_bytes, rel=0.01), weights
-        forward_end = trace.forward_end_bytes - trace.weight_bytes
-        assert forward_end == pytest.approx(memory.at["forward"], rel=0.01), weights
+        _assert_foreseen(planned, real, weights, really)
 
 
-def hold_weights(subject: Subject, options: Options) -> None:
-    """Quantise and stream the blocks of a model with values, as options say."""
-    for name, block in subject.blocks.items():
-        weights = options[name].weights
-        if weights != "keep" and weights != "stream":
-            quantize_linears(block, weights)
-    chosen = [block for name, block in subject.blocks.items() if options[name].weights == "stream"]
-    StreamedBlocks(chosen, torch.device("cpu"))
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("family", ["wan with modules", "flux_kontext with modules"])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_mixtures_with_modules_around_blocks_and_attention_are_foreseen(
+    tiny: Any, fill: Any, really: Any, threads: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads(1)
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])  # where its modules are found
+    planned, real = (tiny(family, "lora", "bf16").tracer for _ in range(2))
+    fill(real.subject.model)
+    _assert_foreseen(planned, real, _FROZEN[1:], really)
+
+
+def _assert_foreseen(
+    planned: Tracer, real: Tracer, weights: Sequence[BlockWeights], really: Any
+) -> None:
+    """Peak and forward's end to 1 %, with these kinds of weights in turn."""
+    pairs = zip(cycle(weights), cycle(reversed(ACTIVATIONS)), strict=False)
+    names = real.subject.blocks
+    options = {name: BlockOption(b, a) for name, (a, b) in zip(names, pairs, strict=False)}
+    hold_weights(real.subject.blocks, options)
+    trace, memory = planned.trace(options), really(real.subject, options)
+    predicted = trace.peak_bytes - trace.weight_bytes
+    assert predicted == pytest.approx(memory.peak_bytes, rel=0.01), weights
+    forward_end = trace.forward_end_bytes - trace.weight_bytes
+    assert forward_end == pytest.approx(memory.at["forward"], rel=0.01), weights
 
 
 @pytest.mark.parametrize("activations", ACTIVATIONS)

@@ -17,11 +17,12 @@ from PIL import Image
 from torch import Tensor
 
 from longtake import config
-from longtake.config import CodecSection, Recipe
+from longtake.config import CodecSection, Recipe, Shift
 from longtake.errors import CheckpointError, PlanError, RecipeError, RunError, SamplingError
+from longtake.flow.shift import ShiftRule
 from longtake.flow.solver import integrate
 from longtake.flow.timesteps import build_sigmas
-from longtake.models.base import Conditioning
+from longtake.models.base import Conditioning, Defaults
 from longtake.models.build import Components, assemble
 from longtake.models.codec import PixelCodec, build_codec
 from longtake.models.flux import Flux
@@ -30,11 +31,13 @@ from longtake.sampling.presets import Preset, Request, find_preset, settings_for
 from longtake.sampling.sampler import (
     MemoryFallback,
     MemoryStrategy,
+    Placement,
     Sampler,
     SamplerLoader,
-    device_with_room,
     find_checkpoint,
     load_sampler,
+    place,
+    refuse_unfitting,
     try_within_memory,
 )
 
@@ -229,19 +232,24 @@ def test_guidance_is_used_above_1_only(sampler: Sampler) -> None:
     assert _apart(plain, _sample(sampler, guidance_scale=8.0)) > 1
 
 
-def test_without_guidance_it_integrates_the_models_velocity(sampler: Sampler) -> None:
+@pytest.mark.parametrize(("shift", "terminal"), [(3.0, 0.0), ("release", 0.2)])
+def test_without_guidance_it_integrates_the_models_velocity(
+    sampler: Sampler, shift: Shift, terminal: float
+) -> None:
     """From the seed's noise along the shifted sigmas, decoded at the end: nothing else happens."""
-    parts = sampler.components
+    release = Defaults(ShiftRule(3.0, terminal=0.2))
+    parts = replace(sampler.components, defaults=release)
     noise = torch.randn(1, 3, 8, 32, 32, generator=torch.Generator().manual_seed(5))
     conditioning = parts.text.encode([_PROMPTS[0]])
     with torch.inference_mode():
         latents = integrate(
             lambda x, sigma: parts.predict_velocity(x, torch.tensor([sigma]), conditioning),
             noise,
-            build_sigmas(4, 3.0),
+            build_sigmas(4, 3.0, terminal),
         )
     expected = parts.codec.decode(latents).permute(0, 2, 3, 4, 1).numpy()
-    video = _sample(sampler, Request(_PROMPTS[0], 5), guidance_scale=1.0)
+    own = replace(sampler, components=parts)
+    video = _sample(own, Request(_PROMPTS[0], 5), guidance_scale=1.0, shift=shift)
     assert _apart(expected, video) <= 1
 
 
@@ -399,15 +407,25 @@ def test_what_an_attempt_held_is_free_when_it_has_failed() -> None:
     assert found[0]() is None
 
 
+_ON_ONE = "samples on cuda:1, 20.00 GiB free"
+
+
 @pytest.mark.parametrize(
-    ("free_gib", "device", "why"),
+    ("free_gib", "trained", "expected", "why"),
     [
-        ([5, 70], "cuda:1", "samples on cuda:1, 70.00 GiB free"),
-        ([5, 20], "cpu", "samples on the CPU: it needs 30.00 GiB on a GPU, and cuda:1"),
+        ([5, 70], "lora", ("cuda:1", False), "samples on cuda:1, 70.00 GiB free"),
+        ([5, 20], "full", ("cpu", False), "samples on the CPU: it needs 30.00 GiB on a GPU, and"),
+        ([5, 20], "lora", ("cuda:1", True), f"{_ON_ONE}, the model's frozen weights are copied"),
+        ([5, 12], "lora", ("cpu", False), "samples on the CPU: it needs 13.00 GiB on a GPU, and"),
     ],
 )
 def test_auto_takes_the_gpu_with_most_free_memory(
-    free_gib: list[int], device: str, why: str, monkeypatch: pytest.MonkeyPatch
+    free_gib: list[int],
+    trained: str,
+    expected: tuple[str, bool],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    small_recipe: Callable[..., Recipe],
 ) -> None:
     """A training on GPU 0 is left alone; where no GPU has enough, the CPU samples."""
     total = 80 * 2**30
@@ -417,13 +435,24 @@ def test_auto_takes_the_gpu_with_most_free_memory(
     properties = SimpleNamespace(total_memory=total)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     used = [total - free * 2**30 for free in free_gib]
-    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: used[index])
-    parts: Any = SimpleNamespace(part_bytes=lambda: {"model": 28 * 2**30, "text": 11 * 2**30})
-    found, said = device_with_room("auto", parts)
-    assert str(found) == device
-    assert said.startswith(why)
-    assert device_with_room("cpu", parts) == (torch.device("cpu"), "")
-    assert chosen == ([1] if device == "cuda:1" else [])
+    monkeypatch.setattr(
+        torch.cuda, "device_memory_used", lambda gpu: used[gpu if isinstance(gpu, int) else 1]
+    )
+    blocks = [torch.nn.Linear(2**15, 2**15, device="meta", bias=False) for _ in range(7)]
+    model = torch.nn.Sequential(*blocks).requires_grad_(False)  # 4 GiB each
+    parts: Any = SimpleNamespace(
+        part_bytes=lambda: {"model": 28 * 2**30, "text": 11 * 2**30},
+        model=model,
+        family=SimpleNamespace(blocks=list),
+    )
+    recipe = small_recipe(f"trainable.kind={trained}")
+    found = place("auto", parts, recipe)
+    assert (str(found.device), found.streams) == expected
+    assert found.why.startswith(why)
+    assert place("cpu", parts, recipe) == Placement(torch.device("cpu"))
+    assert chosen == ([1] if expected[0] == "cuda:1" else [])
+    named = place("cuda:1", parts, recipe)
+    assert named.streams == (trained == "lora" and free_gib[1] < 30)
 
 
 @pytest.fixture(scope="module")
@@ -506,6 +535,21 @@ def test_a_size_that_the_model_cannot_divide_names_the_preset_and_the_nearest(
     studio.check(_preset(studio))
     with pytest.raises(RecipeError, match=r"^Preset demo: 8 frames of 34x32 .* nearest .* 32x32"):
         studio.check(_preset(studio, bucket=bucket.model_copy(update={"width": 34})))
+
+
+def test_a_negative_prompt_without_effect_is_refused(
+    sampler: Sampler, studio: SamplerLoader, asked: Request
+) -> None:
+    unused = r"negative_prompt 'red' would have no effect: guidance_scale 1 makes no second pass"
+    with pytest.raises(RecipeError, match=unused):
+        _sample(sampler, guidance_scale=1.0, negative_prompt="red")
+    preset = _preset(studio)
+    settings = preset.settings.model_copy(update={"guidance_scale": 1.0, "negative_prompt": "red"})
+    preset = replace(preset, settings=settings)
+    with pytest.raises(RecipeError, match=rf"^Preset {preset.name}: {unused}"):
+        refuse_unfitting(sampler.components, sampler.recipe, preset)
+    with pytest.raises(RecipeError, match="this model is guidance-distilled and takes no second"):
+        _sample(_flux_sampler(), asked, guidance_scale=4.0, negative_prompt="red")
 
 
 def test_a_gpu_that_is_not_there_is_refused(tiny_run: Path) -> None:

@@ -4,13 +4,17 @@ The device stands in for a GPU: its tensors hide tensors of the CPU, and every o
 make the host wait for a GPU is counted: reading a number, and each copy that is not `non_blocking`.
 No device of torch itself counts them on a machine without a GPU: the meta device has no numbers to
 read, and CPU tensors do not tell host from device.
+
+It has a second stream. Every operation notes on which stream it is queued, and is a race if it uses
+what the other stream makes without having waited for it, or without having kept its memory.
 """
 
-import os
+import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tests.build import ALONE, TINY_WAN, MakeRecipe
+from tests.build import ALONE, TINY_WAN, MakeRecipe, wait_until
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -33,21 +37,26 @@ from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.inputs import InputQueue, encode_captions, prepare
 from longtake.training.latent_cache import captions_of
-from longtake.training.loop import apply_update, compute_gradients
+from longtake.training.loop import apply_update, compute_gradients, encode_ahead
 from longtake.training.session import Session
 from longtake.training.statistics import NormStats, local_facts, reduce_statistics
 
-_ROOT = Path(__file__).resolve().parents[2]
 _NAME = "standin"
 _aten = torch.ops.aten
 _WAITING = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
 _waits: Counter[str] = Counter()
+_streams: dict[str, Any] = {}  # "now", operations queued on each, and what each has waited for
+_races: list[str] = []
+_encoded: Counter[str] = Counter()  # convolutions without gradient, by stream
 
 
 class _OnDevice(Tensor):
     """A tensor of the stand-in; its numbers are those of `_held`, on the CPU."""
 
     _held: Any
+    _stream: str
+    _place: int
+    _is_kept: bool
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -62,6 +71,8 @@ class _OnDevice(Tensor):
             requires_grad=inner.requires_grad,
         )
         made._held = inner
+        made._stream, made._place = _streams.get("now", "main"), _streams.get("queued", 0)
+        made._is_kept = False  # by the other stream
         return made
 
     @classmethod
@@ -84,6 +95,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the CPU's tensors; count it if a GPU would make the host wait."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     is_there = any(isinstance(each, _OnDevice) for each in given)
+    _note_races(func, [each for each in given if isinstance(each, _OnDevice)])
     wrappers = {id(each._held): each for each in given if isinstance(each, _OnDevice)}
     target = kwargs.get("device")
     goes_there = is_there
@@ -107,6 +119,44 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return wrappers[id(each)] if id(each) in wrappers else _OnDevice(each)
 
     return tree_map(wrapped, made)
+
+
+def _note_races(func: Any, given: list[_OnDevice]) -> None:
+    if not _streams:
+        return
+    now = _streams["now"]
+    _streams["queued"] += 1
+    _encoded[now] += func is _aten.convolution.default and not torch.is_grad_enabled()
+    for each in given:
+        is_reached = each._place <= _streams["reached"][now]
+        is_kept = each._is_kept or each._stream == "main"  # the encoders' weights stay
+        if each._stream != now and not (is_reached and is_kept):
+            _races.append(f"{func} on {now} of {tuple(each.shape)} from {each._stream}")
+
+
+class _SideStream:
+    """The stand-in's second stream."""
+
+    def __init__(self) -> None:
+        queued = _streams.get("queued", 0)
+        _streams.update(now="main", queued=queued, reached={"main": -1, "side": queued})
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        _streams["now"] = "side"
+        yield
+        _streams["now"] = "main"
+
+    def record(self) -> int:
+        return int(_streams["queued"])
+
+    def hand_over(self, done: int, tensors: Iterable[Any]) -> None:
+        _streams["reached"]["main"] = max(_streams["reached"]["main"], done)
+        for tensor in tensors:
+            tensor._is_kept = True
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 def _cached(batch: Batch, recipe: Recipe, parts: Any) -> Batch:
@@ -136,29 +186,79 @@ def _train(recipe: Recipe, device: torch.device) -> Iterator[tuple[list[float], 
         state.inputs.draw_ahead(loader)
         facts = reduce_statistics(session, losses, batch, state, norms, local)
         with norms.track_update():
-            apply_update(session, state, facts.statistics.grad_norm, facts.scale)
+            apply_update(session, state, facts.statistics.grad_norm, facts.scale, batch.position)
         yield (
             [*losses.losses, facts.statistics.grad_norm, facts.statistics.weight_norm],
             dict(_waits),
         )
 
 
-def test_a_step_waits_once_and_no_micro_batch_does(
-    small_recipe: MakeRecipe, tmp_path: Path
-) -> None:
-    """And it is the step of a CPU."""
-    recipe = small_recipe(
+def _train_encoding(
+    recipe: Recipe, device: torch.device, *, ahead: bool
+) -> Iterator[tuple[list[float], dict[str, int]]]:
+    """Losses of each step, and the convolutions of encoders that were queued in it, by stream.
+
+    In the second step a clip of the next batch is quarantined after it was encoded.
+    """
+    loader = Loader(recipe.data, batch_size=recipe.training.global_batch_size, seed=recipe.seed)
+    parts = assemble(recipe, captions_of(loader), None)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    parts.codec.to(device)
+    parts.text.to(device)
+    world = World(0, 0, 1, device, None)
+    session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), "fp32")
+    state = build_state(session, parts)
+    queue: Any = state.inputs
+    queue._side, queue.encodes_ahead = _SideStream() if ahead else None, ahead
+    for number, batch in enumerate(loader.batches(5)):
+        _encoded.clear()
+        losses = compute_gradients(session, state, batch)
+        if number < 4:
+            following = wait_until(loader.decoded_next)  # by a thread
+            encode_ahead(session, state, loader)
+            state.inputs.draw_ahead(loader)
+        if number == 1:
+            loader.quarantine({following.identities[0]: "another rank could not decode it"})
+        apply_update(session, state, 1.0, 1.0, batch.position)
+        yield [*losses.losses, *batch.weights.tolist()], dict(+_encoded)
+
+
+@pytest.fixture(scope="module")
+def on_standin(
+    small_recipe_in: Callable[[Path], MakeRecipe],
+    warm: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    """What this file prints as a program."""
+    folder = tmp_path_factory.mktemp("standin")
+    recipe = small_recipe_in(folder)(
         *TINY_WAN, "trainable.kind=lora", "trainable.rank=2", "data.caption_dropout=0.5",
         "training.global_batch_size=4", "training.micro_batch_size=1",
     )  # fmt: skip
-    path = tmp_path / "recipe.toml"
+    path = folder / "recipe.toml"
     path.write_text(config.dump(recipe))
     ended = subprocess.run(
-        [sys.executable, __file__, str(path)], env=os.environ | {"PYTHONPATH": str(_ROOT)},
-        capture_output=True, text=True, timeout=120, check=False,
+        [*warm, "1", __file__, str(path)],
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["1", "1", "1"]
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def test_a_step_waits_once_and_no_micro_batch_does(on_standin: dict[str, Any]) -> None:
+    """And it is the step of a CPU."""
+    assert on_standin["waits"] == [1, 1, 1]
+
+
+def test_encoders_work_one_micro_batch_ahead(on_standin: dict[str, Any]) -> None:
+    """Without a race, with the losses of a run in line, also where another clip comes instead."""
+    assert on_standin["ahead"] == on_standin["in_line"]
+    assert on_standin["races"] == []
+    encoded = on_standin["encoded"]
+    assert {name for each in encoded for name in each} == {"side"}
+    clip = encoded[-1]["side"] // 3  # of four, one was encoded in the step before
+    assert [each["side"] / clip for each in encoded] == [5, 4, 5, 4, 3]
 
 
 def test_what_is_drawn_ahead_is_what_is_drawn_later(
@@ -171,7 +271,8 @@ def test_what_is_drawn_ahead_is_what_is_drawn_later(
     queue, plain = InputQueue(parts, recipe, meta), InputQueue(parts, recipe, ALONE.device)
     monkeypatch.setattr(queue, "_device", ALONE.device)
     for batch in loader.batches(3):
-        found, wanted = list(queue.micro_batches(batch)), list(plain.micro_batches(batch))
+        size = recipe.training.micro_batch_size
+        found, wanted = (list(each.micro_batches(batch, size)) for each in (queue, plain))
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one.examples.noise, other.examples.noise)
             assert torch.equal(one.examples.latents, other.examples.latents)
@@ -195,13 +296,23 @@ def _main(path: Path) -> None:
     # Before the first backward pass, in which torch counts devices.
     backends._setup_privateuseone_for_python_backend(_NAME, backend_module=Backend())
     on_cpu = [numbers for numbers, _ in _train(recipe, torch.device("cpu"))]
+    standin = torch.device(_NAME)
     with _Device():  # type: ignore[no-untyped-call]
-        steps = list(_train(recipe, torch.device(_NAME)))
+        steps = list(_train(recipe, standin))
+        in_line = [losses for losses, _ in _train_encoding(recipe, standin, ahead=False)]
+        ahead = list(_train_encoding(recipe, standin, ahead=True))
     for (numbers, _), wanted in zip(steps, on_cpu, strict=True):  # torch takes other kernels there
         assert numbers == pytest.approx(wanted, rel=1e-4)
     for _, waits in steps:
         assert +Counter(waits) == Counter(tolist=1)
-        sys.stdout.write(f"{sum(waits.values())}\n")
+    found = {
+        "waits": [sum(waits.values()) for _, waits in steps],
+        "in_line": in_line,
+        "ahead": [losses for losses, _ in ahead],
+        "encoded": [counts for _, counts in ahead],
+        "races": _races,
+    }
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import Tensor
 from longtake.config import Bucket, ConditioningSection, ParallelSection, Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Batch, Loader
+from longtake.data.stages import StagePosition
 from longtake.models.base import Defaults
 from longtake.models.build import assemble
 from longtake.models.text import NO_CAPTION
@@ -73,7 +74,7 @@ def test_micro_batches_change_no_loss(small_recipe: MakeRecipe, tmp_path: Path, 
         state, losses = _state(recipe, tmp_path), []
         for batch in _batches(recipe, 12):
             losses.append(sum(compute_gradients(_session(recipe), state, batch).losses) / 8)
-            apply_update(_session(recipe), state, _norm(state), 1.0)
+            apply_update(_session(recipe), state, _norm(state), 1.0, batch.position)
         curves.append(losses)
     assert curves[1] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
     assert curves[2] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
@@ -143,7 +144,8 @@ def test_an_update_counts_and_drops_the_gradients(small_recipe: MakeRecipe, tmp_
     before = weight.detach().clone()
     (batch,) = _batches(recipe, 1)
     compute_gradients(_session(recipe), state, batch)
-    assert apply_update(_session(recipe), state, 1.0, 1.0) == pytest.approx(1e-3 / 5)
+    rate = apply_update(_session(recipe), state, 1.0, 1.0, batch.position)
+    assert rate == pytest.approx(1e-3 / 5)
     assert state.global_step == 1
     assert _gradients(state) == []
     decay = 2 / 11
@@ -250,6 +252,9 @@ def _batch(weights: list[float], rejected: tuple[tuple[str, int], ...]) -> Batch
         epochs=(0,) * size,
         weights=torch.tensor(weights),
         rejected=rejected,
+        global_size=size,
+        position=StagePosition("all", 7),
+        position_before=StagePosition("all", 6),
     )
 
 

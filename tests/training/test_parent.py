@@ -9,10 +9,10 @@ import pytest
 import torch
 from tests.build import QUIET, MakeRecipe, events, losses, saved
 
+from longtake.checkpoint.files import find_parent
 from longtake.config import Recipe
 from longtake.errors import CheckpointError, LongtakeError, RecipeError, RunError
 from longtake.run_dir import Parent, RunDirectory
-from longtake.training.parent import find_parent
 from longtake.training.train import train
 
 _SHORT = ("training.steps=4", "checkpoint.every=2", "optimizer.warmup_steps=0")
@@ -121,6 +121,20 @@ def test_what_does_not_fit_is_refused_before_the_run_begins(
     with pytest.raises(error, match=expected):
         train(recipe, QUIET, parent=_from(parent, at))
     assert not RunDirectory(recipe.out).exists()
+
+
+def test_the_same_command_resumes_whatever_the_parent_has_trained_or_deleted(
+    parent: Recipe,
+) -> None:
+    """The newest checkpoint of a parent that is still trained is another one later."""
+    begun = _from(parent)
+    for text in (str(parent.out), f"{parent.out}@2"):
+        assert find_parent(text, weights_only=False, trust=False, begun=begun) == begun
+    gone = begun | {"step": 1}
+    assert find_parent(str(parent.out), weights_only=False, trust=False, begun=gone) == gone
+    for text, weights_only in ((f"{parent.out}@4", False), (str(parent.out), True)):
+        found = find_parent(text, weights_only=weights_only, trust=False, begun=begun)
+        assert (found["step"], found["weights_only"]) == (4, weights_only)
 
 
 def test_states_of_another_optimizer_begin_anew(small_recipe: MakeRecipe, parent: Recipe) -> None:

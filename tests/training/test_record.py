@@ -23,6 +23,7 @@ from longtake.data.audit import audit
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.data.loader import Batch
+from longtake.data.stages import StagePosition
 from longtake.errors import DataError, RunError
 from longtake.fsio import append_json, read_json_lines
 from longtake.lease import Leases, history
@@ -46,7 +47,9 @@ def test_a_step_has_one_row_of_numbers(small_recipe: MakeRecipe) -> None:
     run = RunDirectory(recipe.out)
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, 21))
-    assert all(row.keys() == Metrics.__annotations__.keys() - {"verdict", "mfu"} for row in rows)
+    of_stores = {"store_bytes", "store_seconds", "store_retries"}  # of clips that lie in them
+    expected = Metrics.__annotations__.keys() - {"verdict", "mfu"} - of_stores
+    assert all(row.keys() == expected for row in rows)
     seconds = [row["step_seconds"] for row in rows]
     assert sum(seconds[1:]) == pytest.approx(rows[-1]["time"] - rows[0]["time"], abs=0.1)
     assert sum(seconds) <= outcome.training_seconds  # the last save comes after the last row
@@ -91,8 +94,7 @@ def test_a_save_is_no_wait_for_data(
     recipe = small_recipe("training.steps=3", "checkpoint.every=1")
     train(recipe, QUIET)
     for row in RunDirectory(recipe.out).metrics()[1:]:
-        assert row["step_seconds"] > 0.3
-        assert row["data_seconds"] < 0.2
+        assert row["step_seconds"] > 0.3 + row["data_seconds"]
 
 
 def test_epochs_stages_and_checkpoints_are_events(small_recipe: MakeRecipe) -> None:
@@ -214,8 +216,8 @@ def world(small_recipe: MakeRecipe) -> Iterator[World]:
 
 
 def _batch(bucket: Bucket) -> Batch:
-    none, no = torch.empty(0), ()
-    return Batch(0, "all", "catalog", 0, False, bucket, none, no, no, no, no, none, no)
+    none, no, at = torch.empty(0), (), StagePosition("all", 0)
+    return Batch(0, "all", "catalog", 0, False, bucket, none, no, no, no, no, none, no, 1, at, at)
 
 
 @pytest.mark.parametrize(
@@ -280,9 +282,11 @@ def _beating(path: Path) -> Iterator[None]:
 
     thread = threading.Thread(target=beat)
     thread.start()
-    yield
-    is_over.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @pytest.mark.slow
@@ -305,18 +309,15 @@ def test_a_second_launch_is_refused_and_the_first_is_not_disturbed(
     ) as first:
         try:
             wait_until(run.metrics_path.exists)
-            second = subprocess.run(
-                command, env=environment(), capture_output=True, text=True, check=False
-            )
+            with pytest.raises(RunError) as refused:
+                train(recipe, QUIET)
             assert state(run).kind == "running"
         finally:
             first.terminate()
-        assert first.wait(60) == 143
-    assert second.returncode == 2
-    said = second.stderr
+        assert first.wait(240) == 143
+    said = str(refused.value)
     assert f"{run.path} is being trained by process {first.pid} on " in said
     assert f"kill {first.pid} on " in said
-    assert "Traceback" not in said
     kinds = [each["event"] for each in run.events()]
     assert kinds.count("launched") + kinds.count("resumed") == 1
     assert kinds[-1] == "interrupted"

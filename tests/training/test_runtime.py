@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.build import QUIET, MakeRecipe, wait_until
@@ -28,10 +29,10 @@ from longtake.training.train import train
 def _when(step: int, act: Callable[[Recipe], None]) -> Callable[..., float]:
     """The update, and something else before that of one step."""
 
-    def update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
+    def update(session: Session, state: TrainingState, *of_step: Any) -> float:
         if state.global_step == step:
             act(session.recipe)
-        return apply_update(session, state, grad_norm, scale)
+        return apply_update(session, state, *of_step)
 
     return update
 
@@ -42,21 +43,25 @@ def _watcher(recipe: Recipe) -> int:
     return pid if pid and Path(f"/proc/{pid}").exists() else 0
 
 
+def _events(recipe: Recipe) -> list[str]:
+    return [event["event"] for event in read_events(RunDirectory(recipe.out))]
+
+
 def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
     small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two have watched; after the run there is none, nor anything in the node's memory."""
 
     def replace(recipe: Recipe) -> None:
-        wait_until(lambda: bool(_watcher(recipe)))
-        first = _watcher(recipe)
+        first = wait_until(lambda: _watcher(recipe))
+        wait_until(lambda: "watcher_started" in _events(recipe))
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: _watcher(recipe) not in (0, first))
 
     monkeypatch.setattr(loop, "apply_update", _when(3, replace))
     recipe = small_recipe("watch.enabled=true")
     train(recipe, QUIET)
-    events = [event["event"] for event in read_events(RunDirectory(recipe.out))]
+    events = _events(recipe)
     assert (events.count("watcher_started"), events.count("finished")) == (2, 1)
     assert not events.count("rank_failed")
     wait_until(lambda: not _watcher(recipe) and not heartbeat_dir(recipe.out).exists())

@@ -49,10 +49,11 @@ from pathlib import Path
 time.sleep(0.3)
 from longtake.heartbeat import HeartbeatWriter, heartbeat_session
 from longtake.heartbeat import launch_seconds, restart_launch_timer
+begun = time.monotonic()
 if "restart" in sys.argv: restart_launch_timer()
 for _ in range(2):
     with heartbeat_session(HeartbeatWriter(Path(sys.argv[1]), "rank")):
-        print(launch_seconds()["start"])
+        print(launch_seconds()["start"], time.monotonic() - begun)
 """
 
 
@@ -60,14 +61,16 @@ def test_imports_count_from_the_start_of_the_process(tmp_path: Path) -> None:
     """Not for a second training in it, nor what came before as the demo, which writes its clips."""
 
     def start_seconds(*option: str) -> list[float]:
+        """Of both trainings, and what has passed since the imports by then."""
         command = [sys.executable, "-c", _TRAIN, str(tmp_path), *option]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return list(map(float, said.split()))
 
-    first, second = start_seconds()
-    assert first > 0.3
-    assert second < first - 0.25
-    assert start_seconds("restart")[0] < 0.3
+    first, passed, second, passed_by_second = start_seconds()
+    assert first > 0.3 + passed
+    assert second <= passed_by_second
+    restarted, passed, *_ = start_seconds("restart")
+    assert restarted <= passed
 
 
 def test_of_each_part_the_slowest_rank_is_named() -> None:
@@ -141,7 +144,7 @@ def test_two_ranks_name_the_slower_one(
     path = tmp_path / "launched.toml"
     path.write_text(config.dump(recipe))
     command = [*on_two_processes, "-m", "longtake", "train", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
     (event,) = _events(RunDirectory(recipe.out), "startup_timing")
     assert set(event["slowest"].values()) <= {0, 1}

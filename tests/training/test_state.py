@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import signal
-import threading
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ from longtake.errors import (
     RunError,
 )
 from longtake.fsio import write_json
-from longtake.process import GUARD_VARIABLE, program
+from longtake.inspection import facts, tables
+from longtake.planner.memory import bucket_tokens
+from longtake.process import GUARD_VARIABLE
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
-from longtake.training.loop import compute_gradients
+from longtake.training.loop import apply_update, compute_gradients
 from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.train import train
 
@@ -58,7 +60,11 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("adamw", "bf16"), ("muon", "fp32")])
 def test_an_interrupted_run_is_the_straight_run(
-    small_recipe: MakeRecipe, tmp_path: Path, kind: str, dtype: str
+    small_recipe: MakeRecipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    dtype: str,
 ) -> None:
     changes = (
         f"model.dtype={dtype}",
@@ -70,31 +76,54 @@ def test_an_interrupted_run_is_the_straight_run(
     train(straight, QUIET)
     stopped = small_recipe(*changes)
 
-    def interrupt() -> None:
-        wait_until(lambda: _num_rows(stopped) >= 3)
-        os.kill(os.getpid(), signal.SIGINT)
+    def interrupted(session: Session, state: TrainingState, *of_step: Any) -> float:
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return apply_update(session, state, *of_step)
 
-    watcher = threading.Thread(target=interrupt)
-    watcher.start()
-    outcome = train(stopped, QUIET)
-    watcher.join()
-    assert outcome.interrupted_by == "SIGINT"
-    assert 3 <= outcome.end_step < 20
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "apply_update", interrupted)
+        outcome = train(stopped, QUIET)
+    assert (outcome.interrupted_by, outcome.end_step) == ("SIGINT", 7)
     rest = train(stopped, QUIET)
     assert (rest.start_step, rest.end_step) == (outcome.end_step, 20)
     assert rows(stopped, *_CURVE) == rows(straight, *_CURVE)
     torch.testing.assert_close(_all_saved(stopped, 20), _all_saved(straight, 20), rtol=0, atol=0)
 
 
+# In its sixth step it waits for a file.
+_PROGRAM = """
+import time
+from pathlib import Path
+from longtake import cli
+from longtake.training import loop
+
+apply_update = loop.apply_update
+
+
+def apply_later(session, state, *of_step):
+    while state.global_step == 5 and not Path("may_update").exists():
+        time.sleep(0.01)
+    return apply_update(session, state, *of_step)
+
+
+loop.apply_update = apply_later
+cli.main()
+"""
+
+
 @pytest.fixture
 def start(start_warm: Callable[..., Any], tmp_path: Path) -> Callable[[Path], Any]:
     """Starts `longtake train` with a recipe, as a process; said.log has what it says."""
+    file = tmp_path / "program.py"
+    file.write_text(_PROGRAM)
 
     def begin(recipe: Path) -> Any:
         # As many threads as here: other sums round otherwise.
         threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         with (tmp_path / "said.log").open("wb") as log:
-            return start_warm(program("longtake", "train", str(recipe)), log, tmp_path, **threads)
+            command = [sys.executable, str(file), "train", str(recipe)]
+            return start_warm(command, log, tmp_path, **threads)
 
     return begin
 
@@ -107,9 +136,10 @@ def test_the_command_says_how_to_go_on(
     path = tmp_path / "recipe.toml"
     path.write_text(config.dump(recipe))
     process = start(path)
-    wait_until(lambda: _num_rows(recipe) >= 5)
+    wait_until(lambda: _num_rows(recipe) == 5)
     process.send_signal(signal.SIGINT)
-    code, said = process.wait(timeout=300), (tmp_path / "said.log").read_text()
+    (tmp_path / "may_update").touch()
+    code, said = process.wait(timeout=600), (tmp_path / "said.log").read_text()
     assert code == 130, said
     stopped_at = RunDirectory(recipe.out).checkpoint_steps()[-1]
     assert f"Stopped by SIGINT after step {stopped_at}, which is saved." in said
@@ -125,19 +155,20 @@ def test_the_command_says_how_to_go_on(
 def test_a_damaged_checkpoint_is_named_and_passed_over(
     small_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run goes on from the one before, and says which it could not use."""
+    """Its bytes are compared when they are loaded; the run resumes from the one before."""
     recipe = small_recipe("training.steps=8", "checkpoint.every=4")
     train(recipe, QUIET)
     straight, saved = rows(recipe, *_CURVE), _all_saved(recipe, 8)
     damaged = RunDirectory(recipe.out).checkpoint_path(8)
-    os.truncate(next((damaged / "model").glob("*.distcp")), 100)
+    with next((damaged / "model").glob("*.distcp")).open("r+b") as file:
+        file.write(b"\xff")
     outcome = train(recipe, Console(soft_wrap=True))
     assert outcome.start_step == 4
     said = capsys.readouterr().out
     assert re.search(rf"warning: {damaged} is not whole \(model/.*was passed over", said)
     (event,) = events(recipe, "checkpoint_damaged")
     assert event["path"] == damaged.name
-    assert event["reason"].startswith("model/__0_0.distcp has 100 bytes")
+    assert event["reason"].startswith("model/__0_0.distcp has other bytes than were saved")
     assert "from step 4" in said
     assert rows(recipe, *_CURVE) == straight
     torch.testing.assert_close(_all_saved(recipe, 8), saved, rtol=0, atol=0)
@@ -167,6 +198,111 @@ def test_steps_after_the_last_checkpoint_are_trained_again_and_audited_once(
     assert found.ok
     assert (found.end_step, found.num_abandoned) == (20, 12 * 4)
     assert [(each.epoch, each.seen) for each in found.epochs] == [(0, 64), (1, 16)]
+
+
+_STAGES = (
+    "training.steps=12",
+    "checkpoint.every=1",
+    "checkpoint.keep=20",
+    "optimizer.schedule=constant",
+    """data.stages=[
+        { name = "a", steps = 5 },
+        { name = "b", steps = 4, ramp_steps = 2, learning_rate = 1e-3, warmup_steps = 3,
+          ema_decay = 0.5, global_batch_size = 8, shift = 3.0, caption_dropout = 0.5 },
+        { name = "c", global_batch_size = 6, learning_rate = 2e-3 },
+    ]""".replace("\n", " "),
+)
+
+
+@pytest.fixture
+def staged(small_recipe: MakeRecipe) -> Recipe:
+    """A run whose stages change learning rate, warm-up, EMA, batch, shift and dropout."""
+    recipe = small_recipe(*_STAGES)
+    train(recipe, QUIET)
+    return recipe
+
+
+def test_stages_change_what_they_say_and_a_resume_is_exact_anywhere(staged: Recipe) -> None:
+    run, before, last = RunDirectory(staged.out), rows(staged, *_ROW), _all_saved(staged, 12)
+    rates = [rate for (rate,) in rows(staged, "learning_rate")]
+    assert rates[4:] == pytest.approx([3e-3, *(1e-3 * n / 4 for n in (1, 2, 3, 4)), *[2e-3] * 3])
+    found = read_ledger(run.ledger_path)
+    per_step = [int((found.step == step).sum()) for step in range(12)]
+    assert (per_step[:4], per_step[6:9], per_step[9:]) == ([4] * 4, [8] * 3, [6] * 3)
+    assert sorted(per_step[4:6]) == [4, 8]  # the ramp
+    said = events(staged, "settings_changed")
+    assert [(each["step"], each["stage"]) for each in said] == [(5, "b"), (9, "c")]
+    assert said[0]["changes"] == {
+        "learning_rate": [3e-3, 1e-3],
+        "ema_decay": [0.9, 0.5],
+        "global_batch_size": [4, 8],
+        "shift": [1.0, 3.0],
+        "caption_dropout": [None, 0.5],
+        "warmup_steps": [None, 3],
+    }
+    shown = [tables.said(each) for each in facts.run_facts(run)["settings"]]
+    assert shown[1] == (
+        "step 10: in stage c learning_rate 0.001 to 0.002, ema_decay 0.5 to 0.9, "
+        "global_batch_size 8 to 6, shift 3 to 1, caption_dropout 0.5 to unset"
+    )
+    stages = found.history[-1]["order"]["stages"]  # the ledger has them too
+    assert [each["global_batch_size"] for each in stages] == [None, 8, 6]
+    for step in (5, 7, 9):  # in the ramp at its border, in the warm-up, at a border
+        for later in (each for each in run.checkpoint_steps() if each > step):
+            shutil.rmtree(run.checkpoint_path(later))
+        assert train(staged, QUIET).start_step == step
+        assert rows(staged, *_ROW) == before, step
+        torch.testing.assert_close(_all_saved(staged, 12), last, rtol=0, atol=0)
+    assert audit(run).ok
+
+
+def test_what_a_stage_sets_is_what_the_recipe_s_own_keys_set(
+    small_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    same = ("training.steps=5", "training.micro_batch_size=2")
+    own = (
+        *("training.global_batch_size=8", "optimizer.learning_rate=1.5e-3", "ema.decay=0.15"),
+        *("flow.shift=3.0", "data.caption_dropout=0.5"),
+    )
+    plain = small_recipe(*same, *own, f"out={tmp_path / 'plain'}")
+    train(plain, QUIET)
+    stage = (
+        '{ name = "all", global_batch_size = 8, learning_rate = 1.5e-3, ema_decay = 0.15, '
+        "shift = 3.0, caption_dropout = 0.5 }"
+    )
+    staged = small_recipe(*same, f"data.stages=[{stage}]")
+    train(staged, QUIET)
+    assert rows(staged, *_ROW, "learning_rate") == rows(plain, *_ROW, "learning_rate")
+    for name in ("model", "ema/main"):
+        torch.testing.assert_close(saved(staged, 5, name), saved(plain, 5, name), rtol=0, atol=0)
+
+
+def test_a_bucket_of_another_batch_size_is_trained_as_a_run_of_that_batch_size(
+    small_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    """In as many micro-batches as the recipe's batch: two of three clips instead of two of two.
+
+    The size is the bucket's own, or as many clips as have so many tokens.
+    """
+    shape = "num_frames = 8, height = 32, width = 32"
+    (tokens,) = bucket_tokens(small_recipe()).values()
+    found = {}
+    for name, size, micro, own in (
+        ("plain", 6, 3, f"data.buckets=[{{ {shape} }}]"),
+        ("own", 4, 2, f"data.buckets=[{{ {shape}, batch_size = 6 }}]"),
+        ("tokens", 4, 2, f"data.tokens_per_batch={7 * tokens - 1}"),
+    ):
+        recipe = small_recipe(
+            *("training.steps=4", f"training.global_batch_size={size}", own),
+            *(f"training.micro_batch_size={micro}", f"out={tmp_path / name}"),
+        )
+        train(recipe, QUIET)
+        found[name] = rows(recipe, *_ROW)
+        run = RunDirectory(recipe.out)
+        assert (read_ledger(run.ledger_path).step == 1).sum() == 6
+        assert run.recipe().data.buckets[0].batch_size == (None if name == "plain" else 6)
+        assert train(recipe, QUIET).start_step == 4  # the same recipe resumes
+    assert found["tokens"] == found["own"] == found["plain"]
 
 
 def test_a_run_resumes_with_another_catalog_as_the_recipe_says(

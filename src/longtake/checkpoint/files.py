@@ -4,24 +4,40 @@ A checkpoint is a folder with `model/`, `ema/<profile>/`, `optimizer/` (torch's 
 checkpoints), `trainer.json`, and COMMITTED, which is written last.
 """
 
-import hashlib
+import io
+import os
 import stat
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple, NotRequired, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
+import xxhash
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake import errors, evaluation_dir, fsio
-from longtake.config import CheckpointSection
-from longtake.run_dir import RunDirectory
+from longtake.config import CheckpointSection, EvaluationSection
+from longtake.run_dir import Parent, RunDirectory
+from longtake.trust import refuse_foreign_code
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+BLOCK_BYTES: Final = 2**20
+"""Of a file that share a checksum: a reader of a part verifies only the blocks it lies in."""
 STALE_SECONDS = 900.0
 """A dead server's heartbeat counts until it is so much older than the newest COMMITTED."""
+NOTHING_KNOWN: Final[Mapping[Path, str]] = MappingProxyType({})
+_DIGITS = 16
+"""Hexadecimal digits of a checksum."""
+_BUFFER_BYTES = 2**16
+"""Smaller writes are put together: torch makes a dozen for each tensor."""
+_DROP_BYTES = 2**23
+"""Written bytes after which the kernel is asked to write them out and to drop them. Pages that it
+gives again at once are cheaper than new ones: a third of the processor's time of a save."""
+_KEPT_BLOCKS = 4
+"""Blocks of a file in memory: torch reads the end of a tensor first, then its beginning."""
 LINK_REMEDY = (
     "mount or restore what the link points to, or delete the link, and start the same command again"
 )
@@ -39,11 +55,13 @@ _T = TypeVar("_T")
 
 class FileEntry(TypedDict):
     bytes: fsio.Count
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    xxh3_64: Annotated[str, Field(pattern="^([0-9a-f]{16})*$")]
+    """Of each block of `BLOCK_BYTES`, in hexadecimal, one after the other."""
 
 
 class CommittedRecord(TypedDict):
-    format: NotRequired[fsio.format_number(FORMAT)]  # type: ignore[valid-type]
+    format: fsio.format_number(FORMAT)  # type: ignore[valid-type]
+    block_bytes: Literal[1048576]
     files: dict[fsio.InnerPath, FileEntry]
 
 
@@ -67,15 +85,15 @@ def list_files(folder: Path) -> list[str]:
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Sizes and checksums of files, by their names in the folder."""
-    return {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": _checksum(folder / name)}
-        for name in names
-    }
+    return {name: _describe(folder / name) for name in names}
 
 
 def commit(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     """Write COMMITTED; it is on disk when this returns."""
-    fsio.write_json(folder / _COMMITTED, {"format": FORMAT, "files": dict(sorted(entries.items()))})
+    fsio.write_json(
+        folder / _COMMITTED,
+        {"format": FORMAT, "block_bytes": BLOCK_BYTES, "files": dict(sorted(entries.items()))},
+    )
 
 
 def read_committed(folder: Path) -> dict[str, FileEntry]:
@@ -104,14 +122,154 @@ def load_trainer(path: Path, kind: type[_T]) -> _T:
         raise errors.CheckpointError(f"{error} Use an earlier checkpoint.") from error
 
 
+# --- Checksums --------------------------------------------------------------------------------
+
+
+class DamagedFileError(errors.CheckpointError):
+    """A file of a checkpoint is not what was saved; says which, and how it differs."""
+
+
+class DamagedCheckpointError(errors.CheckpointError):
+    """A checkpoint cannot be used, because a file of it is damaged."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} is damaged: {reason}. Use an earlier checkpoint.")
+        self.path, self.reason = path, reason
+
+
+class _HashedFile(io.FileIO):
+    """A new file, written from beginning to end; its checksums are computed meanwhile.
+
+    The kernel is asked to write it out and not to keep it in memory: a checkpoint is seldom read
+    again soon, and what it takes there is taken from the training's clips.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self._size, self._block = 0, xxhash.xxh3_64()
+        self._digests: list[str] = []
+        self._dropped = 0
+
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
+        view = memoryview(data).cast("B")[:written]
+        while view:
+            part = view[: BLOCK_BYTES - self._size % BLOCK_BYTES]
+            self._block.update(part)
+            self._size += len(part)
+            view = view[len(part) :]
+            if self._size % BLOCK_BYTES == 0:
+                self._digests.append(self._block.hexdigest())
+                self._block.reset()
+        if self._size - self._dropped >= _DROP_BYTES:
+            # Dirty pages are written out, and dropped when it is asked for again.
+            os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            self._dropped = self._size
+        return written
+
+    def entry(self) -> FileEntry:
+        rest = [self._block.hexdigest()] if self._size % BLOCK_BYTES else []
+        return {"bytes": self._size, "xxh3_64": "".join([*self._digests, *rest])}
+
+
+class ChecksummedFile(io.BufferedWriter):
+    """Writes a new file, and knows its checksums when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _HashedFile(path)
+        super().__init__(self._file, _BUFFER_BYTES)
+
+    def fileno(self) -> int:
+        """The descriptor of the file, which has all that was written: it may be flushed to disk."""
+        self.flush()
+        return super().fileno()
+
+    def entry(self) -> FileEntry:
+        return self._file.entry()
+
+
+class VerifiedFile(io.RawIOBase):
+    """A file of a checkpoint whose bytes are compared with their checksums when they are read.
+
+    Raises:
+        DamagedFileError: also by `readinto`; it is missing, or not as it was saved.
+    """
+
+    def __init__(self, folder: Path, name: str, entry: FileEntry) -> None:
+        if reason := _wrong_size(folder, name, entry):
+            raise DamagedFileError(reason)
+        self._name, self._entry, self._at = name, entry, 0
+        self._blocks: dict[int, memoryview] = {}
+        self._file = fsio.open_regular(folder / name)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._entry["bytes"]}
+        self._at = begin[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._entry["bytes"] - self._at)]
+        filled = 0
+        while filled < len(view):
+            number, offset = divmod(self._at, BLOCK_BYTES)
+            length = min(BLOCK_BYTES, self._entry["bytes"] - number * BLOCK_BYTES)
+            if offset == 0 and length <= len(view) - filled:  # without a copy
+                taken = self._read_block(number, view[filled : filled + length])
+            else:
+                taken = self._block(number, length)[offset : offset + len(view) - filled]
+                view[filled : filled + len(taken)] = taken
+            filled += len(taken)
+            self._at += len(taken)
+        return filled
+
+    def _block(self, number: int, length: int) -> memoryview:
+        if number not in self._blocks:
+            while len(self._blocks) >= _KEPT_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+            self._blocks[number] = self._read_block(number, memoryview(bytearray(length)))
+        return self._blocks[number]
+
+    def _read_block(self, number: int, room: memoryview) -> memoryview:
+        self._file.seek(number * BLOCK_BYTES)
+        read = self._file.readinto(room)
+        digest = xxhash.xxh3_64_hexdigest(room)
+        saved = self._entry["xxh3_64"][_DIGITS * number : _DIGITS * (number + 1)]
+        if read != len(room) or digest != saved:
+            raise DamagedFileError(
+                f"{self._name} has other bytes than were saved: its checksum (xxh3_64) differs"
+            )
+        return room
+
+
+def _describe(path: Path) -> FileEntry:
+    digests = []
+    with fsio.open_regular(path) as file:
+        while block := file.read(BLOCK_BYTES):
+            digests.append(xxhash.xxh3_64_hexdigest(block))
+        return {"bytes": file.tell(), "xxh3_64": "".join(digests)}
+
+
 # --- Damage -----------------------------------------------------------------------------------
 
 
-def find_damage(folder: Path, *, checksums: bool, within: str = "") -> str | None:
+def find_damage(
+    folder: Path, *, checksums: bool, within: str = "", share: tuple[int, int] = (0, 1)
+) -> str | None:
     """What is wrong with a checkpoint's files, as a sentence that names one; None: nothing.
 
     With `checksums` all bytes are read, in a few threads; else only sizes are compared. Only files
-    whose names begin with `within` are looked at, such as `model/`.
+    whose names begin with `within` are looked at, such as `model/`. Of n processes that verify a
+    checkpoint together, the one with `share` (i, n) reads one n-th of the files.
     """
     try:
         listed = read_committed(folder)
@@ -127,21 +285,13 @@ def find_damage(folder: Path, *, checksums: bool, within: str = "") -> str | Non
     damaged = [each for item in files.items() if (each := _wrong_size(folder, *item))]
     if not damaged and checksums:
         with ThreadPoolExecutor(_CHECKSUM_THREADS) as threads:
-            found = threads.map(lambda item: _wrong_bytes(folder, *item), files.items())
+            mine = sorted(files.items())[share[0] :: share[1]]
+            found = threads.map(lambda item: _wrong_bytes(folder, *item), mine)
             damaged = [each for each in found if each]
     if not damaged:
         return None
     more = f", and {len(damaged) - 1} more of its files are damaged" * (len(damaged) > 1)
     return damaged[0] + more
-
-
-def verify_part(path: Path, name: str) -> None:
-    """Compare the checksums of one part of a checkpoint, such as `ema/main`.
-
-    Raises:
-        CheckpointError: a file is missing or has other bytes than were saved.
-    """
-    _refuse(path, find_damage(path, checksums=True, within=f"{name}/"))
 
 
 def newest_whole(run: RunDirectory, part: str = "") -> Path | None:
@@ -163,13 +313,19 @@ class LatestCheckpoint(NamedTuple):
     damaged: tuple[tuple[Path, str], ...]  # newer ones, newest first, with what is wrong with each
 
 
-def newest_verified(run: RunDirectory, at_most: int | None = None) -> LatestCheckpoint:
-    """The newest checkpoint whose checksums are right; steps after `at_most` are ignored."""
+def newest_undamaged(
+    run: RunDirectory, at_most: int | None = None, known: Mapping[Path, str] = NOTHING_KNOWN
+) -> LatestCheckpoint:
+    """The newest checkpoint whose files have their sizes and whose trainer.json can be read.
+
+    Steps after `at_most` are ignored. `known` damage is not looked for again.
+    """
     damaged: list[tuple[Path, str]] = []
     for step, path in sorted(_folders(run).items(), reverse=True):
         if at_most is not None and step > at_most:
             continue
-        reason = find_damage(path, checksums=True)
+        reason = known.get(path) or find_damage(path, checksums=False)
+        reason = reason or find_damage(path, checksums=True, within="trainer.json")
         try:
             if reason is None:
                 fsio.require_record(path / "trainer.json", Trainer)
@@ -178,6 +334,57 @@ def newest_verified(run: RunDirectory, at_most: int | None = None) -> LatestChec
             reason = f"trainer.json cannot be read: {error.reason}"
         damaged.append((path, reason))
     return LatestCheckpoint(None, tuple(damaged))
+
+
+def find_parent(
+    text: str, *, weights_only: bool, trust: bool, begun: Parent | None = None
+) -> Parent:
+    """The checkpoint that `--from RUN` or `RUN@STEP` names: of a run, the newest whole one.
+
+    Args:
+        text: what the user has written.
+        weights_only: whether optimizer states are left behind.
+        trust: whether the user has said `--trust`.
+        begun: what the run to resume began with. If `text` names it, it is the answer, whatever
+            the parent has trained or deleted since.
+
+    Raises:
+        errors.RunError: there is no run, or it names code and another user began it.
+        errors.CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    name, _, number = text.rpartition("@")
+    has_step = bool(name) and number.isdecimal() and not RunDirectory(Path(text)).exists()
+    run = RunDirectory(Path(name if has_step else text))
+    if begun is not None:
+        step = int(number) if has_step else begun["step"]
+        if (str(run.path.resolve()), step, weights_only) == (
+            begun["path"],
+            begun["step"],
+            begun["weights_only"],
+        ):
+            return begun
+    recipe = run.recipe()
+    without = recipe.model_copy(update={"evaluation": EvaluationSection()})  # it is not used
+    refuse_foreign_code(run, trust=trust, recipe=without)
+    steps = run.checkpoint_steps()
+    if has_step and int(number) not in steps:
+        known = f"steps {', '.join(map(str, steps))}" if steps else "none"
+        raise errors.CheckpointError(
+            f"--from {text}: {run.path} has no whole checkpoint of step {number}. Its "
+            f"checkpoints: {known}."
+        )
+    path = run.checkpoint_path(int(number)) if has_step else newest_whole(run, "model")
+    if path is None:
+        raise errors.CheckpointError(
+            f"--from {text}: {run.path} has no whole checkpoint. Train it on with "
+            f"{run.resume_command()}, or name another run."
+        )
+    return Parent(
+        path=str(run.path.resolve()),
+        id=run.record()["id"],
+        step=run.step_of(path),
+        weights_only=weights_only,
+    )
 
 
 def dangling_link(path: Path) -> str | None:
@@ -218,16 +425,15 @@ def _wrong_size(folder: Path, name: str, entry: FileEntry) -> str | None:
 
 def _wrong_bytes(folder: Path, name: str, entry: FileEntry) -> str | None:
     try:
-        is_same = _checksum(folder / name) == entry["sha256"]
+        with VerifiedFile(folder, name, entry) as file:
+            block = bytearray(BLOCK_BYTES)
+            while file.readinto(block):
+                pass
+    except DamagedFileError as error:
+        return str(error)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    same = f"{name} has other bytes than were saved: its checksum (sha256) differs"
-    return None if is_same else same
-
-
-def _checksum(path: Path) -> str:
-    with fsio.open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return None
 
 
 def _is_whole(path: Path, within: str = "") -> bool:
@@ -236,7 +442,7 @@ def _is_whole(path: Path, within: str = "") -> bool:
 
 def _refuse(path: Path, reason: str | None) -> None:
     if reason is not None:
-        raise errors.CheckpointError(f"{path} is damaged: {reason}. Use an earlier checkpoint.")
+        raise DamagedCheckpointError(path, reason)
 
 
 def _folders(run: RunDirectory) -> dict[int, Path]:

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, TypeVar, cast
@@ -24,23 +23,23 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 from torch.serialization import _get_layout
+from torch.utils.serialization import config as serialization
 
 from longtake import errors, heartbeat, trust
 from longtake.checkpoint import files
 from longtake.config import CheckpointSection
-from longtake.fsio import flush_to_disk, open_regular, remove_tree, write_json
+from longtake.fsio import flush_to_disk, remove_tree, write_json
 from longtake.parallel import collectives, mesh
 from longtake.run_dir import RunDirectory
 
 State = dict[str, Any]
 """A (nested) dict of tensors; DTensors are saved and loaded in shards."""
 
-_SAVE_TIMEOUT = timedelta(hours=24)
 _METADATA_CLASSES = (
     "_MEM_FORMAT_ENCODING",
     "BytesStorageMetadata",
@@ -52,6 +51,8 @@ _METADATA_CLASSES = (
     "TensorStorageMetadata",
 )
 
+_PLAIN = (bool, int, float, str, type(None))
+
 T = TypeVar("T")
 
 
@@ -59,45 +60,65 @@ T = TypeVar("T")
 
 
 def latest_checkpoint(
-    run: RunDirectory, world: mesh.World, at_most: int | None = None
-) -> files.LatestCheckpoint:
-    """The newest checkpoint whose checksums are right; all ranks wait for rank 0, which reads."""
-    found = (
-        files.newest_verified(run, at_most) if world.is_first else files.LatestCheckpoint(None, ())
-    )
-    return collectives.gather_objects(found, world, patiently=True)[0]
-
-
-def load_parts(
-    path: Path,
-    parts: Mapping[str, State],
-    world: mesh.World | None = None,
+    run: RunDirectory,
+    world: mesh.World,
+    at_most: int | None = None,
     *,
-    is_verified: bool = False,
-) -> None:
+    checksums: bool = True,
+    known: Mapping[Path, str] = files.NOTHING_KNOWN,
+) -> files.LatestCheckpoint:
+    """The newest checkpoint that is not damaged; all ranks call it and wait for each other.
+
+    With `checksums` the ranks read the files, each its share of them; without, what loads the
+    checkpoint finds damage of their bytes. `known` damage is not looked for again.
+    """
+    damage = dict(known)
+    while True:
+        found = files.LatestCheckpoint(None, ())
+        if world.is_first:
+            found = files.newest_undamaged(run, at_most, damage)
+        found = collectives.gather_objects(found, world, patiently=True)[0]
+        if found.path is None or not checksums:
+            return found
+        share = (world.rank, world.size)
+        reason = files.find_damage(found.path, checksums=True, share=share)
+        reasons = collectives.gather_objects(reason, world, patiently=True)
+        reason = next((each for each in reasons if each), None)
+        if reason is None:
+            return found
+        damage[found.path] = reason
+
+
+def load_parts(path: Path, parts: Mapping[str, State], world: mesh.World | None = None) -> None:
     """Fill the given states in place from a checkpoint, resharded if the world is another.
 
     All ranks call it. Parts are `model`, `ema/<profile>` and `optimizer`; others need not be there.
-    Unless they are verified already, the checksums of their files are compared first.
+    What a rank reads is compared with its checksums meanwhile.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, or holds another model; some of the given
-            tensors may have been filled.
+        DamagedCheckpointError: on every rank; a rank has read other bytes than were saved.
+        CheckpointError: the checkpoint is not whole, or holds another model.
+
+        Some of the given tensors may have been filled.
     """
     _silence_single_process_warning()
     logging.getLogger().addFilter(_is_no_warning_of_the_loader)
     alone = world is None or world.mesh is None
     for name, state in parts.items():
-        if not is_verified:
-            files.verify_part(path, name)
+        reader = CheckpointReader(path, name)
+        reason = reader.find_damage()
+        if world is not None:
+            reasons = collectives.gather_objects(reason, world)
+            reason = next((each for each in reasons if each), None)
+        if reason is not None:
+            raise files.DamagedCheckpointError(path, reason)
         try:
             state_dict_loader.load(
-                state,
-                storage_reader=CheckpointReader(path / name),
-                planner=SafeLoadPlanner(),
-                no_dist=alone,
+                state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=alone
             )
         except (Exception, CheckpointException) as error:  # torch raises any exception
+            if damage := _damaged_file(error):
+                raise files.DamagedCheckpointError(path, str(damage)) from error
             raise errors.CheckpointError(
                 f"{path / name} cannot be loaded into the model that the recipe describes: "
                 f"{_last_line(error)}. Its files are damaged, or hold another model: take the "
@@ -105,25 +126,63 @@ def load_parts(
             ) from error
 
 
-def part_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each entry of a part whose checksums were compared; () where it is no tensor.
+def part_shapes(path: Path, part: str) -> dict[str, tuple[int, ...]]:
+    """Shape of each entry of a checkpoint's part; () where it is no tensor.
 
     Raises:
+        DamagedFileError: what lists them is damaged.
         OSError: it cannot be read.
         ValueError: it is not what torch writes.
     """
-    saved = CheckpointReader(folder).read_metadata().state_dict_metadata
+    saved = CheckpointReader(path, part).read_metadata().state_dict_metadata
     return {name: tuple(getattr(each, "size", ())) for name, each in saved.items()}
 
 
+class _VerifiedFiles(FileSystem):
+    """Opens files of a checkpoint; what is read of them is compared with its checksums."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entries: Mapping[str, files.FileEntry] | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "rb"
+        if self._entries is None:
+            self._entries = files.read_committed(self._path)
+        name = str(Path(path).relative_to(self._path))
+        if name not in self._entries:
+            raise files.DamagedFileError(f"it holds no {name}")
+        with files.VerifiedFile(self._path, name, self._entries[name]) as file:
+            yield file
+
+
 class CheckpointReader(FileSystemReader):
-    """Reads `.metadata` by an unpickler that allows only what torch writes there."""
+    """Reads a part of a checkpoint, such as `ema/main`, and compares it with its checksums.
+
+    `.metadata` is read by an unpickler that allows only what torch writes there.
+    """
+
+    def __init__(self, path: Path, part: str) -> None:
+        super().__init__(path / part)
+        self.fs = _VerifiedFiles(path)
+        self._checkpoint, self._part = path, part
+
+    def find_damage(self) -> str | None:
+        """What is wrong with the sizes of the part's files, or the checksums of `.metadata`."""
+        folder, part = self._checkpoint, self._part
+        return files.find_damage(folder, checksums=False, within=f"{part}/") or files.find_damage(
+            folder, checksums=True, within=f"{part}/.metadata"
+        )
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self._get_metadata_path(kwargs.get("rank")))
-        with open_regular(path) as file:
+        with self.fs.create_stream(path, "rb") as file:
             try:
-                found = _checked(trust.RestrictedUnpickler(file, _allowed_globals()).load())
+                buffered = io.BufferedReader(cast("io.RawIOBase", file))
+                found = _checked(trust.RestrictedUnpickler(buffered, _allowed_globals()).load())
+            except files.DamagedFileError:
+                raise
             except Exception as error:  # a damaged pickle can raise anything
                 raise ValueError(f"{path.name} cannot be read: {error}") from error
         found.storage_meta = StorageMeta(load_id=self.load_id)
@@ -173,6 +232,13 @@ def _allowed_globals() -> Mapping[tuple[str, str], Any]:
     }
 
 
+def _damaged_file(error: BaseException) -> files.DamagedFileError | None:
+    """The damage that a rank has found while it read; the same on every rank."""
+    failures = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
+    found = (each for _, (each, _) in sorted(failures.items()))
+    return next((each for each in found if isinstance(each, files.DamagedFileError)), None)
+
+
 def _is_no_warning_of_the_loader(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR or record.pathname != state_dict_loader.__file__
 
@@ -212,7 +278,7 @@ class Saver:
         self.world = world
         self._run, self._section, self._reach = run, section, reach
         is_alone = world.mesh is None
-        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
+        self._group = None if is_alone else mesh.new_group(world, "checkpoint")
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, "checkpoint", _prepare_thread, (world.device,))
         self._pending: Future[Path] | None = None
@@ -406,16 +472,12 @@ def write(
     aside = whole.with_name(f".{whole.name}.partial")
     is_first = world.is_first
 
-    def describe() -> dict[str, files.FileEntry]:
-        names = files.list_files(aside)
-        mine = [name for name in names if Path(name).match(f"__{world.rank}_*")]
-        return files.describe_files(aside, mine)
-
     try:
         _on_all_ranks(lambda: _begin(aside, whole) if is_first else None, group)
+        mine: dict[str, files.FileEntry] = {}
         for name, state in parts.items():
-            _write_part(aside / name, state, group)
-        described = _on_all_ranks(describe, group)
+            mine |= _write_part(aside, name, state, group)
+        described = _on_all_ranks(lambda: mine, group)
         _on_all_ranks(
             lambda: _commit(aside, whole, trainer, described) if is_first else None, group
         )
@@ -448,18 +510,84 @@ def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> lis
     return [each for each, _ in everyone]
 
 
-class _Disk(FileSystem):
-    """Raises that a disk is full, where torch raises that a file is shorter than it should be."""
+class _ChecksummedFiles(FileSystem):
+    """Computes the checksums of the files of a part while they are written.
+
+    Raises that a disk is full, where torch raises that a file is shorter than it should be.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, files.FileEntry] = {}  # by the names of the files
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
+        assert mode == "wb"
+        with files.ChecksummedFile(Path(path)) as stream:
             try:
                 yield stream
             except RuntimeError as error:
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
+        self.entries[Path(path).name] = stream.entry()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
+
+
+class _Entries:
+    """In the place of torch's transforms of streams.
+
+    Those make a class for each entry of a file, and flush the file after it.
+    """
+
+    def transform_save_stream(self, _: WriteItem, stream: Any) -> tuple[Any, list[str]]:
+        return _Entry(stream), []
+
+
+class _Entry:
+    """A stream that is not closed, and not flushed, at the end of an entry."""
+
+    def __init__(self, stream: Any) -> None:
+        self.write = stream.write
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Saves a state that is the one entry of another, and serialises equal numbers once.
+
+    An optimizer has a dozen hyperparameters for each parameter. torch would log two records for
+    each entry, and serialise each as a zip archive: half of what a save takes of the processor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._serialised: dict[str, bytes] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: State,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        (state,) = state_dict.values()
+        super().set_up_planner(state, storage_meta, is_coordinator)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
+        parts = object if type(object) is tuple else (object,)
+        is_plain = all(type(each) in _PLAIN for each in parts)
+        if write_item.type != WriteItemType.BYTE_IO or not is_plain:
+            return super().transform_object(write_item, object)
+        known = self._serialised
+        if (name := repr(object)) not in known:
+            known[name] = super().transform_object(write_item, object).getvalue()
+        return io.BytesIO(known[name])
 
 
 def _begin(aside: Path, whole: Path) -> None:
@@ -469,13 +597,26 @@ def _begin(aside: Path, whole: Path) -> None:
     aside.mkdir(parents=True)
 
 
-def _write_part(folder: Path, state: State, group: dist.ProcessGroup | None) -> None:
+def _write_part(
+    aside: Path, part: str, state: State, group: dist.ProcessGroup | None
+) -> dict[str, files.FileEntry]:
+    """Write this rank's files of a part; their checksums, by their names in the checkpoint."""
     # Tensors are on the CPU already. With copy-ahead, torch would wait for the current CUDA stream,
     # on which training has queued seconds of work, after every 10 MB.
-    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
-    writer.fs = _Disk()
+    writer = FileSystemWriter(aside / part, per_thread_copy_ahead=0)
+    writer.fs = disk = _ChecksummedFiles()
+    writer.transforms = cast("Any", _Entries())
     alone = group is None
-    state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
+    options: Any = serialization
+    with options.patch("save.compute_crc32", False):  # `disk` computes a faster checksum
+        state_dict_saver.save(
+            {part: state},
+            storage_writer=writer,
+            planner=_SavePlanner(),
+            process_group=group,
+            no_dist=alone,
+        )
+    return {f"{part}/{name}": entry for name, entry in disk.entries.items()}
 
 
 def _commit(

@@ -19,7 +19,7 @@ from longtake.cli.evaluate import compare, evaluate
 from longtake.cli.init import init
 from longtake.cli.launch import launch, preflight
 from longtake.cli.plan import plan
-from longtake.cli.runs import bundle, show, stacks, watch
+from longtake.cli.runs import bundle, health, show, stacks, watch
 from longtake.cli.train import train
 
 app = typer.Typer(
@@ -55,6 +55,10 @@ def main() -> None:
     """Run a verb; a user's mistake becomes one message on stderr and an exit code, mostly 2."""
     # Before torch is imported: its C++ parts remark on memory that is older than a measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if process.STANDBY_VARIABLE in os.environ:
+        from longtake.cluster.standby import serve
+
+        serve()  # and then be a rank
     try:
         app()
     except errors.LostPeerError as error:
@@ -298,6 +302,6 @@ _BEFORE, _AFTER = (
     (demo, init, plan, preflight, train, launch),
     (evaluate, compare, sample, export, show),
 )
-for _verb in (*_BEFORE, *_AFTER, watch, stacks, bundle, drill):
+for _verb in (*_BEFORE, *_AFTER, health, watch, stacks, bundle, drill):
     app.command()(_verb)
 app.add_typer(data_app, name="data")

@@ -1,10 +1,10 @@
 """The verbs of `longtake data`: prepare and inspect what is trained on."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,10 +13,11 @@ from longtake.cli import say
 from longtake.formatting import plural, printable
 
 if TYPE_CHECKING:
-    from longtake.config import Recipe
+    from longtake.config import Bucket, Recipe
     from longtake.data.audit import Audit, EpochAudit
+    from longtake.data.catalog import Rejection
     from longtake.data.index import IndexReport
-    from longtake.data.summary import ReviewCaptions
+    from longtake.data.summary import BucketCosts, ReviewCaptions
 
 _MOST_SHOWN = 5
 
@@ -88,6 +89,14 @@ def index(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Read all files again, the unchanged ones too.")
     ] = False,
+    trust_metadata: Annotated[
+        bool,
+        typer.Option(
+            "--trust-metadata",
+            help="Count frames by the container and decode one: fast, and damage is found by the "
+            "training.",
+        ),
+    ] = False,
     memory_gib: MemoryGib = 1.0,
     timeout_seconds: TimeoutSeconds = 60.0,
     as_json: say.AsJson = False,
@@ -128,6 +137,7 @@ def index(
                     limits=Limits(memory_gib, timeout_seconds),
                     conditioning=conditioning or (),
                     label=label,
+                    trusts_metadata=trust_metadata,
                 )
     if as_json:
         found = [asdict(report) | {"catalog": str(path)} for path, report in reports.items()]
@@ -146,8 +156,10 @@ def index(
 def _say_indexed(report: "IndexReport", out: Path) -> None:
     from longtake.data.sources import describe_ignored
 
-    for rejection in report.rejected:
-        say.line(f"  rejected: {printable(rejection.path)}: {printable(rejection.reason)}")
+    _say_failed("rejected", report.rejected)
+    if report.num_rejected > len(report.rejected):
+        more = report.num_rejected - len(report.rejected)
+        say.line(f"  and {more} more rejected: the catalog has each with its reason")
     for name in report.unmatched_captions:
         say.line(f"  no such clip, though a caption names it: {printable(name)}")
     for sentence in describe_ignored(report.passed_over, report.unreadable):
@@ -157,15 +169,78 @@ def _say_indexed(report: "IndexReport", out: Path) -> None:
     say.line(
         f"{plural(report.accepted, 'clip')} in {out}: {report.accepted - report.without_caption} "
         f"with a caption, {report.without_caption} without; "
-        f"{plural(len(report.rejected), 'file')} rejected, "
+        f"{plural(report.num_rejected, 'file')} rejected, "
         f"{plural(report.duplicates, 'duplicate')} left out, {report.unchanged} not read again."
     )
+    if report.trusted:
+        say.line(
+            f"{plural(report.trusted, 'clip')} by the metadata of the container alone (attribute "
+            "trusted_metadata): training leaves out those that turn out to be otherwise."
+        )
     if report.without_caption:
         say.line(
             f"{plural(report.without_caption, 'clip')} without a caption: training leaves such "
             "clips out. Give captions with --captions, or clip.txt beside clip.mp4, and index "
-            "again."
+            "again; or let a local model write them: longtake data caption."
         )
+
+
+@data_app.command()
+def cuts(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SRC…", help="Films: folders, video files, lists and tables of paths."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The table to write (CSV); `data index` reads it.")],
+    threshold: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            max=100.0,
+            help="How many times more frames differ at a cut than around it; 1.5 finds more.",
+        ),
+    ] = 2.0,
+    min_seconds: Annotated[
+        float, typer.Option(min=0.0, max=86400.0, help="Shorter scenes are left out.")
+    ] = 1.0,
+    workers: Workers = None,
+    on: On = None,
+    memory_gib: MemoryGib = 1.0,
+    timeout_seconds: TimeoutSeconds = 60.0,
+    as_json: say.AsJson = False,
+) -> None:
+    """Find the cuts of films, and write a table of their scenes: clips, without cutting files.
+
+    After Ctrl-C the same command resumes.
+    """
+    from longtake.data.decode import Limits
+    from longtake.data.scene_cuts import write_scenes
+    from longtake.data.tasks import connected
+
+    with connected(on), progress.counted(say.console(), "cuts") as advance:
+        report = write_scenes(
+            sources,
+            out,
+            threshold=threshold,
+            min_seconds=min_seconds,
+            on=on,
+            workers=workers,
+            progress=advance,
+            limits=Limits(memory_gib, timeout_seconds),
+        )
+    if as_json:
+        say.result(asdict(report) | {"table": str(report.table)})
+        return
+    _say_failed("rejected", report.rejected)
+    say.line(
+        f"{plural(report.scenes, 'scene')} in {report.table}, of {plural(report.cuts, 'cut')} in "
+        f"{plural(report.files, 'file')}; {report.too_short} shorter than {min_seconds:g} s left "
+        f"out, {report.short_files} of them whole files without a cut; "
+        f"{plural(len(report.rejected), 'file')} rejected. Make clips of the scenes: longtake data "
+        f"index {report.table} --out CATALOG"
+    )
 
 
 @data_app.command()
@@ -205,8 +280,7 @@ def prepare(
     if as_json:
         say.result(asdict(report) | {"catalog": str(report.catalog)})
         return
-    for rejection in report.rejected:
-        say.line(f"  rejected: {rejection.path}: {rejection.reason}")
+    _say_failed("rejected", report.rejected)
     before, after = (round(num / 2**20, 1) for num in (report.bytes_before, report.bytes_after))
     say.line(
         f"{plural(report.prepared, 'clip')} in {report.catalog} ({report.reused} were there "
@@ -227,13 +301,24 @@ def _parse_size(text: str) -> tuple[int, int]:
 @data_app.command()
 def score(
     catalog: CatalogPath,
-    by: Annotated[str, typer.Option(help="nouns, motion, length, or MODULE:FUNCTION of a clip.")],
+    by: Annotated[
+        str,
+        typer.Option(help="nouns, motion, length, duplicates, or MODULE:FUNCTION of a clip."),
+    ],
     name: Annotated[
         str | None, typer.Option(help="What recipes call it; by default as `--by` does.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The catalog to write; by default the same one.")
     ] = None,
+    distance: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=32,
+            help="Of `duplicates`: bits of 256 in which two frames that are alike may differ.",
+        ),
+    ] = 16,
     workers: Workers = None,
     on: On = None,
     memory_gib: MemoryGib = 1.0,
@@ -241,7 +326,8 @@ def score(
 ) -> None:
     """Give every clip a number that stages can select by, such as `nouns <= q40`.
 
-    After Ctrl-C the same command resumes.
+    `duplicates == 0` leaves one of each group of near-duplicates. After Ctrl-C the same command
+    resumes.
     """
     from longtake.data.catalog import Catalog
     from longtake.data.index import check_out
@@ -260,6 +346,7 @@ def score(
             out=target,
             progress=advance,
             memory_gib=memory_gib,
+            distance=distance,
         )
     scored.catalog.save(target)
     scored.settle()
@@ -270,15 +357,154 @@ def score(
         "unknown": len(scored.values) - scored.num_known,
         "failed": [asdict(each) for each in scored.failed],
     }
+    if by == "duplicates":
+        largest = scored.groups[0].tolist() if scored.groups else ()
+        facts["groups"] = len(scored.groups)
+        facts["copies"] = sum(len(rows) - 1 for rows in scored.groups)
+        facts["largest"] = [scored.catalog.clip(row).path for row in largest]
     if as_json:
         say.result(facts)
         return
-    for each in scored.failed:
-        say.line(f"  not scored: {each.path}: {each.reason}")
+    _say_failed("not scored", scored.failed)
     say.line(
         f"{facts['scored']} clips of {facts['catalog']} have the attribute {scored.name}; of "
         f"{facts['unknown']} it is unknown, and no condition on it selects those."
     )
+    if by == "duplicates":
+        _say_duplicates(scored.name, facts)
+
+
+def _say_duplicates(name: str, facts: dict[str, Any]) -> None:
+    if not facts["groups"]:
+        say.line("No two clips are near-duplicates of each other.")
+        return
+    paths = [printable(path) for path in facts["largest"][:_MOST_SHOWN]]
+    more = len(facts["largest"]) - len(paths)
+    say.line(
+        f"{plural(facts['groups'], 'group')} of near-duplicates with "
+        f"{plural(facts['copies'], 'copy', 'copies')}, which a stage with `{name} == 0` leaves "
+        f"out. The largest group: {paths[0]} is kept; copies are {', '.join(paths[1:])}"
+        + (f" and {more:,} more." if more else ".")
+    )
+
+
+def _say_failed(what: str, failed: "Sequence[Rejection]") -> None:
+    for each in failed:
+        say.line(f"  {what}: {printable(each.path)}: {printable(each.reason)}")
+
+
+@data_app.command()
+def caption(
+    catalog: CatalogPath,
+    captioner: Annotated[
+        str,
+        typer.Option(
+            "--with",
+            metavar="MODULE:CLASS",
+            help="What writes captions: models of transformers, or a class of your own.",
+        ),
+    ] = "longtake.models.captioner:TransformersCaptioner",
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="KEY=VALUE",
+            help="An argument of that class, such as model=FOLDER or device=cuda:1.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The catalog to write; by default the same one.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Replace captions too; unset: only clips without one.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Use nothing of an interrupted call.")
+    ] = False,
+    batch_size: Annotated[
+        int, typer.Option(min=1, max=1024, help="Clips that the model is given at once.")
+    ] = 1,
+    frames: Annotated[
+        int, typer.Option(min=1, max=1024, help="Frames of a clip, evenly spaced, at most.")
+    ] = 8,
+    side: Annotated[
+        int, typer.Option(min=16, max=8192, help="Longer side of the frames, in pixels, at most.")
+    ] = 512,
+    jsonl: Annotated[
+        Path | None,
+        typer.Option(help="Also write all captions as JSON lines, for `data index --captions`."),
+    ] = None,
+    workers: Workers = None,
+    memory_gib: MemoryGib = 1.0,
+    as_json: say.AsJson = False,
+) -> None:
+    """Caption clips by a local model; after Ctrl-C the same command resumes."""
+    from longtake.data import captioning
+    from longtake.data.catalog import Catalog
+    from longtake.data.index import check_out
+
+    loaded, target = Catalog.load(catalog), out or catalog
+    check_out(target)  # captioning may take hours
+    with progress.phase_lines(say.console(), "loading the captioner"):
+        made, given = _captioner(captioner, options or ())
+    with progress.counted(say.console(), "caption") as advance:
+        done = captioning.caption(
+            loaded,
+            made,
+            out=target,
+            name=captioner,
+            options=given,
+            every=every,
+            fresh=fresh,
+            batch_size=batch_size,
+            choice=captioning.FrameChoice(frames, side),
+            workers=workers,
+            memory_gib=memory_gib,
+            progress=advance,
+        )
+    done.save(target)
+    if jsonl is not None:
+        captioning.write_lines(done.catalog, jsonl)
+    facts: dict[str, Any] = {
+        "catalog": str(target),
+        "captioned": done.num_written,
+        "without_caption": sum(not text for text in done.catalog.captions()),
+        "failed": [asdict(each) for each in done.failed],
+    }
+    if as_json:
+        say.result(facts)
+        return
+    _say_failed("not captioned", done.failed)
+    say.line(f"{plural(done.num_written, 'clip')} of {target} captioned by {captioner}.")
+    if facts["without_caption"]:
+        say.line(
+            f"{plural(facts['without_caption'], 'clip')} without a caption: training leaves such "
+            "clips out."
+        )
+
+
+def _captioner(path: str, options: "Sequence[str]") -> tuple[Any, dict[str, object]]:
+    """An object of the class at "package.module:Class", and the options that it was made with."""
+    from longtake import config, trust
+    from longtake.models.pretrained import construct
+
+    if not all(path.partition(":")):
+        raise errors.RecipeError(f"--with {path!r} is no name of a class; write module:Class.")
+    given = {}
+    for text in options:
+        key, _, value = (part.strip() for part in text.partition("="))
+        if not value or not key.isidentifier():
+            raise errors.RecipeError(
+                f"--option {text[:80]!r}: expected KEY=VALUE, such as model=FOLDER."
+            )
+        given[key] = config.parse_value(value)
+    found = trust.import_class(path, "--with")
+    if not callable(getattr(found, "captions", None)):
+        raise errors.RecipeError(
+            f"--with {path!r} has no method captions(frames, clips) that returns a list of texts; "
+            "see docs/guides/fine-tuning-data.md."
+        )
+    return construct("--option", found, given), given
 
 
 @data_app.command()
@@ -304,14 +530,35 @@ def show(
         raise typer.BadParameter("there is no RECIPE that --set could change")
     loaded = None if recipe is None else with_buckets(config.load(recipe, changes or ()))
     review_captions = None if loaded is None else _captions_reviewer(loaded)
+    loaded, costs = (None, None) if loaded is None else _with_costs(loaded)
     with progress.counted(say.console(), "draw") as advance:
-        shown = look_at(catalog, loaded, out, advance, review_captions)
+        shown = look_at(catalog, loaded, out, advance, review_captions, costs)
     if as_json:
         say.result(shown)
     else:
         print_show(say.console(), shown)
     if shown.get("refusal"):
         raise typer.Exit(2)
+
+
+def _with_costs(recipe: "Recipe") -> "tuple[Recipe, BucketCosts]":
+    """The recipe with batch sizes of all buckets, and their costs, where they can be known."""
+    from longtake.data.summary import BucketCosts
+    from longtake.planner import cost, devices, memory  # which import torch
+
+    if ":" in recipe.model.family or recipe.trainable.modules:
+        return recipe, BucketCosts()  # code of the recipe's own, which is only looked at here
+    tokens: dict[Bucket, int] = {}
+    try:
+        recipe = memory.with_batch_sizes(recipe)
+        tokens = memory.bucket_tokens(recipe)
+        device = devices.device_budget(recipe)
+        seconds = cost.clip_seconds(recipe, device, tokens)
+    except errors.LongtakeError:
+        if recipe.data.tokens_per_batch is not None and not tokens:
+            raise
+        return recipe, BucketCosts(tokens)  # its configuration is not here, or its parts do not fit
+    return recipe, BucketCosts(tokens, seconds, device.name)
 
 
 def _captions_reviewer(recipe: "Recipe") -> "ReviewCaptions":
@@ -336,27 +583,35 @@ def cache(
     workers: Annotated[
         int | None, typer.Option(min=1, help="With --on: at most so many at a time.")
     ] = None,
+    shard: Annotated[
+        str | None, typer.Option(help="Only part I of N, such as 1/4: the others elsewhere.")
+    ] = None,
     trust: say.Trust = False,
     as_json: say.AsJson = False,
 ) -> None:
     """Compute a recipe's latents and prompt embeddings ahead, so that training need not wait.
 
     Only what is missing is computed, so it can be stopped, started again, and run in several
-    processes at once, alone or by `torchrun --nproc-per-node 2 -m longtake data cache
-    RECIPE`.
+    processes at once: by `torchrun --nproc-per-node 2 -m longtake data cache RECIPE`, with `--on`,
+    or alone, each with a `--shard`.
     """
     with progress.phase_lines(say.console(), "importing PyTorch"):
         from longtake.data.auto_buckets import with_buckets
-        from longtake.data.cache_fill import CACHE_KINDS
+        from longtake.data.packs import CACHE_KINDS
         from longtake.data.tasks import connected
         from longtake.training.latent_cache import cache_ahead
         from longtake.trust import load_recipe
 
     if workers and on is None:
         raise typer.BadParameter("--workers is for --on; here, data.workers of the recipe decode")
+    number, slash, total = ("1/1" if shard is None else shard).partition("/")
+    is_part = slash and number.isdecimal() and total.isdecimal()
+    if not is_part or not 1 <= int(number) <= int(total):
+        raise typer.BadParameter(f"--shard {shard}: expected I/N, such as 1/4, 2/4, 3/4 and 4/4")
+    part = int(number) - 1, int(total)
     loaded = with_buckets(load_recipe(recipe, changes or (), trust=trust))
     with connected(on):
-        facts = cache_ahead(loaded, say.console(), on=on, workers=workers)
+        facts = cache_ahead(loaded, say.console(), on=on, workers=workers, part=part)
     if as_json:
         say.result(facts)
         return
@@ -378,21 +633,25 @@ def audit(
 ) -> None:
     """Prove from the ledger what a run consumed: exit code 1 if a clip was repeated or missed."""
     from longtake.data.audit import audit as audit_run
+    from longtake.inspection.facts import restarts
     from longtake.run_dir import RunDirectory
 
-    found = audit_run(RunDirectory(run))
+    directory = RunDirectory(run)
+    found, again = audit_run(directory), restarts(directory)
     say.skipped_lines()
     if as_json:
-        say.result({"ok": found.ok, **asdict(found)})
+        say.result({"ok": found.ok, **asdict(found), "restarts": again})
     else:
-        _say_audit(found)
+        _say_audit(found, again)
     if not found.ok:
         raise typer.Exit(1)
 
 
-def _say_audit(found: "Audit") -> None:
+def _say_audit(found: "Audit", again: "Sequence[Mapping[str, Any]]") -> None:
     from rich import box
     from rich.table import Table
+
+    from longtake.inspection.tables import restart_sentence
 
     names = ("seen", "repeated", "missing", "rejected", "skipped")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -413,6 +672,8 @@ def _say_audit(found: "Audit") -> None:
         )
     steps = found.end_step - found.num_skipped
     say.line(f"{steps} steps; {found.num_abandoned} samples of abandoned steps do not count.")
+    for each in again:
+        say.line(f"  {restart_sentence(each)}")
     if found.num_skipped:
         samples = sum(epoch.skipped for epoch in found.epochs)
         say.line(

@@ -2,19 +2,20 @@
 
 import functools
 import json
+import os
 import shlex
 import textwrap
 import tomllib
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from longtake import errors, process
 from longtake.cli import say
-from longtake.config import memory_bytes
+from longtake.config import ModelSection, memory_bytes
 from longtake.formatting import did_you_mean, printable
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
@@ -42,6 +43,12 @@ class Template:
     title: str
     pretrained: str
     shapes: tuple[Shape, ...]
+    fps: float | None = None
+    references: tuple[str, ...] = ()
+    has_pooled: bool = False
+    is_distilled: bool = False
+    shift: str = ""
+    is_cached: bool = True
 
 
 @functools.cache
@@ -72,6 +79,52 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
         f"--{name} {value}" for name, value in (("task", task), ("size", size)) if value
     )
     raise errors.RecipeError(f"there is no template for {family} with {asked}; there is: {there}.")
+
+
+def template_of_release(release: str, task: str | None) -> Template:
+    """The template of a release, by its files: a folder in diffusers' layout or a repository id.
+
+    Raises:
+        ModelError: it is not a release, or longtake does not train it.
+        RecipeError: there is no template for the task.
+    """
+    from longtake.models import base, pretrained, recognition
+
+    for each in templates():
+        if each.pretrained == release and task in (None, each.task):
+            return each
+    section = ModelSection(family="", pretrained=release)
+    kind = recognition.recognise(section, base.FAMILIES)
+    found = pretrained.read_release(section)
+    if kind is None:
+        named = found.config.get("_class_name") or "of an unknown class"
+        raise errors.ModelError(
+            f"{release}: its transformer is {named}, which no family trains. A class of your own "
+            "can: see docs/guides/families.md."
+        )
+    if task not in (None, "lora", "full"):
+        raise errors.RecipeError(
+            f"there is no template for {kind.title} with --task {task}; there are lora and full."
+        )
+    family: Any = base.family(kind.family)
+    pretrained.refuse_untrained(found, getattr(family, "variants", {}), release)
+    needed = family.inputs_of(section)[0]
+    what = "all weights fine-tuned" if task == "full" else "fine-tuned with LoRA"
+    return Template(
+        kind.family,
+        task or "lora",
+        "",
+        "release.toml.j2",
+        f"{kind.title}: {what}",
+        release,
+        (Shape(0, *kind.size),),
+        kind.fps,
+        needed,
+        kind.transformer == "FluxTransformer2DModel",
+        bool(found.config.get("guidance_embeds")),
+        str(family.defaults(section).shift),
+        is_cached=not (needed and family.encodes_inputs_itself) and not family.encodes_text_with,
+    )
 
 
 def choose_shape(template: Template, memory: str | None) -> Shape:
@@ -115,7 +168,8 @@ def render_recipe(template: Template, memory: str | None, data: Path, recipe: Pa
             )
     name = recipe.stem
     is_catalog = data.suffix == ".parquet"
-    catalog = data if is_catalog else Path("catalogs") / f"{data.resolve().name or 'clips'}.parquet"
+    folder = Path(os.path.abspath(data)).name or "clips"  # noqa: PTH100 - a link keeps its name
+    catalog = data if is_catalog else Path("catalogs") / f"{folder}.parquet"
     run = Path("runs") / name
     environment = jinja2.Environment(
         trim_blocks=True,
@@ -142,8 +196,12 @@ def render_recipe(template: Template, memory: str | None, data: Path, recipe: Pa
 
 
 def init(
+    release: Annotated[
+        str | None,
+        typer.Argument(help="What to start from: a folder in diffusers' layout, or a repository."),
+    ] = None,
     family: Annotated[
-        str | None, typer.Option(help="The model's family; unset: list all templates.")
+        str | None, typer.Option(help="Without a release: the model's family, of a template.")
     ] = None,
     task: Annotated[
         str | None, typer.Option(help="What trains: lora, full, module or scratch.")
@@ -160,12 +218,20 @@ def init(
 ) -> None:
     """Write a commented recipe for a family, a task and a GPU.
 
-    Without a family it lists the templates. A file that exists is not overwritten.
+    The files of a release say its family; without a release and a family the templates are listed.
+    A file that exists is not overwritten.
     """
-    if family is None:
+    if release is not None:
+        if family is not None or size is not None:
+            raise errors.RecipeError(
+                f"{release} says its family and size by its files: leave --family and --size out."
+            )
+        template = template_of_release(release, task)
+    elif family is not None:
+        template = find_template(family, task, size)
+    else:
         _list_templates()
         return
-    template = find_template(family, task, size)
     text = render_recipe(template, memory, data, out)
     try:
         with out.open("x", encoding="utf-8") as file:

@@ -31,6 +31,13 @@ _RunId = Annotated[
 _MaxRestarts = Annotated[
     int, typer.Option(min=0, help="Restarts after a crash, without a new checkpoint in between.")
 ]
+_Standby = Annotated[
+    bool,
+    typer.Option(
+        "--standby/--no-standby",
+        help="Keep a process with all imports done (400 MB), of which ranks start again sooner.",
+    ),
+]
 _Tee = Annotated[bool, typer.Option("--tee/--no-tee", help="Show the output of rank 0 here.")]
 _Slurm = Annotated[
     bool, typer.Option("--slurm", help="Submit it as a job.", rich_help_panel=_SLURM)
@@ -91,9 +98,12 @@ def launch(
     rdzv_endpoint: _Endpoint = None,
     rdzv_id: _RunId = "longtake",
     max_restarts: _MaxRestarts = 3,
+    standby: _Standby = True,
     tee: _Tee = True,
     changes: say.Changes = None,
     fresh: train.Fresh = False,
+    begin_from: train.From = None,
+    weights_only: train.WeightsOnly = False,
     trust: say.Trust = False,
     slurm: _Slurm = False,
     dry_run: _DryRun = False,
@@ -126,8 +136,22 @@ def launch(
     read, given = options.load_for_all_ranks(
         recipe, tuple(changes or ()), fresh=fresh, is_alone=slurm or numbers == (1, 1), trust=trust
     )
+    # Refused here and not by each rank, or by a job that starts tomorrow.
+    train.parent_of(read.out, begin_from, weights_only=weights_only, trust=trust)
     launched = options.LaunchOptions(
-        recipe, given, read, processes, numbers, endpoint, rdzv_id, max_restarts, tee, trust
+        recipe,
+        given,
+        read,
+        processes,
+        numbers,
+        endpoint,
+        rdzv_id,
+        max_restarts,
+        tee,
+        trust,
+        begin_from,
+        weights_only,
+        standby,
     )
     if not slurm:
         from longtake.cluster.launcher import launch as start

@@ -11,11 +11,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from longtake.cli import say
+from longtake.cli.cost import cost_facts, cost_report
 from longtake.formatting import escape, format_duration, format_short_duration, format_size
 from longtake.progress import phase_lines
 
 if TYPE_CHECKING:
     from longtake.config import Recipe
+    from longtake.data.plan import Plan
     from longtake.planner.activation_checkpointing import Options
     from longtake.planner.forecast import Forecast, PhaseForecast, Suggestion
     from longtake.planner.memory import PolicyForecast, StaticMemory
@@ -65,6 +67,7 @@ _SENT_WHEN = {
     "gradients to shards": "in the last one",
     "gradients": "in the last one, between copies",
     "tokens": "in each attention",
+    "keys and values": "around a ring, in each attention",
 }
 _LINKS = {"node": "a node's links", "network": "the network"}
 _LEGEND = (
@@ -99,6 +102,31 @@ def plan(
             "[default: what is usual for the GPU].",
         ),
     ] = None,
+    failures_per_day: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=500,
+            help="Also tell what the whole run costs, if a launch ends so often by a failure.",
+        ),
+    ] = None,
+    restart_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=86_400,
+            help="From a failure until training continues [default: 60 s, and reading a save].",
+        ),
+    ] = None,
+    storage: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            max=1e6,
+            metavar="GB/S",
+            help="What all ranks together write to the run's disk, or read from it.",
+        ),
+    ] = 5.0,
     changes: say.Changes = None,
     trust: say.Trust = False,
     as_json: say.AsJson = False,
@@ -110,8 +138,10 @@ def plan(
     """
     with phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.data.auto_buckets import with_buckets
+        from longtake.planner.cost import run_cost
         from longtake.planner.devices import device_budget
-        from longtake.planner.forecast import forecast
+        from longtake.planner.forecast import encoding_ahead, forecast, forecast_phases
+        from longtake.planner.memory import with_batch_sizes
         from longtake.planner.mesh import links_named, links_of, mesh_forecast
         from longtake.trust import load_recipe
 
@@ -119,13 +149,34 @@ def plan(
         given = [f'recompute.memory="{memory}"'] if memory else []
         given += [f'recompute.device="{device}"'] if device else []
         loaded = with_buckets(load_recipe(recipe, [*(changes or ()), *given], trust=trust))
+        loaded = with_batch_sizes(loaded)
         planned = device_budget(loaded, world_size=processes)
         if memory is None and (device or planned.memory_bytes is None):
             planned = planned.with_own_memory()
         links = links_named(link, planned) if link else links_of(planned)
         enter("running a training step on tensors without values")
         known = forecast(loaded, planned, world_size=processes, per_node=per_node)
-        facts = _facts(loaded, known) | {"mesh": mesh_facts(mesh_forecast(known, links))}
+        options = None if known.chosen is None else known.chosen[0]
+        phases = forecast_phases(known.step, options)
+        facts = _facts(loaded, known, phases)
+        wanted = loaded.recompute.chosen()
+        is_named = known.policies and wanted != "best" and not known.misses
+        policy = known.policy(wanted) if is_named else known.best_policy
+        if known.policies and (ahead := encoding_ahead(known.step, policy)) is not None:
+            more = None if ahead.num_bytes is None else _gib(ahead.num_bytes)
+            facts["encode_ahead"] = {"gib": more, "is_chosen": ahead.is_chosen}
+        facts["mesh"] = mesh_facts(mesh_forecast(known, links))
+        if failures_per_day is not None:
+            enter("working out what the whole run costs")
+            found = run_cost(
+                known,
+                phases,
+                links,
+                failures_per_day=failures_per_day,
+                restart_seconds=restart_seconds,
+                storage=storage * _GB,
+            )
+            facts["cost"] = None if found is None else cost_facts(found, processes)
         facts["seconds"] = round(time.perf_counter() - begun, 2)
     if as_json:
         say.result(facts)
@@ -135,19 +186,78 @@ def plan(
         raise typer.Exit(1)
 
 
-def _facts(recipe: "Recipe", known: "Forecast") -> dict[str, Any]:
+def _facts(
+    recipe: "Recipe", known: "Forecast", phases: "Sequence[PhaseForecast]"
+) -> dict[str, Any]:
     """What the verb tells of one process, as JSON."""
     from longtake.data.plan import review_catalogs
-    from longtake.planner.forecast import forecast_phases, suggest_changes
+    from longtake.planner.forecast import stored_start, suggest_changes
 
+    start = stored_start(known.step)
     suggestions = suggest_changes(known) if known.misses else []
+    data_plan, warnings = review_catalogs(recipe)
     every, minutes = recipe.checkpoint.every, recipe.checkpoint.minutes
     return _forecast_facts(known) | {
         "changes": [_suggestion(each) for each in suggestions],
-        "phases": [_phase(each, recipe) for each in forecast_phases(known.step)],
+        "phases": [_phase(each, recipe) for each in phases],
         "checkpoint": {"every": every, "minutes": minutes},
-        "data_warnings": review_catalogs(recipe),
+        "init_from": start
+        and {
+            "file": str(recipe.trainable.init_from),
+            "layers": start.num_layers,
+            "trained_layers": start.num_trained,
+            "rank": start.rank,
+        },
+        "stages": _stages(recipe, known, data_plan),
+        "data_warnings": warnings,
     }
+
+
+def _stages(recipe: "Recipe", known: "Forecast", data_plan: "Plan | None") -> list[dict[str, Any]]:
+    """What is trained at once in each stage, and with which settings.
+
+    Where a stage begins may follow from its clips: it is None without a catalog.
+    """
+    from longtake.data.stages import StagePosition
+    from longtake.optim.update import learning_rate_factor
+
+    first: int | None = 0
+    rows = []
+    lengths = [each.steps for each in recipe.data.curriculum()]
+    if data_plan is not None:
+        lengths = list(data_plan.timeline.lengths)
+    for batch, length in zip(known.step.stages, lengths, strict=True):
+        inside, stage = recipe.in_stage(batch.name), recipe.data.stage(batch.name)
+        end = recipe.training.steps if length is None else (first or 0) + length
+        rates = None
+        if first is not None:
+            warm = first + (stage.warmup_steps or 0) if first else recipe.optimizer.warmup_steps
+            last = max(first, min(end, recipe.training.steps) - 1)
+            rates = [
+                recipe.optimizer.learning_rate
+                * learning_rate_factor(recipe, step, StagePosition(batch.name, step - first))
+                for step in (min(warm, last), last)
+            ]
+        rows.append(
+            {
+                "name": batch.name,
+                "first_step": first,
+                "steps": length,
+                "learning_rate": rates,
+                "warmup_steps": stage.warmup_steps if first else recipe.optimizer.warmup_steps,
+                "global_batch_size": batch.global_batch_size,
+                "micro_batch_size": batch.micro_batch_size,
+                "num_micro_batches": batch.num_micro_batches,
+                "bucket": batch.bucket.model_dump(exclude_none=True),
+                "tokens": batch.num_tokens,
+                "ema_decay": inside.ema.decay if not inside.ema.profiles else None,
+                "shift": inside.flow.shift,
+                "caption_dropout": inside.data.caption_dropout,
+                "is_planned": batch.name == known.step.stage,
+            }
+        )
+        first = None if first is None or length is None else end
+    return rows
 
 
 def _forecast_facts(known: "Forecast") -> dict[str, Any]:
@@ -161,7 +271,7 @@ def _forecast_facts(known: "Forecast") -> dict[str, Any]:
             "trainable": known.num_trainable,
             "tokens": known.step.num_tokens,
         },
-        "bucket": step.bucket.model_dump(),
+        "bucket": step.bucket.model_dump(exclude_none=True),
         "micro_batch_size": step.micro_batch_size,
         "num_micro_batches": step.num_micro_batches,
         "precision": step.recipe.model.dtype
@@ -271,7 +381,8 @@ def _suggestion(suggestion: "Suggestion") -> dict[str, Any]:
 
 
 def _phase(phase: "PhaseForecast", recipe: "Recipe") -> dict[str, Any]:
-    between = {"every": recipe.sampling.every, "how": phase.how} if phase.how else {}
+    between = {"every": recipe.sampling.every} if phase.name == "sampling" else {}
+    how = {"how": phase.how} if phase.how else {}
     return {
         "name": phase.name,
         "weights_gib": _gib(phase.weight_bytes),
@@ -279,6 +390,7 @@ def _phase(phase: "PhaseForecast", recipe: "Recipe") -> dict[str, Any]:
         "seconds": float(f"{phase.seconds:.3g}"),
         "fits": phase.fits,
         **between,
+        **how,
     }
 
 
@@ -341,6 +453,18 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield f"[bold]{escape(recipe)}[/bold]"
     yield escape(_of_model(facts))
     yield escape(_of_device(facts))
+    if (start := facts["init_from"]) is not None:
+        yield escape(
+            f"Begins with {start['file']}: LoRA of rank {start['rank']} for {start['layers']} of "
+            f"{start['trained_layers']} layers."
+        )
+    if len(facts["stages"]) > 1:
+        yield _stage_table(facts["stages"])
+        yield (
+            "[dim]batch: clips of an update, on all processes together. at once: micro-batches of "
+            "a process, and clips in each. tokens: of a micro-batch. Memory and time "
+            "below are those of the stage marked *, the largest.[/dim]"
+        )
     yield ""
     yield _fixed(facts)
     if facts["policies"]:
@@ -354,6 +478,9 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
             yield ""
             yield from mesh_report(facts["mesh"], facts["processes"], facts["per_node"])
             yield _of_checkpoints(facts["checkpoint"], facts["mesh"]["step_seconds"])
+        if facts.get("cost"):
+            yield ""
+            yield from cost_report(facts["cost"])
     yield from _gradients(facts)
     for warning in facts["data_warnings"]:
         yield f"[yellow]data[/yellow] {escape(warning)}"
@@ -373,6 +500,37 @@ def _of_model(facts: Mapping[str, Any]) -> str:
         f"({share:.2%}). Clips of {clips}: {model['tokens']} tokens each. In {batch}, computed in "
         f"{facts['precision']}."
     )
+
+
+def _stage_table(stages: Sequence[Mapping[str, Any]]) -> Table:
+    names = ("stage", "begins", "steps", "learning rate", "warm-up", "batch", "at once")
+    cells = []
+    for row in stages:
+        rates = (
+            ["-"] if row["learning_rate"] is None else [f"{r:.3g}" for r in row["learning_rate"]]
+        )
+        settings = (row["ema_decay"], row["shift"], row["caption_dropout"])
+        cells.append(
+            (
+                escape(row["name"]) + ("*" if row["is_planned"] else ""),
+                "-" if row["first_step"] is None else f"{row['first_step']:,}",
+                "the rest" if row["steps"] is None else f"{row['steps']:,}",
+                " to ".join(dict.fromkeys(rates)),
+                str(row["warmup_steps"] or "-"),
+                f"{row['global_batch_size']:,}",
+                f"{row['num_micro_batches']} x {row['micro_batch_size']}",
+                f"{row['tokens']:,}",
+                *("-" if value is None else str(value) for value in settings),
+            )
+        )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    columns = zip((*names, "tokens", "EMA", "shift", "no caption"), *cells, strict=True)
+    shown = [(name, *each) for name, *each in columns if set(each) != {"-"}]
+    for name, *_ in shown:
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    for row_cells in zip(*(each for _, *each in shown), strict=True):
+        table.add_row(*row_cells)
+    return table
 
 
 def _of_device(facts: Mapping[str, Any]) -> str:
@@ -464,6 +622,8 @@ def _phases(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
         fits = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[row["fits"]]
         sizes = [f"{row[key]:.2f}" for key in ("weights_gib", "peak_gib")]
         label, meaning = _PHASES[row["name"]]
+        if row["name"] == "model" and "how" in row:
+            meaning += f", {row['how']}"
         table.add_row(label, *sizes, f"{row['seconds']:.2g} s", fits, meaning)
     yield ""
     yield table
@@ -484,6 +644,8 @@ def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
             f"{encoding['seconds']:.1f} s more for this process's clips of one update. With "
             "data.cache they are not in the step."
         )
+    if (ahead := facts.get("encode_ahead")) is not None:
+        yield _of_encoding_ahead(ahead)
     if facts["processes"] > 1:
         yield (
             f"[yellow]note[/yellow] For one of {facts['processes']} processes: an estimate, which "
@@ -494,6 +656,20 @@ def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
             f"AdamW is fused: torch's own default (foreach) would need {facts['foreach_gib']:.1f} "
             "GiB more at each update."
         )
+
+
+def _of_encoding_ahead(ahead: Mapping[str, Any]) -> str:
+    """What `training.encode_ahead` comes to."""
+    more = "an unknown amount" if ahead["gib"] is None else _size(ahead["gib"])
+    if ahead["is_chosen"]:
+        return (
+            "Encoders work on a CUDA stream of their own, one micro-batch ahead, and take "
+            f"{more} of memory for it (training.encode_ahead)."
+        )
+    return (
+        f"Encoders work in line with the model: one micro-batch ahead they would take {more} of "
+        "memory, which is not left. With training.encode_ahead = true the plan makes room for it."
+    )
 
 
 def _of_best(best: Mapping[str, Any]) -> str:

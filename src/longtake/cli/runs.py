@@ -1,4 +1,4 @@
-"""The verbs that read a run: `show`, `stacks`, `watch` and `bundle`, and the tree of `stacks`."""
+"""The verbs that read a run: `show`, `health`, `stacks`, `watch` and `bundle`; `stacks`' tree."""
 
 import re
 import sys
@@ -118,6 +118,29 @@ def show(
     tell(say.stdout_console(), facts)
     if out is not None:
         say.line(f"wrote {out}")
+
+
+def health(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    minutes: Annotated[
+        float, typer.Option(min=0, help="How old events may be; what lasts is always listed.")
+    ] = 60.0,
+    as_json: say.AsJson = False,
+) -> None:
+    """Show a table of a run's nodes: power, temperature, clocks, links, disk, step time.
+
+    What is worse than on other nodes or in a node's own past is marked; events of clocks, links and
+    GPUs follow.
+    """
+    from longtake.inspection.nodes import node_facts, print_nodes
+    from longtake.run_dir import RunDirectory
+
+    facts = node_facts(RunDirectory(run), 60 * minutes)
+    say.skipped_lines()
+    if as_json:
+        say.result(facts)
+    else:
+        print_nodes(say.stdout_console(), facts)
 
 
 def stacks(

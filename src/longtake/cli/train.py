@@ -14,6 +14,7 @@ from longtake.cli import say
 if TYPE_CHECKING:
     from longtake.config import Recipe
     from longtake.evaluation.evaluator import SampleEvaluator
+    from longtake.run_dir import Parent
     from longtake.training.train import TrainOutcome
 
 Fresh = Annotated[
@@ -55,11 +56,9 @@ def train(
     from longtake.data.auto_buckets import with_buckets
     from longtake.trust import load_recipe
 
-    if weights_only and begin_from is None:
-        raise errors.RecipeError(
-            "--weights-only needs --from RUN, the run whose weights are taken."
-        )
     loaded = with_buckets(load_recipe(recipe, changes or (), trust=trust))
+    begun = None if fresh else loaded.out
+    parent = parent_of(begun, begin_from, weights_only=weights_only, trust=trust)
     try:
         with (
             process.leave_on_signals(),
@@ -71,11 +70,6 @@ def train(
             from longtake.training.train import train as train_recipe
 
             evaluate = _evaluator() if loaded.sampling.every is not None else None
-            parent = None
-            if begin_from is not None:
-                from longtake.training.parent import find_parent
-
-                parent = find_parent(begin_from, weights_only=weights_only, trust=trust)
             outcome = train_recipe(
                 loaded, say.console(), fresh=fresh, parent=parent, evaluate=evaluate
             )
@@ -90,6 +84,24 @@ def train(
         _say_how_to_resume(outcome, outcome.run or loaded.out, fresh=fresh)
         raise typer.Exit(process.EXIT_CODES[outcome.interrupted_by])
     _say_what_was_done(outcome, loaded, as_json=as_json)
+
+
+def parent_of(
+    out: Path | None, begin_from: str | None, *, weights_only: bool, trust: bool
+) -> "Parent | None":
+    """The checkpoint that --from names; `out` may be a run that is resumed."""
+    from longtake.checkpoint.files import find_parent
+    from longtake.run_dir import RunDirectory
+
+    if begin_from is None:
+        if weights_only:
+            raise errors.RecipeError(
+                "--weights-only needs --from RUN, the run whose weights are taken."
+            )
+        return None
+    run = None if out is None else RunDirectory(out)
+    begun = run.record().get("parent") if run is not None and run.exists() else None
+    return find_parent(begin_from, weights_only=weights_only, trust=trust, begun=begun)
 
 
 def _evaluator() -> "SampleEvaluator":

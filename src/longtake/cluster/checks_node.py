@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -343,16 +344,98 @@ def judge_environment(
 ) -> findings.CheckResult:
     versions = {node: each["versions"] for node, each in facts.items()}
     result = findings.same_everywhere(
-        "environment", versions, "note", _VERSION_ADVICE, _VERSION_SEVERITIES
+        *("environment", versions, "note", _VERSION_ADVICE, _VERSION_SEVERITIES),
+        command=_install_command,
     )
     variables = {node: each["variables"] for node, each in facts.items()}
     exceptions: dict[str, findings.Severity] = {"interpreter": "note"}
     result.add(
-        findings.same_everywhere("variables", variables, "warning", _VARIABLE_ADVICE, exceptions)
+        findings.same_everywhere(
+            *("variables", variables, "warning", _VARIABLE_ADVICE, exceptions),
+            command=_variable_command,
+        )
     )
     if not any(each["gpus"] for each in facts.values()):
         result.skip("driver, CUDA and NCCL", "no GPU")
     return result
+
+
+# --- The command that removes a difference, on the nodes that differ from most.
+
+_TORCH_INDEX = "https://download.pytorch.org/whl/"
+
+
+def pip_command(name: str, version: str) -> str:
+    """Installs a version of a package as most nodes have it, or removes what they lack.
+
+    torch's builds for one CUDA (2.13.0+cu130) are on an index of their own.
+    """
+    pip = f"{shlex.quote(sys.executable)} -m pip"
+    if version == findings.ABSENT:
+        return f"{pip} uninstall --yes {shlex.quote(name)}"
+    build = version.partition("+")[2]
+    index = f" --index-url {_TORCH_INDEX}{build}" if re.fullmatch(r"cu\d+|cpu", build) else ""
+    return f"{pip} install {shlex.quote(f'{name}=={version}')}{index}"
+
+
+def _install_command(each: findings.NodeDifference) -> str:
+    """None for hardware, and where most nodes have nothing to install."""
+    version = str(each.majority)
+    if version == findings.ABSENT or not re.match(r"\d", version):
+        return ""
+    torch_version, cuda = torch.__version__.partition("+")[0], version.replace(".", "")
+    match each.name:
+        case "longtake":
+            return _copy_command(each)
+        case "Python":
+            return f"uv venv --clear --python {shlex.quote(version)} {shlex.quote(sys.prefix)}"
+        case "torch":
+            return pip_command("torch", version)
+        case "CUDA":
+            return pip_command("torch", f"{torch_version}+cu{cuda}")
+        case "NCCL":
+            major = (torch.version.cuda or "13").partition(".")[0]
+            return pip_command(f"nvidia-nccl-cu{major}", version)
+        case "driver":
+            return f"sudo apt-get install --yes nvidia-driver-{version.partition('.')[0]}"
+        case "kernel":
+            return f"sudo apt-get install --yes linux-image-{shlex.quote(version)} && sudo reboot"
+    return ""
+
+
+def _variable_command(each: findings.NodeDifference) -> str:
+    value = str(each.majority)
+    if each.name == "interpreter":
+        return f"export PATH={shlex.quote(str(Path(value).parent))}:$PATH"
+    is_unset = value == findings.ABSENT
+    return f"unset {each.name}" if is_unset else f"export {each.name}={shlex.quote(value)}"
+
+
+def _code_command(each: findings.NodeDifference) -> str:
+    value = str(each.majority)
+    if each.name == _REVISION and not value.endswith("-dirty") and value != findings.ABSENT:
+        return f"git fetch --all && git checkout --force {shlex.quote(value)}"
+    if each.name == _REVISION or each.name.startswith("longtake/"):
+        return _copy_command(each)
+    name = shlex.quote(each.name)
+    return f"rm {name}" if value == findings.ABSENT else f"rsync {_one_of(each)}:$PWD/{name} {name}"
+
+
+def _copy_command(each: findings.NodeDifference) -> str:
+    package = shlex.quote(f"{Path(__file__).resolve().parents[1]}/")
+    return f"rsync --archive --delete {_one_of(each)}:{package} {package}"
+
+
+def _one_of(each: findings.NodeDifference) -> str:
+    """A node that has what most have."""
+    return shlex.quote(each.values[str(each.majority)][0])
+
+
+def _recipe_command(each: findings.NodeDifference) -> str:
+    value = str(each.majority)
+    if value == findings.ABSENT:
+        return ""
+    return f"longtake launch RECIPE --set {shlex.quote(f'{each.name}={value}')}"
 
 
 def _gpu_versions() -> dict[str, str]:
@@ -423,7 +506,10 @@ def judge_packages(
     needed = {name for each in facts.values() for name in each["needed"]}
     needed |= {name for name in names if _COMES_WITH_TORCH.fullmatch(name)}
     exceptions: dict[str, findings.Severity] = dict.fromkeys(needed, "warning")
-    return findings.same_everywhere("packages", versions, "note", _PACKAGE_ADVICE, exceptions)
+    return findings.same_everywhere(
+        *("packages", versions, "note", _PACKAGE_ADVICE, exceptions),
+        command=lambda each: pip_command(each.name, str(each.majority)),
+    )
 
 
 def _normalized(name: str) -> str:
@@ -461,7 +547,10 @@ def measure_code(context: findings.CheckContext) -> findings.Facts:
 
 def judge_code(facts: findings.FactsByNode, recipe: config.Recipe | None) -> findings.CheckResult:
     files = {node: each["files"] for node, each in facts.items()}
-    return findings.same_everywhere("code", files, "error", _CODE_ADVICE, {_REVISION: "warning"})
+    exceptions: dict[str, findings.Severity] = {_REVISION: "warning"}
+    return findings.same_everywhere(
+        *("code", files, "error", _CODE_ADVICE, exceptions), command=_code_command
+    )
 
 
 def _module_digest(module: str) -> dict[str, str]:
@@ -507,7 +596,9 @@ def judge_recipe(facts: findings.FactsByNode, recipe: config.Recipe | None) -> f
         result.skip("recipe, dataset, run directory and disk space", "no recipe was given")
         return result
     keys = {node: each["keys"] for node, each in facts.items() if "keys" in each}
-    result = findings.same_everywhere("recipe", keys, "error", _RECIPE_ADVICE)
+    result = findings.same_everywhere(
+        *("recipe", keys, "error", _RECIPE_ADVICE), command=_recipe_command
+    )
     for node, each in facts.items():
         if problem := each.get("problem"):
             what = f"the recipe cannot be used: {problem}"

@@ -6,7 +6,7 @@ row to `preflight.CHECKS`. A report is JSON, and the tables are made of it.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median, median_high, median_low
@@ -56,6 +56,12 @@ class NodeDifference:
     name: str
     majority: str | None  # value on most nodes; None: no value is more frequent than all others
     values: dict[str, tuple[str, ...]]  # nodes by value, the most frequent first
+    command: str = ""  # what removes it on the nodes that differ; empty: no one command does
+
+    @property
+    def reference(self) -> str:
+        """What the others are made equal to: the majority's, or of the first node."""
+        return next(iter(self.values)) if self.majority is None else self.majority
 
     @property
     def outliers(self) -> tuple[str, ...]:
@@ -165,16 +171,21 @@ def same_everywhere(
     severity: Severity,
     advice: str,
     exceptions: Mapping[str, Severity] | None = None,
+    command: Callable[[NodeDifference], str] | None = None,
 ) -> CheckResult:
     """Compare each fact with the majority of the nodes.
 
-    Facts that differ on the same nodes, equally severely, are one finding.
+    Facts that differ on the same nodes, equally severely, are one finding. `command` says what
+    removes a difference; where no value is the majority's, it gets the first node's as such.
     """
     differences = []
     for fact in sorted({fact for each in facts.values() for fact in each}):
         by_node = {node: each.get(fact, ABSENT) for node, each in facts.items()}
         if len(set(by_node.values())) > 1:
-            differences.append(_difference(name, fact, by_node))
+            found = _difference(name, fact, by_node)
+            if command is not None:
+                found = replace(found, command=command(replace(found, majority=found.reference)))
+            differences.append(found)
     together: dict[tuple[Severity, tuple[str, ...]], list[NodeDifference]] = defaultdict(list)
     for each in differences:
         together[(exceptions or {}).get(each.name, severity), each.outliers].append(each)
@@ -354,6 +365,7 @@ def _parts(report: PreflightReport) -> Iterator[RenderableType]:
     if report["differences"]:
         yield ""
         yield _differences(report["differences"])
+        yield from _commands(report["differences"])
     if report["measures"]:
         yield ""
         yield _measures(
@@ -419,6 +431,20 @@ def _add_difference(table: Table, group: str, each: Mapping[str, Any]) -> None:
     if len(others) > _MAX_NAMED:
         nodes = [node for value in others[_MAX_NAMED:] for node in each["values"][value]]
         table.add_row("", "", f"[dim]{len(nodes)} more values[/dim]", escape(fold_hosts(nodes)))
+
+
+def _commands(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What to type on which nodes, each command once."""
+    found: dict[str, list[str]] = {}
+    for each in differences:
+        if each["command"]:
+            reference = each["majority"] or next(iter(each["values"]))
+            nodes = [n for v, some in each["values"].items() if v != reference for n in some]
+            found.setdefault(each["command"], []).extend(nodes)
+    if found:
+        yield "To make them equal:"
+    for command, nodes in found.items():
+        yield f"  [bold]{escape(fold_hosts(dict.fromkeys(nodes)))}[/bold]: {escape(command)}"
 
 
 def _measures(measures: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> RenderableType:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
@@ -23,19 +24,13 @@ from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import api as subprocesses
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from longtake import errors, fsio, process
+from longtake import errors, failures, fsio, process
 from longtake.cluster.options import LaunchOptions
-from longtake.failures import (
-    LOG_VARIABLE,
-    FailureKind,
-    RankFailure,
-    describe_signal,
-    failure_of,
-    failures_of_launch,
-    failures_of_processes,
-)
+from longtake.cluster.standby import Standby
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.node_dir import NodeDirectory, this_node
 from longtake.parallel.mesh import LOOPBACK
@@ -46,6 +41,7 @@ _CONNECT_EVERY_SECONDS = 2.0
 _REPORT_SECONDS = 5.0  # after a failure: the other ranks find and report the failed rank
 _STOP_SECONDS = 30.0  # in which ranks begin to save before all are restarted for a new node
 _SAVING_PHASES = ("checkpoint", "save")
+_LOOK_SECONDS = 1.0
 
 _ENVIRONMENT: Final = {
     # A store that outlives a start would show ranks what those of the start before wrote.
@@ -104,6 +100,7 @@ def launch(options: LaunchOptions, console: Console) -> int:
                 result = agent.run()
             finally:
                 ended = agent.ended
+                agent.standby.close()
         if result is not None and not result.is_failed():
             return 0
     except SignalException:
@@ -207,7 +204,7 @@ class RankLogs(LogsSpecs):
         for local, text in texts.items():
             Path(text).parent.mkdir(parents=True, exist_ok=True)
             launcher = {process.LAUNCHER_VARIABLE: str(os.getpid())}
-            envs[local] |= {LOG_VARIABLE: text, "PYTHONUNBUFFERED": "1", **launcher}
+            envs[local] |= {failures.LOG_VARIABLE: text, "PYTHONUNBUFFERED": "1", **launcher}
         shown = {local: texts[local] for local, rank in ranks.items() if rank == 0}
         empty = dict.fromkeys(texts, "")
         return LogsDest(
@@ -218,8 +215,10 @@ class RankLogs(LogsSpecs):
         )
 
 
-def _last_line(log: Path) -> str:
-    """The last line of a log; empty if there is none."""
+def _last_line(log: Path, code: int) -> str:
+    """What a process that ended with `code` printed last; empty if that says nothing of its end."""
+    if code == -signal.SIGKILL:
+        return ""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
@@ -230,6 +229,30 @@ def _last_line(log: Path) -> str:
 
 
 # --- Processes of ranks ---------------------------------------------------------------------------
+
+
+class RankHandler(SubprocessHandler):
+    """Starts a rank of this node: by the standby process if that is ready, else by exec."""
+
+    def __init__(self, standby: Standby, **options: Any) -> None:
+        self._standby = standby
+        super().__init__(**options)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        assert self._stdout is not None
+        return self._standby.fork(env, self._stdout) or super()._popen(args, env)
+
+
+@contextmanager
+def _started_by(standby: Standby) -> Iterator[None]:
+    """Within the block torch starts processes by `RankHandler`, for which it has no argument."""
+    api: Any = subprocesses
+    usual = api.get_subprocess_handler
+    api.get_subprocess_handler = partial(RankHandler, standby)
+    try:
+        yield
+    finally:
+        api.get_subprocess_handler = usual
 
 
 def _failed_codes(pids: Iterable[int]) -> dict[int, int]:
@@ -334,32 +357,33 @@ class RanksExit:
 
 
 def classify_exit(
-    codes: Mapping[int, int], failures: Sequence[RankFailure], logs: Mapping[int, Path]
+    codes: Mapping[int, int], found: Sequence[failures.RankFailure], logs: Mapping[int, Path]
 ) -> RanksExit:
     """Decide how ranks ended."""
     stops = [code for code in codes.values() if code in _STOP_CODES]
-    if failures and failures[0].kind == "error":
-        return RanksExit(_USER_ERROR, "mistake", str(failures[0]))
-    if _USER_ERROR in codes.values() and not failures:
+    if found and found[0].kind == "error":
+        return RanksExit(_USER_ERROR, "mistake", str(found[0]))
+    if _USER_ERROR in codes.values() and not found:
         return RanksExit(_USER_ERROR, "mistake", _describe_exit(codes, _USER_ERROR, logs))
-    if stops and not failures:
+    if stops and not found:
         message = f"All ranks stopped by {_STOP_CODES[stops[0]].name}."
         return RanksExit(stops[0], "stopped", message)
     # A rank that only lost a peer is not the cause.
     code = next((each for each in codes.values() if each != _LOST_PEER), _LOST_PEER)
-    message = str(failures[0]) if failures else _describe_exit(codes, code, logs)
+    message = str(found[0]) if found else _describe_exit(codes, code, logs)
     return RanksExit(code if code > 0 else 128 - code, "crashed", message)
 
 
 def _describe_code(code: int) -> str:
-    return describe_signal(-code) if code < 0 else f"ended with exit code {code}"
+    return failures.describe_signal(-code) if code < 0 else f"ended with exit code {code}"
 
 
 def _describe_exit(codes: Mapping[int, int], code: int, logs: Mapping[int, Path]) -> str:
     rank = next(rank for rank, each in codes.items() if each == code)
-    line = _last_line(logs[rank])
+    line = _last_line(logs[rank], code)
     last = f" Its last line: {line}" if line else ""
-    return f"Rank {rank} {_describe_code(code)}.{last} All of its output: {logs[rank]}."
+    how = f"{'was ' if code < 0 else ''}{_describe_code(code)}"
+    return f"Rank {rank} {how}.{last} All of its output: {logs[rank]}."
 
 
 # --- Ranks of this node ---------------------------------------------------------------------------
@@ -405,16 +429,18 @@ class Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs, log_line_prefix_template="${role_name}")  # which is empty
         self.ended: RanksExit | None = None
+        self.standby = Standby(options.train_arguments, console)
         self._logs, self._options, self._stop, self._console = logs, options, stop, console
         self._newest = self._newest_checkpoint()
-        self._oom_kills, self._started_at = 0, ""
+        self._oom_kills, self._started_at, self._standby_due = 0, "", 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stop.hold()
         self._oom_kills, self._started_at = _machine_oom_kills(), fsio.now()
         if self._options.endpoint:
             os.environ[LAUNCH_VARIABLE] = _launch_of_all_nodes(worker_group.store)
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        with _started_by(self.standby):
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         self._stop.begin(pids.values())
         return pids
 
@@ -425,15 +451,25 @@ class Agent(LocalElasticAgent):
             killed = self._let_others_end(codes, ranks)
             codes |= {pid: code for pid, code in _failed_codes(ranks).items() if pid not in killed}
             by_rank = {ranks[pid]: self._as_stop_code(code) for pid, code in codes.items()}
-            failures = self._failures_on_all_nodes(ranks)
-            self.ended = classify_exit(by_rank, failures, self._logs.paths)
+            found = self._failures_on_all_nodes(ranks)
+            self.ended = classify_exit(by_rank, found, self._logs.paths)
             self._decide_restarts(self.ended)
         elif self._stop.is_overdue:
             _send_signal(ranks, signal.SIGKILL)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state.name != "HEALTHY":
             self._stop.end()
+        elif self._options.standby and not self.standby.is_started:
+            self._start_standby(ranks)
         return result
+
+    def _start_standby(self, ranks: Mapping[int, int]) -> None:
+        """Start the standby process once all ranks have done a step: it takes no core from them."""
+        if time.monotonic() > self._standby_due:
+            self._standby_due = time.monotonic() + _LOOK_SECONDS
+            stepping = [each for each in self._heartbeats(ranks) if each.steps_done]
+            if len(stepping) == len(ranks) and self._stop.first_signal is None:
+                self.standby.start()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Before a restart: ranks that still run may save; those that hang have less time."""
@@ -461,19 +497,21 @@ class Agent(LocalElasticAgent):
 
     def _record_failures(self, codes: dict[int, int], ranks: dict[int, int]) -> None:
         run = self._options.run
-        known = {failure.pid for failure in failures_of_processes(run, ranks, self._started_at)}
+        known = {
+            failure.pid for failure in failures.failures_of_processes(run, ranks, self._started_at)
+        }
         for heartbeat in self._heartbeats(codes):
             code = codes[heartbeat.pid]
             is_known = heartbeat.pid in known or heartbeat.phase == "ended"
             if is_known or heartbeat.world_size == 1:
                 continue
-            line = _last_line(self._logs.paths[ranks[heartbeat.pid]])
+            line = _last_line(self._logs.paths[ranks[heartbeat.pid]], code)
             error = _describe_code(code) + (f"; its last line: {line}" if line else "")
             if code == -signal.SIGKILL and _machine_oom_kills() > self._oom_kills:
                 error = f"the kernel killed it, or another process: out of memory; {error}"
-            kind: FailureKind = "killed" if code < 0 else "ended"
+            kind: failures.FailureKind = "killed" if code < 0 else "ended"
             log = str(self._logs.paths[heartbeat.rank])
-            failure_of(heartbeat, kind, error, log, source="launcher").record(run)
+            failures.failure_of(heartbeat, kind, error, log, source="launcher").record(run)
 
     def _as_stop_code(self, code: int) -> int:
         """A rank that the signal killed, before it could handle it, was stopped too."""
@@ -482,12 +520,12 @@ class Agent(LocalElasticAgent):
         is_stop = received is not None and code in (-received, killed)
         return process.EXIT_CODES[received.name] if received is not None and is_stop else code
 
-    def _failures_on_all_nodes(self, ranks: dict[int, int]) -> list[RankFailure]:
+    def _failures_on_all_nodes(self, ranks: dict[int, int]) -> list[failures.RankFailure]:
         run = self._options.run
-        failures = failures_of_processes(run, ranks, self._started_at)
+        found = failures.failures_of_processes(run, ranks, self._started_at)
         launches = [heartbeat.launch for heartbeat in self._heartbeats(ranks)]
-        launch = next(filter(None, [*launches, *(each.launch for each in failures)]), None)
-        return [] if launch is None else failures_of_launch(run, launch)
+        launch = next(filter(None, [*launches, *(each.launch for each in found)]), None)
+        return [] if launch is None else failures.failures_of_launch(run, launch)
 
     def _decide_restarts(self, ended: RanksExit) -> None:
         """How many restarts are left; a new checkpoint resets the count."""

@@ -30,6 +30,9 @@ class LaunchOptions:
     max_restarts: int = 3  # of all ranks, without a new checkpoint in between
     tee: bool = True  # show the output of rank 0 on the terminal
     trust: bool = False  # run code that a kept recipe names, also if others began its run
+    begin_from: str | None = None  # `train --from`
+    weights_only: bool = False  # `train --weights-only`
+    standby: bool = True  # keep a process with its imports done, for restarts
 
     @property
     def run(self) -> RunDirectory:
@@ -40,9 +43,21 @@ class LaunchOptions:
         return self.nodes[0] < self.nodes[1]
 
     @property
+    def begin_arguments(self) -> list[str]:
+        """Options of `train` and `launch`, without changes of the recipe."""
+        parent = [] if self.begin_from is None else ["--from", self.begin_from]
+        flags = {"--weights-only": self.weights_only, "--trust": self.trust}
+        return [*parent, *(flag for flag, is_set in flags.items() if is_set)]
+
+    @property
+    def launch_arguments(self) -> list[str]:
+        """Options of `launch` in a job, besides those of its size."""
+        return [*self.begin_arguments, *([] if self.standby else ["--no-standby"])]
+
+    @property
     def train_arguments(self) -> list[str]:
-        options = [part for change in self.changes for part in ("--set", change)]
-        return ["train", str(self.path), *options, *(["--trust"] if self.trust else [])]
+        changes = [part for change in self.changes for part in ("--set", change)]
+        return ["train", str(self.path), *changes, *self.begin_arguments]
 
 
 def load_for_all_ranks(

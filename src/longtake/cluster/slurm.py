@@ -65,11 +65,12 @@ class BatchJob:
     def script(self) -> str:
         """The text of the batch file; LongtakeError if a flag or a name cannot be written in it."""
         recipe = self.launch.path.absolute()
-        names = f"{recipe}{self.run_path}{self.python}"
+        names = f"{recipe}{self.run_path}{self.python}{self.launch.begin_from}"
         if printable(names) != names:
             raise errors.LongtakeError(
-                f"A job cannot be written for {str(recipe)!r} and the run {str(self.run_path)!r}: "
-                "their names have control characters. Rename them."
+                f"A job cannot be written for {str(recipe)!r}, the run {str(self.run_path)!r} and "
+                f"--from {self.launch.begin_from!r}: their names have control characters. Rename "
+                "them."
             )
         template = Environment(  # noqa: S701 - no page: values are quoted for a shell
             trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
@@ -92,7 +93,7 @@ class BatchJob:
             num_ports=topology.NUM_PORTS,
             runs_preflight=self.slurm.runs_preflight,
             requeues=self.slurm.requeues,
-            trust=self.launch.trust,
+            options="".join(f" {shlex.quote(part)}" for part in self.launch.launch_arguments),
         )
         return text
 

@@ -176,8 +176,8 @@ def _consumed_of_part(part: Part, count: int) -> Iterator[tuple[int, pa.Array, b
     for epoch in range(span.first_epoch, span.epoch_of(count) + 1):
         if epoch in left:
             rows = [
-                np.delete(mine, positions)
-                for mine, positions in zip(part.members.rows, left[epoch], strict=True)
+                np.delete(part.rows_in(epoch, bucket), positions)
+                for bucket, positions in enumerate(left[epoch])
             ]
             gone = _identities(part.catalog, np.concatenate(rows))
             if len(gone):

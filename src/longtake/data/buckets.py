@@ -1,49 +1,105 @@
 """Which bucket, window and seed a clip is trained with: pure functions of clip, recipe and seed."""
 
 import tempfile
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, compress, pairwise
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from longtake.config import Bucket, DataSection
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
-from longtake.data.order import derive
+from longtake.data.order import Indices, derive, permuted, shares
 from longtake.data.window import Crop, Window, crop
 
 Rows = NDArray[np.uint32]  # of a catalog
 
 TOO_SHORT = "too short for every bucket"
 ONLY_STILLS = "a video that only buckets of 1 frame could take"
+CROPPED = "cropped by more than data.max_crop"
 
 _SIZES = ("width", "height")
+_ROUNDING = 1e-9  # of shares
+_MOST_MORE_CUT = 0.1  # of a picture, than to its best bucket; else a bucket's share is not for it
 _ROUNDING_FRAMES = 1e-6  # times are floats, and frames begin at exact ones
-_CHUNK = 2**20
+_NO_BUCKET, _TOO_MUCH_CUT = -1, -2  # instead of a bucket's index
+_CHUNK = 2**18  # arrays of that many rows stay in the processor's cache
 _MAX_ROWS_ON_HEAP = 2**18  # a megabyte; more are mapped from a file
 
 
 @dataclass(frozen=True)
+class SharedClips:
+    """Clips that go to several buckets, each epoch others to each."""
+
+    rows: Rows
+    weights: tuple[float, ...]  # the share of each bucket
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Of each bucket's places in an epoch's permutation of the rows."""
+        return tuple(accumulate(shares(len(self.rows), self.weights)))
+
+
+@dataclass(frozen=True)
 class BucketAssignment:
-    """Clips of a catalog, sorted into buckets."""
+    """Clips of a catalog, sorted into buckets.
+
+    In each epoch a bucket has as many clips as in any other: its own and a part of each of
+    `shared`, listed in this order; positions count in this list.
+    """
 
     shapes: tuple[Bucket, ...]
-    rows: tuple[Rows, ...]  # for each bucket its clips, as rows of the catalog, ascending
+    rows: tuple[Rows, ...]  # for each bucket its own clips, as rows of the catalog, ascending
+    shared: tuple[SharedClips, ...] = ()
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(len(rows) for rows in self.rows)
+        """Clips of each bucket in an epoch."""
+        own = np.array([len(rows) for rows in self.rows], np.int64)
+        return tuple(sum((np.diff(each.ends, prepend=0) for each in self.shared), own).tolist())
 
     def __len__(self) -> int:
-        return sum(self.sizes)
+        return sum(map(len, self.rows)) + sum(len(each.rows) for each in self.shared)
 
     def all_rows(self) -> Rows:
-        return np.concatenate(self.rows)
+        return np.concatenate([*self.rows, *(each.rows for each in self.shared)])
+
+    def candidates(self, bucket: int) -> Rows:
+        """The clips that a bucket has in some epoch."""
+        taken = (each.rows for each in self.shared if each.weights[bucket])
+        return np.concatenate([self.rows[bucket], *taken]) if self.shared else self.rows[bucket]
+
+    def rows_at(self, bucket: int, positions: Indices, epochs: Indices, *key: int | str) -> Rows:
+        """[N] the clips at positions of a bucket, each in an epoch; `key` names the order."""
+        own = self.rows[bucket]
+        if not self.shared:
+            return own[positions]
+        found, is_own = np.empty(len(positions), np.uint32), positions < len(own)
+        found[is_own] = own[positions[is_own]]
+        begin = len(own)
+        for number, each in enumerate(self.shared):
+            first, end = (0, *each.ends)[bucket : bucket + 2]
+            if first == end:
+                continue
+            is_here = (positions >= begin) & (positions < begin + end - first)
+            for epoch in np.unique(epochs[is_here]).tolist():
+                mine = is_here & (epochs == epoch)
+                places = positions[mine] - begin + first
+                which = permuted(places, len(each.rows), *key, "shares", epoch, number)
+                found[mine] = each.rows[which]
+            begin += end - first
+        return found
+
+    def filtered(self, keep: Callable[[Rows], NDArray[np.bool_]]) -> "BucketAssignment":
+        """The clips for which `keep` gives True; shares hold for what is left."""
+        rows = tuple(mine[keep(mine)] for mine in self.rows)
+        shared = (SharedClips(each.rows[keep(each.rows)], each.weights) for each in self.shared)
+        return BucketAssignment(self.shapes, rows, tuple(each for each in shared if len(each.rows)))
 
 
 def sort_into_buckets(
@@ -54,21 +110,68 @@ def sort_into_buckets(
     *,
     stills: bool = False,
     fps: float | None = None,
+    max_crop: float | None = None,
+    has_shares: bool = False,
 ) -> tuple[BucketAssignment, Counter[str]]:
-    """Assign every clip to its best bucket, as `choose`; count those that fit none, by reason."""
-    columns = [frame_counts(catalog, fps), *(catalog.column(name) for name in _SIZES)]
-    taken: list[list[Rows]] = [[] for _ in shapes]
-    for start in range(0, len(rows), _CHUNK):
-        chunk = rows[start : start + _CHUNK]
-        choice = _choose([column[chunk] for column in columns], shapes, stride, stills)
-        order = np.argsort(choice.astype(np.int16), kind="stable")
-        ends = np.searchsorted(choice[order], np.arange(len(shapes) + 1))
-        for mine, (begin, end) in zip(taken, pairwise(ends), strict=True):
-            mine.append(chunk[order[begin:end]])
-    members = BucketAssignment(tuple(shapes), _stored(taken))
-    dropped = len(rows) - len(members)
+    """Assign every clip to its best bucket, as `choose`; count those that fit none, by reason.
+
+    With `has_shares` clips go also to buckets with a `share` that fit them; see `Bucket.share`.
+    """
+    sharing = [i for i, shape in enumerate(shapes) if has_shares and shape.share is not None]
+    others = [shapes[index] for index in sharing]
+    taken: dict[tuple[int, ...], list[Rows]] = {}  # by best bucket and whether `sharing` fit, too
+    for chunk, part, within in _chunks(catalog, rows):
+        kinds, which = _kinds(part, within, shapes, stride, fps)
+        best = _best_bucket(kinds, shapes, stride, stills=stills)
+        cut = _cuts(kinds, shapes)[np.arange(len(best)), best]
+        if max_crop is not None:
+            best[(best >= 0) & (cut > max_crop + _ROUNDING)] = _TOO_MUCH_CUT
+        most = np.minimum(cut + _MOST_MORE_CUT, np.inf if max_crop is None else max_crop)
+        also = _fits(kinds, others, stride, stills=stills)
+        also &= _cuts(kinds, others) <= most[:, None] + _ROUNDING
+        also &= kinds.widths[:, None] >= [shape.width for shape in others]
+        also &= kinds.heights[:, None] >= [shape.height for shape in others]
+        also &= (best[:, None] >= 0) & (best[:, None] != sharing)
+        groups, group = np.unique(np.column_stack([best, also]), axis=0, return_inverse=True)
+        choice = group.astype(np.min_scalar_type(len(groups))).take(which)
+        ordered = chunk.take(np.argsort(choice, kind="stable"))  # one byte: in one pass
+        ends = np.cumsum(np.bincount(choice, minlength=len(groups)))
+        for key, (begin, end) in zip(groups.tolist(), pairwise([0, *ends]), strict=True):
+            taken.setdefault(tuple(key), []).append(ordered[begin:end])
+    alone = (0,) * len(sharing)
+    unfit, cropped = (
+        sum(map(len, taken.pop((why, *alone), []))) for why in (_NO_BUCKET, _TOO_MUCH_CUT)
+    )
+    own = [taken.pop((index, *alone), []) for index in range(len(shapes))]
+    shared = sorted(taken, key=lambda key: (key[0], key[:0:-1]))
+    stored = _stored([*own, *(taken[key] for key in shared)])
+    members = BucketAssignment(
+        tuple(shapes),
+        stored[: len(shapes)],
+        tuple(
+            SharedClips(some, _weights(shapes, best, list(compress(sharing, also))))
+            for (best, *also), some in zip(shared, stored[len(shapes) :], strict=True)
+        ),
+    )
     has_stills = any(shape.num_frames == 1 for shape in shapes)  # long enough for these are all
-    return members, Counter({ONLY_STILLS if has_stills else TOO_SHORT: dropped} if dropped else {})
+    dropped = {ONLY_STILLS if has_stills else TOO_SHORT: unfit, CROPPED: cropped}
+    return members, Counter({reason: count for reason, count in dropped.items() if count})
+
+
+def shares_cut(catalog: Catalog, rows: Rows, shape: Bucket) -> NDArray[np.float64]:
+    """[N] the share of each clip's picture that the crop to a bucket removes."""
+    across = shape.width / catalog.column("width")[rows]
+    down = shape.height / catalog.column("height")[rows]
+    cut: NDArray[np.float64] = 1 - np.minimum(across, down) / np.maximum(across, down)
+    return cut
+
+
+def _weights(shapes: Sequence[Bucket], best: int, others: Collection[int]) -> tuple[float, ...]:
+    given = {index: shapes[index].share or 0.0 for index in others}
+    total = sum(given.values())
+    weights = {index: share / max(1.0, total) for index, share in given.items()}
+    weights[best] = max(0.0, 1 - total)
+    return tuple(weights.get(index, 0.0) for index in range(len(shapes)))
 
 
 def choose(
@@ -79,15 +182,32 @@ def choose(
     *,
     stills: bool = False,
     fps: float | None = None,
-) -> NDArray[np.int64]:
-    """For each clip the index of the bucket that keeps most of it, or -1 if none takes it.
+) -> NDArray[np.int16]:
+    """For each clip, in ascending rows, the index of the bucket that keeps most of it, or -1.
 
     The nearest aspect ratio first (least cropped), then the most frames, then the nearest area.
     With `stills` a bucket of one frame takes videos too, otherwise only clips of one frame. With
     `fps` videos have as many frames as at that rate.
     """
-    columns = [frame_counts(catalog, fps), *(catalog.column(name) for name in _SIZES)]
-    return _choose([column[rows] for column in columns], shapes, stride, stills)
+    chosen = [np.empty(0, np.int16)]
+    for _, part, within in _chunks(catalog, rows):
+        kinds, which = _kinds(part, within, shapes, stride, fps)
+        chosen.append(_best_bucket(kinds, shapes, stride, stills=stills).take(which))
+    return np.concatenate(chosen)
+
+
+def _chunks(catalog: Catalog, rows: Rows) -> Iterator[tuple[Rows, Catalog, Rows | slice]]:
+    """Ascending rows piece by piece, the part of the catalog that has them, and their place there.
+
+    A part is small, so that its columns are read from the mapped file and not copied as a whole.
+    """
+    edges = np.arange(_CHUNK, len(catalog), _CHUNK).astype(rows.dtype)  # as rows: else all is cast
+    for begin, end in pairwise([0, *np.searchsorted(rows, edges), len(rows)]):
+        if begin < end:
+            chunk = rows[begin:end]
+            first, count = int(chunk[0]), int(chunk[-1]) - int(chunk[0]) + 1
+            part = replace(catalog, table=catalog.table.slice(first, count))
+            yield chunk, part, slice(None) if len(chunk) == count else chunk - chunk[0]
 
 
 def frame_counts(catalog: Catalog, fps: float | None) -> NDArray[np.int64]:
@@ -127,57 +247,84 @@ def frames_at(clip: Clip, numbers: range, fps: float) -> tuple[int, ...]:
     return tuple(np.clip(shown, 0, clip.num_frames - 1).tolist())
 
 
-def _choose(
-    sizes: Sequence[NDArray[Any]], shapes: Sequence[Bucket], stride: int, stills: bool
-) -> NDArray[np.int64]:
-    # Millions of clips have few different sizes; each is compared with the buckets once.
-    num_frames, widths, heights = (column.astype(np.int64) for column in sizes)
+@dataclass(frozen=True)
+class _Kinds:
+    """Clips of one size, and of as many frames as buckets ask for; [K] each."""
+
+    frames: NDArray[np.int64]
+    widths: NDArray[np.int64]
+    heights: NDArray[np.int64]
+
+
+def _kinds(
+    catalog: Catalog, rows: Rows | slice, shapes: Sequence[Bucket], stride: int, fps: float | None
+) -> tuple[_Kinds, NDArray[np.int32]]:
+    """Millions of clips have few different sizes: these, and for each clip which one it has."""
     spans = np.unique([1, 2, *(span(shape, stride) for shape in shapes)])  # 2: it is a video
-    fits = np.searchsorted(spans, num_frames, side="right")  # how many spans are short enough
-    key = (fits << 40) | (widths << 20) | heights
-    kinds, which = np.unique(key, return_inverse=True)
-    frames, side = np.concatenate([[0], spans])[kinds >> 40], 2**20 - 1
-    widths, heights = (kinds >> 20) & side, kinds & side
-    best = np.full(len(frames), -1)
-    distance = np.full((3, len(frames)), np.inf)
-    aspects, areas = np.log(widths / heights), np.log(widths * heights)
-    for index, shape in enumerate(shapes):
-        aspect = np.round(np.abs(aspects - np.log(shape.width / shape.height)), 2)
-        area = np.abs(areas - np.log(shape.width * shape.height))
-        here = np.stack([aspect, np.full(len(frames), -shape.num_frames), area])
-        fits = frames >= span(shape, stride)
-        if shape.num_frames == 1 and not stills:
-            fits = frames == 1
-        is_better = fits & _is_less(here, distance)
-        best[is_better] = index
-        distance[:, is_better] = here[:, is_better]
-    return best[which]
+    num_frames = frame_counts(catalog, fps)[rows]
+    fits = np.zeros(len(num_frames), np.min_scalar_type(len(spans)))
+    for shortest in spans.tolist():
+        fits += (num_frames >= shortest).view(np.uint8)  # how many spans are short enough
+    key = fits.astype(np.int64)
+    for name in _SIZES:
+        key <<= 20
+        key |= catalog.column(name)[rows]
+    encoded = pa.array(key).dictionary_encode()  # by hashing; np.unique sorts
+    kinds, side = encoded.dictionary.to_numpy(), 2**20 - 1
+    frames = np.concatenate([[0], spans])[kinds >> 40]
+    return _Kinds(frames, (kinds >> 20) & side, kinds & side), encoded.indices.to_numpy()
+
+
+def _fits(
+    kinds: _Kinds, shapes: Sequence[Bucket], stride: int, *, stills: bool
+) -> NDArray[np.bool_]:
+    """[K, S] whether a kind has enough frames for a bucket, and is no video that stills take."""
+    frames, num_frames = kinds.frames[:, None], np.array([each.num_frames for each in shapes])
+    fits: NDArray[np.bool_] = frames >= np.array([span(shape, stride) for shape in shapes])
+    return fits if stills else fits & ((num_frames > 1) | (frames == 1))
+
+
+def _cuts(kinds: _Kinds, shapes: Sequence[Bucket]) -> NDArray[np.float64]:
+    """[K, S] the share of the picture that the crop to a bucket removes."""
+    across = np.array([shape.width for shape in shapes]) / kinds.widths[:, None]
+    down = np.array([shape.height for shape in shapes]) / kinds.heights[:, None]
+    cuts: NDArray[np.float64] = 1 - np.minimum(across, down) / np.maximum(across, down)
+    return cuts
+
+
+def _best_bucket(
+    kinds: _Kinds, shapes: Sequence[Bucket], stride: int, *, stills: bool
+) -> NDArray[np.int16]:
+    """[K] as `choose`."""
+    is_best = _fits(kinds, shapes, stride, stills=stills)
+    aspects = np.log(kinds.widths / kinds.heights)[:, None]
+    aspect = np.round(np.abs(aspects - np.log([each.width / each.height for each in shapes])), 2)
+    areas = np.log(kinds.widths * kinds.heights)[:, None]
+    area = np.abs(areas - np.log([each.width * each.height for each in shapes]))
+    has_any = is_best.any(axis=1)
+    for distance in (aspect, np.array([-each.num_frames for each in shapes]), area):
+        distance = np.where(is_best, distance, np.inf)
+        is_best &= distance == distance.min(axis=1, keepdims=True)
+    return np.where(has_any, is_best.argmax(axis=1), _NO_BUCKET).astype(np.int16)
 
 
 def span(shape: Bucket, stride: int) -> int:
     return (shape.num_frames - 1) * stride + 1
 
 
-def _is_less(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Compare the columns of two [3, N] arrays, the first row first."""
-    first, second, third = one < other
-    equal_first, equal_second, _ = one == other
-    is_less: NDArray[np.bool_] = first | (equal_first & (second | (equal_second & third)))
-    return is_less
-
-
 def _stored(taken: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
     """One array for each bucket; many rows are mapped from a file without a name, off the heap."""
     ends = np.cumsum([0, *(sum(map(len, chunks)) for chunks in taken)])
-    everything = [chunk.astype(np.uint32, copy=False) for chunks in taken for chunk in chunks]
+    empty = np.empty(0, np.uint32)
+    buckets = (np.concatenate([empty, *chunks], dtype=np.uint32) for chunks in taken)
     if ends[-1] > _MAX_ROWS_ON_HEAP:
         with tempfile.TemporaryFile() as file:
-            for chunk in everything:
-                chunk.tofile(file)
+            for bucket in buckets:
+                bucket.tofile(file)
             file.flush()
             rows: Rows = np.memmap(file, np.uint32, mode="r")
     else:
-        rows = np.concatenate([np.empty(0, np.uint32), *everything])
+        rows = np.concatenate([empty, *buckets])
     return tuple(rows[start:end] for start, end in pairwise(ends))
 
 
@@ -240,7 +387,7 @@ def window_of(
         stride=frames.step if isinstance(frames, range) else 1,
         frames=() if isinstance(frames, range) else frames,
         timestamps=tuple(map(clip.timing.of, frames)) if clip.timing else (),
-        seek_to=_keyframe_before(clip, frames[0]),
+        seek_to=clip.keyframe_before(frames[0]),
         scaled_height=cut.scaled_height,
         scaled_width=cut.scaled_width,
         top=cut.top,
@@ -272,14 +419,6 @@ def num_starts(clip: Clip, shape: Bucket, stride: int, fps: float | None = None)
 
 def is_only_window(clip: Clip, shape: Bucket, data: DataSection) -> bool:
     return len(starts(clip, shape, data)) == 1 and not data.random_crop
-
-
-def _keyframe_before(clip: Clip, frame: int) -> int | None:
-    """The timestamp of the keyframe that decoding may begin at; None: from the beginning."""
-    place = bisect_right(clip.keyframes, frame)
-    if clip.timing is None or not place or clip.keyframes[place - 1] == 0:
-        return None
-    return clip.timing.of(clip.keyframes[place - 1])
 
 
 def _fraction(seed: int, what: str) -> float:

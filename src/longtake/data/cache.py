@@ -1,13 +1,14 @@
-"""Latents and prompt embeddings that were computed once: names, files, reading.
+"""Latents and prompt embeddings that were computed once: the keys of entries, and reading batches.
 
-    CACHE/latents/3f/3f09….safetensors      of a window of a clip
-    CACHE/conditioning/07/07b1….safetensors of a further input: latents, or values as they were read
-    CACHE/prompts/a2/a2c1….safetensors      of a caption
-    CACHE/hashes/5b27….jsonl                content hashes of further inputs, by path
-    CACHE/encoders/90c1….jsonl              content hashes of encoders' weights, by path
-    CACHE/aside/                            files that are being written
+    CACHE/latents/…             packs (see `longtake.data.packs`) of windows of clips
+    CACHE/conditioning/…        of further inputs: latents, or values as they were read
+    CACHE/prompts/…             of captions
+    CACHE/index/, damaged/      of all packs
+    CACHE/hashes/5b27….jsonl    content hashes of further inputs, by path
+    CACHE/encoders/90c1….jsonl  content hashes of encoders' weights, by path
+    CACHE/aside/                encoders with random weights while a cache is filled
 
-A name is a hash of the content, the window and the encoder's fingerprint, so several recipes and
+A key is a hash of the content, the window and the encoder's fingerprint, so several recipes and
 processes share a folder.
 """
 
@@ -25,90 +26,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from longtake.config import Bucket, DataSection
+from longtake.data import stores
 from longtake.data.clip import Clip, Media
 from longtake.data.conditioning import (
-    ConditioningInput,
     ConditioningPixels,
+    Wanted,
     conditioning_of,
 )
 from longtake.data.decode import content_hash
+from longtake.data.packs import CACHE_KINDS, PACK_FORMAT, CacheEntry, PackIndex, cannot_write
 from longtake.data.window import Window
 from longtake.data.workers import WorkerIncident
-from longtake.errors import ClipError, DataError, RecordError
-from longtake.fsio import make_writable, open_regular, read_records, read_regular
+from longtake.errors import ClipError, RecordError
+from longtake.fsio import make_writable, read_records
 
-_FORMAT = 1
-_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-_FACTS = "longtake"  # the key of what a file says about itself
-_MOST_HEADER_BYTES = 2**20
 _OLD_SECONDS = 24 * 3600
 _THREADS = 4
 
 _Stamp = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class CacheEntry:
-    """One file of a cache."""
-
-    path: Path  # where it lies, or would
-    what: str  # what it holds, for people
-
-    @property
-    def key(self) -> str:
-        return self.path.stem
-
-    @property
-    def kind(self) -> str:
-        return self.path.parents[1].name
-
-    def is_whole(self) -> bool:
-        """Whether the file is there in its whole length; its content is checked by `read`."""
-        try:
-            with open_regular(self.path) as file:
-                start = file.read(8)
-                header = file.read(min(int.from_bytes(start, "little"), _MOST_HEADER_BYTES))
-                return _parse(start, header, file.seek(0, 2)) is not None
-        except OSError:
-            return False
-
-    def read(self) -> dict[str, Tensor]:
-        try:
-            data = read_regular(self.path)
-        except FileNotFoundError as error:
-            reason = f"the cache does not hold {self.what}; longtake data cache RECIPE fills it"
-            raise ClipError(self.path, reason) from error
-        except OSError as error:
-            raise ClipError(self.path, f"cannot be read: {error.strerror or error}") from error
-        try:
-            return _unpacked(data)
-        except (*_DAMAGED, safetensors.SafetensorError) as error:
-            with suppress(OSError):
-                self.path.unlink()
-            raise ClipError(self.path, f"{self.what} is damaged in the cache: {error}") from error
-
-    def write(self, tensors: Mapping[str, Tensor]) -> int:
-        """Write it, whole or not at all; returns the size in bytes."""
-        data = _packed(tensors, self.what)
-        # Several processes may write it at once: each has a name of its own.
-        aside = self.path.parents[2] / "aside" / f"{self.key}.{secrets.token_hex(4)}"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                aside.write_bytes(data)
-                aside.replace(self.path)
-            finally:
-                with suppress(OSError):
-                    aside.unlink()
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
-        return len(data)
 
 
 @dataclass(frozen=True)
@@ -140,7 +79,17 @@ class Cache:
         Raises:
             ClipError: they are not there, or damaged.
         """
-        return self.prompt(self.no_caption).read()
+        return self.packs.read(self.prompt(self.no_caption))
+
+    @cached_property
+    def packs(self) -> PackIndex:
+        """All packs that are there when it is first asked for."""
+        return PackIndex(self.folder, verify=self.data.cache_checksums)
+
+    def stored(self, latents: Tensor) -> Tensor:
+        """What `data.cache_dtype` leaves of an encoder's output."""
+        is_rounded = self.data.cache_dtype == "bf16" and latents.dtype == torch.float32
+        return latents.bfloat16().float() if is_rounded else latents
 
     @cached_property
     def _hashes(self) -> "ContentHashes":
@@ -157,12 +106,14 @@ class Cache:
         what = f"the latents of {window.media} from frame {window.start}"
         return self._entry("latents", self.codec, facts, what)
 
-    def conditioning(self, name: str, wanted: ConditioningInput) -> CacheEntry:
+    def conditioning(self, name: str, wanted: Wanted) -> CacheEntry:
         """Where a further input is: `latents` if the codec encodes it, else `values`.
 
         Raises:
             ClipError: the input's file cannot be read.
         """
+        if isinstance(wanted, Window):  # a frame of the clip
+            return self.latents(wanted)
         values = getattr(wanted, "values", None)
         facts = [self._hashes.of(wanted.media.path) if values is None else values]
         if isinstance(wanted, ConditioningPixels):
@@ -171,22 +122,23 @@ class Cache:
         else:
             facts += ["numbers", wanted.width, wanted.is_per_frame, wanted.clip_frames]
         facts += [wanted.start, wanted.num_frames, wanted.stride]
+        facts += [wanted.frames] if wanted.frames else []
         codec = self.codec if self.is_encoded(name) else ""
         return self._entry("conditioning", codec, tuple(facts), f"{name} {wanted.media}")
 
     def is_encoded(self, name: str) -> bool:
         return self.data.conditioning[name].is_encoded
 
-    def inputs(self, clip: Clip, window: Window) -> dict[str, ConditioningInput]:
+    def inputs(self, clip: Clip, window: Window) -> dict[str, Wanted]:
         return conditioning_of(clip, window, self.data.conditioning)
 
     def prompt(self, caption: str) -> CacheEntry:
         return self._entry("prompts", self.text, (caption,), f"the embeddings of {caption!r}")
 
     def _entry(self, kind: str, encoder: str, facts: tuple[object, ...], what: str) -> CacheEntry:
-        text = json.dumps([_FORMAT, kind, encoder, *facts], separators=(",", ":"))
-        key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        return CacheEntry(self.folder / kind / key[:2] / f"{key}.safetensors", what)
+        dtype = [self.data.cache_dtype] if encoder and self.data.cache_dtype != "fp32" else []
+        text = json.dumps([PACK_FORMAT, kind, encoder, *dtype, *facts], separators=(",", ":"))
+        return CacheEntry(kind, hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), what)
 
 
 @dataclass(frozen=True)
@@ -215,6 +167,9 @@ class CachedSource:
     def incidents(self) -> list[WorkerIncident]:
         return []
 
+    def take_fetched(self) -> stores.Fetched:
+        return stores.Fetched()
+
     def close(self) -> None:
         self.threads.shutdown(wait=True, cancel_futures=True)
 
@@ -224,16 +179,17 @@ class CachedSource:
         if failure := self._failures.get(entry.key):
             raise ClipError(failure.path, failure.reason)
         _ = cache.unconditional  # missing there, it is missing to every sample
-        conditioning, inputs = cache.prompt(clip.caption).read(), dict[str, Tensor]()
+        packs = cache.packs
+        conditioning, inputs = packs.read(cache.prompt(clip.caption)), dict[str, Tensor]()
         for name, wanted in cache.inputs(clip, window).items():
-            found = cache.conditioning(name, wanted).read()
+            found = packs.read(cache.conditioning(name, wanted))
             if cache.is_encoded(name):
                 conditioning[f"{name}_latents"] = found["latents"]
             else:
                 frames = getattr(wanted, "num_frames", 1)
                 values = found["values"]  # of equal frames one is kept
                 inputs[name] = values.expand(-1, frames, -1, -1) if values.ndim == 4 else values
-        return _Content(entry.read()["latents"], conditioning, inputs)
+        return _Content(packs.read(entry)["latents"], conditioning, inputs)
 
 
 class CachedBuffer:
@@ -288,6 +244,7 @@ class ContentHashes:
         self._hash_of = hash_of or (lambda path: content_hash(Media(path)))
         self._mine = folder / f"{secrets.token_hex(8)}.jsonl"
         self._known: dict[str, tuple[_Stamp, str]] | None = None
+        self._asked = set[str]()
         self._lock = threading.Lock()
 
     def of(self, path: str) -> str:
@@ -296,8 +253,12 @@ class ContentHashes:
         Raises:
             ClipError: there is no such file, it is empty or cannot be read.
         """
-        known, stamp = self._remembered(), _stamp(path)
+        known = self._remembered()
+        if path in self._asked:  # a store is asked once
+            return known[path][1]
+        stamp = _stamp(path)
         if (found := known.get(path)) and found[0] == stamp:
+            self._asked |= {path} if "://" in path else set()
             return found[1]
         content = self._hash_of(path)
         with self._lock:
@@ -329,7 +290,8 @@ def make_folder(folder: Path) -> None:
     aside = folder / "aside"
     try:
         make_writable(aside)
-        for left in aside.iterdir():
+        half = (path for kind in CACHE_KINDS for path in (folder / kind).glob(".*.partial.*"))
+        for left in (*aside.iterdir(), *half):
             with suppress(FileNotFoundError):  # somebody else tidies up, too
                 if time.time() - left.stat().st_mtime > _OLD_SECONDS:
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -337,87 +299,14 @@ def make_folder(folder: Path) -> None:
         raise cannot_write(folder, error) from error
 
 
-def cannot_write(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"The cache cannot be written: {path}: {error.strerror or error}. Make room or make it "
-        "writable, or choose another folder with --set data.cache=FOLDER."
-    )
-
-
 def _stamp(path: str) -> _Stamp:
+    media = Media(path)
+    if media.is_remote:
+        media = stores.measured(media)
+        return media.num_bytes or 0, media.stamp
     try:
         status = Path(path).stat()
     except OSError as error:
         reason = "does not exist" if isinstance(error, FileNotFoundError) else error.strerror
         raise ClipError(path, f"{reason or error}") from error
     return status.st_size, status.st_mtime_ns
-
-
-def _packed(tensors: Mapping[str, Tensor], what: str) -> bytes:
-    """A file's content, with what is needed to undo the packing and to find damage.
-
-    Values that bf16 can hold are stored as bf16, which halves the embeddings of a bf16 encoder.
-    Rows of zeros at the end, as captions are padded with, are left out.
-    """
-    packed, shapes = {}, {}
-    for name, tensor in sorted(tensors.items()):
-        # A copy: no memory is shared, and no row or column has an odd stride.
-        tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        shapes[name] = [str(tensor.dtype).removeprefix("torch."), len(tensor)]
-        packed[name] = _narrow(_without_last_zeros(tensor))
-    facts = {"format": _FORMAT, "what": what, "of": shapes, "digest": _digest(packed, shapes)}
-    return save(packed, {_FACTS: json.dumps(facts)})
-
-
-def _unpacked(data: bytes) -> dict[str, Tensor]:
-    with_header = _parse(data[:8], data[8 : 8 + _MOST_HEADER_BYTES], len(data))
-    if with_header is None:
-        raise ValueError(f"its {len(data)} bytes are not all of it")
-    facts, packed = json.loads(with_header["__metadata__"][_FACTS]), load(data)
-    if facts["format"] != _FORMAT:
-        raise ValueError(f"it has format {facts['format']}, and this longtake reads {_FORMAT}")
-    if facts["digest"] != _digest(packed, facts["of"]):
-        raise ValueError("its content is not what was written")
-    found = {}
-    for name, (dtype, rows) in facts["of"].items():
-        stored = packed[name].to(getattr(torch, dtype))
-        found[name] = torch.cat([stored, stored.new_zeros(rows - len(stored), *stored.shape[1:])])
-    return found
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    # bytes, as torch.equal does not distinguish 0 and -0
-    return tensor.reshape(len(tensor), -1).view(torch.uint8)
-
-
-def _without_last_zeros(tensor: Tensor) -> Tensor:
-    filled = _bits(tensor).any(dim=1).nonzero()
-    return tensor[: int(filled[-1]) + 1 if len(filled) else 0]
-
-
-def _narrow(tensor: Tensor) -> Tensor:
-    """The same in bf16, where that loses nothing."""
-    if tensor.dtype != torch.float32:
-        return tensor
-    narrow = tensor.bfloat16()
-    is_exact = torch.equal(narrow.float().view(torch.int32), tensor.view(torch.int32))
-    return narrow if is_exact else tensor
-
-
-def _digest(tensors: Mapping[str, Tensor], shapes: Mapping[str, list[Any]]) -> str:
-    digest = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {list(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _parse(start: bytes, rest: bytes, num_bytes: int) -> dict[str, Any] | None:
-    length = int.from_bytes(start, "little")
-    try:
-        header: dict[str, Any] = json.loads(rest[:length])
-        ends = [each["data_offsets"][1] for name, each in header.items() if name[:2] != "__"]
-        is_whole = num_bytes == 8 + length + max(ends) and _FACTS in header["__metadata__"]
-    except _DAMAGED:
-        return None
-    return header if is_whole else None

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from longtake.config import Bucket
 from longtake.data import buckets, decode_worker, tasks
-from longtake.data.cache import Cache, CacheEntry, CacheFailure
+from longtake.data.cache import Cache, CacheFailure
 from longtake.data.caption_text import caption_variants
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.conditioning import Wanted, as_values, conditioning_error
+from longtake.data.packs import CACHE_KINDS, PACK_BYTES, CacheEntry, PackWriter
 from longtake.data.plan import Plan
 from longtake.data.window import Window
 from longtake.data.workers import Task, WorkerIncident
@@ -39,11 +40,10 @@ EncodeCaptions = Callable[[Sequence[str]], Sequence[dict[str, Tensor]]]
 """Tensors of each caption, without a batch dimension."""
 Progress = Callable[[int, int], object]  # called with (done, in all)
 
-CACHE_KINDS = ("latents", "conditioning", "prompts")
-
 _THREADS = 16
 _CHUNK = 4096
-_MAX_ITEMS_AT_ONCE = 32
+_FIRST_ITEMS = 32  # of a share, until it is known how many bytes one has
+_MAX_ITEMS = 4096
 _NUM_SHARES = 64
 _CAPTIONS_AT_ONCE = 32
 _T = TypeVar("_T")
@@ -87,11 +87,8 @@ class CacheReport:
     num_bytes: int = 0  # of these
     failures: dict[str, CacheFailure] = field(default_factory=dict)  # by key of a window's latents
     incidents: list[WorkerIncident] = field(default_factory=list)
+    refused: dict[Path, str] = field(default_factory=dict)  # damaged packs, and how they are
     seconds: float = 0.0
-
-    def wrote(self, entry: CacheEntry, num_bytes: int) -> None:
-        self.computed[entry.kind] += 1
-        self.num_bytes += num_bytes
 
     def add(self, other: "CacheReport") -> None:
         self.present.update(other.present)
@@ -99,6 +96,7 @@ class CacheReport:
         self.num_bytes += other.num_bytes
         self.failures |= other.failures
         self.incidents += other.incidents
+        self.refused |= other.refused
 
     def refuse_too_many(self, allowed: int) -> None:
         clips = {failure.identity: failure for failure in self.failures.values()}
@@ -120,6 +118,9 @@ class CacheReport:
             },
             "bytes": self.num_bytes,
             "failed": [{"path": path, "reason": reason} for path, reason in failed],
+            "damaged": [
+                {"path": str(path), "reason": reason} for path, reason in self.refused.items()
+            ],
             "seconds": round(self.seconds, 3),
         }
 
@@ -163,7 +164,7 @@ def find_missing(
                     missing.clips.append(row)
             if progress:
                 progress(start + len(chunk), len(rows))
-        entries = pool.map(lambda caption: cache.prompt(caption).is_whole(), captions)
+        entries = pool.map(lambda caption: cache.packs.holds(cache.prompt(caption)), captions)
         missing.captions.extend(
             caption for caption, there in zip(captions, entries, strict=True) if not there
         )
@@ -185,14 +186,17 @@ def fill_prompts(
     """
     waiting = iter(_shuffled(captions))
     done = 0
-    while some := list(islice(waiting, _CAPTIONS_AT_ONCE)):
-        missing = [caption for caption in some if not cache.prompt(caption).is_whole()]
-        for caption, tensors in zip(missing, encode(missing), strict=True):
-            entry = cache.prompt(caption)
-            report.wrote(entry, entry.write(tensors))
-        done += len(some)
-        if progress:
-            progress(done, len(captions))
+    with PackWriter(cache.packs) as writer:
+        while some := list(islice(waiting, _CAPTIONS_AT_ONCE)):
+            missing = [caption for caption in some if not writer.holds(cache.prompt(caption))]
+            for caption, tensors in zip(missing, encode(missing), strict=True):
+                stored = {name: cache.stored(tensor) for name, tensor in tensors.items()}
+                writer.add(cache.prompt(caption), stored)
+                report.computed["prompts"] += 1
+            done += len(some)
+            if progress:
+                progress(done, len(captions))
+    report.num_bytes += writer.num_bytes
 
 
 def fill_latents(
@@ -211,25 +215,29 @@ def fill_latents(
     """
     data, under_way = cache.data, deque[tuple[Window, list[_Part]]]()
     limit, memory = data.sample_timeout_seconds, data.sample_memory_gib
-    with decode_worker.DecodePool(
-        data.workers, limit, memory_gib=memory, heartbeats=heartbeats
-    ) as pool:
+    with (
+        decode_worker.DecodePool(
+            data.workers, limit, memory_gib=memory, heartbeats=heartbeats, store=data.store
+        ) as pool,
+        PackWriter(cache.packs) as writer,
+    ):
         for done, each in enumerate(_shuffled(clips)):
             item: CacheItem = each.item() if isinstance(each, _Row) else each
             for window in buckets.all_windows(*item, data):
                 parts = [
                     _Part(name, wanted, pool.submit(wanted))
                     for name, wanted in _wanted(cache, item.clip, window).items()
-                    if not _whole(cache, name, wanted)
+                    if not _held(cache, name, wanted)
                 ]
                 under_way.append((window, parts))
             while len(under_way) > 2 * max(data.workers, 1):
-                _finish(cache, *under_way.popleft(), encode, report)
+                _finish(cache, *under_way.popleft(), encode, report, writer)
             if progress:
                 progress(done, len(clips))
         for window, parts in under_way:
-            _finish(cache, window, parts, encode, report)
+            _finish(cache, window, parts, encode, report, writer)
         report.incidents += pool.incidents()
+    report.num_bytes += writer.num_bytes
     if progress:
         progress(len(clips), len(clips))
 
@@ -286,16 +294,25 @@ def run_encode_task(
         DataError: no worker can be started, the cache cannot be written, or too many clips cannot
             be decoded.
     """
-    size, done = max(1, min(_MAX_ITEMS_AT_ONCE, len(missing) // _NUM_SHARES)), 0
-    shares = (
-        [each.item() if isinstance(each, _Row) else each for each in share]
-        for share in (missing[start : start + size] for start in range(0, len(missing), size))
-    )
-    with closing(tasks.run_tasks(task, shares, on=on, workers=workers)) as reports:
+    sizes, done, known, before = list[int](), 0, 0, report.num_bytes
+
+    def shares() -> Iterator[list[CacheItem | str]]:
+        """Each of one pack, but so small that there are some for each worker."""
+        start = 0
+        while start < len(missing):
+            each = (report.num_bytes - before) / known if known else PACK_BYTES / _FIRST_ITEMS
+            of_pack = min(_MAX_ITEMS, int(PACK_BYTES / max(each, 1.0)))
+            sizes.append(max(1, min(of_pack, len(missing) // _NUM_SHARES)))
+            some = missing[start : start + sizes[-1]]
+            yield [one.item() if isinstance(one, _Row) else one for one in some]
+            start += len(some)
+
+    with closing(tasks.run_tasks(task, shares(), on=on, workers=workers)) as reports:
         for number, added in reports:
             report.add(added)
+            known += sizes[number]
             report.refuse_too_many(task.cache.data.max_quarantined_clips)
-            done += min(size, len(missing) - number * size)
+            done = min(done + sizes[number], len(missing))
             if progress:
                 progress(done, len(missing))
 
@@ -314,7 +331,8 @@ def _rows(plan: Plan) -> Iterator[_Row]:
     catalogs = {}
     for part in (part for stream in plan.streams() for part in stream.parts):
         catalogs[id(part.catalog)] = part.catalog
-        for shape, mine in zip(part.members.shapes, part.members.rows, strict=True):
+        for bucket, shape in enumerate(part.members.shapes):
+            mine = part.members.candidates(bucket)
             rows.setdefault((id(part.catalog), shape), []).append(mine)
     for (catalog, shape), found in rows.items():
         for row in np.unique(np.concatenate(found)):
@@ -338,7 +356,7 @@ def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Count
         return present, False
     for window in buckets.all_windows(*item, cache.data):
         for name, wanted in _wanted(cache, item.clip, window).items():
-            entry = _whole(cache, name, wanted)
+            entry = _held(cache, name, wanted)
             present.update([entry.kind] if entry else [])
             is_missing |= entry is None
     return present, is_missing
@@ -352,16 +370,21 @@ def _entry(cache: Cache, name: str, wanted: Wanted) -> CacheEntry:
     return cache.latents(wanted) if isinstance(wanted, Window) else cache.conditioning(name, wanted)
 
 
-def _whole(cache: Cache, name: str, wanted: Wanted) -> CacheEntry | None:
+def _held(cache: Cache, name: str, wanted: Wanted) -> CacheEntry | None:
     try:
         entry = _entry(cache, name, wanted)
     except ClipError:  # decoding will say what is wrong with the file
         return None
-    return entry if entry.is_whole() else None
+    return entry if cache.packs.holds(entry) else None
 
 
 def _finish(
-    cache: Cache, window: Window, parts: list[_Part], encode: EncodePixels, report: CacheReport
+    cache: Cache,
+    window: Window,
+    parts: list[_Part],
+    encode: EncodePixels,
+    report: CacheReport,
+    writer: PackWriter,
 ) -> None:
     failures = []
     for name, wanted, content in parts:
@@ -371,12 +394,13 @@ def _finish(
             why = conditioning_error(window, name, error) if name else error
             failures.append(CacheFailure(window.identity, str(why.path), why.reason))
             continue
-        if not entry.is_whole():  # another process may have been faster
+        if not writer.holds(entry):  # another process may have been faster
             if not name or cache.is_encoded(name):
-                tensors = {"latents": encode(read)}
+                tensors = {"latents": cache.stored(encode(read))}
             else:
                 tensors = {"values": _without_copies(torch.from_numpy(as_values(wanted, read)))}
-            report.wrote(entry, entry.write(tensors))
+            writer.add(entry, tensors)
+            report.computed[entry.kind] += 1
     if failures:
         report.failures[cache.latents(window).key] = failures[0]
         report.refuse_too_many(cache.data.max_quarantined_clips)

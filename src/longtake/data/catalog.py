@@ -7,7 +7,8 @@ to it. No Python object is made for each clip, and a large table is mapped from 
 import hashlib
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,12 @@ VERSION_KEY = b"longtake.catalog"
 FINGERPRINT_KEY = b"longtake.fingerprint"
 ATTRIBUTE = "attributes."
 CONDITIONING = "conditioning."  # columns of paths, or of lists of numbers
+CAPTIONED = "captioned"
+"""The attribute that is 1 where a model wrote the caption, and 0 elsewhere. `index` keeps such
+captions where its sources have none."""
+TRUSTED = "trusted_metadata"
+"""The attribute that is 1 for clips whose frames `data index --trust-metadata` has not decoded, and
+0 for its others."""
 CLIP_SCHEMA = pa.schema(
     [
         ("identity", pa.binary(16)),
@@ -59,6 +66,10 @@ CLIP_SCHEMA = pa.schema(
         ("file_mtime_ns", pa.int64()),
     ]
 )
+# Only in catalogs with spans of files; null: a clip is a file of its own, the span has no end.
+SPAN_SCHEMA = pa.schema(
+    [("span_start", pa.float64()), ("span_end", pa.float64()), ("seek_pts", pa.int64())]
+)
 ASIDE_SCHEMA = pa.schema(
     [
         ("identity", pa.binary(16)),  # of a further copy of a clip; rejected files have none
@@ -83,10 +94,15 @@ _BOUNDS = {
     "first_pts": (-(2**61), 2**61),
     "pts_step": (0, 2**61),
     "file_bytes": (0, _MAX_BYTES),
+    "span_start": (0, 1e9),
+    "span_end": (0, 1e9),
+    "seek_pts": (-(2**62), 2**62),
 }
 _CHOICES = {"kind": ("image", "video"), "rotation": (0, 90, 180, 270)}
 _DECIDES_TRAINING = ("num_frames", "width", "height", "stream_index", "rotation")
-ROWS_PER_GROUP = 2**20
+ROWS_PER_GROUP = 2**17  # some tens of MB, which are in memory while a catalog is written
+_IN_DISORDER = "its clips are not sorted by identity, each there once"
+_REMEDY = "Run `longtake data index` to write it."
 _MAP_ABOVE_ROWS = 100_000  # some tens of MB
 
 
@@ -120,6 +136,8 @@ def _disk_schema(found: pa.Schema) -> pa.Schema:
         raise LookupError(f"it has no column {missing[0]}")
     names = [name for name in found.names if name.startswith(ATTRIBUTE)]
     schema = with_attributes(CLIP_SCHEMA, [name.removeprefix(ATTRIBUTE) for name in names])
+    if SPAN_SCHEMA.names[0] in found.names:
+        schema = pa.schema([*schema, *SPAN_SCHEMA])
     for name in (each for each in found.names if each.startswith(CONDITIONING)):
         if found.field(name).type not in _CONDITIONING_TYPES:
             raise ValueError(f"its column {name} holds {found.field(name).type}")
@@ -132,7 +150,8 @@ def _read_group(file: pq.ParquetFile, index: int, schema: pa.Schema, folder: str
     for name in _path_columns(table):
         paths = table[name]
         absolute = pc.binary_join_element_wise(folder, paths, "")
-        paths = pc.if_else(pc.starts_with(paths, "/"), paths, absolute)
+        is_whole = pc.or_(pc.starts_with(paths, "/"), pc.match_substring(paths, "://"))
+        paths = pc.if_else(is_whole, paths, absolute)
         table = table.set_column(table.column_names.index(name), name, paths)
     return table.combine_chunks()
 
@@ -217,11 +236,13 @@ def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
 def _with_conditioning(schema: pa.Schema, clips: Iterable[Clip]) -> pa.Schema:
     """With the columns that clips are given further inputs in; all clips have the same."""
     for name, given in next((each.conditioning for each in clips), {}).items():
-        text, numbers = _CONDITIONING_TYPES
-        schema = schema.append(
-            pa.field(CONDITIONING + name, text if isinstance(given, str) else numbers)
-        )
+        schema = schema.append(conditioning_field(name, given))
     return schema
+
+
+def conditioning_field(name: str, given: object) -> pa.Field:
+    text, numbers = _CONDITIONING_TYPES
+    return pa.field(CONDITIONING + name, text if isinstance(given, str) else numbers)
 
 
 def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
@@ -232,6 +253,9 @@ def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
     row |= {"identity": bytes.fromhex(clip.identity), "num_bytes": media.num_bytes}
     if timing is not None:
         row |= {"first_pts": timing.first, "pts_step": timing.step, "pts": timing.listed or None}
+    if media.span is not None:
+        row["span_start"], row["span_end"] = media.span
+        row["seek_pts"] = clip.seek_pts
     known = {name: value for name, value in clip.attributes.items() if not math.isnan(value)}
     row |= {ATTRIBUTE + name: known.get(name) for name in attribute_names}
     return row | {CONDITIONING + name: given for name, given in clip.conditioning.items()}
@@ -243,6 +267,11 @@ def clip_of(row: dict[str, Any], attribute_names: Iterable[str]) -> Clip:
     media = Media(*(row.pop(name) for name in ("path", "member", "offset", "num_bytes")))
     first, step, listed = (row.pop(name) for name in ("first_pts", "pts_step", "pts"))
     attributes = {name: row.pop(ATTRIBUTE + name) for name in attribute_names}
+    start, end = row.pop("span_start", None), row.pop("span_end", None)
+    if start is not None:
+        media = replace(media, span=(start, end))
+    if media.is_remote and row["file_mtime_ns"] is not None:
+        media = replace(media, stamp=row["file_mtime_ns"])
     del row["file_bytes"], row["file_mtime_ns"]
     row["identity"] = row["identity"].hex()
     row["keyframes"] = tuple(row["keyframes"])
@@ -276,24 +305,38 @@ def _identity_bytes(identities: pa.Array) -> memoryview:
 
 
 def fingerprint_of(table: pa.Table) -> str:
+    return fingerprint_of_columns(len(table), table.schema, lambda name: table[name].chunks)
+
+
+def fingerprint_of_columns(
+    num_rows: int, schema: pa.Schema, chunks_of: Callable[[str], Iterable[pa.Array]]
+) -> str:
     """Hash column by column, so that it depends on the values only, not on how they lie."""
     digest = hashlib.blake2b(f"catalog {SCHEMA_VERSION}\n".encode(), digest_size=16)
-    digest.update(len(table).to_bytes(8, "little"))
-    for chunk in table["identity"].chunks:
+    digest.update(num_rows.to_bytes(8, "little"))
+    for chunk in chunks_of("identity"):
         digest.update(_identity_bytes(chunk))
     for name in _DECIDES_TRAINING:
-        digest.update(table[name].to_numpy().astype("<i8").tobytes())
-    captions = table["caption"]
-    digest.update(pc.binary_length(captions).to_numpy().astype("<i8").tobytes())
-    for chunk in filter(len, captions.chunks):
+        for chunk in chunks_of(name):
+            digest.update(_numbers(chunk, "<i8"))
+    for chunk in chunks_of("caption"):
+        digest.update(_numbers(pc.binary_length(chunk), "<i8"))
+    for chunk in filter(len, chunks_of("caption")):
         offsets = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset :][: len(chunk) + 1]
         digest.update(memoryview(chunk.buffers()[2] or b"")[offsets[0] : offsets[-1]])
-    for name in sorted(each for each in table.column_names if each.startswith(CONDITIONING)):
+    for name in sorted(each for each in schema.names if each.startswith(CONDITIONING)):
         digest.update(name.encode())
-        if table.schema.field(name).type != pa.string():  # the numbers; paths play no part
-            digest.update(pc.list_value_length(table[name]).to_numpy().astype("<i8").tobytes())
-            digest.update(pc.list_flatten(table[name]).to_numpy().astype("<f8").tobytes())
+        if schema.field(name).type != pa.string():  # the numbers; paths play no part
+            for chunk in chunks_of(name):
+                digest.update(_numbers(pc.list_value_length(chunk), "<i8"))
+            for chunk in chunks_of(name):
+                digest.update(_numbers(pc.list_flatten(chunk), "<f8"))
     return digest.hexdigest()
+
+
+def _numbers(column: pa.Array, kind: str) -> bytes:
+    numbers: bytes = column.to_numpy(zero_copy_only=False).astype(kind).tobytes()
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -348,7 +391,10 @@ class Catalog:
             for each in duplicates
         ]
         aside = [row | _stamp_row(known.get(row["path"])) for row in aside]
-        schema = _with_conditioning(with_attributes(CLIP_SCHEMA, names), ordered)
+        schema = with_attributes(CLIP_SCHEMA, names)
+        if any(clip.media.span for clip in ordered):
+            schema = pa.schema([*schema, *SPAN_SCHEMA])
+        schema = _with_conditioning(schema, ordered)
         catalog = cls(
             pa.Table.from_pylist(rows, schema=schema),
             pa.Table.from_pylist(aside, schema=ASIDE_SCHEMA),
@@ -399,6 +445,14 @@ class Catalog:
     def identities(self) -> pa.Array:
         return one_array(self.table["identity"])
 
+    @property
+    def span_identities(self) -> set[bytes]:
+        """Of the clips that are parts of files."""
+        if SPAN_SCHEMA.names[0] not in self.table.column_names:
+            return set()
+        is_span = pc.is_valid(self.table[SPAN_SCHEMA.names[0]])
+        return set(self.table["identity"].filter(is_span).to_pylist())
+
     @cached_property
     def attribute_names(self) -> tuple[str, ...]:
         names = (name for name in self.table.column_names if name.startswith(ATTRIBUTE))
@@ -419,8 +473,12 @@ class Catalog:
         for each in names:
             full = ATTRIBUTE + each
             table = table.append_column(full, column if each == name else self.table[full])
-        for each in self.conditioning_names:
-            table = table.append_column(CONDITIONING + each, self.table[CONDITIONING + each])
+        further = [CONDITIONING + each for each in self.conditioning_names]
+        for each in (
+            *(each for each in SPAN_SCHEMA.names if each in self.table.column_names),
+            *further,
+        ):
+            table = table.append_column(self.table.schema.field(each), self.table[each])
         return Catalog(table, self.set_aside, self.stored_fingerprint)
 
     def relocated(self, other: "Catalog") -> "Catalog":
@@ -450,9 +508,8 @@ class Catalog:
         Raises:
             DataError: the file is missing, is no catalog, is damaged, or of another version.
         """
-        remedy = "Run `longtake data index` to write it."
-        _check_version(path, remedy)
-        try:
+        _check_version(path)
+        with _damage_named(path):
             table = read(path)
             marks = table.schema.metadata
             table = table.replace_schema_metadata(None)
@@ -462,43 +519,53 @@ class Catalog:
                 table.slice(num_clips).select(ASIDE_SCHEMA.names),
                 marks.get(FINGERPRINT_KEY, b"").decode() or None,
             )
-            if catalog.set_aside["reason"].null_count or not is_ascending(catalog.identities):
-                raise ValueError("its clips are not sorted by identity, each there once")
-            check_values(catalog.table)
-            if catalog.set_aside["path"].null_count:
-                raise ValueError("a file that was set aside has no path")
+            _check_rows(catalog.table, catalog.set_aside)
             fingerprint = fingerprint_of(catalog.table)
-            if catalog.stored_fingerprint not in (None, fingerprint):
-                raise ValueError(
-                    "its content was changed after it was written: its fingerprint is "
-                    f"{catalog.stored_fingerprint}, and that of its clips {fingerprint}"
-                )
-        except (OSError, LookupError, ValueError, TypeError, pa.ArrowException) as error:
-            raise DataError(f"The catalog {path} is damaged: {error}. {remedy}") from error
+            _check_fingerprint(catalog.stored_fingerprint, fingerprint)
         return replace(catalog, stored_fingerprint=fingerprint)
 
     def save(self, path: Path) -> None:
         """Write the catalog as Parquet; raise DataError if it cannot be written."""
         table = pa.concat_tables([self.table, self.set_aside], promote_options="default")
-        folder = f"{path.parent.resolve()}/"
-        for name in _path_columns(table):
-            paths = table[name]
-            inside = pc.utf8_slice_codeunits(paths, len(folder))
-            paths = pc.if_else(pc.starts_with(paths, folder), inside, paths)
-            table = table.set_column(table.column_names.index(name), name, paths)
-        marks = {VERSION_KEY: str(SCHEMA_VERSION), FINGERPRINT_KEY: self.fingerprint}
-        try:
-            with atomic_write(path) as aside:
-                table = table.replace_schema_metadata(marks)
-                pq.write_table(
-                    table,
-                    aside,
-                    row_group_size=ROWS_PER_GROUP,
-                    compression="zstd",
-                    write_page_checksum=True,
-                )
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        write(path, table.schema, [table], self.fingerprint)
+
+
+def write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], fingerprint: str) -> None:
+    """Write the rows of clips and then those set aside, a group of rows after the other.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    folder = f"{path.parent.resolve()}/"
+    schema = schema.with_metadata({VERSION_KEY: str(SCHEMA_VERSION), FINGERPRINT_KEY: fingerprint})
+    try:
+        with (
+            atomic_write(path) as aside,
+            pq.ParquetWriter(aside, schema, compression="zstd", write_page_checksum=True) as writer,
+        ):
+            waiting = list[pa.Table]()
+            for table in tables:
+                waiting.append(_relative(table, folder))
+                if sum(map(len, waiting)) >= ROWS_PER_GROUP:
+                    writer.write_table(_together(waiting, schema), ROWS_PER_GROUP)
+                    waiting.clear()
+            if waiting:
+                writer.write_table(_together(waiting, schema), ROWS_PER_GROUP)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _together(tables: list[pa.Table], schema: pa.Schema) -> pa.Table:
+    return pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
+
+
+def _relative(table: pa.Table, folder: str) -> pa.Table:
+    for name in _path_columns(table):
+        paths = table[name]
+        inside = pc.utf8_slice_codeunits(paths, len(folder))
+        paths = pc.if_else(pc.starts_with(paths, folder), inside, paths)
+        table = table.set_column(table.column_names.index(name), name, paths)
+    return table
 
 
 def cannot_write(path: Path, error: OSError) -> DataError:
@@ -507,21 +574,105 @@ def cannot_write(path: Path, error: OSError) -> DataError:
     )
 
 
-def _check_version(path: Path, remedy: str) -> None:
+class StoredCatalog:
+    """A catalog that is read a group of rows after the other, as it need not fit into memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Check all of it.
+
+        Raises:
+            DataError: it is missing, damaged, or of another version; see `Catalog.load`.
+        """
+        _check_version(path)
+        self._path, self.num_clips, num_rows, last = path, 0, 0, b""
+        with _damage_named(path):
+            with pq.ParquetFile(path) as file:
+                self.schema = _disk_schema(file.schema_arrow)
+            for table in self._groups():
+                num_clips = table["reason"].null_count
+                clips, aside = table.slice(0, num_clips), table.slice(num_clips)
+                _check_rows(clips, aside)
+                identities = clips["identity"]
+                if num_clips and (self.num_clips < num_rows or identities[0].as_py() <= last):
+                    raise ValueError(_IN_DISORDER)
+                last = identities[-1].as_py() if num_clips else last
+                self.num_clips, num_rows = self.num_clips + num_clips, num_rows + len(table)
+            stored = self.schema.metadata.get(FINGERPRINT_KEY, b"").decode() or None
+            found = fingerprint_of_columns(self.num_clips, self.schema, self._chunks)
+            _check_fingerprint(stored, found)
+
+    def clips(self) -> Iterator[Catalog]:
+        """Some clips after the other, each time as a catalog of them."""
+        nothing = ASIDE_SCHEMA.empty_table()
+        for table in self._groups():
+            if num_clips := table["reason"].null_count:
+                yield Catalog(table.slice(0, num_clips).drop_columns(["reason"]), nothing)
+
+    def set_aside(self) -> Iterator[dict[str, Any]]:
+        for table in self._groups():
+            yield from (
+                table.slice(table["reason"].null_count).select(ASIDE_SCHEMA.names).to_pylist()
+            )
+
+    @property
+    def attribute_names(self) -> list[str]:
+        names = (each for each in self.schema.names if each.startswith(ATTRIBUTE))
+        return [each.removeprefix(ATTRIBUTE) for each in names]
+
+    def _groups(self) -> Iterator[pa.Table]:
+        folder = f"{self._path.resolve().parent}/"
+        with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
+            for index in range(file.metadata.num_row_groups):
+                yield _read_group(file, index, self.schema, folder).replace_schema_metadata(None)
+
+    def _chunks(self, name: str) -> Iterator[pa.Array]:
+        left, kind = self.num_clips, self.schema.field(name).type
+        with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
+            for index in range(file.metadata.num_row_groups):
+                column = file.read_row_group(index, [name])[name].slice(0, left).cast(kind)
+                left -= len(column)
+                yield from column.chunks
+
+
+def _check_rows(clips: pa.Table, set_aside: pa.Table) -> None:
+    if set_aside["reason"].null_count or not is_ascending(one_array(clips["identity"])):
+        raise ValueError(_IN_DISORDER)
+    check_values(clips)
+    if set_aside["path"].null_count:
+        raise ValueError("a file that was set aside has no path")
+
+
+def _check_fingerprint(stored: str | None, found: str) -> None:
+    if stored not in (None, found):
+        raise ValueError(
+            "its content was changed after it was written: its fingerprint is "
+            f"{stored}, and that of its clips {found}"
+        )
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, LookupError, ValueError, TypeError, pa.ArrowException) as error:
+        raise DataError(f"The catalog {path} is damaged: {error}. {_REMEDY}") from error
+
+
+def _check_version(path: Path) -> None:
     try:
         open_regular(path).close()
     except OSError as error:
         if is_missing(error):
-            raise DataError(f"The catalog {path} does not exist. {remedy}") from None
+            raise DataError(f"The catalog {path} does not exist. {_REMEDY}") from None
         reason = error.strerror or str(error)
-        raise DataError(f"The catalog {path} cannot be read: {reason}. {remedy}") from error
+        raise DataError(f"The catalog {path} cannot be read: {reason}. {_REMEDY}") from error
     version = version_of(path)
     if version is None:
-        raise DataError(f"{path} is not a catalog of longtake. {remedy}")
+        raise DataError(f"{path} is not a catalog of longtake. {_REMEDY}")
     if version != str(SCHEMA_VERSION):
         raise DataError(
             f"The catalog {path} has format {version}, and this longtake reads format "
-            f"{SCHEMA_VERSION}. {remedy}"
+            f"{SCHEMA_VERSION}. {_REMEDY}"
         )
 
 

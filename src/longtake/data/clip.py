@@ -1,8 +1,9 @@
 """A clip, as the catalog knows it, and an item, as a source names it; imports nothing heavy."""
 
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import PurePath
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
 from typing import Literal
 
 Kind = Literal["video", "image"]
@@ -12,15 +13,39 @@ Given = str | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Where the bytes of a clip lie: a file, or a member of an uncompressed tar."""
+    """Where a clip's bytes lie: a file or a member of an uncompressed tar, here or in a store."""
 
-    path: str  # absolute path of the file, or of the tar
+    path: str  # absolute path of the file, or of the tar; of an object in a store its URL
     member: str = ""  # the name inside the tar; empty for a file of its own
     offset: int = 0  # where the member's bytes begin in the tar
     num_bytes: int | None = None  # how many there are; None: all of the file
+    span: tuple[float, float | None] | None = None  # seconds from the first frame; None: all of it
+    stamp: int = 0  # of an object: another one when it has changed; 0: not known
+    local: str = field(default="", compare=False)  # where an object's bytes were fetched to
 
     def __str__(self) -> str:
-        return f"{self.path}/{self.member}" if self.member else self.path
+        name = f"{self.path}/{self.member}" if self.member else self.path
+        if self.span is None:
+            return name
+        start, end = self.span
+        return f"{name}#t={start:.12g}" + ("" if end is None else f",{end:.12g}")
+
+    @property
+    def whole(self) -> "Media":
+        """All of the file, if this is a span of it."""
+        return self if self.span is None else replace(self, span=None)
+
+    def cut(self, span: tuple[float, float | None] | None) -> "Media":
+        return self if span is None else replace(self, span=span)
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.path
+
+    @property
+    def file(self) -> Path:
+        """What is to be opened: see `stores.local` for objects."""
+        return Path(self.local or self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +81,7 @@ class Clip:
     color_transfer: str = ""  # `pq` and `hlg` are HDR; FFmpeg's name of any other, or empty
     timing: Timing | None = None  # None: the file's timestamps do not identify its frames
     keyframes: tuple[int, ...] = ()  # indices in presentation order, ascending
+    seek_pts: int | None = None  # of a span: of the keyframe before its first; None: the file's
     prepared_from: str = ""  # identity of the clip that this one was transcoded from; else empty
     attributes: Mapping[str, float] = field(default_factory=dict)  # scores by name, such as `nouns`
     conditioning: Mapping[str, Given] = field(default_factory=dict)  # by column, as its source says
@@ -63,6 +89,17 @@ class Clip:
     @property
     def path(self) -> str:
         return str(self.media)
+
+    def keyframe_before(self, frame: int) -> int | None:
+        """The timestamp of the keyframe that decoding may begin at; None: from the beginning."""
+        place = bisect_right(self.keyframes, frame)
+        if self.timing is None:
+            return None
+        if not place:
+            return self.seek_pts
+        if self.keyframes[place - 1] == 0 and self.media.span is None:
+            return None
+        return self.timing.of(self.keyframes[place - 1])
 
 
 # A GIF is decoded by FFmpeg whether it moves or not.

@@ -1,15 +1,16 @@
 """Reads the further inputs of a clip (`data.conditioning`) for one of its windows.
 
-Videos and masks have a frame for each of the clip's, counted from the first, and are scaled, cut
-and mirrored as the window is. Decoding is as strict, and as limited, as that of clips.
+Videos and masks have a frame for each of the clip's, counted from the first, of which the window's
+are read, and are scaled, cut and mirrored as it is. Decoding is as strict, and as limited, as that
+of clips.
 """
 
 import csv
 import io
 import os
-from collections.abc import Mapping
+import posixpath
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -19,9 +20,20 @@ from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from longtake.config import STEM, Bucket, ConditioningSection
+from longtake.data import stores
 from longtake.data.clip import IMAGE_SUFFIXES, Clip, Given, Media
 from longtake.data.decode import decoded, opened, read_image, rgb, rotation_of
-from longtake.data.window import Crop, Window, crop, planes, read_window, resized
+from longtake.data.window import (
+    Crop,
+    Window,
+    counted,
+    crop,
+    frame_indices,
+    one_frame,
+    planes,
+    read_window,
+    resized,
+)
 from longtake.errors import ClipError, RecordError
 from longtake.fsio import parse_record, read_regular
 
@@ -50,6 +62,7 @@ class ConditioningPixels:
     start: int = 0  # index of the first frame
     num_frames: int = 1
     stride: int = 1
+    frames: tuple[int, ...] = ()  # indices of the frames (`data.fps`); empty: by the stride
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -68,6 +81,7 @@ class ConditioningNumbers:
     start: int = 0  # index of the first row
     num_frames: int = 1
     stride: int = 1
+    frames: tuple[int, ...] = ()  # indices of the rows (`data.fps`); empty: by the stride
     values: tuple[float, ...] | None = None  # of the catalog; None: the file's
 
     @property
@@ -81,12 +95,24 @@ Wanted = Window | ConditioningInput
 
 
 def conditioning_path(clip_path: str, pattern: str) -> str:
+    """Where a clip's further input is: beside a clip in a store, there."""
     path = PurePath(clip_path)
-    return os.path.normpath(path.parent / pattern.replace(STEM, path.stem))
+    name = pattern.replace(STEM, path.stem)
+    if "://" in name:
+        return name
+    scheme, _, place = clip_path.rpartition("://")
+    if not scheme or posixpath.isabs(name):
+        return os.path.normpath(path.parent / name)
+    return f"{scheme}://{posixpath.normpath(posixpath.join(posixpath.dirname(place), name))}"
 
 
 def given_to(clip: Clip, section: ConditioningSection) -> Given:
-    """The path of a clip's file for a further input, or the numbers that the catalog has."""
+    """The path of a clip's file for a further input, or the numbers that the catalog has.
+
+    Of one that is a frame of the clip it is the clip's own.
+    """
+    if section.frame is not None:
+        return clip.media.path
     if section.path is not None:
         return conditioning_path(clip.media.path, section.path)
     assert section.column is not None
@@ -95,18 +121,17 @@ def given_to(clip: Clip, section: ConditioningSection) -> Given:
 
 def conditioning_of(
     clip: Clip, window: Window, sections: Mapping[str, ConditioningSection]
-) -> dict[str, ConditioningInput]:
+) -> dict[str, Wanted]:
     """What is read of a clip's further inputs for one of its windows, by name."""
     return {name: _input(section, clip, window) for name, section in sections.items()}
 
 
-def _input(section: ConditioningSection, clip: Clip, window: Window) -> ConditioningInput:
-    start, num_frames, stride = window.start, window.num_frames, window.stride
+def _input(section: ConditioningSection, clip: Clip, window: Window) -> Wanted:
+    if section.frame is not None:
+        return one_frame(window, 0 if section.frame == "first" else window.num_frames - 1)
     if section.kind == "numbers":
         numbers = whole_numbers(clip, section)
-        if not section.per_frame:
-            return numbers
-        return replace(numbers, start=start, num_frames=num_frames, stride=stride)
+        return replace(numbers, **_frames(window)) if section.per_frame else numbers
     path = given_to(clip, section)
     assert isinstance(path, str)
     return ConditioningPixels(
@@ -119,16 +144,13 @@ def _input(section: ConditioningSection, clip: Clip, window: Window) -> Conditio
         height=window.height,
         width=window.width,
         is_flipped=window.is_flipped,
-        **_frames(section, start, num_frames, stride),
+        **(_frames(window) if section.kind != "picture" else {}),
     )
 
 
-def _frames(
-    section: ConditioningSection, start: int, num_frames: int, stride: int
-) -> dict[str, int]:
-    if section.kind == "picture":
-        return {}
-    return {"start": start, "num_frames": num_frames, "stride": stride}
+def _frames(window: Window) -> dict[str, Any]:
+    names = "start", "num_frames", "stride", "frames"
+    return {name: getattr(window, name) for name in names}
 
 
 def conditioning_alone(
@@ -156,7 +178,8 @@ def conditioning_alone(
         height=bucket.height,
         width=bucket.width,
         is_flipped=False,
-        **_frames(section, 0, bucket.num_frames, stride),
+        num_frames=1 if section.kind == "picture" else bucket.num_frames,
+        stride=1 if section.kind == "picture" else stride,
     )
 
 
@@ -274,11 +297,11 @@ def _grey(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
     """Frames by their numbers, from the first on: the file's timestamps are not in the catalog."""
-    end = wanted.start + (wanted.num_frames - 1) * wanted.stride + 1
+    indices = frame_indices(wanted)
     reformatter, num_read, window = VideoReformatter(), 0, None
     with opened(wanted.media) as (container, stream):
         frames = decoded(wanted.media, container, stream)
-        for number, frame in enumerate(islice(frames, wanted.start, end, wanted.stride)):
+        for number, frame in enumerate(counted(indices, frames)):
             window = window or _window(wanted, stream.index, frame)
             pixels = np.stack(planes(window, frame, reformatter))
             out[:, number] = _grey(pixels) if wanted.kind == "mask" else pixels
@@ -286,8 +309,8 @@ def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
     if num_read < wanted.num_frames:
         raise ClipError(
             str(wanted.media),
-            f"ends before frame {wanted.start + num_read * wanted.stride}; a {wanted.kind} has a "
-            "frame for each of its clip's",
+            f"ends before frame {indices[num_read]}; a {wanted.kind} has a frame for each of its "
+            "clip's",
         )
 
 
@@ -323,7 +346,7 @@ def _window(wanted: ConditioningPixels, stream_index: int, frame: VideoFrame) ->
 def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
     """[F, width] or [width]."""
     if wanted.values is None:
-        found = np.atleast_1d(_read_numbers(Path(wanted.media.path)))
+        found = np.atleast_1d(_read_numbers(wanted.media))
     else:
         found = np.array(wanted.values, np.float64)
         if wanted.is_per_frame and len(found) % wanted.width == 0:
@@ -335,10 +358,11 @@ def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
                 str(wanted.media), f"has {shape} numbers; expected {wanted.width} (width)"
             )
         rows: NDArray[np.float64] = found.reshape(-1)
-        chosen = slice(None)
+        indices = list(range(len(rows)))
     else:
         rows = found.reshape(len(found), -1) if found.size else found.reshape(0, wanted.width)
-        end = wanted.start + (wanted.num_frames - 1) * wanted.stride + 1
+        indices = list(frame_indices(wanted))
+        end = indices[-1] + 1
         is_long_enough = len(rows) == wanted.clip_frames if wanted.clip_frames else len(rows) >= end
         if rows.shape[1] != wanted.width or not is_long_enough:
             expected = wanted.clip_frames or f"at least {end}"
@@ -347,25 +371,36 @@ def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
                 f"has {shape} numbers; expected {expected} rows, one for each frame of the clip, "
                 f"of {wanted.width} (width)",
             )
-        chosen = slice(wanted.start, end, wanted.stride)
     with np.errstate(over="ignore"):
         numbers: NDArray[np.float32] = rows.astype(np.float32)
     if not np.isfinite(numbers).all():
         raise ClipError(str(wanted.media), "has numbers that are NaN, infinite or beyond float32")
-    return np.ascontiguousarray(numbers[chosen])
+    return np.ascontiguousarray(numbers[indices])
 
 
-def _read_numbers(path: Path) -> NDArray[np.float64]:
+def _read_numbers(media: Media) -> NDArray[np.float64]:
     """The numbers of a JSON, CSV or npy file, as it has them."""
+    if not media.is_remote:
+        return _numbers_of(Path(media.path), lambda path: read_regular(path, _MAX_NUMBERS_BYTES))
+    whole = stores.measured(media)
+    if (whole.num_bytes or 0) > _MAX_NUMBERS_BYTES:
+        raise ClipError(str(media), f"has more than {_MAX_NUMBERS_BYTES:,} bytes")
+    with stores.local(whole) as here:
+        content = here.file.read_bytes()
+    try:
+        return _numbers_of(Path(media.path), lambda _: content)
+    except ClipError as error:
+        raise ClipError(str(media), error.reason) from error
+
+
+def _numbers_of(path: Path, content_of: Callable[[Path], bytes]) -> NDArray[np.float64]:
     readers = dict(zip(NUMBERS_SUFFIXES, (_read_json, _read_csv, _read_npy), strict=True))
     reader = readers.get(path.suffix.lower())
     if reader is None:
         known = ", ".join(NUMBERS_SUFFIXES)
         raise ClipError(str(path), f"ends in {path.suffix or 'nothing'}; expected {known}")
     try:
-        return np.ascontiguousarray(
-            reader(read_regular(path, _MAX_NUMBERS_BYTES), path), np.float64
-        )
+        return np.ascontiguousarray(reader(content_of(path), path), np.float64)
     except RecordError as error:
         raise ClipError(str(path), f"no list of numbers: {error.reason}") from error
     except FileNotFoundError as error:

@@ -6,6 +6,7 @@ Files are hostile until proven good. One thread decodes one file, nothing but lo
 
 import hashlib
 import io
+import math
 import os
 import resource
 import struct
@@ -14,9 +15,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -29,6 +31,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from longtake.data import stores
 from longtake.data.clip import Item, Kind, Media, Timing
 from longtake.data.workers import SILENCE_SECONDS, Task
 from longtake.errors import ClipError
@@ -65,7 +68,7 @@ def out_of_memory() -> str:
 def _allowed() -> str:
     return (
         f"{_memory_gib.get():g} GiB of memory (raise data.sample_memory_gib in a recipe, or "
-        "--memory-gib of data index, prepare and score)"
+        "--memory-gib of data index, prepare, score and caption)"
     )
 
 
@@ -111,7 +114,7 @@ class Limits:
         if num_bytes is None:
             num_bytes = 0
             with suppress(OSError):  # reading it will fail with the reason
-                num_bytes = Path(media.path).stat().st_size
+                num_bytes = media.file.stat().st_size
         seconds = self.seconds + num_bytes / _BYTES_PER_SECOND
         end = time.monotonic() + seconds
 
@@ -141,10 +144,15 @@ def decode_image(media: Media) -> tuple[NDArray[np.uint8], str, str]:
     Transparent pixels are laid over white, 16-bit grey is scaled to 8 bits, colours are taken as
     sRGB. JPEGs with further pictures inside (MPO) give the first.
     """
+    with stores.local(media) as here:
+        return _decode_image(here)
+
+
+def _decode_image(media: Media) -> tuple[NDArray[np.uint8], str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, and of sizes, which are checked
-            with Path(media.path).open("rb") as file:
+            with media.file.open("rb") as file:
                 file.seek(media.offset)
                 data = file.read(-1 if media.num_bytes is None else media.num_bytes)
             with Image.open(io.BytesIO(data)) as image:
@@ -209,27 +217,28 @@ def opened(
 ) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open a video for strict decoding; whatever fails inside becomes a ClipError."""
     limit = {"max_pixels": str(max_pixels())}
-    try:
-        _check_gif(media)
-        with av.open(
-            _url(media),
-            options=_PROTOCOLS | limit,
-            metadata_errors="replace",  # a title in Latin-1 is no damage
-        ) as container:
-            stream = _video_stream(media, container, stream_index)
-            if getattr(stream, "codec_context", None) is None:  # PyAV's types rule this out
-                raise ClipError(str(media), "no decoder for its video codec")
-            stream.codec_context.thread_count = 1
-            check_pixels(media, stream.codec_context.width, stream.codec_context.height)
-            stream.codec_context.options = {"err_detect": "explode", **limit}
-            yield container, stream
-    except _FAILURES as error:
-        raise ClipError(str(media), f"not a readable video: {reason_of(error)}") from error
+    with stores.local(media) as media:
+        try:
+            _check_gif(media)
+            with av.open(
+                _url(media),
+                options=_PROTOCOLS | limit,
+                metadata_errors="replace",  # a title in Latin-1 is no damage
+            ) as container:
+                stream = _video_stream(media, container, stream_index)
+                if getattr(stream, "codec_context", None) is None:  # PyAV's types rule this out
+                    raise ClipError(str(media), "no decoder for its video codec")
+                stream.codec_context.thread_count = 1
+                check_pixels(media, stream.codec_context.width, stream.codec_context.height)
+                stream.codec_context.options = {"err_detect": "explode", **limit}
+                yield container, stream
+        except _FAILURES as error:
+            raise ClipError(str(media), f"not a readable video: {reason_of(error)}") from error
 
 
 def _check_gif(media: Media) -> None:
     """Check the size that a GIF's header names: FFmpeg takes it from the first decoded frame."""
-    path = Path(media.path)
+    path = media.file
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -242,8 +251,8 @@ def _check_gif(media: Media) -> None:
 
 def _url(media: Media) -> str:
     """An absolute path, so that no name can look like a URL, or FFmpeg's name of a byte range."""
-    path = Path(media.path).absolute()
-    if media.num_bytes is None:
+    path = media.file.absolute()
+    if media.num_bytes is None or media.local:
         return str(path)
     end = media.offset + media.num_bytes
     return f"subfile,,start,{media.offset},end,{end},,:{path}"
@@ -321,6 +330,8 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
+_ROUNDING_SECONDS = 1e-6  # times in tables are rounded
+
 _COLOR_RANGES = {int(ColorRange.MPEG): "limited", int(ColorRange.JPEG): "full"}
 # ITU-T H.273, table 3; FFmpeg's names but for the two of HDR.
 _COLOR_TRANSFERS = {
@@ -346,9 +357,9 @@ _READ_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Probe:
-    """What one video or image holds, found by decoding all of it.
+    """What one video or image holds, found by decoding all of it, or from its container.
 
-    The fields are those of `longtake.data.clip.Clip`, which explains them.
+    The fields are those of `longtake.data.clip.Clip`, which explains them, but for the last.
     """
 
     identity: str
@@ -366,6 +377,52 @@ class Probe:
     color_transfer: str = ""
     timing: Timing | None = None
     keyframes: tuple[int, ...] = ()
+    seek_pts: int | None = None
+    is_trusted: bool = False  # frames were counted by the container's packets, and not decoded
+
+    @property
+    def clip_fields(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "is_trusted"}
+
+    def cut(self, media: Media) -> "Probe":
+        """What a span of the file holds: the frames that begin in it.
+
+        Raises:
+            ClipError: none does, or its timestamps do not name its frames.
+        """
+        assert media.span is not None
+        timing, (start, end) = self.timing, media.span
+        if self.kind == "image" or timing is None or self.num_frames < 2:
+            raise ClipError(str(media), "a span is of a video whose frames have ascending times")
+        ticks = np.array([timing.of(number) for number in range(self.num_frames)], np.float64)
+        seconds = (ticks - ticks[0]) * ((self.num_frames - 1) / self.fps / (ticks[-1] - ticks[0]))
+        first, last = np.searchsorted(
+            seconds + _ROUNDING_SECONDS, [start, math.inf if end is None else end]
+        ).tolist()
+        if last <= first:
+            raise ClipError(str(media), f"no frame begins in it; the file has {seconds[-1]:.3f} s")
+        num_frames = last - first
+        rate, ends = self.fps, self.duration_seconds if last == self.num_frames else seconds[last]
+        if num_frames > 1:
+            rate = float((num_frames - 1) / (seconds[last - 1] - seconds[first]))
+        before = [frame for frame in self.keyframes if frame < first]
+        listed = timing.listed[first:last]
+        return replace(
+            self,
+            identity=span_identity(self.identity, first, num_frames),
+            num_frames=num_frames,
+            fps=rate,
+            duration_seconds=float(ends - seconds[first]),
+            timing=Timing(timing.of(first), timing.step, listed),
+            keyframes=tuple(frame - first for frame in self.keyframes if first <= frame < last),
+            seek_pts=timing.of(before[-1]) if before and before[-1] > 0 else None,
+        )
+
+
+def span_identity(file: str, first: int, num_frames: int) -> str:
+    """Of frames of a file with this identity."""
+    facts = f"{file}:{first}:{first + num_frames}".encode()
+    return hashlib.blake2b(facts, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -375,8 +432,14 @@ class _Span:
     fps: float
 
 
-def probe(media: Media, progress: Callable[[], object] = lambda: None) -> Probe:
+def probe(
+    media: Media, progress: Callable[[], object] = lambda: None, *, trusts_metadata: bool = False
+) -> Probe:
     """Decode the whole file and return what is in it.
+
+    With `trusts_metadata` the first frame is decoded (only it tells the rotation), and the rest is
+    what the container says of its packets: times and keyframes. A file whose packets have no times
+    that ascend is decoded as usual.
 
     The first video stream that is not a cover picture is taken. A file that ends early without an
     error is found by time: it is refused when its frames end before the declared end by more than
@@ -385,13 +448,14 @@ def probe(media: Media, progress: Callable[[], object] = lambda: None) -> Probe:
     """
     identity = content_hash(media, progress)
     with opened(media) as (container, stream):
-        frames = decoded(media, container, stream)
-        first = next(frames, None)
-        if first is None:
-            raise ClipError(str(media), "no frame could be decoded")
+        first, pts, keyframes, last_seconds = (_packets if trusts_metadata else _frames)(
+            media, container, stream, progress
+        )
+        timing = _timing(pts)
+        if trusts_metadata and timing is None:
+            return probe(media, progress)
         rgb(first)  # what cannot become RGB cannot be trained on
-        last, pts, keyframes = _read_on(media, first, frames, progress)
-        span = _span(media, stream, first, last, len(pts))
+        span = _span(media, stream, first, pts, last_seconds)
         _check_whole(media, container, stream, span)
         rotation = rotation_of(media, first)
         width, height = first.width, first.height
@@ -409,14 +473,20 @@ def probe(media: Media, progress: Callable[[], object] = lambda: None) -> Probe:
             pix_fmt=first.format.name,
             color_range=_COLOR_RANGES.get(int(first.color_range), ""),
             color_transfer=_COLOR_TRANSFERS.get(int(stream.codec_context.color_trc), ""),
-            timing=_timing(pts),
+            timing=timing,
             keyframes=keyframes,
+            is_trusted=trusts_metadata,
         )
 
 
 def content_hash(media: Media, progress: Callable[[], object] = lambda: None) -> str:
     """BLAKE2b-128 of the bytes as 32 hex digits; where they lie plays no part."""
-    path = Path(media.path)
+    with stores.local(media) as here:
+        return _hash_of_file(here, progress)
+
+
+def _hash_of_file(media: Media, progress: Callable[[], object]) -> str:
+    path = media.file
     digest, num_read = hashlib.blake2b(digest_size=16), 0
     try:
         if not path.is_file():  # reading a pipe or a device would never end
@@ -435,7 +505,7 @@ def content_hash(media: Media, progress: Callable[[], object] = lambda: None) ->
 
 
 def _pieces(media: Media) -> Iterator[bytes]:
-    with Path(media.path).open("rb") as file:
+    with media.file.open("rb") as file:
         file.seek(media.offset)
         left = media.num_bytes
         while left is None or left > 0:
@@ -446,12 +516,49 @@ def _pieces(media: Media) -> Iterator[bytes]:
             yield piece
 
 
-def _read_on(
-    media: Media, first: VideoFrame, frames: Iterator[VideoFrame], progress: Callable[[], object]
-) -> tuple[VideoFrame, list[int | None], tuple[int, ...]]:
-    """Decode to the end; return the last frame, all timestamps, and which are keyframes."""
-    last, pts = first, [first.pts]
-    keyframes = [0] if first.key_frame else []
+_Read = tuple[VideoFrame, list[int | None], tuple[int, ...], float | None]
+"""The first frame, all timestamps, which are keyframes, and the seconds of the last frame."""
+
+
+def _packets(
+    media: Media,
+    container: InputContainer,
+    stream: VideoStream,
+    progress: Callable[[], object],
+) -> _Read:
+    first: VideoFrame | None = None
+    found: list[tuple[int | None, bool, int]] = []
+    try:
+        for packet in container.demux(stream):
+            if packet.is_corrupt:
+                raise ClipError(str(media), f"cut short or damaged after {len(found)} frames")
+            if first is None:
+                first = next(iter(packet.decode()), None)
+            if packet.size and not packet.is_discard:  # those of an edit list are decoded only
+                found.append((packet.pts, packet.is_keyframe, packet.duration or 0))
+            progress()
+    except _FAILURES as error:
+        reason = f"damaged after {len(found)} frames: {reason_of(error)}"
+        raise ClipError(str(media), reason) from error
+    if first is None or not found:
+        raise ClipError(str(media), "no frame could be decoded")
+    found.sort(key=lambda packet: packet[0] or 0)
+    keyframes = tuple(number for number, packet in enumerate(found) if packet[1])
+    pts = [packet[0] for packet in found]
+    return first, pts, keyframes, float(found[-1][2] * (stream.time_base or 0))
+
+
+def _frames(
+    media: Media,
+    container: InputContainer,
+    stream: VideoStream,
+    progress: Callable[[], object],
+) -> _Read:
+    frames = decoded(media, container, stream)
+    first = last = next(frames, None)
+    if first is None or last is None:
+        raise ClipError(str(media), "no frame could be decoded")
+    pts, keyframes = [first.pts], [0] if first.key_frame else []
     for last in frames:
         if (last.width, last.height) != (first.width, first.height):
             raise ClipError(str(media), f"the frame size changes at frame {len(pts)}")
@@ -459,7 +566,7 @@ def _read_on(
             keyframes.append(len(pts))
         pts.append(last.pts)
         progress()
-    return last, pts, tuple(keyframes)
+    return first, pts, tuple(keyframes), _seconds(last, last.duration)
 
 
 def _timing(pts: Sequence[int | None]) -> Timing | None:
@@ -474,9 +581,14 @@ def _timing(pts: Sequence[int | None]) -> Timing | None:
 
 
 def _span(
-    media: Media, stream: VideoStream, first: VideoFrame, last: VideoFrame, num_frames: int
+    media: Media,
+    stream: VideoStream,
+    first: VideoFrame,
+    pts: Sequence[int | None],
+    last_seconds: float | None,
 ) -> _Span:
-    start, last_start = _seconds(first, first.pts), _seconds(last, last.pts)
+    num_frames = len(pts)
+    start, last_start = _seconds(first, pts[0]), _seconds(first, pts[-1])
     rate = float(stream.guessed_rate or stream.average_rate or 0)
     if start is not None and last_start is not None and last_start > start:
         rate = (num_frames - 1) / (last_start - start)
@@ -485,7 +597,7 @@ def _span(
         last_start = start + (num_frames - 1) / rate
     else:
         raise ClipError(str(media), "has neither timestamps nor a frame rate")
-    return _Span(start, last_start + (_seconds(last, last.duration) or 1 / rate), rate)
+    return _Span(start, last_start + (last_seconds or 1 / rate), rate)
 
 
 def _seconds(frame: VideoFrame, ticks: int | None) -> float | None:
@@ -550,11 +662,21 @@ def probe_image(media: Media) -> Probe:
     )
 
 
+def name_error(media: Media) -> ClipError | None:
+    """Why a catalog or a table cannot name a file; None: they can."""
+    try:
+        str(media).encode()
+    except UnicodeEncodeError:
+        return ClipError(str(media), "its name is not valid UTF-8; rename it")
+    return None
+
+
 @dataclass(frozen=True)
 class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
     """Probes one file; also returns whether the same bytes always give the same result."""
 
     limits: Limits = DEFAULT
+    trusts_metadata: bool = False  # of videos; see `probe`
     silence_seconds: float = SILENCE_SECONDS
 
     @property
@@ -562,14 +684,15 @@ class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
         return self.limits.memory_gib
 
     def do(self, item: Item, progress: Callable[[], object]) -> tuple[Probe | ClipError, bool]:
+        if (unnamed := name_error(item.media)) is not None:
+            return unnamed, True
         try:
-            str(item.media).encode()  # what is no text cannot be written into a catalog
-            progress = self.limits.timed(item.media, progress)
-            is_image = item.kind == "image"
-            return probe_image(item.media) if is_image else probe(item.media, progress), True
-        except UnicodeEncodeError:
-            return ClipError(str(item.media), "its name is not valid UTF-8; rename it"), True
-        except OutOfTimeError as error:
+            with stores.local(item.media) as media:
+                progress = self.limits.timed(media, progress)
+                if item.kind == "image":
+                    return probe_image(media), True
+                return probe(media, progress, trusts_metadata=self.trusts_metadata), True
+        except (OutOfTimeError, stores.UnreachableError) as error:
             return ClipError(error.path, error.reason), False
         except ClipError as error:
             return error, True
@@ -578,4 +701,4 @@ class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
         return ClipError(str(item.media), reason), False
 
     def reads(self, item: Item) -> str:
-        return item.media.path
+        return "" if item.media.is_remote else item.media.path

@@ -24,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longtake import errors, process, stacks
+from longtake.config import StoreSection
+from longtake.data import stores
 from longtake.data.conditioning import Wanted, read
 from longtake.data.decode import MEMORY_GIB, memory_limited, pixels_limited
 from longtake.data.workers import Reply, Task, WorkerIncident, WorkerPool
@@ -38,9 +40,12 @@ class DecodeTask(Task[Wanted, NDArray[np.uint8]]):
 
     start_hint = "; or decode in threads of this process: data.workers=0"
 
-    def __init__(self, silence_seconds: float, memory_gib: float) -> None:
+    def __init__(
+        self, silence_seconds: float, memory_gib: float, store: StoreSection | None = None
+    ) -> None:
         self.silence_seconds = silence_seconds
         self.memory_gib = memory_gib
+        self.store = store or StoreSection()
 
     def do(
         self,
@@ -65,12 +70,13 @@ class DecodePool:
         memory_gib: float = MEMORY_GIB,
         threads: int = 2,
         heartbeats: HeartbeatDir | None = None,
+        store: StoreSection | None = None,
     ) -> None:
-        self._memory_gib = memory_gib
+        self._memory_gib, self._store = memory_gib, store or StoreSection()
         self._threads: ThreadPoolExecutor | None = None
         self._workers: WorkerPool[Wanted, NDArray[np.uint8]] | None = None
         if workers:
-            task = DecodeTask(sample_timeout_seconds, memory_gib)
+            task = DecodeTask(sample_timeout_seconds, memory_gib, store)
             self._workers = WorkerPool(
                 task, workers, attempts=2, num_buffers=2, heartbeats=heartbeats
             )
@@ -89,10 +95,14 @@ class DecodePool:
         if self._workers:
             return self._workers.submit(wanted, out)
         assert self._threads
-        return self._threads.submit(_read_twice, wanted, out, self._memory_gib)
+        return self._threads.submit(_read_twice, wanted, out, self._memory_gib, self._store)
 
     def incidents(self) -> list[WorkerIncident]:
         return self._workers.incidents() if self._workers else []
+
+    def take_fetched(self) -> stores.Fetched:
+        """What was fetched from stores since the last call."""
+        return self._workers.take_fetched() if self._workers else stores.take_fetched()
 
     def decoding(self) -> dict[int, str]:
         running = self._workers.running() if self._workers else {}
@@ -134,13 +144,20 @@ def main() -> None:
             if page:
                 page.set_phase("decode", item.identity, str(item.media))
             memory = None if buffer is None else int(buffers[buffer])
-            connection.send(_reply(connection, task, item, memory))
+            reply = _reply(connection, task, item, memory, page)
+            if (fetched := stores.take_fetched()) != stores.Fetched():
+                connection.send(("fetched", fetched))
+            connection.send(reply)
             if number % _TRIM_EVERY == 0:
                 _trim()
 
 
 def _reply(
-    connection: "Connection[Reply, Any]", task: Task[Any, Any], item: Any, memory: int | None
+    connection: "Connection[Reply, Any]",
+    task: Task[Any, Any],
+    item: Any,
+    memory: int | None,
+    page: HeartbeatWriter | None,
 ) -> Reply:
     last = time.monotonic()
 
@@ -150,8 +167,15 @@ def _reply(
             connection.send(("progress", None))
             last = time.monotonic()
 
+    def wait_for_store(reason: str) -> None:
+        if page:
+            page.set_waiting(str(item.media), reason)
+
     try:
-        with nullcontext() if task.memory_gib is None else memory_limited(task.memory_gib):
+        with (
+            nullcontext() if task.memory_gib is None else memory_limited(task.memory_gib),
+            stores.fetching(task.store, task.memory_gib, progress, wait_for_store),
+        ):
             if memory is None:
                 return "done", task.do(item, progress)
             task.do(item, progress, _shared(memory, item.shape))  # type: ignore[call-arg]
@@ -174,8 +198,10 @@ def _trim() -> None:
         trim(0)
 
 
-def _read_twice(wanted: Wanted, out: NDArray[np.uint8], memory_gib: float) -> NDArray[np.uint8]:
-    with pixels_limited(memory_gib):
+def _read_twice(
+    wanted: Wanted, out: NDArray[np.uint8], memory_gib: float, store: StoreSection
+) -> NDArray[np.uint8]:
+    with pixels_limited(memory_gib), stores.fetching(store, memory_gib):
         try:
             return read(wanted, out)
         except errors.ClipError:

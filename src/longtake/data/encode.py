@@ -11,8 +11,8 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -25,10 +25,21 @@ from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.data.catalog import Catalog, Rejection
+from longtake.data import stores
+from longtake.data.catalog import TRUSTED, Catalog, Rejection, Stamp
+from longtake.data.catalog_writer import CatalogWriter
 from longtake.data.clip import Clip, Item, Media
-from longtake.data.decode import MEMORY_GIB, Probe, content_hash, decoded, opened, read_image
-from longtake.data.index import ProbeResults, check_out, probe_all, without_duplicates
+from longtake.data.decode import (
+    MEMORY_GIB,
+    Probe,
+    ProbeTask,
+    content_hash,
+    decoded,
+    opened,
+    read_image,
+    span_identity,
+)
+from longtake.data.index import KnownFiles, ProbeJournal, catalog_before, check_out, probe_all
 from longtake.data.tasks import run_tasks
 from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
@@ -165,7 +176,12 @@ CATALOG_NAME = "catalog.parquet"
 _VISIBLE_SECONDS = 90.0  # until a network disk shows a file that another machine has written
 _ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.5 GiB of 3840x2160
 _MAX_GOP, _MAX_FPS = 10_000, 1000
+_MAX_UNEVEN = 100_000  # frames by which a span may begin elsewhere than at an even rate
 _FORMAT = 1  # part of every name: raise it when other pixels would be written
+
+
+_film_hashes: dict[tuple[str, int, int], str] = {}
+"""That of the film whose span was written last, by path, size and modification time."""
 
 
 @dataclass(frozen=True)
@@ -211,11 +227,12 @@ class TranscodeTask(Task[Clip, ClipError | None]):
         target = self.target(item)
         try:
             if not target.exists():
-                if content_hash(item.media, progress) != item.identity:
-                    raise ClipError(item.path, "is not what was indexed; index again")
-                target.parent.mkdir(exist_ok=True)
-                write = _write_image if item.kind == "image" else _write_video
-                write(item, target, self.settings, progress)
+                with stores.local(item.media) as media:
+                    if not _is_indexed(replace(item, media=media), progress):
+                        raise ClipError(item.path, "is not what was indexed; index again")
+                    target.parent.mkdir(exist_ok=True)
+                    write = _write_image if item.kind == "image" else _write_video
+                    write(replace(item, media=media), target, self.settings, progress)
         except ClipError as error:
             return error
         except OSError as error:
@@ -226,7 +243,7 @@ class TranscodeTask(Task[Clip, ClipError | None]):
         return ClipError(item.path, reason)
 
     def reads(self, item: Clip) -> str:
-        return item.media.path
+        return "" if item.media.is_remote else item.media.path
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -263,12 +280,54 @@ def _write_image(
         picture.save(aside, quality=95, subsampling=0)
 
 
+def _is_indexed(clip: Clip, progress: Callable[[], object]) -> bool:
+    """Whether the file still has the content that the clip's identity was made of."""
+    span = clip.media.span
+    if span is None:
+        return content_hash(clip.media, progress) == clip.identity
+    path = clip.media.file
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ClipError(clip.path, f"cannot be read: {error.strerror}") from error
+    film = (str(path), status.st_size, status.st_mtime_ns)
+    if film not in _film_hashes:
+        _film_hashes.clear()
+        _film_hashes[film] = content_hash(clip.media.whole, progress)
+    guess = round(span[0] * clip.fps)  # the number of the first frame, at an even rate
+    return any(
+        span_identity(_film_hashes[film], first, clip.num_frames) == clip.identity
+        for distance in range(_MAX_UNEVEN)
+        for first in {guess - distance, guess + distance}
+    )
+
+
 def _write_video(
     clip: Clip, target: Path, settings: Settings, progress: Callable[[], object]
 ) -> None:
+    keyframe = clip.keyframe_before(0) if clip.media.span else None
+    if keyframe is not None:
+        with suppress(ClipError):  # not every file can be decoded from its middle
+            _write_from(keyframe, clip, target, settings, progress)
+            return
+    _write_from(None, clip, target, settings, progress)
+
+
+def _write_from(
+    keyframe: int | None,
+    clip: Clip,
+    target: Path,
+    settings: Settings,
+    progress: Callable[[], object],
+) -> None:
     size = scaled_size(clip.height, clip.width, settings.sizes)
     with opened(clip.media, clip.stream_index) as (container, stream):
-        frames = _scaled(clip, decoded(clip.media, container, stream), size, progress)
+        if keyframe is not None:
+            container.seek(keyframe, stream=stream)
+        shown = decoded(clip.media, container, stream, keyframe=keyframe)
+        if clip.media.span is not None:
+            shown = _within(clip, shown)
+        frames = _scaled(clip, shown, size, progress)
         encode_frames(
             target,
             _thinned(frames, settings.fps),
@@ -277,6 +336,22 @@ def _write_video(
             gop=settings.gop,
             by_many=True,  # a worker that is considered lost may still be writing
         )
+
+
+def _within(clip: Clip, frames: Iterable[av.VideoFrame]) -> Iterator[av.VideoFrame]:
+    """The frames of a span, by their timestamps."""
+    assert clip.timing is not None
+    number = 0
+    for frame in frames:
+        wanted = clip.timing.of(number)
+        if frame.pts is not None and frame.pts >= wanted:
+            if frame.pts != wanted:
+                raise ClipError(clip.path, f"has no frame at its timestamp {wanted}; index again")
+            yield frame
+            number += 1
+            if number == clip.num_frames:
+                return
+    raise ClipError(clip.path, f"ends after {number} of {clip.num_frames} frames; index again")
 
 
 def _scaled(
@@ -385,72 +460,77 @@ def prepare(
     if out.resolve() == catalog_path.resolve():
         raise DataError(f"{out} is the catalog to be prepared. Name another folder.")
     check_out(out)
-    clips, report = list(source.clips()), progress or (lambda done, total: None)
+    # Spans of one film one after the other.
+    clips = sorted(source.clips(), key=lambda clip: clip.path)
+    report = progress or (lambda done, total: None)
     task = TranscodeTask(out_folder.resolve(), settings, memory_gib)
-    targets = {clip.identity: task.target(clip) for clip in clips}
-    reused = sum(target.exists() for target in targets.values())
+    reused = sum(task.target(clip).exists() for clip in clips)
     failed = _transcode_all(clips, task, on, workers, report)
-    written = [clip for clip in clips if clip.identity not in failed]
-    probed = probe_all(  # from the first byte to the last
-        [Item(Media(str(targets[clip.identity]))) for clip in written],
-        out,
-        on=on,
-        workers=workers,
-        progress=lambda done, total: report(total + done, 2 * len(clips)),
-    )
-    prepared = _checked(written, targets, probed, settings, failed)
-    rejected = [Rejection(str(error.path), error.reason) for error in failed.values()]
-    rejected.sort(key=lambda each: each.path)
-    if not prepared:
-        shown = "".join(f"\n  {each.path}: {each.reason}" for each in rejected[:5])
-        raise DataError(f"None of {len(rejected)} clips could be prepared.{shown}")
-    kept, duplicates = without_duplicates(prepared)
-    Catalog.of(kept, rejected, duplicates, probed.stamps).save(out)
-    probed.journal.remove()
+    written = {str(task.target(clip)): clip for clip in clips if clip.identity not in failed}
+    writer, journal = CatalogWriter(), ProbeJournal(out)
+
+    def accept(items: Sequence[Item], stamp: Stamp | None, found: Probe | ClipError) -> None:
+        media = items[0].media
+        clip = written[media.path]
+        checked = _checked(clip, media, found, settings)
+        if isinstance(checked, Clip):
+            writer.add(checked, stamp)
+        else:
+            media.file.unlink(missing_ok=True)  # to be written again by the next call
+            failed[clip.identity] = checked
+
+    with closing(writer), closing(KnownFiles(catalog_before(out), journal)) as known:
+        probe_all(  # from the first byte to the last
+            ([Item(Media(path))] for path in sorted(written)),
+            len(written),
+            accept,
+            known=known,
+            journal=journal,
+            task=ProbeTask(),
+            on=on,
+            workers=workers,
+            progress=lambda done, total: report(total + done, 2 * len(clips)),
+        )
+        for error in failed.values():
+            writer.reject(Rejection(str(error.path), error.reason))
+        rejected = writer.rejected(len(failed))
+        if not writer.num_clips:
+            shown = "".join(f"\n  {each.path}: {each.reason}" for each in rejected[:5])
+            raise DataError(f"None of {len(rejected)} clips could be prepared.{shown}")
+        result = writer.write(out)
+        journal.remove()
+    names = [str(clip.media.whole) for clip in source.clips()]
+    _, firsts = np.unique(names, return_index=True)  # a film counts once
     members, files = (
-        source.column(name).astype(np.float64) for name in ("num_bytes", "file_bytes")
+        source.column(name).astype(np.float64)[firsts] for name in ("num_bytes", "file_bytes")
     )
     return PrepareReport(
-        prepared=len(kept),
+        prepared=result.accepted,
         reused=reused,
         rejected=rejected,
-        duplicates=len(duplicates),
+        duplicates=result.duplicates,
         bytes_before=int(np.nansum(np.where(np.isnan(members), files, members))),
-        bytes_after=sum(Path(clip.media.path).stat().st_size for clip in kept),
+        bytes_after=sum(Path(clip.media.path).stat().st_size for clip in Catalog.load(out).clips()),
         catalog=out,
     )
 
 
 def _checked(
-    written: Sequence[Clip],
-    targets: dict[str, Path],
-    probed: ProbeResults,
-    settings: Settings,
-    failed: dict[str, ClipError],
-) -> list[Clip]:
-    """The prepared clips with all frames; removes the other files and adds them to `failed`."""
-    prepared = []
-    for clip in written:
-        target = targets[clip.identity]
-        found = probed.results[str(target)]
-        if isinstance(found, Probe) and (settings.fps or found.num_frames == clip.num_frames):
-            prepared.append(
-                Clip(
-                    media=Media(str(target)),
-                    caption=clip.caption,
-                    attributes=clip.attributes,
-                    prepared_from=clip.identity,
-                    conditioning={} if settings.fps else clip.conditioning,
-                    **vars(found),
-                )
-            )
-            continue
-        target.unlink(missing_ok=True)  # to be written again by the next call
-        reason = f"{clip.num_frames} frames became {getattr(found, 'num_frames', 0)}"
-        if isinstance(found, ClipError):
-            reason = f"its prepared file: {found.reason}"
-        failed[clip.identity] = ClipError(clip.path, reason)
-    return prepared
+    clip: Clip, media: Media, found: Probe | ClipError, settings: Settings
+) -> Clip | ClipError:
+    """The prepared clip, if it has all frames."""
+    if isinstance(found, ClipError):
+        return ClipError(clip.path, f"its prepared file: {found.reason}")
+    if not settings.fps and found.num_frames != clip.num_frames:
+        return ClipError(clip.path, f"{clip.num_frames} frames became {found.num_frames}")
+    return Clip(
+        media=media,
+        caption=clip.caption,
+        attributes={name: each for name, each in clip.attributes.items() if name != TRUSTED},
+        prepared_from=clip.identity,
+        conditioning={} if settings.fps else clip.conditioning,
+        **found.clip_fields,
+    )
 
 
 def _transcode_all(

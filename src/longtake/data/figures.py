@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,6 +26,7 @@ from longtake.data.clip import Clip
 from longtake.data.plan import Plan, Stream
 from longtake.data.stages import parse_condition, values
 from longtake.data.window import Window
+from longtake.formatting import plural
 
 _MAX_DRAWN = 1e290  # beyond it, differences are not finite
 MAX_DOTS = 4000  # different clip sizes that are drawn; of more, the most frequent
@@ -137,6 +138,61 @@ def _size(shape: Bucket) -> tuple[int, int]:
     return shape.height, shape.width
 
 
+@drawing.figure_text()
+def batches_picture(path: Path, entry: Mapping[str, Any], title: str = "") -> None:
+    """Draw clips, tokens, padding and predicted time of each bucket of a stage side by side.
+
+    `entry` is one of `plan_summary`'s stages.
+    """
+    shapes = entry["buckets"]
+    panels = (
+        ("Clips in an epoch", "clips", "kept", "{:,}", ""),
+        ("Tokens of a batch", "tokens", "batch_tokens", "{:,}", "not known"),
+        ("Padding", "share of all batches", "padding", "{:.1%}", "none: no end"),
+        ("Time of a batch", "seconds, predicted", "batch_seconds", "{:.3g}", "not known"),
+        ("Time of an epoch", "share", "time_share", "{:.1%}", "not known"),
+    )
+    height = max(2.6, 1.6 + 0.42 * len(shapes))
+    figure = Figure(figsize=(16, height), dpi=110, layout="constrained")
+    figure.set_facecolor(drawing.PAPER)
+    figure.suptitle(title, x=0.01, ha="left", color=drawing.INK, fontsize=14, weight="bold")
+    labels = [
+        f"{plural(each['num_frames'], 'frame')}, {each['width']}x{each['height']}: "
+        f"{each['batch_size']:,}"
+        for each in shapes
+    ]
+    sizes = list(dict.fromkeys((each["height"], each["width"]) for each in shapes))
+    colours = [
+        drawing.SERIES[sizes.index((s["height"], s["width"])) % len(drawing.SERIES)] for s in shapes
+    ]
+    for place, (axes, (name, unit, key, form, unknown)) in enumerate(
+        zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True)
+    ):
+        _prepare(axes, name, unit, "")
+        numbers = [each[key] for each in shapes]
+        known = [number or 0.0 for number in numbers]
+        axes.barh(range(len(shapes)), known, color=colours, height=0.62)
+        axes.set_xlim(0, 1.35 * max(known) or 1.0)
+        axes.xaxis.set_major_locator(MaxNLocator(3, integer=form == "{:,}"))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
+        for row, number in enumerate(numbers):
+            note = unknown if number is None else form.format(number)
+            axes.annotate(
+                note,
+                (number or 0.0, row),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                color=drawing.INK,
+                fontsize=9,
+            )
+        if not place:
+            axes.set_yticks(range(len(shapes)), labels)
+            axes.set_ylabel("bucket: clips in a batch", color=drawing.INK)
+            axes.set_ylim(max(3, len(shapes)) - 0.5, -0.5)
+    drawing.save_picture(figure, path)
+
+
 class _Bar(NamedTuple):
     label: str
     num_clips: int
@@ -170,6 +226,7 @@ def _draw_lengths(
     _prepare(axes, "Lengths: left of a bucket's line is too short for it", "frames", "")
     _count_clips(axes.yaxis)
     spans = sorted({(shape.num_frames - 1) * stride + 1 for shape in shapes})
+    clip_frames = np.maximum(clip_frames, 1)  # at data.fps a short video has none; the axis no 0
     shown = np.concatenate([clip_frames, spans])
     lowest, highest = int(shown.min()), int(shown.max())
     if highest > 4 * lowest:
@@ -337,10 +394,12 @@ def write_pictures(
     plan: Plan | None = None,
     recipe: Recipe | None = None,
     progress: Callable[[int, int], None] | None = None,
+    stages: Sequence[Mapping[str, Any]] = (),
 ) -> list[Path]:
-    """Draw a catalog or, with a plan, what is trained on.
+    """Draw a catalog or, with a plan, what is trained on; `stages` are those of `plan_summary`.
 
     `buckets.png` (of the first stage; further ones are `buckets_STAGE_CATALOG.png`),
+    `batches.png` in the same way,
     `histogram_ATTRIBUTE.png` for each score and each number that a stage has a condition on, and
     `contact_sheet.png`: frames of a few clips of each bucket, from the least to the most cropped.
     """
@@ -359,6 +418,7 @@ def write_pictures(
         else:
             drawings = [
                 *_buckets(plan, recipe.data),
+                *_batches(plan, stages),
                 *_stage_histograms(plan, recipe.data),
                 *_sheet(_crops(plan, recipe, pool)),
             ]
@@ -381,14 +441,15 @@ def _buckets(plan: Plan, data: DataSection) -> Iterator[_Drawing]:
     name = "buckets.png"
     for stage in plan.stages:
         for stream in stage.streams:
-            catalog, members = stream.parts[-1].catalog, stream.parts[-1].members
+            part = stream.parts[-1]
+            catalog, shapes = part.catalog, part.members.shapes
             choices = np.full(len(catalog), -1)
-            for index, rows in enumerate(members.rows):
-                choices[rows] = index
+            for index in range(len(shapes)):
+                choices[part.rows_in(part.epoch_span.first_epoch, index)] = index
             known = (stream.stage, *([stream.source] if len(sources) > 1 else []))
             draw = partial(
                 buckets_picture,
-                shapes=members.shapes,
+                shapes=shapes,
                 choices=choices,
                 clip_sizes=np.column_stack([catalog.column("height"), catalog.column("width")]),
                 clip_frames=buckets.frame_counts(catalog, data.fps),
@@ -397,6 +458,14 @@ def _buckets(plan: Plan, data: DataSection) -> Iterator[_Drawing]:
                 title=f"Stage {', catalog '.join(known)}",
             )
             yield (name if stream is plan.streams()[0] else _file("buckets", *known)), draw
+
+
+def _batches(plan: Plan, stages: Sequence[Mapping[str, Any]]) -> Iterator[_Drawing]:
+    has_several = len({stream.source for stream in plan.streams()}) > 1
+    for number, entry in enumerate(stages):
+        known = (entry["stage"], *([entry["source"]] if has_several else []))
+        draw = partial(batches_picture, entry=entry, title=f"Stage {', catalog '.join(known)}")
+        yield _file("batches", *(known if number else ())), draw
 
 
 def _file(*parts: str) -> str:
@@ -450,7 +519,8 @@ def _crops(plan: Plan, recipe: Recipe, pool: decode_worker.DecodePool) -> Iterat
     shown: set[tuple[str, Bucket]] = set()
     for stream in plan.streams():
         part = stream.parts[-1]
-        for shape, rows in zip(part.members.shapes, part.members.rows, strict=True):
+        for index, shape in enumerate(part.members.shapes):
+            rows = part.rows_in(part.epoch_span.first_epoch, index)
             if len(rows) and (stream.source, shape) not in shown:
                 shown.add((stream.source, shape))
                 label = f"{shape}, catalog {stream.source}" if len(sources) > 1 else str(shape)
@@ -513,6 +583,7 @@ def _overview(window: Window) -> Window:
         num_frames=(window.num_frames - 1) // every + 1,
         stride=window.stride * every,
         timestamps=window.timestamps[::every],
+        frames=window.frames[::every],
         scaled_height=height,
         scaled_width=width,
         top=0,

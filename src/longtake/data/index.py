@@ -4,27 +4,32 @@ Known files are not read again: the older catalog at the output has those whose 
 modification time are the same, and a journal beside it those that an interrupted index finished.
 """
 
+import json
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, NotRequired, TypeVar
+from typing import Annotated, Any, NotRequired
 
 from pydantic import AfterValidator, TypeAdapter
 from typing_extensions import TypedDict
 
 from longtake.data import catalog, tasks
-from longtake.data.clip import Clip, Item, Media
+from longtake.data.catalog_writer import CatalogWriter
+from longtake.data.clip import Clip, Item, Media, Timing
 from longtake.data.decode import DEFAULT, Limits, Probe, ProbeTask
-from longtake.data.sources import FoundMedia, find, is_sidecar, read_captions
+from longtake.data.media_list import as_bytes, open_scratch
+from longtake.data.sources import FoundMedia, find
+from longtake.data.tables import first_of, is_sidecar, read_captions, sidecar_of
+from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.fsio import Journal, make_writable
 
-_T = TypeVar("_T")
-_ROWS_AT_ONCE = 2**16  # that are made into probes: many at once is five times faster
-_PROBE_FIELDS = [field.name for field in fields(Probe)]
+MOST_LISTED = 1000  # rejected files in a report
+_PROBE_FIELDS = [field.name for field in fields(Probe) if field.name != "is_trusted"]
 _SHOWN = 5  # rejected files in a message
 _MAX_LINE_BYTES = 2**24  # of an hour of video with unevenly spaced frames
 
@@ -53,8 +58,9 @@ _ENTRY: TypeAdapter[_Entry] = TypeAdapter(Annotated[_Entry, AfterValidator(_is_w
 class ProbeJournal(Journal[_Entry]):
     """A journal beside the catalog `out` of what was found in each file."""
 
-    def __init__(self, out: Path) -> None:
-        path = out.with_name(f".{out.name}.journal.jsonl")
+    def __init__(self, out: Path, *, trusts_metadata: bool = False) -> None:
+        kind = ".trusted" if trusts_metadata else ""
+        path = out.with_name(f".{out.name}.journal{kind}.jsonl")
         super().__init__(path, _ENTRY, max_line_bytes=_MAX_LINE_BYTES)
 
     def note(self, media: Media, stamp: catalog.Stamp, found: Probe | ClipError) -> None:
@@ -62,62 +68,127 @@ class ProbeJournal(Journal[_Entry]):
         if isinstance(found, ClipError):
             self.add(stamped | {"reason": found.reason})
         else:
-            self.add(stamped | {"probe": asdict(found)})
-
-    def known(self) -> dict[str, tuple[catalog.Stamp, Probe | ClipError]]:
-        """The results of an interrupted index, by `str(media)`."""
-        known: dict[str, tuple[catalog.Stamp, Probe | ClipError]] = {}
-        for entry in self.read():
-            name = entry["media"]
-            found = entry.get("probe") or ClipError(name, entry.get("reason", ""))
-            known[name] = catalog.Stamp(*entry["stamp"]), found
-        return known
+            times = found.timing
+            timing = times and {"first": times.first, "step": times.step, "listed": times.listed}
+            self.add(stamped | {"probe": vars(found) | {"timing": timing}})
 
 
-def known_probes(
-    older: catalog.Catalog | None, journal: ProbeJournal, stamps: Mapping[str, catalog.Stamp]
-) -> dict[str, Probe | ClipError]:
-    """The results for unchanged files, by `str(media)`, from an older catalog and a journal."""
-    known: dict[
-        str, tuple[catalog.Stamp, Probe | ClipError | int]
-    ] = {}  # an int is a row of the catalog
-    if older is not None:
-        columns = ("path", "member", "identity", "file_bytes", "file_mtime_ns")
-        lists = [older.table[name].to_pylist() for name in columns]
-        row_of = {identity: row for row, identity in enumerate(lists[2])}
-        for path, member, identity, num_bytes, mtime_ns in zip(*lists, strict=True):
-            known[str(Media(path, member))] = catalog.Stamp(num_bytes, mtime_ns), row_of[identity]
-        for entry in older.set_aside.to_pylist():
-            path, stamp = entry["path"], catalog.Stamp(entry["file_bytes"], entry["file_mtime_ns"])
-            row = row_of.get(entry["identity"])
-            known[path] = stamp, ClipError(path, entry["reason"]) if row is None else row
-    known |= journal.known()
-    same = {
-        name: known[name][1]
-        for name, stamp in stamps.items()
-        if name in known and known[name][0] == stamp
-    }
-    results = {name: found for name, found in same.items() if not isinstance(found, int)}
-    rows = {name: found for name, found in same.items() if isinstance(found, int)}
-    if older is not None:
-        names = list(rows)
-        for start in range(0, len(names), _ROWS_AT_ONCE):
-            some = names[start : start + _ROWS_AT_ONCE]
-            table = older.table.take([rows[name] for name in some])
-            for name, clip in zip(
-                some, catalog.Catalog(table, older.set_aside).clips(), strict=True
-            ):
-                results[name] = Probe(**{field: getattr(clip, field) for field in _PROBE_FIELDS})
-    return results
+class KnownFiles:
+    """What an older catalog and a journal say of files, on disk; newer entries come before older.
+
+    An entry is used while size and modification time of the file are the same. Files whose frames
+    were not decoded are known only where metadata is trusted.
+    """
+
+    def __init__(
+        self,
+        older: catalog.StoredCatalog | None,
+        journal: ProbeJournal,
+        *,
+        trusts_metadata: bool = False,
+    ) -> None:
+        self._database = open_scratch("known (name BLOB, stamp TEXT, identity, reason, probe TEXT)")
+        if older is not None:
+            self._add(_entries_of(older, trusts_metadata=trusts_metadata))
+            # Of a further copy the catalog has no more than the identity of the clip that it kept.
+            self._database.execute("CREATE INDEX kept ON known (identity) WHERE probe IS NOT NULL")
+            self._database.execute(
+                "UPDATE known SET probe = (SELECT kept.probe FROM known AS kept WHERE "
+                "kept.identity = known.identity AND kept.probe IS NOT NULL) WHERE probe IS NULL "
+                "AND identity IS NOT NULL"
+            )
+            self._database.execute("DELETE FROM known WHERE probe IS NULL AND identity IS NOT NULL")
+        self._add(
+            (
+                as_bytes(entry["media"]),
+                _stamp_text(catalog.Stamp(*entry["stamp"])),
+                None,
+                entry.get("reason"),
+                _probe_text(entry.get("probe")),
+            )
+            for entry in journal.entries()
+        )
+
+    def join(
+        self, files: Iterable[list[Item]]
+    ) -> Iterator[tuple[list[Item], catalog.Stamp | None, Probe | ClipError | None]]:
+        """The items of each file, its stamp, and what is known of it. `files` are sorted."""
+        entries = self._database.execute(
+            "SELECT name, stamp, reason, probe FROM known ORDER BY name, rowid"
+        )
+        stamp_of_file = lru_cache(stamp_of)  # once for a tar, not once for each member
+        entry = next(entries, None)
+        for items in files:
+            media, found = items[0].media.whole, None
+            stamp = _stamp_of_object(media) if media.is_remote else stamp_of_file(media.path)
+            name = as_bytes(str(media))
+            while entry is not None and entry[0] <= name:
+                found = entry if entry[0] == name else None
+                entry = next(entries, None)
+            if found is None or stamp is None or found[1] != _stamp_text(stamp):
+                yield items, stamp, None
+            elif found[3] is None:
+                yield items, stamp, ClipError(str(media), found[2])
+            else:
+                yield items, stamp, _probe_of(found[3])
+
+    def _add(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        self._database.executemany("INSERT INTO known VALUES (?, ?, ?, ?, ?)", rows)
+
+    def close(self) -> None:
+        self._database.close()
+
+    __del__ = close
+
+
+def _entries_of(
+    older: catalog.StoredCatalog, *, trusts_metadata: bool
+) -> Iterator[tuple[Any, ...]]:
+    for some in older.clips():
+        stamps = some.table.select(["file_bytes", "file_mtime_ns"]).to_pylist()
+        for clip, stamp in zip(some.clips(), stamps, strict=True):
+            is_trusted = bool(clip.attributes.get(catalog.TRUSTED))
+            is_known = trusts_metadata or not is_trusted
+            if is_known and clip.media.span is None:  # a span does not say what its file holds
+                facts = {field: getattr(clip, field) for field in _PROBE_FIELDS}
+                probe = Probe(**facts, is_trusted=is_trusted)
+                text = _stamp_text(catalog.Stamp(*stamp.values()))
+                identity = bytes.fromhex(clip.identity)
+                yield as_bytes(clip.path), text, identity, None, _probe_text(probe)
+    for row in older.set_aside():
+        text = _stamp_text(catalog.Stamp(row["file_bytes"], row["file_mtime_ns"]))
+        yield as_bytes(row["path"]), text, row["identity"], row["reason"], None
+
+
+def _stamp_text(stamp: catalog.Stamp) -> str:
+    return f"{stamp.num_bytes} {stamp.mtime_ns}"
+
+
+def _probe_text(probe: Probe | None) -> str | None:
+    if probe is None:
+        return None
+    timing = probe.timing and (probe.timing.first, probe.timing.step, probe.timing.listed)
+    return json.dumps(vars(probe) | {"timing": timing})
+
+
+def _probe_of(text: str) -> Probe:
+    fields = json.loads(text)
+    if timing := fields["timing"]:
+        fields["timing"] = Timing(timing[0], timing[1], tuple(timing[2]))
+    return Probe(**fields | {"keyframes": tuple(fields["keyframes"])})
 
 
 def stamp_of(path: str) -> catalog.Stamp | None:
     """Size and modification time of a file; None if it cannot be accessed."""
     try:
-        status = Path(path).stat()
+        status = os.stat(path)  # noqa: PTH116 - millions of times, as `fsio.is_there`
     except OSError:
         return None
     return catalog.Stamp(status.st_size, status.st_mtime_ns)
+
+
+def _stamp_of_object(media: Media) -> catalog.Stamp | None:
+    return catalog.Stamp(media.num_bytes or 0, media.stamp) if media.stamp else None
 
 
 @dataclass(frozen=True)
@@ -125,10 +196,12 @@ class IndexReport:
     """What `index` found."""
 
     accepted: int  # clips in the catalog
-    rejected: list[catalog.Rejection]  # files that cannot be trained on, by path
+    rejected: list[catalog.Rejection]  # the first files by path that cannot be trained on
+    num_rejected: int  # all of them; the catalog has each with its reason
     duplicates: int  # further files with the content of an accepted one; left out
     without_caption: int  # accepted clips whose caption is empty
     unmatched_captions: list[str]  # media that the captions name but that were not found
+    trusted: int  # accepted clips whose frames were not decoded
     unchanged: int  # files that were not read again
     scores_dropped: int  # clips that lost their older scores, because their caption changed
     passed_over: dict[str, int]  # files in the searched folders with another ending, by ending
@@ -147,6 +220,8 @@ def index(
     limits: Limits = DEFAULT,
     conditioning: Sequence[str] = (),
     label: str = "",
+    trusts_metadata: bool = False,
+    prober: Task[Item, tuple[Probe | ClipError, bool]] | None = None,
 ) -> IndexReport:
     """Decode every video and image once and write the catalog of those that can be trained on.
 
@@ -156,7 +231,8 @@ def index(
             captions a clip. None: the sources' captions (a table's column, a tar's .txt), else
             `captions.jsonl` in each source folder, else `clip.txt` next to `clip.mp4`. `sidecar`:
             as None, without `captions.jsonl`.
-        out: the catalog to write. An older catalog there is replaced; its clips' scores are kept.
+        out: the catalog to write. An older catalog there is replaced; its clips' scores are kept,
+            and where there is no caption, one that `data caption` wrote.
         on: where files are decoded; see `run_tasks`. The catalog is the same to the byte.
         workers: processes that decode; by default one for each core. 0: this process, which a
             hostile file can then hang or crash.
@@ -166,6 +242,9 @@ def index(
         conditioning: columns of the sources' tables that `data.conditioning` will name; each clip
             must have a path of an existing file, or numbers, in each.
         label: the caption of clips that have none.
+        trusts_metadata: of a video decode only the first frame; the attribute `trusted_metadata` of
+            such clips is 1. A call that does not trust metadata reads them again.
+        prober: probes a file; by default a `ProbeTask`.
 
     Raises:
         DataError: a source or the captions cannot be read, a clip lacks a further input, nothing
@@ -173,155 +252,169 @@ def index(
             no worker can be started.
     """
     check_out(out)
+    writer = CatalogWriter()
     found = find(sources, conditioning, out.with_name(f"{out.stem}_media"))
-    items, unmatched = _captioned(found, captions)
-    before = _catalog_before(out)
-    probed = probe_all(
-        items, out, on=on, workers=workers, progress=progress, fresh=fresh, limits=limits
-    )
-    results = [(item, probed.results[str(item.media)]) for item in items]
-    clips = [
-        Clip(
-            media=item.media,
-            caption=item.caption or label,
-            attributes=item.attributes,
-            conditioning=item.conditioning,
-            **vars(result),
+    unmatched = _caption(found, captions)
+    before, journal = catalog_before(out), ProbeJournal(out, trusts_metadata=trusts_metadata)
+    if fresh:
+        journal.remove()
+
+    def accept(
+        items: Sequence[Item], stamp: catalog.Stamp | None, whole: Probe | ClipError
+    ) -> None:
+        names = {str(item.media) for item in items}
+        for item in items:
+            result = _result(item.media, whole)
+            if isinstance(result, ClipError):
+                rejection = rejection_of(result)
+                writer.reject(rejection, stamp if rejection.path in names else None)
+                continue
+            mode = {catalog.TRUSTED: float(result.is_trusted)} if trusts_metadata else {}
+            clip = Clip(
+                media=item.media,
+                caption=item.caption or label,
+                attributes={**item.attributes, **mode},
+                conditioning=item.conditioning,
+                **result.clip_fields,
+            )
+            writer.add(clip, stamp)
+
+    for error in found.refused:
+        writer.reject(rejection_of(error))
+    with closing(found.items), closing(writer):
+        unchanged = probe_all(
+            found.items.by_file(),
+            found.items.num_files,
+            accept,
+            known=KnownFiles(None if fresh else before, journal, trusts_metadata=trusts_metadata),
+            journal=journal,
+            task=prober or ProbeTask(limits, trusts_metadata),
+            on=on,
+            workers=workers,
+            progress=progress,
         )
-        for item, result in results
-        if isinstance(result, Probe)
-    ]
-    errors = [*found.refused, *(each for _, each in results if isinstance(each, ClipError))]
-    rejected = sorted(map(_rejection, errors), key=lambda each: each.path)
-    if not clips:
-        probed.journal.remove()
-        shown = "".join(f"\n  {each.path}: {each.reason}" for each in rejected[:_SHOWN])
-        more = f"\n  and {len(rejected) - _SHOWN} more" if len(rejected) > _SHOWN else ""
-        raise DataError(
-            f"None of {len(rejected)} files can be trained on; no catalog was written.{shown}{more}"
+        found.items.close()
+        rejected = writer.rejected(MOST_LISTED)
+        if not writer.num_clips:
+            journal.remove()
+            raise DataError(
+                f"None of {writer.num_rejected} files can be trained on; no catalog was written."
+                + first_of(
+                    [f"{each.path}: {each.reason}" for each in rejected[:_SHOWN]],
+                    writer.num_rejected,
+                )
+            )
+        written = writer.write(out, before, label)
+        journal.remove()
+        return IndexReport(
+            accepted=written.accepted,
+            rejected=rejected,
+            num_rejected=writer.num_rejected,
+            duplicates=written.duplicates,
+            without_caption=written.without_caption,
+            unmatched_captions=unmatched,
+            trusted=written.trusted,
+            unchanged=unchanged,
+            scores_dropped=written.scores_dropped,
+            passed_over=dict(found.passed_over),
+            unreadable=[rejection_of(error) for error in found.unreadable],
         )
-    kept, duplicates = without_duplicates(clips)
-    kept, scores_dropped = _with_scores(kept, before)
-    catalog.Catalog.of(kept, rejected, duplicates, probed.stamps).save(out)
-    probed.journal.remove()
-    return IndexReport(
-        accepted=len(kept),
-        rejected=rejected,
-        duplicates=len(duplicates),
-        without_caption=sum(not clip.caption for clip in kept),
-        unmatched_captions=unmatched,
-        unchanged=probed.unchanged,
-        scores_dropped=scores_dropped,
-        passed_over=dict(found.passed_over),
-        unreadable=[_rejection(error) for error in found.unreadable],
-    )
 
 
-@dataclass(frozen=True)
-class ProbeResults:
-    """The results for items, by `str(media)`."""
-
-    results: dict[str, Probe | ClipError]
-    stamps: dict[str, catalog.Stamp]  # of their files
-    unchanged: int  # number of items that were not read again
-    journal: ProbeJournal  # to be removed when the catalog is written
+def _result(media: Media, found: Probe | ClipError) -> Probe | ClipError:
+    """What a file holds, or a span of it."""
+    if media.span is None or isinstance(found, ClipError):
+        return found
+    try:
+        return found.cut(media)
+    except ClipError as error:
+        return error
 
 
 def probe_all(
-    items: Sequence[Item],
-    out: Path,
+    files: Iterable[list[Item]],
+    num_files: int,
+    accept: Callable[[list[Item], catalog.Stamp | None, Probe | ClipError], None],
     *,
+    known: KnownFiles,
+    journal: ProbeJournal,
+    task: Task[Item, tuple[Probe | ClipError, bool]],
     on: str | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    fresh: bool = False,
-    limits: Limits = DEFAULT,
-) -> ProbeResults:
-    """Decode every item that neither the catalog at `out` nor its journal knows; see `index`."""
-    journal = ProbeJournal(out)
-    if fresh:
-        journal.remove()
-    stamp_of_file = cache(stamp_of)  # once for a tar, not once for each member
-    found = {str(item.media): stamp_of_file(item.media.path) for item in items}
-    stamps = {name: stamp for name, stamp in found.items() if stamp is not None}
-    results = known_probes(None if fresh else _catalog_before(out), journal, stamps)
-    probed = ProbeResults(results, stamps, len(results), journal)
-    with journal:
-        if progress is not None and probed.results:
-            progress(len(probed.results), len(items))
-        new = [item for item in items if str(item.media) not in probed.results]
-        task = ProbeTask(limits)
-        with closing(tasks.run_tasks(task, new, on=on, workers=workers)) as outcomes:
-            for number, (result, is_lasting) in outcomes:
-                media = new[number].media
-                name = str(media)
-                probed.results[name] = result
-                if not is_lasting:
-                    del probed.stamps[name]
-                elif name in probed.stamps:
-                    journal.note(media, probed.stamps[name], result)
-                if progress is not None:
-                    progress(len(probed.results), len(items))
-    return probed
+) -> int:
+    """Probe every file that is not known, and return how many were.
+
+    Args:
+        files: the items of each file, sorted as `MediaList` does; taken as they are needed.
+        num_files: how many there are.
+        accept: called with the items of a file, its stamp, and what was found; in any order.
+        known: what need not be probed.
+        journal: what is noted of the others.
+        task: probes a file.
+        on: see `run_tasks`.
+        workers: see `run_tasks`.
+        progress: called with (files done, files in all).
+    """
+    probing: dict[int, tuple[list[Item], catalog.Stamp | None]] = {}
+    num_known = num_done = 0
+
+    def done(items: list[Item], stamp: catalog.Stamp | None, found: Probe | ClipError) -> None:
+        nonlocal num_done
+        accept(items, stamp, found)
+        num_done += 1
+        if progress is not None:
+            progress(num_done, num_files)
+
+    def unknown() -> Iterator[Item]:
+        nonlocal num_known
+        number = 0
+        for items, stamp, found in known.join(files):
+            if found is not None:
+                num_known += 1
+                done(items, stamp, found)
+                continue
+            probing[number] = items, stamp
+            number += 1
+            yield Item(items[0].media.whole)
+
+    with journal, closing(tasks.run_tasks(task, unknown(), on=on, workers=workers)) as outcomes:
+        for number, (result, is_lasting) in outcomes:
+            items, stamp = probing.pop(number)
+            if not is_lasting:
+                stamp = None
+            elif stamp is not None:
+                journal.note(items[0].media.whole, stamp, result)
+            done(items, stamp, result)
+    return num_known
 
 
-def _captioned(found: FoundMedia, captions: Path | None) -> tuple[list[Item], list[str]]:
-    paths = {str(item.media): Path(str(item.media)) for item in found.items}
-    texts, unmatched = read_captions(captions, found.folders, list(paths.values()))
+def _caption(found: FoundMedia, captions: Path | None) -> list[str]:
+    """Caption the media; returns the names in JSON lines that match none."""
+    texts, unmatched = read_captions(
+        captions, found.folders, lambda: (Path(str(item.media)) for item in found.items)
+    )
     is_alone = captions is not None and not is_sidecar(captions)
 
-    def caption(item: Item) -> str:
-        text = texts.get(paths[str(item.media)], "")
-        return text if is_alone or item.caption is None else item.caption
+    def text_of(media: Media) -> str:
+        path = Path(str(media))
+        return texts[path] if path in texts else "" if is_alone else sidecar_of(path) or ""
 
-    return [replace(item, caption=caption(item)) for item in found.items], unmatched
+    found.items.caption(text_of, every=is_alone)
+    return unmatched
 
 
-def _catalog_before(out: Path) -> catalog.Catalog | None:
+def catalog_before(out: Path) -> catalog.StoredCatalog | None:
     try:
-        return (
-            catalog.Catalog.load(out)
-            if catalog.version_of(out) == str(catalog.SCHEMA_VERSION)
-            else None
-        )
+        is_known = catalog.version_of(out) == str(catalog.SCHEMA_VERSION)
+        return catalog.StoredCatalog(out) if is_known else None
     except DataError:  # damaged: it is replaced, and nothing of it is used
         return None
 
 
-def _rejection(error: ClipError) -> catalog.Rejection:
+def rejection_of(error: ClipError) -> catalog.Rejection:
     path = str(error.path).encode("utf-8", "backslashreplace").decode()  # it may not be UTF-8
     return catalog.Rejection(path, error.reason)
-
-
-def without_duplicates(clips: Iterable[Clip]) -> tuple[list[Clip], list[catalog.Duplicate]]:
-    """Keep one clip of each identity, by path the first that has a caption, or else the first."""
-    kept: dict[str, Clip] = {}
-    duplicates = []
-    for clip in sorted(clips, key=lambda clip: (not clip.caption, clip.path)):
-        if clip.identity in kept:
-            duplicates.append(catalog.Duplicate(clip.path, clip.identity))
-        else:
-            kept[clip.identity] = clip
-    return list(kept.values()), duplicates
-
-
-def _with_scores(clips: list[Clip], before: catalog.Catalog | None) -> tuple[list[Clip], int]:
-    """Give known clips their scores and origin; count those whose scores go with their caption."""
-    if before is None or not (before.attribute_names or any(before.column("prepared_from"))):
-        return clips, 0
-    rows = {identity.hex(): row for row, identity in enumerate(before.identities.to_pylist())}
-    dropped = 0
-    for index, clip in enumerate(clips):
-        if clip.identity not in rows:
-            continue
-        old = before.clip(rows[clip.identity])
-        clip = replace(clip, prepared_from=old.prepared_from)
-        if old.caption == clip.caption:
-            clip = replace(clip, attributes={**old.attributes, **clip.attributes})
-        else:
-            dropped += bool(old.attributes)
-        clips[index] = clip
-    return clips, dropped
 
 
 def check_out(out: Path) -> None:

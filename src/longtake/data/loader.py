@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ from longtake.data.conditioning import (
 )
 from longtake.data.decode_worker import DecodePool
 from longtake.data.plan import PlannedBatch, refuse_without_conditioning
+from longtake.data.stages import StagePosition
+from longtake.data.stores import NOTHING, Fetched
 from longtake.data.window import Window
 from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, DataError
@@ -61,6 +63,9 @@ class Batch:
     epochs: tuple[int, ...]  # [B] each sample's own epoch
     weights: Tensor  # [B] float32: 1, or 0 for a filler (clip not decodable, smaller last batch)
     rejected: tuple[tuple[str, int], ...]  # (identity, epoch) of clips that were not decodable
+    global_size: int  # samples of the batch over all ranks, unless it is a bucket's last
+    position: StagePosition  # in the curriculum, for learning rate and EMA; `stage` has the clips
+    position_before: StagePosition  # of the update before; of the first, its own
     # By names in `data.conditioning`, as `empty_conditioning`: pixels uint8, numbers float32.
     # With `latents` only what the codec does not encode
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -68,6 +73,7 @@ class Batch:
     # With `latents`: [B, ...] prompt embeddings, and `<name>_latents` of what the codec encodes
     conditioning: dict[str, Tensor] = field(default_factory=dict)
     no_caption: dict[str, Tensor] = field(default_factory=dict)  # embeddings, [1, ...]
+    fetched: Fetched = NOTHING  # by this process from stores, since the batch before
 
 
 Pixels = NDArray[np.uint8]
@@ -103,8 +109,10 @@ class DecodingSource:
             data.sample_timeout_seconds,
             memory_gib=data.sample_memory_gib,
             heartbeats=heartbeats,
+            store=data.store,
         )
         self.incidents, self.close = self.pool.incidents, self.pool.close
+        self.take_fetched = self.pool.take_fetched
 
     def buffer(self, shape: Bucket, num_places: int) -> "PixelBuffer":
         return PixelBuffer(self, shape, num_places)
@@ -148,6 +156,11 @@ class PixelBuffer:
         pixels: Future[Pixels] = Future()
         pixels.set_result(out)
         return wanted, pixels
+
+    def is_decoded(self, place: int) -> bool:
+        """Whether `wait` would return at once."""
+        found = (future for _, future in self._pending[place].requested.values())
+        return all(each.done() and each.exception() is None for each in found)
 
     def wait(self, place: int) -> None:
         window, is_kept, requested = self._pending[place]
@@ -243,9 +256,10 @@ class Loader:
         heartbeats: Path | None = None,
         prefetch_batches: int = PREFETCH_BATCHES,
     ) -> None:
-        if batch_size < world_size:
+        smallest = min(min(data.batch_sizes(each, batch_size)) for each in data.curriculum())
+        if smallest < world_size:
             raise DataError(
-                f"A batch of {batch_size} clips cannot be shared by {world_size} ranks: each needs "
+                f"A batch of {smallest} clips cannot be shared by {world_size} ranks: each needs "
                 "one. Take a larger batch or fewer ranks."
             )
         self.data = data
@@ -257,8 +271,7 @@ class Loader:
         self._kept = kept
         self._prefetch_batches = prefetch_batches
         self.heartbeats = None if heartbeats is None else HeartbeatDir(heartbeats, rank)
-        local_size = num_places(batch_size, world_size)
-        self._mine = range(rank * local_size, (rank + 1) * local_size)
+        self._rank, self._world_size = rank, world_size
         self._step = 0
         self._requested_skips: tuple[replan.Span, ...] = ()
         self._skipped = replan.SkippedRanges()
@@ -419,6 +432,7 @@ class Loader:
                 self._refuse_too_many()
                 batch = self._assemble(prefetch.waiting.popleft())
                 self._incidents += source.incidents()
+                batch = replace(batch, fetched=source.take_fetched())
                 self._step = self._skipped.next_kept(self._step + 1)
                 yield batch
 
@@ -428,6 +442,23 @@ class Loader:
             return None
         planned, samples, _ = self._waiting[0]
         return UpcomingSamples(planned.bucket, tuple(each.seed for each in samples if each))
+
+    def decoded_next(self) -> Batch | None:
+        """The batch that follows the last one of `batches`, if all its clips are decoded already.
+
+        It is not taken: the state of the loader does not change. Another batch may come instead,
+        after `skip`, and other samples, after `quarantine`. None with a cache, and for a batch with
+        fillers.
+        """
+        if not self._waiting:
+            return None
+        planned, samples, buffer = self._waiting[0]
+        found = [each for each in samples if each and not self._is_quarantined(each.clip)]
+        if isinstance(buffer, CachedBuffer) or len(found) < len(samples):
+            return None
+        if not all(map(buffer.is_decoded, range(len(found)))):
+            return None
+        return self._batch(planned, found, found, buffer)
 
     def begin(self, end_step: int | None = None) -> None:
         """Start decoding the first batches while the model is still being built.
@@ -463,16 +494,28 @@ class Loader:
         if not waiting or waiting[0].planned.step != self._step:  # it was skipped since
             waiting.clear()
             prefetch.following = self._step
-        ahead = max(self._prefetch_batches, -(-(self.data.workers + 1) // len(self._mine)))
-        while len(waiting) <= ahead and (end is None or prefetch.following < end):
+        while end is None or prefetch.following < end:
+            size = num_places(waiting[-1].planned.batch_size, self._world_size) if waiting else 1
+            if len(waiting) > max(self._prefetch_batches, -(-(self.data.workers + 1) // size)):
+                return
             waiting.append(self._begin(prefetch.following, prefetch.source))
             prefetch.following = self._skipped.next_kept(prefetch.following + 1)
 
+    def _places(self, planned: PlannedBatch) -> range:
+        """Which samples of a batch are this rank's."""
+        local_size = num_places(planned.batch_size, self._world_size)
+        return range(self._rank * local_size, (self._rank + 1) * local_size)
+
+    def _position(self, step: int) -> StagePosition:
+        name, first = self.plan_history.stage_at(step)
+        return StagePosition(name, step - first - self._skipped.count(first, step))
+
     def _begin(self, step: int, source: SampleSource) -> _PendingBatch:
         planned = self.plan_history.batch(step)
-        buffer = source.buffer(planned.bucket, len(self._mine))
-        samples: list[_Sample | None] = [None] * len(self._mine)
-        for place, number in enumerate(self._mine):
+        mine = self._places(planned)
+        buffer = source.buffer(planned.bucket, len(mine))
+        samples: list[_Sample | None] = [None] * len(mine)
+        for place, number in enumerate(mine):
             if number < len(planned.rows):
                 clip = self._clip(planned.catalog, planned.rows[number])
                 if not self._is_quarantined(clip):
@@ -501,7 +544,17 @@ class Loader:
         for place, sample in enumerate(found):
             if sample is None and place != filled:
                 buffer.copy(filled, place)
-        samples = [sample or filler for sample in found]
+        return self._batch(planned, [sample or filler for sample in found], found, buffer)
+
+    def _batch(
+        self,
+        planned: PlannedBatch,
+        samples: Sequence[_Sample],
+        found: Sequence[_Sample | None],
+        buffer: BatchBuffer,
+    ) -> Batch:
+        """Of `samples`, those that are not in `found` are fillers."""
+        before = self._skipped.last_kept(planned.step - 1)
         return Batch(
             step=planned.step,
             stage=planned.stage,
@@ -516,9 +569,12 @@ class Loader:
             weights=torch.tensor([float(sample is not None) for sample in found]),
             rejected=tuple(
                 (self._clip(planned.catalog, planned.rows[number]).identity, planned.epochs[number])
-                for number, sample in zip(self._mine, found, strict=True)
+                for number, sample in zip(self._places(planned), found, strict=True)
                 if sample is None and number < len(planned.rows)
             ),
+            global_size=planned.batch_size,
+            position=self._position(planned.step),
+            position_before=self._position(planned.step if before < 0 else before),
             **buffer.fields(),
         )
 
@@ -554,7 +610,7 @@ class Loader:
         for stream in self.plan_history.plan_at(planned.step).streams():
             for part in stream.parts:
                 if part.catalog is planned.catalog and planned.bucket in part.members.shapes:
-                    yield from part.members.rows[part.members.shapes.index(planned.bucket)]
+                    yield from part.members.candidates(part.members.shapes.index(planned.bucket))
 
     def _clip(self, catalog: Catalog, row: np.uint32) -> Clip:
         # making a clip's record takes longer than all other work for a sample here

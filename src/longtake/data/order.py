@@ -1,14 +1,15 @@
-"""The order of the data: pure functions of (sizes, batch size, seed, number of the batch).
+"""The order of the data: pure functions of (sizes, batch sizes, seed, number of the batch).
 
-Each bucket of an `EpochSpan` is a stream of its clips, epoch after epoch, every epoch in its own
-keyed permutation, cut into batches; a tail is carried into the next epoch. Bucket b of n_b clips
-completes floor((e + 1) n_b / B) - floor(e n_b / B) batches in epoch e: any batch is found in O(1).
+Each bucket of an `EpochSpan` is a stream of its clips, epoch after epoch, each in its own keyed
+permutation, cut into batches; a tail is carried into the next epoch. Bucket b of n_b clips, B_b a
+batch, completes floor((e + 1) n_b / B_b) - floor(e n_b / B_b) in epoch e: any is found in O(1).
 """
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -37,20 +38,32 @@ class EpochSpan:
     """Whole epochs over fixed buckets, as a list of batches that is never written down."""
 
     sizes: tuple[int, ...]  # clips of each bucket; buckets without clips are never visited
-    batch_size: int  # samples per batch over all ranks
+    batch_size: int  # samples per batch over all ranks, where `batch_sizes` does not say
     seed: int  # of the run; another seed is another order
     name: str = ""  # gives this span other permutations than other spans
     first_epoch: int = 0  # the number that its first epoch goes by
     num_epochs: int | None = None  # how many there are; None: it never ends
+    batch_sizes: tuple[int, ...] = ()  # of each bucket; empty: `batch_size` of all
 
     def __post_init__(self) -> None:
         assert self.batch_size > 0
+        assert all(size > 0 for size in self.batch_sizes)
+        assert len(self.batch_sizes) in (0, len(self.sizes))
         assert any(self.sizes), "an order of no clips has no batches"
         assert self.num_epochs is None or self.num_epochs > 0
 
     @cached_property
     def num_batches(self) -> int | None:
         return None if self.num_epochs is None else self._begin(self.num_epochs)
+
+    def batch_size_of(self, bucket: int) -> int:
+        return self.batch_sizes[bucket] if self.batch_sizes else self.batch_size
+
+    @cached_property
+    def batches_per_epoch(self) -> Fraction:
+        """Batches of an epoch on average: tails are carried into the next."""
+        pairs = ((size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes))
+        return sum((Fraction(size, batch) for size, batch in pairs), Fraction(0))
 
     def epoch_start(self, epoch: int) -> int:
         return self._begin(epoch - self.first_epoch)
@@ -61,7 +74,7 @@ class EpochSpan:
         if self.num_batches is not None and index >= self.num_batches:
             assert self.num_epochs is not None
             return self.first_epoch + self.num_epochs
-        epoch = index * self.batch_size // sum(self.sizes)  # a lower bound: floors only take away
+        epoch = index // self.batches_per_epoch  # a lower bound: floors only take away
         if self.num_epochs is not None:
             epoch = min(epoch, self.num_epochs - 1)  # ceilings of the last epoch add
         while self._begin(epoch + 1) <= index:
@@ -74,7 +87,8 @@ class EpochSpan:
         number = index - self.epoch_start(epoch)
         buckets, in_bucket = self._shuffled(epoch, np.array([number]))
         bucket, batch = int(buckets[0]), int(in_bucket[0])
-        stream = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
+        size = self.batch_size_of(bucket)
+        stream = np.arange(batch * size, (batch + 1) * size)
         return BatchIndex(epoch, number, bucket, *self._samples(bucket, stream))
 
     def left_at(self, index: int) -> dict[int, list[Indices]]:
@@ -97,19 +111,21 @@ class EpochSpan:
     ) -> Iterator[tuple[int, Indices]]:
         """(epoch, positions) of a bucket's samples up to an epoch's end, less the batches done."""
         size, local = self.sizes[bucket], epoch - self.first_epoch
-        first = local * size // self.batch_size
-        stream = np.arange(first * self.batch_size, (local + 1) * size)
-        is_left = ~np.isin(stream // self.batch_size, done)
+        batch_size = self.batch_size_of(bucket)
+        first = local * size // batch_size
+        stream = np.arange(first * batch_size, (local + 1) * size)
+        is_left = ~np.isin(stream // batch_size, done)
         positions, epochs = self._samples(bucket, stream[is_left])
         for own in _ascending(epochs):
             yield own, positions[epochs == own]
 
     def _begin(self, local_epoch: int) -> int:
         """Batches before an epoch that is counted from the span's first."""
-        whole = sum(local_epoch * size // self.batch_size for size in self.sizes)
+        pairs = [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
+        whole = sum(local_epoch * size // batch for size, batch in pairs)
         if local_epoch != self.num_epochs:
             return whole
-        return whole + sum(local_epoch * size % self.batch_size > 0 for size in self.sizes)
+        return whole + sum(local_epoch * size % batch > 0 for size, batch in pairs)
 
     def _shuffled(self, epoch: int, numbers: Indices) -> tuple[Indices, Indices]:
         """Buckets and their batches, at some places of an epoch's training order."""
@@ -121,13 +137,14 @@ class EpochSpan:
 
     def _batches_of(self, epoch: int) -> tuple[Indices, Indices]:
         """For each bucket its first batch of an epoch, and how many there are."""
-        local, size = epoch - self.first_epoch, self.batch_size
+        local = epoch - self.first_epoch
+        pairs = [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
         is_last = self.num_epochs is not None and local == self.num_epochs - 1
-        firsts = np.array([local * n // size for n in self.sizes], np.int64)
+        firsts = np.array([local * n // size for n, size in pairs], np.int64)
         ends = np.array(
             [
                 -(-(local + 1) * n // size) if is_last else (local + 1) * n // size
-                for n in self.sizes
+                for n, size in pairs
             ],
             np.int64,
         )
@@ -201,6 +218,23 @@ def _hash_below(values: NDArray[np.uint64], bound: np.uint64) -> NDArray[np.uint
 def _round_keys(key: tuple[int | str, ...]) -> NDArray[np.uint64]:
     digest = hashlib.shake_128(_text(key)).digest(8 * _NUM_ROUNDS)
     return np.frombuffer(digest, "<u8").astype(np.uint64)
+
+
+def shares(count: int, weights: Sequence[float]) -> list[int]:
+    """How many of the first `count` batches or clips go to each, as evenly as can be.
+
+    The first has round(count w); the rest is shared among the others in the same way. Exact in
+    integers, so that it is the same everywhere.
+    """
+    given = []
+    rest = [Fraction(each / max(weights)).limit_denominator(10**6) for each in weights]
+    for position, weight in enumerate(rest):
+        total = sum(rest[position:])
+        part = weight / total if total else Fraction(0)
+        mine = (2 * count * part.numerator + part.denominator) // (2 * part.denominator)
+        given.append(mine)
+        count -= mine
+    return given
 
 
 def derive(*key: int | str) -> int:

@@ -25,11 +25,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from longtake.config import Bucket, ConditioningSection, DataSection, Recipe, Stage
-from longtake.data import order
+from longtake.data import order, stores
 from longtake.data.buckets import BucketAssignment, Rows
 from longtake.data.catalog import CONDITIONING, Catalog
 from longtake.data.conditioning import conditioning_path, read, whole_numbers
-from longtake.data.stages import Selection, StageTimeline, mixed, select, shares
+from longtake.data.stages import Selection, StageTimeline, mixed, select
+from longtake.data.tails import tail_drifts
 from longtake.errors import ClipError, DataError
 
 
@@ -62,6 +63,18 @@ class Part:
     # All that the epoch must have consumed at its end, by all plans (the audit checks it); None:
     # what was planned
     expected: BucketAssignment | None = None
+
+    def rows_at(self, bucket: int, positions: order.Indices, epochs: order.Indices) -> Rows:
+        """[N] the clips at positions of a bucket, each in an epoch; rows of the catalog."""
+        key = self.epoch_span.seed, self.epoch_span.name
+        return self.members.rows_at(bucket, positions, epochs, *key)
+
+    def rows_in(self, epoch: int, bucket: int) -> Rows:
+        """All clips of a bucket in one epoch."""
+        if not self.members.shared:
+            return self.members.rows[bucket]
+        positions = np.arange(self.members.sizes[bucket])
+        return self.rows_at(bucket, positions, np.full(len(positions), epoch))
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,7 @@ class StagePlan:
         return mixed(index, self.weights) if len(self.streams) > 1 else (0, index)
 
     def taken(self, index: int) -> list[int]:
-        return shares(index, self.weights) if len(self.streams) > 1 else [index]
+        return order.shares(index, self.weights) if len(self.streams) > 1 else [index]
 
 
 @dataclass(frozen=True)
@@ -147,7 +160,7 @@ class Plan:
     first_step: int  # the global step that it begins at
     stages: tuple[StagePlan, ...]  # what is left of the curriculum then, in order
     timeline: StageTimeline  # of these stages, counted from `first_step`
-    batch_size: int  # samples per step over all ranks
+    batch_size: int  # samples per step over all ranks, of stages that set none
     # Finished stages: by source, the epoch that would be next if they were made longer
     ended: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -173,10 +186,19 @@ class Plan:
             begins_epoch=slots.number == 0 and part.before is None,
             bucket=part.members.shapes[slots.bucket],
             catalog=part.catalog,
-            rows=part.members.rows[slots.bucket][slots.positions],
+            rows=part.rows_at(slots.bucket, slots.positions, slots.epochs),
             epochs=slots.epochs.tolist(),
-            batch_size=self.batch_size,
+            batch_size=part.epoch_span.batch_size_of(slots.bucket),
         )
+
+    def stage_at(self, step: int) -> tuple[str, int]:
+        """The stage that a step is in, at the middle of a ramp the later one, and its first step.
+
+        The first stage of a plan begins with it, though it may have begun in the plan before.
+        """
+        borders = self.timeline.borders
+        number = bisect_right(borders, step - self.first_step) - 1
+        return self.stages[number].stage.name, self.first_step + borders[number]
 
     def streams(self) -> list[Stream]:
         return [stream for stage in self.stages for stream in stage.streams]
@@ -197,14 +219,31 @@ class Plan:
                 digest.update(repr(facts).encode())
                 for rows in part.members.rows:
                     digest.update(np.ascontiguousarray(rows).data)
+                for each in part.members.shared:
+                    digest.update(repr(each.weights).encode())
+                    digest.update(np.ascontiguousarray(each.rows).data)
         lengths, ramps = self.timeline.lengths, self.timeline.ramps
         timeline = f"Timeline({lengths=}, {ramps=})"
         digest.update(f"({timeline}, {self.batch_size})".encode())
+        sizes = [each.stage.global_batch_size for each in self.stages]
+        if any(sizes):  # else as it was before stages could have one
+            digest.update(repr(sizes).encode())
+        of_buckets = [part.epoch_span.batch_sizes for s in self.streams() for part in s.parts]
+        if any(of_buckets):  # as above
+            digest.update(repr(of_buckets).encode())
         return digest.hexdigest()
 
 
 def begin(catalogs: Mapping[str, Catalog], data: DataSection, batch_size: int, seed: int) -> Plan:
     stages = [fresh_stage(stage, catalogs, data, batch_size, seed) for stage in data.curriculum()]
+    for stage in stages:
+        length, warmup = stage_length(stage), stage.stage.warmup_steps
+        if length is not None and warmup is not None and warmup > length:
+            raise DataError(
+                f"Stage {stage.stage.name} has {length} steps and warmup_steps = {warmup}: its "
+                "learning rate would never be reached. Shorten the warm-up, or make the stage "
+                "longer."
+            )
     return assemble_plan(0, 0, stages, batch_size)
 
 
@@ -223,7 +262,8 @@ def fresh_stage(
         dropped[source] = selection.dropped
         span = order.EpochSpan(
             sizes=selection.members.sizes,
-            batch_size=batch_size,
+            batch_size=stage.global_batch_size or batch_size,
+            batch_sizes=own_batch_sizes(selection.members.shapes, stage, batch_size),
             seed=seed,
             name=f"{stage.name}/{source}",
             num_epochs=num_epochs(stage, source, data),
@@ -231,6 +271,13 @@ def fresh_stage(
         part = Part(span, selection.members, catalogs[source])
         streams.append(Stream(stage.name, source, (part,)))
     return StagePlan(stage, tuple(streams), tuple(weights.values()), dropped)
+
+
+def own_batch_sizes(shapes: Sequence[Bucket], stage: Stage, batch_size: int) -> tuple[int, ...]:
+    """Clips per update of each bucket; empty if none has its own."""
+    size = stage.global_batch_size or batch_size
+    has_own = any(shape.batch_size for shape in shapes)
+    return tuple(shape.batch_size or size for shape in shapes) if has_own else ()
 
 
 def stage_weights(
@@ -302,7 +349,10 @@ def stage_length(stage: StagePlan) -> int | None:
 def _opened(part: Part, index: int) -> list[OpenEpoch]:
     opened, counted = [], part.epoch_span.epoch_of(index)
     for epoch, positions in part.epoch_span.left_at(index).items():
-        rows = tuple(mine[where] for mine, where in zip(part.members.rows, positions, strict=True))
+        rows = tuple(
+            part.rows_at(bucket, where, np.full(len(where), epoch))
+            for bucket, where in enumerate(positions)
+        )
         left = BucketAssignment(part.members.shapes, rows)
         identities = part.catalog.identities
         mine, still = (identities.take(pa.array(each.all_rows())) for each in (part.members, left))
@@ -315,6 +365,7 @@ def _opened(part: Part, index: int) -> list[OpenEpoch]:
 
 
 _MAX_FILES = 20_000  # that are looked for
+_MAX_PATHS = 2**20  # that they are chosen from, of some clips then
 _EXAMPLES = 3
 _THREADS = 16
 _NUMBERS_READ = 64  # files of numbers of each part of a plan
@@ -388,7 +439,14 @@ def review(plan: Plan, data: DataSection, num_steps: int | None) -> list[str]:
             `data.on_drift` is `refuse`.
     """
     _refuse_an_early_end(plan, num_steps)
-    too_far = [str(each) for each in drifts(plan) if each.distance > data.drift_limit]
+    moved = [each for each in drifts(plan) if each.distance > data.drift_limit]
+    known = {(each.stage, each.attribute) for each in moved}
+    too_far = [str(each) for each in moved]
+    too_far += [
+        str(each)
+        for each in tail_drifts(plan, data.drift_limit)
+        if (each.stage, each.attribute) not in known
+    ]
     if too_far and data.on_drift == "refuse":
         raise DataError(
             "\n  ".join(["Stages are too different (data.on_drift = refuse):", *too_far])
@@ -398,39 +456,44 @@ def review(plan: Plan, data: DataSection, num_steps: int | None) -> list[str]:
     return [*_small_buckets(plan), *_overlaps(plan), *too_far, *_unreached(plan, num_steps)]
 
 
-def review_catalogs(recipe: Recipe) -> list[str]:
-    """Warnings about the data of a new run; none if a catalog is not indexed yet."""
-    data, training = recipe.data, recipe.training
+def review_catalogs(recipe: Recipe) -> tuple[Plan | None, list[str]]:
+    """The plan of a new run and warnings about its data; neither before a catalog is indexed."""
+    data, training, plan = recipe.data, recipe.training, None
     if not all(path.is_file() for path in data.sources().values()):
-        return []
+        return None, []
     try:
         catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
         for catalog in catalogs.values():
             refuse_without_conditioning(catalog, data.conditioning)
         plan = begin(catalogs, data, training.global_batch_size, recipe.seed)
         refuse_missing_conditioning(plan, data)
-        return review(plan, data, training.steps)
+        return plan, review(plan, data, training.steps)
     except DataError as error:
-        return [f"training would refuse its data: {error}"]
+        return plan, [f"training would refuse its data: {error}"]
 
 
 def _small_buckets(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
         for stream in stage.streams:
-            members = stream.parts[-1].members
+            members, epochs = stream.parts[-1].members, stream.parts[-1].epoch_span
             where = f"stage {stream.stage}"
             if len(stage.streams) > 1:
                 where += f", catalog {stream.source}"
             sizes = list(zip(map(str, members.shapes), members.sizes, strict=True))
             empty = [name for name, num_clips in sizes if not num_clips]
-            small = [f"{name} ({n} clips)" for name, n in sizes if 0 < n < plan.batch_size]
+            small: dict[int, list[str]] = {}
+            for bucket, (name, num_clips) in enumerate(sizes):
+                if 0 < num_clips < (batch_size := epochs.batch_size_of(bucket)):
+                    small.setdefault(batch_size, []).append(f"{name} ({num_clips} clips)")
             if empty:
                 yield f"{where}: no clip is for {'; '.join(empty)}"
-            if small:
+            follows = "its batches reach over several epochs, and a clip may be in one batch twice"
+            if epochs.num_epochs == 1:
+                follows = "its one batch is padded"
+            for batch_size, names in small.items():
                 yield (
-                    f"{where}: fewer clips than a batch of {plan.batch_size} are for "
-                    f"{'; '.join(small)}: its batches reach over several epochs, and a clip may be "
-                    "in one batch twice"
+                    f"{where}: fewer clips than a batch of {batch_size} are for "
+                    f"{'; '.join(names)}: {follows}"
                 )
 
 
@@ -530,8 +593,13 @@ def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
     Raises:
         DataError: more than `allowed` are missing.
     """
-    paths: list[str] = pc.unique(catalog.table["path"]).to_pylist()
-    looked_for = paths
+    column = catalog.table["path"]
+    if len(column) > _MAX_PATHS:
+        some = np.random.default_rng(0).choice(len(column), _MAX_PATHS, replace=False)
+        column = column.take(pa.array(np.sort(some)))
+    found: list[str] = pc.unique(column).to_pylist()
+    looked_for = paths = [path for path in found if "://" not in path]
+    stores.ask_each(path for path in found if "://" in path)
     if len(paths) > _MAX_FILES:
         chosen = np.random.default_rng(0).choice(len(paths), _MAX_FILES, replace=False)
         looked_for = [paths[number] for number in chosen]
@@ -540,12 +608,13 @@ def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
         missing = [path for path, found in zip(looked_for, is_there, strict=True) if not found]
     if not missing:
         return []
-    of = "" if len(looked_for) == len(paths) else " that were looked for"
+    is_all = len(looked_for) == len(paths) and len(column) == len(catalog)
+    of = "" if is_all else " that were looked for"
     said = (
         f"{len(missing)} of the catalog's {len(looked_for)} files{of} are gone, such as "
         f"{', '.join(missing[:_EXAMPLES])}"
     )
-    if len(missing) * len(paths) > allowed * len(looked_for):
+    if len(missing) * len(paths) * len(catalog) > allowed * len(looked_for) * len(column):
         raise DataError(
             f"{said}. At most {allowed} (data.max_quarantined_clips) may fail. Are the files "
             "still where they were indexed? Put them back, or run longtake data index again."
@@ -556,7 +625,8 @@ def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
 def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
     """Look for the further inputs of every clip that a plan trains; read some files of numbers.
 
-    Folders are listed once, which takes seconds for millions of clips.
+    Folders are listed once, which takes seconds for millions of clips. Stores are asked for 20,000
+    files at most, chosen at random.
 
     Raises:
         DataError: a file is missing, or one of numbers is not what the recipe says.
@@ -565,7 +635,10 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
         return
     listings: dict[str, frozenset[str]] = {}
     for name, section in data.conditioning.items():
-        files = _planned_files(plan, section)
+        planned = [] if section.frame is not None else _planned_files(plan, section)
+        files = [(path, clip) for path, clip in planned if "://" not in path]
+        remote = _some_of([each for each in planned if "://" in each[0]])
+        gone = stores.missing_of(path for path, _ in remote)
         folders = list({path.rpartition("/")[0] for path, _ in files} - listings.keys())
         with ThreadPoolExecutor(_THREADS) as pool:
             listings.update(zip(folders, pool.map(_names_in, folders), strict=True))
@@ -574,14 +647,23 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
             for path, clip in files
             if path.rpartition("/")[2] not in listings[path.rpartition("/")[0]]
         ]
+        missing += [f"{path}, of {clip}" for path, clip in remote if path in gone]
         if missing:
+            num_asked = len(files) + len(remote)
             raise DataError(
-                f"data.conditioning.{name}: {len(missing)} of {len(files)} clips lack their file "
+                f"data.conditioning.{name}: {len(missing)} of {num_asked} clips lack their file "
                 f"({_place(section)}):{_shown(missing)}\nMake them, correct the recipe or the "
                 "table, or index only clips that have one."
             )
         if section.kind == "numbers":
             _refuse_wrong_numbers(name, section, plan)
+
+
+def _some_of(files: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    if len(files) <= _MAX_FILES:
+        return files
+    chosen = np.random.default_rng(0).choice(len(files), _MAX_FILES, replace=False)
+    return [files[number] for number in chosen]
 
 
 def _planned_files(plan: Plan, section: ConditioningSection) -> list[tuple[str, str]]:

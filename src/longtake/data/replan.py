@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from typing_extensions import TypedDict
 
 from longtake.config import DataSection, Stage
-from longtake.data.buckets import BucketAssignment
+from longtake.data.buckets import BucketAssignment, Rows
 from longtake.data.catalog import Catalog
 from longtake.data.order import EpochSpan
 from longtake.data.plan import (
@@ -34,6 +34,7 @@ from longtake.data.plan import (
     begin,
     fresh_stage,
     num_epochs,
+    own_batch_sizes,
     repeated_weights,
     stage_length,
     stage_weights,
@@ -45,8 +46,10 @@ from longtake.fsio import Span as SpanRecord
 
 ORDER_VERSION = 2  # of the functions that order clips; another version gives another order
 
-_ORDER_KEYS = {"buckets", "frame_stride", "fps", "stages", "weights", "repeats", "difficulty"}
-_UNSET: dict[str, object] = {"repeats": {}, "fps": None}  # of keys that records of older runs lack
+_ORDER_KEYS = {
+    *("buckets", "frame_stride", "fps", "max_crop"),
+    *("stages", "weights", "repeats", "difficulty"),
+}
 _EXAMPLES = 3
 
 Span = tuple[int, int]  # [first, end)
@@ -75,6 +78,10 @@ class SkippedRanges:
                 merged.append((first, end))
         return cls(tuple(merged))
 
+    def count(self, first: int, end: int) -> int:
+        """How many of the numbers `first` .. `end - 1` are skipped."""
+        return sum(max(0, min(end, last) - max(first, begun)) for begun, last in self.spans)
+
     def with_(self, spans: Iterable[Span], since: int) -> "SkippedRanges":
         cut = ((max(first, since), max(end, since)) for first, end in spans)
         return SkippedRanges.of([*self.spans, *cut])
@@ -87,6 +94,12 @@ class SkippedRanges:
 
     def next_kept(self, number: int) -> int:
         return next((end for first, end in self.spans if first <= number < end), number)
+
+    def last_kept(self, number: int) -> int:
+        for first, end in reversed(self.spans):
+            if first <= number < end:
+                number = first - 1
+        return number
 
     def first_skipped(self, number: int) -> int:
         return next((first for first, end in self.spans if first <= number <= end), number)
@@ -317,7 +330,7 @@ class _Context:
         epochs = num_epochs(stage, source, self.data)
         left = None if epochs is None else epochs - following
         if left is None or left > 0:
-            span = self._epoch_span(f"{stage.name}/{source}", members, following, left)
+            span = self._epoch_span(stage, source, members, following, left)
             parts.append(Part(span, members, self.catalogs[source]))
         return parts, following
 
@@ -343,14 +356,21 @@ class _Context:
             rest = _filtered(catalog, members, keep=left)
         if not len(rest):
             return None
-        span = self._epoch_span(f"{stage.name}/{source}", rest, epoch.epoch, 1)
+        span = self._epoch_span(stage, source, rest, epoch.epoch, 1)
         return Part(span, rest, catalog, epoch.consumed, expected)
 
     def _epoch_span(
-        self, name: str, members: BucketAssignment, epoch: int, num_epochs: int | None
+        self,
+        stage: Stage,
+        source: str,
+        members: BucketAssignment,
+        epoch: int,
+        num_epochs: int | None,
     ) -> EpochSpan:
-        name = f"{name}/{self.version}"
-        return EpochSpan(members.sizes, self.batch_size, self.seed, name, epoch, num_epochs)
+        name, size = f"{stage.name}/{source}/{self.version}", stage.global_batch_size
+        size = size or self.batch_size
+        of_buckets = own_batch_sizes(members.shapes, stage, self.batch_size)
+        return EpochSpan(members.sizes, size, self.seed, name, epoch, num_epochs, of_buckets)
 
 
 def _begun(progress: _StreamProgress | None) -> tuple[list[OpenEpoch], int]:
@@ -371,12 +391,13 @@ def _begun(progress: _StreamProgress | None) -> tuple[list[OpenEpoch], int]:
 def _filtered(
     catalog: Catalog, members: BucketAssignment, *, keep: pa.Array = None, drop: pa.Array = None
 ) -> BucketAssignment:
-    rows = []
-    for mine in members.rows:
-        identities = catalog.identities.take(pa.array(mine))
-        is_named = pc.is_in(identities, value_set=keep if drop is None else drop).to_numpy(False)
-        rows.append(mine[is_named if drop is None else ~is_named])
-    return BucketAssignment(members.shapes, tuple(rows))
+    def is_kept(rows: Rows) -> NDArray[np.bool_]:
+        identities = catalog.identities.take(pa.array(rows))
+        named = pc.is_in(identities, value_set=keep if drop is None else drop)
+        is_named: NDArray[np.bool_] = named.to_numpy(False)
+        return is_named if drop is None else ~is_named
+
+    return members.filtered(is_kept)
 
 
 def _without(one: Catalog, other: Catalog) -> NDArray[np.integer[Any]]:
@@ -450,6 +471,15 @@ class PlanHistory:
 
     def plan_at(self, step: int) -> Plan:
         return self.plans[bisect_right([plan.first_step for plan in self.plans], step) - 1]
+
+    def stage_at(self, step: int) -> tuple[str, int]:
+        """The stage that a step is in, and its first step, in whichever plan that was."""
+        plan = self.plan_at(step)
+        name, first = plan.stage_at(step)
+        if 0 < first == plan.first_step:
+            earlier, begun = self.stage_at(first - 1)
+            first = begun if earlier == name else first
+        return name, first
 
     def position(self, step: int) -> dict[str, Any]:
         """The position before a step. The end of an epoch is the begin of the next: (e + 1, 0)."""
@@ -590,11 +620,10 @@ def _describe(
             if path is not None and path.exists():
                 difference = str(compare(Catalog.load(path), catalogs[source]))
             lines.append(f"the catalog {data.sources()[source]}: {difference}")
-    order = _order(data)
+    order, before = _order(data), _order(data.model_copy(update=_parsed_order(last)))
     for key in order:
-        before = last["order"].get(key, _UNSET.get(key))
-        if order[key] != before:
-            lines.append(f"data.{key} was {before!r} and is {order[key]!r}")
+        if order[key] != before[key]:
+            lines.append(f"data.{key} was {before[key]!r} and is {order[key]!r}")
     if batch_size != last["batch_size"]:
         lines.append(f"training.global_batch_size was {last['batch_size']} and is {batch_size}")
     return lines

@@ -10,13 +10,13 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
-from longtake.data import buckets, decode, tasks
+from longtake.data import buckets, decode, duplicates, tasks
 from longtake.data.catalog import CLIP_SCHEMA, Catalog, Rejection
 from longtake.data.clip import Clip
 from longtake.data.window import Crop, Window, read_window
@@ -116,7 +116,7 @@ class MotionScore(Task[Clip, float | ClipError]):
         return ClipError(item.path, reason)
 
     def reads(self, item: Clip) -> str:
-        return item.media.path if item.num_frames > 1 else ""
+        return item.media.path if item.num_frames > 1 and not item.media.is_remote else ""
 
 
 def motion(clip: Clip, progress: Callable[[], object] = lambda: None) -> float:
@@ -187,7 +187,7 @@ class OwnScore(Task[Clip, float | ClipError]):
         return ClipError(item.path, reason)
 
     def reads(self, item: Clip) -> str:
-        return item.media.path
+        return "" if item.media.is_remote else item.media.path
 
 
 def _is_number(value: Any) -> bool:
@@ -223,11 +223,15 @@ SCORES = {
     "nouns": "nouns in the caption, each as often as it occurs (English)",
     "motion": "how far the picture changes in an eighth of a second (0 to 255)",
     "length": "words in the caption",
+    "duplicates": "0: kept; 1, 2, ...: the copies of a clip that is kept, seen by their frames",
 }
 """The scores that come with longtake, and what each one counts."""
 
 _Progress = Callable[[int, int], None]
-_ROW: TypeAdapter[tuple[int, float]] = TypeAdapter(tuple[Count, float])
+_ROW: TypeAdapter[tuple[int, float | str]] = TypeAdapter(tuple[Count, float])
+_HASHES_ROW: TypeAdapter[tuple[int, float | str]] = TypeAdapter(
+    tuple[Count, Annotated[str, Field(pattern="^([0-9a-f]{64})*$")]]
+)
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,10 @@ class Scored:
     values: NDArray[np.float64]
     failed: tuple[Rejection, ...] = ()  # clips that could not be decoded, and why
     # what is kept of it until the catalog is written
-    journal: Journal[tuple[int, float]] | None = field(default=None, compare=False, repr=False)
+    journal: Journal[tuple[int, float | str]] | None = field(
+        default=None, compare=False, repr=False
+    )
+    groups: tuple[NDArray[np.int64], ...] = ()  # of near-duplicates: see `DuplicateGroups.rows`
 
     def settle(self) -> None:
         if self.journal is not None:
@@ -262,6 +269,7 @@ def score(
     out: Path | None = None,
     progress: _Progress | None = None,
     memory_gib: float = decode.MEMORY_GIB,
+    distance: int = duplicates.DISTANCE,
 ) -> Scored:
     """Add one attribute to all clips; one of that name that is already there is replaced.
 
@@ -278,6 +286,7 @@ def score(
             again (`Scored.settle` removes that). None: nothing is kept.
         progress: called with (clips done, clips in all).
         memory_gib: what decoding one clip may take; the score of a clip that needs more is unknown.
+        distance: of `duplicates`: bits in which two frames that resemble each other may differ.
 
     Raises:
         DataError: there is no such score or function, the name cannot be an attribute's, the
@@ -293,33 +302,43 @@ def score(
     if own and on is None:
         workers = 0  # a user's function need not work in another process
     facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
-    journal = None
+    journal, is_hashed = None, by == "duplicates"
     if out is not None:
         path = out.with_name(f".{out.name}.{name}.journal.jsonl")
-        journal = Journal(path, _ROW, header=facts)
+        journal = Journal(path, _HASHES_ROW if is_hashed else _ROW, header=facts)
     known = dict(journal.read()) if journal else {}
-    values, failed = np.full(len(catalog), np.nan), []
-    values[list(known)] = list(known.values())
+    num_known, failed = len(known), list[Rejection]()
     rows = [row for row in range(len(catalog)) if row not in known]
-    results: Generator[float | ClipError]
+    results: Generator[float | str | ClipError]
     if by == "nouns":
         captions = catalog.captions()
         results = nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
     else:
         clips = catalog.clips() if not known else (catalog.clip(row) for row in rows)
-        task = own or MotionScore(decode.Limits(memory_gib))
+        task = _task(by, own, decode.Limits(memory_gib))
         results = tasks.in_order(tasks.run_tasks(task, clips, on=on, workers=workers))
     with closing(results), journal or nullcontext():
-        for done, (row, result) in enumerate(zip(rows, results, strict=True), len(known) + 1):
+        for done, (row, result) in enumerate(zip(rows, results, strict=True), num_known + 1):
             if isinstance(result, ClipError):
                 failed.append(Rejection(catalog.clip(row).path, result.reason))
             else:
-                values[row] = result
+                known[row] = result
                 if journal:
                     journal.add((row, result))
             if progress:
                 progress(done, len(catalog))
-    return Scored(catalog.with_attribute(name, values), name, values, tuple(failed), journal)
+    values, groups = np.full(len(catalog), np.nan), tuple[NDArray[np.int64], ...]()
+    if is_hashed:
+        found = duplicates.group(catalog, {row: str(text) for row, text in known.items()}, distance)
+        values, groups = found.ranks, found.rows
+    else:
+        values[list(known)] = list(known.values())
+    scored = catalog.with_attribute(name, values)
+    return Scored(scored, name, values, tuple(failed), journal, groups)
+
+
+def _task(by: str, own: OwnScore | None, limits: decode.Limits) -> Task[Clip, Any]:
+    return own or (duplicates.HashTask(limits) if by == "duplicates" else MotionScore(limits))
 
 
 def _own(by: str) -> OwnScore:

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from longtake.data.buckets import (
     sort_into_buckets,
 )
 from longtake.data.catalog import Catalog
+from longtake.data.order import shares
 from longtake.errors import DataError
 
 NO_CAPTION = "no caption"
@@ -52,7 +52,14 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
         num_left = len(kept)
     shapes = stage.buckets or data.buckets
     members, unfit = sort_into_buckets(
-        catalog, kept, shapes, data.frame_stride, stills=data.stills_from_videos, fps=data.fps
+        catalog,
+        kept,
+        shapes,
+        data.frame_stride,
+        stills=data.stills_from_videos,
+        fps=data.fps,
+        max_crop=data.max_crop,
+        has_shares=True,
     )
     dropped = Counter({reason: n for reason, n in (dropped + unfit).items() if n})
     if not len(members):
@@ -65,7 +72,9 @@ def drop_in_turn(catalog: Catalog, stage: Stage, data: DataSection) -> Iterator[
     kept = everyone = captioned_rows(catalog)
     yield NO_CAPTION, kept
     for condition in stage.where:
-        kept = kept[_meets(catalog, condition, everyone, data)[np.searchsorted(everyone, kept)]]
+        meets = np.zeros(len(catalog), bool)
+        meets[everyone] = _meets(catalog, condition, everyone, data)
+        kept = kept[meets[kept]]
         yield f"not {condition}", kept
     if stage.drop_hardest:
         kept = kept[~_hardest(catalog, kept, stage.drop_hardest, data)]
@@ -73,8 +82,12 @@ def drop_in_turn(catalog: Catalog, stage: Stage, data: DataSection) -> Iterator[
 
 
 def captioned_rows(catalog: Catalog) -> Rows:
-    captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
-    return np.flatnonzero(captioned).astype(np.uint32)
+    rows, first, count = np.empty(len(catalog), np.uint32), 0, 0
+    for captions in catalog.table["caption"].chunks:
+        found = np.flatnonzero(pc.not_equal(captions, "").to_numpy(zero_copy_only=False))
+        rows[count : count + len(found)] = found + first
+        first, count = first + len(captions), count + len(found)
+    return rows[:count]
 
 
 def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
@@ -172,6 +185,14 @@ def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Co
 
 
 @dataclass(frozen=True)
+class StagePosition:
+    """The stage that an update is in, at the middle of a ramp the later one."""
+
+    name: str
+    num_before: int  # updates of the stage before it; batches that are skipped do not count
+
+
+@dataclass(frozen=True)
 class StageTimeline:
     """Which stage a step belongs to, and how many of its batches come before.
 
@@ -226,20 +247,3 @@ def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:
     before, after = shares(index, weights), shares(index + 1, weights)
     source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
     return source, before[source]
-
-
-def shares(count: int, weights: Sequence[float]) -> list[int]:
-    """How many of the first `count` batches come from each source, as evenly as can be.
-
-    The first source has round(count w); the rest is shared among the others in the same way. Exact
-    in integers, so that it is the same everywhere.
-    """
-    given = []
-    rest = [Fraction(each / max(weights)).limit_denominator(10**6) for each in weights]
-    for position, weight in enumerate(rest):
-        total = sum(rest[position:])
-        part = weight / total if total else Fraction(0)
-        mine = (2 * count * part.numerator + part.denominator) // (2 * part.denominator)
-        given.append(mine)
-        count -= mine
-    return given

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
@@ -17,11 +17,19 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from longtake.config import Bucket, DataSection, Recipe, Stage
-from longtake.data.buckets import Rows, sort_into_buckets
+from longtake.data.buckets import (
+    CROPPED,
+    ONLY_STILLS,
+    TOO_SHORT,
+    Rows,
+    shares_cut,
+    sort_into_buckets,
+)
 from longtake.data.caption_text import all_captions
 from longtake.data.catalog import Catalog
 from longtake.data.plan import Plan, StagePlan, Stream, begin, drifts, review
 from longtake.data.stages import drop_in_turn, select
+from longtake.data.tails import tail_drifts
 from longtake.errors import DataError
 from longtake.formatting import escape, format_duration
 
@@ -126,6 +134,15 @@ def _count(mask: pa.ChunkedArray) -> int:
 
 
 @dataclass(frozen=True)
+class BucketCosts:
+    """What a clip of each bucket costs, as far as it is known."""
+
+    tokens: Mapping[Bucket, int] = field(default_factory=dict)
+    seconds: Mapping[Bucket, float] = field(default_factory=dict)  # of one GPU, predicted
+    device: str = ""  # that GPU
+
+
+@dataclass(frozen=True)
 class ClipAssignment:
     """The bucket of each clip of a catalog in one stage, and the reason if it is dropped."""
 
@@ -144,6 +161,16 @@ class ClipAssignment:
         flat = self.home.astype(np.int64) * shape[1] + self.code + 1
         return np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
 
+    def in_first_epoch(self, stream: Stream) -> "ClipAssignment":
+        """With clips of several buckets (`Bucket.share`) where the first whole epoch has them."""
+        part = stream.parts[-1]
+        if not part.members.shared:
+            return self
+        home = self.home.copy()
+        for bucket in range(len(self.shapes)):
+            home[part.rows_in(part.epoch_span.first_epoch, bucket)] = bucket
+        return replace(self, home=home)
+
     def kept(self, bucket: int) -> Rows:
         return np.flatnonzero((self.home == bucket) & (self.code < 0)).astype(np.uint32)
 
@@ -156,18 +183,21 @@ def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssig
     selection = select(catalog, stage, data)
     reasons = tuple(selection.dropped)
     code, is_left = np.full(len(catalog), -1, np.int16), np.ones(len(catalog), bool)
-    last = reasons[-1] if reasons else ""  # if no condition drops them, no bucket takes them
+    stills = data.stills_from_videos
+    best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills, fps=data.fps)
+    has_bucket = np.flatnonzero(best >= 0).astype(np.uint32)
+    # If no condition drops them, no bucket takes them, or theirs would crop too much.
+    no_bucket = next((reason for reason in (TOO_SHORT, ONLY_STILLS) if reason in reasons), "")
     for reason, rows in [
         *drop_in_turn(catalog, stage, data),
-        (last, selection.members.all_rows()),
+        (no_bucket, has_bucket),
+        (CROPPED, selection.members.all_rows()),
     ]:
         still = np.zeros(len(catalog), bool)
         still[rows] = True
         if reason in reasons:
             code[is_left & ~still] = reasons.index(reason)
-        is_left = still
-    stills = data.stills_from_videos
-    best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills, fps=data.fps)
+        is_left &= still
     nearest = _nearest(catalog, shapes, stills)
     home = np.where(best < 0, nearest, best)
     is_closer = _off(catalog, shapes, nearest) < _off(catalog, shapes, home)
@@ -217,14 +247,17 @@ def _off(
     return off
 
 
-def plan_summary(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -> dict[str, Any]:
     """Describe what a new run trains on.
 
     stages: for each catalog of each stage: `stage`, `source` (the catalog's name), `share` of
         the stage's batches, `first_step`, `steps` (null: endless), `ramp_steps`,
         `trained_steps` of this catalog until training ends, `epochs` that these make, `clips`,
         `selected`, `dropped` {reason: clips}, `examples` {reason: paths} and `buckets`.
-    buckets: those of the first stage. Each has `num_frames`, `height`, `width` and, of all
+    buckets: those of the first stage. Each has `num_frames`, `height`, `width`, `batch_size`,
+        `tokens` of a clip and `batch_tokens` (null: not known), `padding` (share of the places of
+        all batches that stay empty as the last one is smaller; null: endless), `batch_seconds`
+        (predicted for one GPU; null: not known), `time_share` (of an epoch's time) and, of all
         clips, each in one bucket: `clips` = `kept` + `dropped`, the latter by `reasons`;
         `displaced` of the kept (too short for a bucket that would crop them less),
         `batches_per_epoch`, `tail` (clips of the first epoch carried into the next),
@@ -232,14 +265,16 @@ def plan_summary(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         `share_cut`, the mean `scale` and how many are `enlarged`.
     timeline: for each stage its share of the batches in up to 60 spans of the training.
     drift: how clips differ from the stage before; `distance` is null where all were alike.
+    tails: of the clips that a stage adds, those that are far harder than all before it.
     warnings, refusal: sentences; why training would refuse to begin, or null.
     steps, planned_steps, batch_size: of the training, of all stages (null: endless), samples.
+    device: that `batch_seconds` are predicted for.
     """
     steps = recipe.training.steps
     stages = [
         entry
         for number, stage in enumerate(plan.stages)
-        for entry in _streams(plan, number, stage, recipe)
+        for entry in _streams(plan, number, stage, recipe, costs or BucketCosts())
     ]
     refusal = None
     try:
@@ -266,26 +301,36 @@ def plan_summary(plan: Plan, recipe: Recipe) -> dict[str, Any]:
             }
             for drift in drifts(plan)
         ],
+        "tails": [asdict(each) for each in tail_drifts(plan, recipe.data.drift_limit)],
         "warnings": [*warnings, *_poor_fits(stages)],
         "refusal": refusal,
         "steps": steps,
         "planned_steps": plan.end_step,
         "batch_size": plan.batch_size,
+        "device": costs.device if costs else "",
     }
 
 
-def _streams(plan: Plan, number: int, stage: StagePlan, recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _streams(
+    plan: Plan, number: int, stage: StagePlan, recipe: Recipe, costs: BucketCosts
+) -> Iterator[dict[str, Any]]:
     end = _end(plan, recipe.training.steps)
     trained, total = plan.taken(end)[number], sum(stage.weights)
     for stream, weight, count in zip(stage.streams, stage.weights, trained, strict=True):
         catalog = stream.parts[-1].catalog
-        assignment = assign_clips(catalog, stage.stage, recipe.data)
-        buckets = [_bucket(plan, stream, assignment, i) for i in range(len(assignment.shapes))]
+        assignment = assign_clips(catalog, stage.stage, recipe.data).in_first_epoch(stream)
+        buckets = [_bucket(stream, assignment, i, costs) for i in range(len(assignment.shapes))]
+        seconds = [bucket["batch_seconds"] or 0.0 for bucket in buckets]
+        times = [
+            one * each["batches_per_epoch"] for one, each in zip(seconds, buckets, strict=True)
+        ]
+        for bucket, time in zip(buckets, times, strict=True):
+            bucket["time_share"] = time / sum(times) if sum(times) else None
         dropped = dict(
             zip(assignment.reasons, assignment.counts[:, 1:].sum(0).tolist(), strict=True)
         )
         span = stream.parts[-1].epoch_span
-        epochs = count * plan.batch_size / sum(span.sizes)
+        epochs = count / float(span.batches_per_epoch)
         if span.num_epochs is not None and count == span.num_batches:
             epochs = float(span.num_epochs)  # the last batches are smaller
         yield {
@@ -312,25 +357,39 @@ def _end(plan: Plan, steps: int) -> int:
     return steps if plan.end_step is None else min(steps, plan.end_step)
 
 
-def _bucket(plan: Plan, stream: Stream, assignment: ClipAssignment, index: int) -> dict[str, Any]:
+def _bucket(
+    stream: Stream, assignment: ClipAssignment, index: int, costs: BucketCosts
+) -> dict[str, Any]:
     catalog, epochs = stream.parts[-1].catalog, stream.parts[-1].epoch_span
     rows, shape = assignment.kept(index), assignment.shapes[index]
     kept, *dropped = assignment.counts[index].tolist()
-    last = None
+    batch_size = epochs.batch_size_of(index)
+    last = padding = None
     if epochs.num_epochs is not None and kept:
-        last = epochs.num_epochs * kept % plan.batch_size or plan.batch_size
+        samples = epochs.num_epochs * kept
+        padding = 1 - samples / (-(-samples // batch_size) * batch_size)
+        last = epochs.num_epochs * kept % batch_size or batch_size
     return {
         **shape.model_dump(),
+        "batch_size": batch_size,
+        "tokens": costs.tokens.get(shape),
+        "batch_tokens": _times(batch_size, costs.tokens.get(shape)),
+        "batch_seconds": _times(batch_size, costs.seconds.get(shape)),
+        "padding": padding,
         "clips": kept + sum(dropped),
         "kept": kept,
         "dropped": sum(dropped),
         "reasons": {name: n for name, n in zip(assignment.reasons, dropped, strict=True) if n},
         "displaced": int(np.count_nonzero(assignment.is_displaced[rows])),
-        "batches_per_epoch": kept / plan.batch_size,
-        "tail": kept % plan.batch_size,
+        "batches_per_epoch": kept / batch_size,
+        "tail": kept % batch_size,
         "last_batch": last,
         **_fit(catalog, rows, shape),
     }
+
+
+def _times(count: int, each: float | None) -> float | None:
+    return None if each is None else count * each
 
 
 def _fit(catalog: Catalog, rows: Rows, shape: Bucket) -> dict[str, Any]:
@@ -341,7 +400,7 @@ def _fit(catalog: Catalog, rows: Rows, shape: Bucket) -> dict[str, Any]:
     scale = np.maximum(across, down)
     enlarged = scale[scale > 1]
     return {
-        "share_cut": float(1 - (np.minimum(across, down) / scale).mean()),
+        "share_cut": float(shares_cut(catalog, rows, shape).mean()),
         "scale": float(scale.mean()),
         "enlarged": len(enlarged),
         "enlarged_by": float(enlarged.mean()) if len(enlarged) else None,
@@ -386,6 +445,7 @@ def show(
     out: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     review_captions: ReviewCaptions | None = None,
+    costs: BucketCosts | None = None,
 ) -> dict[str, Any]:
     """Describe a catalog, and what a recipe would train on.
 
@@ -398,6 +458,7 @@ def show(
         out: a folder to draw pictures in; None: none are drawn.
         progress: called with (pictures done, pictures in all).
         review_captions: counts the tokens of all captions that the recipe trains on.
+        costs: tokens and seconds of a clip of each bucket, for the model.
 
     Returns:
         JSON-able: `catalog` (the path), the keys of `catalog_stats` and `plan_summary`, `captions`
@@ -421,7 +482,7 @@ def show(
     plan = None
     if recipe is not None:
         plan = begin(catalogs, recipe.data, recipe.training.global_batch_size, recipe.seed)
-        result |= plan_summary(plan, recipe)
+        result |= plan_summary(plan, recipe, costs)
         if review_captions is not None:
             captions = all_captions(catalogs, recipe.data)
             result["captions"], warning = review_captions(captions)
@@ -429,7 +490,8 @@ def show(
     if out is not None:
         from longtake.data.figures import write_pictures  # matplotlib takes a second
 
-        written = write_pictures(out, catalogs[mine], plan, recipe, progress)
+        stages = result.get("stages", ())
+        written = write_pictures(out, catalogs[mine], plan, recipe, progress, stages)
         result["pictures"] = list(map(str, written))
     return result
 
@@ -455,11 +517,13 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _MUCH_IS_CUT = 0.25
 _LITTLE_DRIFT = 0.05
 _LEGEND = (
-    "begins: between two numbers, a stage is mixed with the one before. batches: per epoch. tail: "
-    "clips that the first epoch leaves over; they begin the next one. last: clips in the last "
-    "batch, where epochs end. cut: share of the picture that is cropped away. scale: above 1, "
-    "pictures are enlarged. large: clips of which that is true. A dropped clip counts in the "
-    "bucket that it would be trained in otherwise."
+    "begins: between two numbers, a stage is mixed with the one before. tokens: of a clip. batch: "
+    "clips per update. batches: per epoch. tail: clips that the first epoch leaves over; they "
+    "begin the next one. last: clips in the last batch, where epochs end. padding: share of all "
+    "batches that stays empty because of it. seconds: of a batch on one GPU or CPU, in the "
+    "model's forward and backward pass, predicted. time: share of an epoch's. cut: share of the "
+    "picture that is cropped away. scale: above 1, pictures are enlarged. large: clips of which "
+    "that is true. A dropped clip counts in the bucket that it would be trained in otherwise."
 )
 
 
@@ -491,27 +555,27 @@ def print_plan(console: Console, facts: Mapping[str, Any]) -> None:
     _title(console, "Plan")
     planned = facts["planned_steps"]
     stages = "the last stage has no end" if planned is None else f"the stages have {planned:,}"
-    _print(
-        console,
-        f"Training ends after {facts['steps']:,} steps of {facts['batch_size']:,} clips; "
-        f"{stages}.\n",
-    )
+    buckets = (bucket for each in facts["stages"] for bucket in each["buckets"])
+    sizes = " or ".join(f"{n:,}" for n in sorted({each["batch_size"] for each in buckets}))
+    _print(console, f"Training ends after {facts['steps']:,} steps of {sizes} clips; {stages}.\n")
     _print(console, _stages(facts))
     if len(facts["timeline"]) > 1:
         _print(console, _timeline_bars(facts))
-    _print(console, f"\n{_LEGEND}\n", style="dim")
+    on = f" Seconds are of {facts['device']}." if facts["device"] else ""
+    _print(console, f"\n{escape(_LEGEND + on)}\n", style="dim")
     sources = {entry["source"] for entry in facts["stages"]}
     for entry in facts["stages"]:
         catalog = f", catalog {entry['source']}" if len(sources) > 1 else ""
         _title(console, f"Stage {entry['stage']}{catalog}")
         _print(console, _buckets(entry))
+        _print(console, _batches(entry))
         if entry["dropped"] and len(entry["buckets"]) > 1:
             _print(console, _drops(entry))
         if entry["dropped"]:
             _print(console, _examples(entry))
-    if facts["drift"]:
+    if (drift := _drift(facts)).row_count:
         _title(console, "Drift from stage to stage")
-        _print(console, _drift(facts))
+        _print(console, drift)
     if facts["warnings"]:
         _title(console, "Warnings", "yellow")
         grid = Table.grid(padding=(0, 1))
@@ -634,18 +698,32 @@ def _timeline_bars(facts: Mapping[str, Any]) -> Table:
 
 
 def _buckets(entry: Mapping[str, Any]) -> Table:
-    names = ("clips", "kept", "dropped", "batches", "tail", "last", "cut", "scale", "large")
+    names = ("clips", "kept", "dropped", "cut", "scale", "large")
     table = _table(numbers=("frames", "size", *names))
     for bucket in entry["buckets"]:
         table.add_row(
             *_shape(bucket),
             *(_number(bucket[key]) for key in ("clips", "kept", "dropped")),
-            f"{bucket['batches_per_epoch']:,.2f}",
-            _number(bucket["tail"]),
-            _number(bucket["last_batch"]),
             _share_cut(bucket["share_cut"]),
             _number(bucket["scale"]),
             f"[yellow]{_number(bucket['enlarged'])}[/]" if bucket["enlarged"] else "0",
+        )
+    return table
+
+
+def _batches(entry: Mapping[str, Any]) -> Table:
+    names = ("tokens", "batch", "of tokens", "batches", "tail", "last", "padding")
+    table = _table(numbers=("frames", "size", *names, "seconds", "time"))
+    for bucket in entry["buckets"]:
+        table.add_row(
+            *_shape(bucket),
+            *(_number(bucket[key]) for key in ("tokens", "batch_size", "batch_tokens")),
+            f"{bucket['batches_per_epoch']:,.2f}",
+            _number(bucket["tail"]),
+            _number(bucket["last_batch"]),
+            "-" if bucket["padding"] is None else f"{bucket['padding']:.1%}",
+            _number(bucket["batch_seconds"]),
+            "-" if bucket["time_share"] is None else f"{bucket['time_share']:.1%}",
         )
     return table
 

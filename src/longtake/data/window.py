@@ -7,7 +7,7 @@ by their exact timestamps. swscale converts and scales each frame in one pass, i
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 from PIL import Image
 
+from longtake.data import stores
 from longtake.data.clip import Kind, Media
 from longtake.data.decode import decoded, opened, read_image
 from longtake.errors import ClipError
@@ -41,6 +42,22 @@ class Size(Protocol):
 
     @property
     def width(self) -> int: ...
+
+
+class FrameSpan(Protocol):
+    """Which frames are read: of a window, or of a further input of its clip."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def num_frames(self) -> int: ...
+
+    @property
+    def stride(self) -> int: ...
+
+    @property
+    def frames(self) -> tuple[int, ...]: ...
 
 
 def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float = 0.5) -> Crop:
@@ -94,12 +111,29 @@ class Window:
         return 3, self.num_frames, self.height, self.width
 
 
+def one_frame(window: Window, number: int) -> Window:
+    """The same of a window's frame of a number, counted from 0."""
+    only = slice(number, number + 1)
+    return replace(
+        window,
+        start=window.start + number * window.stride * (not window.frames),
+        num_frames=1,
+        timestamps=window.timestamps[only],
+        frames=window.frames[only],
+    )
+
+
 def read_window(window: Window, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
     """Decode a window, scaled (bicubic, antialiased) and cut, as [3, F, H, W] uint8 RGB, upright.
 
     Raises:
         ClipError: the file is missing, damaged, or not what its record says.
     """
+    with stores.local(window.media) as media:
+        return _read_window(replace(window, media=media) if media.local else window, out)
+
+
+def _read_window(window: Window, out: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
     video = np.empty(window.shape, dtype=np.uint8) if out is None else out
     assert video.shape == window.shape
     if window.kind == "image":
@@ -133,7 +167,8 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
             frames = decoded(window.media, container, stream, keyframe=seek_to, first=first)
             wanted = _at(window, frames)
         else:
-            wanted = _counted(window, decoded(window.media, container, stream))
+            frames = decoded(window.media, container, stream)
+            wanted = counted(frame_indices(window), frames)
         for number, frame in enumerate(wanted):
             for channel, plane in enumerate(planes(window, frame, reformatter)):
                 video[channel, number] = plane
@@ -142,19 +177,20 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
         how = f"in steps of {window.stride}" if not window.frames else f"to {window.frames[-1]}"
         raise ClipError(
             str(window.media),
-            f"ends before frame {_indices(window)[num_read]}; {window.num_frames} frames from "
+            f"ends before frame {frame_indices(window)[num_read]}; {window.num_frames} frames from "
             f"{window.start} {how} were wanted",
         )
 
 
-def _indices(window: Window) -> Sequence[int]:
-    end = window.start + (window.num_frames - 1) * window.stride + 1
-    return window.frames or range(window.start, end, window.stride)
+def frame_indices(span: FrameSpan) -> Sequence[int]:
+    """Which frames of a file are read, counted from 0, not descending."""
+    end = span.start + (span.num_frames - 1) * span.stride + 1
+    return span.frames or range(span.start, end, span.stride)
 
 
-def _counted(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
-    """The wanted frames by their indices; one that is wanted again is given again."""
-    indices, place = _indices(window), 0
+def counted(indices: Sequence[int], frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
+    """The frames with these indices; one that is wanted again is given again."""
+    place = 0
     for number, frame in enumerate(frames):
         while place < len(indices) and indices[place] == number:
             yield frame

@@ -25,12 +25,14 @@ from typing import Any, Generic, Literal, Self, TypeVar
 from numpy.typing import NDArray
 
 from longtake import errors, heartbeat, process, stacks
+from longtake.config import StoreSection
+from longtake.data.stores import Fetched
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Reply = tuple[Literal["ready", "progress", "done", "failed", "refused"], Any]
-"""What a worker sends: `ready` once; then for each item any number of `progress`, and its result,
-the reason why this item failed, or an error that ends the work."""
+Reply = tuple[Literal["ready", "progress", "fetched", "done", "failed", "refused"], Any]
+"""What a worker sends: `ready` once; then for each item any number of `progress`, what it `fetched`
+from stores, and its result, the reason why this item failed, or an error that ends the work."""
 
 PROGRAM: tuple[str, ...] = ("longtake.data.decode_worker",)
 SILENCE_SECONDS = 60.0
@@ -51,6 +53,7 @@ class Task(ABC, Generic[Item, Result]):
     doing: str = "decoding"  # names the work in messages
     silence_seconds: float = SILENCE_SECONDS  # without a message a process hangs
     memory_gib: float | None = None  # to allocate for an item, beyond what a process has
+    store = StoreSection()  # how items in object stores are fetched
     num_cpus: int = 1  # cores that a process computes on
     uses_gpu: bool = False  # on a cluster: a GPU of its own, if there are any
     start_hint: str = ""  # what else to try where no process can be started
@@ -121,6 +124,7 @@ class WorkerPool(Generic[Item, Result]):
         self._start = _Start(pickle.dumps(task), task.num_cpus, num_buffers, heartbeats, cwd)
         self._queue: deque[_Job] = deque()
         self._incidents: list[WorkerIncident] = []
+        self._fetched = Fetched()
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._lock = threading.Lock()
@@ -144,6 +148,11 @@ class WorkerPool(Generic[Item, Result]):
         with self._lock:
             happened, self._incidents = self._incidents, []
         return happened
+
+    def take_fetched(self) -> Fetched:
+        with self._lock:
+            taken, self._fetched = self._fetched, Fetched()
+        return taken
 
     def running(self) -> dict[int, Item | None]:
         jobs = {each.pid: each.job for each in tuple(self._workers)}
@@ -239,6 +248,10 @@ class WorkerPool(Generic[Item, Result]):
         kind, value = reply
         worker.deadline = time.monotonic() + self._task.silence_seconds
         if kind == "progress":
+            return
+        if kind == "fetched":
+            with self._lock:
+                self._fetched += value
             return
         job, buffer = worker.job, worker.buffer
         worker.job, worker.is_ready, self._failed_starts = None, True, 0

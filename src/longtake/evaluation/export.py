@@ -34,9 +34,10 @@ def _save_added_modules(model: nn.Module, folder: Path) -> None:
 def _write_pipeline(sampler: Sampler, folder: Path) -> None:
     """Write a folder that `from_pretrained` loads."""
     parts, recipe = sampler.components, sampler.recipe
+    rule = parts.shift_rule(recipe.sampling.shift)
     at_bucket = sampler.shift(recipe.sampling, recipe.data.buckets[0])
-    shift = recipe.sampling.shift or parts.defaults.shift
-    parts.family.export(plain_copy(parts.model), parts.codec, parts.text, shift, at_bucket, folder)
+    model = plain_copy(parts.model)
+    parts.family.export(recipe.model, model, parts.codec, parts.text, rule, at_bucket, folder)
     # diffusers' pipelines read no LoKr: there it is merged only.
     if recipe.trainable.kind != "lokr" and (lora := lora_state(parts.model)):
         named = {f"transformer.{name}": value for name, value in lora.items()}

@@ -20,10 +20,12 @@ from longtake.data.clip import Clip
 from longtake.data.conditioning import as_values, conditioning_of, read
 from longtake.data.order import derive
 from longtake.data.plan import refuse_without_conditioning
+from longtake.data.stages import captioned_rows
+from longtake.data.window import Window
 from longtake.errors import DataError, PlanError
 from longtake.models.base import Conditioning
 from longtake.models.build import FlowBatch, flow_losses, training_conditioning
-from longtake.models.conditioning import condition_on, loss_weights
+from longtake.models.conditioning import encode_inputs
 from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import Sampler, try_within_memory
 
@@ -121,8 +123,7 @@ def _refuse_trained(catalog: Catalog, recipe: Recipe, run: RunDirectory) -> None
 def _chosen(catalog: Catalog, data: DataSection, count: int) -> list[tuple[Clip, Bucket]]:
     """The first clips, by identity, that can be used; identities are hashes, as good as drawn."""
     shapes = data.shapes()
-    captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
-    rows = captioned.nonzero()[0].astype("uint32")
+    rows = captioned_rows(catalog)
     stills = data.stills_from_videos
     buckets = choose(catalog, rows, shapes, data.frame_stride, stills=stills, fps=data.fps)
     usable = [
@@ -141,13 +142,7 @@ def _encode(
     """All captions, then all pictures, so that no two encoders are on the device at once."""
     parts, device = sampler.components, sampler.device
     parts.bring("text", device)
-    captions = [
-        {
-            name: each.cpu()
-            for name, each in parts.text.encode([sample_caption(clip.caption, "", data, 0)]).items()
-        }
-        for clip, _ in clips
-    ]
+    captions = [_encode_caption(*each, data, sampler) for each in clips]
     parts.bring("codec", device)
     encoded = []
     for (clip, bucket), caption in zip(clips, captions, strict=True):
@@ -155,6 +150,27 @@ def _encode(
         if on_clip is not None:
             on_clip()
     return encoded
+
+
+def _encode_caption(
+    clip: Clip, bucket: Bucket, data: DataSection, sampler: Sampler
+) -> Conditioning:
+    parts, seen = sampler.components, dict[str, Tensor]()
+    if names := parts.family.encodes_text_with:
+        window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
+        given = _read_inputs(clip, window, data, sampler.device)
+        seen = {name: given[name] for name in names}
+    encoded = parts.text.encode([sample_caption(clip.caption, "", data, 0)], seen)
+    return {name: each.cpu() for name, each in encoded.items()}
+
+
+def _read_inputs(
+    clip: Clip, window: Window, data: DataSection, device: torch.device
+) -> dict[str, Tensor]:
+    return {
+        name: torch.from_numpy(as_values(wanted, read(wanted)))[None].to(device)
+        for name, wanted in conditioning_of(clip, window, data.conditioning).items()
+    }
 
 
 def _encode_pictures(
@@ -165,17 +181,12 @@ def _encode_pictures(
     window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
     video = torch.from_numpy(read(window))[None]
     latents = parts.codec.encode(video.to(device))
-    conditioning, weights, flow = dict(caption), None, sampler.recipe.flow
-    for name, wanted in conditioning_of(clip, window, data.conditioning).items():
-        given = torch.from_numpy(as_values(wanted, read(wanted)))[None].to(device)
-        if name == flow.loss_mask:
-            weights = loss_weights(parts.codec, given, flow.loss_mask_floor).cpu()
-        else:
-            conditioning |= condition_on(parts.codec, name, data.conditioning[name], given)
+    given = _read_inputs(clip, window, data, device)
+    encoded, weights = encode_inputs(parts, sampler.recipe, given, bucket)
     generator = torch.Generator().manual_seed(derive("held_out", clip.identity))
     noise = torch.randn(latents.shape, generator=generator)
-    inputs = {name: each.cpu() for name, each in conditioning.items()}
-    return Encoded(latents.cpu(), noise, inputs, weights)
+    inputs = {name: each.cpu() for name, each in {**caption, **encoded}.items()}
+    return Encoded(latents.cpu(), noise, inputs, None if weights is None else weights.cpu())
 
 
 def _losses(

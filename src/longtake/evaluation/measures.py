@@ -316,7 +316,7 @@ def reference_of(
     """The reference of a preset, kept or made; None with a remark where the clips are not here."""
     path = EvaluationDirectory(run).reference_path(preset)
     asked = {
-        "bucket": bucket.model_dump(),
+        "bucket": bucket.model_dump(exclude={"batch_size"}),
         "fps": fps,
         "clips": recipe.evaluation.reference_clips,
         "frame_stride": recipe.data.frame_stride,

@@ -356,7 +356,7 @@ def _tensors(checkpoint: Path) -> dict[str, "Tensor"]:
     parts = {"model", *(f"ema/{path.name}" for path in (checkpoint / "ema").iterdir())}
     states: dict[str, dict[str, Any]] = {}
     for part in parts:
-        saved = CheckpointReader(checkpoint / part).read_metadata().state_dict_metadata
+        saved = CheckpointReader(checkpoint, part).read_metadata().state_dict_metadata
         sizes = {n: s.size for n, s in saved.items() if isinstance(s, TensorStorageMetadata)}
         states[part] = {name: torch.empty(size) for name, size in sizes.items()}
     load_parts(checkpoint, states)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class StepFunctions(NamedTuple):
     """The functions that a training step calls."""
 
     compute: Callable[[Session, TrainingState, Batch], SampleLosses] = compute_gradients
-    update: Callable[[Session, TrainingState, float, float], float] = apply_update
+    update: Callable[..., float] = apply_update
     losses: Callable[[Components, FlowBatch, Precision, torch.device], Tensor] = flow_losses
 
     def install(self) -> None:
@@ -80,12 +80,12 @@ def poison(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 def raise_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
     """Multiply the updates of the attention's weights from a step on."""
 
-    def update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
+    def update(session: Session, state: TrainingState, *of_step: Any) -> float:
         if not trigger.is_active(state.global_step):
-            return step.update(session, state, grad_norm, scale)
+            return step.update(session, state, *of_step)
         weights = _weights(state, ("attention",))
         before = [weight.clone() for weight in weights]
-        rate = step.update(session, state, grad_norm, scale)
+        rate = step.update(session, state, *of_step)
         for weight, old in zip(weights, before, strict=True):
             weight.lerp_(old, 1 - sandbox.RATE_FACTOR)  # old + factor * (weight - old)
         return rate
@@ -102,8 +102,8 @@ def raise_norm(trigger: Trigger, step: StepFunctions) -> StepFunctions:
         current_batch = batch.step
         return step.compute(session, state, batch)
 
-    def update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
-        rate = step.update(session, state, grad_norm, scale)
+    def update(session: Session, state: TrainingState, *of_step: Any) -> float:
+        rate = step.update(session, state, *of_step)
         if current_batch == trigger.at:
             for weight in _weights(state):
                 weight.mul_(sandbox.NORM_FACTOR)
@@ -221,8 +221,8 @@ INJECTIONS: dict[sandbox.InjectionKind, Callable[[Trigger, StepFunctions], StepF
 def _with_checksum(step: StepFunctions, path: Path) -> StepFunctions:
     """Write a checksum of this rank's weights to a file after each update."""
 
-    def update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
-        rate = step.update(session, state, grad_norm, scale)
+    def update(session: Session, state: TrainingState, *of_step: Any) -> float:
+        rate = step.update(session, state, *of_step)
         whole = b"".join(weight.cpu().numpy().tobytes() for weight in _weights(state))
         path.write_text(sha256(whole).hexdigest(), encoding="utf-8")
         return rate

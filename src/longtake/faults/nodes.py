@@ -6,7 +6,8 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +373,36 @@ def clock_slew(sandbox: Sandbox) -> Evidence:
     return evidence
 
 
+@fault(
+    "clock-step-during-collective",
+    does=(
+        f"Sets the clock that a run's watcher reads by {_CLOCK_STEP_SECONDS:g} s while rank 0 of "
+        "two waits in a collective that rank 1 never joins; then kills rank 1."
+    ),
+    must="The sentences of the stall and of the failed collective name the step of the clock.",
+)
+def clock_step_during_collective(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("clock-step-during-collective"), Evidence()
+    kind: InjectionKind = "hang-rank-1-in-collective"
+    with _launch(site, kind, "watch.enabled=false", restarts=1) as process:
+        hang = process.wait_for_hang()
+        wrong = ("--step", str(_CLOCK_STEP_SECONDS), "--after", "1.0")
+        with _watcher_with_wrong_clock(site, *wrong):
+            sentence = _expect_rank_named(evidence, process, site, hang)
+            os.kill(hang.pid, signal.SIGKILL)
+            process.wait_for_event("resumed")
+        process.finish()
+    step = f"the clock was set back by {-_CLOCK_STEP_SECONDS:.3f} s"
+    evidence.expect(step in sentence, f"the sentence does not say that {step}: {sentence}")
+    evidence.expect_output(process.output, "Rank 1 of 2", step)
+    evidence.expect_near(site, sandbox.undisturbed)
+    evidence.message = (
+        f"{sentence} Rank 1 was killed, and the message of the collective that failed in rank 0 "
+        f"says the same of the clock; {evidence.steps_lost} steps were trained twice."
+    )
+    return evidence
+
+
 def _train_by_wrong_clock(
     site: TrainingSite, kind: node_dir.NodeEventKind, *arguments: str, slow_from: int
 ) -> ObservedEvent | None:
@@ -379,16 +410,22 @@ def _train_by_wrong_clock(
     inject = Injection("slow-steps", slow_from)
     with site.launch("watch.enabled=false", inject=inject) as process:
         process.wait_for_rows(1)
-        command = program(FAULTY_PROCESSES, "watcher", *arguments, str(site.run.path))
-        with (site.folder / "watcher.log").open("wb") as log:
-            watcher = start(command, log, site.folder)
-        try:
+        with _watcher_with_wrong_clock(site, *arguments):
             found = process.wait_for_node_event(kind, _is_clock_event)
             process.finish()
-        finally:
-            watcher.kill()
-            watcher.wait()
     return found
+
+
+@contextmanager
+def _watcher_with_wrong_clock(site: TrainingSite, *arguments: str) -> Iterator[None]:
+    command = program(FAULTY_PROCESSES, "watcher", *arguments, str(site.run.path))
+    with (site.folder / "watcher.log").open("wb") as log:
+        watcher = start(command, log, site.folder)
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.wait()
 
 
 def expect_clock_event(

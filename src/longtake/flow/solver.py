@@ -44,14 +44,16 @@ def solve(
     shift: float,
     solver: SolverName = "euler",
     on_step: Callable[[int], None] | None = None,
+    *,
+    terminal: float = 0.0,
 ) -> Tensor:
     """The latents after so many steps from noise, by any solver; see `integrate`.
 
     Euler and Heun visit `build_sigmas`, UniPC the sigmas of diffusers' scheduler.
     """
     if solver == "unipc":
-        return unipc(velocity, noise, num_steps, shift, on_step)
-    return integrate(velocity, noise, build_sigmas(num_steps, shift), solver, on_step)
+        return unipc(velocity, noise, num_steps, shift, on_step, terminal=terminal)
+    return integrate(velocity, noise, build_sigmas(num_steps, shift, terminal), solver, on_step)
 
 
 def unipc(
@@ -60,6 +62,8 @@ def unipc(
     num_steps: int,
     shift: float,
     on_step: Callable[[int], None] | None = None,
+    *,
+    terminal: float = 0.0,
 ) -> Tensor:
     """As `solve`, by diffusers' UniPCMultistepScheduler as Wan's releases configure it.
 
@@ -69,7 +73,10 @@ def unipc(
     from diffusers import UniPCMultistepScheduler
 
     scheduler: Any = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=shift,
+        shift_terminal=terminal or None,
     )
     scheduler.set_timesteps(num_steps)
     scheduler.set_begin_index(0)  # else it looks for each step's number on the device

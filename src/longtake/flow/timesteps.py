@@ -18,7 +18,6 @@ from longtake.errors import RecipeError
 # their formulas and constants appear unchanged, as does Open-Sora's shift, though its velocity has
 # the opposite sign. flow_matching runs time the other way: its t is 1 - sigma.
 
-ShiftRule = Literal["flux", "opensora"]
 SigmaKind = Literal["uniform", "logit_normal", "mode", "cosmap"]
 
 _BISECTIONS = 53  # as many bits as a float64 has
@@ -157,46 +156,11 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
     return shifted / (shifted + (1 - sigmas))
 
 
-def flux_mu(num_tokens: int) -> float:
-    """Flux's logarithm of the shift: linear, 0.5 at 256 tokens and 1.15 at 4096.
-
-    Tokens are the transformer's image tokens (latent pixels after patching).
-    """
-    slope = (1.15 - 0.5) / (4096 - 256)
-    return 0.5 + slope * (num_tokens - 256)
-
-
-def flux_shift(num_tokens: int) -> float:
-    return math.exp(flux_mu(num_tokens))
-
-
-def opensora_shift(height: int, width: int, num_latent_frames: int) -> float:
-    return math.sqrt(height * width / 512**2) * math.sqrt(num_latent_frames)
-
-
-def resolution_shift(
-    shift: float | ShiftRule, *, num_tokens: int, height: int, width: int, num_latent_frames: int
-) -> float:
-    """The shift of clips of one shape: a number as it is, or a rule applied to their sizes.
-
-    Args:
-        shift: the number, or the rule.
-        num_tokens: of the transformer, for `flux`.
-        height: in pixels, for `opensora`.
-        width: in pixels, for `opensora`.
-        num_latent_frames: after the codec, for `opensora`.
-    """
-    if shift == "flux":
-        return flux_shift(num_tokens)
-    if shift == "opensora":
-        return opensora_shift(height, width, num_latent_frames)
-    return float(shift)
-
-
-def build_sigmas(num_steps: int, shift: float = 1.0) -> list[float]:
+def build_sigmas(num_steps: int, shift: float = 1.0, terminal: float = 0.0) -> list[float]:
     """The num_steps + 1 sigmas that sampling visits, from 1 down to 0.
 
-    They are evenly spaced and then shifted once, as the Flux pipeline does. diffusers'
+    They are evenly spaced and then shifted once, as the Flux pipeline does; a `terminal` above 0
+    then stretches them so that it is the last one above 0 (one step stays at 1). diffusers'
     FlowMatchEulerDiscreteScheduler, left to choose its own grid, differs in two ways: the last step
     starts at 0.001 instead of 1 / num_steps, and a fixed shift is applied twice, to the smallest
     sigma when the scheduler is built and to the whole grid when the steps are set.
@@ -207,4 +171,7 @@ def build_sigmas(num_steps: int, shift: float = 1.0) -> list[float]:
     if num_steps < 1:
         raise RecipeError(f"Sampling in {num_steps} steps is not possible; 1 is the least.")
     even = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-    return [float(sigma) for sigma in shift_sigmas(even, shift)]
+    sigmas = shift_sigmas(even, shift)
+    if terminal and num_steps > 1:
+        sigmas[:-1] = 1 - (1 - sigmas[:-1]) * ((1 - terminal) / (1 - sigmas[-2]))
+    return [float(sigma) for sigma in sigmas]

@@ -234,6 +234,9 @@ _GRAD_NORM_RISE = 4.0
 _LOSS_RISE_WITH_GRAD_NORM = 1.15
 """Rise of the loss without which a rise of the gradient norm is ignored: at the start of a run
 gradients may grow tenfold while the loss falls."""
+_MAX_SHARE_ABOVE = 0.05
+"""Share of the lowest level's steps that may reach the recent gradient norm. Where a small batch
+draws its sigmas, one step in five may have six times the usual norm, and by chance ten of 16 do."""
 _RISE_SIGMAS = 6.0
 """Rise of a level in standard errors of its median, which is required as well."""
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
@@ -261,15 +264,23 @@ def detect_divergence(window: StepWindow) -> GuardVerdict | None:
     if loss_rise > math.log(_LOSS_RISE_WITH_GRAD_NORM):
         grad_norm = np.log(rows.column("grad_norm"))
         grad_norm_rise = _rise(grad_norm)
-        if _is_significant(grad_norm, grad_norm_rise, _GRAD_NORM_RISE):
+        share_above = np.mean(_lowest_level(grad_norm) >= median(grad_norm[-_RECENT_STEPS:]))
+        if share_above <= _MAX_SHARE_ABOVE and _is_significant(
+            grad_norm, grad_norm_rise, _GRAD_NORM_RISE
+        ):
             return _rise_verdict("gradient norm", steps, grad_norm, grad_norm_rise)
     return None
 
 
 def _rise(logs: Numbers) -> float:
+    return median(logs[-_RECENT_STEPS:]) - median(_lowest_level(logs))
+
+
+def _lowest_level(logs: Numbers) -> Numbers:
+    """[_LEVEL_STEPS] successive steps before the recent ones: those with the lowest median."""
     past = logs[: len(logs) - _RECENT_STEPS]
-    levels = medians(past[len(past) % _LEVEL_STEPS :].reshape(-1, _LEVEL_STEPS).T)
-    return median(logs[-_RECENT_STEPS:]) - float(levels.min())
+    levels = past[len(past) % _LEVEL_STEPS :].reshape(-1, _LEVEL_STEPS)
+    return np.asarray(levels[medians(levels.T).argmin()])
 
 
 def _is_significant(logs: Numbers, rise: float, factor: float) -> bool:

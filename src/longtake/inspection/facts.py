@@ -1,6 +1,7 @@
 """Facts of a run, from its files alone: what `longtake show` prints as JSON or tables."""
 
 import math
+import posixpath
 import re
 import shlex
 import statistics
@@ -31,7 +32,10 @@ _MAX_CLIPS_READ = 64
 _NUM_RECENT_STEPS = 50
 _REPORT_NAME = re.compile(r"step_(\d+)_(\d+)\.json")
 
-_BATCH_EVENTS = ("stage", "epoch", "sample_rejected", "decoder_stalled", "decoder_died")
+_BATCH_EVENTS = (
+    *("stage", "epoch", "settings_changed"),
+    *("sample_rejected", "decoder_stalled", "decoder_died"),
+)
 """Their `step` is the number of a batch."""
 _NEXT_STEP_EVENTS = ("stalled", "rank_failed", "killed_rank", "restarted_worker")
 """Their `step` counts the steps that were done before; they happened in the next."""
@@ -57,8 +61,9 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
         `step_seconds` (the median of recent steps), `seconds_left` (None unless it runs),
         `launches`, `starts` (where the seconds of each went before its first step), `newest` (the
         last row of metrics that counts), `abandoned_rows`, `checkpoints` (step, bytes, damage,
-        abandoned), `verdicts`, `rollbacks`, `troubles` (of processes and nodes), `evaluations` (see
-        `evaluated`) and `next` (commands, each with what it does).
+        abandoned), `verdicts`, `rollbacks`, `settings` (that stages changed), `troubles` (of
+        processes and nodes), `evaluations` (see `evaluated`) and `next` (commands, each with what
+        it does).
 
     Raises:
         RunError: there is no run, or run.json is damaged.
@@ -93,6 +98,7 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
         "checkpoints": checkpoints,
         "verdicts": verdicts(events),
         "rollbacks": run.rollbacks(),
+        "settings": settings_changes(events, rows),
         "troubles": incidents(events, rows),
         "evaluations": evaluations,
         "next": _next_commands(run, now.kind, checkpoints, rows, evaluations),
@@ -104,9 +110,86 @@ def verdicts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**each, "step": each["step"] + 1} for each in judged]
 
 
+def settings_changes(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dict[str, Any]]:
+    """What stages changed of learning rate, batch and others; once if a step was trained again."""
+    found = {
+        (event["step"], event["stage"]): {**event, "at": step_of(event, rows)}
+        for event in events
+        if event["event"] == "settings_changed"
+    }
+    return list(found.values())
+
+
 def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dict[str, Any]]:
-    found = (event for event in events if event["event"] in INCIDENT_EVENTS)
-    return [{**event, "at": _incident_step(event, rows)} for event in found]
+    """What happened to processes and nodes, each once.
+
+    A stall that lasts is diagnosed again and again, and launcher and watcher both report a rank's
+    failure. Of a stall that ended, `lasted_seconds` says how long it had lasted.
+    """
+    found: list[dict[str, Any]] = []
+    places: dict[tuple[Any, ...], int] = {}  # in `found`, of what later events may be about
+    stalls: dict[str, int] = {}  # the same by token
+    for event in events:
+        if event["event"] == "stall_cleared" and event.get("token") in stalls:
+            over = stalls[event["token"]]
+            found[over]["lasted_seconds"] = event.get("seconds")
+            places = {key: place for key, place in places.items() if place != over}
+        if event["event"] not in INCIDENT_EVENTS:
+            continue
+        new, key = {**event, "at": _incident_step(event, rows)}, _incident_key(event)
+        place = places.get(key, len(found)) if key else len(found)
+        if place < len(found):
+            found[place] = _merged(found[place], new)
+        else:
+            found.append(new)
+        if key:
+            places[key] = place
+        if event["event"] == "stalled" and "token" in event:
+            stalls[event["token"]] = place
+    return found
+
+
+def _incident_key(event: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What events about the same have in common; None: this one stands alone."""
+    if event["event"] == "rank_failed":
+        return "rank_failed", event.get("launch"), event["rank"], event["pid"]
+    if event["event"] == "stalled" and event.get("suspects"):
+        first = event["suspects"][0]
+        return "stalled", event.get("launch"), first["host"], first["pid"]
+    return None
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a stall the newest diagnosis, from its begin; of a failure what its launcher knows."""
+    if new["event"] == "stalled":
+        return {**new, "time": old["time"], "at": old["at"]}
+    launcher, other = (old, new) if old.get("source") == "launcher" else (new, old)
+    rest = {name: value for name, value in other.items() if name != "reason"}
+    return {**rest, **launcher}
+
+
+def restarts(run: RunDirectory) -> list[dict[str, Any]]:
+    """The launches that trained steps again, which the one before them had not saved.
+
+    JSON: `time`, `step` (after which it began), `lost_steps`, and `cause`: of the launch before the
+    first rank that failed, as `incidents` has it, or None.
+    """
+    events, found, begin = list(read_events(run)), [], 0
+    rows = read_rows(run)
+    for place, event in enumerate(events):
+        if event["event"] not in ("launched", "resumed"):
+            continue
+        if event.get("lost_steps"):
+            failed = (
+                each
+                for each in incidents(events[begin:place], rows)
+                if each["event"] == "rank_failed"
+            )
+            facts = {name: event[name] for name in ("time", "lost_steps")}
+            step, cause = event.get("step") or 0, next(failed, None)
+            found.append({**facts, "step": step, "cause": cause})
+        begin = place
+    return found
 
 
 def _incident_step(event: Mapping[str, Any], rows: MetricRows) -> int:
@@ -203,8 +286,11 @@ def command_to_sample(run: RunDirectory) -> str:
 
 
 def _file_of(clip: Clip, section: ConditioningSection) -> str:
+    """Its path; a name in this folder for what the catalog has, or an object store."""
     given = given_to(clip, section)
-    return given if isinstance(given, str) else "numbers.json"  # the catalog has them
+    if not isinstance(given, str):
+        return "numbers.json"
+    return posixpath.basename(given) if "://" in given else given
 
 
 def _any_clip(run: RunDirectory) -> Clip | None:

@@ -1,7 +1,6 @@
 """Prints the facts of a run, or of the steps around one, as tables."""
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
@@ -9,7 +8,14 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from longtake.formatting import escape, format_duration, format_size, plural
+from longtake.formatting import (
+    escape,
+    for_seconds,
+    format_duration,
+    format_size,
+    format_time,
+    plural,
+)
 
 _PIPE_WIDTH = 120
 _QUARTERS = ("0-¼", "¼-½", "½-¾", "¾-1")
@@ -63,7 +69,7 @@ def print_steps(console: Console, facts: Mapping[str, Any]) -> None:
     if any(row["abandoned"] for row in facts["rows"]):
         _print(console, "[dim]Pale rows were abandoned: the run went back to before them.[/dim]")
     for event in facts["events"]:
-        _print(console, f"  {_time(event['time'])}  {escape(said(event))}")
+        _print(console, f"  {format_time(event['time'])}  {escape(said(event))}")
     if facts["report"] is not None:
         _print_report(console, facts["report"])
     _print_clips(console, facts)
@@ -82,6 +88,12 @@ def said(event: Mapping[str, Any]) -> str:
         return f"step {step}: epoch {event['epoch']} of stage {event['stage']} begins"
     if kind == "stage":
         return f"step {step}: stage {event['stage']} begins"
+    if kind == "settings_changed":
+        changes = (
+            f"{name} {' to '.join('unset' if each is None else _value(each) for each in both)}"
+            for name, both in event["changes"].items()
+        )
+        return f"step {step}: in stage {event['stage']} {', '.join(changes)}"
     if kind == "checkpoint":
         return f"checkpoint of step {step}"
     if kind == "startup_timing":
@@ -96,10 +108,12 @@ def said(event: Mapping[str, Any]) -> str:
 
 
 def incident_words(incident: Mapping[str, Any]) -> str:
-    """What kind of incident it is, in a word or two; of a clock with its size."""
+    """What kind of incident it is, in a word or two; with its size or length."""
     words = _INCIDENTS.get(incident["event"], _words(incident["event"]))
     if incident["event"] == "clock_stepped" and "seconds" in incident:
         return f"{words} {incident['seconds']:+.3g} s"
+    if incident.get("lasted_seconds"):
+        return f"{words} for {for_seconds(incident['lasted_seconds'])}"
     return words
 
 
@@ -107,11 +121,27 @@ def incident_sentence(incident: Mapping[str, Any]) -> str:
     """What happened, on which node and why."""
     texts = (incident.get(name) for name in ("sentence", "message", "reason", "error"))
     text = str(next((each for each in texts if each), ""))
+    text = text.removesuffix(str(incident.get("advice", ""))).rstrip()
     if incident["event"] == "rank_failed" and "reason" not in incident:
-        text = f"rank {incident['rank']} ({incident['phase']}): {text}"
+        text = f"rank {incident['rank']} (phase {incident['phase']}): {text}"
     host = incident.get("host", "")
     where = f" on {host}" if host and host not in text else ""
     return f"{incident_words(incident)}{where}{': ' * bool(text)}{text}"
+
+
+def restart_sentence(restart: Mapping[str, Any]) -> str:
+    """Which steps a launch trained again, and why, of `facts.restarts`."""
+    first, last, cause = (
+        restart["step"] + 1,
+        restart["step"] + restart["lost_steps"],
+        restart["cause"],
+    )
+    steps = f"Step {first} was" if first == last else f"Steps {first} to {last} were"
+    began = format_time(restart["time"], with_date=True)
+    why = "the launch before it had not saved them"
+    if cause is not None:
+        why = f"at {format_time(cause['time'])} a {incident_sentence(cause)}"
+    return f"{steps} trained again by the launch that began at {began}, because {why}"
 
 
 def _start_line(start: Mapping[str, Any]) -> str:
@@ -182,19 +212,20 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     """Lines by what they are of."""
     lines = {
         "recipe": [facts["recipe"]],
-        "begun": [_time(facts["created"], with_date=True)],
+        "begun": [format_time(facts["created"], with_date=True)],
         "launches": _shortened([_launch(each) for each in facts["launches"]]),
         "newest step": [_newest(facts["newest"])] if facts["newest"] else ["none yet"],
         "checkpoints": _checkpoints(facts["checkpoints"]),
         "verdicts": _shortened([_verdict(each) for each in facts["verdicts"]]),
         "rollbacks": _shortened([_rollback(each) for each in facts["rollbacks"]]),
     }
+    if facts["settings"]:
+        lines["settings"] = _shortened([said(each) for each in facts["settings"]])
     # Of the newest there is a table.
     if earlier := [_start_line(each) for each in facts["starts"][:-1]]:
         lines["started"] = _shortened(earlier)
     if facts["troubles"]:
-        incidents = [f"step {each['at']}: {incident_sentence(each)}" for each in facts["troubles"]]
-        lines["troubles"] = _shortened(incidents)
+        lines["troubles"] = _shortened([_trouble(each) for each in facts["troubles"]])
     for each in facts["evaluations"]:
         lines[f"preset {each['preset']}"] = _evaluated(each)
     if facts["abandoned_rows"]:
@@ -202,15 +233,28 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     return lines
 
 
+def _trouble(incident: Mapping[str, Any]) -> str:
+    when = format_time(incident["time"], with_date=True)
+    return f"{when}  step {incident['at']}: {incident_sentence(incident)}"
+
+
 def _launch(launch: Mapping[str, Any]) -> str:
     processes = plural(launch["world_size"], "process", "processes")
     where = f"{processes} on {launch['device']} of {launch['host']}"
-    return f"{_time(launch['time'], with_date=True)}  from step {launch['start_step']}, {where}"
+    return (
+        f"{format_time(launch['time'], with_date=True)}  from step {launch['start_step']}, {where}"
+    )
 
 
 def _newest(row: Mapping[str, Any]) -> str:
     numbers = f"loss {_number(row['loss'])}, gradient norm {_number(row['grad_norm'])}"
-    return f"{row['step']} (epoch {row['epoch']}): {numbers}, {row['step_seconds']:.3g} s"
+    times = f"{row['step_seconds']:.3g} s"
+    if row.get("store_seconds"):
+        rate = format_size(int(row["store_bytes"] / row["store_seconds"]))
+        times += f", {row['data_seconds']:.3g} s of it waiting for data; fetched "
+        times += f"{format_size(row['store_bytes'])} from stores at {rate}/s a request"
+        times += f", {row['store_retries']} retries" if row["store_retries"] else ""
+    return f"{row['step']} (epoch {row['epoch']}): {numbers}, {times}"
 
 
 def _checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -355,11 +399,6 @@ def _number(value: float | str | None, digits: int = 4) -> str:
     if value is None:
         return "no number"
     return value if isinstance(value, str) else f"{value:.{digits}g}"
-
-
-def _time(text: str, *, with_date: bool = False) -> str:
-    form = "%Y-%m-%d %H:%M:%S UTC" if with_date else "%H:%M:%S UTC"
-    return datetime.fromisoformat(text).astimezone(UTC).strftime(form)
 
 
 def _print(console: Console, what: RenderableType) -> None:

@@ -21,7 +21,7 @@ from longtake.errors import ModelError, RecipeError
 from longtake.formatting import did_you_mean
 from longtake.models import numerics, pretrained
 from longtake.models.base import AttentionInputs, BlockInputs, Conditioning, Family
-from longtake.parallel.context_parallel import AttentionMode
+from longtake.parallel.attention import AttentionMode
 from longtake.trust import import_class
 
 ADDED = "added_modules"
@@ -169,7 +169,7 @@ def attach(
         own = [each for each in modules if name in blocks[each]]
         if own:
             block: Any = model.get_submodule(name)
-            block.forward = _BlockForward(attachment, family, block.forward, name, index, own)
+            block.forward = _BlockForward(attachment, family, block, name, index, own)
             attachment.blocks.append(name)
     attachment.hooks = [
         host.register_forward_pre_hook(attachment.before_model),
@@ -264,19 +264,19 @@ class _BlockForward:
         self,
         attachment: _Attachment,
         family: Family,
-        forward: Callable[..., Any],
+        block: nn.Module,
         name: str,
         index: int,
         modules: Sequence[str],
     ) -> None:
         self.attachment = attachment
-        self.forward = forward
+        self.forward: Callable[..., Any] = block.forward
         self.name = name
         self.index = index
-        self.fields = dict(family.block_arguments)
-        self.outputs = family.block_outputs
+        self.fields = dict(family.arguments_of(block))
+        self.outputs = family.outputs_of(block)
         self.attentions = family.attentions
-        self.parameters = tuple(inspect.signature(forward).parameters)
+        self.parameters = tuple(inspect.signature(block.forward).parameters)
         self.around = [each for each in modules if hasattr(attachment.modules[each], "around")]
         self.attending = [
             each for each in modules if hasattr(attachment.modules[each], "around_attention")

@@ -4,31 +4,41 @@ A family is the one place that knows how an architecture differs from others. Ev
 has latents [B, C, F, H, W], sigmas [B] (1 = pure noise) and the velocity, noise - latents.
 """
 
+import functools
 import importlib
 import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from longtake.config import ModelSection, Shift
+from longtake.config import Bucket, ModelSection
 from longtake.errors import ModelError, RecipeError
+from longtake.flow import solver
+from longtake.flow.shift import ShiftRule
 from longtake.formatting import did_you_mean
 from longtake.models import deferred_init, numerics, pretrained
-from longtake.models.codec import Codec
+from longtake.models.codec import Codec, encode_videos
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import SharedAttention, TokenSharing
 from longtake.trust import import_class
 
 FAMILIES = {
     "flux": "longtake.models.flux:Flux",
+    "flux2": "longtake.models.flux2:Flux2",
     "flux_kontext": "longtake.models.flux:FluxKontext",
+    "qwen_image": "longtake.models.qwen_image:QwenImage",
     "tubelet": "longtake.models.tubelet:Tubelet",
     "wan": "longtake.models.wan:Wan",
+    "z_image": "longtake.models.z_image:ZImage",
 }
 
 Conditioning = dict[str, Tensor]
@@ -36,7 +46,9 @@ Conditioning = dict[str, Tensor]
 
 From text encoders `token_ids`, or `prompt_embeds` and `pooled_prompt_embeds`; of
 `data.conditioning` what `longtake.models.conditioning` says, such as `<name>_latents`
-[B, C, 1, h, w] of a picture; for a guidance-distilled model `guidance` [B].
+[B, C, 1, h, w] of a picture; for a guidance-distilled model `guidance` [B]. What is of another
+length for each sample is padded, such as `prompt_embeds` [B, T, D], and comes with its length,
+`prompt_length` [B] int64: `call` makes a mask or a list of it, or cuts.
 """
 
 
@@ -57,8 +69,8 @@ class BlockInputs:
     """
 
     tokens: Tensor
-    """[B, T, D]: of FLUX Kontext the noisy image's, then the reference's; of tubelet the caption's,
-    then the clip's."""
+    """[B, T, D]: of FLUX the noisy image's, then those of its references; of tubelet, and in
+    FLUX.2's single blocks, the caption's, then the clip's."""
     text: Tensor | None
     """[B, T', D]: FLUX's second stream, or what Wan attends to; None where blocks see no other."""
     temb: Tensor
@@ -94,11 +106,14 @@ class AttentionInputs:
     """What the block was called with."""
 
 
+_SHIFT = ShiftRule(5.0)
+
+
 @dataclass(frozen=True)
 class Defaults:
     """Values of recipe keys that are unset."""
 
-    shift: Shift = 5.0  # of sampling
+    shift: ShiftRule = _SHIFT  # of sampling
     guidance_scale: float = 5.0
     num_inference_steps: int = 30
     caption_dropout: float = 0.1  # of a model that is sampled with classifier-free guidance
@@ -114,6 +129,28 @@ class Family(ABC):
     references: tuple[str, ...] = ()
     """Names of the pictures in `data.conditioning` whose latents its forward pass needs."""
 
+    encodes_by_length = False
+    """Whether `encode_text` gives the same for shorter padding, followed by zeros [B, T, D]."""
+
+    has_text_lengths = False
+    """Whether `encode_text` gives what `pad_texts` does."""
+
+    encodes_text_with: tuple[str, ...] = ()
+    """Names in `data.conditioning` of pictures that its text encoder sees, with the caption."""
+
+    shares_tokens = True
+    """Whether ranks can share the tokens of its samples, by `share_tokens`."""
+
+    idle: ClassVar[tuple[str, ...]] = ()
+    """Patterns (fnmatch) of the names of parameters that get no gradient, or zeros alone."""
+
+    untrained: ClassVar[tuple[str, ...]] = ()
+    """Such patterns of parameters that change no velocity whatever the inputs: they are frozen.
+    `{last}` is the number of the last block, whose text is of no use, for example."""
+
+    optional_references: tuple[str, ...] = ()
+    """Names of the pictures that it takes besides, where a recipe has them."""
+
     lora_targets: tuple[str, ...]
     """The linear layers that get LoRA unless the recipe names others: attention's projections."""
 
@@ -127,6 +164,14 @@ class Family(ABC):
     attentions: ClassVar[tuple[str, ...]] = ()
     """Names of the attentions in a block, in the order in which torch's
     `scaled_dot_product_attention` is called; empty where blocks attend in another way."""
+
+    def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
+        """`block_arguments` of one block, where blocks differ."""
+        return self.block_arguments
+
+    def outputs_of(self, block: nn.Module) -> tuple[str, ...]:
+        """`block_outputs` of one block, where blocks differ."""
+        return self.block_outputs
 
     @abstractmethod
     def patch(self, section: ModelSection) -> tuple[int, ...]:
@@ -168,6 +213,16 @@ class Family(ABC):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated blocks: units of sharding and recomputation, whose matrices Muon trains."""
 
+    def untrained_parameters(self, model: nn.Module) -> list[str]:
+        """Names of the parameters of a model that match `untrained`."""
+        last = len(self.blocks(model)) - 1
+        patterns = [pattern.replace("{last}", str(last)) for pattern in self.untrained]
+        return [
+            name
+            for name, _ in model.named_parameters()
+            if any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]
+
     @abstractmethod
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
         """Have each block called as `call(block, *inputs)` wherever gradients are enabled.
@@ -196,6 +251,93 @@ class Family(ABC):
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
         """Tokens of one sample's noisy latents."""
 
+    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
+        """A pipeline of diffusers that encodes text with these parts, and lacks the others."""
+        raise NotImplementedError(f"{type(self).__name__} embeds the ids of words")
+
+    def encode_text(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> Conditioning:
+        """What the pipeline's own methods make of captions, on its device; without gradients.
+
+        Args:
+            pipeline: of `text_pipeline`.
+            captions: B of them, in a list that may be changed.
+            max_tokens: T, what captions are cut or padded to.
+            pictures: [B, 3, 1, H, W] uint8 of each name in `encodes_text_with`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} embeds the ids of words")
+
+    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> Conditioning:
+        """Shapes and dtypes of what `encode_text` gives for one caption, on the meta device.
+
+        Args:
+            encoders: by their folders in the pipeline; on the meta device.
+            max_tokens: T.
+        """
+        width = text_width(encoders[self.frozen.text.folder])
+        found = {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
+        if self.has_text_lengths:
+            found["prompt_length"] = torch.empty(1, dtype=torch.int64, device="meta")
+        return found
+
+    def run_encoders(
+        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
+    ) -> None:
+        """Call the encoders as `encode_text` does for the longest caption; they are fake tensors.
+
+        Args:
+            encoders: by their folders in the pipeline.
+            max_tokens: of those that read captions.
+        """
+        for folder, length in max_tokens.items():
+            ids = torch.ones(1, length, dtype=torch.long)
+            encoders[folder](input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    encodes_inputs_itself = False
+    """Whether `encode_inputs` gives other tensors than one input's latents, which a cache lacks."""
+
+    def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of pictures in `data.conditioning` that the model needs, and that it may get."""
+        return self.references, (*self.references, *self.optional_references)
+
+    def encode_inputs(
+        self, codec: Codec, text: TextEncoder, given: Mapping[str, Tensor], bucket: Bucket
+    ) -> Conditioning:
+        """Tensors [B, ...] of the pictures and videos in `data.conditioning` that are encoded.
+
+        They are the same for a sample alone as in a batch.
+
+        Args:
+            codec: of the recipe, on the device of the pixels.
+            text: of the recipe; its `pipeline` has encoders of pictures, where there are such.
+            given: by name, [B, 3, F, H, W] uint8; F is 1 for a picture.
+            bucket: of the clips.
+        """
+        return {f"{name}_latents": encode_videos(codec, each) for name, each in given.items()}
+
+    def outline_inputs(
+        self, codec: Codec, text: TextEncoder, given: Mapping[str, int], bucket: Bucket
+    ) -> Conditioning:
+        """Shapes and dtypes of what `encode_inputs` gives for one sample, on the meta device.
+
+        `given` has numbers of frames by name.
+        """
+        frames, *size = codec.latent_shape(bucket)
+        shapes = {
+            f"{name}_latents": (1, codec.channels, 1 if number == 1 else frames, *size)
+            for name, number in given.items()
+        }
+        return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+    def with_given(self, latents: Tensor, conditioning: Conditioning) -> Tensor:
+        """Sampled latents [B, C, F, H, W], with the frames that were given and not predicted."""
+        return latents
+
+    def loss_weights(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
+        """[B, 1, F, H, W] fp32: 0 where frames are given, which are not predicted; None: 1."""
+        return None
+
     def sequence_length(
         self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
     ) -> int:
@@ -220,13 +362,18 @@ class Family(ABC):
     ) -> Tensor:
         """The velocity, [B, C, F, H, W], for latents of that shape and sigmas [B]."""
 
+    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        """The velocity [B, C, F, H, W] of classifier-free guidance, as the pipeline has it."""
+        return solver.guided(conditional, unconditional, scale)
+
     @abstractmethod
     def export(
         self,
+        section: ModelSection,
         model: nn.Module,
         codec: Codec,
         text: TextEncoder,
-        shift: Shift,
+        rule: ShiftRule,
         bucket_shift: float,
         folder: Path,
     ) -> None:
@@ -235,11 +382,12 @@ class Family(ABC):
         Call that pipeline with max_sequence_length = the recipe's `text.max_tokens`.
 
         Args:
+            section: of the run's recipe.
             model: without LoRA layers.
             codec: of the run.
             text: of the run.
-            shift: of sampling, a number or a rule; the scheduler gets the rule if it has it.
-            bucket_shift: the shift at the run's first bucket, for a scheduler without the rule.
+            rule: of sampling; the scheduler gets it if the pipeline can follow it.
+            bucket_shift: the shift at the run's first bucket, for a pipeline that cannot.
             folder: to write.
 
         Raises:
@@ -267,17 +415,18 @@ class TransformerCall(NamedTuple):
 class DiffusersFamily(Family):
     """A family whose transformer and pipeline are diffusers'.
 
-    A subclass names them, and writes `fitted_config`, `call`, `share_tokens` and `scheduler`; the
-    other methods serve most transformers and are overridden where one differs. Code that needs the
-    model's own inputs (ids, masks, per-token timesteps, several references) belongs into `call`.
+    A subclass names them, and writes `fitted_config`, `call` and `share_tokens`; the other methods
+    serve most transformers and are overridden where one differs. Code that needs the model's own
+    inputs (ids, masks, per-token timesteps, several references) belongs into `call`.
     """
 
     label: str
     """Its name in messages."""
     transformer_class: str
     pipeline_class: str
+    text_pipeline_class: str | None = None
+    """Whose methods encode text, where those of `pipeline_class` cannot."""
     codec_class: type[Any]
-    text_class: type[Any]
     parts: str
     """Codec and text encoders in words, for the message that others cannot be exported."""
 
@@ -295,14 +444,18 @@ class DiffusersFamily(Family):
     block_outputs: ClassVar[tuple[str, ...]] = ("text", "tokens")
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
     variants: ClassVar[Mapping[float, str]] = {}
-    """Variants that longtake does not train, by in_channels / out_channels of their transformer."""
+    """By in_channels / out_channels of their transformer, variants that longtake does not train;
+    empty: one that it trains."""
 
     time_scale = 1.0
     """Timestep of sigma 1."""
     negates = False
     """Whether the transformer predicts latents - noise."""
-    default_shift: Shift = 5.0
-    """Where the release has no scheduler."""
+    scheduler_class = "FlowMatchEulerDiscreteScheduler"
+    scheduler_options: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of that class; like it and the next, where there is no release with a scheduler."""
+    default_shift = _SHIFT
+    mu: ClassVar[pretrained.PipelineMu] = "line"
     guidance_scale = 5.0
     num_inference_steps = 50
 
@@ -329,8 +482,36 @@ class DiffusersFamily(Family):
         """
 
     @abstractmethod
-    def scheduler(self, shift: Shift, bucket_shift: float) -> Any:
-        """The exported pipeline's scheduler, which visits the sigmas of `build_sigmas`."""
+    def encode_text(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> Conditioning:
+        """See `Family.encode_text`."""
+
+    def pipeline_of(self, parts: Mapping[str, Any]) -> str:
+        """The pipeline's class, where it depends on the text encoders."""
+        return self.pipeline_class
+
+    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
+        import diffusers
+        import transformers
+
+        with (
+            pretrained.quiet(diffusers.DiffusionPipeline),
+            pretrained.quiet(transformers.CLIPTextModel),
+        ):
+            pipeline = getattr(diffusers, self.text_pipeline_class or self.pipeline_of(parts))
+            required = inspect.Parameter.empty
+            wanted = pretrained.defaults(pipeline.__init__).items()
+            absent = {name: None for name, default in wanted if default is required}
+            return pipeline(**{**absent, **parts})
+
+    def exported_pipeline(self, release: pretrained.Release, parts: Mapping[str, Any]) -> str:
+        """Class of the pipeline that is exported, with these encoders and tokenizers."""
+        return self.pipeline_of(parts)
+
+    def further_channels(self, section: ModelSection) -> int:
+        """Channels that the transformer takes besides the noisy latents'."""
+        return 0
 
     def check_config(self, config: Any) -> None:
         """Refuse arguments that diffusers takes, and that fail at the first step: RecipeError."""
@@ -389,6 +570,8 @@ class DiffusersFamily(Family):
         import diffusers
 
         fitted = self.fitted_config(shapes[0].channels, text)
+        if further := self.further_channels(section):
+            fitted["in_channels"] += further
         model_class = getattr(diffusers, self.transformer_class)
         model = deferred_init.build_transformer(
             model_class, section, fitted, weights=weights, variants=self.variants
@@ -416,10 +599,31 @@ class DiffusersFamily(Family):
 
     def defaults(self, section: ModelSection) -> Defaults:
         """Shift by the release's scheduler; guidance scale and steps are the pipeline's."""
-        shift = pretrained.scheduler_shift(
-            pretrained.read_release(section).scheduler, otherwise=self.default_shift
-        )
-        return Defaults(shift, self.guidance_scale, self.num_inference_steps)
+        return Defaults(self.release_shift(section), self.guidance_scale, self.num_inference_steps)
+
+    def release_shift(self, section: ModelSection) -> ShiftRule:
+        """By the release's scheduler_config.json."""
+        release = pretrained.read_release(section).scheduler
+        found = pretrained.scheduler_shift(release, self.mu, str(section.pretrained))
+        return found or self.default_shift
+
+    def scheduler(self, section: ModelSection, rule: ShiftRule, bucket_shift: float) -> Any:
+        """The exported pipeline's scheduler: the release's, with another shift if the run has it.
+
+        A pipeline that cannot follow the rule gets `bucket_shift`.
+        """
+        import diffusers
+
+        release = pretrained.read_release(section).scheduler or {}
+        named = getattr(diffusers, str(release.get("_class_name")), None)
+        scheduler_class = named or getattr(diffusers, self.scheduler_class)
+        values = {**self.scheduler_options, **release}
+        if not release or rule != self.release_shift(section):
+            known = pretrained.defaults(scheduler_class.__init__)
+            changed = pretrained.shift_values(rule, self.mu, bucket_shift)
+            values |= {key: value for key, value in changed.items() if key in known}
+        with pretrained.quiet(scheduler_class):
+            return scheduler_class.from_config(values)
 
     def distils_guidance(self, model: nn.Module) -> bool:
         config: Any = model.config
@@ -427,28 +631,36 @@ class DiffusersFamily(Family):
 
     def export(
         self,
+        section: ModelSection,
         model: nn.Module,
         codec: Codec,
         text: TextEncoder,
-        shift: Shift,
+        rule: ShiftRule,
         bucket_shift: float,
         folder: Path,
     ) -> None:
         import diffusers
 
-        if type(codec) is not self.codec_class or type(text) is not self.text_class:
+        if type(codec) is not self.codec_class or not isinstance(text, TransformersText):
             raise RecipeError(
                 f"A {self.pipeline_class} needs {self.parts}; this run has {type(codec).__name__} "
                 f"and {type(text).__name__}. `longtake sample` samples it."
             )
-        autoencoder, encoders = codec.modules()[0], cast("TransformersText", text)
-        pipeline = getattr(diffusers, self.pipeline_class)(
+        autoencoder = codec.modules()[0]
+        parts = text.pipeline_parts()
+        release = pretrained.read_release(section)
+        pipeline_class = getattr(diffusers, self.exported_pipeline(release, parts))
+        known = pretrained.defaults(pipeline_class.__init__)
+        index = release.pipeline
+        settings = {n: v for n, v in index.items() if n in known and not isinstance(v, list)}
+        pipeline = pipeline_class(
             transformer=model,
             vae=autoencoder,
-            scheduler=self.scheduler(shift, bucket_shift),
-            **encoders.pipeline_parts(),
+            scheduler=self.scheduler(section, rule, bucket_shift),
+            **parts,
+            **settings,
         )
-        with pretrained.quiet(model), pretrained.quiet(encoders.encoder):
+        with pretrained.quiet(model), pretrained.quiet(text.encoder):
             pipeline.save_pretrained(folder)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
@@ -477,6 +689,45 @@ class DiffusersFamily(Family):
                 f"and when sampling with --conditioning {name}=FILE."
             )
         return conditioning[key]
+
+
+def text_width(encoder: nn.Module) -> int:
+    """Width of a text encoder's hidden states."""
+    config: Any = encoder.config
+    return int(config.get_text_config().hidden_size)
+
+
+def run_decoders(encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]) -> None:
+    """`Family.run_encoders` of decoders whose hidden layers are the text's."""
+    for folder, length in max_tokens.items():
+        ids = torch.ones(1, length, dtype=torch.long)
+        mask = torch.ones_like(ids)
+        encoders[folder](
+            input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False
+        )
+
+
+def pad_texts(texts: Sequence[Tensor], max_tokens: int) -> Conditioning:
+    """`prompt_embeds` [B, T, D] of texts [L, D], zeros behind them; `prompt_length` [B] int64."""
+    padded = torch.stack([F.pad(each, (0, 0, 0, max_tokens - len(each))) for each in texts])
+    lengths = torch.tensor([len(each) for each in texts], device=padded.device)
+    return {"prompt_embeds": padded, "prompt_length": lengths}
+
+
+def cut_texts(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Texts [B, T, D] cut where the longest ends, and bool [B, T] of what is no padding.
+
+    None instead where nothing is: attention without a mask has faster kernels. It waits for the
+    device. In a plan every text is as long as it can be, and those of a batch are of unlike length.
+    """
+    longest = total = padded.shape[1]
+    if not isinstance(padded, FakeTensor) and not padded.is_meta:
+        known = lengths.tolist()
+        longest, total = max(known), sum(known)
+    padded = padded[:, :longest]
+    if total == padded[..., 0].numel():
+        return padded, None
+    return padded, torch.arange(longest, device=padded.device) < lengths[:, None]
 
 
 def family(name: str) -> Family:
@@ -512,7 +763,23 @@ def _own_family(path: str) -> Family:
 
 def share_attention(attention: nn.Module, sharing: TokenSharing) -> None:
     module: Any = attention
-    module.set_processor(_SharingProcessor(module.processor, sharing))
+    processor_class: Any = type(module.processor)
+    module.set_processor(_sharing_class(processor_class)(module.processor, sharing))
+
+
+@functools.cache
+def _sharing_class(processor_class: Any) -> type["_SharingProcessor"]:
+    """With the signature of another processor's `__call__`.
+
+    diffusers' `Attention` drops arguments that are not in it. torch.compile would take a `__call__`
+    that an instance has for the class's.
+    """
+
+    @functools.wraps(processor_class.__call__)
+    def call(self: "_SharingProcessor", *args: Any, **kwargs: Any) -> Any:
+        return self.attend(*args, **kwargs)
+
+    return type("_SharingProcessor", (_SharingProcessor,), {"__call__": call})
 
 
 class _SharingProcessor:
@@ -522,7 +789,7 @@ class _SharingProcessor:
         self._processor = processor
         self._sharing = sharing
 
-    def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def attend(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shared = SharedAttention(self._sharing)
         with shared:
             mixed = self._processor(attn, *args, **kwargs)

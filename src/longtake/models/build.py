@@ -9,14 +9,22 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from longtake.config import Bucket, Quantization, Recipe, Shift, TextSection
+from longtake.config import Bucket, ModelSection, Quantization, Recipe, Shift, TextSection
 from longtake.errors import RecipeError
 from longtake.flow import path, timesteps
+from longtake.flow.shift import ClipSize, ShiftRule, named_rule
 from longtake.fsio import read_record, write_json
-from longtake.models import added_module, deferred_init, numerics, pretrained, trainable
-from longtake.models.base import Conditioning, Defaults, Family, LatentShape, family
+from longtake.models import (
+    added_module,
+    deferred_init,
+    numerics,
+    pretrained,
+    recognition,
+    trainable,
+)
+from longtake.models.base import FAMILIES, Conditioning, Defaults, Family, LatentShape, family
 from longtake.models.codec import NO_PATCH, Codec, build_codec, outline_codec
-from longtake.models.conditioning import outline_input
+from longtake.models.conditioning import outline_inputs
 from longtake.models.quantized import quantize_linears
 from longtake.models.text import TextEncoder, build_text, outline_text
 
@@ -49,16 +57,26 @@ class Components:
         added_module.condition(self.model, noisy_latents, sigmas, conditioning)
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
-    def shift(self, shift: Shift, bucket: Bucket) -> float:
-        """The shift of sigmas, as a number, for clips of one shape."""
+    def shift_rule(self, shift: Shift | None) -> ShiftRule:
+        """What a recipe's value means; unset and `release` are the pretrained model's own."""
+        if shift is None or shift == "release":
+            return self.defaults.shift
+        return named_rule(shift)
+
+    def shift(self, shift: Shift | None, bucket: Bucket, num_steps: int | None = None) -> float:
+        """The shift of sigmas, as a number, for clips of one shape.
+
+        Args:
+            shift: of the recipe.
+            bucket: the clips' shape.
+            num_steps: of sampling, which FLUX.2's rule follows. None, in training: those with
+                which the release is sampled, so that no key of sampling changes what is trained.
+        """
         shape = latent_shape(self.codec, bucket)
-        return timesteps.resolution_shift(
-            shift,
-            num_tokens=self.family.num_tokens(self.model, shape),
-            height=bucket.height,
-            width=bucket.width,
-            num_latent_frames=shape.num_frames,
-        )
+        num_tokens = self.family.num_tokens(self.model, shape)
+        size = ClipSize(num_tokens, bucket.height, bucket.width, shape.num_frames)
+        steps = num_steps or self.defaults.num_inference_steps
+        return self.shift_rule(shift).factor(size, steps)
 
     def bring(self, part: Part | None, device: torch.device) -> None:
         """Move one part to a device and the others to the CPU: one of them is there at a time.
@@ -94,9 +112,9 @@ Kinds = Mapping[str, Quantization]
 """What the frozen linear layers of blocks are quantised to, by the blocks' names."""
 _KINDS = "quantized.json"
 
-Source = Literal["here", "files", "checkpoint"]
+Source = Literal["here", "files", "checkpoint", "seed"]
 """Where a model gets its weights: at once and whole; or later, each rank its shard, from the files
-of `model.pretrained` or from a checkpoint."""
+of `model.pretrained`, from a checkpoint, or drawn from the seed."""
 
 
 def assemble(
@@ -127,16 +145,16 @@ def assemble(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        chosen, section = family(recipe.model.family), recipe.codec
+        chosen, section = chosen_family(recipe.model), recipe.codec
         if frozen_parts:
             codec = build_codec(section, chosen.frozen.codec, made)
         else:
             codec = outline_codec(section, chosen.frozen.codec)
         shapes = _check(recipe, chosen, codec)
         if frozen_parts or recipe.text.kind == "words":
-            text = build_text(text_section(recipe), chosen.frozen, captions, made)
+            text = build_text(text_section(recipe), chosen, captions, made)
         else:
-            text = outline_text(text_section(recipe), chosen.frozen)
+            text = outline_text(text_section(recipe), chosen)
         torch.manual_seed(recipe.seed)  # the model's weights do not depend on the other parts
         source: Source = weights
         if recipe.model.quantize != "none" and recipe.model.pretrained is not None:
@@ -158,13 +176,13 @@ def build_frozen_parts(recipe: Recipe, made: Path, *, with_text: bool) -> tuple[
 
     If not `with_text` the text encoder cannot encode.
     """
-    frozen, section = family(recipe.model.family).frozen, text_section(recipe)
+    chosen, section = family(recipe.model.family), text_section(recipe)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        codec = build_codec(recipe.codec, frozen.codec, made)
+        codec = build_codec(recipe.codec, chosen.frozen.codec, made)
         if with_text or section.kind == "words":
-            return codec, build_text(section, frozen, (), made)
-        return codec, outline_text(section, frozen)
+            return codec, build_text(section, chosen, (), made)
+        return codec, outline_text(section, chosen)
 
 
 def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
@@ -173,20 +191,27 @@ def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
     Raises:
         ModelError: a part cannot be found.
     """
+    parts, second = chosen_family(recipe.model).frozen, recipe.text.second_encoder()
     if recipe.model.pretrained is not None:
         pretrained.locate(recipe.model.pretrained, recipe.model.subfolder)
     if not frozen_parts:
         return
-    parts, second = family(recipe.model.family).frozen, recipe.text.second_encoder()
     for where, part in (
         (recipe.codec.pretrained, parts.codec),
         (recipe.text.pretrained, parts.text),
         (None if second is None else second.pretrained, parts.pooled),
+        *((recipe.text.pretrained, part) for part in parts.further),
     ):
-        if where is not None:
+        if where is not None and (part not in parts.further or pretrained.has_part(where, part)):
             found = pretrained.find_part(where, part)
             for subfolder in filter(None, (found.folder, found.tokenizer)):
                 pretrained.locate(where, subfolder)
+
+
+def chosen_family(section: ModelSection) -> Family:
+    """The family that a section names; ModelError if its release is of another."""
+    recognition.refuse_other_family(section, FAMILIES)
+    return family(section.family)
 
 
 def text_section(recipe: Recipe) -> TextSection:
@@ -198,12 +223,15 @@ def text_section(recipe: Recipe) -> TextSection:
     return section.model_copy(update={"max_tokens": tokens})
 
 
-def source_of(recipe: Recipe, *, resumed: bool) -> Source:
-    if resumed and recipe.trainable.base() == "full":
+def source_of(recipe: Recipe, *, resumed: bool, is_sharded: bool) -> Source:
+    is_whole = recipe.trainable.base() == "full" and not family(recipe.model.family).untrained
+    if resumed and is_whole:  # a checkpoint has what is trained
         return "checkpoint"
     if recipe.trainable.kind == "dora":  # its magnitudes begin as the lengths of the weights' rows
         return "here"
-    return "here" if recipe.model.pretrained is None else "files"
+    if recipe.model.pretrained is not None:
+        return "files"
+    return "seed" if is_sharded else "here"
 
 
 def _build(
@@ -219,12 +247,16 @@ def _build(
         files = deferred_init.files_in(
             pretrained.locate(section.pretrained, section.subfolder) / section.subfolder
         )
-    if weights == "checkpoint" or files is not None:
-        with deferred_init.parameters_on_meta():
+    program = None
+    if weights == "seed":
+        program = deferred_init.record(lambda: chosen.build(section, shapes, text, weights=False))
+    if weights == "checkpoint" or files is not None or program is not None:
+        with torch.random.fork_rng(devices=[]), deferred_init.parameters_on_meta():
             model = chosen.build(section, shapes, text, weights="later")
         deferred = deferred_init.deferred_parameters(model)
-        if deferred_init.can_be_filled(deferred, model, files):
-            return model, deferred_init.DeferredWeights(deferred, files)
+        fits = program is None or program.shapes == deferred_init.shapes_of(deferred)
+        if fits and deferred_init.can_be_filled(deferred, model, files):
+            return model, deferred_init.DeferredWeights(deferred, files, program)
     return chosen.build(section, shapes, text), deferred_init.NOTHING_DEFERRED
 
 
@@ -240,10 +272,10 @@ def outline(recipe: Recipe) -> Components:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        chosen = family(recipe.model.family)
+        chosen = chosen_family(recipe.model)
         codec = outline_codec(recipe.codec, chosen.frozen.codec)
         shapes = _check(recipe, chosen, codec)
-        text = outline_text(text_section(recipe), chosen.frozen)
+        text = outline_text(text_section(recipe), chosen)
         model = chosen.build(recipe.model, shapes, text, weights=False)
         _finish(model, chosen, recipe, codec)
     parts = Components(chosen, model, codec, text, chosen.defaults(recipe.model))
@@ -263,7 +295,8 @@ def _check_sigma_range(parts: Components, recipe: Recipe) -> None:
 def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
     """The shapes of the latents, which the family can take."""
     given = recipe.model_inputs()
-    for name in chosen.references:
+    needed, taken = chosen.inputs_of(recipe.model)
+    for name in (*needed, *(each for each in taken if each in given)):
         section = given.get(name)
         if section is None or section.kind != "picture" or not section.is_encoded:
             has = "does not have it" if section is None else f'has it as "{section.kind}"'
@@ -275,9 +308,21 @@ def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
                 f'data.conditioning.{name} = {{ kind = "picture", '
                 f'path = "../{name}/{{stem}}.png" }}.'
             )
-    unused = [name for name in given if name not in chosen.references]
+    own = [name for name in given if name in taken] if chosen.encodes_inputs_itself else []
+    if own and recipe.data.cache is not None:
+        raise RecipeError(
+            f"The family {recipe.model.family} makes more of {', '.join(own)} than its latents, "
+            "which is what a cache holds. Leave data.cache out."
+        )
+    if chosen.encodes_text_with and recipe.data.cache is not None:
+        raise RecipeError(
+            f"The family {recipe.model.family} encodes captions together with pictures "
+            f"({', '.join(chosen.encodes_text_with)}), and a cache holds captions alone. Leave "
+            "data.cache out."
+        )
+    unused = [name for name in given if name not in taken]
     if unused and not recipe.trainable.modules:  # a module may use any of them
-        takes = ", ".join(chosen.references)
+        takes = ", ".join(taken)
         raise RecipeError(
             f"data.conditioning has {', '.join(unused)}, which would be read and then not used: "
             f"the family {recipe.model.family} takes {takes or 'no image'}, and there are no "
@@ -365,17 +410,17 @@ def refuse_sharing(parts: Components, recipe: Recipe) -> None:
     """Refuse a recipe whose ranks cannot share the model's tokens (`parallel.context`).
 
     Raises:
-        RecipeError: heads do not divide, a clip has too few tokens, or an added module reads them.
+        RecipeError: a clip has too few tokens, an added module reads them, or the family has no
+            way to share them.
     """
     size = recipe.parallel.context
     if size == 1:
         return
     asked = f"parallel.context = {size}: so many processes share the tokens of each clip, "
-    if (heads := parts.family.num_heads(parts.model)) % size:
-        fits = ", ".join(str(n) for n in range(1, heads + 1) if not heads % n)
+    if not parts.family.shares_tokens:
         raise RecipeError(
-            f"{asked}and in attention each has some of the heads, but {size} does not divide the "
-            f"model's {heads} heads. Take one of {fits}."
+            f"{asked}which the family {recipe.model.family} cannot: its captions are of unlike "
+            "length in a batch. Set parallel.context = 1."
         )
     if recipe.trainable.modules:
         raise RecipeError(
@@ -412,9 +457,12 @@ def flow_losses(
     noisy = path.interpolate(batch.latents, batch.noise, batch.sigmas)
     with numerics.autocast(precision if parts.dtype == torch.float32 else "fp32", device):
         predicted = parts.predict_velocity(noisy, batch.sigmas, batch.conditioning)
-    return path.velocity_loss(
-        predicted, path.velocity(batch.latents, batch.noise), batch.loss_weights
-    )
+    weights = parts.family.loss_weights(batch.latents, batch.conditioning)
+    if weights is None or batch.loss_weights is None:
+        weights = batch.loss_weights if weights is None else weights
+    else:
+        weights = weights * batch.loss_weights
+    return path.velocity_loss(predicted, path.velocity(batch.latents, batch.noise), weights)
 
 
 def training_conditioning(
@@ -435,8 +483,7 @@ def outline_conditioning(
 ) -> Conditioning:
     """A model's conditioning in training, on the meta device, for samples of a bucket."""
     one = parts.text.outline()
-    for name, section in recipe.model_inputs().items():
-        one |= outline_input(parts.codec, name, section, bucket)
+    one |= outline_inputs(parts, recipe.model_inputs(), bucket)
     batch = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}
     return training_conditioning(parts, recipe, batch)
 

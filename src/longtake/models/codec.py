@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -17,8 +18,8 @@ NO_PATCH = (1, 1, 1)
 """Latent frames, rows and columns of a token, where each pixel of a latent is one."""
 
 _CHUNK = 4
-"""diffusers' causal autoencoders encode the first frame, then pieces of four, and drop the rest
-silently, whatever their compression."""
+"""The causal autoencoders of Wan and Qwen-Image encode the first frame, then pieces of four, and
+drop the rest silently, whatever their compression."""
 
 _IMAGE_TILE = 512  # pixels; by default a tile is as large as the training images, such as 1024
 
@@ -128,6 +129,11 @@ class _Autoencoder:
         return _to_uint8(decoded)
 
 
+def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
+    """Latents of videos, each encoded alone: convolutions round otherwise in other batches."""
+    return torch.cat([codec.encode(videos[place : place + 1]) for place in range(len(videos))])
+
+
 def use_channels_last(module: nn.Module) -> None:
     """Lay out the weights of convolutions as cuDNN's fastest kernels want them."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -140,8 +146,8 @@ def use_channels_last(module: nn.Module) -> None:
 class AutoencoderCodec(_Autoencoder):
     """A frozen causal video autoencoder of diffusers, such as `AutoencoderKLWan`.
 
-    Latents are (mode - latents_mean) / latents_std per channel, which `WanPipeline` undoes before
-    it decodes. Tiles are of 256 x 256 pixels, diffusers' default, 64 of them blended.
+    Latents are (mode - latents_mean) / latents_std per channel, which pipelines undo before they
+    decode. Tiles are of 256 x 256 pixels, diffusers' default, 64 of them blended.
     """
 
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
@@ -187,8 +193,8 @@ class ImageCodec(_Autoencoder):
         super().__init__(autoencoder, is_pretrained)
         config: Any = autoencoder.config
         self.channels: int = config["latent_channels"]
-        self._shift: float = config["shift_factor"] or 0.0
-        self._scale: float = config["scaling_factor"]
+        self._shift: float = config.get("shift_factor") or 0.0
+        self._scale: float = config.get("scaling_factor") or 1.0
         self._spatial = 2 ** (len(config["block_out_channels"]) - 1)
         autoencoder.tile_sample_min_size = _IMAGE_TILE  # type: ignore[assignment]
         autoencoder.tile_latent_min_size = _IMAGE_TILE // self._spatial
@@ -200,13 +206,61 @@ class ImageCodec(_Autoencoder):
     @torch.no_grad()
     def encode(self, videos: Tensor) -> Tensor:
         mode = self._mode(_to_unit_range(videos.transpose(1, 2).flatten(0, 1)))  # [B F, C, H', W']
-        return _by_clip((mode - self._shift) * self._scale, len(videos))
+        return _by_clip(self._normalized(mode), len(videos))
 
     @torch.no_grad()
     def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
         frames = latents.transpose(1, 2).flatten(0, 1)
-        decoded = self._decoded(frames.float() / self._scale + self._shift, tiles=tiles)
+        decoded = self._decoded(self._denormalized(frames.float()), tiles=tiles)
         return _by_clip(decoded, len(latents))
+
+    def _normalized(self, mode: Tensor) -> Tensor:
+        return (mode - self._shift) * self._scale
+
+    def _denormalized(self, latents: Tensor) -> Tensor:
+        return latents / self._scale + self._shift
+
+
+class PatchedImageCodec(ImageCodec):
+    """A frozen `AutoencoderKLFlux2` of diffusers; frames are encoded one by one.
+
+    A latent pixel is 2 x 2 of the mode's, their channels in the order channel, row, column. Latents
+    are normalised by the running statistics of the autoencoder's batch norm, which are buffers.
+    """
+
+    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+        super().__init__(autoencoder, is_pretrained)
+        config: Any = autoencoder.config
+        rows, columns = config["patch_size"]
+        if rows != columns:
+            raise RecipeError(
+                f"codec.config.patch_size is {[rows, columns]}: expected as many rows as columns, "
+                "such as [2, 2]."
+            )
+        self._patch: int = rows
+        self.channels *= rows * columns
+        self._spatial *= rows
+        self._epsilon: float = config["batch_norm_eps"]
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [C, 1, 1]."""
+        norm: Any = self.autoencoder.bn
+        found = torch.stack([norm.running_mean, norm.running_var]).to(like)
+        mean, variance = found[:, :, None, None]
+        return mean, (variance + self._epsilon).sqrt()
+
+    def _normalized(self, mode: Tensor) -> Tensor:
+        patched = F.pixel_unshuffle(mode, self._patch)
+        mean, deviation = self._statistics(patched)
+        return (patched - mean) / deviation
+
+    def _denormalized(self, latents: Tensor) -> Tensor:
+        mean, deviation = self._statistics(latents)
+        return F.pixel_shuffle(latents * deviation + mean, self._patch)
+
+
+_IMAGE_CODECS = {"AutoencoderKL": ImageCodec, "AutoencoderKLFlux2": PatchedImageCodec}
+"""By the autoencoder's class; others are of videos."""
 
 
 def build_codec(
@@ -271,13 +325,14 @@ def _autoencoder_class(part: pretrained.PipelinePart) -> Any:
 
 
 def _wrapped(autoencoder: nn.Module, is_pretrained: bool = False) -> Codec:
-    is_of_images = type(autoencoder).__name__ == "AutoencoderKL"
-    return (ImageCodec if is_of_images else AutoencoderCodec)(autoencoder, is_pretrained)
+    codec_class: Any = _IMAGE_CODECS.get(type(autoencoder).__name__, AutoencoderCodec)
+    codec: Codec = codec_class(autoencoder, is_pretrained)
+    return codec
 
 
 def _random(autoencoder_class: Any, section: CodecSection) -> Any:
     known = pretrained.defaults(autoencoder_class.__init__)
-    is_of_images = autoencoder_class.__name__ == "AutoencoderKL"
+    is_of_images = autoencoder_class.__name__ in _IMAGE_CODECS
     complete = _complete_image_config if is_of_images else _complete_video_config
     values = complete(known, section.config, autoencoder_class.__name__)
     made = pretrained.construct("codec.config", autoencoder_class, values)
@@ -333,7 +388,7 @@ def _complete_image_config(
         "use_quant_conv": False,
         "use_post_quant_conv": False,
     }
-    return following | config
+    return {name: value for name, value in following.items() if name in known} | config
 
 
 def _per_channel(config: Any, name: str) -> Tensor:
@@ -366,7 +421,8 @@ def _refuse_odd(
     """Refuse a bucket that codec and model together cannot divide; name the nearest that fits."""
     rows, columns = (spatial * step for step in patch[1:])
     height, width = _nearest(bucket.height, rows), _nearest(bucket.width, columns)
-    fits = Bucket(num_frames=num_frames, height=height, width=width)
+    nearest = {"num_frames": num_frames, "height": height, "width": width}
+    fits = bucket.model_copy(update=nearest)
     if fits != bucket:
         who = "the codec wants" if tuple(patch) == NO_PATCH else "codec and model want"
         sizes = "height and width divisible by"
@@ -398,6 +454,8 @@ def _nearest(size: int, step: int) -> int:
 
 
 def _to_unit_range(videos: Tensor) -> Tensor:
+    if videos.is_floating_point():  # it is already
+        return videos
     return videos.float() / 127.5 - 1
 
 

@@ -7,39 +7,60 @@
 F is 1 for a picture, and F', h, w are the codec's for a clip of the same frames, rows and columns.
 """
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longtake.config import Bucket, ConditioningSection
+from longtake.config import Bucket, ConditioningSection, Recipe
 from longtake.models.base import Conditioning
 from longtake.models.codec import Codec
 
+if TYPE_CHECKING:
+    from longtake.models.build import Components
 
-def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
-    """Latents of videos, each encoded alone: convolutions round otherwise in other batches."""
-    return torch.cat([codec.encode(videos[place : place + 1]) for place in range(len(videos))])
+
+def encode_inputs(
+    parts: "Components", recipe: Recipe, given: Mapping[str, Tensor], bucket: Bucket
+) -> tuple[Conditioning, Tensor | None]:
+    """What the model gets of the clips' inputs, and weights of the loss if it has a mask."""
+    sections, flow = recipe.model_inputs(), recipe.flow
+    wanted = {name: each for name, each in given.items() if name in sections}
+    conditioning = condition_on(parts, sections, wanted, bucket)
+    if flow.loss_mask is None:
+        return conditioning, None
+    return conditioning, loss_weights(parts.codec, given[flow.loss_mask], flow.loss_mask_floor)
 
 
 def condition_on(
-    codec: Codec, name: str, section: ConditioningSection, given: Tensor
+    parts: "Components",
+    sections: Mapping[str, ConditioningSection],
+    given: Mapping[str, Tensor],
+    bucket: Bucket,
 ) -> Conditioning:
-    """The model's tensors of one input, fp32.
+    """The model's tensors of its inputs, fp32.
 
     Args:
-        codec: of the recipe.
-        name: in `data.conditioning`.
-        section: what the recipe says of it.
+        parts: of the recipe.
+        sections: what the recipe says of them, by name.
         given: [B, ...] as `longtake.data.conditioning.empty_conditioning`, on any device.
+        bucket: of the clips.
     """
-    if section.kind == "numbers":
-        return {name: given}
-    if section.kind == "mask":
-        mask = given.float() / 255
-        return {name: mask, f"{name}_latents": on_latents(codec, mask)}
-    if section.is_encoded:
-        return {f"{name}_latents": encode_videos(codec, given)}
-    return {name: given.float() / 127.5 - 1}
+    encoded = {name: each for name, each in given.items() if sections[name].is_encoded}
+    found: Conditioning = {}
+    for name, each in given.items():
+        if sections[name].kind == "numbers":
+            found[name] = each
+        elif sections[name].kind == "mask":
+            found[name] = each.float() / 255
+            found[f"{name}_latents"] = on_latents(parts.codec, found[name])
+        elif name not in encoded:
+            found[name] = each.float() / 127.5 - 1
+    if encoded:
+        found |= parts.family.encode_inputs(parts.codec, parts.text, encoded, bucket)
+    return found
 
 
 def loss_weights(codec: Codec, mask: Tensor, floor: float) -> Tensor:
@@ -63,25 +84,25 @@ def on_latents(codec: Codec, mask: Tensor) -> Tensor:
     return torch.cat([first, others], dim=2)
 
 
-def outline_input(
-    codec: Codec, name: str, section: ConditioningSection, bucket: Bucket
+def outline_inputs(
+    parts: "Components", sections: Mapping[str, ConditioningSection], bucket: Bucket
 ) -> Conditioning:
     """What `condition_on` gives for one sample of a bucket, on the meta device."""
     pixels = bucket.num_frames, bucket.height, bucket.width
-    if section.kind == "numbers":
-        assert section.width is not None
-        rows = (bucket.num_frames,) if section.per_frame else ()
-        return {name: torch.empty(1, *rows, section.width, device="meta")}
-    if section.kind == "mask":
-        latents = codec.latent_shape(bucket)
-        shapes = {name: (1, 1, *pixels), f"{name}_latents": (1, 1, *latents)}
-        return {each: torch.empty(shape, device="meta") for each, shape in shapes.items()}
-    if section.kind == "picture":
-        pixels = (1, *pixels[1:])
-    if not section.is_encoded:
-        return {name: torch.empty(1, 3, *pixels, device="meta")}
-    frames, rows_, columns = codec.latent_shape(bucket)
-    frames = 1 if section.kind == "picture" else frames
-    return {
-        f"{name}_latents": torch.empty(1, codec.channels, frames, rows_, columns, device="meta")
-    }
+    shapes, encoded = dict[str, tuple[int, ...]](), dict[str, int]()
+    for name, section in sections.items():
+        frames = 1 if section.kind == "picture" else bucket.num_frames
+        if section.kind == "numbers":
+            assert section.width is not None
+            shapes[name] = (1, *([frames] if section.per_frame else []), section.width)
+        elif section.kind == "mask":
+            shapes |= {name: (1, 1, *pixels)}
+            shapes |= {f"{name}_latents": (1, 1, *parts.codec.latent_shape(bucket))}
+        elif section.is_encoded:
+            encoded[name] = frames
+        else:
+            shapes[name] = (1, 3, frames, *pixels[1:])
+    found = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    if encoded:
+        found |= parts.family.outline_inputs(parts.codec, parts.text, encoded, bucket)
+    return found

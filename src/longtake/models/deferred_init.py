@@ -5,7 +5,8 @@ what a constructor computes, such as tables of positions, and no file has them.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from longtake.config import ModelSection
@@ -32,6 +36,7 @@ Target = Tensor | QuantizedLinear
 """A tensor that takes stored values, or a layer that quantises them."""
 
 _FILE = "diffusion_pytorch_model.safetensors"
+_IS_META: Any = getattr(torch.Tensor.is_meta, "__get__")  # noqa: B009 - a property to mypy
 _READING_THREADS = 4  # a network disk answers several at a time
 _BYTES_PER_MAPPING = 2**25  # then a file is mapped anew: what was read would count as memory
 
@@ -63,7 +68,10 @@ class DeferredWeights:
 
     parameters: Sequence[DeferredParameter] = ()
     files: Mapping[str, Path] | None = None
-    """The file of each, by its stored name; None: a checkpoint will fill them."""
+    """The file of each, by its stored name; without it, and without `program`, a checkpoint will
+    fill them."""
+    program: "InitProgram | None" = None
+    """What draws them at random."""
 
     def give_memory(self, model: nn.Module, device: torch.device) -> None:
         """Replace meta tensors by zeros on a device, of each rank's shard alone."""
@@ -76,6 +84,8 @@ class DeferredWeights:
     def fill(self) -> None:
         if self.files is not None:
             read_into({each.stored: each.target for each in self.parameters}, self.files)
+        elif self.program is not None:
+            self.program.run({each.stored: each.parameter for each in self.parameters})
 
 
 NOTHING_DEFERRED = DeferredWeights()
@@ -114,9 +124,7 @@ def _pretrained(
     folder = pretrained.locate(where, section.subfolder) if weights else None
     release = pretrained.read_release(section)
     pretrained.refuse_other_class(release.config, model_class, where, section.subfolder)
-    pretrained.refuse_other_objectives(release.scheduler, where)
-    pretrained.refuse_experts(release.pipeline, where)
-    pretrained.refuse_further_inputs(release, variants, where)
+    pretrained.refuse_untrained(release, variants, where)
     if folder is None:
         return on_meta(model_class, where, section.subfolder)
     if weights != "later":  # they pass through no other dtype than the one they will be kept in
@@ -178,10 +186,14 @@ def can_be_filled(
     if files is None:
         return True
     buffers = {name for name, _ in model.named_buffers()}
-    wanted = {each.stored: tuple(each.parameter.shape) for each in deferred}
+    wanted = shapes_of(deferred)
     if buffers & model.state_dict().keys() or not wanted.keys() <= files.keys():
         return False
     return _stored_shapes(files, wanted) == wanted
+
+
+def shapes_of(deferred: Iterable[DeferredParameter]) -> dict[str, tuple[int, ...]]:
+    return {each.stored: tuple(each.parameter.shape) for each in deferred}
 
 
 @contextmanager
@@ -204,6 +216,170 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         modules.register_parameter = register
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of a recorded call."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Call(NamedTuple):
+    """A recorded call of an operator, its tensors replaced by places."""
+
+    operator: Any
+    args: Any
+    kwargs: Any
+    reads: frozenset[int]  # storages of its arguments
+    writes: frozenset[int]  # storages of arguments that it changes
+    outputs: tuple[int, ...]  # storages of what it returns
+
+    @property
+    def makes(self) -> frozenset[int]:
+        return frozenset(self.outputs) - self.reads
+
+    @property
+    def is_random(self) -> bool:
+        return torch.Tag.nondeterministic_seeded in self.operator.tags
+
+    @property
+    def has_own_generator(self) -> bool:
+        return any(isinstance(each, torch.Generator) for each in pytree.tree_leaves(self[1:3]))
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the operators that are called, on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_Call] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no number comes twice
+
+    def place(self, tensor: Tensor) -> _Place:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+        shape, stride = tensor.shape, tensor.stride()
+        offset = int(tensor.storage_offset())
+        return _Place(storage._cdata, tensor.dtype, shape, stride, offset)
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
+        changed = [
+            (named | kwargs).get(each.name)
+            for each in func._schema.arguments
+            if each.alias_info is not None and each.alias_info.is_write
+        ]
+        reads, writes, outputs = map(self._storages_of, ((args, kwargs), changed, found))
+        args, kwargs = pytree.tree_map_only(Tensor, self.place, (args, kwargs))
+        self.calls.append(_Call(func, args, kwargs, frozenset(reads), frozenset(writes), outputs))
+        return found
+
+    def _storages_of(self, values: Any) -> tuple[int, ...]:
+        leaves = pytree.tree_leaves(values)
+        return tuple(self.place(each).storage for each in leaves if isinstance(each, Tensor))
+
+
+class _Questions(TorchFunctionMode):
+    """Notes whether a constructor asks for the meta device, as some of `torch.nn.init` do.
+
+    They draw nothing there.
+    """
+
+    was_asked = False
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.was_asked |= func == _IS_META
+        return func(*args, **(kwargs or {}))
+
+
+class InitProgram:
+    """The random initialisation of a model, to be run again, one parameter at a time.
+
+    A constructor's operators are recorded on the meta device. `run` calls them again in their
+    order, on the CPU, from the same seed: parameters get the same numbers as by the constructor,
+    but each exists only until the last operator that uses it, and then as this rank's shard.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        self._seed, recorder, questions = torch.initial_seed(), _Recorder(), _Questions()
+        with torch.random.fork_rng(devices=[]), recorder, questions:
+            model = build()
+        self._calls = recorder.calls
+        self._places = {name: recorder.place(each) for name, each in model.named_parameters()}
+        buffers = {recorder.place(each).storage for _, each in model.named_buffers()}
+        storages = {place.storage for place in self._places.values()}
+        self._needed = self._contributing(storages, and_random=True)
+        draws_buffers = any(self._calls[number].is_random for number in self._contributing(buffers))
+        needed = [self._calls[number] for number in self._needed]
+        made = frozenset[int]().union(*(call.makes for call in needed))
+        is_known = storages <= made and all(call.reads <= made for call in needed)
+        has_seed = not any(call.has_own_generator for call in needed)
+        self.can_run = is_known and has_seed and not (draws_buffers or questions.was_asked)
+        """Whether all of it has been recorded, and the model draws nothing but parameters."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(place.shape) for name, place in self._places.items()}
+
+    def run(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors by the names of parameters; of a DTensor this rank's shard."""
+        last = {each: n for n in self._needed for each in self._touched(n)}
+        ready = defaultdict[int, list[str]](list)
+        for name in targets:
+            ready[last[self._places[name].storage]].append(name)
+        made: dict[int, torch.UntypedStorage] = {}
+
+        def real(place: _Place) -> Tensor:
+            empty = torch.empty(0, dtype=place.dtype)
+            return empty.set_(made[place.storage], place.offset, place.shape, place.stride)
+
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(self._seed)
+            for number in self._needed:
+                call = self._calls[number]
+                args, kwargs = pytree.tree_map_only(_Place, real, (call.args, call.kwargs))
+                args, kwargs = pytree.tree_map_only(
+                    torch.device, lambda _: torch.device("cpu"), (args, kwargs)
+                )
+                found = call.operator(*args, **kwargs)
+                given = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
+                for storage, each in zip(call.outputs, given, strict=True):
+                    if storage in call.makes:
+                        made[storage] = each.untyped_storage()
+                for name in ready[number]:
+                    _fill(targets[name], real(self._places[name]))
+                for storage in self._touched(number):
+                    if last[storage] == number:
+                        del made[storage]
+
+    def _touched(self, number: int) -> frozenset[int]:
+        call = self._calls[number]
+        return call.reads | call.makes
+
+    def _contributing(self, storages: Iterable[int], *, and_random: bool = False) -> list[int]:
+        """Numbers of the calls that values of storages depend on, and of all that draw."""
+        wanted, found = set(storages), list[int]()
+        for number, call in reversed(list(enumerate(self._calls))):
+            if (call.writes | call.makes) & wanted or (and_random and call.is_random):
+                wanted |= call.reads
+                found.append(number)
+        return found[::-1]
+
+
+def record(build: Callable[[], nn.Module]) -> InitProgram | None:
+    """The program of a constructor that works on the meta device; None: it cannot be run again."""
+    try:
+        program = InitProgram(build)
+    except (NotImplementedError, RuntimeError):  # it reads values, of which there are none
+        return None
+    return program if program.can_run else None
 
 
 @contextmanager

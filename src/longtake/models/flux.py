@@ -3,6 +3,7 @@
 Legend: B batch, C latent channels, H and W latent rows and columns, N tokens of an image.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -10,23 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from longtake.config import ModelSection, Shift
+from longtake.config import ModelSection
 from longtake.errors import RecipeError
+from longtake.flow.shift import MuLine, ShiftRule
 from longtake.models import base, codec, pretrained
-from longtake.models.text import PooledText, TextEncoder
+from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
 _PACK = 2  # latent rows and columns of one token
-
-_DYNAMIC_SHIFT: dict[str, Any] = {
-    "shift": 3.0,
-    "use_dynamic_shifting": True,
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 4096,
-    "max_shift": 1.15,
-}
-"""Of FLUX.1-dev's scheduler_config.json; the same rule as `flow.timesteps.flux_mu`."""
 
 
 class Flux(base.DiffusersFamily):
@@ -42,15 +34,17 @@ class Flux(base.DiffusersFamily):
     )
     label = "FLUX"
     transformer_class, pipeline_class = "FluxTransformer2DModel", "FluxPipeline"
-    codec_class, text_class = codec.ImageCodec, PooledText
+    codec_class = codec.ImageCodec
     parts = "an AutoencoderKL and two transformers text encoders"
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     makes_videos = False
+    rope_axes: tuple[int, ...] = (16, 56, 56)
+    """Of the release; as many as the ids of a token have numbers."""
     variants: ClassVar[Mapping[float, str]] = {
         384 / 64: "FLUX.1 Fill, an inpainting variant",
         128 / 64: "FLUX.1 Depth or Canny, a variant that takes a control image",
     }
-    default_shift: Shift = "flux"
+    default_shift = ShiftRule(MuLine())
     guidance_scale = 3.5
     num_inference_steps = 28
 
@@ -69,11 +63,11 @@ class Flux(base.DiffusersFamily):
 
     def check_config(self, config: Any) -> None:
         axes, head = tuple(config.axes_dims_rope), config.attention_head_dim
-        if sum(axes) != head:
+        if sum(axes) != head or len(axes) != len(self.rope_axes):
             raise RecipeError(
                 f"model.config.axes_dims_rope {list(axes)} adds up to {sum(axes)}, but "
-                f"attention_head_dim is {head}. They must be equal; FLUX.1 has [16, 56, 56] and "
-                "128."
+                f"attention_head_dim is {head}. They must be equal; {self.label}'s release has "
+                f"{list(self.rope_axes)} and {sum(self.rope_axes)}."
             )
         if config.out_channels not in (None, config.in_channels) or config.patch_size != 1:
             raise RecipeError(
@@ -87,16 +81,29 @@ class Flux(base.DiffusersFamily):
         Schnell has no guidance embedding and a scheduler with the static shift 1.
         """
         release = pretrained.read_release(section)
-        shift = pretrained.scheduler_shift(release.scheduler, otherwise=self.default_shift)
+        shift = self.release_shift(section)
         if release.config.get("guidance_embeds"):
             return base.Defaults(
                 shift, self.guidance_scale, self.num_inference_steps, caption_dropout=0.0
             )
-        if section.pretrained is None or shift == "flux":
+        if section.pretrained is None or isinstance(shift.by, MuLine):
             return base.Defaults(shift, guidance_scale=5.0, num_inference_steps=28)
         return base.Defaults(
             shift, guidance_scale=1.0, num_inference_steps=4, caption_dropout=0.0, max_tokens=256
         )
+
+    def encode_text(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        """T5 reads padding like words, as there is no mask; captions are not cleaned."""
+        embeds, pooled, _ = pipeline.encode_prompt(captions, max_sequence_length=max_tokens)
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+
+    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
+        pooled = encoders.get(self.frozen.pooled.folder)  # without it `fitted_config` refuses
+        width = 0 if pooled is None else base.text_width(pooled)
+        vector = torch.empty(1, width, device="meta")
+        return super().outline_text(encoders, max_tokens) | {"pooled_prompt_embeds": vector}
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
@@ -105,7 +112,7 @@ class Flux(base.DiffusersFamily):
         dtype, (height, width) = noisy_latents.dtype, noisy_latents.shape[-2:]
         prompt = conditioning["prompt_embeds"].to(dtype)
         images = [noisy_latents]
-        images += [self.reference(conditioning, name).to(images[0]) for name in self.references]
+        images += [picture.to(images[0]) for picture in self.pictures(conditioning)]
         tokens, ids = pack(images[0]), image_ids(images[0], 0)
         num_noisy = tokens.shape[1]
         for number, image in enumerate(images[1:], 1):
@@ -125,9 +132,15 @@ class Flux(base.DiffusersFamily):
     def sequence_length(
         self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
     ) -> int:
-        sizes = [shape[2:], *(conditioning[f"{n}_latents"].shape[-2:] for n in self.references)]
-        num_text = conditioning["prompt_embeds"].shape[1]
-        return num_text + sum((rows // _PACK) * (columns // _PACK) for rows, columns in sizes)
+        sizes = [shape[2:], *(each.shape[-2:] for each in self.pictures(conditioning))]
+        pixels = sum(rows * columns for rows, columns in sizes)
+        return conditioning["prompt_embeds"].shape[1] + pixels // math.prod(self.patch_size)
+
+    def pictures(self, conditioning: base.Conditioning) -> list[Tensor]:
+        """The latents of the reference images: those it needs, then those it may have."""
+        needed = [self.reference(conditioning, name) for name in self.references]
+        may_have = (f"{name}_latents" for name in self.optional_references)
+        return needed + [conditioning[name] for name in may_have if name in conditioning]
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
         """Each rank has some of the text's tokens and some of the images'."""
@@ -136,13 +149,6 @@ class Flux(base.DiffusersFamily):
         for block in self.blocks(model):
             base.share_attention(block.attn, sharing)  # type: ignore[arg-type]
         flux.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
-
-    def scheduler(self, shift: Shift, bucket_shift: float) -> Any:
-        """The rule `flux` as dynamic shifting; FluxPipeline spaces the sigmas it shifts evenly."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        options = _DYNAMIC_SHIFT if shift == "flux" else {"shift": bucket_shift}
-        return FlowMatchEulerDiscreteScheduler(**options)
 
 
 class FluxKontext(Flux):
@@ -176,11 +182,11 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
     return parts.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, 1, height, width)
 
 
-def image_ids(latents: Tensor, number: int) -> Tensor:
+def image_ids(latents: Tensor, number: int, patch: int = _PACK) -> Tensor:
     """[N, 3] fp32: the image's number, row and column of each of its tokens."""
     *_, height, width = latents.shape
     rows, columns = (
-        torch.arange(size // _PACK, dtype=torch.float32, device=latents.device)
+        torch.arange(size // patch, dtype=torch.float32, device=latents.device)
         for size in (height, width)
     )
     return torch.cartesian_prod(rows.new_full((1,), number), rows, columns)

@@ -56,7 +56,7 @@ def read_lora(path: Path, model: nn.Module, family: Family) -> dict[str, StoredL
 
     Raises:
         ModelError: the file cannot be read.
-        RecipeError: it is of another model, or has a higher rank than the model's LoRA.
+        RecipeError: it has no LoRA of this model, or one of a higher rank than the model's.
     """
     stored, alpha = _read(path)
     layers = dict(lora_layers(model))
@@ -73,6 +73,11 @@ def read_lora(path: Path, model: nn.Module, family: Family) -> dict[str, StoredL
             f"trainable.init_from {path}: {fitting} of its {fitting + len(unknown)} weights fit "
             f"the layers that this recipe trains with LoRA; the first that do not: {named}. Is it "
             "of another model? If the layers are this model's, name them in trainable.targets."
+        )
+    if not found:
+        raise RecipeError(
+            f"trainable.init_from {path}: none of its {len(stored)} weights is LoRA of this model. "
+            "LoRA of text encoders is not trained here."
         )
     whole = {name: _whole(path, name, parts, alpha) for name, parts in found.items()}
     for name, lora in whole.items():
@@ -111,9 +116,15 @@ def _read(path: Path) -> tuple[dict[str, Tensor], float | None]:
         ) from error
     settings: Mapping[str, Any] = read_json(path.with_name("adapter_config.json"))
     alpha = settings.get("lora_alpha")
-    if (saved := header.get("lora_adapter_metadata")) is not None:
-        alpha = json.loads(saved).get("transformer.lora_alpha", alpha)
-    return stored, None if alpha is None else float(alpha)
+    try:
+        if (saved := header.get("lora_adapter_metadata")) is not None:
+            alpha = json.loads(saved).get("transformer.lora_alpha", alpha)
+        return stored, None if alpha is None else float(alpha)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"trainable.init_from {path}: its alpha cannot be read: {error}. Expected JSON such as "
+            '{"transformer.lora_alpha": 16} in its header.'
+        ) from error
 
 
 def _names_of_layers(layers: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
@@ -162,8 +173,16 @@ def _whole(path: Path, name: str, parts: Mapping[str, Tensor], alpha: float | No
     missing = [kind for kind in ("down", "up") if kind not in parts]
     if missing:
         raise RecipeError(f"trainable.init_from {path}: of {name} it lacks lora {missing[0]}.")
+    down, up, magnitude = parts["down"], parts["up"], parts.get("magnitude")
+    is_lora = down.ndim == up.ndim == 2 and len(down) == up.shape[1] > 0
+    if not is_lora or any(parts[kind].numel() != 1 for kind in ("alpha",) if kind in parts):
+        shapes = ", ".join(f"{kind} {list(value.shape)}" for kind, value in parts.items())
+        raise RecipeError(
+            f"trainable.init_from {path}: of {name} it has {shapes}. Expected down [rank, in], up "
+            "[out, rank] and one number as alpha."
+        )
     own = float(parts["alpha"]) if "alpha" in parts else alpha
-    return StoredLora(parts["down"], parts["up"], own, parts.get("magnitude"))
+    return StoredLora(down, up, own, magnitude)
 
 
 def _refuse_other_shapes(path: Path, name: str, lora: StoredLora, layer: Any) -> None:
@@ -180,6 +199,12 @@ def _refuse_other_shapes(path: Path, name: str, lora: StoredLora, layer: Any) ->
             f"trainable.init_from {path} has rank {lora.rank}, and trainable.rank is {rank}. Set "
             f"trainable.rank = {lora.rank} or more."
         )
-    has_magnitude = bool(getattr(layer, "lora_magnitude_vector", None))
-    if (lora.magnitude is not None) and not has_magnitude:
+    if lora.magnitude is None:
+        return
+    if not getattr(layer, "lora_magnitude_vector", None):
         raise RecipeError(f'trainable.init_from {path} holds DoRA. Set trainable.kind = "dora".')
+    if lora.magnitude.numel() != sizes[0]:
+        raise RecipeError(
+            f"trainable.init_from {path}: DoRA of {name} has {lora.magnitude.numel()} lengths of "
+            f"rows, and the layer has {sizes[0]} rows."
+        )

@@ -17,17 +17,22 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from longtake.config import ModelSection, Shift
+from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
+from longtake.flow.shift import MuLine, ShiftRule
 from longtake.formatting import did_you_mean
 
 _REPOSITORY_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REACH_SECONDS = 10
 _WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|pytorch_model|model)(.*)\.(?:safetensors|bin)")
 _VARIANT = re.compile(r"\.(\w+)")  # in group 1 above: .fp16 of model.fp16-00001-of-00002.bin
-_OBJECTIVE_FILES = ("scheduler/scheduler_config.json", "model_index.json")
+_OBJECTIVE_FILES = (
+    "scheduler/scheduler_config.json",
+    "model_index.json",
+    "modular_model_index.json",
+)
 _ONE_FILE = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _is_fetched: ContextVar[bool] = ContextVar("is_fetched", default=False)
 
@@ -38,7 +43,9 @@ class PipelinePart:
 
     class_names: tuple[str, ...]  # that the family can use; the first where no file names one
     folder: str
-    tokenizer: str = ""  # folder of a text encoder's
+    tokenizer: str = ""  # folder of a text encoder's, or of an image encoder's processor
+    tokenizer_class: str = "AutoTokenizer"  # of transformers
+    module: str = "transformers"  # that has a text encoder's class
 
     @property
     def class_name(self) -> str:
@@ -52,6 +59,11 @@ class FrozenParts:
     codec: PipelinePart
     text: PipelinePart
     pooled: PipelinePart = PipelinePart(("CLIPTextModel",), "text_encoder", "tokenizer")
+    further: tuple[PipelinePart, ...] = ()
+    """Encoders that are in the pipeline of `text.pretrained` besides, such as one of pictures;
+    those that its model_index.json does not name are left out."""
+    has_random_text: bool = True
+    """Whether text encoders can be made with random weights, over the words of a catalog."""
 
 
 @contextmanager
@@ -122,6 +134,10 @@ def refuse_other_class(
 def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
     """`built_class(**values)`, where the values come from the recipe's `key`."""
     check_arguments(key, built_class.__init__, values)
+    known = defaults(built_class.__init__).items()
+    if missing := [n for n, value in known if value is inspect.Parameter.empty and n not in values]:
+        needed = ", ".join(missing)
+        raise RecipeError(f"{key} lacks {needed}: {built_class.__name__} has no default for it.")
     try:
         return built_class(**values)
     except Exception as error:  # wrong sizes fail inside constructors in any way
@@ -285,6 +301,9 @@ SHIPPED = {
 }
 """Repository ids whose configurations come with longtake; Kontext's are those of FLUX.1-dev."""
 
+SHIPPED_PIPELINES = {"black-forest-labs/FLUX.1-Kontext-dev": "FluxKontextPipeline"}
+"""What model_index.json names, where the transformer does not tell it."""
+
 
 @dataclass(frozen=True)
 class Release:
@@ -328,13 +347,14 @@ def find_part(where: str, expected: PipelinePart) -> PipelinePart:
     Raises:
         ModelError: the repository has it in a class that the family cannot use.
     """
-    index = _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
+    index = pipeline_index(where)
     named = {name: value[1] for name, value in index.items() if _is_class(value)}
     found = [name for name, value in named.items() if value in expected.class_names]
     if expected.folder in found or (found and expected.folder not in named):
         folder = expected.folder if expected.folder in found else found[0]
         beside = folder.replace("text_encoder", "tokenizer")
-        tokenizer = beside if expected.tokenizer and beside in named else expected.tokenizer
+        has_own = "text_encoder" in folder and bool(expected.tokenizer) and beside in named
+        tokenizer = beside if has_own else expected.tokenizer
         return replace(expected, class_names=(named[folder],), folder=folder, tokenizer=tokenizer)
     if expected.folder in named:
         raise ModelError(
@@ -345,19 +365,31 @@ def find_part(where: str, expected: PipelinePart) -> PipelinePart:
     return expected
 
 
+def has_part(where: str, part: PipelinePart) -> bool:
+    """Whether a pipeline's model_index.json names a class for a part."""
+    index = _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
+    return bool((index.get(part.folder) or [None])[0])
+
+
 def _is_class(value: Any) -> bool:
     is_pair = isinstance(value, list) and len(value) == 2
     return is_pair and value[0] in ("diffusers", "transformers") and isinstance(value[1], str)
 
 
+def pipeline_index(where: str) -> dict[str, Any]:
+    """What model_index.json says, or that of a modular pipeline; empty if there is neither."""
+    return _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
+
+
 def _index(where: str) -> dict[str, Any]:
     if _is_shipped(where):
-        return {}
+        return {"_class_name": SHIPPED_PIPELINES[where]} if where in SHIPPED_PIPELINES else {}
     try:
-        file = locate(where, ".", files="model_index.json") / "model_index.json"
+        folder = locate(where, ".", files="model_index.json")
     except ModelError:  # the part itself will not be found either, and that error says more
         return {}
-    return read_config(file) if file.is_file() else {}
+    files = (folder / name for name in ("model_index.json", "modular_model_index.json"))
+    return next((read_config(file) for file in files if file.is_file()), {})
 
 
 _repository_index = cache(_index)  # one request to the hub
@@ -400,14 +432,75 @@ def read_config(path: Path) -> dict[str, Any]:
     return values
 
 
-def scheduler_shift(scheduler: Mapping[str, Any] | None, otherwise: Shift) -> Shift:
-    """The shift in a pipeline's scheduler_config.json; dynamic shifting is FLUX's rule, `flux`."""
+PipelineMu = Literal["line", "flux2"] | None
+"""What a pipeline gives its scheduler as mu: by the line in its scheduler_config.json, by FLUX.2's
+formula, or nothing, so that it can follow no rule."""
+
+_LINE = {
+    "base_image_seq_len": "base_tokens",
+    "base_shift": "base_mu",
+    "max_image_seq_len": "max_tokens",
+    "max_shift": "max_mu",
+}
+"""Fields of `MuLine`, by diffusers' names."""
+
+_OTHER_SIGMAS = (
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "invert_sigmas",
+    "stochastic_sampling",
+)
+"""What of diffusers' flow-matching schedulers longtake does not sample by, if it is true."""
+
+
+def scheduler_shift(
+    scheduler: Mapping[str, Any] | None, mu: PipelineMu, where: str
+) -> ShiftRule | None:
+    """The shift in a pipeline's scheduler_config.json; None: it states none.
+
+    Raises:
+        ModelError: sampling by this scheduler needs more than a shift.
+    """
     if scheduler is None:
-        return otherwise
+        return None
+    other = [name for name in _OTHER_SIGMAS if scheduler.get(name)]
+    if scheduler.get("time_shift_type", "exponential") != "exponential":
+        other.append(f'time_shift_type = "{scheduler["time_shift_type"]}"')
+    if other:
+        raise ModelError(
+            f"{where}: its scheduler_config.json has {', '.join(other)}, by which longtake does "
+            "not sample; it shifts evenly spaced sigmas exponentially. Copy the release and remove "
+            "that from scheduler/scheduler_config.json, if the model serves without it."
+        )
+    names = (*_LINE, "shift_terminal")
+    numbers = {name: scheduler[name] for name in names if scheduler.get(name) is not None}
+    terminal = numbers.get("shift_terminal", 0.0)
+    line = MuLine(**{_LINE[name]: value for name, value in numbers.items() if name in _LINE})
+    if not all(isinstance(value, int | float) for value in numbers.values()) or not (
+        line.base_tokens != line.max_tokens and 0 <= terminal < 1
+    ):
+        raise ModelError(
+            f"{where}: its scheduler_config.json has {numbers}; expected two numbers of tokens, "
+            "two shifts, and shift_terminal from 0 to below 1. Correct scheduler_config.json."
+        )
     if scheduler.get("use_dynamic_shifting"):
-        return "flux"
+        return ShiftRule("flux2" if mu == "flux2" else line, terminal)
     shift = scheduler.get("flow_shift", scheduler.get("shift"))
-    return float(shift) if isinstance(shift, int | float) and shift > 0 else otherwise
+    is_number = isinstance(shift, int | float) and shift > 0
+    return ShiftRule(float(shift), terminal) if is_number else None
+
+
+def shift_values(rule: ShiftRule, mu: PipelineMu, bucket_shift: float) -> dict[str, Any]:
+    """Values of scheduler_config.json for a rule, or for `bucket_shift` where `mu` is another."""
+    terminal = {"shift_terminal": rule.terminal or None}
+    if isinstance(rule.by, MuLine) and mu == "line":
+        line = {name: getattr(rule.by, field) for name, field in _LINE.items()}
+        return {"use_dynamic_shifting": True, **line, **terminal}
+    if rule.by == "flux2" == mu:
+        return {"use_dynamic_shifting": True, **terminal}
+    fixed = {"shift": bucket_shift, "flow_shift": bucket_shift}
+    return {"use_dynamic_shifting": False, **fixed, **terminal}
 
 
 _TARGETS = {
@@ -439,6 +532,13 @@ def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> 
     )
 
 
+def refuse_untrained(release: Release, variants: Mapping[float, str], where: str) -> None:
+    """Refuse a release whose objective or inputs are none that its family trains."""
+    refuse_other_objectives(release.scheduler, where)
+    refuse_experts(release.pipeline, where)
+    refuse_further_inputs(release, variants, where)
+
+
 def refuse_experts(pipeline: Mapping[str, Any], where: str) -> None:
     """Refuse a pipeline with two transformers, or a boundary between them."""
     second = pipeline.get("transformer_2") or (None, None)
@@ -460,10 +560,11 @@ def refuse_further_inputs(release: Release, variants: Mapping[float, str], where
         return
     name = str(release.config.get("_class_name"))
     variant = variants.get(takes / returns, f"a variant of {name} with further inputs")
+    if not variant:
+        return
     index = release.pipeline
     of_pipeline = f", {index['_class_name']}" if "_class_name" in index else ""
     raise ModelError(
         f"{where} is {variant} (in_channels {takes}, out_channels {returns}{of_pipeline}). "
-        "longtake trains text-to-video (Wan), text-to-image (FLUX.1-dev, FLUX.1-schnell) and "
-        "FLUX.1-Kontext. Start from one of these."
+        "Start from a kind that longtake trains: docs/guides/families.md lists them."
     )

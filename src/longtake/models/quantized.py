@@ -196,11 +196,7 @@ def quantize_linears(module: nn.Module, kind: Quantization, key: str = "model.qu
     Raises:
         RecipeError: torchao is missing, or a layer's weights do not divide into blocks.
     """
-    layers = {
-        name: layer
-        for name, layer in module.named_modules()
-        if type(layer) is nn.Linear and not layer.weight.requires_grad
-    }
+    layers = frozen_linears(module)
     if kind == "nf4":
         _refuse_missing_torchao(key)
         for name, layer in layers.items():
@@ -212,6 +208,15 @@ def quantize_linears(module: nn.Module, kind: Quantization, key: str = "model.qu
                 )
     for layer in layers.values():
         _convert(layer, kind)
+
+
+def frozen_linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """The layers inside a module whose weights can be quantised, by name."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if type(layer) is nn.Linear and not layer.weight.requires_grad
+    }
 
 
 def _refuse_missing_torchao(key: str) -> None:

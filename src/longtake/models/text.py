@@ -1,7 +1,9 @@
 """From captions to what the transformer is conditioned on: encoders, or ids of words."""
 
-from collections.abc import Iterable, Sequence
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +22,7 @@ NO_CAPTION = ""
 """The unconditional caption of classifier-free guidance, trained where captions are dropped."""
 
 LENGTH_STEP = 32
-"""Tokens: captions are padded to a multiple of it where an encoder knows what is padding."""
+"""Tokens: captions are padded to a multiple of it where a family encodes them by length."""
 
 MAX_WORDS = 8192
 """Of the vocabulary that is made of a catalog's captions: the most frequent ones."""
@@ -48,12 +50,24 @@ class TextEncoder(Protocol):
         """Width of `pooled_prompt_embeds`, or None where there are none."""
         ...
 
-    def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Named tensors, each [B, ...], for the family's model."""
+    def encode(
+        self, captions: Sequence[str], pictures: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Named tensors, each [B, ...], for the family's model.
+
+        Args:
+            captions: B of them.
+            pictures: [B, 3, 1, H, W] uint8 by their names in `data.conditioning`, for a family that
+                encodes them together with the captions.
+        """
         ...
 
     def outline(self) -> dict[str, Tensor]:
         """What `encode` gives for one caption, on the meta device."""
+        ...
+
+    def run_longest(self) -> None:
+        """Compute what encoding a caption of the greatest length takes, on fake tensors."""
         ...
 
     def unknown_words(self, caption: str) -> list[str]:
@@ -87,16 +101,21 @@ class WordIds:
         self._device = torch.device("cpu")
         self.vocabulary_size: int = tokenizer.get_vocab_size() if tokenizer else vocabulary_size
 
-    def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
+    def encode(
+        self, captions: Sequence[str], pictures: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         assert self._tokenizer is not None, "an outline cannot encode"
         ids = torch.zeros(len(captions), self.max_tokens, dtype=torch.int64)
         for row, encoded in zip(ids, self._tokenizer.encode_batch(list(captions)), strict=True):
             found = encoded.ids[: self.max_tokens]
             row[: len(found)] = torch.tensor(found, dtype=torch.int64)
-        return {"token_ids": ids.to(self._device)}
+        return {"token_ids": _moved(ids, self._device)}
 
     def outline(self) -> dict[str, Tensor]:
         return {"token_ids": torch.empty(1, self.max_tokens, dtype=torch.int64, device="meta")}
+
+    def run_longest(self) -> None:
+        pass
 
     def unknown_words(self, caption: str) -> list[str]:
         return _unknown_words(self._tokenizer, caption) if self._tokenizer else []
@@ -116,6 +135,37 @@ class WordIds:
         )
 
 
+class TextFamily(Protocol):
+    """What a family says of its text encoders; see `longtake.models.base.Family`."""
+
+    frozen: pretrained.FrozenParts
+    encodes_by_length: bool
+
+    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
+        """A pipeline of diffusers with these parts."""
+        ...
+
+    def encode_text(
+        self,
+        pipeline: Any,
+        captions: list[str],
+        max_tokens: int,
+        pictures: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Named tensors, each [B, ...], by the pipeline's own methods."""
+        ...
+
+    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> dict[str, Tensor]:
+        """What `encode_text` gives for one caption, on the meta device."""
+        ...
+
+    def run_encoders(
+        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
+    ) -> None:
+        """Call the encoders, by their folders, as the longest caption does."""
+        ...
+
+
 @dataclass(frozen=True)
 class _EncoderSpec:
     """What a recipe and its family say of one of a model's text encoders."""
@@ -125,6 +175,7 @@ class _EncoderSpec:
     part: pretrained.PipelinePart  # the family's
     special: tuple[str, ...]  # tokens of a vocabulary of words, in the order of their ids
     dtype: torch.dtype
+    reads_captions: bool = True  # False: another part of the pipeline, such as an image encoder
 
 
 class _Encoder:
@@ -132,13 +183,17 @@ class _Encoder:
 
     def __init__(self, module: nn.Module, tokenizer: Any, spec: _EncoderSpec) -> None:
         self.module = module.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.part = spec.part
+        self.reads_captions = spec.reads_captions
+        self.max_tokens = spec.section.num_tokens()
+        self._is_pretrained = spec.section.pretrained is not None
+        if not spec.reads_captions:
+            return
         if spec.section.quantize != "none":
             quantize_linears(module, spec.section.quantize, f"{spec.key}.quantize")
-        self.tokenizer = tokenizer
-        self.max_tokens = spec.section.num_tokens()
-        self.part = spec.part
-        self._is_pretrained = spec.section.pretrained is not None
         config: Any = module.config
+        config = config.get_text_config()  # of a model that reads pictures, too
         longest = getattr(config, "max_position_embeddings", self.max_tokens)
         if self.max_tokens > longest:
             raise errors.RecipeError(
@@ -147,22 +202,6 @@ class _Encoder:
             )
         self.width: int = config.hidden_size
         self.vocabulary_size: int = config.vocab_size if tokenizer is None else len(tokenizer)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
-
-    def tokens(self, captions: Sequence[str]) -> Any:
-        """`input_ids` and `attention_mask`, each [B, T], on the CPU."""
-        assert self.tokenizer is not None, "an outline cannot encode"
-        return self.tokenizer(
-            list(captions),
-            padding="max_length",
-            max_length=self.max_tokens,
-            truncation=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
 
     def unknown_words(self, caption: str) -> list[str]:
         tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -180,46 +219,70 @@ class _Encoder:
 
 
 class TransformersText:
-    """A frozen encoder of transformers, such as `UMT5EncoderModel`.
+    """Frozen encoders of transformers, called by the methods of the family's pipeline.
 
-    Encodes to `prompt_embeds` [B, T, D] fp32, zero after a caption's end, as Wan's pipeline does.
-    Wan attends to those zeros too: sampling with another `max_tokens` than in training (512 for the
-    released weights) is not the same.
-
-    The encoder's mask hides the padding from the words, so most of it is not computed: captions of
-    about the same length are encoded together, padded to a multiple of `LENGTH_STEP` tokens.
+    What they give is kept in fp32. If the family encodes by length, captions of about the same
+    length are encoded together, padded to a multiple of `LENGTH_STEP` tokens, and zeros follow.
     """
 
-    pooled_dim: int | None = None
-
-    def __init__(self, *encoders: _Encoder) -> None:
-        self._encoders = encoders
-        first = encoders[0]
+    def __init__(self, family: TextFamily, encoders: Sequence[_Encoder]) -> None:
+        self._family, self._encoders = family, encoders
+        first, *others = (each for each in encoders if each.reads_captions)
         self.encoder, self.tokenizer = first.module, first.tokenizer
         self.max_tokens, self.embed_dim = first.max_tokens, first.width
+        self.pooled_dim: int | None = others[0].width if others else None
         self.vocabulary_size = first.vocabulary_size
 
+    @cached_property
+    def pipeline(self) -> Any:
+        """One of diffusers that has no transformer."""
+        assert self.tokenizer is not None, "an outline cannot encode"
+        return self._family.text_pipeline(self.pipeline_parts())
+
     @torch.no_grad()
-    def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        first = self._encoders[0]
-        tokens = first.tokens([clean(caption) for caption in captions])
-        size = (len(captions), self.max_tokens, self.embed_dim)
-        encoded = torch.zeros(size, device=first.device)
-        for length, rows in _by_length(tokens.attention_mask).items():
-            ids = tokens.input_ids[rows, :length].to(first.device)
-            mask = tokens.attention_mask[rows, :length].to(first.device)
-            embeds = self.encoder(ids, mask).last_hidden_state.float()
-            encoded[rows, :length] = embeds.masked_fill(mask.unsqueeze(-1) == 0, 0)
-        return {"prompt_embeds": encoded}
+    def encode(
+        self, captions: Sequence[str], pictures: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        encode, pipeline = self._family.encode_text, self.pipeline
+        with pretrained.quiet(pipeline), pretrained.quiet(self.encoder):
+            if not self._family.encodes_by_length:
+                found = encode(pipeline, list(captions), self.max_tokens, pictures or {})
+                return {name: _exact(each) for name, each in found.items()}
+            encoded = dict[str, Tensor]()
+            for length, rows in self._by_length(captions).items():
+                found = encode(pipeline, [captions[row] for row in rows], length, {})
+                for name, each in found.items():  # [n, length, D]
+                    size = len(captions), self.max_tokens, each.shape[2]
+                    whole = encoded.setdefault(name, torch.zeros(size, device=each.device))
+                    for row, one in zip(rows, each, strict=True):  # a list would be copied
+                        whole[row, :length] = one
+        return encoded
+
+    def _by_length(self, captions: Sequence[str]) -> dict[int, list[int]]:
+        """Numbers of captions by the number of tokens that are computed for them."""
+        found = dict[int, list[int]]()
+        cleaned = [clean(caption) for caption in captions]
+        tokens = self.tokenizer(cleaned, truncation=True, max_length=self.max_tokens).input_ids
+        for row, ids in enumerate(tokens):
+            length = max(1, -(-len(ids) // LENGTH_STEP)) * LENGTH_STEP
+            found.setdefault(min(self.max_tokens, length), []).append(row)
+        return found
 
     def outline(self) -> dict[str, Tensor]:
-        return {"prompt_embeds": torch.empty(1, self.max_tokens, self.embed_dim, device="meta")}
+        return self._family.outline_text(self._modules(), self.max_tokens)
+
+    def run_longest(self) -> None:
+        lengths = {e.part.folder: e.max_tokens for e in self._encoders if e.reads_captions}
+        self._family.run_encoders(self._modules(), lengths)
 
     def unknown_words(self, caption: str) -> list[str]:
         return self._encoders[0].unknown_words(caption)
 
     def modules(self) -> list[nn.Module]:
-        return [each.module for each in self._encoders]
+        return list(self._modules().values())
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {each.part.folder: each.module for each in self._encoders}
 
     def to(self, device: torch.device) -> None:
         for module in self.modules():
@@ -230,51 +293,29 @@ class TransformersText:
             each.save(folder)
 
     def pipeline_parts(self) -> dict[str, Any]:
-        encoders = {each.part.folder: each.module for each in self._encoders}
-        return encoders | {each.part.tokenizer: each.tokenizer for each in self._encoders}
+        tokenizers = {each.part.tokenizer: each.tokenizer for each in self._encoders}
+        return self._modules() | {name: each for name, each in tokenizers.items() if name}
 
 
-def _by_length(mask: Tensor) -> dict[int, list[int]]:
-    """Rows of a mask [B, T] by the number of columns that are computed for them."""
-    total, rows = mask.shape[1], dict[int, list[int]]()
-    for row, used in enumerate(mask.bool()):
-        last = int(used.nonzero()[-1]) + 1 if used.any() else 1
-        rows.setdefault(min(total, -(-last // LENGTH_STEP) * LENGTH_STEP), []).append(row)
-    return rows
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
-class PooledText(TransformersText):
-    """FLUX.1's two frozen encoders: T5 for the words of a caption, CLIP for the whole of it.
-
-    Encodes to `prompt_embeds` [B, T, D] and `pooled_prompt_embeds` [B, P], both fp32. As in FLUX's
-    pipelines captions are not cleaned, and T5 reads the padding like words.
-    """
-
-    def __init__(self, first: _Encoder, pooled: _Encoder) -> None:
-        super().__init__(first, pooled)
-        self.pooled_dim = pooled.width
-
-    @torch.no_grad()
-    def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        first, pooled = self._encoders
-        ids, pooled_ids = (each.tokens(captions).input_ids for each in (first, pooled))
-        embeds = first.module(ids.to(first.device)).last_hidden_state
-        vector = pooled.module(pooled_ids.to(pooled.device)).pooler_output
-        return {"prompt_embeds": embeds.float(), "pooled_prompt_embeds": vector.float()}
-
-    def outline(self) -> dict[str, Tensor]:
-        pooled = torch.empty(1, self._encoders[1].width, device="meta")
-        return super().outline() | {"pooled_prompt_embeds": pooled}
+def _moved(ids: Tensor, device: torch.device) -> Tensor:
+    """On the device; a GPU is not waited for."""
+    if device.type != "cuda":
+        return ids.to(device)
+    return ids.pin_memory().to(device, non_blocking=True)
 
 
 def build_text(
-    section: TextSection, parts: pretrained.FrozenParts, captions: Iterable[str], made: Path | None
+    section: TextSection, family: TextFamily, captions: Iterable[str], made: Path | None
 ) -> TextEncoder:
     """The recipe's text encoder on the CPU.
 
     Args:
         section: of the recipe.
-        parts: the family's.
+        family: whose encoders they are.
         captions: of the catalog; a vocabulary is made of their words where none is given.
         made: the folder of frozen parts that the run made when it began; None when it begins.
 
@@ -289,19 +330,17 @@ def build_text(
         return WordIds(_vocabulary(captions, made), section.num_tokens())
     if section.pooled is not None:
         captions = list(captions)  # read twice
-    return _joined([_build_encoder(each, captions, made) for each in _specs(section, parts)])
+    specs = _specs(section, family.frozen)
+    return TransformersText(family, [_build_encoder(each, captions, made) for each in specs])
 
 
-def outline_text(section: TextSection, parts: pretrained.FrozenParts) -> TextEncoder:
+def outline_text(section: TextSection, family: TextFamily) -> TextEncoder:
     """The recipe's text encoder on the meta device: it has shapes, but cannot encode."""
     if section.kind == "words":
         _refuse_encoders(section)
         return WordIds(None, section.num_tokens(), vocabulary_size=MAX_WORDS + len(_SPECIAL))
-    return _joined([_outline_encoder(each) for each in _specs(section, parts)])
-
-
-def _joined(encoders: Sequence[_Encoder]) -> TextEncoder:
-    return TransformersText(*encoders) if len(encoders) == 1 else PooledText(*encoders)
+    specs = _specs(section, family.frozen)
+    return TransformersText(family, [_outline_encoder(each) for each in specs])
 
 
 def _refuse_encoders(section: TextSection) -> None:
@@ -318,6 +357,16 @@ def _specs(section: TextSection, parts: pretrained.FrozenParts) -> list[_Encoder
         if spec.section.pretrained is not None:
             given = {"config": spec.section.config}
             pretrained.refuse_unused(spec.key, given, f"{spec.key}.pretrained brings its own")
+    if section.pretrained is None and not parts.has_random_text:
+        raise errors.RecipeError(
+            f"text.pretrained is unset, but a {parts.text.class_name} with random weights is not "
+            "made here: its captions are framed by a template of its own tokenizer. Name the "
+            "release's folder or repository in text.pretrained."
+        )
+    if section.pretrained is not None:
+        for part in parts.further:
+            if pretrained.has_part(section.pretrained, part):
+                specs += [_EncoderSpec("text", section, part, (), dtype, reads_captions=False)]
     return specs
 
 
@@ -338,10 +387,12 @@ def _build_encoder(spec: _EncoderSpec, captions: Iterable[str], made: Path | Non
 def _load_encoder(
     where: str, part: pretrained.PipelinePart, dtype: torch.dtype
 ) -> tuple[nn.Module, Any]:
-    from transformers import AutoTokenizer
-
     module = pretrained.load_pretrained(_encoder_class(part), where, part.folder, dtype=dtype)
-    return module, pretrained.load_pretrained(AutoTokenizer, where, part.tokenizer)
+    if not part.tokenizer:
+        return module, None
+    with pretrained.quiet(_encoder_class(part)):  # some want libraries for which there are others
+        tokenizer_class = getattr(importlib.import_module("transformers"), part.tokenizer_class)
+    return module, pretrained.load_pretrained(tokenizer_class, where, part.tokenizer)
 
 
 def _outline_encoder(spec: _EncoderSpec) -> _Encoder:
@@ -357,9 +408,7 @@ def _outline_encoder(spec: _EncoderSpec) -> _Encoder:
 
 
 def _encoder_class(part: pretrained.PipelinePart) -> Any:
-    import transformers
-
-    return getattr(transformers, part.class_name)
+    return getattr(importlib.import_module(part.module), part.class_name)
 
 
 def _random(spec: _EncoderSpec, vocabulary_size: int) -> nn.Module:

@@ -44,13 +44,18 @@ def make_trainable(
         for name, added in section.modules.items()
     }
     device = torch.device("cpu") if deferred else next(model.parameters()).device
+    untrained = set(family.untrained_parameters(model))
     if base != "full":
         model.requires_grad_(False)
+    for name in untrained:
+        model.get_parameter(name).requires_grad_(False)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(torch.initial_seed())
         if base == "lora":
             with deferred_init.placeholders_on_cpu(deferred):
-                add_lora(model, section.targets or family.lora_targets, section, dtype)
+                layers = find_targets(model, section.targets or family.lora_targets)
+                layers = [name for name in layers if f"{name}.weight" not in untrained]
+                add_lora(model, layers, section, dtype)
         modules = {
             name: added_module.build_module(
                 name, added, family.width(model), blocks[name], latent_channels

@@ -295,8 +295,12 @@ class Attention(nn.Module):
         heads = heads.permute(2, 0, 3, 1, 4)
         query, key, value = (self.sharing.to_heads(heads) if self.sharing else heads).unbind()
         query, key = _normalise(query) * query.shape[-1] ** -0.5, _normalise(key)
-        # Written out: at these sizes the fused kernel takes twice as long on a CPU in bfloat16.
-        mixed = (query @ key.mT).softmax(dim=-1).to(value.dtype) @ value
+        if self.sharing is not None and self.sharing.ring_size > 1:
+            query, key = query.to(value.dtype), key.to(value.dtype)
+            mixed = self.sharing.attend_around(query, key, value, scale=1.0)
+        else:
+            # Written out: at these sizes the fused kernel takes twice as long on a CPU in bfloat16.
+            mixed = (query @ key.mT).softmax(dim=-1).to(value.dtype) @ value
         if self.sharing is not None:
             mixed = self.sharing.to_tokens(mixed[None])[0]
         out: Tensor = self.to_out(mixed.transpose(1, 2).reshape(num_clips, num_tokens, width))

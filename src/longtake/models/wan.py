@@ -1,4 +1,8 @@
-"""Wan 2.1: diffusers' `WanTransformer3DModel` at any size."""
+"""Wan 2.1 and 2.2: diffusers' `WanTransformer3DModel` at any size, from text and given frames.
+
+Wan 2.1 and A14B get given frames as channels beside the noisy ones: a mask (4), and the latents of
+a video that is grey elsewhere (16). TI2V-5B gets them in the place of noisy frames, at time 0.
+"""
 
 import math
 import re
@@ -6,17 +10,20 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from longtake.config import ModelSection, Shift
+from longtake.config import Bucket, ModelSection
 from longtake.errors import RecipeError
-from longtake.models import base, codec, pretrained
+from longtake.models import base, pretrained
+from longtake.models.codec import AutoencoderCodec, Codec, encode_videos
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import TokenSharing
 
 
 class Wan(base.DiffusersFamily):
-    """Text to video; conditioned on a transformers encoder's `prompt_embeds`.
+    """Text and first frames to video; conditioned on a transformers encoder's `prompt_embeds`.
 
     Its velocity has longtake's sign (noise - latents); its timesteps are 1000 sigma.
     """
@@ -24,10 +31,16 @@ class Wan(base.DiffusersFamily):
     frozen = pretrained.FrozenParts(
         codec=pretrained.PipelinePart(("AutoencoderKLWan",), "vae"),
         text=pretrained.PipelinePart(("UMT5EncoderModel",), "text_encoder", "tokenizer"),
+        further=(
+            pretrained.PipelinePart(
+                ("CLIPVisionModel",), "image_encoder", "image_processor", "CLIPImageProcessor"
+            ),
+        ),
     )
     label = "Wan"
     transformer_class, pipeline_class = "WanTransformer3DModel", "WanPipeline"
-    codec_class, text_class = codec.AutoencoderCodec, TransformersText
+    codec_class = AutoencoderCodec
+    encodes_by_length = True
     parts = "an autoencoder and a transformers text encoder"
     block_lists = ("blocks",)
     block_arguments: ClassVar[Mapping[str, str]] = {
@@ -36,8 +49,16 @@ class Wan(base.DiffusersFamily):
     }
     block_outputs: ClassVar[tuple[str, ...]] = ("tokens",)
     attentions: ClassVar[tuple[str, ...]] = ("attn1", "attn2")
-    variants: ClassVar[Mapping[float, str]] = {36 / 16: "an image-to-video variant of Wan"}
+    variants: ClassVar[Mapping[float, str]] = {36 / 16: ""}
+    encodes_inputs_itself = True
     time_scale = 1000.0
+    # With a FlowMatchEulerDiscreteScheduler WanPipeline would shift twice.
+    scheduler_class = "UniPCMultistepScheduler"
+    scheduler_options: ClassVar[Mapping[str, Any]] = {
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+    }
+    mu = None
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
         patch = section.config.get("patch_size", self.patch_size)
@@ -66,19 +87,114 @@ class Wan(base.DiffusersFamily):
             )
         return {"in_channels": channels, "out_channels": channels, "text_dim": text.embed_dim}
 
+    def further_channels(self, section: ModelSection) -> int:
+        config = pretrained.read_release(section).config
+        takes = int(config.get("in_channels") or 0)
+        return takes - int(config.get("out_channels") or takes)
+
+    def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        release = pretrained.read_release(section)
+        if self.further_channels(section):
+            needs_last = release.config.get("pos_embed_seq_len") is not None
+            return ("first", "last") if needs_last else ("first",), ("first", "last")
+        return (), ("first",) if release.pipeline.get("expand_timesteps") else ()
+
+    def exported_pipeline(self, release: pretrained.Release, parts: Mapping[str, Any]) -> str:
+        name = str(release.pipeline.get("_class_name"))
+        return name if name == "WanImageToVideoPipeline" else self.pipeline_class
+
+    def pipeline_of(self, parts: Mapping[str, Any]) -> str:
+        return "WanImageToVideoPipeline" if "image_encoder" in parts else self.pipeline_class
+
+    def encode_inputs(
+        self, codec: Codec, text: TextEncoder, given: Mapping[str, Tensor], bucket: Bucket
+    ) -> base.Conditioning:
+        """`first_latents` [B, 20, F, h, w], of TI2V-5B [B, C, 1, h, w]; of CLIP `first_embeds`."""
+        if "first" not in given or _replaces_frames(codec):
+            return super().encode_inputs(codec, text, given, bucket)
+        frames = {
+            name: given[name].float() / 127.5 - 1 for name in ("first", "last") if name in given
+        }
+        first, *last = frames.values()
+        num_grey = bucket.num_frames - len(frames)
+        grey = first.new_zeros(1).expand(len(first), 3, num_grey, bucket.height, bucket.width)
+        latents = encode_videos(codec, torch.cat([first, grey, *last], dim=2))
+        mask = torch.zeros_like(latents[:, :_MASK_CHANNELS])
+        mask[:, :, 0] = 1
+        if last:  # of the last group of frames it is the last
+            mask[:, -1, -1] = 1
+        found = {"first_latents": torch.cat([mask, latents], dim=1)}
+        parts = text.pipeline_parts() if isinstance(text, TransformersText) else {}
+        if "image_encoder" not in parts:
+            return found
+        embeds = [_clip_embeds(text, given[name]) for name in frames]
+        return found | {"first_embeds": torch.cat(embeds, dim=1).to(latents.device)}
+
+    def outline_inputs(
+        self, codec: Codec, text: TextEncoder, given: Mapping[str, int], bucket: Bucket
+    ) -> base.Conditioning:
+        if "first" not in given or _replaces_frames(codec):
+            return super().outline_inputs(codec, text, given, bucket)
+        shape = 1, _MASK_CHANNELS + codec.channels, *codec.latent_shape(bucket)
+        found = {"first_latents": torch.empty(shape, device="meta")}
+        parts = text.pipeline_parts() if isinstance(text, TransformersText) else {}
+        if "image_encoder" in parts:
+            config = parts["image_encoder"].config
+            tokens = len(given) * ((config.image_size // config.patch_size) ** 2 + 1)
+            found["first_embeds"] = torch.empty(1, tokens, config.hidden_size, device="meta")
+        return found
+
+    def encode_text(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        embeds, _ = pipeline.encode_prompt(
+            captions, do_classifier_free_guidance=False, max_sequence_length=max_tokens
+        )
+        return {"prompt_embeds": embeds}
+
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> base.TransformerCall:
+        first = conditioning.get("first_latents")
+        text = conditioning["prompt_embeds"].to(noisy_latents.dtype)
+        if first is not None and first.shape[1] != noisy_latents.shape[1]:
+            noisy_latents = torch.cat([noisy_latents, first.to(noisy_latents)], dim=1)
+        elif first is not None:
+            noisy_latents = self.with_given(noisy_latents, conditioning)
+            free = torch.ones_like(noisy_latents[:, 0], dtype=timesteps.dtype)
+            free[:, 0] = 0
+            _, rows, columns = model.config.patch_size
+            timesteps = free[:, :, ::rows, ::columns].flatten(1) * timesteps[:, None]
         inputs = {
             "hidden_states": noisy_latents,
             "timestep": timesteps,
-            "encoder_hidden_states": conditioning["prompt_embeds"].to(noisy_latents.dtype),
+            "encoder_hidden_states": text,
         }
+        if "first_embeds" in conditioning:
+            embeds = conditioning["first_embeds"].to(noisy_latents.dtype)
+            if model.config.pos_embed_seq_len is not None:  # first and last as two samples
+                embeds = embeds.reshape(2 * len(embeds), -1, embeds.shape[2])
+            inputs["encoder_hidden_states_image"] = embeds
         return base.TransformerCall(inputs, lambda velocity: velocity)
+
+    def with_given(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor:
+        first = conditioning.get("first_latents")
+        if first is None or first.shape[1] != latents.shape[1]:
+            return latents
+        return torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)
+
+    def loss_weights(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
+        first = conditioning.get("first_latents")
+        if first is None or first.shape[1] != latents.shape[1]:
+            return None
+        weights = torch.ones_like(latents[:, :1])
+        weights[:, :, 0] = 0
+        return weights
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
         """The video's tokens; every rank attends to all of the text."""
         wan: Any = model
+        wan.register_forward_pre_hook(partial(_cut_timesteps, sharing), with_kwargs=True)
         wan.patch_embedding.register_forward_hook(partial(_cut_patches, sharing))
         wan.rope.register_forward_hook(partial(_cut_positions, sharing))
         for block in wan.blocks:
@@ -86,16 +202,34 @@ class Wan(base.DiffusersFamily):
         # The last layer that works token by token, and its tokens are narrow.
         wan.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
-    def scheduler(self, shift: Shift, bucket_shift: float) -> Any:
-        """As in Wan's releases; with a FlowMatchEulerDiscreteScheduler WanPipeline shifts twice."""
-        from diffusers import UniPCMultistepScheduler
-
-        return UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=bucket_shift
-        )
-
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         return f"{'diffusion_model.' if is_lora else ''}{original_name(name)}"
+
+
+_MASK_CHANNELS = 4  # frames of pixels that one of latents stands for
+
+
+def _replaces_frames(codec: Codec) -> bool:
+    """Whether it is Wan 2.2's own autoencoder, which is TI2V-5B's."""
+    return any(bool(getattr(each.config, "is_residual", False)) for each in codec.modules())
+
+
+@torch.no_grad()
+def _clip_embeds(text: TextEncoder, pictures: Tensor) -> Tensor:
+    """[B, tokens, D] fp32 of pictures [B, 3, 1, H, W] uint8: CLIP's last layer but one."""
+    assert isinstance(text, TransformersText)
+    images = [Image.fromarray(each[:, 0].permute(1, 2, 0).cpu().numpy()) for each in pictures]
+    embeds = [text.pipeline.encode_image(image).float() for image in images]
+    return torch.cat(embeds)
+
+
+def _cut_timesteps(
+    sharing: TokenSharing, _model: nn.Module, args: Any, given: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    if given["timestep"].ndim == 1:
+        return args, given
+    sharing.begin(given["timestep"].shape[1])
+    return args, given | {"timestep": sharing.cut(given["timestep"], 1)}
 
 
 def _cut_patches(

@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
-from longtake import node_dir, process
+from longtake import node_dir, node_events, process
 from longtake.errors import RecordError, RunError
 from longtake.fsio import file_time, now, read_record, write_once
 from longtake.heartbeat import (
@@ -43,6 +43,8 @@ _NO_LAUNCH = "start"  # of a stall before the ranks have met
 _MAX_REQUEST_BYTES = 2**16
 _LATE_REQUEST_SECONDS = 10.0  # for which who asked waits
 _POLL_SECONDS, _POLL_DUMPS_SECONDS = 1.0, 0.2
+_POLL_NEAR_SECONDS = 0.25  # when a stall is near
+_ROUND_SECONDS = 0.5  # that a round of dumps takes, and the watcher's look before
 _DISK_SECONDS = 3.0
 _TURN_SECONDS = 5.0  # between the nodes that may conclude
 _FORGET_SECONDS = 60.0
@@ -295,6 +297,10 @@ class DumpService:
         self._outcomes: dict[str, StallOutcome] = {}
         self._open: dict[str, _OpenStall] = {}
         self._token = ""
+        rounds, seconds = target.settings.rounds, target.settings.round_seconds
+        self._early = dumps.EarlyRounds(target.folder, rounds, seconds)
+        self.lead_seconds = (rounds - 1) * seconds + _ROUND_SECONDS
+        self._is_near = False
         self._end = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, name="dumps", daemon=True)
@@ -308,6 +314,12 @@ class DumpService:
     def raise_alarm(self, request: node_dir.DumpRequest) -> None:
         self._alarms.put(request)
         self._wake.set()
+
+    def prepare(self, *, is_near: bool) -> None:
+        """Say whether an alarm may come within `lead_seconds`: early rounds are kept or dropped."""
+        if is_near and not self._is_near:
+            self._wake.set()
+        self._is_near = is_near
 
     def take_begun(self) -> node_dir.DumpRequest | None:
         return _next(self._begun)
@@ -324,11 +336,15 @@ class DumpService:
 
     def _work(self) -> None:
         while not self._end.is_set():
-            self._wake.wait(_POLL_SECONDS)
+            self._wake.wait(_POLL_NEAR_SECONDS if self._is_near else _POLL_SECONDS)
             self._wake.clear()
             try:
                 self._answer_requests()
                 self._conclude_stalls()
+                if self._is_near:
+                    self._early.collect()
+                else:
+                    self._early.forget()
             except Exception:  # the next stall must be answered whatever this is
                 self._outcomes[self._token] = "failed"
                 self._open.pop(self._token, None)
@@ -378,6 +394,10 @@ class DumpService:
         ranks = [each.rank for each in read_heartbeats(target.folder) if each.role == "rank"]
         before = flight_recorder.file_stamps(target.folder, ranks)
         flight_recorder.request_files(target.folder, ranks)
+        early = []
+        if request["reason"] == "stall" and request["rounds"] == target.settings.rounds:
+            is_own = request["by"] == target.host
+            early = self._early.take(request["stall"]["pid"] if is_own else None)
         dump = dumps.dump_node(
             target.folder,
             target.host,
@@ -386,6 +406,7 @@ class DumpService:
             rounds=request["rounds"],
             round_seconds=target.settings.round_seconds,
             native=request["native"],
+            early=early,
         )
         copies = target.node.flight_path(token)
         try:
@@ -437,7 +458,11 @@ class DumpService:
             recorders, _ = self._disk.ask(
                 partial(flight_recorder.read_folders, folders), _DISK_SECONDS
             )
-        diagnosis = diagnose(request, answers, silent, recorders, self._target.host)
+        events: list[node_events.NodeEvent] = []
+        launch = str(request.get("stall", {}).get("launch", ""))
+        with suppress(OSError):
+            events = self._disk.ask(partial(node_events.recent, run, launch=launch), _DISK_SECONDS)
+        diagnosis = diagnose(request, answers, silent, recorders, self._target.host, events)
         path = node_dir.diagnosis_path(run, token)
         is_first = diagnosis.kind != "cleared"
         try:

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import longtake
-from longtake import fsio, node_dir, stacks
-from longtake.heartbeat import Phase
+from longtake import fsio, node_dir, node_events, stacks
+from longtake.formatting import for_seconds, plural
+from longtake.heartbeat import STORE_WAIT, Phase
 from longtake.monitor.dumps import ProcessTrace, traces
 from longtake.monitor.flight_recorder import BlockedCollective, analyse
 
@@ -118,6 +119,7 @@ class StallDiagnosis:
     silent_nodes: tuple[str, ...]  # gave no dump
     missing_in: tuple[MissingIn, ...]  # what the flight recorder adds
     sentence: str
+    node_events: tuple[str, ...] = ()  # recent events of clocks, links and GPUs, in words
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -129,8 +131,9 @@ def diagnose(
     silent: Sequence[str],
     recorders: Mapping[int, Mapping[str, Any]],
     host: str = "",
+    events: Sequence[node_events.NodeEvent] = (),
 ) -> StallDiagnosis:
-    """Find the cause of a stall, whatever the dumps are."""
+    """Find the cause of a stall, whatever the dumps are; `events`: see `node_events`."""
     blocked = analyse(recorders)
     stalled = frozenset(rank for each in blocked for rank in each.stalled_ranks)
     snapshot = StallSnapshot.of(dumps, stalled)
@@ -154,8 +157,9 @@ def diagnose(
         silent_nodes=tuple(silent),
         missing_in=_missing_in(blocked),
         sentence="",
+        node_events=tuple(map(str, events)),
     )
-    sentence = describe(found, snapshot)
+    sentence = node_events.add_to(describe(found, snapshot), events)
     return replace(found, suspects=found.suspects[:_MAX_SUSPECTS], sentence=sentence)
 
 
@@ -639,17 +643,13 @@ def place_of(suspect: Suspect) -> str:
     return f"{suspect.function} ({stacks.short_file(suspect.file)}:{suspect.line})"
 
 
-def for_seconds(seconds: float) -> str:
-    """`12 s`, `4 min 10 s`, `2 h 5 min`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def _causes(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> Iterator[str]:
     suspects = diagnosis.suspects
-    if suspects:
+    if suspects and (store := _store_of(suspects[0])):
+        alike = [each for each in suspects if _store_of(each) == store]
+        yield _waits_for_store(suspects[0], store, alike[1:])
+        suspects = (suspects[0], *(each for each in suspects if each not in alike))
+    elif suspects:
         yield _cause(suspects[0], snapshot.rounds)
     if more := suspects[1 : 1 + _MAX_NAMED]:
         rest = len(suspects) - 1 - len(more)
@@ -665,6 +665,29 @@ def _causes(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> Iterator[str]
         )
     if diagnosis.kind == "unknown":
         yield "No node has answered, so it is not known where the ranks are."
+
+
+def _store_of(suspect: Suspect) -> str:
+    """The store that a decode worker waits for; empty: none, or the worker itself does not run."""
+    if _is_halted(suspect):
+        return ""
+    return suspect.clip_path.partition(STORE_WAIT)[2].partition(" ")[0]
+
+
+def _waits_for_store(first: Suspect, store: str, others: Sequence[Suspect]) -> str:
+    clip, _, said = first.clip_path.partition(STORE_WAIT)
+    also = ""
+    if others:
+        hosts = sorted({each.host for each in others})
+        named = ", ".join(hosts[:_MAX_NAMED])
+        more = f" and {len(hosts) - _MAX_NAMED} more nodes" if len(hosts) > _MAX_NAMED else ""
+        verb = "has" if len(others) == 1 else "have"
+        also = f", and so {verb} {plural(len(others), 'other worker')} on {named}{more}"
+    return (
+        f"The store {said.removesuffix(')')}. {_who(first)} has been waiting for it for "
+        f"{for_seconds(first.seconds)}, for clip {clip}{also}: training continues when the store "
+        "answers."
+    )
 
 
 def _cause(suspect: Suspect, rounds: int) -> str:

@@ -6,7 +6,7 @@ not moved are read once more with their C calls, for which each is paused for a 
 
 import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -129,10 +129,14 @@ def dump_node(
     rounds: int,
     round_seconds: float,
     native: bool,
+    early: Sequence[tuple[float, Round]] = (),
 ) -> NodeDump:
-    """Dump all processes of a run on this node: what nodes/<host>/stacks/<token>.json holds."""
+    """Dump all processes of a run on this node: what nodes/<host>/stacks/<token>.json holds.
+
+    `early`: rounds of `EarlyRounds`, which are the first.
+    """
     dump = _dump(
-        lambda: processes_of_run(folder), host, token, reason, rounds, round_seconds, native
+        lambda: processes_of_run(folder), host, token, reason, rounds, round_seconds, native, early
     )
     heartbeats = read_heartbeats(folder)
     ranks = [each for each in heartbeats if each.role == "rank"]
@@ -155,9 +159,11 @@ def _dump(
     rounds: int,
     round_seconds: float,
     native: bool,
+    early: Sequence[tuple[float, Round]] = (),
 ) -> NodeDump:
-    begun, seen = time.monotonic(), list[Round]()
-    for number in range(rounds):
+    begun = early[0][0] if early else time.monotonic()
+    seen: list[Round] = [{**found, "seconds": round(at - begun, 3)} for at, found in early]
+    for number in range(len(seen), rounds):
         time.sleep(max(0.0, begun + number * round_seconds - time.monotonic()))
         at = time.monotonic() - begun
         seen.append(_dump_round(find(), at))
@@ -166,6 +172,41 @@ def _dump(
     return NodeDump(
         token=token, time=fsio.now(), host=host, reason=reason, launch="", rounds=seen, missing=[]
     )
+
+
+class EarlyRounds:
+    """Rounds of dumps from before an alarm, so that a stall is named sooner; for one thread.
+
+    Args:
+        folder: the run's heartbeat folder on this node.
+        rounds: of a dump, all of which may be early.
+        round_seconds: between two of them.
+    """
+
+    def __init__(self, folder: Path, rounds: int, round_seconds: float) -> None:
+        self._folder, self._round_seconds = folder, round_seconds
+        self._found: deque[tuple[float, Round]] = deque(maxlen=rounds)
+
+    def collect(self) -> None:
+        """Add a round if it is time for one."""
+        at = time.monotonic()
+        if not self._found or at - self._found[-1][0] >= self._round_seconds:
+            self._found.append((at, _dump_round(processes_of_run(self._folder), 0.0)))
+
+    def forget(self) -> None:
+        self._found.clear()
+
+    def take(self, pid: int | None) -> list[tuple[float, Round]]:
+        """The rounds since neither a rank of this node nor process `pid` has begun a phase."""
+        now = time.monotonic()
+        begun = [
+            now - each.seconds
+            for each in read_heartbeats(self._folder)
+            if each.is_alive and (each.role == "rank" or each.pid == pid)
+        ]
+        found = [each for each in self._found if each[0] > max(begun, default=0.0)]
+        self.forget()
+        return found
 
 
 def _dump_round(there: Sequence[RunProcess], at: float) -> Round:

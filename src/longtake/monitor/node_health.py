@@ -151,7 +151,8 @@ class NodeHealth:
             if not self._wrong:
                 self._wrong_since = time.monotonic()
             reason = ", ".join(wrong.values())
-            fields = {"reason": reason, **_slowest_rank(flagged), **_slow_link(wrong, found)}
+            fields: dict[str, Any] = {"reason": reason, "causes": dict(wrong)}
+            fields |= {**_slowest_rank(flagged), **_slow_link(wrong, found)}
             self._events.append(("degraded", {**fields, "message": f"{self._host}: {reason}."}))
         elif self._wrong and not wrong:
             seconds = time.monotonic() - self._wrong_since
@@ -298,7 +299,10 @@ def _bad_now(numbers: system.Numbers) -> Iterator[tuple[str, str]]:
         yield "disk_is_failing", "the run directory can be neither written nor read"
     for host, seconds in outliers.by_device(numbers, "clock_offset_at_least_seconds").items():
         if seconds >= _CLOCK_DIFFERENCE_SECONDS:
-            yield f"clock_offset:{host}", f"its clock and {host}'s differ by {seconds:.3f} s"
+            yield (
+                f"clock_offset:{host}",
+                f"its clock and {host}'s differ by at least {seconds:.3f} s",
+            )
     for host, seconds in outliers.by_device(numbers, UNANSWERED).items():
         if seconds:
             text = f"{host} has acknowledged nothing for {seconds:.0f} s of what is sent to it"

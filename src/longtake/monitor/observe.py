@@ -293,11 +293,13 @@ class PhaseTimeouts:
             limit = max(limit, self._cleared_at - since + self._settings.min_seconds)
         return limit
 
-    def overdue(self, heartbeats: Iterable[Heartbeat], now: float) -> list[Overdue]:
-        """Processes that exceed their limits, the longest in its phase first."""
+    def overdue(
+        self, heartbeats: Iterable[Heartbeat], now: float, within: float = 0.0
+    ) -> list[Overdue]:
+        """Processes that exceed their limits, or may `within` seconds, the longest first."""
         limits = ((each, self.limit_of(each, now)) for each in heartbeats)
         found = [Overdue(each, limit) for each, limit in limits if limit is not None]
-        late = (each for each in found if each.heartbeat.seconds > each.limit)
+        late = (each for each in found if each.heartbeat.seconds + within > each.limit)
         return sorted(late, key=lambda each: -each.heartbeat.seconds)
 
     def _base_limit(self, heartbeat: Heartbeat) -> float | None:

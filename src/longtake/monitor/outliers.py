@@ -334,11 +334,11 @@ class HealthSignal:
     counts: str = ""  # for people: the errors of a port that it is a rate of; they come and go
 
 
-_USE = "gpu_utilization_share"
+USE = "gpu_utilization_share"
 _BOTH: tuple[Baseline, ...] = ("others", "own past")
 _MEASURED: tuple[HealthSignal, ...] = (
-    HealthSignal("gpu_power_watts", "GPU", "power", "W", "lower", 0.08, needs=_USE),
-    HealthSignal("gpu_sm_clock_mhz", "GPU", "clock", "MHz", "lower", 0.04, needs=_USE),
+    HealthSignal("gpu_power_watts", "GPU", "power", "W", "lower", 0.08, needs=USE),
+    HealthSignal("gpu_sm_clock_mhz", "GPU", "clock", "MHz", "lower", 0.04, needs=USE),
     HealthSignal("step_work_seconds", "rank", "step time", "s", "higher", 0.04, percent=True),
     HealthSignal(
         *("link_speed_bits_per_second", "link", "speed", "Gbit/s", "lower", 0.04),
@@ -419,9 +419,10 @@ _Key = tuple[str, str, Baseline]  # signal, device
 class OutlierDetector:
     """Judges a node window by window; equal numbers give equal outliers."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[HealthSignal] = SIGNALS) -> None:
+        self._signals = signals
         self._sums: dict[_Key, Cusum] = {}
-        self._noises = {signal.name: SharedNoise() for signal in SIGNALS}
+        self._noises = {signal.name: SharedNoise() for signal in signals}
         self._past: dict[_Key, deque[float]] = defaultdict(lambda: deque(maxlen=_BASELINE_WINDOWS))
         self._bad: dict[_Key, tuple[Outlier, int]] = {}
 
@@ -435,7 +436,7 @@ class OutlierDetector:
         """
         found: dict[_Key, tuple[Outlier, int]] = {}
         judged: set[_Key] = set()
-        for signal in SIGNALS:
+        for signal in self._signals:
             for key, outlier in self._of(signal, own, others):
                 judged.add(key)
                 if outlier is not None:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from longtake import errors, fsio
 from longtake.config import WatchSection
 from longtake.formatting import printable_lines
-from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
+from longtake.heartbeat import STORE_WAIT, Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.monitor.diagnosis import StallDiagnosis, Suspect
 from longtake.monitor.observe import PhaseTimeouts, WatchSettings
 from longtake.node_dir import DumpRequest, NodeDirectory, NodeEventKind
@@ -345,7 +345,10 @@ class StallActions:
 
     def _end_suspect(self, suspect: Suspect, diagnosis: StallDiagnosis) -> None:
         if suspect.role == "decode":
-            if suspect.clip in self._clips:
+            if STORE_WAIT in suspect.clip_path:
+                waits = suspect.clip_path.partition(STORE_WAIT)[2]
+                self._reporter.log(f"process {suspect.pid} is not ended, as its store is: {waits}")
+            elif suspect.clip in self._clips:
                 self._reporter.log(
                     f"process {suspect.pid} is not ended: clip {suspect.clip} has cost a process "
                     "already; it is ended after data.sample_timeout_seconds"

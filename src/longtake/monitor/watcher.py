@@ -328,12 +328,15 @@ class StallDetector:
             self._note_request(request, snapshot.now)
         if self._stall is not None:
             self._close_if_over(self._stall, snapshot)
-        overdue, stall = self._timeouts.overdue(snapshot.living, snapshot.now), self._stall
-        if stall is not None:
-            is_pending = stall.is_asker and self._service.outcome(stall.token) is None
-            if snapshot.now < stall.doubled_at or is_pending:
-                return
-        if overdue:
+        stall, lead = self._stall, self._service.lead_seconds
+        is_pending = (
+            stall is not None and stall.is_asker and self._service.outcome(stall.token) is None
+        )
+        wait = 0.0 if stall is None else stall.doubled_at - snapshot.now
+        near = self._timeouts.overdue(snapshot.living, snapshot.now, lead) if wait < lead else []
+        self._service.prepare(is_near=bool(near) or is_pending)
+        overdue = [each for each in near if each.heartbeat.seconds > each.limit]
+        if overdue and wait <= 0 and not is_pending:
             self._raise_alarm(overdue[0], snapshot)
 
     def _raise_alarm(self, overdue: observe.Overdue, snapshot: observe.Snapshot) -> None:

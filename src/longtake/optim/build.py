@@ -1,16 +1,20 @@
 """Chooses an optimizer for each trained parameter."""
 
 import importlib.util
+import inspect
+import io
 import logging
 import math
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
 
@@ -30,17 +34,22 @@ _COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
 
 
 def build_optimizers(
-    model: nn.Module, blocks: Sequence[nn.Module], section: OptimizerSection, precision: Precision
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    section: OptimizerSection,
+    precision: Precision,
+    replicas: ProcessGroup | None = None,
 ) -> list[Optimizer]:
     """The optimizers of a model, each trained parameter in one of them.
 
     AdamW updates what no other takes. Muon takes the blocks' matrices, 8-bit AdamW the parameters
     that are large enough for it. Weights that are not fp32, or whose states are offloaded, are
-    updated in fp32 copies.
+    updated in fp32 copies. Ranks of `replicas` have the same whole parameters, and share work.
 
     Raises:
         RecipeError: an 8-bit optimizer is wanted, but torchao or a compiler is not installed; or a
-            class of the user's own cannot be found or made, or would round bf16 weights.
+            class of the user's own cannot be found, made, saved or resumed, or would round bf16
+            weights.
     """
     chosen = choose_optimizers(model, blocks, section)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -51,9 +60,13 @@ def build_optimizers(
     if chosen.eight_bit:
         optimizers.append(_eight_bit_adamw(chosen.eight_bit, section))
     if chosen.own:
+        if own_states(chosen.own, section) is None:
+            own_states(chosen.own, section, with_values=True)
         optimizers.append(own_optimizer(chosen.own, section))
     if chosen.muon:
-        optimizers.append(Muon(chosen.muon, lr=rate, weight_decay=decay, dtype=dtype))
+        optimizers.append(
+            Muon(chosen.muon, lr=rate, weight_decay=decay, dtype=dtype, replicas=replicas)
+        )
     if chosen.prodigy:
         rate, betas = section.learning_rate, section.betas
         optimizers.append(Prodigy(chosen.prodigy, lr=rate, betas=betas, weight_decay=decay))
@@ -103,12 +116,20 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
     """An optimizer of the class that `optimizer.kind` names.
 
     Raises:
-        RecipeError: it cannot be found or made, or a weight is not fp32.
+        RecipeError: it cannot be found or made, a weight is not fp32, or checkpoints, by which
+            `torch.distributed.checkpoint` calls `step(closure=None)`, could not hold its settings.
     """
     key = f"optimizer.kind {section.kind!r}"
     found = import_class(section.kind, "optimizer.kind")
     if not issubclass(found, Optimizer):
         raise RecipeError(f"{key} is not a torch.optim.Optimizer. Make it a subclass.")
+    try:
+        inspect.signature(found.step).bind(None, closure=None)
+    except TypeError as error:
+        raise RecipeError(
+            f"{key}: its step{inspect.signature(found.step)} cannot be called as "
+            "step(closure=None), which resuming does. Define it as step(self, closure=None)."
+        ) from error
     rounded = next((each.dtype for each in parameters if each.dtype != torch.float32), None)
     if rounded is not None:
         raise RecipeError(
@@ -128,7 +149,100 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
             f"optimizer.options.{min(twice)} is set by the recipe's other keys. Remove it."
         )
     made: Optimizer = construct("optimizer.options", found, given | section.options)
+    for group in made.param_groups:
+        if "lr" not in group:
+            raise RecipeError(
+                f'{key} has no "lr" in its param_groups, where the schedule sets it. Give it to '
+                "Optimizer.__init__ among the defaults."
+            )
+        for name, value in group.items():
+            if name != "params" and not _is_loaded_again(value):
+                raise RecipeError(
+                    f"{key} has {name} = {value!r} in its param_groups, which a checkpoint cannot "
+                    "hold. Keep numbers, texts and tensors there, and all else as attributes."
+                )
     return made
+
+
+def _is_loaded_again(value: Any) -> bool:
+    """Whether a checkpoint can hold a value, whose reader runs no code."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # what pickling raises depends on the value
+        return False
+    return True
+
+
+def own_states(
+    parameters: Sequence[Tensor], section: OptimizerSection, *, with_values: bool = False
+) -> list[Tensor] | None:
+    """What the user's own optimizer keeps, by three steps of a copy; None if these fail.
+
+    The copy is on the meta device, where steps fail that ask for a value; with values it is on the
+    CPU, of at most 4 numbers in each dimension.
+
+    Raises:
+        RecipeError: it cannot be made; or checkpoints could not hold or restore its state.
+    """
+    key = f"optimizer.kind {section.kind!r}"
+    most = 4 if with_values else sys.maxsize
+    with torch.device("cpu" if with_values else "meta"), torch.random.fork_rng(devices=[]):
+        shapes = [[min(size, most) for size in each.shape] for each in parameters]
+        outlines = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        optimizer, seen = own_optimizer(outlines, section), list[dict[str, str]]()
+        for rate in (None, None, 0.0):
+            for each in outlines:
+                each.grad = torch.ones(each.shape)
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] if rate is None else rate
+            try:
+                optimizer.step(closure=None)
+            except ZeroDivisionError as error:
+                if rate is None:
+                    return None
+                raise RecipeError(
+                    f"{key}: a step with lr = 0 divides by it, and resuming makes such a step."
+                ) from error
+            except Exception:  # the user's own class
+                return None
+            seen.append(_described(key, optimizer, outlines))
+    for name in seen[0] | seen[-1]:
+        first, last = (each.get(name, "missing") for each in (seen[0], seen[-1]))
+        if first != last:
+            raise RecipeError(
+                f"{key}: its state {name} is {first} after one step and {last} after three. What "
+                "a resumed run loads is made by one step: make all state then, in its final shape."
+            )
+    leaves = torch.utils._pytree.tree_leaves(list(optimizer.state.values()))
+    return [each for each in leaves if isinstance(each, Tensor)]
+
+
+def _described(key: str, optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> dict[str, str]:
+    """Each state by its place, in words; RecipeError for what checkpoints cannot hold."""
+    places = {id(weight): f"of weight {number}" for number, weight in enumerate(weights)}
+    found = dict[str, str]()
+    for owner, state in optimizer.state.items():
+        if id(owner) not in places:
+            raise RecipeError(
+                f"{key} keeps state[{owner!r}], which belongs to no weight, so a checkpoint cannot "
+                "hold it. Keep it in self.state[weight], or as a number in self.param_groups."
+            )
+        paths = torch.utils._pytree.tree_flatten_with_path(
+            state, is_leaf=lambda value: not isinstance(value, dict)
+        )[0]
+        for path, value in paths:
+            name = f"{torch.utils._pytree.keystr(path)} {places[id(owner)]}"
+            if not isinstance(value, Tensor | int | float):
+                raise RecipeError(
+                    f"{key} keeps {name} as {type(value).__name__}, which a checkpoint cannot "
+                    "hold. Keep tensors and numbers in self.state[weight]."
+                )
+            shape = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else ""
+            found[name] = shape or "a number"
+    return found
 
 
 # --- AdamW with 8-bit states ------------------------------------------------------------------

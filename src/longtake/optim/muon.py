@@ -2,13 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from longtake.optim.master_weights import Fp32Optimizer
+from longtake.parallel.fsdp import local_shard
 
 # The quintic of Keller Jordan's Muon: it lifts small singular values fast and leaves all of them
 # in about [0.7, 1.2], which serves as well as exactly 1.
@@ -28,9 +31,10 @@ class Muon(Fp32Optimizer):
     which halves the time of small models, and accepts the sharded parameters of FSDP2.
 
     The state of a parameter is `momentum_buffer`, and `master` where the weight is not fp32: the
-    copy that is updated in its place. Both are fp32, in the parameter's own layout. A sharded
-    parameter's step is gathered, orthogonalised on every rank and sharded again, so any number of
-    ranks takes the same step.
+    copy that is updated in its place. Both are fp32, in the parameter's own layout. The ranks that
+    share parameters also share the work: each gathers some of the momenta whole, orthogonalises
+    them, and sends every rank its shard of the result. Any number of ranks takes the same step.
+    So do the ranks of `replicas`, which hold the same whole parameters and gradients.
 
     Raises:
         ValueError: a parameter does not have two dimensions, or a setting is out of range.
@@ -45,6 +49,7 @@ class Muon(Fp32Optimizer):
         weight_decay: float = 0.0,
         num_iterations: int = 5,
         dtype: torch.dtype = torch.bfloat16,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1 or num_iterations < 1:
             raise ValueError(
@@ -59,7 +64,7 @@ class Muon(Fp32Optimizer):
             "weight_decay": weight_decay,
             "num_iterations": num_iterations,
         }
-        self._dtype = dtype
+        self._dtype, self._replicas = dtype, replicas
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -73,22 +78,32 @@ class Muon(Fp32Optimizer):
                 )
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        num_matrices = 0
         for batch in in_batches(parameters):
-            self._step_batch(batch, group)
+            self._step_batch(batch, group, first=num_matrices)
+            num_matrices += len(batch)
 
-    def _step_batch(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _step_batch(self, parameters: list[Tensor], group: dict[str, Any], first: int) -> None:
+        """Update weights of equal shape; `first` is the number of the first of them."""
         directions = [self._direction(parameter, group) for parameter in parameters]
         rows, columns = parameters[0].shape
         scale = max(1.0, rows / columns) ** 0.5
-        matrices = torch.stack(
-            [each.full_tensor() if isinstance(each, DTensor) else each for each in directions]
-        )
-        steps = orthogonalise(matrices.to(self._dtype), group["num_iterations"]).unbind()
+        matrices = torch.stack([local_shard(each) for each in directions]).to(self._dtype)
+        steps: Iterable[Tensor]
+        if isinstance(parameters[0], DTensor):
+            share = _Share.of(parameters[0], len(parameters), first)
+            whole = share.gather(matrices)
+            if len(whole):
+                whole = orthogonalise(whole, group["num_iterations"])
+            steps = share.scatter(whole)
+        elif self._replicas is not None:
+            steps = _orthogonalise_among(self._replicas, matrices, group["num_iterations"], first)
+        else:
+            steps = orthogonalise(matrices, group["num_iterations"])
         for parameter, step in zip(parameters, steps, strict=True):
             weight: Tensor = self.state[parameter].get("master", parameter)
             weight.mul_(1 - group["lr"] * group["weight_decay"])
-            step = step.to(weight.dtype)
-            weight.add_(_shard_like(weight, step), alpha=-group["lr"] * scale)
+            local_shard(weight).add_(step.to(weight.dtype), alpha=-group["lr"] * scale)
             if weight is not parameter:
                 parameter.copy_(weight)
 
@@ -131,21 +146,89 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Batches of equal shape and bounded size, in an order equal on every rank."""
+    """Batches of equal shape and bounded size per rank, in an order equal on every rank."""
     groups: defaultdict[tuple[torch.Size, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         groups[parameter.shape, parameter.device].append(parameter)
     batches = []
     for (shape, _), group in groups.items():
-        most = max(1, _MAX_BATCH_ELEMENTS // shape.numel())
+        most = max(1, _MAX_BATCH_ELEMENTS // shape.numel()) * _num_shards(group[0])
         batches += [group[start : start + most] for start in range(0, len(group), most)]
     return batches
 
 
-def _shard_like(parameter: Tensor, matrix: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return matrix
-    # Every rank holds the same matrix: it takes its own part and sends nothing.
-    return distribute_tensor(
-        matrix, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+def _num_shards(parameter: Tensor) -> int:
+    return parameter.device_mesh.size(-1) if isinstance(parameter, DTensor) else 1
+
+
+def _counts(num_matrices: int, num_ranks: int, first: int) -> list[int]:
+    """Matrices of each rank, which differ by one at most; `first` shifts who has one more."""
+    counts = [num_matrices // num_ranks] * num_ranks
+    for number in range(first, first + num_matrices % num_ranks):
+        counts[number % num_ranks] += 1
+    return counts
+
+
+def _orthogonalise_among(
+    replicas: dist.ProcessGroup, matrices: Tensor, num_iterations: int, first: int
+) -> list[Tensor]:
+    """Each [rows, columns]; each rank computes some of them and sends these to all."""
+    counts = _counts(len(matrices), replicas.size(), first)
+    begin, count = sum(counts[: replicas.rank()]), counts[replicas.rank()]
+    mine = matrices.new_zeros(max(counts), *matrices.shape[1:])
+    if count:
+        mine[:count] = orthogonalise(matrices[begin : begin + count], num_iterations)
+    gathered = matrices.new_empty(len(counts), *mine.shape)
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, replicas)
+    parts = zip(gathered, counts, strict=True)
+    return [step for part, count in parts for step in part[:count]]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Which matrices of a batch, sharded by rows over a group, this rank has whole for a while."""
+
+    group: dist.ProcessGroup
+    rank: int  # in the group
+    columns: int
+    rows: list[int]  # of a matrix, by rank
+    counts: list[int]  # matrices that a rank has whole, by rank
+
+    @classmethod
+    def of(cls, like: DTensor, num_matrices: int, first: int) -> "_Share":
+        mesh, size, dim = like.device_mesh, _num_shards(like), like.device_mesh.ndim - 1
+        height, columns = like.shape
+        most = -(-height // size)  # FSDP2 cuts rows into parts of equal size, the last ones less
+        rows = [min(most, max(0, height - most * rank)) for rank in range(size)]
+        assert isinstance(like.placements[-1], Shard)
+        assert like.to_local().shape[0] == rows[mesh.get_local_rank(dim)]
+        counts = _counts(num_matrices, size, first)
+        return cls(mesh.get_group(dim), mesh.get_local_rank(dim), columns, rows, counts)
+
+    def gather(self, shards: Tensor) -> Tensor:
+        """[num_matrices, this rank's rows, columns] to [this rank's count, rows, columns]."""
+        parts = self._exchange(shards.flatten(), self._of_shards(), self._of_whole())
+        mine = self.counts[self.rank]
+        views = [
+            part.view(mine, rows, self.columns) for part, rows in zip(parts, self.rows, strict=True)
+        ]
+        return torch.cat(views, dim=1)
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """The reverse of `gather`."""
+        flat = torch.cat([part.flatten() for part in torch.split(whole, self.rows, dim=1)])
+        parts = self._exchange(flat, self._of_whole(), self._of_shards())
+        return torch.cat(parts).view(sum(self.counts), self.rows[self.rank], self.columns)
+
+    def _of_shards(self) -> list[int]:
+        """Numbers of each rank's matrices in this rank's rows."""
+        return [count * self.rows[self.rank] * self.columns for count in self.counts]
+
+    def _of_whole(self) -> list[int]:
+        """Numbers of each rank's rows in this rank's matrices."""
+        return [self.counts[self.rank] * rows * self.columns for rows in self.rows]
+
+    def _exchange(self, sent: Tensor, to: list[int], expected: list[int]) -> list[Tensor]:
+        received = sent.new_empty(sum(expected))
+        dist.all_to_all_single(received, sent, expected, to, self.group)
+        return list(torch.split(received, expected))

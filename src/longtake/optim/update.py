@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longtake.config import EmaProfile, OptimizerSection
+from longtake.config import EmaProfile, OptimizerSection, Recipe
+from longtake.data.stages import StagePosition
 from longtake.models.trainable import trained_state
 from longtake.parallel.fsdp import local_shard
 
@@ -46,6 +47,17 @@ def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
     return section.min_lr_ratio + (1 - section.min_lr_ratio) * remaining
 
 
+def learning_rate_factor(recipe: Recipe, step: int, position: StagePosition) -> float:
+    """The learning rate of an update as a share of `optimizer.learning_rate`.
+
+    The run's schedule, times the stage's own learning rate over the optimizer's and its warm-up.
+    """
+    section, stage = recipe.optimizer, recipe.data.stage(position.name)
+    rate, warmup = stage.learning_rate or section.learning_rate, stage.warmup_steps or 0
+    of_stage = rate / section.learning_rate * min(1.0, (position.num_before + 1) / (warmup + 1))
+    return schedule_factor(step, recipe.training.steps, section) * of_stage
+
+
 # --- Exponential moving averages (EMA), in fp32 and sharded like the model --------------------
 
 
@@ -73,8 +85,13 @@ class Averages:
         }
 
     @torch.no_grad()
-    def update(self, num_updates: int, masters: Masters | None = None) -> None:
-        """Move the averages after the `num_updates`-th update (counted from 1)."""
+    def update(
+        self, num_updates: int, masters: Masters | None = None, decay: float | None = None
+    ) -> None:
+        """Move the averages after the `num_updates`-th update (counted from 1).
+
+        `decay`, of a stage of the curriculum, is taken instead of the profiles' own.
+        """
         if not self._averages:
             return
         best = masters or {}
@@ -84,7 +101,10 @@ class Averages:
         }
         exact = {name: each for name, each in weights.items() if each.dtype == torch.float32}
         for profile, averages in self._averages.items():
-            share = 1 - beta_of(self._profiles[profile], num_updates)
+            followed = self._profiles[profile]
+            if decay is not None:
+                followed = followed.model_copy(update={"decay": decay})
+            share = 1 - beta_of(followed, num_updates)
             if exact:
                 parts = [local_shard(averages[name]) for name in exact]
                 torch._foreach_lerp_(parts, list(exact.values()), share)

@@ -22,7 +22,7 @@ def sum_over_ranks(numbers: Mapping[str, float], world: World) -> dict[str, floa
 
 
 def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T]:
-    """Every rank's object, by rank, on every rank; `patiently` waits without a timeout."""
+    """Every rank's object, by rank, on every rank; `patiently`: with the long timeout."""
     if world.mesh is None:
         return [thing]
     gathered: list[T] = [thing] * world.size
@@ -31,7 +31,7 @@ def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T
 
 
 def gather_to_first(thing: T, world: World) -> list[T]:
-    """Every rank's object, by rank, on rank 0, and nothing on the others; without a timeout."""
+    """Every rank's object, by rank, on rank 0, and nothing on the others; with the long timeout."""
     if world.mesh is None:
         return [thing]
     gathered: list[T] | None = [thing] * world.size if world.is_first else None

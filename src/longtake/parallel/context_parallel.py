@@ -1,41 +1,68 @@
-"""Context parallelism (Ulysses): ranks share the tokens of a clip and exchange them for heads."""
+"""Context parallelism: ranks share a clip's tokens, exchange them for heads, and form rings."""
 
-from typing import Any
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
-from torch.overrides import TorchFunctionMode
+
+from longtake.errors import ModelError
+from longtake.parallel import attention, mesh, ring
+from longtake.parallel.collectives import gather_in_group
 
 # Outside of attention each rank works on its own tokens. For attention, ranks exchange tokens for
 # heads, each attends with its heads to all tokens, and they exchange back (Jacobs et al.,
-# "DeepSpeed Ulysses", 2023, arXiv 2309.14509). The one collective is all-to-all with unequal sizes,
-# whose derivative is exact: gradients are those of the sum of all ranks' losses. No token is padded
-# or masked.
+# "DeepSpeed Ulysses", 2023, arXiv 2309.14509). Where more ranks share a clip than can share its
+# heads, neighbours do so, and attend to the tokens of the others in a ring (Fang and Zhao, "USP",
+# 2024, arXiv 2405.07719). The collective is all-to-all with unequal sizes, whose derivative is
+# exact: gradients are those of the sum of all ranks' losses. No token is padded or masked.
 #
 # Legend: B clips, T tokens, t this rank's, S stacked tensors (3 for query, key and value), H heads,
 # h this rank's, d width of a head.
+
+Ranks = Literal["all", "heads", "ring"]
+"""Which of the ranks that share a clip: all, those that have its other heads, those of its ring."""
 
 
 def shares(total: int, size: int) -> list[int]:
     return [total // size + (rank < total % size) for rank in range(size)]
 
 
+def heads_size(num_heads: int, size: int, of_node: int) -> int:
+    """Of the ranks that share a clip, how many exchange its tokens for heads.
+
+    It is the most that divide heads and ranks, and where a clip's ranks are on several nodes, the
+    ranks of a node: all-to-all waits for the slowest link, and a ring hides behind the computation.
+
+    Args:
+        num_heads: of the model.
+        size: ranks that share a clip.
+        of_node: ranks of a node.
+    """
+    most = math.gcd(num_heads, size)
+    return math.gcd(most, of_node) if size > of_node else most
+
+
 class TokenSharing:
-    """Exchanges tokens and heads with the ranks of a group.
+    """Cuts the tokens of clips and shares attention between ranks.
 
     A model calls `begin` once in each forward pass, after the backward pass of the one before:
     recomputed blocks read the numbers again.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+    def __init__(self, rank: int, size: int, heads_size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.heads_size = heads_size
+        self.ring_size = size // heads_size
         self._rows: list[list[int]] = []
         self._counts: list[int] = []
+        self._ring = ""  # the name of its process group
 
     def begin(self, *totals: int) -> None:
         """Set the number of tokens of a forward pass.
@@ -47,6 +74,10 @@ class TokenSharing:
         self._rows = [shares(total, self.size) for total in totals]
         self._counts = [sum(each) for each in zip(*self._rows, strict=True)]
 
+    def total(self, row: int) -> int:
+        """Tokens of a row on all ranks."""
+        return sum(self._rows[row])
+
     def cut(self, tensor: Tensor, dim: int) -> Tensor:
         counts = shares(tensor.shape[dim], self.size)
         return tensor.narrow(dim, sum(counts[: self.rank]), counts[self.rank])
@@ -55,64 +86,142 @@ class TokenSharing:
         """All of the last row of tokens, of which each rank has a part along a dimension."""
         counts, mine = self._rows[-1], part.movedim(dim, 0)
         for_each = mine.expand(self.size, *mine.shape).flatten(0, 1)
-        whole = self._exchange(for_each, [len(mine)] * self.size, counts)
+        whole = self._exchange(for_each, [len(mine)] * self.size, counts, "all")
         return whole.movedim(0, dim)
 
     def to_heads(self, tensors: Tensor) -> Tensor:
         """[S, B, h, T, d] of this rank's heads from [S, B, H, t, d] of its tokens.
 
-        The tokens stand in the ranks' order. Heads must divide by the number of ranks.
+        The tokens stand in the ranks' order; they are those of the ranks that have other heads.
         """
+        if self.heads_size == 1:
+            return tensors
         num, clips, heads, mine, width = tensors.shape
-        by_rank = tensors.reshape(num, clips, self.size, heads // self.size, mine, width)
+        size = self.heads_size
+        by_rank = tensors.reshape(num, clips, size, heads // size, mine, width)
         to_send = by_rank.permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
-        received = self._exchange(to_send, [mine] * self.size, self._counts)  # [T, S, B, h, d]
-        return received.permute(1, 2, 3, 0, 4)
+        received = self._exchange(to_send, [mine] * size, self._among_heads(), "heads")
+        return received.permute(1, 2, 3, 0, 4)  # from [T, S, B, h, d]
 
     def to_tokens(self, tensors: Tensor) -> Tensor:
         """[S, B, H, t, d] of this rank's tokens from [S, B, h, T, d] of its heads."""
-        to_send = tensors.permute(3, 0, 1, 2, 4)
+        if self.heads_size == 1:
+            return tensors
+        to_send, size = tensors.permute(3, 0, 1, 2, 4), self.heads_size
         mine = self._counts[self.rank]
-        received = self._exchange(to_send, self._counts, [mine] * self.size)
-        by_rank = received.reshape(self.size, mine, *received.shape[1:])  # [ranks, t, S, B, h, d]
+        received = self._exchange(to_send, self._among_heads(), [mine] * size, "heads")
+        by_rank = received.reshape(size, mine, *received.shape[1:])  # [ranks, t, S, B, h, d]
         return by_rank.permute(2, 3, 0, 4, 1, 5).flatten(2, 3)
 
-    def _exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def attend_around(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        """[B, h, T, d]: attention to the tokens of the whole ring; of what `to_heads` returns.
+
+        Args:
+            query: [B, h, T, d].
+            key: of the same tokens.
+            value: of the same tokens.
+            how: arguments of `scaled_dot_product_attention`; only `scale` may be set.
+
+        Raises:
+            ModelError: torch has no kernel for it that returns a logsumexp.
+        """
+        size, scale = self.heads_size, how.get("scale")
+        query, key, value = (attention.as_computed(each) for each in (query, key, value))
+        starts = range(0, self.size, size)
+        counts = [sum(self._counts[start : start + size]) for start in starts]
+        if torch.compiler.is_compiling():
+            rank, group = self.rank // size, self._ring
+            attended: Tensor = ring.ring_attention(query, key, value, scale, rank, counts, group)[0]
+            return attended
+        kernel = ring.choose_kernel(query, key, value, how)
+        around = ring.Ring(self.rank // size, counts, self._begin_exchange)
+        scores = attention.ScoreTerms(None, False, scale)
+        return attention.attend(ring.ring_kernel(kernel, around), scores, query, key, value)
+
+    def _among_heads(self) -> list[int]:
+        first = self.rank - self.rank % self.heads_size
+        return self._counts[first : first + self.heads_size]
+
+    def _exchange(
+        self, tensor: Tensor, sent: list[int], received: list[int], among: Ranks
+    ) -> Tensor:
         """Send parts of the first dimension to the ranks, in their order, and receive theirs."""
-        given = tensor.contiguous()
-        there = all_to_all_single_autograd(given, received, sent, self._group)
-        exchanged: Tensor = wait_tensor(there)  # type: ignore[no-untyped-call]
-        return exchanged
+        raise NotImplementedError
 
-
-class AttentionMode(TorchFunctionMode):
-    """A context in which `attend` does what `scaled_dot_product_attention` would do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Passes all else on."""
-        given = kwargs or {}
-        if func is Tensor.unflatten:  # the compiler follows it as a method, not as a function
-            return args[0].unflatten(*args[1:], **given)
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **given)
-        self.num_calls += 1
-        return self.attend(*args, **given)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-        """[B, H, T, d] of such a query; `how` are the function's other arguments."""
+    def _begin_exchange(
+        self, tensor: Tensor, sent: list[int], received: list[int]
+    ) -> Callable[[], Tensor]:
+        """The same among the ranks of a ring, without derivative; see `ring.Exchange`."""
         raise NotImplementedError
 
 
-class SharedAttention(AttentionMode):
+class TokenExchange(TokenSharing):
+    """Token sharing by the ranks of a launch; all of them make it."""
+
+    def __init__(self, world: mesh.World, num_heads: int) -> None:
+        of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        size = world.sequence_size
+        sharing = heads_size(num_heads, size, of_node)
+        super().__init__(world.rank % size, size, sharing)
+        self._groups = mesh.sequence_groups(world, sharing)
+        self._ring: str = self._groups["ring"].group_name
+
+    def _exchange(
+        self, tensor: Tensor, sent: list[int], received: list[int], among: Ranks
+    ) -> Tensor:
+        given = tensor.contiguous()
+        there = all_to_all_single_autograd(given, received, sent, self._groups[among])
+        exchanged: Tensor = wait_tensor(there)  # type: ignore[no-untyped-call]
+        return exchanged
+
+    def _begin_exchange(
+        self, tensor: Tensor, sent: list[int], received: list[int]
+    ) -> Callable[[], Tensor]:
+        return ring.exchange_in(self._ring)(tensor, sent, received)
+
+
+def compute_once(
+    count: int,
+    compute: Callable[[int], Mapping[str, Tensor]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Tensors of samples that all ranks of a group need, each computed by one rank and sent.
+
+    All ranks call it.
+
+    Args:
+        count: of samples; the first is computed by the first rank, and so on.
+        compute: from a sample's number to its tensors, [1, ...] each and by name, on `device`.
+        group: the ranks.
+        device: of the tensors.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    mine = {number: compute(number) for number in range(rank, count, size)}
+    # Shapes depend on the captions.
+    shapes = {
+        number: {name: (each.shape, each.dtype) for name, each in found.items()}
+        for number, found in mine.items()
+    }
+    every_shape = gather_in_group(shapes, group)
+    rows = []
+    for number in range(count):
+        owner, row = number % size, dict[str, Tensor]()
+        for name, (shape, dtype) in every_shape[owner][number].items():
+            if owner == rank:
+                row[name] = mine[number][name].contiguous()
+            else:
+                row[name] = torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(row[name].view(-1).view(torch.uint8), group=group, group_src=owner)
+        rows.append(row)
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+class SharedAttention(attention.AttentionMode):
     """A context in which `scaled_dot_product_attention` attends to the tokens of all ranks.
 
-    For self-attention only: query, key and value [B, H, t, d] are of the same tokens.
+    For self-attention only: query, key and value [B, H, t, d] are of the same tokens. A mask, bool
+    [B, 1, 1, t], says which of them are attended to.
     """
 
     def __init__(self, sharing: TokenSharing) -> None:
@@ -120,13 +229,25 @@ class SharedAttention(AttentionMode):
         self._sharing = sharing
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-        assert how.get("attn_mask") is None, "a mask would have to be exchanged too"
-        tensors = torch.stack([_as_computed(each) for each in (query, key, value)])
+        if how.get("attn_mask") is not None:
+            how["attn_mask"] = self._whole_mask(how["attn_mask"])
+        tensors = torch.stack([attention.as_computed(each) for each in (query, key, value)])
         query, key, value = self._sharing.to_heads(tensors).unbind()
-        mixed = F.scaled_dot_product_attention(query, key, value, **how)
+        if self._sharing.ring_size > 1:
+            mixed = self._sharing.attend_around(query, key, value, **how)
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, **how)
         return self._sharing.to_tokens(mixed[None])[0]
 
-
-def _as_computed(tensor: Tensor) -> Tensor:
-    kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+    def _whole_mask(self, mask: Tensor) -> Tensor:
+        """[B, 1, 1, T] of [B, 1, 1, t]: each rank needs the whole for its heads."""
+        size = self._sharing.heads_size
+        if size < self._sharing.size:
+            raise ModelError(
+                f"Captions of unlike length in one batch need a mask, and the {self._sharing.size} "
+                f"ranks that share a clip, of which {size} exchange heads, attend in a ring, which "
+                "has none. Set training.micro_batch_size = 1, or a parallel.context that divides "
+                "the model's heads and the GPUs of a node."
+            )
+        columns = mask.to(torch.uint8).expand(-1, size, -1, -1).transpose(2, 3)
+        return self._sharing.to_heads(columns[None])[0].transpose(2, 3).bool()

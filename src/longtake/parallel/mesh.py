@@ -5,9 +5,11 @@ one, without a process group.
 """
 
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,8 +32,7 @@ _FLIGHT_RECORDER_SIZE = 2000
 """Collectives that NCCL's flight recorder keeps: some steps of a large model. Each costs a few
 hundred bytes and about a microsecond, so that it is always on."""
 _SECONDS_TO_LET_GO = 0.1
-_TIMEOUT = timedelta(minutes=10)
-_NO_TIMEOUT = timedelta(days=365)
+_RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 _MAX_WAITING = 2048
 _SIGNS_OF_A_LOST_PEER = (
     *("closed by peer", "reset by peer", "Broken pipe"),  # what gloo says
@@ -56,7 +57,10 @@ class World:
     sequence_group: dist.ProcessGroup | None = None
     """These ranks; None where each has its clips to itself."""
     patient_group: dist.ProcessGroup | None = None
-    """All ranks, over gloo and without a timeout: for work of rank 0 such as downloads."""
+    """All ranks, over gloo, with `parallel.long_timeout_seconds`: for work of rank 0 such as
+    downloads."""
+    timeout: timedelta = timedelta(minutes=10)
+    """Of all other process groups."""
 
     @property
     def is_first(self) -> bool:
@@ -101,7 +105,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
     Raises:
         RecipeError: CUDA is asked for where there is none, or too few GPUs for the processes; or
             their number does not divide as the section wants it.
-        LostPeerError: another process ended while this one waited for it.
+        LostPeerError: another process ended while this one waited for it, or is too slow.
     """
     rank, local_rank, size = place_in_world()
     place = pick_device(device, local_rank)
@@ -116,19 +120,20 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
             os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=_TIMEOUT, **_meeting(rank, size))
-        patient = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
-        joined = World(rank, local_rank, size, place, None, patient_group=patient)
+        dist.init_process_group(backend, timeout=_RENDEZVOUS_TIMEOUT, **_meeting(rank, size))
+        long = timedelta(seconds=section.long_timeout_seconds)
+        patient = dist.new_group(backend="gloo", timeout=long, group_desc="patient")
+        timeout = timedelta(seconds=section.timeout_seconds)
+        dist.distributed_c10d._set_pg_timeout(timeout)
+        joined = World(rank, local_rank, size, place, None, patient_group=patient, timeout=timeout)
         yield arranged(joined, section)
         # Not after an error: NCCL would wait here for ranks that wait for this one elsewhere.
         dist.destroy_process_group()
     except RuntimeError as error:
         if not _tells_of_a_lost_peer(error):
             raise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise errors.LostPeerError(
-            f"Another of the {size} processes has ended or cannot be reached, so rank {rank} "
-            f"cannot continue. What that one said is the reason; this one knows only: {first}"
+            _describe_timeout(error, rank, size) or _describe_loss(error, rank, size)
         ) from error
     finally:
         # Gloo's threads need Python's lock to let go of the last collective's tensors. One that
@@ -150,7 +155,7 @@ def _meeting(rank: int, size: int) -> dict[str, Any]:
         port,
         size,
         is_master=rank == 0,
-        timeout=_TIMEOUT,
+        timeout=_RENDEZVOUS_TIMEOUT,
         multi_tenant=True,
         master_listen_fd=listening,
     )
@@ -158,9 +163,40 @@ def _meeting(rank: int, size: int) -> dict[str, Any]:
 
 
 def arranged(world: World, section: ParallelSection) -> World:
-    mesh = _mesh(world.device.type, world.size, shard_size(section, world.size))
-    group = _sequence_group(world.device.type, world.size, section.context)
+    mesh = _mesh(world, shard_size(section, world.size))
+    group = _sequence_group(world, section.context)
     return replace(world, mesh=mesh, sequence_size=section.context, sequence_group=group)
+
+
+def _describe_loss(error: RuntimeError, rank: int, size: int) -> str:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        f"Another of the {size} processes has ended or cannot be reached, so rank {rank} cannot "
+        f"continue. What that one said is the reason; this one knows only: {first}"
+    )
+
+
+def _describe_timeout(error: RuntimeError, rank: int, size: int) -> str | None:
+    """Which operation of which process group has waited how long; None: it was no timeout."""
+    waited = re.search(r"Timed out waiting (\d+)ms", str(error))
+    if waited is None:
+        return None
+    calls = (
+        f"{frame.f_code.co_name} of the process group {_name_group(frame.f_locals.get('group'))}"
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals
+    )
+    return (
+        f"Rank {rank} has waited {int(waited[1]) / 1000:g} s in "
+        f"{next(calls, 'a collective')}, and one of the {size} processes has not come: it has "
+        "ended, hangs or is slow. What that one said is the reason; if it was only slow, raise "
+        "parallel.timeout_seconds (or long_timeout_seconds for the group patient)."
+    )
+
+
+def _name_group(group: object) -> str:
+    is_default = group is None or group is dist.group.WORLD
+    return "default" if is_default else str(getattr(group, "group_desc", group))
 
 
 def _tells_of_a_lost_peer(error: RuntimeError) -> bool:
@@ -253,27 +289,53 @@ def shard_size(section: ParallelSection, size: int, of_node: int | None = None) 
     return shards
 
 
-def _mesh(device_type: str, size: int, shards: int) -> DeviceMesh:
+def _mesh(world: World, shards: int) -> DeviceMesh:
     """FSDP2 replicates over a mesh's first dimension and shards over its last."""
-    if shards in (1, size):
-        names = ("replicate" if shards == 1 else "shard",)
-        return init_device_mesh(device_type, (size,), mesh_dim_names=names)
-    shape, both = (size // shards, shards), ("replicate", "shard")
-    return _with_timeout(init_device_mesh(device_type, shape, mesh_dim_names=both))
+    if shards in (1, world.size):
+        return _init_mesh(world, {"replicate" if shards == 1 else "shard": world.size})
+    return _init_mesh(world, {"replicate": world.size // shards, "shard": shards})
 
 
-def _sequence_group(device_type: str, size: int, sequence: int) -> dist.ProcessGroup | None:
+def _sequence_group(world: World, sequence: int) -> dist.ProcessGroup | None:
     if sequence == 1:
         return None
-    shape, names = (size // sequence, sequence), ("data", "sequence")
-    mesh = _with_timeout(init_device_mesh(device_type, shape, mesh_dim_names=names))
+    mesh = _init_mesh(world, {"data": world.size // sequence, "sequence": sequence})
     return mesh["sequence"].get_group()
 
 
-def _with_timeout(mesh: DeviceMesh) -> DeviceMesh:
+def sequence_groups(world: World, heads_size: int) -> Mapping[str, dist.ProcessGroup]:
+    """Groups of the ranks that share this one's clips: `all`, and of them `heads` and `ring`.
+
+    All ranks call it.
+
+    Args:
+        world: in which ranks share clips.
+        heads_size: neighbours that have other heads of the same tokens.
+    """
+    everyone = world.sequence_group
+    assert everyone is not None
+    rings = world.sequence_size // heads_size
+    if 1 in (rings, heads_size):
+        return {"all": everyone, "heads": everyone, "ring": everyone}
+    sizes = {"data": world.data_size, "ring": rings, "heads": heads_size}
+    mesh = _init_mesh(world, sizes)
+    return {"all": everyone, **{name: mesh[name].get_group() for name in ("heads", "ring")}}
+
+
+def _init_mesh(world: World, sizes: dict[str, int]) -> DeviceMesh:
+    """A mesh, by the names of its dimensions; torch gives its groups another timeout."""
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():
-        dist.distributed_c10d._set_pg_timeout(_TIMEOUT, group)
+        dist.distributed_c10d._set_pg_timeout(world.timeout, group)
     return mesh
+
+
+def new_group(world: World, name: str) -> dist.ProcessGroup:
+    """A group of all ranks over gloo, for a thread of its own; errors name it."""
+    group = dist.new_group(backend="gloo", timeout=world.timeout, group_desc=name)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _share_cores() -> None:

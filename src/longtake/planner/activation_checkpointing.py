@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from longtake.config import Quantization
+from longtake.parallel.ring import RING_ATTENTION
 from longtake.planner.activation_offload import ActivationOffload
 from longtake.planner.save_attention import KeptAttention
 
@@ -41,8 +42,6 @@ BlockWeights = Literal["keep", "stream", "fp8", "int8", "nf4"]
 """Where and how a block's frozen weights are held: on the device as they are; in the computer's
 memory, copied when the block that runs before it begins and dropped when its pass ends; or
 quantised on the device, and made again for each product."""
-
-
 QUANTIZED: tuple[Quantization, ...] = ("int8", "fp8", "nf4")
 """The most exact first."""
 
@@ -71,6 +70,7 @@ ATTENTION = frozenset(
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        RING_ATTENTION,
     }
 )
 """The operations whose output `save-attention` saves: they take longest for their bytes."""
@@ -147,9 +147,7 @@ def options_of(
     policy: str, blocks: Sequence[str], weights: BlockWeights = "keep"
 ) -> dict[str, BlockOption]:
     """What a named policy does with each of a model's blocks, given in their order."""
-    chosen: Mapping[
-        str, tuple[Activations, Sequence[Activations]]
-    ] = {  # of the first block, of the rest
+    chosen: Mapping[str, tuple[Activations, Sequence[Activations]]] = {  # of the first, of the rest
         "none": ("keep", ["keep"]),
         "all": ("recompute", ["recompute"]),
         "all-but-first": ("keep", ["recompute"]),

@@ -4,7 +4,7 @@ Both follow from shapes, so that one trace of a step serves every choice of weig
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longtake.config import Quantization
 from longtake.errors import RecipeError
-from longtake.models.quantized import quantize_linears
+from longtake.models.quantized import frozen_linears, quantize_linears
 from longtake.models.streamed import NUM_BUFFERS, look_up_weights, streamed_bytes
 from longtake.planner.activation_checkpointing import BlockWeights
-from longtake.planner.devices import CUDA_ROUNDS_TO, SHARE_OF_BANDWIDTH, DeviceBudget
+from longtake.planner.devices import SHARE_OF_BANDWIDTH, DeviceBudget, rounded
 
 Floats = NDArray[np.float64]
 
@@ -57,9 +57,9 @@ def _block_costs(
         streamed = streamed_bytes(block)
         # on a CPU the computer's memory is the device's: nothing is away
         return (streamed if device.target == "cuda" else 0), streamed, 0, 0
-    granule = CUDA_ROUNDS_TO if device.target == "cuda" else 1
-    weights = [layer.weight for layer in frozen_linears(block)]
-    whole = sum(-(-weight.nbytes // granule) * granule for weight in weights)
+    granule = device.granule
+    weights = [layer.weight for layer in frozen_linears(block).values()]
+    whole = sum(rounded(weight.nbytes, granule) for weight in weights)
     kept = sum(_quantized_bytes(name, weight.shape, weight.dtype, granule) for weight in weights)
     largest = max((weight.nbytes for weight in weights), default=0)
     moved = kept + 2 * sum(weight.nbytes for weight in weights)  # read, written, scaled in place
@@ -70,20 +70,11 @@ def can_quantize(kind: Quantization, blocks: Sequence[nn.Module]) -> bool:
     """Whether every layer that would be quantised can be."""
     try:
         for block in blocks:
-            for layer in frozen_linears(block):
+            for layer in frozen_linears(block).values():
                 _quantized_bytes(kind, layer.weight.shape, layer.weight.dtype, 1)
     except RecipeError:
         return False
     return True
-
-
-def frozen_linears(block: nn.Module) -> list[nn.Linear]:
-    """The layers whose weights can be quantised."""
-    return [
-        layer
-        for layer in block.modules()
-        if type(layer) is nn.Linear and not layer.weight.requires_grad
-    ]
 
 
 @cache
@@ -94,13 +85,13 @@ def _quantized_bytes(
     layer = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=dtype)
     host = nn.Sequential(layer.requires_grad_(False))
     quantize_linears(host, kind)
-    return sum(-(-buffer.nbytes // granule) * granule for buffer in host.buffers())
+    return sum(rounded(buffer.nbytes, granule) for buffer in host.buffers())
 
 
 @contextmanager
 def layers_with(name: BlockWeights, block: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Have a block of fake tensors compute as with streamed or quantised weights."""
-    layers: list[Any] = list(frozen_linears(block))
+    layers: list[Any] = list(frozen_linears(block).values())
     before = [(layer, layer._parameters["weight"], dict(layer._buffers)) for layer in layers]
     if name == "stream":
         look_up_weights(block)
@@ -120,6 +111,18 @@ def layers_with(name: BlockWeights, block: nn.Module, mode: FakeTensorMode) -> I
             layer.__class__ = nn.Linear
             layer._parameters["weight"] = weight
             layer._buffers = buffers
+
+
+@contextmanager
+def blocks_with(
+    names: Sequence[BlockWeights], blocks: Sequence[nn.Module], mode: FakeTensorMode
+) -> Iterator[dict[nn.Module, int]]:
+    """As `layers_with`, of all blocks of a model; gives the bytes of those that are streamed."""
+    with ExitStack() as changed:
+        for name, block in zip(names, blocks, strict=True):
+            changed.enter_context(layers_with(name, block, mode))
+        chosen = [block for name, block in zip(names, blocks, strict=True) if name == "stream"]
+        yield {block: streamed_bytes(block) for block in chosen}
 
 
 def buffer_bytes(streamed: Floats) -> float:

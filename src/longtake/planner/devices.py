@@ -38,6 +38,11 @@ class DeviceBudget:
         """Bytes a second of large copies between pinned memory of the computer and the device."""
         return self.host_bandwidth * _SHARE_OF_HOST_BANDWIDTH
 
+    @property
+    def granule(self) -> int:
+        """Bytes of which the device's allocator hands out multiples."""
+        return CUDA_ROUNDS_TO if self.target == "cuda" else 1
+
     def flops(self, dtype: torch.dtype) -> float:
         return self.bf16_flops if dtype.itemsize < 4 else self.fp32_flops
 
@@ -108,6 +113,11 @@ _GIVEN = re.compile(r"([\d.]+(?:e\d+)?)\s*(gib|gb|mib|mb|tflops|pflops|gb/s|tb/s
 _UNITS = {"tflops": 1e12, "pflops": 1e15, "gb/s": 1e9, "tb/s": 1e12}
 CPU = DeviceBudget("cpu", "cpu", 1e12, 5e11, 2e10, None)
 """Its memory is predicted; of its times, only their order."""
+
+
+def rounded(number: int, multiple: int) -> int:
+    """The next multiple that is not less."""
+    return -(-number // multiple) * multiple
 
 
 def device_named(name: str) -> DeviceBudget:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from longtake.parallel.context_parallel import TokenSharing
+from longtake.parallel.context_parallel import Ranks, TokenSharing
 
 Observer = Callable[[Any, Sequence[Any], dict[str, Any], Any], None]
 """Called with an operation, its arguments, its keyword arguments and its result."""
@@ -191,47 +191,56 @@ def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Outpu
 
 
 class FakeTokenSharing(TokenSharing):
-    """The first of `size` context-parallel ranks, in one process and without the others.
+    """The first of the context-parallel ranks, in one process and without the others.
 
     It has most tokens if they do not divide. What it receives has a shape and no values; what it
     sends is an operation that a trace sees.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.rank = 0
-        self._rows: list[list[int]] = []
-        self._counts: list[int] = []
+    def __init__(self, size: int, heads_size: int) -> None:
+        super().__init__(0, size, heads_size)
 
-    def _exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        arrived: Tensor = _exchanged(tensor.contiguous(), sent, received)
+    def _exchange(
+        self, tensor: Tensor, sent: list[int], received: list[int], among: Ranks
+    ) -> Tensor:
+        arrived: Tensor = _exchanged(tensor.contiguous(), sent, received, among)
         return arrived
 
+    def _begin_exchange(
+        self, tensor: Tensor, sent: list[int], received: list[int]
+    ) -> Callable[[], Tensor]:
+        arrived: Tensor = _exchanged(tensor, sent, received, "ring")
+        return lambda: arrived
 
-def sent_bytes(operation: Any, args: Sequence[Any]) -> int:
-    """Bytes that the first rank sends to others, if an operation is such an exchange; else 0."""
+
+def sent_bytes(operation: Any, args: Sequence[Any]) -> tuple[int, int]:
+    """Bytes that the first rank sends to others by such an exchange: to most of them, in a ring."""
     if operation is not torch.ops.longtake.exchange.default:
-        return 0
-    tensor, sent, _ = args
-    return int(tensor.nbytes * (sum(sent) - sent[0]) // sum(sent))
+        return 0, 0
+    tensor, sent, _, among = args
+    num_bytes = int(tensor.nbytes * (sum(sent) - sent[0]) // sum(sent))
+    return (0, num_bytes) if among == "ring" else (num_bytes, 0)
 
 
 @torch.library.custom_op("longtake::exchange", mutates_args=())
-def _exchanged(tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+def _exchanged(tensor: Tensor, sent: Sequence[int], received: Sequence[int], among: str) -> Tensor:
     raise NotImplementedError("this operation has shapes, but computes nothing")
 
 
 @_exchanged.register_fake
-def _exchanged_shape(tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+def _exchanged_shape(
+    tensor: Tensor, sent: Sequence[int], received: Sequence[int], among: str
+) -> Tensor:
     return tensor.new_empty(sum(received), *tensor.shape[1:])
 
 
 def _keep_counts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.sent, ctx.received = inputs
+    _, ctx.sent, ctx.received, ctx.among = inputs
 
 
-def _exchange_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return _exchanged(gradient.contiguous(), ctx.received, ctx.sent), None, None
+def _exchange_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    sent, received = ctx.received, ctx.sent
+    return _exchanged(gradient.contiguous(), sent, received, ctx.among), None, None, None
 
 
 _exchanged.register_autograd(_exchange_gradient, setup_context=_keep_counts)

@@ -8,27 +8,36 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import longtake
 from longtake import config, errors
 from longtake.formatting import first_line, format_size
 from longtake.models.build import Components, Kinds, latent_shape, outline, outline_conditioning
+from longtake.models.lora_files import read_lora
 from longtake.models.numerics import autocast, count_weights
-from longtake.planner import activation_checkpointing, fake_tensors, gradient_flow, memory, solver
+from longtake.models.trainable import lora_layers
+from longtake.planner import (
+    activation_checkpointing,
+    encoding,
+    fake_tensors,
+    gradient_flow,
+    memory,
+    solver,
+)
 from longtake.planner.activation_checkpointing import BlockWeights
+from longtake.planner.block_weights import blocks_with
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.sampling_phase import sampling_phase
 from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
+from longtake.sampling.sampler import streams_for_sampling
 
 _NOT_TRACED = ("optimizer.", "data.cache", "data.windows", "parallel.")
 """Keys that do not change the operations of forward and backward pass on one rank."""
 _PIXELS = 32
 """What heights and widths are rounded to: codecs and patches of the shipped models divide it."""
 _LEAST_PIXELS = 64
-_FEW_FRAMES, _MORE_FRAMES = 9, 13
-"""Autoencoders of videos work in chunks of 4 frames: what longer clips take grows linearly."""
 
 
 @dataclass(frozen=True)
@@ -354,8 +363,40 @@ def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
         if known.device.target == "cuda":
             yield "optimizer states in the computer's memory", ["optimizer.offload=true"]
         yield "optimizer states in 8 bits (needs torchao)", ["optimizer.kind=adamw8bit"]
+    if recipe.training.encode_ahead is True:
+        yield "encoders in line with the model", ["training.encode_ahead=false"]
     if known.static.encoders:
         yield "cached latents and prompts", ["data.cache=cache", "data.windows=1"]
+
+
+@dataclass(frozen=True)
+class EncodingAhead:
+    """Whether encoders of a step work one micro-batch ahead, on a stream of their own."""
+
+    num_bytes: int | None  # that a step takes more; None: an encoder cannot be traced
+    is_chosen: bool
+
+
+def encoding_ahead(
+    step: memory.MetaStep, policy: memory.PolicyForecast | None
+) -> EncodingAhead | None:
+    """What `training.encode_ahead` comes to beside a policy.
+
+    Returns:
+        None: encoders do not work in a step, or not on a GPU, or the recipe says false.
+    """
+    recipe, budget = step.recipe, step.device.budget_bytes
+    wanted = recipe.training.encode_ahead
+    if wanted is False or not recipe.encodes_in_steps() or step.device.target != "cuda":
+        return None
+    if wanted is True:
+        return EncodingAhead(step.encoding_bytes or None, is_chosen=True)
+    more = encoding.ahead_bytes(
+        recipe, step.components, step.bucket, step.micro_batch_size, step.device
+    )
+    if more is None or policy is None or budget is None:
+        return EncodingAhead(more, is_chosen=False)
+    return EncodingAhead(more, policy.step_peak_bytes + more <= budget)
 
 
 def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list[str]]]:
@@ -365,7 +406,9 @@ def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list
     def change(shapes: Sequence[config.Bucket]) -> tuple[str, list[str]]:
         once = list(dict.fromkeys(shapes))
         each = ", ".join(
-            f"{{num_frames={s.num_frames}, height={s.height}, width={s.width}}}" for s in once
+            f"{{num_frames={s.num_frames}, height={s.height}, width={s.width}"
+            + (f", batch_size={s.batch_size}}}" if s.batch_size else "}")
+            for s in once
         )
         return ", ".join(map(str, once)), [f"data.buckets=[{each}]"]
 
@@ -393,34 +436,78 @@ class PhaseForecast:
     """For one caption, clip or forward pass; in `step` for all of this process in one update; in
     `sampling` for all presets, on all processes together."""
     fits: bool | None  # None without a budget
-    how: str = ""  # of `sampling`: which presets, and how many videos at a time
+    how: str = ""
+    """Of `sampling`: which presets, and how many videos at a time. Of `model`: what is streamed."""
 
 
-def forecast_phases(step: memory.MetaStep) -> list[PhaseForecast]:
+@dataclass(frozen=True)
+class StoredStart:
+    """The LoRA of `trainable.init_from` that a run begins with."""
+
+    num_layers: int  # that the file has LoRA for
+    num_trained: int  # that have LoRA in the model
+    rank: int  # the highest
+
+
+def stored_start(step: memory.MetaStep) -> StoredStart | None:
+    """What `trainable.init_from` holds; None if it is not set.
+
+    Raises:
+        ModelError, RecipeError: as `read_lora`, and as training before its first step.
+    """
+    parts, file = step.components, step.recipe.trainable.init_from
+    if file is None:
+        return None
+    found = read_lora(file, parts.model, parts.family)
+    ranks = [each.rank for each in found.values()]
+    return StoredStart(len(found), len(list(lora_layers(parts.model))), max(ranks))
+
+
+def forecast_phases(
+    step: memory.MetaStep, options: activation_checkpointing.Options | None = None
+) -> list[PhaseForecast]:
     """Each phase of caching, training with encoders in the step, and sampling.
 
     Clips are of the bucket with the most tokens, one at a time. A part that looks at values is left
     out: it cannot be traced.
+
+    Args:
+        step: of the recipe.
+        options: how blocks are run in training; None: with weights as the recipe has them.
     """
-    budget = step.device.budget_bytes
     components = outline(step.recipe)
+    memory.quantize_as_given(components, step.recipe)
+    blocks = components.family.blocks(components.model)
+    base = step.tracer.subject.weights[0]
+    held = [base if options is None else options[name].weights for name in step.block_names]
     mode = fake_tensors.CachedFakeMode(allow_non_fake_inputs=True)
     found: dict[str, InferenceTrace] = {}
     how: dict[str, str] = {}
     with mode:
-        modules = (*components.text.modules(), components.model, *components.codec.modules())
-        for module in modules:
-            make_fake(module.eval())
+        encoding.make_encoders_fake(components.codec, components.text)
+        make_fake(components.model.eval())
         for name, trace in _phase_traces(mode, step, components):
-            try:
+            with suppress(RuntimeError):
                 found[name] = trace()
-            except RuntimeError:
-                continue
+    with suppress(RuntimeError):
+        found["model"], is_streamed = _model_alone(mode, step, components, held)
+        how["model"] = "weights streamed" if is_streamed else ""
+    with blocks_with(held, blocks, mode) as streamed, mode:
+        weight_bytes = trace_inference(
+            mode, [components.model], lambda: None, step.device, streamed
+        ).weight_bytes
         with suppress(RuntimeError):
-            if between := sampling_phase(mode, step, components, _decoding(mode, step, components)):
+
+            def decoding(bucket: config.Bucket) -> InferenceTrace:
+                work, codec = encoding.decode_video, components.codec
+                return encoding.clip_trace(mode, codec, bucket, work, step.device)
+
+            between = sampling_phase(mode, step, components, decoding, weight_bytes, streamed)
+            if between is not None:
                 found["sampling"], how["sampling"] = between.trace, between.how
-    if step.recipe.data.cache is None and (during := _encoding_in_step(step, found)):
+    if step.recipe.data.cache is None and (during := _encoding_in_step(step, found, weight_bytes)):
         found["step"] = during
+    budget = step.device.budget_bytes
     names = ("text", "encode", "step", "model", "decode", "sampling")
     order = [name for name in names if name in found]
     return [
@@ -436,72 +523,44 @@ def forecast_phases(step: memory.MetaStep) -> list[PhaseForecast]:
     ]
 
 
+def _model_alone(
+    mode: fake_tensors.CachedFakeMode,
+    step: memory.MetaStep,
+    components: Components,
+    held: Sequence[BlockWeights],
+) -> tuple[InferenceTrace, bool]:
+    """A forward pass where only videos are sampled; whether weights are streamed for it.
+
+    They are where the model fits only so. Quantised weights are as in training.
+    """
+    blocks, budget = components.family.blocks(components.model), step.device.budget_bytes
+    kinds: list[BlockWeights] = ["keep" if each == "stream" else each for each in held]
+
+    def trace(place: BlockWeights) -> InferenceTrace:
+        with (
+            blocks_with(kinds, blocks, mode),
+            blocks_with([place] * len(blocks), blocks, mode) as streamed,
+            mode,
+        ):
+            run = partial(_denoise, components, step)
+            return trace_inference(mode, [components.model], run, step.device, streamed)
+
+    whole = trace("keep")
+    may_stream = step.device.target == "cuda" and streams_for_sampling(step.recipe)
+    if budget is None or whole.peak_bytes <= budget or not may_stream:
+        return whole, False
+    return trace("stream"), True
+
+
 def _phase_traces(
     mode: fake_tensors.CachedFakeMode, step: memory.MetaStep, components: Components
 ) -> Iterator[tuple[str, Callable[[], InferenceTrace]]]:
-    texts, codecs = components.text.modules(), components.codec.modules()
-
-    def trace(modules: Sequence[nn.Module], run: Callable[[], object]) -> InferenceTrace:
-        return trace_inference(mode, modules, run, step.device)
-
-    def of_clip(
-        work: Callable[[Components, config.Bucket], Tensor],
-    ) -> Callable[[], InferenceTrace]:
-        def of(num_frames: int) -> InferenceTrace:
-            part = step.bucket.model_copy(update={"num_frames": num_frames})
-            return trace(codecs, lambda: work(components, part))
-
-        return lambda: _extrapolated(of, step.bucket.num_frames)
-
-    if texts:
-        yield "text", lambda: trace(texts, lambda: _encode_caption(components, step.recipe))
-    if codecs:
-        yield "encode", of_clip(_encode_clip)
-        yield "decode", of_clip(_decode_video)
-    yield "model", lambda: trace([components.model], lambda: _denoise(components, step))
-
-
-def _decoding(
-    mode: fake_tensors.CachedFakeMode, step: memory.MetaStep, components: Components
-) -> Callable[[config.Bucket], InferenceTrace]:
-    """What decoding one video of a size takes."""
-
-    def of(bucket: config.Bucket, num_frames: int) -> InferenceTrace:
-        part = bucket.model_copy(update={"num_frames": num_frames})
-        codecs = components.codec.modules()
-        return trace_inference(mode, codecs, lambda: _decode_video(components, part), step.device)
-
-    return lambda bucket: _extrapolated(partial(of, bucket), bucket.num_frames)
-
-
-def _encode_caption(components: Components, recipe: config.Recipe) -> None:
-    pooled = recipe.text.pooled
-    lengths = [components.text.max_tokens, *([] if pooled is None else [pooled.max_tokens])]
-    for module, length in zip(components.text.modules(), lengths, strict=True):
-        tokens = torch.ones(1, length, dtype=torch.long)
-        module(input_ids=tokens, attention_mask=torch.ones_like(tokens))
-
-
-def _encode_clip(components: Components, bucket: config.Bucket) -> Tensor:
-    shape = (1, 3, bucket.num_frames, bucket.height, bucket.width)
-    return components.codec.encode(torch.empty(shape, dtype=torch.uint8))
-
-
-def _decode_video(components: Components, bucket: config.Bucket) -> Tensor:
-    return components.codec.decode(torch.empty(1, *latent_shape(components.codec, bucket)))
-
-
-def _extrapolated(of: Callable[[int], InferenceTrace], num_frames: int) -> InferenceTrace:
-    """A trace of a clip; of a long one, extrapolated linearly from a few of its frames."""
-    if num_frames <= _MORE_FRAMES:
-        return of(num_frames)
-    few, more = of(_FEW_FRAMES), of(_MORE_FRAMES)
-    times = (num_frames - _MORE_FRAMES) / (_MORE_FRAMES - _FEW_FRAMES)
-    return InferenceTrace(
-        more.weight_bytes,
-        more.peak_bytes + round(times * (more.peak_bytes - few.peak_bytes)),
-        more.seconds + times * (more.seconds - few.seconds),
-    )
+    codec, text, device = components.codec, components.text, step.device
+    if text.modules():
+        yield "text", lambda: encoding.text_trace(mode, text, device)
+    if codec.modules():
+        for name, work in (("encode", encoding.encode_clip), ("decode", encoding.decode_video)):
+            yield name, partial(encoding.clip_trace, mode, codec, step.bucket, work, device)
 
 
 def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
@@ -517,16 +576,17 @@ def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
 
 
 def _encoding_in_step(
-    step: memory.MetaStep, found: Mapping[str, InferenceTrace]
+    step: memory.MetaStep, found: Mapping[str, InferenceTrace], weight_bytes: int
 ) -> InferenceTrace | None:
     """A training step at the moment in which codec or text encoder works."""
-    encoding = [found[name] for name in ("text", "encode") if name in found]
-    if not encoding:
+    encoders = [found[name] for name in ("text", "encode") if name in found]
+    if not encoders:
         return None
-    static = memory.static_memory(step)
-    there = static.weights + static.resident
-    if step.num_micro_batches > 1:
+    static = memory.static_memory(step, weight_bytes=weight_bytes)
+    there = static.weights + static.resident - static.encoding
+    if step.is_accumulating:
         there += static.gradients
-    more = max(work.peak_bytes - work.weight_bytes for work in encoding)
-    num_clips = step.micro_batch_size * step.num_micro_batches
-    return InferenceTrace(there, there + more, num_clips * sum(work.seconds for work in encoding))
+    more = max(work.peak_bytes - work.weight_bytes for work in encoders)
+    mine = -(-step.micro_batch_size // step.recipe.parallel.context)  # the others', by other ranks
+    num_clips = mine * step.num_micro_batches
+    return InferenceTrace(there, there + more, num_clips * sum(work.seconds for work in encoders))

@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from longtake.models.numerics import in_backward
-from longtake.parallel.context_parallel import AttentionMode
-from longtake.planner import save_attention
-from longtake.planner.save_attention import AttentionKernel
+from longtake.parallel import attention
+from longtake.planner.devices import rounded
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_MOST_CHANNELS = 256
@@ -42,16 +41,16 @@ def as_on_cuda() -> Iterator[None]:
     stand_ins["rms_norm"] = _in_fp32_under_autocast(_rms_norm)
     stand_ins["scaled_dot_product_attention"] = _cuda_attention
     before = {name: getattr(F, name) for name in stand_ins}
-    of_real_tensors = save_attention.choose_kernel
+    of_real_tensors = attention.choose_kernel
     for name, function in stand_ins.items():
         setattr(F, name, function)
-    save_attention.choose_kernel = _cuda_kernel
+    attention.choose_kernel = _cuda_kernel
     try:
         yield
     finally:
         for name, function in before.items():
             setattr(F, name, function)
-        save_attention.choose_kernel = of_real_tensors
+        attention.choose_kernel = of_real_tensors
 
 
 def cuda_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
@@ -65,15 +64,11 @@ def cuda_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Ten
         return 0
     gradient, query, key = args[:3]  # [B, heads, T, channels]
     num_samples, num_heads, length, channels = query.shape
-    widths = _rounded(channels, 32 if channels <= 128 else 64) + 1
-    sums = 4 * num_samples * num_heads * _rounded(length, 128) * widths
+    widths = rounded(channels, 32 if channels <= 128 else 64) + 1
+    sums = 4 * num_samples * num_heads * rounded(length, 128) * widths
     copy = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.nbytes
     shared = 0 if key.shape[1] == num_heads else 2 * key.nbytes * (num_heads // key.shape[1])
     return int(sums + copy + shared)
-
-
-def _rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _cuda_attention(
@@ -91,7 +86,7 @@ def _cuda_attention(
     Both save queries, keys, values, output and one number for each row.
     """
     mode: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    if isinstance(mode, AttentionMode):  # it wraps torch's own
+    if isinstance(mode, attention.AttentionMode):  # it wraps torch's own
         options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         options |= {"scale": scale, "enable_gqa": enable_gqa}
         given = (query, key, value)
@@ -116,9 +111,9 @@ def _fits_flash(query: Tensor, mask: Tensor | None) -> bool:
 
 def _cuda_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
-) -> AttentionKernel:
+) -> attention.AttentionKernel:
     """The same choice where attention's result is kept."""
-    return save_attention.FLASH if _fits_flash(query, mask) else save_attention.EFFICIENT
+    return attention.FLASH if _fits_flash(query, mask) else attention.EFFICIENT
 
 
 def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longtake.config import Bucket, OptimizerSection, Recipe
+from longtake.config import Bucket, OptimizerSection, Recipe, Stage
 from longtake.data.loader import num_places
 from longtake.errors import PlanError, RecipeError
 from longtake.formatting import format_size
@@ -17,11 +17,12 @@ from longtake.models import build, numerics
 from longtake.models.quantized import quantize_linears
 from longtake.models.streamed import streamed_bytes
 from longtake.optim import master_weights, muon
-from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_optimizer
-from longtake.parallel import fsdp, mesh
+from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_states
+from longtake.parallel import context_parallel, fsdp, mesh
 from longtake.planner.activation_checkpointing import QUANTIZED, BlockWeights
 from longtake.planner.block_weights import can_quantize
-from longtake.planner.devices import CUDA_ROUNDS_TO, DeviceBudget
+from longtake.planner.devices import DeviceBudget, rounded
+from longtake.planner.encoding import ahead_bytes
 from longtake.planner.fake_tensors import FakeTokenSharing
 from longtake.planner.trace import StepTrace, Subject, Tracer
 
@@ -31,6 +32,18 @@ _EIGHT_BIT_MAP_BYTES = 256 * 4
 _EIGHT_BIT_STEP_BYTES = 8
 """Per number of the largest parameter; measured on a CPU."""
 _GATHERED_BLOCKS = 3  # copies of blocks that FSDP2 holds at a time
+
+
+@dataclass(frozen=True)
+class StageBatch:
+    """What one process trains at once in a stage of the curriculum, at its largest bucket."""
+
+    name: str
+    global_batch_size: int
+    bucket: Bucket  # of the stage's, the one whose micro-batch has most tokens
+    micro_batch_size: int
+    num_micro_batches: int
+    num_tokens: int  # of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -45,12 +58,21 @@ class MetaStep:
     precision: numerics.Precision
     micro_batch_size: int
     num_micro_batches: int  # of one process, for one update
+    global_batch_size: int
+    stage: str  # the largest, of which the step is
+    stages: tuple[StageBatch, ...]  # of each stage
     world_size: int  # processes that share a batch
     per_node: int  # of these, those of one node
+    encoding_bytes: int = 0  # of encoders that work one micro-batch ahead (`training.encode_ahead`)
 
     @property
     def num_shards(self) -> int:
         return mesh.shard_size(self.recipe.parallel, self.world_size, self.per_node)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether an update of any stage has several micro-batches."""
+        return any(each.num_micro_batches > 1 for each in self.stages)
 
     @property
     def num_copies(self) -> int:
@@ -76,7 +98,7 @@ def outline_step(
     per_node: int | None = None,
     quantized: build.Kinds | None = None,
 ) -> MetaStep:
-    """A recipe's step at its largest bucket; neither catalog nor weights are needed.
+    """A recipe's largest step of all stages; neither catalog nor weights are needed.
 
     Args:
         recipe: of the step.
@@ -88,27 +110,25 @@ def outline_step(
     per_node = min(per_node or world_size, world_size)
     num_shards = mesh.shard_size(recipe.parallel, world_size, per_node)
     data_size = world_size // recipe.parallel.context
-    refuse_idle_ranks(recipe.training.global_batch_size, data_size)
+    refuse_idle_ranks(recipe, data_size)
     components = build.outline(recipe)
     build.refuse_sharing(components, recipe)
     family, model = components.family, components.model
     if recipe.parallel.context > 1:
-        family.share_tokens(model, FakeTokenSharing(recipe.parallel.context))
+        size = recipe.parallel.context
+        sharing = context_parallel.heads_size(family.num_heads(model), size, per_node)
+        family.share_tokens(model, FakeTokenSharing(size, sharing))
     model.train()
     if num_shards == 1:
         fsdp.accumulate_in_fp32(model)
-    local = num_places(recipe.training.global_batch_size, data_size)
-    micro = min(recipe.training.micro_batch_size or local, local)
-    lengths = {shape: _sequence_length(components, recipe, shape) for shape in recipe.data.shapes()}
-    bucket = max(lengths, key=lambda shape: lengths[shape])
+    lengths = bucket_tokens(recipe, components)
+    batches = [_stage_batch(recipe, each, lengths, data_size) for each in recipe.data.curriculum()]
+    # of equal micro-batches the one with the longest clips: attention grows with their square
+    largest = max(batches, key=lambda each: (each.num_tokens, lengths[each.bucket]))
+    bucket, micro = largest.bucket, largest.micro_batch_size
     precision = _precision(recipe, device)
     names = {module: name for name, module in model.named_modules()}
-    for block in family.blocks(model):  # what is not for the plan to choose
-        kind = recipe.model.quantize
-        if kind == "auto" and quantized is not None:
-            kind = quantized.get(names[block], "none")
-        if kind != "none" and kind != "auto":
-            quantize_linears(block, kind)
+    quantize_as_given(components, recipe, quantized)
     if recipe.model.stream == "all":
         _refuse_missing_host_memory(family.blocks(model), device)
     is_bf16 = recipe.parallel.param_dtype == "bf16" and precision == "bf16"
@@ -121,13 +141,15 @@ def outline_step(
         loss=lambda batch: build.flow_losses(
             components, batch, precision, torch.device("cpu")
         ).mean(),
-        is_accumulating=local > micro,
+        is_accumulating=any(each.num_micro_batches > 1 for each in batches),
         num_shards=num_shards,
         gathers_in_bf16=num_shards > 1 and is_bf16,
         weights=_offered_weights(recipe, list(family.blocks(model)), is_whole, quantized),
         offloads=is_whole,
         host_bytes=device.host_bytes,
     )
+    is_ahead = device.target == "cuda" and recipe.training.encode_ahead is True
+    ahead = ahead_bytes(recipe, components, bucket, micro, device) if is_ahead else 0
     return MetaStep(
         recipe=recipe,
         components=components,
@@ -136,10 +158,61 @@ def outline_step(
         num_tokens=lengths[bucket],
         precision=precision,
         micro_batch_size=micro,
-        num_micro_batches=-(-local // micro),
+        num_micro_batches=largest.num_micro_batches,
+        global_batch_size=largest.global_batch_size,
+        stage=largest.name,
+        stages=tuple(batches),
         world_size=world_size,
         per_node=per_node,
+        encoding_bytes=ahead or 0,
     )
+
+
+def quantize_as_given(
+    components: build.Components, recipe: Recipe, quantized: build.Kinds | None = None
+) -> None:
+    """Quantise what is not for a plan to choose; `quantized` as for `outline_step`."""
+    names = {module: name for name, module in components.model.named_modules()}
+    for block in components.family.blocks(components.model):
+        kind = recipe.model.quantize
+        if kind == "auto" and quantized is not None:
+            kind = quantized.get(names[block], "none")
+        if kind != "none" and kind != "auto":
+            quantize_linears(block, kind)
+
+
+def bucket_tokens(recipe: Recipe, components: build.Components | None = None) -> dict[Bucket, int]:
+    """Tokens of a clip of each bucket that attend to each other, with text and references."""
+    parts = components or build.outline(recipe)
+    return {shape: _sequence_length(parts, recipe, shape) for shape in recipe.data.shapes()}
+
+
+def with_batch_sizes(recipe: Recipe) -> Recipe:
+    """A recipe whose buckets have the batch sizes that `data.tokens_per_batch` gives them.
+
+    Raises:
+        RecipeError: the recipe's parts do not fit together.
+        ModelError: the configuration of a pretrained part cannot be found.
+    """
+    data, budget = recipe.data, recipe.data.tokens_per_batch
+    if budget is None or all(shape.batch_size for shape in data.shapes()):
+        return recipe
+    tokens = bucket_tokens(recipe)
+
+    def filled(shapes: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        return tuple(
+            shape
+            if shape.batch_size or shape not in tokens
+            else shape.model_copy(update={"batch_size": max(1, budget // tokens[shape])})
+            for shape in shapes
+        )
+
+    stages = tuple(
+        each.model_copy(update={"buckets": filled(each.buckets)}) if each.buckets else each
+        for each in data.stages
+    )
+    changed = data.model_copy(update={"buckets": filled(data.buckets), "stages": stages})
+    return recipe.model_copy(update={"data": changed})
 
 
 def _refuse_missing_host_memory(blocks: Sequence[nn.Module], device: DeviceBudget) -> None:
@@ -171,18 +244,41 @@ def _offered_weights(
     return tuple(offered)
 
 
-def refuse_idle_ranks(batch_size: int, data_size: int) -> None:
+def _stage_batch(
+    recipe: Recipe, stage: Stage, lengths: Mapping[Bucket, int], data_size: int
+) -> StageBatch:
+    shapes = stage.buckets or recipe.data.buckets
+    sizes = recipe.data.batch_sizes(stage, recipe.training.global_batch_size)
+    found = []
+    for bucket, batch_size in zip(shapes, sizes, strict=True):
+        local = num_places(batch_size, data_size)
+        micro = recipe.micro_batch_size(stage, bucket, data_size)
+        count, tokens = -(-local // micro), micro * lengths[bucket]
+        found.append(StageBatch(stage.name, batch_size, bucket, micro, count, tokens))
+    return max(found, key=lambda each: (each.num_tokens, lengths[each.bucket]))
+
+
+def refuse_idle_ranks(recipe: Recipe, data_size: int) -> None:
     """Refuse more ranks than clips.
 
     Raises:
         RecipeError: some ranks would never have a clip.
     """
-    if batch_size < data_size:
-        raise RecipeError(
-            f"training.global_batch_size {batch_size} cannot be shared by {data_size} processes: "
-            "each needs a clip. Start fewer processes, let several share a clip's tokens "
-            "(parallel.context), or begin a run with a larger batch."
-        )
+    for stage in recipe.data.curriculum():
+        sizes = recipe.data.batch_sizes(stage, recipe.training.global_batch_size)
+        for shape, size in zip(stage.buckets or recipe.data.buckets, sizes, strict=True):
+            if size >= data_size:
+                continue
+            key = "training.global_batch_size"
+            if shape.batch_size is not None:
+                key = f"batch_size of the bucket of {shape},"
+            elif stage.global_batch_size is not None:
+                key = f"global_batch_size of stage {stage.name},"
+            raise RecipeError(
+                f"{key} {size} cannot be shared by {data_size} processes: each needs a clip. Start "
+                "fewer processes, let several share a clip's tokens (parallel.context), or begin a "
+                "run with a larger batch."
+            )
 
 
 def _precision(recipe: Recipe, device: DeviceBudget) -> numerics.Precision:
@@ -239,26 +335,21 @@ def optimizer_bytes(
     adamw, eight_bit, matrices, own, prodigy = choose_optimizers(model, blocks, section)
     offloaded = section.offload and device_type != "cpu"
 
-    def rounded(num_bytes: int) -> int:
-        return -(-num_bytes // granule) * granule
+    def held(num_bytes: int) -> int:
+        return rounded(num_bytes, granule)
 
     def masters(parameters: Sequence[Tensor], offloaded: bool = False) -> int:
         needed = [p for p in parameters if offloaded or p.dtype != torch.float32]
-        return sum(rounded(4 * p.numel()) for p in needed)
+        return sum(held(4 * p.numel()) for p in needed)
 
-    adamw_states = sum(2 * rounded(4 * p.numel()) + rounded(4) for p in adamw)
+    adamw_states = sum(2 * held(4 * p.numel()) + held(4) for p in adamw)
     adamw_states += masters(adamw, offloaded)
     eight_bit_states = sum(
-        2
-        * (
-            rounded(p.numel())
-            + rounded(p.numel() // EIGHT_BIT_BLOCK * 4)
-            + rounded(_EIGHT_BIT_MAP_BYTES)
-        )
+        2 * (held(p.numel()) + held(p.numel() // EIGHT_BIT_BLOCK * 4) + held(_EIGHT_BIT_MAP_BYTES))
         for p in eight_bit
     )
-    muon_states = sum(rounded(4 * p.numel()) for p in matrices) + masters(matrices)
-    prodigy_states = sum(4 * rounded(4 * p.numel()) for p in prodigy) + masters(prodigy)
+    muon_states = sum(held(4 * p.numel()) for p in matrices) + masters(matrices)
+    prodigy_states = sum(4 * held(4 * p.numel()) for p in prodigy) + masters(prodigy)
     steps = [
         _adamw_step_bytes(adamw, offloaded),
         max((_EIGHT_BIT_STEP_BYTES * parameter.numel() for parameter in eight_bit), default=0),
@@ -268,28 +359,16 @@ def optimizer_bytes(
     ]
     on_host = adamw_states if offloaded else 0
     kept = adamw_states + eight_bit_states + muon_states + prodigy_states
-    kept += sum(map(rounded, _own_states(own, section)))
+    kept += sum(map(held, _own_state_bytes(own, section)))
     return OptimizerBytes(kept - on_host, on_host, max(steps))
 
 
-def _own_states(parameters: Sequence[Tensor], section: OptimizerSection) -> list[int]:
-    """Bytes of each state of the user's own optimizer, after a step without values.
-
-    Where it cannot run so, two fp32 numbers are assumed for each weight.
-    """
-    if not parameters:
-        return []
-    with torch.device("meta"):
-        outlines = [nn.Parameter(torch.empty(each.shape)) for each in parameters]
-        for each in outlines:
-            each.grad = torch.empty(each.shape)
-        optimizer = own_optimizer(outlines, section)
-        try:
-            optimizer.step()
-        except Exception:  # a user's own class may ask for values
-            return [4 * each.numel() for each in parameters for _ in range(2)]
-    leaves = torch.utils._pytree.tree_leaves(list(optimizer.state.values()))
-    return [each.nbytes for each in leaves if isinstance(each, Tensor)]
+def _own_state_bytes(parameters: Sequence[Tensor], section: OptimizerSection) -> list[int]:
+    """Bytes of each state of the user's own optimizer; two fp32 numbers a weight if unknown."""
+    states = own_states(parameters, section) if parameters else []
+    if states is None:
+        return [4 * each.numel() for each in parameters for _ in range(2)]
+    return [each.nbytes for each in states]
 
 
 def _adamw_step_bytes(parameters: Sequence[Tensor], offloaded: bool) -> int:
@@ -304,12 +383,16 @@ def _adamw_step_bytes(parameters: Sequence[Tensor], offloaded: bool) -> int:
 
 
 def _muon_step_bytes(parameters: list[nn.Parameter], width: int) -> int:
-    """Muon's steps in fp32, alone and stacked; then in the iteration's type x twice, and A, A^2."""
+    """Muon's directions in fp32, and in the iteration's type: stacked, x twice, A and A^2.
+
+    With a narrower type one step at a time is converted back, beside directions, stack and steps.
+    """
     most = 0
     for batch in muon.in_batches(parameters):
         numbers, squares = sum(p.numel() for p in batch), sum(min(p.shape) ** 2 for p in batch)
-        copies = 2 if width == 4 else 3
-        most = max(most, 8 * numbers + copies * width * numbers + 2 * width * squares)
+        iterating = 4 * numbers + 3 * width * numbers + 2 * width * squares
+        converted = 0 if width == 4 else 4 * batch[0].numel()
+        most = max(most, iterating, (4 + 2 * width) * numbers + converted)
     return most
 
 
@@ -342,10 +425,12 @@ class StaticMemory:
     inputs_ahead: int  # of the next one, which is copied to a GPU meanwhile
     ema: int  # the running averages, each in fp32
     encoders: int  # codec and text encoders; none where data.cache keeps what they give
+    encoding: int  # what they need at work, where they work one micro-batch ahead
 
     @property
     def resident(self) -> int:
-        return self.optimizer.device + self.ema + self.encoders + self.inputs_ahead
+        ahead = self.inputs_ahead + self.encoding
+        return self.optimizer.device + self.ema + self.encoders + ahead
 
     @property
     def update_bytes(self) -> int:
@@ -380,14 +465,18 @@ def static_memory(
     recipe, components, shards = step.recipe, step.components, step.num_shards
     model, target = components.model, step.device.target
     trained = [p for p in model.parameters() if p.requires_grad]
-    granule = CUDA_ROUNDS_TO if target == "cuda" else 1
     optimizer = optimizer_bytes(
-        model, components.family.blocks(model), recipe.optimizer, step.precision, target, granule
+        model,
+        components.family.blocks(model),
+        recipe.optimizer,
+        step.precision,
+        target,
+        step.device.granule,
     )
     frozen = [*components.codec.modules(), *components.text.modules()]
     elsewhere = _elsewhere_bytes(step)
     if weight_bytes is None:
-        weight_bytes = module_bytes(model, granule)
+        weight_bytes = module_bytes(model, step.device.granule)
     is_replicated = shards == 1 and step.world_size > 1
     blocks = components.family.blocks(model)
     buckets = fsdp.gradient_buckets(model, blocks) if is_replicated else ()
@@ -400,9 +489,10 @@ def static_memory(
             optimizer.device // shards, optimizer.host // shards, optimizer.step // shards
         ),
         inputs=input_bytes,
-        inputs_ahead=input_bytes if target == "cuda" and step.num_micro_batches > 1 else 0,
+        inputs_ahead=input_bytes if target == "cuda" and step.is_accumulating else 0,
         ema=len(recipe.ema.averages()) * sum(4 * p.numel() for p in trained) // shards,
         encoders=0 if recipe.data.cache is not None else sum(map(module_bytes, frozen)),
+        encoding=step.encoding_bytes,
     )
 
 
@@ -432,7 +522,7 @@ def policy_forecast(
 
 def module_bytes(module: nn.Module, granule: int = 1) -> int:
     held = (*module.parameters(), *module.buffers())
-    return sum(-(-tensor.nbytes // granule) * granule for tensor in held)
+    return sum(rounded(tensor.nbytes, granule) for tensor in held)
 
 
 def gathered_itemsize(parameter: Tensor, step: MetaStep) -> int:

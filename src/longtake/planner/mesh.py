@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longtake.data.loader import num_places
 from longtake.errors import RecipeError
+from longtake.parallel.context_parallel import heads_size
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.forecast import Forecast, what_if
 from longtake.planner.memory import MetaStep, gathered_itemsize
@@ -119,7 +120,8 @@ class Traffic:
 
     shards: RankGroup
     copies: RankGroup
-    sequence: RankGroup
+    heads: RankGroup  # of the ranks that share a clip, those that exchange its tokens for heads
+    rings: RankGroup  # those that pass keys and values around
     forward: int  # weights, gathered for the forward pass of every micro-batch
     backward: int  # and again for the backward pass: they are freed in between
     scattered: int  # gradients that are summed into shards, once a step
@@ -128,10 +130,15 @@ class Traffic:
     """Exchanged for heads in attention, where ranks share the tokens of a clip (DeepSpeed Ulysses:
     queries, keys, values and output, forward, backward and where a block is recomputed), and put
     together after the last block. Read off the trace, in which the model's own code does it."""
+    passed: int
+    """Keys, values and their gradients, where more ranks share a clip than exchange its heads. Read
+    off the trace, too."""
 
     @property
     def total(self) -> int:
-        return self.forward + self.backward + self.scattered + self.reduced + self.tokens
+        return (
+            self.forward + self.backward + self.scattered + self.reduced + self.tokens + self.passed
+        )
 
 
 def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
@@ -139,7 +146,9 @@ def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
 
     Neighbours hold a copy of the model and share clips, so that as much as can be stays in a node.
     """
-    sharing = step.recipe.parallel.context
+    sharing, num_heads = step.recipe.parallel.context, step.components.family.num_heads
+    heads = heads_size(num_heads(step.components.model), sharing, step.per_node)
+    exchanging = heads if heads > 1 else sharing  # then only after the last block
     shards = RankGroup(step.num_shards, min(step.num_shards, step.per_node))
     copies = RankGroup(step.num_copies, max(1, step.per_node // step.num_shards))
     units, times = fsdp_units(step), step.num_micro_batches
@@ -154,12 +163,15 @@ def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
     return Traffic(
         shards=shards,
         copies=copies,
-        sequence=RankGroup(sharing, min(sharing, step.per_node)),
+        heads=RankGroup(exchanging, min(exchanging, step.per_node)),
+        # between nodes each ring has one link, of the last of its ranks there
+        rings=RankGroup(sharing // heads, sharing // heads if sharing <= step.per_node else 1),
         forward=times * shards.ring_bytes(sum(unit.weights for unit in units)),
         backward=times * shards.ring_bytes(sum(unit.weights for unit in (*again, *unused))),
         scattered=shards.ring_bytes(gradients),
         reduced=2 * copies.ring_bytes(gradients // shards.size),
         tokens=times * trace.sent_bytes,
+        passed=times * trace.ring_bytes,
     )
 
 
@@ -237,22 +249,26 @@ class StepTimeline:
     rest: BlockTiming  # outside of blocks; its compute counts between forward and backward pass
     num_micro_batches: int
     waits: float  # seconds of one micro-batch in which compute waits for tokens of other ranks
+    ring_waits: float = 0.0  # and for keys and values of a ring
 
     def seconds(self) -> float:
         between = self.without("scatter", "reduce").micro_batch_seconds()
         last = self.micro_batch_seconds()
-        return (self.num_micro_batches - 1) * between + last + self.num_micro_batches * self.waits
+        waits = self.num_micro_batches * (self.waits + self.ring_waits)
+        return (self.num_micro_batches - 1) * between + last + waits
 
     def compute_seconds(self) -> float:
         timings = (*self.blocks, self.rest)
         return self.num_micro_batches * sum(each.forward + each.backward for each in timings)
 
     def without(self, *names: str) -> "StepTimeline":
-        """The same where `gather`, `scatter`, `reduce` or `waits` take no time."""
+        """The same where `gather`, `scatter`, `reduce`, `waits` or `ring_waits` take no time."""
         waits = 0.0 if "waits" in names else self.waits
-        none = {name: 0.0 for name in names if name != "waits"}
+        ring_waits = 0.0 if "ring_waits" in names else self.ring_waits
+        none = {name: 0.0 for name in names if name not in ("waits", "ring_waits")}
         blocks = [replace(timing, **none) for timing in self.blocks]
-        return replace(self, blocks=blocks, rest=replace(self.rest, **none), waits=waits)
+        rest = replace(self.rest, **none)
+        return replace(self, blocks=blocks, rest=rest, waits=waits, ring_waits=ring_waits)
 
     def micro_batch_seconds(self) -> float:
         """Forward and backward pass; streams of compute, shards and copies wait on each other."""
@@ -306,12 +322,16 @@ def timeline_of(step: MetaStep, trace: StepTrace, traffic: Traffic, links: Links
         for name, block in trace.blocks.items()
     ]
     outside = trace.seconds - sum(each.forward + each.backward for each in blocks)
-    waits = traffic.sequence.seconds(traffic.tokens, links)
+    waits = traffic.heads.seconds(traffic.tokens, links)
+    times, rings = step.num_micro_batches, traffic.rings
+    # A rank attends to each block but the last while the next one comes.
+    beside = trace.attention_seconds * (rings.size - 1) / rings.size
     return StepTimeline(
         blocks=blocks,
         rest=replace(timing(None), forward=outside),
-        num_micro_batches=step.num_micro_batches,
-        waits=waits / step.num_micro_batches,
+        num_micro_batches=times,
+        waits=waits / times,
+        ring_waits=max(0.0, rings.seconds(traffic.passed, links) / times - beside),
     )
 
 
@@ -320,7 +340,8 @@ class CommCost:
     """What each rank sends in one step for one purpose."""
 
     what: str
-    """weights, gradients to shards, gradients (between copies of the model), or tokens."""
+    """weights, gradients to shards, gradients (between copies of the model), tokens, or keys and
+    values."""
     ranks: int  # that take part in each collective
     over: str  # the slowest of its links: node or network
     num_bytes: int
@@ -366,7 +387,7 @@ def mesh_forecast(known: Forecast, links: Links) -> MeshForecast | None:
     if known.step.world_size == 1 or known.chosen is None:
         return None
     _, trace = known.chosen
-    found = _without_advice(known.step, trace, links)
+    found = without_advice(known.step, trace, links)
     if found.exposed_share < MUCH_EXPOSED:
         return found
     return replace(found, advice=_advice(known, found))
@@ -376,7 +397,7 @@ def idle_share(batch_size: int, data_size: int) -> float:
     return 1 - batch_size / (num_places(batch_size, data_size) * data_size)
 
 
-def _without_advice(step: MetaStep, trace: StepTrace, links: Links) -> MeshForecast:
+def without_advice(step: MetaStep, trace: StepTrace, links: Links) -> MeshForecast:
     traffic = traffic_of(step, trace)
     line = timeline_of(step, trace, traffic, links)
     whole = line.seconds()
@@ -391,9 +412,10 @@ def _without_advice(step: MetaStep, trace: StepTrace, links: Links) -> MeshForec
         cost("weights", weights, traffic.shards, "gather"),
         cost("gradients to shards", traffic.scattered, traffic.shards, "scatter"),
         cost("gradients", traffic.reduced, traffic.copies, "reduce"),
-        cost("tokens", traffic.tokens, traffic.sequence, "waits"),
+        cost("tokens", traffic.tokens, traffic.heads, "waits"),
+        cost("keys and values", traffic.passed, traffic.rings, "ring_waits"),
     ]
-    batch, sharing = step.recipe.training.global_batch_size, step.recipe.parallel.context
+    batch, sharing = step.global_batch_size, step.recipe.parallel.context
     return MeshForecast(
         links=links,
         num_shards=step.num_shards,
@@ -412,7 +434,7 @@ def _advice(known: Forecast, found: MeshForecast) -> list[MeshAdvice]:
         changed = what_if(known, changes)
         if changed is None:
             continue
-        seconds = _without_advice(changed.step, changed.trace, found.links).step_seconds
+        seconds = without_advice(changed.step, changed.trace, found.links).step_seconds
         if seconds < found.step_seconds:
             policy = changed.policy
             helping.append(MeshAdvice(changes, seconds, policy.step_peak_bytes, policy.fits))

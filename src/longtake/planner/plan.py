@@ -26,6 +26,7 @@ from longtake.planner.devices import DeviceBudget, Target, device_budget
 from longtake.planner.forecast import (
     Forecast,
     check_gradients,
+    encoding_ahead,
     forecast,
     policy_traps,
     suggest_changes,
@@ -51,6 +52,7 @@ class MemoryPlan:
     bucket: config.Bucket  # the shape of clips that was planned for
     notes: Sequence[str]  # traps that cost memory or time, but keep nothing from training
     budget_bytes: int | None = None  # what tensors may take of the device
+    encodes_ahead: bool = False  # see `training.encode_ahead`
 
 
 def plan_for_training(
@@ -198,6 +200,7 @@ def _plan(
     memory: PolicyForecast | None = None,
     trace: StepTrace | None = None,
 ) -> MemoryPlan:
+    ahead = encoding_ahead(step, memory)
     return MemoryPlan(
         policy=policy,
         options=options,
@@ -206,6 +209,7 @@ def _plan(
         bucket=step.bucket,
         notes=notes,
         budget_bytes=None if trace is None else step.device.budget_bytes,
+        encodes_ahead=ahead is not None and ahead.is_chosen,
     )
 
 

@@ -1,10 +1,11 @@
 """What sampling presets between two steps of a training takes, traced without values."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from longtake.config import Bucket
 from longtake.errors import PlanError
@@ -22,6 +23,7 @@ from longtake.sampling.sampler import (
     MemoryStrategy,
     Sampler,
     fitting_shape,
+    refuse_unfitting,
 )
 
 _SIGMAS = (1.0, 0.5, 0.0)
@@ -40,22 +42,29 @@ def sampling_phase(
     step: MetaStep,
     components: Components,
     decoding_of: Callable[[Bucket], InferenceTrace],
+    weight_bytes: int,
+    streamed: Mapping[nn.Module, int],
 ) -> SamplingPhase | None:
     """What one phase takes; None if nothing is sampled in training.
 
     Weights, optimizer states and averages stay; gradients are gone. Without a cache the encoders
     stay, too. The strategy is the first that fits, in the order in which `MemoryFallback` tries
-    them; if none does, the last. Call it within the fake mode.
+    them; if none does, the last. Call it within the fake mode, with the model's weights as the
+    training holds them: `weight_bytes` on the device, and `streamed` as for `trace_inference`.
+
+    Raises:
+        RecipeError: the model cannot sample a preset's size, or its negative prompt has no effect.
     """
-    recipe, static = step.recipe, static_memory(step)
+    recipe, static = step.recipe, static_memory(step, weight_bytes=weight_bytes)
     there = static.weights + static.resident
     held = components.codec.modules() if recipe.data.cache is not None else []
     codec_bytes = sum(map(module_bytes, held))
     peak, seconds, how = there, 0.0, list[str]()
     for preset in training_presets(recipe, RunDirectory(recipe.out)):
+        refuse_unfitting(components, recipe, preset)
         budget = None if step.device.budget_bytes is None else step.device.budget_bytes - there
         share = -(-len(preset.requests()) // (step.world_size // recipe.parallel.context))
-        strategy, denoising = _denoising(mode, step, components, preset, share, budget)
+        strategy, denoising = _denoising(mode, step, components, preset, share, budget, streamed)
         decoding = decoding_of(preset.bucket)
         activations = [_activations(denoising), codec_bytes + _activations(decoding)]
         peak = max(peak, there + max(activations))
@@ -86,6 +95,7 @@ def _denoising(
     preset: Preset,
     share: int,
     budget: int | None,
+    streamed: Mapping[nn.Module, int],
 ) -> tuple[MemoryStrategy, InferenceTrace]:
     """The first strategy whose activations fit, and two steps of the solver by it."""
     strategy = ONE_BY_ONE if step.world_size > 1 else MemoryStrategy()
@@ -95,7 +105,7 @@ def _denoising(
         def run(count: int = count, two_passes: bool = strategy.two_passes) -> None:
             _denoise(step, components, preset, count, two_passes=two_passes)
 
-        trace = trace_inference(mode, [components.model], run, step.device)
+        trace = trace_inference(mode, [components.model], run, step.device, streamed)
         if budget is None or _activations(trace) <= budget:
             return strategy, trace
         try:

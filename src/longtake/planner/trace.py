@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from longtake.errors import CannotBePlannedError
+from longtake.models.streamed import NUM_BUFFERS
 from longtake.planner import activation_checkpointing, kernels
 from longtake.planner.activation_offload import ActivationOffload
 from longtake.planner.block_weights import (
@@ -27,7 +28,7 @@ from longtake.planner.block_weights import (
     link_seconds,
     weight_costs,
 )
-from longtake.planner.devices import CUDA_ROUNDS_TO, SHARE_OF_BANDWIDTH, DeviceBudget, Target
+from longtake.planner.devices import SHARE_OF_BANDWIDTH, DeviceBudget, Target, rounded
 from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
 from longtake.planner.gradient_flow import GradientWatch
 
@@ -110,6 +111,8 @@ class StepTrace:
     reached: tuple[str, ...]  # trainable parameters that got a gradient
     unreached: tuple[str, ...]  # trainable parameters that got none
     sent_bytes: int = 0  # to other ranks, where they share the tokens of a clip
+    ring_bytes: int = 0  # the same around a ring, beside the computation of attention
+    attention_seconds: float = 0.0  # of `seconds`
     host_bytes: int = 0  # of weights and activations in the computer's memory
     link_seconds: float = 0.0  # in which the device waits for copies from and to it
 
@@ -184,9 +187,7 @@ class Tracer:
         subject, tracker = self.subject, MemoryTracker(self.device)
         tracker.count_module(subject.model)
         streamed = self._streamed(options)
-        if self.device.target == "cuda":
-            tracker.hold(-int(streamed.sum()))
-        tracker.hold(int(buffer_bytes(streamed)))
+        tracker.hold_streamed(streamed)
         weight_bytes = tracker.current_bytes
         if subject.gathers_in_bf16:
             tracker.ignore_casts_of(subject.model.parameters())
@@ -267,17 +268,40 @@ def trace_inference(
     modules: Sequence[nn.Module],
     run: Callable[[], object],
     device: DeviceBudget,
+    streamed: Mapping[nn.Module, int] | None = None,
 ) -> InferenceTrace:
-    """What `run` takes of a device without gradients; the modules' tensors are fake already."""
-    tracker = MemoryTracker(device)
+    """What `run` takes of a device without gradients; the modules' tensors are fake already.
+
+    Args:
+        mode: in which they are fake.
+        modules: whose weights are there.
+        run: uses them.
+        device: it runs on.
+        streamed: bytes of blocks' weights that are in the computer's memory, and copied while the
+            streamed block before computes, or, for the first one, the last of the pass before.
+    """
+    tracker, streamed = MemoryTracker(device), streamed or {}
     for module in modules:
         tracker.count_module(module)
-    weight_bytes = tracker.current_bytes
-    with torch.no_grad(), _kernels_of(device.target), mode.observed_by(tracker.observe):
-        run()
+    if streamed:
+        tracker.hold_streamed(np.array(list(streamed.values()), dtype=np.float64))
+    weight_bytes = tracker.begin()
+    with ExitStack() as ended:
+        for block, size in streamed.items():
+            hook = block.register_forward_pre_hook(lambda *_, size=size: tracker.mark(f"{size}"))
+            ended.callback(hook.remove)
+        with torch.no_grad(), _kernels_of(device.target), mode.observed_by(tracker.observe):
+            run()
     tracker.mark("end")
-    ((_, span),) = tracker.marks
-    return InferenceTrace(weight_bytes, span.peak_bytes, span.seconds)
+    spans = [span for _, span in tracker.marks]
+    # At first two blocks' weights are there; if there are no more, nothing is copied.
+    copied = tracker.marks[2:-1] if len(streamed) > NUM_BUFFERS else []
+    waits = [int(size) / device.link - span.seconds for size, span in copied]
+    return InferenceTrace(
+        weight_bytes,
+        max(span.peak_bytes for span in spans),
+        sum(span.seconds for span in spans) + sum(max(0.0, each) for each in waits),
+    )
 
 
 def make_fake(model: nn.Module) -> None:
@@ -323,10 +347,11 @@ class MemoryTracker:
     def __init__(self, device: DeviceBudget) -> None:
         self.current_bytes = 0
         self.marks: list[tuple[str, Span]] = []  # each name with the span that ends at it
-        self.sent_bytes = 0
+        self.sent_bytes = self.ring_bytes = 0
+        self.attention_seconds = 0.0
         on_cuda = device.target == "cuda"
         self._device = device
-        self._granule = CUDA_ROUNDS_TO if on_cuda else 1
+        self._granule = device.granule
         self._workspace_bytes = (
             kernels.cuda_workspace_bytes if on_cuda else kernels.cpu_workspace_bytes
         )
@@ -347,7 +372,7 @@ class MemoryTracker:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
-            size = -(-storage.nbytes() // self._granule) * self._granule
+            size = rounded(storage.nbytes(), self._granule)
             gone = weakref.ref(storage, lambda _: self._forget(key))
             self._sizes[key] = size, gone
             self.current_bytes += size
@@ -362,6 +387,12 @@ class MemoryTracker:
         """Count bytes that no tensor stands for, or less of them."""
         self.current_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self.current_bytes)
+
+    def hold_streamed(self, streamed: Floats) -> None:
+        """Count the buffers of streamed weights, and on a GPU not these [blocks] bytes."""
+        if self._device.target == "cuda":
+            self.hold(-int(streamed.sum()))
+        self.hold(int(buffer_bytes(streamed)))
 
     def mark(self, name: str) -> None:
         """End a span here and begin the next."""
@@ -381,11 +412,15 @@ class MemoryTracker:
             self.count(tensor)
         if func.is_view:
             return
-        self.sent_bytes += sent_bytes(func, args)
+        exchanged, around = sent_bytes(func, args)
+        self.sent_bytes += exchanged
+        self.ring_bytes += around
         extra = self._workspace_bytes(func, args, made)
         self._peak_bytes = max(self._peak_bytes, self.current_bytes + extra)
         if self.current_bytes > before or func._schema.is_mutable:
-            self._seconds += seconds(func, args, kwargs, result, self._device)
+            taken = seconds(func, args, kwargs, result, self._device)
+            self._seconds += taken
+            self.attention_seconds += taken if _is_attention(func) else 0.0
 
     def _forget(self, key: int) -> None:
         size, _ = self._sizes.pop(key)
@@ -403,9 +438,13 @@ def seconds(
     formula = _FORMULAS.get(packet)
     if formula is None:
         return traffic
-    share = _SHARE_OF_FLOPS_IN_ATTENTION if "attention" in str(packet) else _SHARE_OF_FLOPS
+    share = _SHARE_OF_FLOPS_IN_ATTENTION if _is_attention(packet) else _SHARE_OF_FLOPS
     count = formula(*args, **kwargs, out_val=result)
     return max(traffic, float(count) / (device.flops(touched[0].dtype) * share))
+
+
+def _is_attention(operation: Any) -> bool:
+    return "attention" in str(operation)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -501,6 +540,8 @@ def _step_trace(
         reached=tuple(name for name, parameter in trained if parameter in reached),
         unreached=tuple(name for name, parameter in trained if parameter not in reached),
         sent_bytes=tracker.sent_bytes,
+        ring_bytes=tracker.ring_bytes,
+        attention_seconds=tracker.attention_seconds,
     )
 
 

@@ -109,7 +109,7 @@ class CommittedWeights:
         for name, entry in sorted(listed.items()):
             part, _, rest = name.partition("/")
             weights = f"ema/{rest.partition('/')[0]}" if part == "ema" else part
-            sums[weights].append(entry["sha256"])
+            sums[weights].append(entry["xxh3_64"])
         return cls({weights: _digest("\n".join(each)) for weights, each in sums.items()})
 
 
@@ -353,7 +353,10 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
     if checkpoint_key(task.checkpoint, task.preset.weights) != task.key:
         return AttemptOutcome("gone")
     if isinstance(error, errors.CheckpointError):
-        found = find_damage(task.checkpoint, task.preset.weights, checksums=True)
+        # Loading has compared all bytes. Damage is looked for again, lest a disk has once read
+        # wrongly; after another error, such as another model's weights, only missing files are.
+        reads = isinstance(error, files.DamagedCheckpointError)
+        found = find_damage(task.checkpoint, task.preset.weights, checksums=reads)
         if found:
             return AttemptOutcome("damaged", reason=_damaged(task, found))
     is_of_the_disk = False

@@ -136,7 +136,7 @@ class Preset:
         unset = () if self.settings.negative_prompt else ("negative_prompt",)
         return {
             "name": self.name,
-            **self.bucket.model_dump(),
+            **self.bucket.model_dump(exclude={"batch_size"}),
             **self.settings.model_dump(exclude={"every", "presets", *unset}),
             "weights": self.weights,
             "seeds": list(self.seeds),
@@ -257,7 +257,7 @@ def _build(
     folders: Mapping[str, Path | None],
 ) -> Preset:
     own = section.model_dump(
-        include={*config.SamplingSection.model_fields, *config.Bucket.model_fields}
+        include={*config.SamplingSection.model_fields, "num_frames", "height", "width"}
     )
     settings, bucket = settings_for(recipe, **own)
     prompts = find_prompts(section, bucket, folders.get("prompts_file"))

@@ -5,7 +5,7 @@ checkpoints of a run into one model, one after another.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +20,7 @@ from longtake.config import Bucket, EvaluationSection, Recipe, SamplingSection
 from longtake.errors import CheckpointError, PlanError, RecipeError, SamplingError
 from longtake.flow import solver
 from longtake.formatting import format_size
-from longtake.models import conditioning, numerics, trainable
+from longtake.models import conditioning, numerics, streamed, trainable
 from longtake.models.base import Conditioning, LatentShape
 from longtake.models.build import (
     Components,
@@ -151,28 +151,59 @@ def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
         )
 
 
-def device_with_room(wanted: str, parts: Components) -> tuple[torch.device, str]:
-    """The device to sample on, and a sentence on why `auto` has chosen it.
+def streams_for_sampling(recipe: Recipe) -> bool:
+    """Whether a model's frozen weights are streamed on a GPU that has no room for them."""
+    return recipe.model.stream != "none" and recipe.trainable.base() != "full"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where videos are sampled."""
+
+    device: torch.device
+    why: str = ""  # a sentence, where the device was not named
+    streams: bool = False  # frozen weights are copied to the device just in time
+
+
+def place(wanted: str, parts: Components, recipe: Recipe) -> Placement:
+    """The device to sample on.
 
     `auto` is the GPU with most free memory if that holds the largest part and some activations,
-    else the CPU: another process may train on the GPU.
+    else the CPU: another process may train on the GPU. The model counts with two blocks' weights
+    where these can be streamed; they are if there is no room for all.
     """
     if wanted != "auto" or not torch.cuda.device_count():
-        return pick_device(wanted), ""
-    needed = max(parts.part_bytes().values()) + _ACTIVATION_BYTES
-    # By NVML: asked by CUDA, each GPU would first lose memory to a context.
-    free = [
-        torch.cuda.get_device_properties(index).total_memory - torch.cuda.device_memory_used(index)
-        for index in range(torch.cuda.device_count())
-    ]
+        device = pick_device(wanted)
+        if device.type != "cuda":
+            return Placement(device)
+        is_short = _free_bytes(device) < _needed_bytes(parts, streams=False)
+        return Placement(device, "", is_short and streams_for_sampling(recipe))
+    free = [_free_bytes(index) for index in range(torch.cuda.device_count())]
     most = max(range(len(free)), key=lambda index: free[index])
-    if free[most] >= needed:
-        why = f"samples on cuda:{most}, {format_size(free[most])} free"
-        return pick_device(f"cuda:{most}"), why
-    return pick_device("cpu"), (
+    for streams in (False, True) if streams_for_sampling(recipe) else (False,):
+        if free[most] >= (needed := _needed_bytes(parts, streams=streams)):
+            how = ", the model's frozen weights are copied block by block" if streams else ""
+            why = f"samples on cuda:{most}, {format_size(free[most])} free{how}"
+            return Placement(pick_device(f"cuda:{most}"), why, streams)
+    why = (
         f"samples on the CPU: it needs {format_size(needed)} on a GPU, and cuda:{most}, which has "
         f"most, has {format_size(free[most])} free; --device cuda:{most} takes it all the same"
     )
+    return Placement(pick_device("cpu"), why)
+
+
+def _free_bytes(device: torch.device | int) -> int:
+    """Of a GPU, by NVML: asked by CUDA, it would first lose memory to a context."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    return total - torch.cuda.device_memory_used(device)
+
+
+def _needed_bytes(parts: Components, *, streams: bool) -> int:
+    needed = parts.part_bytes()
+    if streams:
+        sizes = [streamed.streamed_bytes(block) for block in parts.family.blocks(parts.model)]
+        needed["model"] += streamed.NUM_BUFFERS * max(sizes, default=0) - sum(sizes)
+    return max(needed.values()) + _ACTIVATION_BYTES
 
 
 @dataclass(frozen=True)
@@ -184,6 +215,7 @@ class Guidance:
     conditional: Conditioning  # with the prompts, each [N, ...]
     unconditional: Conditioning | None  # with the negative prompt; None: one pass is enough
     scale: float  # of classifier-free guidance
+    guided: Callable[[Tensor, Tensor, float], Tensor] = solver.guided
 
     def velocity(self, part: slice, *, two_passes: bool) -> solver.Velocity:
         """The guided velocity of some of the videos.
@@ -196,7 +228,7 @@ class Guidance:
             return lambda latents, sigma: self._predict(latents, sigma, conditional)
         unconditional = {name: value[part] for name, value in self.unconditional.items()}
         if two_passes:
-            return lambda latents, sigma: solver.guided(
+            return lambda latents, sigma: self.guided(
                 self._predict(latents, sigma, conditional),
                 self._predict(latents, sigma, unconditional),
                 self.scale,
@@ -205,7 +237,7 @@ class Guidance:
 
         def in_one_pass(latents: Tensor, sigma: float) -> Tensor:
             first, second = self._predict(torch.cat([latents] * 2), sigma, both).chunk(2)
-            return solver.guided(first, second, self.scale)
+            return self.guided(first, second, self.scale)
 
         return in_one_pass
 
@@ -225,7 +257,8 @@ class Sampler:
     precision: numerics.Precision  # in which the run is trained
     weights: str = "model"  # or `ema/` and the name of a profile
     memory: MemoryFallback = field(default_factory=MemoryFallback)
-    prompts: dict[str, Conditioning] = field(default_factory=dict)  # embeddings, on the CPU
+    prompts: dict[tuple[str, ...], Conditioning] = field(default_factory=dict)
+    """Embeddings, on the CPU, by the prompt and files of pictures that are encoded with it."""
     is_shared: bool = False
     """Several ranks sample together; only `sample` asks the others to run the model."""
 
@@ -264,7 +297,7 @@ class Sampler:
         refuse_unused_negative_prompt(parts, settings)
         noise = torch.stack([_noise(each.seed, shape) for each in requests]).to(self.device)
         steps, count = self.num_steps(settings), len(requests)
-        shift = self.shift(settings, bucket)
+        shift, terminal = self.shift(settings, bucket), parts.shift_rule(settings.shift).terminal
         scale = settings.guidance_scale
         scale = parts.defaults.guidance_scale if scale is None else scale
         guide = self._guidance(requests, bucket, scale, settings.negative_prompt)
@@ -275,26 +308,36 @@ class Sampler:
                     on_step((part.start * steps + (part.stop - part.start) * step) // count)
 
             velocity = guide.velocity(part, two_passes=two_passes)
-            return solver.solve(velocity, noise[part], steps, shift, settings.solver, on_part_step)
+            return solver.solve(
+                velocity,
+                noise[part],
+                steps,
+                shift,
+                settings.solver,
+                on_part_step,
+                terminal=terminal,
+            )
 
         parts.bring("model", self.device)
         with torch.no_grad():  # no inference tensors: what a module keeps is trained with later
             uses_guidance = guide.unconditional is not None
             latents = self.memory.denoise(denoise, count, bucket, uses_guidance=uses_guidance)
+            latents = parts.family.with_given(latents, guide.conditional)
             self._refuse_non_finite(latents)
             parts.bring("codec", self.device)
             videos = [self._decode(each[None], bucket, decoding) for each in latents]
         return np.concatenate(videos)
 
     def shift(self, settings: SamplingSection, bucket: Bucket) -> float:
-        return self.components.shift(settings.shift or self.components.defaults.shift, bucket)
+        return self.components.shift(settings.shift, bucket, self.num_steps(settings))
 
     def num_steps(self, settings: SamplingSection) -> int:
         return settings.num_inference_steps or self.components.defaults.num_inference_steps
 
     def encode_prompts(self, prompts: Sequence[str]) -> None:
         """Encode what `sample` will need of these prompts, so that it needs no text encoder."""
-        self._encode_text(prompts)
+        if not self.components.family.encodes_text_with:
+            self._encode_text(prompts, (), {})
 
     def unknown_words(self, prompt: str) -> list[str]:
         return self.components.text.unknown_words(prompt)
@@ -346,44 +389,60 @@ class Sampler:
         self, requests: Sequence[Request], bucket: Bucket, scale: float, negative_prompt: str
     ) -> Guidance:
         """Classifier-free guidance, unless the scale is an input of the model or at most 1."""
-        parts, inputs = self.components, self._encode_inputs(requests, bucket)
-        conditional = self._encode_text([request.prompt for request in requests]) | inputs
+        parts, read = self.components, self._read_inputs(requests, bucket)
+        prompts = [request.prompt for request in requests]
+        conditional = self._encode_text(prompts, requests, read)
+        inputs = self._encode_inputs(read, bucket)
+        conditional |= inputs
         is_distilled = parts.family.distils_guidance(parts.model)
         if is_distilled:
             conditional |= guidance_of(conditional, scale)
         if is_distilled or scale <= 1:
             return Guidance(self.predict, conditional, None, scale)
-        unconditional = self._encode_text([negative_prompt] * len(requests)) | inputs
-        return Guidance(self.predict, conditional, unconditional, scale)
+        negative = [negative_prompt] * len(requests)
+        unconditional = self._encode_text(negative, requests, read) | inputs
+        return Guidance(self.predict, conditional, unconditional, scale, parts.family.guided)
 
-    def _encode_text(self, prompts: Sequence[str]) -> Conditioning:
+    def _encode_text(
+        self,
+        prompts: Sequence[str],
+        requests: Sequence[Request],
+        read: Mapping[str, Tensor],
+    ) -> Conditioning:
         """Encodes each distinct prompt alone, so that its embeddings are always bitwise equal."""
-        for prompt in dict.fromkeys(prompts):
-            if prompt not in self.prompts:
+        names, encoded = self.components.family.encodes_text_with, list[Conditioning]()
+        for row, prompt in enumerate(prompts):
+            files = (str(requests[row].conditioning[name]) for name in names)
+            if (key := (prompt, *files)) not in self.prompts:
                 self.components.bring("text", self.device)
-                embeddings = self.components.text.encode([prompt])
-                self.prompts[prompt] = {name: each.cpu() for name, each in embeddings.items()}
-        encoded = [self.prompts[each] for each in prompts]
+                seen = {name: read[name][row : row + 1] for name in names}
+                embeddings = self.components.text.encode([prompt], seen)
+                self.prompts[key] = {name: each.cpu() for name, each in embeddings.items()}
+            encoded.append(self.prompts[key])
         return {
             name: torch.cat([each[name] for each in encoded]).to(self.device) for name in encoded[0]
         }
 
-    def _encode_inputs(self, requests: Sequence[Request], bucket: Bucket) -> Conditioning:
-        """The tensors [N, ...] of each name in `data.conditioning` that the model gets."""
+    def _read_inputs(self, requests: Sequence[Request], bucket: Bucket) -> dict[str, Tensor]:
+        """What the requests name of each input in `data.conditioning` that the model gets."""
         inputs, stride = self.recipe.model_inputs(), self.recipe.data.frame_stride
         for request in requests:
             presets.refuse_other_inputs(request.conditioning, list(inputs))
-        if any(section.is_encoded for section in inputs.values()):
-            self.components.bring("codec", self.device)
-        found: Conditioning = {}
+        found = dict[str, Tensor]()
         for name, section in inputs.items():
             files = [request.conditioning[name] for request in requests]
             read = [
                 presets.read_input(section, file, bucket=bucket, stride=stride) for file in files
             ]
-            given = torch.from_numpy(np.stack(read)).to(self.device)
-            found |= conditioning.condition_on(self.components.codec, name, section, given)
+            found[name] = torch.from_numpy(np.stack(read)).to(self.device)
         return found
+
+    def _encode_inputs(self, read: Mapping[str, Tensor], bucket: Bucket) -> Conditioning:
+        """The tensors [N, ...] of each name in `data.conditioning` that the model gets."""
+        inputs = self.recipe.model_inputs()
+        if any(section.is_encoded for section in inputs.values()):
+            self.components.bring("codec", self.device)
+        return conditioning.condition_on(self.components, inputs, read, bucket)
 
     def predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
         """The velocity in fp32, as `Guidance.predict`."""
@@ -466,11 +525,15 @@ class SamplerLoader:
         if device != "auto":
             pick_device(device)  # refuses a missing device before anything is loaded
         self.components = assemble(self.recipe, (), run.components_path)
-        self.device, self.why_device = device_with_room(device, self.components)
+        placed = place(device, self.components, self.recipe)
+        self.device, self.why_device = placed.device, placed.why
         self._trained = frozenset(trainable.trained_state(self.components.model))
         self._memory = MemoryFallback()
-        self._prompts: dict[str, Conditioning] = {}
-        self.components.model.eval().requires_grad_(False)
+        self._prompts: dict[tuple[str, ...], Conditioning] = {}
+        model = self.components.model.eval()
+        if placed.streams and not exact:  # what is trained is loaded, and stays
+            streamed.StreamedBlocks(self.components.family.blocks(model), self.device)
+        model.requires_grad_(False)
         refuse_too_large_parts(self.components, self.device)
 
     def check(self, preset: Preset) -> None:
@@ -491,9 +554,8 @@ class SamplerLoader:
             for name, value in self.components.model.state_dict().items()
             if name in self._trained
         }
-        files.verify_part(checkpoint, weights)
-        _refuse_another_model(checkpoint / weights, state)
-        store.load_parts(checkpoint, {weights: state}, is_verified=True)
+        _refuse_another_model(checkpoint, weights, state)
+        store.load_parts(checkpoint, {weights: state})
         trainable.load_trained(self.components.model, state)
         return Sampler(
             self.components,
@@ -541,19 +603,19 @@ def load_sampler(
     return SamplerLoader(run, device, trust=trust, exact=exact).load(checkpoint, weights)
 
 
-def _refuse_another_model(folder: Path, state: dict[str, Tensor]) -> None:
+def _refuse_another_model(checkpoint: Path, weights: str, state: dict[str, Tensor]) -> None:
     """Refuse weights of other names or shapes; loading refuses unreadable files."""
     try:
-        shapes = store.part_shapes(folder)
-    except (OSError, ValueError):
+        shapes = store.part_shapes(checkpoint, weights)
+    except (CheckpointError, OSError, ValueError):
         return
     expected = {name: tuple(value.shape) for name, value in state.items()}
     if shapes != expected:
         name = min(each for each in shapes | expected if shapes.get(each) != expected.get(each))
         has, wants = (list(each[name]) if name in each else "none" for each in (shapes, expected))
         raise CheckpointError(
-            f"{folder} holds another model than the recipe describes: {name} is {has} there and "
-            f"{wants} by the recipe. Is it a checkpoint of another run?"
+            f"{checkpoint / weights} holds another model than the recipe describes: {name} is "
+            f"{has} there and {wants} by the recipe. Is it a checkpoint of another run?"
         )
 
 

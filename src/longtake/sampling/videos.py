@@ -138,7 +138,7 @@ def write_samples(
     refuse_unwritable(bucket, settings.fps)
     for prompt in prompts:
         if unknown := sampler.unknown_words(prompt):
-            words = f"  not in the captions of the training: {', '.join(unknown)}"
+            words = f"  words that no caption of the training has: {', '.join(unknown)}"
             console.print(words, markup=False)
     requests = [Request(prompt, seed, conditioning or {}) for prompt in prompts]
     videos = sample_in_batches(sampler, requests, settings, bucket, batch_size, console)

@@ -152,18 +152,23 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
 
 
 def build_state(
-    session: Session, parts: models.Components, options: Options = MappingProxyType({})
+    session: Session,
+    parts: models.Components,
+    options: Options = MappingProxyType({}),
+    *,
+    encodes_ahead: bool = False,
 ) -> TrainingState:
     """The state at step 0: model sharded or replicated, blocks streamed, optimizers, averages.
 
-    The model comes on the CPU and is changed in place.
+    The model comes on the CPU and is changed in place. `encodes_ahead` is the plan's.
     """
     recipe, world = session.recipe, session.world
     family, model = parts.family, parts.model
     model.train()
     blocks = family.blocks(model)
     if world.sequence_group is not None:
-        family.share_tokens(model, context_parallel.TokenSharing(world.sequence_group))
+        sharing = context_parallel.TokenExchange(world, family.num_heads(model))
+        family.share_tokens(model, sharing)
     in_bf16 = recipe.parallel.param_dtype == "bf16" and session.precision == "bf16"
     # Before weights get memory: that of streamed ones is the computer's.
     streamed = StreamedBlocks(streamed_by(recipe, options, parts), world.device)
@@ -175,8 +180,11 @@ def build_state(
     with streamed.on_host():
         parts.unfilled.fill()
     fsdp.send_weights(model, world)
-    optimizers = build_optimizers(model, blocks, recipe.optimizer, session.precision)
-    inputs = InputQueue(parts, recipe, world.device)
+    replicas = None if world.mesh is None or world.is_sharded else world.mesh.get_group()
+    optimizers = build_optimizers(model, blocks, recipe.optimizer, session.precision, replicas)
+    is_encoded = bool(parts.codec.modules() or parts.text.modules())
+    group = world.sequence_group if is_encoded else None  # pixels and ids are there at once
+    inputs = InputQueue(parts, recipe, world.device, group, encodes_ahead=encodes_ahead)
     return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()), inputs)
 
 
@@ -190,12 +198,11 @@ def streamed_by(recipe: Recipe, options: Options, parts: models.Components) -> l
 
 
 def count_flops(parts: models.Components, recipe: Recipe) -> dict[Bucket, int]:
-    """Operations of a step of all ranks on clips of each shape; empty if they cannot be counted."""
+    """Operations of a step on one clip of each shape; empty if they cannot be counted."""
     trains_all = recipe.trainable.base() == "full"
     try:
         return {
-            bucket: recipe.training.global_batch_size
-            * numerics.training_flops(
+            bucket: numerics.training_flops(
                 models.forward_flops(parts, recipe, bucket), trains_all=trains_all
             )
             for bucket in recipe.data.shapes()

@@ -5,24 +5,29 @@ noise on any device, any number of ranks and any micro-batch size.
 
 For a GPU, noise and sigmas are drawn, and all tensors cast and page-locked, in a thread. They are
 copied on a stream of their own while the micro-batch before is computed, so that no micro-batch
-waits for the device. What still waits: the first batch of each shape, for which page-locked memory
-is allocated, and without a cache the captions of a micro-batch, which are tokenised and copied.
+waits for the device; encoders may work on that stream too (`training.encode_ahead`). What still
+waits: the first batch of each shape, for which page-locked memory is allocated.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from longtake.config import Recipe
+from longtake.config import Bucket, Recipe
 from longtake.data.loader import Batch, Loader
 from longtake.flow.timesteps import sample_sigmas
 from longtake.models.build import Components, FlowBatch, latent_shape, training_conditioning
-from longtake.models.conditioning import condition_on, encode_videos, loss_weights
+from longtake.models.codec import encode_videos
+from longtake.models.conditioning import encode_inputs
 from longtake.models.text import NO_CAPTION, TextEncoder
+from longtake.parallel import collectives, context_parallel
 
 
 class MicroBatch(NamedTuple):
@@ -31,6 +36,13 @@ class MicroBatch(NamedTuple):
     examples: FlowBatch
     weights: Tensor  # [B] on the device
     sigmas: tuple[float, ...]  # [B] those of the examples
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is on the device."""
+        batch = self.examples
+        found = (batch.latents, batch.noise, batch.sigmas, batch.loss_weights, self.weights)
+        yield from (each for each in found if each is not None)
+        yield from batch.conditioning.values()
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,11 @@ class _Inputs:
     further: Mapping[str, Tensor]  # inputs of the clips, and the loss's mask
     captions: Sequence[str]
     sigmas: tuple[float, ...]
+    bucket: Bucket
+
+    @property
+    def groups(self) -> tuple[Mapping[str, Tensor], ...]:
+        return self.tensors, self.conditioning, self.further
 
 
 class _Drawn(NamedTuple):
@@ -49,51 +66,138 @@ class _Drawn(NamedTuple):
     uniform: Tensor  # [2] for the sigma and for the dropout of the caption
 
 
-class InputQueue:
-    """Makes the micro-batches of each batch of a run, in its own thread if they go to a GPU."""
+class SideStream:
+    """A stream of a GPU beside the one on which a model computes."""
 
-    def __init__(self, parts: Components, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which brings the weights
+
+    def running(self) -> AbstractContextManager[Any]:
+        """A context in which operations are queued on this stream."""
+        return torch.cuda.stream(self._stream)
+
+    def record(self) -> torch.cuda.Event:
+        """What is reached when all is done that was queued on this stream so far."""
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+    def hand_over(self, done: torch.cuda.Event, tensors: Iterable[Tensor]) -> None:
+        """Let the current stream use this stream's tensors, once `done` is reached.
+
+        Their memory is not used again here before the other stream is done with them.
+        """
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(done)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy in page-locked memory, from which copies to the GPU do not wait."""
+        return tensor.pin_memory()
+
+
+class _Moved(NamedTuple):
+    inputs: _Inputs  # on the device
+    done: Any  # an event of the side stream; None without one
+
+
+class _Encoded(NamedTuple):
+    micro_batch: MicroBatch
+    done: Any  # as above; None: it is the current stream's
+
+
+class InputQueue:
+    """Makes the micro-batches of each batch of a run, in its own thread if they go to a GPU.
+
+    Args:
+        parts: codec and text encoder, on the device.
+        recipe: of the run.
+        device: of the tensors.
+        group: ranks that have the same clips, each of which one rank encodes.
+        encodes_ahead: on a GPU, encode on a stream of its own, one micro-batch ahead.
+    """
+
+    def __init__(
+        self,
+        parts: Components,
+        recipe: Recipe,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        *,
+        encodes_ahead: bool = False,
+    ) -> None:
         self._parts, self._recipe, self._device = parts, recipe, device
+        self._group = group
         on_cpu = device.type == "cpu"
         self._thread = None if on_cpu else ThreadPoolExecutor(1, "inputs")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._side = SideStream(device) if device.type == "cuda" else None
+        self.encodes_ahead = encodes_ahead and self._side is not None
         self._ahead: dict[int, Future[_Drawn]] = {}
+        self._next: tuple[Batch, _Encoded] | None = None  # what `encode_ahead` has encoded
 
-    def micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
-        """Its micro-batches, each moved to the device while the one before is computed."""
-        parts = list(split(batch, self._recipe.training.micro_batch_size))
+    def micro_batches(self, batch: Batch, size: int | None = None) -> Iterator[MicroBatch]:
+        """Its parts of `size`, each moved to the device while the one before is computed.
+
+        If they are encoded ahead, then on the side stream: the one that computes waits for no more
+        than the part that it computes next.
+        """
+        parts = list(split(batch, size))
         if self._thread is None:
             for part in parts:
                 yield self._ready(self._drawn(part))
             return
-        drawn = [self._thread.submit(self._drawn, part) for part in parts]
-        moved: list[tuple[_Inputs, torch.cuda.Event | None]] = []
+        ahead = self._taken(parts[0])
+        to_draw = parts if ahead is None else parts[1:]
+        drawn = deque(self._thread.submit(self._drawn, part) for part in to_draw)
+        moved = deque[_Moved]()
         for _ in parts:
-            if not moved:
-                moved.append(self._moved(drawn.pop(0).result()))
-            inputs, copied = moved.pop(0)
+            encoded, ahead = ahead, None
+            if encoded is None:
+                if not moved:
+                    moved.append(self._moved(drawn.popleft().result()))
+                encoded = self._encoded(moved.popleft())
             if drawn and drawn[0].done():
-                moved.append(self._moved(drawn.pop(0).result()))
-            if copied is not None:
-                stream = torch.cuda.current_stream(self._device)
-                stream.wait_event(copied)
-                for tensor in _tensors(inputs):
-                    tensor.record_stream(stream)
-            yield self._ready(inputs)
+                moved.append(self._moved(drawn.popleft().result()))
+            if self._side is not None and encoded.done is not None:
+                self._side.hand_over(encoded.done, encoded.micro_batch.tensors())
+            yield encoded.micro_batch
+
+    def encode_ahead(self, batch: Batch | None, size: int) -> None:
+        """Encode the first micro-batch of a batch to come, while the one before it computes.
+
+        It is used if `micro_batches` gets that batch next, with the same samples; else dropped.
+        Ranks that share clips all call it, and encode if each of them has the batch.
+
+        Args:
+            batch: of `Loader.decoded_next`.
+            size: of its micro-batches.
+        """
+        self._next = None
+        if self._group is not None:
+            mine = None if batch is None else (batch.step, batch.seeds)
+            found = collectives.gather_in_group(mine, self._group)  # over the CPU
+            batch = batch if found == [mine] * len(found) else None
+        if batch is not None and self.encodes_ahead:
+            assert self._thread is not None
+            part = next(split(batch, size))
+            drawn = self._thread.submit(self._drawn, part).result()
+            self._next = part, self._encoded(self._moved(drawn))
 
     def draw_ahead(self, loader: Loader) -> None:
         """Draw in the thread what the next batch will most likely need, while this one computes."""
         upcoming = None if self._thread is None else loader.upcoming()
         if self._thread is None or upcoming is None:
             return
-        shape = latent_shape(self._parts.codec, upcoming.bucket)
-        self._ahead = {
-            seed: self._thread.submit(_draw, seed, tuple(shape)) for seed in upcoming.seeds
-        }
+        shape = tuple(latent_shape(self._parts.codec, upcoming.bucket))
+        drawn = () if self._next is None else self._next[0].seeds
+        seeds = [seed for seed in upcoming.seeds if seed not in drawn]
+        self._ahead = {seed: self._thread.submit(_draw, seed, shape) for seed in seeds}
 
     def _drawn(self, batch: Batch) -> _Inputs:
         """All that a micro-batch needs of the host, in fp32 and page-locked for a GPU."""
-        parts, recipe = self._parts, self._recipe
+        parts, recipe = self._parts, self._recipe.in_stage(batch.stage)
         shape = tuple(latent_shape(parts.codec, batch.bucket))
         if batch.latents is not None:
             shape = tuple(batch.latents.shape[1:])
@@ -128,8 +232,8 @@ class InputQueue:
         used = {*recipe.model_inputs(), flow.loss_mask}
         further = {name: each for name, each in batch.inputs.items() if name in used}
         known = tuple(sigmas.tolist())
-        inputs = _Inputs(tensors, conditioning, further, captions, known)
-        return inputs if self._stream is None else _each(inputs, Tensor.pin_memory)
+        inputs = _Inputs(tensors, conditioning, further, captions, known, batch.bucket)
+        return inputs if self._side is None else _each(inputs, self._side.pin)
 
     def _draw(self, seed: int, shape: Sequence[int]) -> _Drawn:
         ahead = self._ahead.pop(seed, None)
@@ -139,40 +243,76 @@ class InputQueue:
                 return drawn
         return _draw(seed, shape)
 
-    def _moved(self, inputs: _Inputs) -> tuple[_Inputs, torch.cuda.Event | None]:
+    def _moved(self, inputs: _Inputs) -> _Moved:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(self._device, non_blocking=True)
 
-        if self._stream is None:
-            return _each(inputs, move), None
-        with torch.cuda.stream(self._stream):
-            return _each(inputs, move), self._stream.record_event()
+        if self._side is None:
+            return _Moved(_each(inputs, move), None)
+        with self._side.running():
+            return _Moved(_each(inputs, move), self._side.record())
+
+    def _encoded(self, moved: _Moved) -> _Encoded:
+        if self._side is None:
+            return _Encoded(self._ready(moved.inputs), None)
+        if self.encodes_ahead:
+            with self._side.running():
+                return _Encoded(self._ready(moved.inputs), self._side.record())
+        groups = moved.inputs.groups
+        self._side.hand_over(moved.done, (each for group in groups for each in group.values()))
+        return _Encoded(self._ready(moved.inputs), None)
+
+    def _taken(self, part: Batch) -> _Encoded | None:
+        """What was encoded ahead, if it is this micro-batch."""
+        ahead, self._next = self._next, None
+        return ahead[1] if ahead is not None and _samples(ahead[0]) == _samples(part) else None
 
     def _ready(self, inputs: _Inputs) -> MicroBatch:
         """Encode what is not encoded yet: the same bits as those of a cache."""
         parts, tensors = self._parts, inputs.tensors
         latents, conditioning = tensors.get("latents"), dict(inputs.conditioning)
-        if latents is None:
+        further = dict(inputs.further)
+        if latents is None and self._group is not None:
+            conditioning = self._encoded_once(inputs, further)
+            latents = conditioning.pop("")
+        elif latents is None:
+            # Captions first: where a text encoder waits for the device, it waits for no video.
+            pictures = {name: further[name] for name in parts.family.encodes_text_with}
+            conditioning = encode_captions(parts.text, inputs.captions, pictures)
             latents = encode_videos(parts.codec, tensors["videos"])
-            conditioning = encode_captions(parts.text, inputs.captions)
-        sections, flow = self._recipe.model_inputs(), self._recipe.flow
-        for name in (each for each in inputs.further if each in sections):
-            section, given = sections[name], inputs.further[name]
-            conditioning |= condition_on(parts.codec, name, section, given)
-        conditioned = training_conditioning(parts, self._recipe, conditioning)
-        weights = None
-        if flow.loss_mask is not None:
-            mask = inputs.further[flow.loss_mask]
-            weights = loss_weights(parts.codec, mask, flow.loss_mask_floor)
+        encoded, weights = encode_inputs(parts, self._recipe, further, inputs.bucket)
+        conditioned = training_conditioning(parts, self._recipe, conditioning | encoded)
         examples = FlowBatch(latents, tensors["noise"], tensors["sigmas"], conditioned, weights)
         return MicroBatch(examples, tensors["weights"], inputs.sigmas)
+
+    def _encoded_once(self, inputs: _Inputs, further: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What `_ready` encodes, each clip by one rank of the group; "" has the clips' latents.
+
+        Further inputs that the codec encodes are taken out of `further`.
+        """
+        parts, sections = self._parts, self._recipe.model_inputs()
+        with_text = {name: further[name] for name in parts.family.encodes_text_with}
+        names = [name for name in further if name in sections and sections[name].is_encoded]
+        given = {name: further.pop(name) for name in names}
+
+        def encode(place: int) -> dict[str, Tensor]:
+            row = slice(place, place + 1)
+            pictures = {name: each[row] for name, each in with_text.items()}
+            encoded = encode_captions(parts.text, inputs.captions[row], pictures)
+            encoded[""] = encode_videos(parts.codec, inputs.tensors["videos"][row])
+            mine = {name: each[row] for name, each in given.items()}
+            if mine:
+                encoded |= parts.family.encode_inputs(parts.codec, parts.text, mine, inputs.bucket)
+            return encoded
+
+        assert self._group is not None
+        count = len(inputs.captions)
+        return context_parallel.compute_once(count, encode, self._group, self._device)
 
 
 def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> FlowBatch:
     """Latents, noise, sigmas and conditioning of a batch, in fp32, as one micro-batch."""
-    whole = recipe.training.model_copy(update={"micro_batch_size": None})
-    queue = InputQueue(parts, recipe.model_copy(update={"training": whole}), device)
-    return next(queue.micro_batches(batch)).examples
+    return next(InputQueue(parts, recipe, device).micro_batches(batch)).examples
 
 
 def split(batch: Batch, size: int | None) -> Iterator[Batch]:
@@ -195,23 +335,29 @@ def split(batch: Batch, size: int | None) -> Iterator[Batch]:
         )
 
 
-def encode_captions(text: TextEncoder, captions: Sequence[str]) -> dict[str, Tensor]:
-    each = [text.encode([caption]) for caption in captions]
-    return {name: torch.cat([tensors[name] for tensors in each]) for name in each[0]}
+def encode_captions(
+    text: TextEncoder, captions: Sequence[str], pictures: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Each caption alone, with its own pictures if the encoder sees any."""
+    encoded = []
+    for row, caption in enumerate(captions):
+        seen = {name: each[row : row + 1] for name, each in (pictures or {}).items()}
+        encoded.append(text.encode([caption], seen))
+    return {name: torch.cat([tensors[name] for tensors in encoded]) for name in encoded[0]}
+
+
+def _samples(part: Batch) -> tuple[object, ...]:
+    """What decides all of a micro-batch's numbers."""
+    shape = part.stage, part.bucket, part.weights.tolist()
+    return part.step, *shape, part.seeds, part.identities, part.captions
 
 
 def _each(inputs: _Inputs, change: Callable[[Tensor], Tensor]) -> _Inputs:
     """The same with each tensor changed."""
-    groups = (inputs.tensors, inputs.conditioning, inputs.further)
     tensors, conditioning, further = (
-        {name: change(tensor) for name, tensor in group.items()} for group in groups
+        {name: change(tensor) for name, tensor in group.items()} for group in inputs.groups
     )
     return replace(inputs, tensors=tensors, conditioning=conditioning, further=further)
-
-
-def _tensors(inputs: _Inputs) -> list[Tensor]:
-    groups = (inputs.tensors, inputs.conditioning, inputs.further)
-    return [tensor for group in groups for tensor in group.values()]
 
 
 def _with_dropped(batch: Batch, is_dropped: Tensor) -> dict[str, Tensor]:

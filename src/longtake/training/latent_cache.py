@@ -2,7 +2,7 @@
 
 They are loaded only where something is missing, one after the other, and are gone when the cache is
 full: the transformer trains without them. On a CPU one sample is encoded after the other, here or
-on a cluster, so that a cache's files do not depend on how the work was divided. They could depend
+on a cluster, so that entries do not depend on how the work was divided. They could depend
 on the number of threads: workers compute with as many as this process would.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from torch import Tensor
 
 from longtake import errors, progress
@@ -46,13 +47,18 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def cache_ahead(
-    recipe: Recipe, console: Console, *, on: str | None = None, workers: int | None = None
+    recipe: Recipe,
+    console: Console,
+    *,
+    on: str | None = None,
+    workers: int | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
     """Fill a recipe's cache before it is trained; returns facts as JSON.
 
     Call it in one process, in several at once, or in each that torchrun started. With `on`, workers
-    of that Ray cluster encode (see `run_tasks`), else this process; on equal devices the files are
-    the same to the byte.
+    of that Ray cluster encode (see `run_tasks`), else this process; on equal devices the entries
+    are the same to the byte. `part` (i, n) leaves the other n - 1 parts to commands of their own.
 
     Raises:
         RecipeError: the recipe names no cache, or its parts do not fit together.
@@ -76,7 +82,7 @@ def cache_ahead(
         else:
             parts = _made_parts(recipe, recipe.data.cache, captions_of(loader), world)
         with parts as made:
-            cache, report = fill_cache(recipe, loader, made, world, console, on, workers)
+            cache, report = fill_cache(recipe, loader, made, world, console, on, workers, part)
         return {"cache": str(cache.folder), **report.facts()}
 
 
@@ -141,6 +147,7 @@ def fill_cache(
     console: Console,
     on: str | None = None,
     workers: int | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> tuple[Cache, cache_fill.CacheReport]:
     """Compute what the cache lacks of what a loader will ask for; each rank its share."""
     begun = time.perf_counter()
@@ -150,11 +157,12 @@ def fill_cache(
         missing = cache_fill.find_missing(
             cache,
             loader.plan_history.plan,
-            share=slice(world.rank, None, world.size),
+            share=slice(world.rank + part[0] * world.size, None, world.size * part[1]),
             without=loader.quarantined,
             progress=advance,
         )
-    mine, device = cache_fill.CacheReport(present=missing.present), world.device
+    refused = cache.packs.refused
+    mine, device = cache_fill.CacheReport(missing.present, refused=refused), world.device
     if on is not None:
         _encode_on(cache, missing, recipe, made, shown, mine, on, workers)
     if missing.captions and on is None:
@@ -173,8 +181,16 @@ def fill_cache(
     for each in gather_objects(mine, world, patiently=True):
         report.add(each)
     report.refuse_too_many(recipe.data.max_quarantined_clips)
+    for path, reason in report.refused.items():
+        shown.print(escape(f"  damaged: {path} {reason}; its entries were computed again"))
+
+    def save_index() -> None:
+        cache.packs.refresh()
+        cache.packs.save()
+
+    first_does(save_index, world)
     report.seconds = time.perf_counter() - begun
-    return replace(cache), report  # which reads anew what others have noted of pictures
+    return replace(cache), report  # which reads anew what others have written
 
 
 def _open(recipe: Recipe, made: Path, world: World) -> Cache:
@@ -247,7 +263,7 @@ def _codec(recipe: Recipe, made: Path) -> Codec:
 
 
 def _text(recipe: Recipe, made: Path) -> TextEncoder:
-    return build_text(text_section(recipe), family(recipe.model.family).frozen, (), made)
+    return build_text(text_section(recipe), family(recipe.model.family), (), made)
 
 
 def _pixel_encoder(codec: Codec, device: torch.device) -> cache_fill.EncodePixels:
@@ -300,14 +316,15 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
 
 def text_fingerprint(recipe: Recipe, made: Path) -> str:
     """32 hex digits over what turns captions into embeddings; see `codec_fingerprint`."""
-    section, parts = text_section(recipe), family(recipe.model.family).frozen
+    section, chosen = text_section(recipe), family(recipe.model.family)
+    parts = chosen.frozen
     if section.kind == "words":
         facts: list[object] = [section.kind, section.num_tokens()]
         return _fingerprint(recipe, [_CAPTIONS, *facts], [made / "tokenizer"])
     part, folders = _encoder_folders(parts.text, section.pretrained, made)
     facts = [section.kind, part.class_name, section.num_tokens(), section.kept_in()]
     facts += _quantization(section)
-    if section.second_encoder() is None and section.num_tokens() > LENGTH_STEP:
+    if chosen.encodes_by_length and section.num_tokens() > LENGTH_STEP:
         facts.append(["padded to a multiple of", LENGTH_STEP])
     if (second := section.second_encoder()) is not None:
         part, of_second = _encoder_folders(parts.pooled, second.pretrained, made)

@@ -14,9 +14,10 @@ from longtake import errors, heartbeat
 from longtake.data.ledger import Ledger
 from longtake.data.loader import Batch, Loader
 from longtake.data.order import derive
+from longtake.data.stages import StagePosition
 from longtake.guard import detectors, history
 from longtake.models.build import flow_losses
-from longtake.optim.update import masters_of, schedule_factor, set_learning_rates
+from longtake.optim.update import learning_rate_factor, masters_of, set_learning_rates
 from longtake.parallel import collectives, fsdp, mesh
 from longtake.training.samples import samples_at
 from longtake.training.session import SampleLosses, Session, TrainingState
@@ -62,6 +63,7 @@ def train_steps(
         seed_step(recipe.seed, state.global_step, world.rank)
         with recorder.measured(batch):
             losses = compute_gradients(session, state, batch)  # forward, backward, accumulate
+            encode_ahead(session, state, loader)
             state.inputs.draw_ahead(loader)
 
         local = local_facts(loader, monitors.stop.reason, saver.failed, saver.is_due)
@@ -71,9 +73,9 @@ def train_steps(
             recorder.data_troubles(batch, loader)
 
         has_samples = bool(statistics.num_samples)  # else there is nothing to learn or to judge
-        verdict = (
-            guard.judge(statistics, losses, batch) if has_samples else detectors.OK
-        )  # on every rank
+        verdict = detectors.OK
+        if has_samples:
+            verdict = guard.judge(statistics, losses, batch)  # on every rank
         is_allowed = guard.allows(verdict)
         if verdict.kind != "ok":
             saver.wait()  # so that the report names the newest checkpoint
@@ -83,7 +85,9 @@ def train_steps(
         learning_rate = 0.0
         if is_allowed and has_samples:
             with norms.track_update():  # clip, optimizer, EMA
-                learning_rate = apply_update(session, state, statistics.grad_norm, summary.scale)
+                learning_rate = apply_update(
+                    session, state, statistics.grad_norm, summary.scale, batch.position
+                )
         else:
             skip_update(state)
         if has_samples:
@@ -150,16 +154,16 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
     """Accumulate the gradients of this rank's share of a batch.
 
-    They are those of the sum of all ranks' weighted losses over the global batch size; a stand-in
+    They are those of the sum of all ranks' weighted losses over the batch's global size; a stand-in
     for a missing clip has weight 0.
     """
-    recipe, world, components = session.recipe, session.world, state.components
+    world, components = session.world, state.components
     model, blocks = components.model, components.family.blocks(components.model)
-    size = recipe.training.micro_batch_size or len(batch.seeds)
+    size = _micro_batch_size(session, batch)
     count = -(-len(batch.seeds) // size)
-    share = recipe.training.global_batch_size / world.data_size  # ranks average gradients
+    share = batch.global_size / world.data_size  # ranks average gradients
     timer, found, sigmas = ComputeTimer(world.device), list[Tensor](), list[float]()
-    micro_batches = state.inputs.micro_batches(batch)
+    micro_batches = state.inputs.micro_batches(batch, size)
     for number in range(1, count + 1):
         fsdp.set_gradient_sync(model, wanted=number == count)
         heartbeat.set_phase("forward")
@@ -172,6 +176,19 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
         sigmas += part.sigmas
     fsdp.reduce_gradients(model, blocks, world)
     return SampleLosses(torch.cat(found), tuple(sigmas), timer.seconds)
+
+
+def _micro_batch_size(session: Session, batch: Batch) -> int:
+    stage = session.recipe.data.stage(batch.stage)
+    return session.recipe.micro_batch_size(stage, batch.bucket, session.world.data_size)
+
+
+def encode_ahead(session: Session, state: TrainingState, loader: Loader) -> None:
+    """Begin to encode the next batch's first micro-batch, while the device computes this batch."""
+    if state.inputs.encodes_ahead:
+        batch = loader.decoded_next()
+        size = 1 if batch is None else _micro_batch_size(session, batch)
+        state.inputs.encode_ahead(batch, size)
 
 
 class ComputeTimer:
@@ -205,22 +222,29 @@ class ComputeTimer:
         return self._seconds + milliseconds / 1e3
 
 
-def apply_update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
+def apply_update(
+    session: Session,
+    state: TrainingState,
+    grad_norm: float,
+    scale: float,
+    position: StagePosition,
+) -> float:
     """Update weights and EMA from the gradients, and drop these; returns the learning rate.
 
-    `scale`, the global batch size over the number of samples that were trained, makes the gradients
-    those of the mean loss; `grad_norm` is the norm of those, over all ranks.
+    `scale`, the batch's global size over the number of samples that were trained, makes the
+    gradients those of the mean loss; `grad_norm` is the norm of those, over all ranks.
     """
     heartbeat.set_phase("optimizer")
-    section, steps = session.recipe.optimizer, session.recipe.training.steps
+    section, data = session.recipe.optimizer, session.recipe.data
     fsdp.clip_gradients(state.components.model, grad_norm, section.max_grad_norm, scale)
-    factor = schedule_factor(state.global_step, steps, section)
+    factor = learning_rate_factor(session.recipe, state.global_step, position)
     set_learning_rates(state.optimizers, factor)
     for optimizer in state.optimizers:
         optimizer.step()
     state.components.model.zero_grad(set_to_none=True)
     state.global_step += 1
-    state.ema.update(state.global_step, masters_of(state.optimizers))
+    decay = data.stage(position.name).ema_decay
+    state.ema.update(state.global_step, masters_of(state.optimizers), decay)
     return section.learning_rate * factor
 
 

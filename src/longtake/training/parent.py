@@ -6,7 +6,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from longtake import config, errors
-from longtake.checkpoint import files, store
+from longtake.checkpoint import store
 from longtake.formatting import join_words
 from longtake.models.build import assemble, outline
 from longtake.models.lora_files import read_lora
@@ -15,47 +15,12 @@ from longtake.parallel.fsdp import gradients_of_any_dtype
 from longtake.run_dir import Parent, RunDirectory
 from longtake.training import session as sessions
 from longtake.training.state import EMA, FLAT, state_parts
-from longtake.trust import refuse_foreign_code
 
 _MAX_NAMED = 3
 _MAX_DIFFERENCES = 12
 
 
 # --- Which run --------------------------------------------------------------------------------
-
-
-def find_parent(text: str, *, weights_only: bool, trust: bool) -> Parent:
-    """The checkpoint that `RUN` or `RUN@STEP` names: of a run, the newest whole one.
-
-    Raises:
-        errors.RunError: there is no run, or it names code and another user began it.
-        errors.CheckpointError: there is no such checkpoint, or it is damaged.
-    """
-    name, _, number = text.rpartition("@")
-    has_step = bool(name) and number.isdecimal() and not RunDirectory(Path(text)).exists()
-    run = RunDirectory(Path(name if has_step else text))
-    recipe = run.recipe()
-    without = recipe.model_copy(update={"evaluation": config.EvaluationSection()})  # it is not used
-    refuse_foreign_code(run, trust=trust, recipe=without)
-    steps = run.checkpoint_steps()
-    if has_step and int(number) not in steps:
-        known = f"steps {', '.join(map(str, steps))}" if steps else "none"
-        raise errors.CheckpointError(
-            f"--from {text}: {run.path} has no whole checkpoint of step {number}. Its "
-            f"checkpoints: {known}."
-        )
-    path = run.checkpoint_path(int(number)) if has_step else files.newest_whole(run, "model")
-    if path is None:
-        raise errors.CheckpointError(
-            f"--from {text}: {run.path} has no whole checkpoint. Train it on with "
-            f"{run.resume_command()}, or name another run."
-        )
-    return Parent(
-        path=str(run.path.resolve()),
-        id=run.record()["id"],
-        step=run.step_of(path),
-        weights_only=weights_only,
-    )
 
 
 def parent_of(run: RunDirectory, wanted: Parent | None) -> Parent | None:
@@ -126,10 +91,9 @@ def _refuse_another_model(recipe: config.Recipe, parent: Parent) -> None:
             f"{kinds[1]}. Write its whole model with `longtake export {run.path} --out FOLDER` and "
             "set model.pretrained to that folder."
         )
-    files.verify_part(_checkpoint(parent), "model")
     try:
-        saved = store.part_shapes(_checkpoint(parent) / "model")
-    except (OSError, ValueError) as error:
+        saved = store.part_shapes(_checkpoint(parent), "model")
+    except (errors.CheckpointError, OSError, ValueError) as error:
         raise errors.CheckpointError(f"{where} cannot be read: {error}") from error
     # Of a vocabulary the size counts, so it is the parent's; all else is an outline.
     parts = assemble(recipe, (), run.components_path, frozen_parts=False, weights="checkpoint")
@@ -206,14 +170,14 @@ def _take_optimizer(
     session: sessions.Session, path: Path, state: sessions.TrainingState
 ) -> list[str]:
     """Load optimizer states if their names and shapes agree; else they begin anew."""
-    wanted, folder = state_parts(state)["optimizer"], path / "optimizer"
+    wanted = state_parts(state)["optimizer"]
     found: str | None = "the checkpoint has none"
-    if folder.is_dir():
-        files.verify_part(path, "optimizer")
-        found = _first_difference(*map(_states_of, (store.part_shapes(folder), _shapes(wanted))))
+    if (path / "optimizer").is_dir():
+        saved = store.part_shapes(path, "optimizer")
+        found = _first_difference(_states_of(saved), _states_of(_shapes(wanted)))
     if found is None:
         states = {name: value for name, value in wanted.items() if name.startswith("state.")}
-        store.load_parts(path, {"optimizer": states}, session.world, is_verified=True)
+        store.load_parts(path, {"optimizer": states}, session.world)
         model = state.components.model
         with gradients_of_any_dtype(model):
             set_optimizer_state_dict(model, state.optimizers, wanted | states, options=FLAT)

@@ -37,8 +37,8 @@ _SECONDS_TO_EXIT = 10.0
 class Recorder:
     """Metrics and events of a run's steps; does nothing on ranks other than 0.
 
-    Operations of a step (`step_flops`) are those of all ranks on clips of each shape. `predicted`
-    are the bytes that forward and backward pass take beside the weights on clips of one shape.
+    `sample_flops` are the operations of a step on one clip of each shape. `predicted` are the bytes
+    that forward and backward pass take beside the weights on clips of one shape.
     """
 
     def __init__(
@@ -46,12 +46,13 @@ class Recorder:
         session: Session,
         lease: Lease | None,
         progress: StepProgress,
-        step_flops: Mapping[Bucket, int],
+        sample_flops: Mapping[Bucket, int],
         peak_flops: float | None,
         predicted: tuple[int, Bucket] | None,
     ) -> None:
         self._run, self._world, self._lease = session.run, session.world, lease
-        self._step_flops, self._peak_flops = step_flops, peak_flops
+        self._sample_flops, self._peak_flops = sample_flops, peak_flops
+        self._recipe = session.recipe
         self._predicted, self._progress = predicted, progress
         self._step_began = time.perf_counter()
         self._data_seconds = 0.0
@@ -78,6 +79,9 @@ class Recorder:
             self._run.append_event("stage", **where)
         if batch.begins_epoch:
             self._run.append_event("epoch", **where, epoch=batch.epoch)
+        before, now = batch.position_before.name, batch.position.name
+        if before != now and (changes := self._recipe.stage_changes(before, now)):
+            self._run.append_event("settings_changed", step=batch.step, stage=now, changes=changes)
 
     def step_done(
         self,
@@ -113,11 +117,16 @@ class Recorder:
         )
         if skipped_by is not None and skipped_by.kind != "ok":
             metrics["verdict"] = skipped_by.kind
-        if (flops := self._step_flops.get(batch.bucket)) is not None:
+        if (flops := self._sample_flops.get(batch.bucket)) is not None:
+            flops *= batch.global_size
             metrics["tflops_per_second"] = round(flops / seconds / 1e12, 6)
             if self._peak_flops is not None:
                 peak = self._peak_flops * self._world.size
                 metrics["mfu"] = round(flops / seconds / peak, 6)
+        if batch.fetched.num_bytes or batch.fetched.retries:
+            metrics["store_bytes"] = batch.fetched.num_bytes
+            metrics["store_seconds"] = round(batch.fetched.seconds, 6)
+            metrics["store_retries"] = batch.fetched.retries
         self._progress.update(metrics)
         if self._world.is_first:
             self._run.append_metrics(metrics)
@@ -290,13 +299,13 @@ def keep_recorder(
     session: Session,
     lease: Lease | None,
     start: int,
-    step_flops: Mapping[Bucket, int],
+    sample_flops: Mapping[Bucket, int],
     peak_flops: float | None = None,
     predicted: tuple[int, Bucket] | None = None,
 ) -> Iterator[Recorder]:
     shown = session.console if session.world.is_first else Console(quiet=True)
     with step_progress(shown, start, session.recipe.training.steps) as progress:
-        yield Recorder(session, lease, progress, step_flops, peak_flops, predicted)
+        yield Recorder(session, lease, progress, sample_flops, peak_flops, predicted)
 
 
 def _all_finite(numbers: Mapping[str, float]) -> dict[str, float | None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from longtake import errors, heartbeat, node_dir, process
+from longtake import errors, heartbeat, node_dir, node_events, process
 from longtake.config import Recipe
 from longtake.failures import FailureKind, error_line, failure_of, find_failed_rank
 from longtake.formatting import format_size
@@ -132,20 +132,24 @@ def _record_failure(
     own = heartbeat.read_heartbeat(writer.path)
     if own is not None and own.world_size > 1 and run is not None and run.exists():
         kind: FailureKind = "error" if isinstance(error, errors.LongtakeError) else "exception"
-        failure_of(own, kind, error_line(error)).record(run)
+        text = error_line(error)
+        if isinstance(error, torch.distributed.DistError):
+            text = node_events.add_to(text, node_events.recent(run, launch=own.launch))
+        failure_of(own, kind, text).record(run)
 
 
 def _with_failed_rank(
     error: errors.LostPeerError, writer: heartbeat.HeartbeatWriter, run: RunDirectory | None
 ) -> errors.LostPeerError:
-    """The same error, with what is known of the rank that was lost."""
+    """The same error, with the rank that was lost and recent events of clocks, links and GPUs."""
     own = heartbeat.read_heartbeat(writer.path)
-    found = None if own is None or run is None else find_failed_rank(run, own)
-    if own is None or found is None:
+    if own is None or run is None:
         return error
-    return errors.LostPeerError(
-        f"{found}\nRank {own.rank} waited for it at step {own.step}, and cannot continue."
-    )
+    found, events = find_failed_rank(run, own), node_events.recent(run, launch=own.launch)
+    text = str(error)
+    if found is not None:
+        text = f"{found}\nRank {own.rank} waited for it at step {own.step}, and cannot continue."
+    return errors.LostPeerError(node_events.add_to(text, events))
 
 
 # --- This process -----------------------------------------------------------------------------
@@ -221,4 +225,6 @@ def _advice(plan: MemoryPlan, recipe: Recipe) -> str:
     way = f"recompute.reserve above {recipe.recompute.reserve:g}, so that the plan uses less,"
     if plan.budget_bytes is None:
         way = "recompute.memory to the device's memory,"
+    if plan.encodes_ahead:
+        way += " training.encode_ahead = false,"
     return f"Set {way} or lower training.micro_batch_size, and start the same command again."

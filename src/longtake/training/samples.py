@@ -142,7 +142,7 @@ class TrainingSampler:
             claims.own_name(), _LEASE_SECONDS, _MAX_ATTEMPTS, _PAUSE_SECONDS
         )
         self._memory = MemoryFallback()
-        self._prompts: dict[str, Any] = {}
+        self._prompts: dict[tuple[str, ...], Any] = {}
 
     def encode_prompts(self, text: TextEncoder) -> None:
         """Encode all prompts on rank 0, and replace its text encoder by another.

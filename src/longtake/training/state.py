@@ -5,6 +5,7 @@ All that is random follows from the recipe's seed, so there is no random state t
 
 import hashlib
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,10 +125,18 @@ class ResumePoint:
 
 
 def find_resume_point(
-    run: RunDirectory, recipe: config.Recipe, loader: Loader, world: mesh.World
+    run: RunDirectory,
+    recipe: config.Recipe,
+    loader: Loader,
+    world: mesh.World,
+    known: Mapping[Path, str] = files.NOTHING_KNOWN,
 ) -> ResumePoint:
-    """The run's newest whole checkpoint, with the loader brought there; all ranks call it."""
-    path, damaged = _latest_not_rolled_back(run, world)
+    """The run's newest whole checkpoint, with the loader brought there; all ranks call it.
+
+    Sizes of files are compared here, and checksums by `restore`, which reads them; `known` is the
+    damage that it has found.
+    """
+    path, damaged = _latest_not_rolled_back(run, world, known)
     if path is None and damaged:
         newest, reason = damaged[0]
         raise errors.CheckpointError(
@@ -160,16 +169,18 @@ def _find_losses(run: RunDirectory, recipe: config.Recipe, loader: Loader, step:
     return [*lost, *missing_vocabulary(run, recipe, loader)]
 
 
-def _latest_not_rolled_back(run: RunDirectory, world: mesh.World) -> files.LatestCheckpoint:
+def _latest_not_rolled_back(
+    run: RunDirectory, world: mesh.World, known: Mapping[Path, str]
+) -> files.LatestCheckpoint:
     """The newest whole checkpoint of a state that no rollback abandoned; all ranks call it.
 
     Abandoned ones are deleted: they are there if a run was killed while it rolled back.
     """
-    found = store.latest_checkpoint(run, world)
+    found = store.latest_checkpoint(run, world, checksums=False, known=known)
     while (back_to := _rolled_back_to(found.path, run, world)) is not None:
         abandoned = found.path
         first_does(partial(files.delete_after, run, back_to), world)
-        found = store.latest_checkpoint(run, world)
+        found = store.latest_checkpoint(run, world, checksums=False, known=known)
         if found.path == abandoned:
             raise errors.CheckpointError(
                 f"{abandoned} was given up when the run went back to step {back_to}, and cannot be "
@@ -194,15 +205,18 @@ def _rolled_back_to(path: Path | None, run: RunDirectory, world: mesh.World) -> 
 def restore(
     session: Session, path: Path, state: TrainingState, guard: GuardRunner, norms: NormStats
 ) -> None:
-    """Restore training state, guard and norms from a whole checkpoint; all ranks call it.
+    """Restore training state, guard and norms from a checkpoint; all ranks call it.
 
     Resuming and rolling back share it. The state may be of an earlier or a later step.
+
+    Raises:
+        DamagedCheckpointError: on every rank; the state is of no step then.
     """
     trainer = files.load_trainer(path, SavedTrainer)
     model = state.components.model
     model.zero_grad(set_to_none=True)
     parts = state_parts(state)
-    store.load_parts(path, parts, session.world, is_verified=True)
+    store.load_parts(path, parts, session.world)
     load_trained(model, parts["model"])
     state.ema.load({name: parts[f"{EMA}/{name}"] for name in state.ema.states()})
     with fsdp.gradients_of_any_dtype(model):

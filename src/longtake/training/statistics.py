@@ -19,7 +19,7 @@ from longtake.data.loader import Batch, Loader
 from longtake.guard.detectors import OK, GuardVerdict, judge
 from longtake.guard.history import GROUPS, GuardSettings, History, JudgedStep, StepStatistics
 from longtake.models.added_module import ADDED
-from longtake.optim.update import schedule_factor
+from longtake.optim.update import learning_rate_factor
 from longtake.parallel import collectives, mesh
 from longtake.parallel.fsdp import local_shard, squares
 from longtake.training.session import SampleLosses, Session, TrainingState
@@ -216,7 +216,7 @@ class StepSummary:
     """What all ranks know about a step, the same on each."""
 
     statistics: StepStatistics  # for the guard; meaningless if no sample was trained
-    scale: float  # global batch size over the number of samples that were trained
+    scale: float  # the batch's global size over the number of samples that were trained
     num_troubles: int
     """Clips that could not be decoded and decoders that were replaced, over all ranks."""
     stop: str | None  # the signal by which a rank was asked to stop; of several, the most urgent
@@ -239,7 +239,7 @@ def reduce_statistics(
     by_sigma = _losses(losses, batch) if world.speaks_for_data else _NO_LOSSES
     sums = collectives.sum_over_ranks({**by_sigma, **measured, **local}, world)
     num_samples = int(sum(sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)))
-    scale = session.recipe.training.global_batch_size / max(1, num_samples)
+    scale = batch.global_size / max(1, num_samples)
     return StepSummary(
         statistics=_statistics(session, sums, num_samples, batch, state, norms.norms(sums, scale)),
         scale=scale,
@@ -278,9 +278,9 @@ def _statistics(
     state: TrainingState,
     norms: Norms,
 ) -> StepStatistics:
-    recipe, step = session.recipe, state.global_step
+    step = state.global_step
     losses = [sums[f"loss.{quarter}"] for quarter in range(_QUARTERS)]
-    factor = schedule_factor(max(0, step - 1), recipe.training.steps, recipe.optimizer)
+    factor = learning_rate_factor(session.recipe, max(0, step - 1), batch.position_before)
     counts = [sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)]
     pairs = zip(losses, counts, strict=True)
     first, second, third, fourth = (loss / count if count else math.nan for loss, count in pairs)

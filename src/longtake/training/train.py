@@ -1,9 +1,10 @@
 """One run, from a recipe to its last checkpoint: builds the parts and owns their lifetimes."""
 
+import gc
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import torch
 from rich.console import Console
 
 from longtake import errors, heartbeat, process
+from longtake.checkpoint.files import DamagedCheckpointError
 from longtake.checkpoint.store import keep_saver
 from longtake.config import Bucket, Recipe
 from longtake.data.ledger import Ledger, begin_launch, stream_names
@@ -25,7 +27,7 @@ from longtake.optim.build import refuse_missing_torchao
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.planner.devices import peak_flops
-from longtake.planner.memory import refuse_idle_ranks
+from longtake.planner.memory import refuse_idle_ranks, with_batch_sizes
 from longtake.planner.plan import MemoryPlan, free_memory, keep_plan, plan_for_training, run_blocks
 from longtake.run_dir import EventKind, Parent, RunDirectory, beside
 from longtake.sampling import presets
@@ -64,7 +66,7 @@ class _Built(NamedTuple):
     state: TrainingState
     guard: statistics.GuardRunner
     norms: statistics.NormStats
-    step_flops: dict[Bucket, int]
+    sample_flops: dict[Bucket, int]
     sampler: samples.TrainingSampler | None
     ledger: Path
 
@@ -81,7 +83,7 @@ def train(
 
     Call it in one process, or in each that torchrun started. `fresh` starts a new run, in a folder
     beside the existing one. A new run begins with the weights of `parent`, if there is one (see
-    `longtake.training.parent.find_parent`). `evaluate` samples and measures presets if
+    `longtake.checkpoint.files.find_parent`). `evaluate` samples and measures presets if
     `sampling.every` is set, such as `longtake.evaluation.evaluator.SampleEvaluator`.
 
     Raises:
@@ -89,13 +91,14 @@ def train(
         LongtakeError: an error in recipe, data or run directory; before the first step where it can
             be known then.
     """
+    recipe = with_batch_sizes(recipe)
     # Ranks agree on the folder of a fresh run too late for torch's flight recorder.
     records = None if fresh or not recipe.watch.enabled else heartbeat.heartbeat_dir(recipe.out)
     with (
         runtime.watcher_process(recipe) as watcher,
         join(recipe.training.device, recipe.parallel, records) as world,
     ):
-        refuse_idle_ranks(recipe.training.global_batch_size, world.data_size)
+        refuse_idle_ranks(recipe, world.data_size)
         refuse_missing_torchao(recipe.optimizer)
         tracker.refuse_missing_packages(recipe.tracking)
         build.refuse_missing_compiler(recipe, world.device)
@@ -108,19 +111,28 @@ def train(
         run = RunDirectory(recipe.out)
         watcher.join(run, world)
         heartbeat.set_phase("open")
-        with (
-            tracking_follower(run, recipe.tracking) as follower,
-            closing(_open_data(run, recipe, world)) as loader,
-        ):
+        with tracking_follower(run, recipe.tracking) as follower, ExitStack() as opened:
+            loader = opened.enter_context(closing(_open_data(run, recipe, world)))
             first_does(lambda: run.claim(recipe), world)
             first_does(lambda: parents.refuse_another_parent(run, parent), world)
             with record.hold_run(run, world, console) as lease:
-                point = find_resume_point(run, recipe, loader, world)
-                watcher.start()
-                precision = _choose_precision(recipe, point, world)
-                begun_from = from_first(parents.parent_of(run, parent), world)
-                session = Session(recipe, run, world, console, precision, begun_from)
-                built = _build(session, point, loader, watcher, follower, evaluate)
+                damaged: dict[Path, str] = {}
+                while True:
+                    point = find_resume_point(run, recipe, loader, world, damaged)
+                    watcher.start()
+                    precision = _choose_precision(recipe, point, world)
+                    begun_from = from_first(parents.parent_of(run, parent), world)
+                    session = Session(recipe, run, world, console, precision, begun_from)
+                    try:
+                        built = _build(session, point, loader, watcher, follower, evaluate)
+                        break
+                    except DamagedCheckpointError as error:
+                        if error.path != point.path:  # it is the parent's
+                            raise
+                        damaged[error.path] = error.reason
+                    gc.collect()  # the model, before there is another
+                    opened.close()
+                    loader = opened.enter_context(closing(_open_data(run, recipe, world)))
                 return _train(session, built, loader, lease)
 
 
@@ -178,18 +190,19 @@ def _build(
     heartbeat.set_phase("build")
     if recipe.data.cache is None:  # filling a cache opens only the files that it lacks
         warnings += _refuse_missing_files(loader, world)
-    source = source_of(recipe, resumed=begins or point.path is not None)
+    resumed = begins or point.path is not None
+    source = source_of(recipe, resumed=resumed, is_sharded=world.is_sharded)
     parts = build.build_components(session, loader, watcher, source, plan.options)
     watcher.start()
     if point.path is None and (file := recipe.trainable.init_from) is not None:
         lora_files.load_lora(lora_files.read_lora(file, parts.model, parts.family), parts.model)
     sampler = samples.open_sampler(session, parts, loader, evaluate)
-    step_flops = build.count_flops(parts, recipe)  # before the weights are sharded
+    sample_flops = build.count_flops(parts, recipe)  # before the weights are sharded
     if build.compiles_blocks(recipe, world.device):
         build.compile_blocks(plan.options, parts, recipe)
     else:
         run_blocks(plan.options, parts)
-    state = build.build_state(session, parts, plan.options)
+    state = build.build_state(session, parts, plan.options, encodes_ahead=plan.encodes_ahead)
     guard = statistics.GuardRunner(session)
     norms = statistics.NormStats(parts.model, parts.family.blocks(parts.model), session.world)
     heartbeat.set_phase("load")
@@ -212,7 +225,7 @@ def _build(
         if truncated is not None and facts is not None:
             run.append_event("captions_truncated", step=state.global_step, **facts)
         startup.announce_plan(session, plan, state.global_step)
-    return _Built(plan, state, guard, norms, step_flops, sampler, ledger)
+    return _Built(plan, state, guard, norms, sample_flops, sampler, ledger)
 
 
 def _refuse_other_plans(loader: Loader, world: World) -> None:
@@ -287,7 +300,7 @@ def _monitors(session: Session, built: _Built, lease: Lease | None) -> Iterator[
     reach = MAX_WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
     is_bf16 = "bf16" in (session.precision, recipe.model.dtype)
     peak_rate = peak_flops(world.device, torch.bfloat16 if is_bf16 else torch.float32)
-    flops = built.step_flops
+    flops = built.sample_flops
     with (
         process.StopSignal(process.STOP_SIGNALS, second="interrupt") as stop,
         runtime.refuse_out_of_memory(plan, recipe, built.state, world),

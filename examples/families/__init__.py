@@ -1,0 +1,1 @@
+"""Added modules, worked out: what `trainable.modules` of a recipe can name."""

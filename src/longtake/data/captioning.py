@@ -1,0 +1,257 @@
+"""Captions of clips by a model: longtake decodes, the model writes, the catalog is written whole.
+
+Clips are decoded ahead by supervised workers; the model runs in this process. Captions are kept
+beside the catalog until it is written, so that an interrupted command resumes.
+"""
+
+import glob
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from longtake import errors, formatting, fsio, process
+from longtake.data import buckets, decode, decode_worker, window
+from longtake.data.catalog import CAPTIONED, Catalog, Rejection
+from longtake.data.clip import Clip
+
+OF_CAPTIONS = ("nouns", "length")  # scores that count the caption
+
+_SILENCE_SECONDS = 600.0  # a whole clip is decoded without progress
+_AHEAD = 2  # decoded clips for each worker that wait for the model, besides a batch
+
+
+class Captioner(Protocol):
+    """Describes clips; see docs/guides/fine-tuning-data.md. A class of one's own needs no more."""
+
+    def captions(self, frames: Sequence[NDArray[np.uint8]], clips: Sequence[Clip]) -> Sequence[str]:
+        """One caption for each clip, in their order, each of one line.
+
+        Args:
+            frames: of each clip [F, H, W, 3] RGB, evenly spaced; F is 1 for an image.
+            clips: what is known of them, such as path, size and scores.
+        """
+
+
+@dataclass(frozen=True)
+class FrameChoice:
+    """Which frames a captioner is given of each clip, and how large."""
+
+    num_frames: int = 8  # at most
+    side: int = 512  # pixels of the longer side, at most
+
+
+@dataclass(frozen=True)
+class Captioned:
+    """A catalog with captions of a model."""
+
+    catalog: Catalog
+    num_written: int
+    failed: tuple[Rejection, ...]  # clips without a new caption, and why
+
+    def save(self, out: Path) -> None:
+        """Write the catalog, and remove what interrupted calls have kept beside it."""
+        self.catalog.save(out)
+        for path in out.parent.glob(f"{glob.escape(_journal_name(out, ''))}*"):
+            path.unlink(missing_ok=True)
+
+
+def caption(
+    clips: Catalog,
+    captioner: Captioner,
+    *,
+    out: Path,
+    name: str,
+    options: Mapping[str, object],
+    every: bool = False,
+    fresh: bool = False,
+    batch_size: int = 1,
+    choice: FrameChoice = FrameChoice(),
+    workers: int | None = None,
+    memory_gib: float = decode.MEMORY_GIB,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Captioned:
+    """Caption the clips that have no caption; a clip that fails keeps what it has.
+
+    Args:
+        clips: a catalog; it is not changed.
+        captioner: what writes captions.
+        out: the catalog that will be written (`Captioned.save`); what is finished is kept beside
+            it until then.
+        name: of its class, as package.module:Class.
+        options: that it was made with. What an interrupted call with another name, other options
+            or another choice of frames has finished is not used.
+        every: replace captions, too.
+        fresh: use nothing of an interrupted call.
+        batch_size: clips that the captioner is given at once.
+        choice: of their frames.
+        workers: processes that decode; by default one for each core.
+        memory_gib: what decoding one clip may take.
+        progress: called with (clips done, clips in all).
+
+    Raises:
+        DataError: the captioner raised an error, or returned no text or not one for each clip;
+            or no worker can be started.
+    """
+    header = {"captioner": name, "options": json.dumps(dict(options), sort_keys=True)}
+    header |= {"frames": str(choice.num_frames), "side": str(choice.side)}
+    digest = hashlib.blake2b(json.dumps(header).encode(), digest_size=4).hexdigest()
+    path = out.with_name(_journal_name(out, digest))  # one for each choice: none replaces another
+    journal = fsio.Journal(path, dict[str, str], header=header)
+    if fresh:
+        journal.remove()
+    found = {each.get("identity", ""): each.get("caption", "") for each in journal.read()}
+    known = {identity: text for identity, text in found.items() if not _problem(text)}
+    before, failed = clips.captions(), list[Rejection]()
+    identities = [identity.hex() for identity in clips.identities.to_pylist()]
+    wanted = [row for row, text in enumerate(before) if every or not text]
+    written = {row: known[identities[row]] for row in wanted if identities[row] in known}
+    if rows := [row for row in wanted if row not in written]:
+        count = min(workers or process.num_cores(), len(rows))
+        with (
+            journal,
+            decode_worker.DecodePool(count, _SILENCE_SECONDS, memory_gib=memory_gib) as pool,
+        ):
+            decoded = _decoded(clips, rows, choice, pool, batch_size + _AHEAD * count)
+            readable = _readable(decoded, failed)
+            while batch := tuple(islice(readable, batch_size)):
+                texts = _ask(captioner, name, batch)
+                for each, text in zip(batch, texts, strict=True):
+                    if problem := _problem(text):
+                        failed.append(Rejection(each.clip.path, f"its caption {problem}"))
+                    else:
+                        written[each.row] = text
+                        journal.add({"identity": each.clip.identity, "caption": text})
+                progress(len(written) + len(failed), len(wanted))
+    return Captioned(_captioned(clips, before, written), len(written), tuple(failed))
+
+
+def _journal_name(out: Path, digest: str) -> str:
+    return f".{out.name}.captions.journal-{digest}"
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    row: int
+    clip: Clip
+    frames: NDArray[np.uint8] = field(repr=False)  # [F, H, W, 3]
+
+
+def _decoded(
+    clips: Catalog,
+    rows: Iterable[int],
+    choice: FrameChoice,
+    pool: decode_worker.DecodePool,
+    ahead: int,
+) -> Iterator[_Decoded | errors.ClipError]:
+    """Clips in the order of `rows`, of which `ahead` are being decoded."""
+    left, waiting = iter(rows), list[tuple[int, Clip, Any]]()
+    while True:
+        for row in islice(left, ahead - len(waiting)):
+            clip = clips.clip(row)
+            waiting.append((row, clip, pool.submit(chosen_frames(clip, choice))))
+        if not waiting:
+            return
+        row, clip, future = waiting.pop(0)
+        try:
+            frames = np.ascontiguousarray(future.result().transpose(1, 2, 3, 0))
+        except errors.ClipError as error:
+            yield error
+        else:
+            yield _Decoded(row, clip, frames)
+
+
+def chosen_frames(clip: Clip, choice: FrameChoice) -> window.Window:
+    """The middle frames of equal parts of a clip, whole, scaled down to `choice.side`."""
+    count = min(choice.num_frames, clip.num_frames)
+    frames = tuple((2 * number + 1) * clip.num_frames // (2 * count) for number in range(count))
+    scale = min(1.0, choice.side / max(clip.height, clip.width))
+    height, width = (max(1, round(side * scale)) for side in (clip.height, clip.width))
+    return buckets.window_of(clip, frames, window.Crop(height, width, 0, 0), height, width)
+
+
+def _readable(
+    decoded: Iterable[_Decoded | errors.ClipError], failed: list[Rejection]
+) -> Iterator[_Decoded]:
+    for each in decoded:
+        if isinstance(each, errors.ClipError):
+            failed.append(Rejection(str(each.path), each.reason))
+        else:
+            yield each
+
+
+def _ask(captioner: Captioner, name: str, batch: Sequence[_Decoded]) -> list[str]:
+    """The captioner's texts for a batch, stripped."""
+    first = batch[0].clip
+    where = f"for {first.path} ({first.identity})"
+    if len(batch) > 1:
+        where = f"for {len(batch)} clips, the first of them {first.path} ({first.identity})"
+    texts: Any
+    try:
+        texts = captioner.captions([each.frames for each in batch], [each.clip for each in batch])
+    except Exception as error:  # somebody's class can fail in any way
+        raise errors.DataError(
+            f"{name} raised {type(error).__name__} {where}: {error}. Correct it, or with too "
+            "little memory lower --batch-size; the same command resumes from what is finished."
+        ) from error
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or len(texts) != len(batch):
+        raise errors.DataError(
+            f"{name} returned {texts!r:.200} {where}; expected a list of {len(batch)} captions."
+        )
+    stripped = []
+    for each, text in zip(batch, texts, strict=True):
+        if not isinstance(text, str):
+            raise errors.DataError(
+                f"{name} returned {text!r:.80} as the caption of {each.clip.path} "
+                f"({each.clip.identity}); expected a str."
+            )
+        stripped.append(text.strip())
+    return stripped
+
+
+def _problem(text: str) -> str:
+    """Why a text cannot be a caption; empty: it can."""
+    if not text.strip():
+        return "is empty"
+    if (shown := formatting.printable(text)) != text:
+        return f"has control characters; expected one line of text: {shown:.200}"
+    return ""
+
+
+def _captioned(clips: Catalog, before: Sequence[str], written: Mapping[int, str]) -> Catalog:
+    """With new captions by row; scores that count a caption go where it changed."""
+    texts = [written.get(row, text) for row, text in enumerate(before)]
+    place = clips.table.column_names.index("caption")
+    table = clips.table.set_column(place, "caption", pa.array(texts, pa.string()))
+    found = Catalog(table, clips.set_aside)
+    is_changed = np.array([new != old for new, old in zip(texts, before, strict=True)], bool)
+    by_model = np.zeros(len(clips))
+    if CAPTIONED in clips.attribute_names:
+        by_model = np.nan_to_num(clips.column(CAPTIONED))
+    by_model[list(written)] = 1
+    for name in set(OF_CAPTIONS) & set(clips.attribute_names):
+        found = found.with_attribute(name, np.where(is_changed, np.nan, clips.column(name)))
+    return found.with_attribute(CAPTIONED, by_model) if len(written) else found
+
+
+def write_lines(clips: Catalog, path: Path) -> None:
+    """All captions as JSON lines, as `index` reads them: to correct them by hand."""
+    lines = (
+        json.dumps({"video": clip.path, "caption": clip.caption}, ensure_ascii=False)
+        for clip in clips.clips()
+        if clip.caption
+    )
+    try:
+        with fsio.atomic_write(path) as aside:
+            aside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise errors.DataError(
+            f"{path} cannot be written: {error.strerror or error}. Name another file."
+        ) from error

@@ -1,0 +1,292 @@
+"""Sorts clips on disk and writes them as a catalog: as many as there may be.
+
+See `media_list` for the temporary database, and `catalog` for what is written.
+"""
+
+import json
+import math
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from longtake.data import catalog
+from longtake.data.clip import Clip
+from longtake.data.media_list import open_scratch
+
+_ROWS_IN_MEMORY = 2**13
+_SCHEMA = pa.schema([*catalog.CLIP_SCHEMA, *catalog.SPAN_SCHEMA])
+_LISTS = {"pts": "q", "keyframes": "i"}  # columns of integers, and what `array` calls their size
+_KEYS = ("identity", "has_no_caption", "name")  # of clips with the same identity the first is kept
+_COLUMNS = (*_KEYS, *_SCHEMA.names[1:], "attribute_values", "given")
+_CAPTION, _PREPARED_FROM, _SPAN_START, _ATTRIBUTES, _GIVEN = map(
+    _COLUMNS.index, ("caption", "prepared_from", "span_start", "attribute_values", "given")
+)
+_CLIPS = f"clips ({', '.join(_COLUMNS)})"
+_ASIDE = "aside (identity, has_no_caption, path, file_bytes, file_mtime_ns, reason)"
+_Row = tuple[Any, ...]
+
+
+@dataclass
+class Written:
+    """What was written."""
+
+    accepted: int = 0
+    without_caption: int = 0
+    duplicates: int = 0
+    trusted: int = 0  # clips whose frames were not decoded
+    scores_dropped: int = 0  # clips that lost their older scores, because their caption changed
+
+
+class CatalogWriter:
+    """Takes clips and rejected files in any order; of several equal clips it keeps one.
+
+    By path, that is the first with a caption, or else the first.
+    """
+
+    def __init__(self) -> None:
+        self._database = open_scratch(_CLIPS, _ASIDE)
+        self._names = set[str]()  # of attributes
+        self.num_clips = self.num_rejected = 0
+
+    def add(self, clip: Clip, stamp: catalog.Stamp | None) -> None:
+        self._names.update(clip.attributes)
+        self.num_clips += 1
+        self._insert("clips", _row_of(clip, stamp))
+
+    def reject(self, each: catalog.Rejection, stamp: catalog.Stamp | None = None) -> None:
+        self.num_rejected += 1
+        self._insert("aside", (None, 0, each.path, *_stamp(stamp), each.reason))
+
+    def rejected(self, most: int) -> list[catalog.Rejection]:
+        """The first rejected files by path."""
+        rows = self._database.execute(
+            "SELECT path, reason FROM aside WHERE identity IS NULL ORDER BY path, rowid LIMIT ?",
+            (most,),
+        )
+        return [catalog.Rejection(*row) for row in rows]
+
+    def write(
+        self, out: Path, before: catalog.StoredCatalog | None = None, label: str = ""
+    ) -> Written:
+        """Write the catalog.
+
+        Args:
+            out: the file.
+            before: an older catalog, whose scores, written captions and origins known clips keep.
+            label: the caption of clips that had none.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        written, used, names = Written(), set[str](), set(self._names)
+        kept: Iterator[_Row] = self._kept(written)
+        if before is not None:
+            names.update(before.attribute_names)
+            kept = _with_scores(kept, before, label, written)
+        first = next(kept, None)
+        given = json.loads(first[_GIVEN] or "{}") if first else {}
+        schema = catalog.with_attributes(_SCHEMA, sorted(names))
+        for name, each in given.items():
+            schema = schema.append(catalog.conditioning_field(name, each))
+        with tempfile.NamedTemporaryFile(prefix="longtake-catalog-") as spill:
+            has_spans = False
+            options = pa.ipc.IpcWriteOptions(compression="lz4")
+            with pa.ipc.new_file(spill.name, schema, options=options) as writer:
+                rows = chain([first] if first else [], kept)
+                while some := list(islice(rows, _ROWS_IN_MEMORY)):
+                    written.accepted += len(some)
+                    written.without_caption += sum(not row[_CAPTION] for row in some)
+                    has_spans |= any(row[_SPAN_START] is not None for row in some)
+                    values = [json.loads(row[_ATTRIBUTES] or "{}") for row in some]
+                    used.update(*values)
+                    written.trusted += sum(bool(each.get(catalog.TRUSTED)) for each in values)
+                    writer.write_batch(_batch_of(some, values, schema))
+            columns = [
+                *catalog.CLIP_SCHEMA.names,
+                *(catalog.ATTRIBUTE + name for name in sorted(used)),
+                *(catalog.SPAN_SCHEMA.names if has_spans else ()),
+                *(catalog.CONDITIONING + name for name in given),
+            ]
+            spilled = _Spilled(Path(spill.name), pa.schema([schema.field(n) for n in columns]))
+            fingerprint = catalog.fingerprint_of_columns(
+                written.accepted, spilled.schema, spilled.chunks
+            )
+            catalog.write(
+                out,
+                spilled.schema.append(catalog.ASIDE_SCHEMA.field("reason")),
+                chain(spilled.tables(), self._set_aside()),
+                fingerprint,
+            )
+        return written
+
+    def _kept(self, written: Written) -> Iterator[_Row]:
+        """The clips by identity; further ones of the same identity are set aside."""
+        rows = self._database.execute(f"SELECT * FROM clips ORDER BY {', '.join(_KEYS)}")  # noqa: S608
+        bytes_at, mtime_at = map(_COLUMNS.index, ("file_bytes", "file_mtime_ns"))
+        last = b""
+        for row in rows:
+            if row[0] != last:
+                last = row[0]
+                yield row
+            else:
+                written.duplicates += 1
+                self._insert("aside", (*row[:3], row[bytes_at], row[mtime_at], "duplicate"))
+
+    def _set_aside(self) -> Iterator[pa.Table]:
+        rows = self._database.execute(
+            "SELECT * FROM aside ORDER BY identity IS NOT NULL, has_no_caption, path, rowid"
+        )
+        names = ("identity", "", "path", "file_bytes", "file_mtime_ns", "reason")
+        while some := rows.fetchmany(_ROWS_IN_MEMORY):
+            columns = dict(zip(names, zip(*some, strict=True), strict=True))
+            arrays = [pa.array(columns[each.name], each.type) for each in catalog.ASIDE_SCHEMA]
+            yield pa.Table.from_arrays(arrays, schema=catalog.ASIDE_SCHEMA)
+
+    def _insert(self, table: str, row: _Row) -> None:
+        places = ", ".join("?" * len(row))
+        self._database.execute(f"INSERT INTO {table} VALUES ({places})", row)  # noqa: S608
+
+    def close(self) -> None:
+        self._database.close()
+
+    __del__ = close
+
+
+class _Spilled:
+    """Clips in an Arrow file, read a batch after the other."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._path, self.schema = path, schema
+
+    def tables(self) -> Iterator[pa.Table]:
+        with pa.OSFile(str(self._path)) as file, pa.ipc.open_file(file) as reader:
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number).select(self.schema.names)
+                yield pa.Table.from_batches([batch])
+
+    def chunks(self, name: str) -> Iterator[pa.Array]:
+        with pa.OSFile(str(self._path)) as file, pa.ipc.open_file(file) as whole:
+            options = pa.ipc.IpcReadOptions(included_fields=[whole.schema.get_field_index(name)])
+        with (
+            pa.OSFile(str(self._path)) as file,
+            pa.ipc.open_file(file, options=options) as reader,
+        ):
+            for number in range(reader.num_record_batches):
+                yield reader.get_batch(number).column(0)
+
+
+def _row_of(clip: Clip, stamp: catalog.Stamp | None) -> _Row:
+    media, timing = clip.media, clip.timing
+    listed = timing.listed if timing else ()
+    return (
+        bytes.fromhex(clip.identity),
+        not clip.caption,
+        clip.path,
+        media.path,
+        media.member,
+        media.offset,
+        media.num_bytes,
+        clip.kind,
+        clip.caption,
+        clip.num_frames,
+        clip.width,
+        clip.height,
+        clip.fps,
+        clip.duration_seconds,
+        clip.stream_index,
+        clip.rotation,
+        clip.codec,
+        clip.pix_fmt,
+        clip.color_range,
+        clip.color_transfer,
+        timing.first if timing else None,
+        timing.step if timing else None,
+        array(_LISTS["pts"], listed).tobytes() if listed else None,
+        array(_LISTS["keyframes"], clip.keyframes).tobytes(),
+        clip.prepared_from,
+        *_stamp(stamp),
+        *(media.span or (None, None)),
+        clip.seek_pts if media.span else None,
+        json.dumps(dict(clip.attributes)) if clip.attributes else None,
+        json.dumps(dict(clip.conditioning)) if clip.conditioning else None,
+    )
+
+
+def _stamp(stamp: catalog.Stamp | None) -> tuple[int | None, int | None]:
+    return (None, None) if stamp is None else (stamp.num_bytes, stamp.mtime_ns)
+
+
+def _batch_of(
+    rows: Sequence[_Row], attributes: Sequence[dict[str, float]], schema: pa.Schema
+) -> pa.RecordBatch:
+    columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=True))
+    given = [json.loads(each or "{}") for each in columns["given"]]
+    arrays = []
+    for each in schema:
+        name: str = each.name
+        if name in _LISTS:
+            arrays.append(_lists_of(columns[name], each.type))
+        elif name in columns:
+            arrays.append(pa.array(columns[name], each.type))
+        elif name.startswith(catalog.ATTRIBUTE):
+            bare = name.removeprefix(catalog.ATTRIBUTE)
+            values = (some.get(bare) for some in attributes)
+            known = [None if value is None or math.isnan(value) else value for value in values]
+            arrays.append(pa.array(known, each.type))
+        else:
+            bare = name.removeprefix(catalog.CONDITIONING)
+            arrays.append(pa.array([some[bare] for some in given], each.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _lists_of(column: Sequence[bytes | None], kind: pa.ListType) -> pa.Array:
+    values = np.frombuffer(b"".join(filter(None, column)), kind.value_type.to_pandas_dtype())
+    sizes = [len(each or b"") // values.itemsize for each in column]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    is_null = pa.array([each is None for each in column])
+    return pa.ListArray.from_arrays(offsets, pa.array(values), type=kind, mask=is_null)
+
+
+def _with_scores(
+    clips: Iterable[_Row], before: catalog.StoredCatalog, label: str, written: Written
+) -> Iterator[_Row]:
+    """Give known clips their scores and origin; count those whose scores go with their caption."""
+    older = _older(before)
+    old = next(older, None)
+    for row in clips:
+        while old is not None and old[0] < row[0]:
+            old = next(older, None)
+        if old is None or old[0] != row[0]:
+            yield row
+            continue
+        _, caption, prepared_from, attributes = old
+        changed = list(row)
+        changed[_PREPARED_FROM] = prepared_from
+        if row[_CAPTION] in ("", label) and attributes.get(catalog.CAPTIONED):
+            changed[_CAPTION] = caption
+        if caption == changed[_CAPTION]:
+            mine = json.loads(row[_ATTRIBUTES] or "{}")
+            changed[_ATTRIBUTES] = json.dumps({**attributes, **mine})
+        else:
+            written.scores_dropped += bool(attributes)
+        yield tuple(changed)
+
+
+def _older(before: catalog.StoredCatalog) -> Iterator[tuple[bytes, str, str, dict[str, float]]]:
+    """Identity, caption, origin and scores of each clip, by identity."""
+    # How a file was read is no score: the new entry says it.
+    names = {
+        catalog.ATTRIBUTE + name: name for name in before.attribute_names if name != catalog.TRUSTED
+    }
+    columns = ["identity", "caption", "prepared_from", *names]
+    for some in before.clips():
+        for row in some.table.select(columns).to_pylist():
+            scores = {bare: row[name] for name, bare in names.items() if row[name] is not None}
+            yield row["identity"], row["caption"], row["prepared_from"], scores

@@ -1,0 +1,212 @@
+"""Finds near-duplicates of clips by hashes of their frames: other encodings, sizes and cuts.
+
+A frame's hash has a bit for each of its 256 lowest spatial frequencies: whether its coefficient is
+above their median, which neither size nor encoding nor brightness changes much (C. Zauner,
+"Implementation and benchmarking of perceptual image hash functions", 2010).
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import combinations, groupby, pairwise
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from longtake.data import buckets, decode
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip
+from longtake.data.window import Crop, read_window
+from longtake.data.workers import Task
+from longtake.errors import ClipError
+
+DISTANCE = 16  # bits of 256 in which two frames may differ; other signs in one place: 20 to 34
+MOST_DISTANCE = 32  # of more, comparing takes long
+HASH_BYTES = 32
+
+_FREQUENCIES, _SIDE = 16, 32  # of a frame of 32 x 32 pixels, 16 x 16 frequencies
+_MOST_FRAMES, _STEP_SECONDS = 8, 0.5  # two a second; of longer clips half as many, and so on
+_SHARE = 2 / 3  # of the frames of one of two clips that must resemble frames of the other
+_LEAST_CONTRAST = 1.0  # standard deviation of luma (0 to 255); flatter frames say nothing
+_MOST_SHARED = 1000  # different clips that one frame may be in: of more it is a logo or a title
+_LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float64)  # of R'G'B', ITU-R BT.601
+# The discrete cosine transform (DCT-II), of which only signs of differences matter.
+_DCT = np.cos(
+    np.pi * np.outer(np.arange(_FREQUENCIES), 2 * np.arange(_SIDE) + 1) / (2 * _SIDE),
+)
+_SPREAD = np.arange(_FREQUENCIES**2) * 101 % _FREQUENCIES**2  # high and low ones in each word
+
+
+@dataclass(frozen=True)
+class HashTask(Task[Clip, str | ClipError]):
+    """The hashes of one clip's frames, each as 64 hex digits; flat frames have none."""
+
+    limits: decode.Limits = decode.DEFAULT
+    silence_seconds = 600.0  # it reports progress only after each passage
+    doing = "hashing"
+
+    @property
+    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+        return self.limits.memory_gib
+
+    def do(self, item: Clip, progress: Callable[[], object]) -> str | ClipError:
+        try:
+            return hash_frames(item, self.limits.timed(item.media, progress)).tobytes().hex()
+        except ClipError as error:
+            return error
+
+    def lost(self, item: Clip, reason: str) -> ClipError:
+        return ClipError(item.path, reason)
+
+    def reads(self, item: Clip) -> str:
+        return "" if item.media.is_remote else item.media.path
+
+
+def hash_frames(clip: Clip, progress: Callable[[], object] = lambda: None) -> NDArray[np.uint64]:
+    """[F, 4] hashes of up to 8 frames of a clip, 256 bits each; F = 0: all of them are flat.
+
+    Every 0.5 s one, or every 1, 2, 4 ... s where there would be more than 8: so a copy that was cut
+    at its end has the same ones.
+
+    Raises:
+        ClipError: the clip cannot be decoded.
+    """
+    hashes = [np.empty((0, 4), np.uint64)]
+    whole = Crop(_SIDE, _SIDE, top=0, left=0)
+    for _, frames in groupby(_frames(clip), lambda frame: bisect_right(clip.keyframes, frame)):
+        window = buckets.window_of(clip, tuple(frames), whole, _SIDE, _SIDE)
+        luma = np.einsum("c,cfhw->fhw", _LUMA, read_window(window))
+        luma = luma[luma.std(axis=(1, 2)) >= _LEAST_CONTRAST]
+        coefficients = (_DCT @ luma @ _DCT.T).reshape(-1, _FREQUENCIES**2)[:, _SPREAD]
+        # the mean, in place 0, is no part of it
+        bits = coefficients > np.median(coefficients[:, 1:], axis=1, keepdims=True)
+        hashes.append(np.ascontiguousarray(np.packbits(bits, axis=1)).view(np.uint64))
+        progress()
+    return np.concatenate(hashes)
+
+
+def _frames(clip: Clip) -> range:
+    step = max(1, round(clip.fps * _STEP_SECONDS))
+    while (clip.num_frames - 1) // step >= _MOST_FRAMES:
+        step *= 2
+    return range(0, clip.num_frames, step)
+
+
+def near_pairs(
+    hashes: NDArray[np.uint64], most: int, owners: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """[P, 2] the pairs of rows of hashes [N, W] that differ in at most `most` bits, each once.
+
+    None is missed, by the pigeonhole principle: of the W words of such a pair one differs in at
+    most k = most // W bits, and of k + 2 blocks of that word two agree. For each word and each two
+    blocks the rows are sorted by these, and those that are equal there are compared; but not rows
+    of one owner, if `owners` [N] are given.
+    """
+    most_of_word = most // hashes.shape[1]
+    edges = np.linspace(0, 64, most_of_word + 3).astype(int).tolist()
+    masks = [np.uint64((1 << end) - (1 << begin)) for begin, end in pairwise(edges)]
+    found = [np.empty((0, 2), np.int64)]
+    for word in range(hashes.shape[1]):
+        column = np.ascontiguousarray(hashes[:, word])
+        for first, second in combinations(range(len(masks)), 2):
+            key = column & (masks[first] | masks[second])
+            order = np.argsort(key)
+            key, mine = key[order], None if owners is None else owners[order]
+            left, step = np.flatnonzero(key[1:] == key[:-1]), 1
+            while len(left):
+                chosen = left if mine is None else left[mine[left] != mine[left + step]]
+                pairs = np.stack([order[chosen], order[chosen + step]], axis=1)
+                # Once: in the first word of few bits, and there in the first two blocks that agree.
+                bits = column[pairs[:, 0]] ^ column[pairs[:, 1]]
+                is_near = np.bitwise_count(bits) <= most_of_word
+                for number in {*range(second)} - {first}:
+                    is_near &= (bits & masks[number]) != 0
+                pairs = pairs[is_near]
+                counts = np.bitwise_count(hashes[pairs[:, 0]] ^ hashes[pairs[:, 1]])
+                is_near = counts.sum(axis=1, dtype=np.int64) <= most
+                is_near &= (counts[:, :word] > most_of_word).all(axis=1)
+                found.append(np.sort(pairs[is_near], axis=1))
+                step += 1
+                left = left[left + step < len(key)]
+                left = left[key[left + step] == key[left]]
+    return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class DuplicateGroups:
+    """Clips of which all but one are near-duplicates of that one."""
+
+    # [N] 0: kept, or like no other; 1, 2, ...: its place among the copies of a kept one; NaN: it
+    # cannot be decoded
+    ranks: NDArray[np.float64]
+    rows: tuple[NDArray[np.int64], ...]  # of each group, the kept clip first; the largest first
+
+
+def group(catalog: Catalog, hashes: Mapping[int, str], distance: int = DISTANCE) -> DuplicateGroups:
+    """Group the clips of which at least two thirds of the frames resemble those of another clip.
+
+    Videos are compared with videos, images with images. Clips are taken in turn, those with a
+    caption first, then those with most seconds x pixels: each is kept unless it is a near-duplicate
+    of one that is kept. So each that is not has a near copy that is, whatever else resembles it.
+
+    Args:
+        catalog: of the clips.
+        hashes: of the clips' frames by the clips' rows, as of `HashTask`.
+        distance: bits in which two frames that resemble each other differ at most.
+    """
+    is_video = pc.equal(catalog.table["kind"], "video").to_numpy()
+    turns = [row for row in _best_first(catalog, is_video).tolist() if hashes.get(row)]
+    names = [(bool(is_video[row]), hashes[row]) for row in turns]
+    # Clips with the same hashes are one node, compared once; nodes ascend as their best clips do.
+    nodes = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    node_of, rows = np.array([nodes[name] for name in names], np.int64), np.array(turns, np.int64)
+    near = _near_nodes(list(nodes), distance)
+    by_node, numbers = np.argsort(node_of, kind="stable"), np.arange(len(nodes) + 1)
+    begins, near_begins = (
+        np.searchsorted(node_of[by_node], numbers),
+        np.searchsorted(near[0], numbers),
+    )
+    ranks, groups, is_taken = np.full(len(catalog), np.nan), [], np.zeros(len(nodes), bool)
+    ranks[list(hashes)] = 0.0
+    for node in np.union1d(near[0], np.flatnonzero(np.diff(begins) > 1)).tolist():
+        if is_taken[node]:
+            continue
+        others = near[1][near_begins[node] : near_begins[node + 1]]
+        mine = [node, *others[~is_taken[others]].tolist()]
+        is_taken[mine] = True
+        places = np.concatenate([by_node[begins[each] : begins[each + 1]] for each in mine])
+        if len(places) > 1:
+            groups.append(rows[np.sort(places)])
+            ranks[groups[-1]] = np.arange(len(places))
+    return DuplicateGroups(ranks, tuple(sorted(groups, key=len, reverse=True)))
+
+
+def _best_first(catalog: Catalog, is_video: NDArray[np.bool_]) -> NDArray[np.int64]:
+    pixels = catalog.column("width").astype(np.float64) * catalog.column("height")
+    size = pixels * np.where(is_video, catalog.column("duration_seconds"), 1.0)
+    return np.lexsort((-size, pc.equal(catalog.table["caption"], "").to_numpy()))
+
+
+def _near_nodes(nodes: list[tuple[bool, str]], distance: int) -> NDArray[np.int64]:
+    """[2, P] both orders of each pair of near-duplicates, ascending by the first."""
+    frames = np.frombuffer(bytes.fromhex("".join(text for _, text in nodes)), np.uint64)
+    frames = frames.reshape(-1, 4)
+    node = np.repeat(np.arange(len(nodes)), [len(text) // (2 * HASH_BYTES) for _, text in nodes])
+    _, which, times = np.unique(frames, axis=0, return_inverse=True, return_counts=True)
+    is_rare = times[which.reshape(-1)] <= _MOST_SHARED
+    frames, node = frames[is_rare], node[is_rare]
+    num_frames = np.bincount(node, minlength=len(nodes))
+    is_video = np.array([video for video, _ in nodes], bool)
+    one, other = near_pairs(frames, distance, node).T
+    is_other = is_video[node[one]] == is_video[node[other]]
+    one, other = one[is_other], other[is_other]
+    # Each frame counts once for each node that has frames like it.
+    frame, like = np.concatenate([one, other]), np.concatenate([node[other], node[one]])
+    frame, like = np.divmod(np.unique(frame * len(nodes) + like), len(nodes))
+    pairs, counts = np.unique(node[frame] * len(nodes) + like, return_counts=True)
+    first, second = np.divmod(pairs, len(nodes))
+    is_near = counts >= _SHARE * num_frames[first] - 1e-9
+    first, second = first[is_near], second[is_near]
+    both = np.concatenate([first * len(nodes) + second, second * len(nodes) + first])
+    return np.stack(np.divmod(np.unique(both), len(nodes)))

@@ -1,0 +1,610 @@
+"""Packs: safetensors files with many entries of a cache each, and the index of all packs.
+
+FOLDER/latents/90c1….safetensors    a pack; a tensor is called <key of its entry>.<name>
+FOLDER/index/5b27….safetensors      where entries are, sorted by key: 32 bytes an entry, mapped
+FOLDER/damaged/90c1….07b1…          empty: this entry of this pack is damaged
+"""
+
+import json
+import math
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Self
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longtake import errors, fsio
+
+CACHE_KINDS = ("latents", "conditioning", "prompts")
+PACK_BYTES = 512 * 2**20  # a pack is written when its entries have so many bytes
+PACK_FORMAT = 2
+
+_PACK_SECONDS = 600.0  # or when its first entry is so old: a killed process loses no more
+_MAX_PACK_ENTRIES = 2**15  # or has so many, which keeps headers below 20 MB
+_MAX_HEADER_BYTES = 100 * 10**6  # the limit of safetensors
+_MAX_RUNS = 8  # sorted tables that are searched one after the other
+_REFRESH_SECONDS = 60.0  # how often a writer looks for packs of other processes
+_INDEX_SECONDS = 30 * 24 * 3600.0  # after which no process maps an old index any more
+_THREADS = 16
+_SUFFIX = ".safetensors"
+_KEY = re.compile("[0-9a-f]{32}")
+_FACTS = "longtake"  # the key of what a file says about itself
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_COLUMNS = {"high": "U64", "low": "U64", "pack": "U32", "offset": "U32", "layout": "U32"}
+_COLUMNS |= {"checksum": "U32"}
+_NUMBERS: dict[str, np.dtype[Any]] = {"U64": np.dtype("<u8"), "U32": np.dtype("<u4")}
+
+
+class DamagedPackError(ValueError):
+    """A pack that cannot be used at all, such as one that was cut off."""
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """What a cache knows something by, whether it has it or not."""
+
+    kind: str  # of `CACHE_KINDS`
+    key: str  # 32 hex digits
+    what: str  # what it is, for people
+
+
+class _Part(NamedTuple):
+    """A tensor of an entry: as it is stored, and as it is read."""
+
+    name: str
+    stored: str  # type, as safetensors calls it
+    shape: tuple[int, ...]
+    dtype: str
+    rows: int  # more than are stored: the last ones are zeros
+
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _TYPES[self.stored].itemsize
+
+
+class _Run(NamedTuple):
+    """Where entries are, sorted by the first half of their keys; columns of equal length."""
+
+    high: NDArray[np.uint64]  # first half of the key
+    low: NDArray[np.uint64]  # second half
+    pack: NDArray[np.uint32]
+    offset: NDArray[np.uint32]  # of the first byte in the pack's file
+    layout: NDArray[np.uint32]
+    checksum: NDArray[np.uint32]
+
+
+class _Header(NamedTuple):
+    """What the header of a pack says."""
+
+    name: str
+    size: int
+    run: _Run  # its layouts are places in `layouts`, and its pack is 0
+    layouts: list[str]
+
+
+class _Place(NamedTuple):
+    pack: int
+    offset: int
+    layout: int
+    checksum: int
+
+
+class PackIndex:
+    """Finds and reads the entries of all packs of a folder.
+
+    Each process has its own. A new one knows all packs that are there; `refresh` looks for those
+    that other processes have written since. Methods may be called in several threads.
+
+    Args:
+        folder: of the cache, whether it is there yet or not.
+        verify: compare the checksum of each entry that is read.
+
+    Raises:
+        DataError: packs are of a format that this longtake does not know.
+    """
+
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+        self.folder = folder
+        self.refused: dict[Path, str] = {}  # packs that were found damaged, and how
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._packs: list[str] = []
+        self._sizes: list[int] = []
+        self._numbers: dict[str, int] = {}  # by pack
+        self._is_there: list[bool] = []
+        self._damaged: set[tuple[int, str]] = set()
+        self._layouts: list[tuple[_Part, ...]] = []
+        self._layout_texts: list[str] = []
+        self._layout_numbers: dict[str, int] = {}
+        self._runs: list[_Run] = []
+        self._num_saved = 0  # runs that are in an index file
+        self._listed_at = 0.0
+        self._load()
+        self.refresh()
+
+    def __len__(self) -> int:
+        return sum(len(run.high) for run in self._runs)
+
+    def holds(self, entry: CacheEntry) -> bool:
+        """Whether it was written, to a pack of its whole length; the content is not read."""
+        return next(self._places(entry.key), None) is not None
+
+    def read(self, entry: CacheEntry) -> dict[str, Tensor]:
+        """The tensors of an entry, as they were written.
+
+        Raises:
+            ClipError: it is in no pack, damaged or cannot be read.
+        """
+        failure: errors.ClipError | None = None
+        for is_last in (False, True):
+            for place in list(self._places(entry.key)):
+                path = self._path(self._packs[place.pack])
+                try:
+                    return self._read(place, path, entry)
+                except FileNotFoundError:
+                    self._is_there[place.pack] = False
+                except OSError as error:
+                    reason = f"cannot be read: {error.strerror or error}"
+                    raise errors.ClipError(path, reason) from error
+                except ValueError as error:
+                    self._refuse(place, entry, error)
+                    reason = f"{entry.what} is damaged in the cache: {error}"
+                    failure = errors.ClipError(path, reason)
+            if failure is None and not is_last:  # another process may have written it since
+                self.refresh()
+        reason = f"the cache does not hold {entry.what}; longtake data cache RECIPE fills it"
+        raise failure or errors.ClipError(self.folder / entry.kind, reason)
+
+    def written(self, name: str) -> None:
+        """Take in a pack that this process has written; now and then, also those of others."""
+        if time.monotonic() - self._listed_at > _REFRESH_SECONDS:
+            self.refresh()
+            return
+        with self._lock:
+            self._take_in([name])
+
+    def refresh(self) -> None:
+        """Look for packs that were written, cut off or removed since, and for damaged entries."""
+        with self._lock:
+            found = {name: size for kind in CACHE_KINDS for name, size in self._listed(kind)}
+            for number, (name, size) in enumerate(zip(self._packs, self._sizes, strict=True)):
+                self._is_there[number] = found.get(name) == size
+                if name in found and not self._is_there[number]:
+                    self._drop(name, f"has {found[name]:,} of {size:,} bytes")
+            self._take_in([name for name in found if name not in self._numbers])
+            self._listed_at = time.monotonic()
+            for marker in _names(self.folder / "damaged"):
+                name, _, key = marker.partition(".")
+                for kind in CACHE_KINDS:
+                    if (known := self._numbers.get(f"{kind}/{name}")) is not None:
+                        self._damaged.add((known, key))
+
+    def save(self) -> None:
+        """Write where all entries are to one file, which later processes map into memory."""
+        with self._lock:
+            if len(self._runs) == self._num_saved:
+                return
+            runs, there = list(self._runs), np.array([*self._is_there, False])
+            packs = [(self._packs[number], self._sizes[number]) for number in np.flatnonzero(there)]
+        # A column after the other, as all of 10^8 entries take 3 GB.
+        order = np.argsort(np.concatenate([run.high for run in runs]), kind="stable")
+        pack = np.concatenate([run.pack for run in runs])[order]
+        is_kept = there[np.minimum(pack, len(there) - 1)]  # a damaged index may have any number
+        order, pack = order[is_kept], (np.cumsum(there) - 1)[pack[is_kept]].astype(np.uint32)
+        facts = {"format": PACK_FORMAT, "packs": packs, "layouts": self._layout_texts}
+        tensors = {name: (kind, (len(order),)) for name, kind in _COLUMNS.items()}
+        header = _header_of(tensors, {_FACTS: json.dumps(facts)})
+        folder = self.folder / "index"
+        path = folder / f"{secrets.token_hex(8)}{_SUFFIX}"
+        with suppress(OSError):  # then later processes read the packs' headers
+            folder.mkdir(parents=True, exist_ok=True)
+            with fsio.atomic_write(path) as partial, partial.open("xb") as file:
+                file.write(header)
+                for name in _COLUMNS:
+                    column = (getattr(run, name) for run in runs)
+                    (pack if name == "pack" else np.concatenate([*column])[order]).tofile(file)
+            for other in folder.glob(f"*{_SUFFIX}"):
+                if time.time() - other.stat().st_mtime > _INDEX_SECONDS:
+                    other.unlink(missing_ok=True)
+
+    def _load(self) -> None:
+        """Map the newest index."""
+        found = sorted(
+            (path.stat().st_mtime_ns, path) for path in (self.folder / "index").glob(f"*{_SUFFIX}")
+        )
+        for _, path in reversed(found):
+            try:
+                with fsio.open_regular(path) as file:
+                    header, start = _parsed(file.read(8), file.read)
+                    data = np.memmap(file, np.uint8, "r")
+                facts = _facts_of(header, path)
+                columns = []
+                for name, kind in _COLUMNS.items():
+                    begin, end = header[name]["data_offsets"]
+                    column = data[start + begin : start + end].view(_NUMBERS[kind])
+                    columns.append(np.asarray(column))
+                run = _Run(*columns)
+                for text in facts["layouts"]:
+                    self._layout(text)
+                packs = [(str(name), int(size)) for name, size in facts["packs"]]
+                if len({len(column) for column in run}) > 1:
+                    continue
+            except (OSError, *_MALFORMED):
+                continue
+            for name, size in packs:
+                self._pack(name, size)
+            self._runs, self._num_saved = [run], 1
+            return
+
+    def _places(self, key: str) -> Iterator[_Place]:
+        number = int(key, 16)
+        high, low = np.uint64(number >> 64), np.uint64(number & (2**64 - 1))
+        for run in reversed(self._runs):
+            at = int(np.searchsorted(run.high, high))
+            while at < len(run.high) and run.high[at] == high:
+                if run.low[at] == low:
+                    place = _Place(*(int(column[at]) for column in run[2:]))
+                    if self._is_usable(place, key):
+                        yield place
+                at += 1
+
+    def _is_usable(self, place: _Place, key: str) -> bool:
+        if place.pack >= len(self._packs) or place.layout >= len(self._layouts):
+            return False  # of a damaged index
+        return self._is_there[place.pack] and (place.pack, key) not in self._damaged
+
+    def _read(self, place: _Place, path: Path, entry: CacheEntry) -> dict[str, Tensor]:
+        layout = self._layouts[place.layout]
+        num_bytes = sum(part.num_bytes() for part in layout)
+        if place.offset + num_bytes > self._sizes[place.pack]:
+            raise ValueError("it would end after the pack")
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        with fsio.open_regular(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) != self._sizes[place.pack]:
+                raise DamagedPackError(f"it has {size:,} of {self._sizes[place.pack]:,} bytes")
+            _read_into(file, data, place.offset)
+        text = self._layout_texts[place.layout]
+        if self._verify and _checksum(entry.key, text, [data]) != place.checksum:
+            raise ValueError("its content is not what was written")
+        found, begin = {}, 0
+        for part in layout:
+            end = begin + part.num_bytes()
+            stored = data[begin:end].view(_TYPES[part.stored]).reshape(part.shape)
+            stored, begin = stored.to(_TYPES[part.dtype]), end
+            if part.shape and (missing := part.rows - len(stored)):
+                stored = torch.cat([stored, stored.new_zeros(missing, *stored.shape[1:])])
+            found[part.name] = stored
+        return found
+
+    def _refuse(self, place: _Place, entry: CacheEntry, error: ValueError) -> None:
+        """Note damage, so that every process computes the entry, or the whole pack, again."""
+        name = self._packs[place.pack]
+        if isinstance(error, DamagedPackError):
+            self._is_there[place.pack] = False
+            self._drop(name, str(error).removeprefix("it "))
+            return
+        self._damaged.add((place.pack, entry.key))
+        with suppress(OSError):
+            (self.folder / "damaged").mkdir(exist_ok=True)
+            (self.folder / "damaged" / f"{Path(name).name}.{entry.key}").touch()
+
+    def _drop(self, name: str, reason: str) -> None:
+        path = self._path(name)
+        self.refused[path] = reason
+        with suppress(OSError):
+            path.unlink()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{_SUFFIX}"
+
+    def _listed(self, kind: str) -> Iterator[tuple[str, int]]:
+        """Packs of a kind with their sizes; not those that are being written."""
+        folder = self.folder / kind
+        try:
+            with os.scandir(folder) as found:
+                for each in found:
+                    if each.name.endswith(_SUFFIX) and not each.name.startswith("."):
+                        with suppress(FileNotFoundError):
+                            size = each.stat().st_size
+                            yield f"{kind}/{each.name.removesuffix(_SUFFIX)}", size
+        except OSError as error:
+            if not fsio.is_missing(error):
+                why = error.strerror or error
+                raise errors.DataError(f"The cache cannot be read: {folder}: {why}.") from error
+
+    def _header(self, name: str) -> _Header | None:
+        path = self._path(name)
+        try:
+            with fsio.open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                header, start = _parsed(file.read(8), file.read)
+            metadata = header["__metadata__"]
+            _facts_of(header, path)
+            return _Header(name, size, *_run_of(_entries_of(header, metadata, start, size)))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.refused[path] = f"cannot be read: {error.strerror or error}"
+            return None
+        except _MALFORMED as error:
+            whole = isinstance(error, DamagedPackError)
+            self._drop(name, str(error) if whole else "has no header that can be read")
+            return None
+
+    def _take_in(self, names: Sequence[str]) -> None:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = list(filter(None, pool.map(self._header, names)))
+        runs = list(self._runs)
+        if found:
+            runs.append(_joined([self._numbered(each) for each in found]))
+        if len(runs) > _MAX_RUNS:
+            runs[self._num_saved :] = [_joined(runs[self._num_saved :])]
+        self._runs = runs
+
+    def _numbered(self, found: _Header) -> _Run:
+        pack = np.full_like(found.run.pack, self._pack(found.name, found.size))
+        numbers = np.array([self._layout(text) for text in found.layouts], np.uint32)
+        return found.run._replace(pack=pack, layout=numbers[found.run.layout])
+
+    def _pack(self, name: str, size: int) -> int:
+        self._numbers[name] = len(self._packs)
+        self._packs.append(name)
+        self._sizes.append(size)
+        self._is_there.append(True)
+        return self._numbers[name]
+
+    def _layout(self, text: str) -> int:
+        if text not in self._layout_numbers:
+            self._layouts.append(tuple(_part(*each) for each in json.loads(text)))
+            self._layout_texts.append(text)
+            self._layout_numbers[text] = len(self._layouts) - 1
+        return self._layout_numbers[text]
+
+
+@dataclass
+class _OpenPack:
+    """Entries that are in no file yet."""
+
+    since: float
+    header: dict[str, tuple[str, tuple[int, ...]]]
+    metadata: dict[str, str]
+    contents: list[Tensor]
+    num_bytes: int = 0
+
+
+class PackWriter:
+    """Collects entries in memory and writes them as packs, the last when the block ends.
+
+    Raises:
+        DataError: a pack cannot be written.
+    """
+
+    def __init__(self, index: PackIndex) -> None:
+        self.num_bytes = 0  # of all files
+        self._index = index
+        self._open: dict[str, _OpenPack] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for kind in list(self._open):
+            self._write(kind)
+
+    def holds(self, entry: CacheEntry) -> bool:
+        pack = self._open.get(entry.kind)
+        return (pack is not None and entry.key in pack.metadata) or self._index.holds(entry)
+
+    def add(self, entry: CacheEntry, tensors: Mapping[str, Tensor]) -> None:
+        """Values that bf16 can hold are stored as bf16; rows of zeros at the end are left out."""
+        pack = self._open.get(entry.kind)
+        if pack is None:
+            pack = self._open[entry.kind] = _OpenPack(time.monotonic(), {}, {}, [])
+        stored = {}
+        for name, tensor in tensors.items():
+            # A copy: no memory is shared, and no row or column has an odd stride.
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+            rows = len(tensor) if tensor.ndim else 0  # a number has none
+            stored[name] = tensor.dtype, rows, _narrow(_without_last_zeros(tensor))
+        # Each tensor begins at a multiple of the size of its numbers.
+        names = sorted(stored, key=lambda name: (-stored[name][2].itemsize, name))
+        parts, contents = [], []
+        for name in names:
+            dtype, rows, tensor = stored[name]
+            kind, shape = _TYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+            parts.append(_Part(name, kind, shape, _TYPE_NAMES[dtype], rows))
+            contents.append(tensor.reshape(-1).view(torch.uint8))
+            pack.header[f"{entry.key}.{name}"] = kind, shape
+        checksum = _checksum(entry.key, _text_of(parts), contents)
+        of = {part.name: [part.dtype, part.rows] for part in parts}
+        pack.metadata[entry.key] = json.dumps({"what": entry.what, "checksum": checksum, "of": of})
+        pack.contents += contents
+        pack.num_bytes += sum(len(each) for each in contents)
+        is_old = time.monotonic() - pack.since > _PACK_SECONDS
+        if pack.num_bytes >= PACK_BYTES or len(pack.metadata) >= _MAX_PACK_ENTRIES or is_old:
+            self._write(entry.kind)
+
+    def _write(self, kind: str) -> None:
+        pack, folder = self._open.pop(kind), self._index.folder / kind
+        path = folder / f"{secrets.token_hex(8)}{_SUFFIX}"
+        facts = {_FACTS: json.dumps({"format": PACK_FORMAT})}
+        header = _header_of(pack.header, facts | pack.metadata)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with fsio.atomic_write(path) as partial:
+                with partial.open("xb") as file:
+                    file.write(header)
+                    for each in pack.contents:
+                        file.write(each.numpy().data)
+                fsio.flush_to_disk(partial)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        self.num_bytes += len(header) + pack.num_bytes
+        self._index.written(f"{kind}/{path.stem}")
+
+
+def cannot_write(path: Path, error: OSError) -> errors.DataError:
+    return errors.DataError(
+        f"The cache cannot be written: {path}: {error.strerror or error}. Make room or make it "
+        "writable, or choose another folder with --set data.cache=FOLDER."
+    )
+
+
+def _run_of(entries: Iterable[tuple[str, int, str, int]]) -> tuple[_Run, list[str]]:
+    """Key, offset, layout and checksum of entries as columns, and the layouts.
+
+    Columns at once: headers of many packs are read before they are joined.
+    """
+    numbers: dict[str, int] = {}
+    rows = [
+        (int(key[:16], 16), int(key[16:], 16), 0, at, numbers.setdefault(text, len(numbers)), check)
+        for key, at, text, check in entries
+    ]
+    columns = (
+        np.array([row[number] for row in rows], _NUMBERS[kind])
+        for number, kind in enumerate(_COLUMNS.values())
+    )
+    return _Run(*columns), list(numbers)
+
+
+def _joined(runs: Sequence[_Run]) -> _Run:
+    high = np.concatenate([run.high for run in runs])
+    order = np.argsort(high, kind="stable")
+    others = (np.concatenate(each)[order] for each in list(zip(*runs, strict=True))[1:])
+    return _Run(high[order], *others)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [each.name for each in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _part(name: str, stored: str, shape: Sequence[int], dtype: str, rows: int) -> _Part:
+    part = _Part(name, stored, tuple(shape), dtype, rows)
+    if not {stored, dtype} <= _TYPES.keys() or not 0 <= (*shape, 0)[0] <= rows:
+        raise ValueError(f"unknown layout: {part}")
+    return part
+
+
+def _text_of(parts: Sequence[_Part]) -> str:
+    return json.dumps([list(part) for part in parts], separators=(",", ":"))
+
+
+def _checksum(key: str, layout: str, contents: Sequence[Tensor]) -> int:
+    """The lower half of XXH3-64 over an entry; it finds damage, not malice."""
+    found = xxhash.xxh3_64(f"{key} {layout}".encode())
+    for each in contents:
+        found.update(each.numpy().data)
+    return found.intdigest() % 2**32
+
+
+def _read_into(file: BinaryIO, data: Tensor, offset: int) -> None:
+    room, done = data.numpy().data, 0
+    while done < len(room):
+        count = os.preadv(file.fileno(), [room[done:]], offset + done)
+        if not count:
+            raise ValueError(f"{done:,} of its {len(room):,} bytes are there")
+        done += count
+
+
+def _header_of(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """The start of a safetensors file, whose tensors follow in this order."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for name, (kind, shape) in tensors.items():
+        itemsize = _NUMBERS[kind].itemsize if kind in _NUMBERS else _TYPES[kind].itemsize
+        end = begin + math.prod(shape) * itemsize
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parsed(start: bytes, read: Callable[[int], Any]) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its tensors begin."""
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > _MAX_HEADER_BYTES:
+        raise ValueError("no header")
+    header: dict[str, Any] = json.loads(bytes(read(length)))
+    return header, 8 + length
+
+
+def _facts_of(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What a file says about itself.
+
+    Raises:
+        DataError: it has another format.
+    """
+    facts: dict[str, Any] = json.loads(header["__metadata__"][_FACTS])
+    if facts["format"] != PACK_FORMAT:
+        raise errors.DataError(
+            f"{path} has format {facts['format']}, and this longtake reads format {PACK_FORMAT}: "
+            "use the longtake that wrote it, or another folder with --set data.cache=FOLDER."
+        )
+    return facts
+
+
+def _entries_of(
+    header: Mapping[str, Any], metadata: Mapping[str, str], start: int, size: int
+) -> Iterator[tuple[str, int, str, int]]:
+    """Yield (key, offset, layout, checksum) of a pack's entries, which have to fill the file."""
+    parts: dict[str, list[str]] = {}
+    for name in header:
+        if name != "__metadata__":
+            parts.setdefault(name.partition(".")[0], []).append(name)
+    end = 0
+    for key, names in parts.items():
+        facts, begin, layout = json.loads(metadata[key]), end, []
+        for name in names:
+            short, each = name.partition(".")[2], header[name]
+            dtype, rows = facts["of"][short]
+            part = _part(short, each["dtype"], each["shape"], dtype, rows)
+            if each["data_offsets"] != [end, end + part.num_bytes()]:
+                raise ValueError("tensors do not follow each other")
+            layout.append(part)
+            end += part.num_bytes()
+        offset, checksum = start + begin, facts["checksum"]
+        if not (_KEY.fullmatch(key) and 0 <= checksum < 2**32 and offset < 2**32):
+            raise ValueError(f"no entry: {key}")
+        yield key, offset, _text_of(layout), checksum
+    if start + end != size:
+        raise DamagedPackError(f"has {size:,} of {start + end:,} bytes")
+
+
+def _without_last_zeros(tensor: Tensor) -> Tensor:
+    if not tensor.ndim:
+        return tensor
+    # bytes, as torch.equal does not distinguish 0 and -0
+    filled = tensor.reshape(len(tensor), -1).view(torch.uint8).any(dim=1).nonzero()
+    return tensor[: int(filled[-1]) + 1 if len(filled) else 0]
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    """The same in bf16, where that loses nothing."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    narrow = tensor.bfloat16()
+    is_exact = torch.equal(narrow.float().view(torch.int32), tensor.view(torch.int32))
+    return narrow if is_exact else tensor

@@ -1,0 +1,312 @@
+"""Finds the hard cuts of films, and writes a table of their scenes that `index` reads.
+
+Frames are compared as grids of 16 x 12 cells. Two frames differ by what 30 % of the cells differ by
+at least: so what moves or appears in a part of the picture counts for little.
+"""
+
+import csv
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from av.video.frame import VideoFrame
+from av.video.reformatter import Interpolation, VideoReformatter
+from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter
+
+from longtake.data import decode, index, sources, stores, tables, tasks
+from longtake.data.catalog import Rejection
+from longtake.data.clip import Item, Media
+from longtake.data.workers import SILENCE_SECONDS, Task
+from longtake.errors import ClipError, DataError
+from longtake.formatting import plural
+from longtake.fsio import Journal, atomic_write, make_writable, read_lines
+
+THRESHOLD = 2.0  # times the difference between neighbouring frames around it
+MIN_SECONDS = 1.0
+
+_GRID = 16, 12  # cells across and down
+_SHARE = 0.7  # of the cells may differ less than two frames do
+_LEAST = 5.0  # levels of 255 by which frames on both sides of a cut differ
+_USUAL = 0.9  # quantile of steps: where each frame is shown four times, only every fourth moves
+_NOISE = 0.5  # levels, by which frames of a still scene may differ
+_FLASH_SECONDS = 0.15  # if by then the picture is as before, it was a flash
+_LASTING = 0.5  # of the difference at a cut, which at a flash is gone
+_AROUND_SECONDS = 0.5  # before and after a cut, for what is usual there
+_MOST_AROUND = 60  # frames, at any rate
+_HEADER = ["path", "start", "end"]
+_MOST_SHOWN = 5
+_DECIMALS = 6  # of seconds, as frames are found by times that are rounded to these
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """Where the scenes of one video begin, in seconds from its first frame."""
+
+    starts: tuple[float, ...]  # ascending from 0
+    end: float  # when the last frame does
+
+
+@dataclass(frozen=True)
+class CutsTask(Task[Item, Scenes | ClipError]):
+    """Finds the scenes of one video by decoding all of it."""
+
+    threshold: float = THRESHOLD
+    limits: decode.Limits = decode.DEFAULT
+    silence_seconds: float = SILENCE_SECONDS
+
+    @property
+    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+        return self.limits.memory_gib
+
+    def do(self, item: Item, progress: Callable[[], object]) -> Scenes | ClipError:
+        try:
+            with stores.local(item.media) as media:
+                timed = self.limits.timed(media, progress)
+                with decode.opened(media) as (container, stream):
+                    frames = decode.decoded(media, container, stream)
+                    rate = float(stream.average_rate or stream.guessed_rate or 25)
+                    return find_scenes(media, _progressing(frames, timed), rate, self.threshold)
+        except ClipError as error:
+            return error
+
+    def lost(self, item: Item, reason: str) -> ClipError:
+        return ClipError(str(item.media), reason)
+
+    def reads(self, item: Item) -> str:
+        return "" if item.media.is_remote else item.media.path
+
+
+def _progressing(
+    frames: Iterator[VideoFrame], progress: Callable[[], object]
+) -> Iterator[VideoFrame]:
+    for frame in frames:
+        progress()
+        yield frame
+
+
+def find_scenes(
+    media: Media, frames: Iterator[VideoFrame], rate: float, threshold: float = THRESHOLD
+) -> Scenes:
+    """Find the hard cuts between frames; dissolves and fades are none.
+
+    At a cut two frames differ by `threshold` times what neighbouring frames differ by: right before
+    and after, and usually in the 0.5 s on either side. And the frames of 0.15 s before and after it
+    differ about as much, which those around a flash do not. 24 bytes are kept of each frame.
+
+    Args:
+        media: for messages.
+        frames: decoded, in presentation order; `rate` of them in a second, about.
+        rate: frames a second.
+        threshold: smaller finds more.
+
+    Raises:
+        ClipError: no frame can be decoded, or their timestamps do not ascend.
+    """
+    ahead = max(2, round(rate * _FLASH_SECONDS))
+    seconds, steps, lasting = array("d"), array("d"), array("d")
+    recent: deque[NDArray[np.float32]] = deque(maxlen=ahead)
+    reformatter, first = VideoReformatter(), 0
+    for number, frame in enumerate(frames):
+        if frame.pts is None or frame.time_base is None:
+            raise ClipError(str(media), f"frame {number} has no timestamp, which scenes need")
+        first = first if number else frame.pts
+        seconds.append(float((frame.pts - first) * frame.time_base))
+        if number and seconds[-1] <= seconds[-2]:
+            raise ClipError(str(media), f"its timestamps do not ascend at frame {number}")
+        cells = _cells(frame, reformatter)
+        if number:
+            differences = np.abs(np.stack(recent) - cells).mean(axis=1)
+            values = np.quantile(differences, _SHARE, axis=1)
+            steps.append(values[-1])
+            lasting.append(values.min())  # from frames before a flash to those behind it
+            for back in range(1, len(recent)):
+                lasting[-1 - back] = min(lasting[-1 - back], values[-1 - back])
+        recent.append(cells)
+    if not seconds:
+        raise ClipError(str(media), "no frame could be decoded")
+    cuts = _peaks(np.array(steps), np.array(lasting), round(rate * _AROUND_SECONDS), threshold)
+    starts = [0.0, *(round(seconds[cut + 1], _DECIMALS) for cut in cuts)]
+    return Scenes(tuple(starts), seconds[-1] + 1 / rate)
+
+
+def _cells(frame: VideoFrame, reformatter: VideoReformatter) -> NDArray[np.float32]:
+    """[3, cells] mean luma and chroma of the cells of a frame."""
+    width, height = _GRID
+    small = reformatter.reformat(
+        frame,
+        width=width,
+        height=height,
+        format="yuv444p",
+        interpolation=Interpolation.AREA,
+        threads=1,
+    )
+    return small.to_ndarray().reshape(3, -1).astype(np.float32)
+
+
+def _peaks(
+    steps: NDArray[np.float64], lasting: NDArray[np.float64], around: int, threshold: float
+) -> list[int]:
+    """The numbers of steps that are cuts."""
+    around = min(max(3, around), _MOST_AROUND)
+    found = []
+    is_lasting = lasting >= np.maximum(_LEAST, _LASTING * steps)
+    for step in np.flatnonzero(is_lasting).tolist():
+        before, after = steps[max(0, step - around) : step], steps[step + 1 : step + 1 + around]
+        beside = np.concatenate([before, after])
+        usual = max(
+            np.quantile(beside, _USUAL) if len(beside) else 0.0, *before[-1:], *after[:1], 0.0
+        )
+        if steps[step] >= threshold * (usual + _NOISE):
+            found.append(step)
+    return found
+
+
+@dataclass(frozen=True)
+class ScenesReport:
+    """What `write_scenes` found."""
+
+    table: Path
+    files: int  # that were read to their ends
+    scenes: int  # in the table, each a clip for `index`
+    cuts: int
+    too_short: int  # scenes that were left out
+    short_files: int  # of these, whole files, in which there is no cut
+    rejected: tuple[Rejection, ...]
+
+
+def write_scenes(
+    found_in: Sequence[Path],
+    out: Path,
+    *,
+    threshold: float = THRESHOLD,
+    min_seconds: float = MIN_SECONDS,
+    on: str | None = None,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    limits: decode.Limits = decode.DEFAULT,
+) -> ScenesReport:
+    """Write a table of the scenes of all videos: a row for each, with start and end in seconds.
+
+    Files without a cut and images have a row without start and end. An interrupted call resumes.
+
+    Args:
+        found_in: folders, media files, lists and tables, as for `index`.
+        out: the table to write, CSV. Paths below its folder are relative to it.
+        threshold: as of `find_scenes`.
+        min_seconds: shorter scenes are left out.
+        on: where files are decoded; see `run_tasks`.
+        workers: processes that decode; by default one for each core.
+        progress: called with (files done, files in all).
+        limits: for decoding one file.
+
+    Raises:
+        DataError: a source cannot be read, nothing is found, or the table cannot be written.
+    """
+    _check_table(out)
+    found = sources.find(found_in, extracted=out.with_name(f"{out.stem}_media"))
+    wholes = {str(item.media.whole): Item(item.media.whole) for item in found.items}
+    items = [item for item in wholes.values() if item.kind == "video" and not item.media.member]
+    header = {"cuts": "2", "threshold": repr(threshold)}
+    journal = Journal(out.with_name(f".{out.name}.journal.jsonl"), _ROW, header=header)
+    stamps = {str(item.media): _stamp(item.media) for item in items}
+    known: dict[str, Scenes | ClipError] = {
+        name: Scenes(tuple(starts), end)
+        for name, stamp, starts, end in journal.read()
+        if stamps.get(name) == stamp
+    }
+    new = [item for item in items if str(item.media) not in known]
+    task = CutsTask(threshold, limits)
+    with closing(tasks.run_tasks(task, new, on=on, workers=workers)) as results, journal:
+        for number, result in results:
+            name = str(new[number].media)
+            known[name] = result
+            if isinstance(result, Scenes):
+                journal.add((name, stamps[name], result.starts, result.end))
+            if progress is not None:
+                progress(len(known), len(items))
+    rejected = [index.rejection_of(each) for each in found.refused]
+    rows, cuts, num_files, too_short, short_files = list[list[str]](), 0, 0, 0, 0
+    for name, item in sorted(wholes.items()):
+        place = _place(item.media, out)
+        if (unnamed := decode.name_error(item.media)) is not None:
+            rejected.append(index.rejection_of(unnamed))
+        elif item.media.member:
+            why = "is in a tar, which a table cannot name; unpack it"
+            rejected.append(Rejection(name, why))
+        elif item.kind == "image":
+            rows.append([place, "", ""])
+        elif isinstance(result := known[name], ClipError):
+            rejected.append(index.rejection_of(result))
+        else:
+            spans = _spans(result)
+            long = [
+                each
+                for each in spans
+                if float(each[1] or result.end) - float(each[0]) >= min_seconds
+            ]
+            rows += [[place, *(each if len(spans) > 1 else ("", ""))] for each in long]
+            cuts, num_files = cuts + len(spans) - 1, num_files + 1
+            too_short += len(spans) - len(long)
+            short_files += not long and len(spans) == 1
+    if not rows:
+        shown = [f"{each.path}: {each.reason}" for each in rejected]
+        raise DataError(
+            f"No scene of at least {min_seconds:g} s (--min-seconds) was found in "
+            f"{plural(len(wholes), 'file')}; no table was written."
+            f"{tables.first_of(shown[:_MOST_SHOWN], len(shown))}"
+        )
+    try:
+        with atomic_write(out) as aside, aside.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([_HEADER, *rows])
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error.strerror or error}.") from error
+    journal.remove()
+    counts = num_files, len(rows), cuts, too_short, short_files
+    return ScenesReport(out, *counts, tuple(rejected))
+
+
+_ROW: TypeAdapter[tuple[str, str, list[float], float]] = TypeAdapter(
+    tuple[str, str, Annotated[list[float], Field(min_length=1)], float]
+)
+
+
+def _stamp(media: Media) -> str:
+    if media.is_remote:
+        return f"{media.num_bytes} {media.stamp}"
+    stamp = index.stamp_of(media.path)
+    return f"{stamp.num_bytes} {stamp.mtime_ns}" if stamp else ""
+
+
+def _spans(scenes: Scenes) -> list[tuple[str, str]]:
+    texts = [f"{start:.{_DECIMALS}f}" for start in scenes.starts]
+    return list(zip(texts, [*texts[1:], ""], strict=True))
+
+
+def _place(media: Media, out: Path) -> str:
+    folder = f"{out.parent.resolve()}{os.sep}"
+    return media.path.removeprefix(folder)
+
+
+def _check_table(out: Path) -> None:
+    """Refuse an output that cannot be written, or that would overwrite something else."""
+    if out.suffix != ".csv":
+        raise DataError(
+            f"Scenes are written as CSV, and {out} ends in {out.suffix or 'nothing'}. Name it "
+            f"{out.with_suffix('.csv')}."
+        )
+    first = next(read_lines(out), None) or b""
+    if out.exists() and first.strip() != ",".join(_HEADER).encode():
+        raise DataError(
+            f"{out} exists and is not a table of scenes; it was not overwritten. Name another file."
+        )
+    try:
+        make_writable(out.parent)
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error.strerror or error}.") from error

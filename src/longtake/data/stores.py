@@ -1,0 +1,611 @@
+"""Reads clips from object stores (s3, gs, http) by fsspec, with retries and a cache on disk.
+
+A clip is fetched whole into memory, or a file of the cache, before it is decoded: a member of a tar
+by its range of bytes. Credentials come from the environment and from the libraries' own files.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import io
+import os
+import posixpath
+import random
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent import futures
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from longtake.config import StoreSection
+from longtake.data.clip import Media
+from longtake.errors import ClipError, DataError
+
+_T = TypeVar("_T")
+_MODULES = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
+_COLLAPSED = re.compile(f"({'|'.join(_MODULES)}):/+(.+)")  # as pathlib leaves a URL
+_RANGE_BYTES, _MIN_RANGE_BYTES = 8 * 2**20, 2**18  # of one request
+_FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.25, 5.0
+_POLL_SECONDS = 0.25
+_PARALLEL = 32  # questions about objects
+_ASKED_AT_ONCE = 10_000  # held in memory
+_LEFT_SHARE = 0.9  # of the cache's room, when the least recently used files have been deleted
+_PART_SECONDS = 24 * 3600.0  # an older unfinished file is that of a killed process
+_REFUSED = (401, 403)
+_MISSING = (404, 410)
+_REFUSED_ERRORS = (
+    "PermissionError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+    "DefaultCredentialsError",
+    "RefreshError",
+)
+_SYSTEM_RANDOM = random.SystemRandom()  # seeded generators stay as they are
+
+
+class MissingError(ClipError):
+    """A store has no such object."""
+
+
+class UnreachableError(ClipError):
+    """A store did not give a clip in time; it may later."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What was fetched from stores."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    retries: int = 0
+
+    def __add__(self, other: "Fetched") -> "Fetched":
+        return Fetched(
+            self.num_bytes + other.num_bytes,
+            self.seconds + other.seconds,
+            self.retries + other.retries,
+        )
+
+
+NOTHING = Fetched()
+
+
+@dataclass(frozen=True)
+class _Fetching:
+    """How this thread fetches."""
+
+    section: StoreSection
+    memory_gib: float | None = None  # that a clip without a cache may take
+    progress: Callable[[], object] = lambda: None
+    waiting: Callable[[str], object] = lambda reason: None
+
+
+_fetching: ContextVar[_Fetching] = ContextVar("fetching", default=_Fetching(StoreSection()))  # noqa: B039
+_lock = threading.Lock()
+_fetched = Fetched()
+
+
+@contextmanager
+def fetching(
+    section: StoreSection,
+    memory_gib: float | None = None,
+    progress: Callable[[], object] = lambda: None,
+    waiting: Callable[[str], object] = lambda reason: None,
+) -> Iterator[None]:
+    """Fetch by a recipe's section.
+
+    `progress` is called while something is fetched, and `waiting` with a reason when a store did
+    not answer, with none once it has.
+    """
+    token = _fetching.set(_Fetching(section, memory_gib, progress, waiting))
+    try:
+        yield
+    finally:
+        _fetching.reset(token)
+
+
+def take_fetched() -> Fetched:
+    """What this process has fetched since the last call."""
+    global _fetched
+    with _lock:
+        taken, _fetched = _fetched, Fetched()
+    return taken
+
+
+def _count(fetched: Fetched) -> None:
+    global _fetched
+    with _lock:
+        _fetched += fetched
+
+
+def url_of(path: Path | str) -> str | None:
+    """The URL that a command's argument names; None: a local path.
+
+    Raises:
+        DataError: it holds a password or a signature, which a catalog would keep.
+    """
+    match = _COLLAPSED.fullmatch(str(path))
+    if match is None:
+        return None
+    url = f"{match[1]}://{match[2]}"
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise DataError(
+            f"{match[1]}://{parts.netloc.rpartition('@')[2]}{parts.path} was given with a user, a "
+            "password or a query, which would be written into the catalog. Give the address alone; "
+            "credentials are taken from the environment and the configuration files of the store's "
+            "client."
+        )
+    return url
+
+
+def store_of(url: str) -> str:
+    """The part of a URL that names the store: its bucket or host."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+@contextmanager
+def local(media: Media) -> Iterator[Media]:
+    """Fetch the bytes of a clip if they lie in a store; its `file` is there inside.
+
+    Raises:
+        ClipError: there is no such object, or it has changed.
+        UnreachableError: the store does not answer, after all retries.
+        DataError: the store refuses the credentials, or its client is not installed.
+    """
+    if not media.is_remote or media.local:
+        yield media
+        return
+    descriptor, num_bytes = _obtain(media)
+    try:
+        yield replace(media, offset=0, num_bytes=num_bytes, local=f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _obtain(media: Media) -> tuple[int, int]:
+    """A descriptor of a file with the clip's bytes, and their number."""
+    how = _fetching.get()
+    num_bytes = media.num_bytes
+    if num_bytes is None:
+        num_bytes = measured(media).num_bytes
+        assert num_bytes is not None
+    section = how.section
+    if section.cache is not None and num_bytes <= section.cache_gib * 2**30:
+        cache = ClipCache(section.cache, int(section.cache_gib * 2**30))
+        with suppress(OSError):  # such as a full disk: memory will do
+            return cache.open(media, num_bytes, lambda file: _fetch(media, num_bytes, file))
+    if how.memory_gib is not None and num_bytes > how.memory_gib * 2**30:
+        raise ClipError(
+            str(media),
+            f"has {num_bytes / 2**30:.2f} GiB, and {how.memory_gib:g} GiB of memory are allowed "
+            "(raise data.sample_memory_gib in a recipe, or --memory-gib of data index; or set "
+            "data.store.cache, so that clips are fetched to a disk)",
+        )
+    descriptor = os.memfd_create("longtake-clip")
+    try:
+        _fetch(media, num_bytes, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, num_bytes
+
+
+def _fetch(media: Media, num_bytes: int, descriptor: int) -> None:
+    for position, data in _pieces(media, num_bytes):
+        written = 0
+        while written < len(data):
+            written += os.pwrite(descriptor, data[written:], position + written)
+
+
+def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """The clip's bytes with their positions; what has come is not asked for again."""
+    store, path = _open_store(media.path)
+    position, size, request = 0, _RANGE_BYTES, _Request(media)
+    while position < num_bytes:
+        start = media.offset + position
+        end = media.offset + min(position + size, num_bytes)
+        try:
+            data = request.once(store, lambda: store._cat_file(path, start=start, end=end))  # noqa: B023
+        except TimeoutError:
+            size = max(size // 4, _MIN_RANGE_BYTES)
+            continue
+        if data is None:
+            continue
+        if len(data) < end - start:
+            raise ClipError(
+                str(media),
+                f"ends after {start + len(data):,} bytes; {end:,} were indexed. Index it again",
+            )
+        if len(data) > end - start:
+            raise ClipError(
+                str(media),
+                f"its server sent {len(data):,} bytes where {end - start:,} were asked for: it "
+                "does not serve ranges of bytes",
+            )
+        yield position, data
+        position += len(data)
+    if num_bytes == 0:
+        yield 0, b""
+
+
+class _Request:
+    """Asks a store until it answers; gives up when it has given nothing for too long."""
+
+    def __init__(self, media: Media) -> None:
+        self._media, self._how = media, _fetching.get()
+        self._last, self._failures = time.monotonic(), 0
+
+    def until_done(self, store: Any, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        while True:
+            with suppress(TimeoutError):
+                answer = self.once(store, ask)
+                if answer is not None:
+                    return answer
+
+    def once(self, store: Any, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T | None:
+        """Ask; None: it failed and is to be asked again, which is waited for.
+
+        Raises:
+            TimeoutError: as None, because the answer did not come in time.
+        """
+        begun = time.monotonic()
+        try:
+            answer = self._result(store, ask())
+        except Exception as error:  # each client raises its own
+            self._raise_or_wait(error)
+            _count(Fetched(0, time.monotonic() - begun, 1))
+            if isinstance(error, TimeoutError):
+                raise TimeoutError from None
+            return None
+        if self._failures:
+            self._how.waiting("")
+        self._last, self._failures = time.monotonic(), 0
+        num_bytes = len(answer) if isinstance(answer, bytes) else 0
+        _count(Fetched(num_bytes, self._last - begun))
+        return answer
+
+    def _result(self, store: Any, asked: Coroutine[Any, Any, _T]) -> _T:
+        seconds = self._how.section.timeout_seconds
+        future = asyncio.run_coroutine_threadsafe(asked, store.loop)
+        end = time.monotonic() + seconds
+        while not futures.wait([future], _POLL_SECONDS).done:
+            self._how.progress()
+            if time.monotonic() > end:
+                future.cancel()
+                raise TimeoutError
+        return future.result()
+
+    def _raise_or_wait(self, error: Exception) -> None:
+        """Raise if asking again is of no use; else wait."""
+        media, section = self._media, self._how.section
+        status, name = _status_of(error), type(error).__name__
+        # fsspec's HTTP makes one of every failure, whose cause it keeps.
+        is_missing = isinstance(error, FileNotFoundError) and error.__cause__ is None
+        if is_missing or status in _MISSING:
+            raise MissingError(str(media), "does not exist in its store") from None
+        if name in _REFUSED_ERRORS or status in _REFUSED:
+            raise DataError(
+                f"{store_of(media.path)} refused the credentials of this environment for "
+                f"{media.path} ({_words_of(error)}). Set them as the store's client expects, such "
+                "as AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3, "
+                "GOOGLE_APPLICATION_CREDENTIALS for gs; and check that they may read it."
+            ) from None
+        if (untrusted := _untrusted(error)) is not None:
+            raise DataError(
+                f"{store_of(media.path)} has a certificate that this node does not trust "
+                f"({untrusted}). Install its authority's, or name a file of it: AWS_CA_BUNDLE for "
+                "s3, SSL_CERT_FILE for gs and https."
+            ) from None
+        if status == 416:
+            raise ClipError(str(media), "is shorter than it was indexed. Index it again") from None
+        if isinstance(error, TimeoutError):
+            reason = f"no answer within {section.timeout_seconds:g} s"
+        else:
+            reason = _words_of(error)
+        silent = time.monotonic() - self._last
+        if silent > section.retry_seconds:
+            raise UnreachableError(
+                str(media),
+                f"its store gave nothing for {silent:.0f} s (data.store.retry_seconds is "
+                f"{section.retry_seconds:g}), {self._failures + 1} times asked; the last: {reason}",
+            ) from None
+        wait = min(_FIRST_WAIT_SECONDS * 2**self._failures, _MAX_WAIT_SECONDS)
+        self._failures += 1
+        said = f"{store_of(media.path)} has given nothing for {silent:.0f} s: {reason}"
+        self._how.waiting(said)
+        end = time.monotonic() + wait * _SYSTEM_RANDOM.uniform(0.5, 1.0)
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_SECONDS))
+            self._how.progress()
+
+
+def _status_of(error: BaseException) -> int | None:
+    """The HTTP status of a client's error, also of the one that it was made from."""
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):  # botocore's ClientError
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        found = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(found, str) and found.isdecimal():
+        found = int(found)
+    if isinstance(found, int):
+        return found
+    return None if error.__cause__ is None else _status_of(error.__cause__)
+
+
+def _untrusted(error: BaseException | None) -> str | None:
+    """Why a server's certificate was not accepted; None: it was not about that."""
+    if error is None:
+        return None
+    reason: str | None = getattr(error, "verify_message", None)  # ssl.SSLCertVerificationError
+    return reason or _untrusted(error.__cause__ or error.__context__)
+
+
+def _words_of(error: BaseException) -> str:
+    """What failed, without the client's message, which may hold an address with a signature."""
+    status = _status_of(error)
+    if status is not None:
+        return f"{type(error).__name__}, HTTP status {status}"
+    strerror = getattr(error, "strerror", None)
+    return strerror if isinstance(strerror, str) and "://" not in strerror else type(error).__name__
+
+
+def _open_store(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the object's path in it."""
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    if protocol not in _MODULES:
+        raise DataError(f"{url}: expected an address that begins with {'://, '.join(_MODULES)}://.")
+    try:
+        import_module(_MODULES[protocol])
+    except ImportError as error:
+        raise DataError(
+            f"{url} needs {_MODULES[protocol]}, which cannot be imported: {error}. Install it: "
+            "pip install 'longtake[stores]'."
+        ) from error
+    seconds = max(1.0, _fetching.get().section.timeout_seconds)
+    options: dict[str, Any] = {}
+    if protocol == "s3":
+        config = {"connect_timeout": seconds, "read_timeout": seconds}
+        options["config_kwargs"] = {**config, "retries": {"total_max_attempts": 1}}
+    store = fsspec.filesystem(protocol, use_listings_cache=False, **options)
+    if protocol == "s3":
+        store.retries = 1  # `_Request` asks again
+    return store, store._strip_protocol(url)
+
+
+class ClipCache:
+    """Whole clips of stores in a folder of this node; the least recently used are deleted.
+
+    Several processes may use it. The file `total` has the bytes of all clips, or a little more.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+
+    def open(self, media: Media, num_bytes: int, write: Callable[[int], None]) -> tuple[int, int]:
+        """A descriptor of the clip's file, which `write` fills if it is not there."""
+        name = f"{self._name(media, num_bytes)}.clip"
+        with suppress(FileNotFoundError):
+            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if os.fstat(descriptor).st_size == num_bytes:
+                os.utime(descriptor)
+                return descriptor, num_bytes
+            os.close(descriptor)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self.folder / f"{secrets.token_hex(8)}.part"
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            write(descriptor)
+            self._admit(part, name, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            part.unlink(missing_ok=True)
+            raise
+        return descriptor, num_bytes
+
+    def _name(self, media: Media, num_bytes: int) -> str:
+        facts = (media.path, media.member, media.offset, num_bytes, media.stamp)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    def _admit(self, part: Path, name: str, num_bytes: int) -> None:
+        """Make room for a file, and name it while no other process counts files."""
+        with (self.folder / "total").open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            known = file.read(32)
+            total = int(known) + num_bytes if known.isdecimal() else self.max_bytes + 1
+            if total > self.max_bytes:
+                total = self._delete_oldest(num_bytes) + num_bytes
+            file.truncate(0)
+            file.write(str(total))
+            file.flush()
+            part.replace(self.folder / name)
+
+    def _delete_oldest(self, num_bytes: int) -> int:
+        """Delete clips until a new one has room; returns the bytes that are left."""
+        found = []
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    is_old = time.time() - status.st_mtime > _PART_SECONDS
+                    if entry.name.endswith(".clip"):
+                        found.append((status.st_mtime_ns, status.st_size, entry.path))
+                    elif entry.name.endswith(".part") and is_old:
+                        Path(entry.path).unlink(missing_ok=True)
+        total = sum(size for _, size, _ in found)
+        if total + num_bytes <= self.max_bytes:
+            return total
+        for _, size, path in sorted(found):
+            if total + num_bytes <= _LEFT_SHARE * self.max_bytes:
+                break
+            Path(path).unlink(missing_ok=True)
+            total -= size
+        return total
+
+
+class StoreFile(io.RawIOBase):
+    """An object of a store to read and seek in; every read is a request."""
+
+    def __init__(self, media: Media) -> None:
+        super().__init__()
+        assert media.num_bytes is not None
+        self._media, self._size, self._position = media, media.num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer).cast("B")
+        wanted = min(len(room), max(0, self._size - self._position))
+        part = replace(self._media, offset=self._position, num_bytes=wanted)
+        for position, data in _pieces(part, wanted):
+            room[position : position + len(data)] = data
+        self._position += wanted
+        return wanted
+
+
+def open_object(media: Media) -> io.BufferedReader:
+    return io.BufferedReader(StoreFile(media), 2**18)
+
+
+def read_object(media: Media) -> bytes:
+    assert media.num_bytes is not None
+    return b"".join(data for _, data in _pieces(media, media.num_bytes))
+
+
+def read_objects(objects: Iterable[Media]) -> Iterator[bytes]:
+    """The contents of small objects, in their order."""
+    yield from _asked_at_once(read_object, objects)
+
+
+def find_objects(url: str) -> list[Media]:
+    """The objects below a prefix, or the one of this name, with sizes and stamps, sorted.
+
+    Hidden names are left out.
+
+    Raises:
+        DataError: there is none, or the store refuses the credentials.
+        UnreachableError: the store does not answer.
+    """
+    store, path = _open_store(url)
+    protocol = url.partition("://")[0]
+    has_suffix = bool(posixpath.splitext(urlsplit(url).path)[1])
+    if protocol.startswith("http") and has_suffix:
+        return [measured(Media(url))]
+    try:
+        found = _Request(Media(url)).until_done(store, lambda: store._find(path, detail=True))
+    except MissingError:  # the bucket
+        found = {}
+    objects = []
+    for name, info in found.items():
+        address = name if "://" in name else f"{protocol}://{name}"
+        below = address.removeprefix(url).split("/")
+        if info.get("type") == "file" and not any(part.startswith(".") for part in below):
+            objects.append(_described(address, info))
+    if not objects:
+        raise DataError(
+            f"There is nothing at {url}. Name an object, or a prefix such as {store_of(url)}/clips."
+        )
+    if any(each.num_bytes is None for each in objects):
+        objects = [each for each in measure(objects) if each is not None]
+    return sorted(objects, key=str)
+
+
+def measure(objects: Iterable[Media]) -> Iterator[Media | None]:
+    """The same objects with sizes and stamps, in their order; None for one that does not exist.
+
+    Raises:
+        ClipError: a server does not say the size of an object, or does not answer.
+    """
+
+    def measured_or_none(media: Media) -> Media | None:
+        try:
+            return measured(media)
+        except MissingError:
+            return None
+
+    yield from _asked_at_once(measured_or_none, objects)
+
+
+def missing_of(urls: Iterable[str]) -> set[str]:
+    """Those of some objects that do not exist.
+
+    Raises:
+        DataError: a store refuses the credentials, or does not answer.
+    """
+    left, gone = iter(urls), set[str]()
+    while wanted := [Media(url) for url in islice(left, _ASKED_AT_ONCE)]:
+        try:
+            found = list(measure(wanted))
+        except ClipError as error:
+            raise DataError(str(error)) from error
+        gone |= {media.path for media, each in zip(wanted, found, strict=True) if each is None}
+    return gone
+
+
+def _asked_at_once(ask: Callable[[Media], _T], objects: Iterable[Media]) -> Iterator[_T]:
+    context = copy_context()
+    with futures.ThreadPoolExecutor(_PARALLEL) as pool:
+        yield from pool.map(lambda media: context.copy().run(ask, media), objects)
+
+
+def ask_each(urls: Iterable[str]) -> None:
+    """Look for one object of each store.
+
+    Raises:
+        DataError: a store does not have it, refuses the credentials, or does not answer.
+    """
+    first = {store_of(url): Media(url) for url in urls}
+    for media in first.values():
+        measured(media)
+
+
+def measured(media: Media) -> Media:
+    """The same object with size and stamp.
+
+    Raises:
+        ClipError: it does not exist, its server does not say its size, or does not answer.
+        DataError: its store refuses the credentials.
+    """
+    store, path = _open_store(media.path)
+    info: dict[str, Any] = _Request(media).until_done(store, lambda: store._info(path))
+    found = _described(media.path, info)
+    if found.num_bytes is None:
+        raise ClipError(str(media), "its server does not say how many bytes it has")
+    return found
+
+
+def _described(url: str, info: Mapping[str, Any]) -> Media:
+    marks = ("ETag", "etag", "LastModified", "Last-Modified", "updated", "mtime", "generation")
+    known = [str(info[name]) for name in marks if info.get(name)]
+    stamp = 0
+    if known:
+        digest = hashlib.blake2b("\n".join(known).encode(), digest_size=8).digest()
+        stamp = int.from_bytes(digest) >> 1
+    size = info.get("size")
+    return Media(url, num_bytes=None if size is None else int(size), stamp=stamp)

@@ -1,0 +1,697 @@
+"""Reads lists and tables that name media: their paths, captions, scores and spans.
+
+A table is read twice, in batches of rows, first to learn what its columns hold. Paths are relative
+to the folder of their list. What a clip's file says itself (size, frames) is measured, not taken
+from a table; integers of 2**53 and more are ids and no scores.
+"""
+
+import codecs
+import csv
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import posixpath
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import count, islice
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic import TypeAdapter
+
+from longtake import fsio
+from longtake.data import stores
+from longtake.data.clip import Clip, Given, Item, Media, is_media
+from longtake.errors import DataError, RecordError
+
+LISTING_SUFFIXES = (".txt", ".csv", ".jsonl", ".parquet")
+SIDECAR = "sidecar"
+SIDECAR_SUFFIXES = (".txt", ".caption")
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
+_FILE_NAME = "file_name"
+PATH_COLUMNS = ("video", "image", "path", "file", _FILE_NAME)
+CAPTION_COLUMNS = ("caption", "text")
+SPAN_COLUMNS = ("start", "end")
+MAX_ATTRIBUTES = 1000  # names of scores in a catalog
+
+MEASURED = {field.name for field in dataclasses.fields(Clip)} | {"offset", "num_bytes", "member"}
+
+_MAX_EXACT = 2**53
+ANY_JSON = TypeAdapter[Any](Any)
+NUM_SHOWN = 5  # lines of a message
+_ROWS_IN_MEMORY = 4096
+_BUFFER_BYTES = 2**20
+_T = TypeVar("_T")
+_SURE_ROWS = 1_000_000  # so many may lie in a few bytes; of more, each takes at least one
+_UNKNOWN = ("", "na", "n/a", "nan", "-nan", "null", "none", "#n/a")
+_WORDS = dict.fromkeys(_UNKNOWN, None) | {"true": 1.0, "false": 0.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """Some rows of a table: the columns that are used, by name, all of the same length."""
+
+    num_before: int  # rows of the table before these
+    names: Sequence[str]  # of all columns
+    texts: dict[str, list[str | None]]
+    numbers: dict[str, list[float | None]]
+    types: dict[str, str]  # of columns that are neither texts nor numbers
+    conditioning: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)  # asked for
+    spans: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)  # of `SPAN_COLUMNS`
+
+
+def read_listing(
+    path: Path,
+    conditioning: Sequence[str] = (),
+    extracted: Path | None = None,
+    *,
+    is_named: bool = True,
+    at: str = "",
+    known: Mapping[str, Media] | None = None,
+) -> Iterator[Item]:
+    """The media of a list or a table; none of a table without `file_name` that was only found.
+
+    `at` is the URL that a table was fetched from, and `known` has objects beside it. Paths that do
+    not exist are refused at the end, so that all of them are counted.
+    """
+    if path.suffix.lower() == ".txt":
+        named = _read_list(path, at)
+    else:
+        named = _read_table(path, conditioning, extracted, is_named=is_named, at=at)
+    num_items, num_missing, shown = 0, 0, list[str]()
+    for some in _batches(named):
+        items, missing = _measured(some, known or {})
+        num_items, num_missing = num_items + len(some), num_missing + len(missing)
+        shown += missing[: NUM_SHOWN - len(shown)]
+        yield from items
+    if num_missing:
+        raise DataError(
+            f"{at or path} names {num_items} files, and {num_missing} of them do not exist:"
+            f"{first_of(shown, num_missing)}\nPaths are relative to "
+            f"{posixpath.dirname(at) if at else path.resolve().parent}. "
+            "Correct them, or remove those lines."
+        )
+
+
+def _measured(items: Sequence[Item], known: Mapping[str, Media]) -> tuple[list[Item], list[str]]:
+    """The items, those in stores with their sizes, and the paths that do not exist."""
+    asked = dict.fromkeys(each.media.whole for each in items if each.media.is_remote)
+    unknown = [media for media in asked if media.path not in known]
+    answers = zip(unknown, stores.measure(unknown), strict=True)
+    found = {media.path: answer for media, answer in answers if answer}
+    found |= {media.path: known[media.path] for media in asked if media.path in known}
+    missing = [
+        item.media.path
+        for item in items
+        if not (item.media.path in found or fsio.is_there(item.media.path))
+    ]
+    if not found:
+        return list(items), missing
+    measured = (found.get(item.media.path, item.media) for item in items)
+    return [
+        dataclasses.replace(item, media=dataclasses.replace(media, span=item.media.span))
+        for item, media in zip(items, measured, strict=True)
+    ], missing
+
+
+def first_of(shown: Sequence[str], num_lines: int) -> str:
+    """Lines, each below the other, and how many more of `num_lines` there are."""
+    more = f"\n  and {num_lines - len(shown)} more" if num_lines > len(shown) else ""
+    return "".join(f"\n  {each[:500]}" for each in shown) + more
+
+
+def _batches(values: Iterable[_T]) -> Iterator[list[_T]]:
+    following = iter(values)
+    while some := list(islice(following, _ROWS_IN_MEMORY)):
+        yield some
+
+
+def _read_list(path: Path, at: str) -> Iterator[Item]:
+    try:
+        with fsio.open_regular(path) as binary, codecs.getreader("utf-8-sig")(binary) as file:
+            folder = str(path.resolve().parent)
+            for line in map(str.strip, file):
+                if line:
+                    yield Item(_media_in(folder, line, at))
+    except UnicodeDecodeError as error:
+        raise DataError(f"The list {path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
+    except OSError as error:
+        raise _unreadable(path, error.strerror or error) from error
+
+
+def _media(listing: Path, name: str) -> Media:
+    return _media_in(str(listing.resolve().parent), name)
+
+
+def _media_in(folder: str, name: str, at: str = "") -> Media:
+    """The file that a listing in a folder names; it was fetched from `at`, if from anywhere."""
+    if (url := stores.url_of(name)) is not None:
+        return Media(url)
+    if at:
+        scheme, _, rest = posixpath.dirname(at).partition("://")
+        return Media(f"{scheme}://{posixpath.normpath(posixpath.join(rest, name))}")
+    return Media(os.path.normpath(f"{folder}/{name}" if name[:1] != "/" else name))
+
+
+def _read_table(
+    path: Path, conditioning: Sequence[str], extracted: Path | None, *, is_named: bool, at: str
+) -> Iterator[Item]:
+    readers = {".csv": _read_csv, ".jsonl": _read_jsonl}
+    try:
+        if path.suffix.lower() in readers:
+            batches = readers[path.suffix.lower()](path, conditioning)
+        else:
+            batches = _read_parquet(path, conditioning, extracted)
+        for table in batches:
+            if not is_named and _FILE_NAME not in table.names:
+                return
+            yield from _items(path, table, at)
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, f"it is not UTF-8 text: {error}") from error
+    except (OSError, pa.ArrowException, csv.Error) as error:
+        raise _unreadable(path, getattr(error, "strerror", None) or error) from error
+
+
+def _items(path: Path, table: _Table, at: str) -> list[Item]:
+    paths = _texts(path, table, _column(path, table, PATH_COLUMNS))
+    if None in paths:
+        row = table.num_before + paths.index(None) + 1
+        raise DataError(f"{at or path}: row {row} has no path. Add it or remove it.")
+    caption = next((name for name in CAPTION_COLUMNS if name in table.names), None)
+    captions = _texts(path, table, caption) if caption else [None] * len(paths)
+    folder = str(path.resolve().parent)
+    spans = _spans(at or path, table, len(paths))
+    if len(table.numbers) > MAX_ATTRIBUTES:
+        raise _unreadable(
+            path,
+            f"it has {len(table.numbers):,} numeric columns, at most {MAX_ATTRIBUTES:,} can be",
+        )
+    return [
+        Item(
+            _media_in(folder, name or "", at).cut(spans[row]),
+            None if text is None else text.strip(),
+            {
+                score: value
+                for score, values in table.numbers.items()
+                if (value := values[row]) is not None
+            },
+            {
+                column: given
+                for column, values in table.conditioning.items()
+                if (given := further_input(path, table.num_before + row, column, values[row], at))
+                is not None
+            },
+        )
+        for row, (name, text) in enumerate(zip(paths, captions, strict=True))
+    ]
+
+
+def _spans(
+    path: Path | str, table: _Table, num_rows: int
+) -> Sequence[tuple[float, float | None] | None]:
+    """The spans in seconds of a table with the columns `start` and `end`; None: a whole file."""
+    if len(table.spans) < len(SPAN_COLUMNS):
+        return [None] * num_rows
+    starts, ends = (_seconds(path, table, name) for name in SPAN_COLUMNS)
+    for name in SPAN_COLUMNS:
+        table.numbers.pop(name, None)
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True), table.num_before + 1):
+        if not 0 <= (start or 0.0) < (math.inf if end is None else end):
+            raise DataError(
+                f"{path}: row {row} has start = {start} and end = {end}; expected seconds from the "
+                "first frame on, the start before the end."
+            )
+    return [
+        None if start is None and end is None else (start or 0.0, end)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _seconds(path: Path | str, table: _Table, name: str) -> list[float | None]:
+    found: list[float | None] = []
+    for row, value in enumerate(table.spans[name], table.num_before + 1):
+        is_unknown = value is None or str(value).strip().lower() in _UNKNOWN
+        try:
+            number = None if is_unknown else float(value)
+        except (TypeError, ValueError):
+            raise DataError(
+                f"{path}: row {row} has {name} = {str(value)!r:.80}; expected seconds from the "
+                "first frame on, such as 62.5, or nothing. Correct it, or rename the column."
+            ) from None
+        found.append(_finite(number))
+    return found
+
+
+def further_input(path: Path, row: int, column: str, value: object, at: str = "") -> Given | None:
+    """A further input of a clip: a path is made absolute, lists of numbers are made one."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str) and value.lstrip()[:1] != "[":
+        return _media_in(str(path.resolve().parent), value, at).path
+    where = f"row {row + 1}, column {column!r}"
+    try:
+        if isinstance(value, str):  # of a CSV
+            value = fsio.parse_record(value.encode(), ANY_JSON, path)
+        numbers = np.ravel(np.array(value, np.float64))  # refuses lists of different lengths
+        if isinstance(value, bool) or not np.isfinite(numbers).all() or not numbers.size:
+            raise ValueError("NaN, infinite or none")
+    except (RecordError, TypeError, ValueError) as error:
+        raise _unreadable(
+            path, f"{where} is {value!r:.80}; expected a path, or a list of numbers"
+        ) from error
+    return tuple(numbers.tolist())
+
+
+def _read_csv(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
+    other, known = set[str](), set[str]()  # columns with what is no number, and with a number
+    for _, _, columns in _csv_columns(path):
+        for name in filter(_may_be_score, columns.keys() - other):
+            values = _parsed(columns[name])
+            if values is None:
+                other.add(name)
+            elif any(value is not None for value in values):
+                known.add(name)
+    scores = sorted(known - other)
+    for names, num_before, columns in _csv_columns(path):
+        yield _Table(
+            num_before,
+            names,
+            {
+                name: [text or None for text in columns[name]]
+                for name in (*PATH_COLUMNS, *CAPTION_COLUMNS)
+                if name in names
+            },
+            {name: _parsed(columns[name]) or [] for name in scores},
+            {},
+            {name: columns[name] for name in conditioning if name in names},
+            {name: columns[name] for name in SPAN_COLUMNS if name in names},
+        )
+
+
+def _csv_columns(path: Path) -> Iterator[tuple[list[str], int, dict[str, Sequence[str]]]]:
+    """The names of the columns, the number of rows before, and some rows as columns, in turn."""
+    rows = _csv_rows(path)
+    header = next(rows, None)
+    if header is None:
+        raise _unreadable(path, "it is empty")
+    names, num_before = _different(path, header), 0
+    for some in _batches(rows):
+        yield names, num_before, dict(zip(names, zip(*some, strict=True), strict=True))
+        num_before += len(some)
+    if not num_before:
+        yield names, 0, dict.fromkeys(names, ())
+
+
+def _csv_rows(path: Path) -> Iterator[list[str]]:
+    with fsio.open_regular(path) as binary, codecs.getreader("utf-8-sig")(binary) as file:
+        reader = csv.reader(file, strict=True)  # an unclosed quote must not swallow rows
+        num_rows, num_columns = -1, 0
+        try:
+            for row in reader:
+                if row and len(row) != (num_columns := num_columns or len(row)):
+                    raise csv.Error(f"{len(row)} columns instead of the header's {num_columns}")
+                if row:
+                    num_rows += 1
+                    yield row
+        except csv.Error as error:
+            start = f", in the row that begins after row {num_rows}" if num_columns else ""
+            raise _unreadable(path, f"line {reader.line_num}{start}: {error}") from error
+
+
+def _parsed(texts: Iterable[str]) -> list[float | None] | None:
+    """The numbers of a column; None if it has others."""
+    values: list[float | None] = []
+    for text in texts:
+        word = text.strip().lower()
+        try:
+            value = _WORDS[word] if word in _WORDS else float(word)
+        except ValueError:
+            return None
+        is_id = value is not None and abs(value) >= _MAX_EXACT and word.lstrip("+-").isdecimal()
+        if "_" in word or is_id:
+            return None
+        values.append(_finite(value))
+    return values
+
+
+def _read_jsonl(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
+    # Dictionaries as sets that keep the order in which the columns come.
+    texts, numbers, names = dict[str, None](), dict[str, None](), dict[str, None]()
+    types: dict[str, str] = {}
+    for row in _jsonl_rows(path):
+        for name, value in row.items():
+            names[name] = None
+            if not _is_text(name):
+                if _may_be_score(name) and score_of(value) is not None:
+                    numbers[name] = None
+            elif not isinstance(value, str | None):
+                types.setdefault(name, type(value).__name__)
+            elif value:
+                texts[name] = None
+    used = [name for name in names if name in texts and name not in types]
+    num_before = 0
+    for rows in _batches(_jsonl_rows(path)) if names else iter([list[dict[str, Any]]()]):
+        yield _Table(
+            num_before,
+            [*used, *types],
+            {name: [row.get(name) or None for row in rows] for name in used},
+            {name: [score_of(row.get(name)) for row in rows] for name in names if name in numbers},
+            types,
+            {name: [row.get(name) for row in rows] for name in conditioning if name in names},
+            {name: [row.get(name) for row in rows] for name in SPAN_COLUMNS if name in names},
+        )
+        num_before += len(rows)
+
+
+def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in _lines(path):
+        try:
+            yield fsio.parse_record(line, dict[str, Any], path, fsio.MAX_LINE_DEPTH)
+        except RecordError as error:
+            raise _unreadable(path, f"line {number}: {error.reason}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with fsio.open_regular(path) as file:
+        for number in count(1):
+            line = file.readline(fsio.MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > fsio.MAX_LINE_BYTES:
+                raise _unreadable(
+                    path, f"line {number} has more than {fsio.MAX_LINE_BYTES:,} bytes"
+                )
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield number, line
+
+
+def score_of(value: object) -> float | None:
+    if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= _MAX_EXACT):
+        return None
+    return _finite(float(value))
+
+
+def _read_parquet(
+    path: Path, conditioning: Sequence[str], extracted: Path | None
+) -> Iterator[_Table]:
+    with (
+        fsio.open_regular(path) as binary,
+        pq.ParquetFile(binary, buffer_size=_BUFFER_BYTES) as file,
+    ):
+        num_rows, num_bytes = file.metadata.num_rows, path.stat().st_size
+        if num_rows > max(_SURE_ROWS, num_bytes):
+            raise _unreadable(
+                path,
+                f"{num_rows:,} rows in {num_bytes:,} bytes repeat the same values; make "
+                "each row name a file of its own",
+            )
+        names = _different(path, file.schema_arrow.names)
+        fields = {name: file.schema_arrow.field(name).type for name in names}
+        wanted = [name for name in names if _is_text(name) or _is_numeric(name, fields[name])]
+        given = [name for name in conditioning if name in names]
+        spans = [name for name in SPAN_COLUMNS if name in names]
+        inside = next((name for name in PATH_COLUMNS if _holds_media(fields.get(name))), None)
+        columns = [name for name in [*wanted, *given, *spans] if name != inside]
+        columns = list(dict.fromkeys(columns))
+        paths: Iterator[str] | None = None
+        if inside is not None and extracted is not None:
+            paths = _extract(path, file, inside, extracted)
+        strings = pa.string(), pa.large_string()
+        texts = [name for name in wanted if fields[name] in strings and name != inside]
+        scores = [name for name in wanted if _is_numeric(name, fields[name])]
+        ids = _columns_of_ids(file, [name for name in scores if pa.types.is_integer(fields[name])])
+        types = {
+            name: str(fields[name])
+            for name in names
+            if name not in texts and (name != inside or paths is None)
+        }
+        nothing = pa.RecordBatch.from_pylist(
+            [], pa.schema([(each, fields[each]) for each in columns])
+        )
+        num_before = 0
+        for batch in file.iter_batches(_ROWS_IN_MEMORY, columns=columns) if num_rows else [nothing]:
+            read = {name: batch[name].to_pylist() for name in texts}
+            if inside is not None and paths is not None:
+                read[inside] = list(islice(paths, len(batch)))
+            yield _Table(
+                num_before,
+                names,
+                {name: [text or None for text in column] for name, column in read.items()},
+                {name: _floats(batch[name]) for name in scores if name not in ids},
+                types,
+                {name: batch[name].to_pylist() for name in given if name != inside},
+                {name: batch[name].to_pylist() for name in spans},
+            )
+            num_before += len(batch)
+
+
+def _holds_media(kind: Any) -> bool:
+    """Whether a column holds media as Hugging Face data sets do: structs of bytes and a path."""
+    return (
+        kind is not None
+        and pa.types.is_struct(kind)
+        and {"bytes", "path"} <= {kind.field(index).name for index in range(kind.num_fields)}
+    )
+
+
+def _extract(path: Path, file: pq.ParquetFile, name: str, folder: Path) -> Iterator[str]:
+    """Write the media of a column to files of their own, and yield their paths.
+
+    A file that is there with this content stays as it is, so that it is not indexed again.
+    """
+    name_of_table = hashlib.blake2b(str(path.resolve()).encode(), digest_size=4).hexdigest()
+    inside, row = folder / f"{path.stem}-{name_of_table}", 0
+    for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[name]):
+        for value in batch.column(0).to_pylist():
+            row += 1
+            data: bytes | None = value and value["bytes"]
+            original: str = (value and value["path"]) or ""
+            if data is None and original:
+                yield _media(path, original).path
+                continue
+            data = data or b""
+            suffix = _suffix_of(data, original)
+            if suffix is None:
+                raise _unreadable(
+                    path,
+                    f"row {row}, column {name!r} holds {len(data):,} bytes that are no "
+                    "image or video of a known kind",
+                )
+            target = inside / f"{row - 1:08d}{suffix}"
+            if not (target.is_file() and target.read_bytes() == data):
+                inside.mkdir(parents=True, exist_ok=True)
+                with fsio.atomic_write(target) as partial:
+                    partial.write_bytes(data)
+            yield str(target.resolve())
+
+
+def _suffix_of(data: bytes, name: str) -> str | None:
+    """The ending of a file with this content, by its first bytes, or else by its older name."""
+    if not data:
+        return None
+    for start, offset, suffix in _MAGIC:
+        if data[offset : offset + len(start)] == start:
+            return suffix
+    return PurePath(name).suffix.lower() if is_media(name) else None
+
+
+_ROWS_AT_ONCE = 16  # whose media are in memory
+_MAGIC = (
+    (b"\x89PNG", 0, ".png"),
+    (b"\xff\xd8\xff", 0, ".jpg"),
+    (b"WEBP", 8, ".webp"),
+    (b"GIF8", 0, ".gif"),
+    (b"ftypavif", 4, ".avif"),
+    (b"ftypqt", 4, ".mov"),
+    (b"ftyp", 4, ".mp4"),
+    (b"\x1a\x45\xdf\xa3", 0, ".mkv"),
+)
+
+
+def _columns_of_ids(file: pq.ParquetFile, integers: Sequence[str]) -> set[str]:
+    """Those of the columns in which an integer is too large for a score."""
+    ids = set[str]()
+    for batch in file.iter_batches(_ROWS_IN_MEMORY, columns=list(integers)) if integers else ():
+        for name in integers:
+            bounds = pc.min_max(batch[name]).as_py()
+            if any(abs(bound or 0) >= _MAX_EXACT for bound in bounds.values()):
+                ids.add(name)
+    return ids
+
+
+def _floats(column: pa.Array) -> list[float | None]:
+    return [_finite(value) for value in column.cast(pa.float64()).to_pylist()]
+
+
+def _is_numeric(name: str, kind: Any) -> bool:
+    tests = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+    return _may_be_score(name) and any(test(kind) for test in tests)
+
+
+def _may_be_score(name: str) -> bool:
+    return name not in MEASURED and not _is_text(name)
+
+
+def _is_text(name: str) -> bool:
+    return name in PATH_COLUMNS or name in CAPTION_COLUMNS
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _different(path: Path, names: Sequence[str]) -> list[str]:
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise _unreadable(path, f"it has several columns {twice[0]!r:.80}")
+    return list(names)
+
+
+def _column(path: Path, table: _Table, wanted: Sequence[str]) -> str:
+    for name in wanted:
+        if name in table.names:
+            return name
+    known = ", ".join(table.names)
+    raise DataError(
+        f"{path} has no column of paths; its columns are {known[:500]}. "
+        f"Name the one with the paths {' or '.join(wanted)}."
+    )
+
+
+def _texts(path: Path, table: _Table, name: str) -> list[str | None]:
+    if name not in table.texts:
+        raise DataError(
+            f"{path}: column {name!r} holds {table.types[name][:200]}; expected text. Media inside "
+            "a table cannot be read in place: write them to files or tars, and their paths here."
+        )
+    return table.texts[name]
+
+
+def _unreadable(path: Path, why: object) -> DataError:
+    return DataError(f"{path} cannot be read: {str(why).rstrip('.')}.")
+
+
+class _CaptionLine(NamedTuple):
+    number: int
+    video: str
+    caption: str
+
+
+def read_captions(
+    captions: Path | None, folders: Sequence[Path], videos: Callable[[], Iterable[Path]]
+) -> tuple[dict[Path, str], list[str]]:
+    """The captions that JSON lines give to videos, and the names in them that match no video.
+
+    `videos` gives the paths of all videos, once for each file of JSON lines.
+    """
+    texts: dict[Path, str] = {}
+    unmatched: list[str] = []
+    tables = [captions] if captions and not is_sidecar(captions) else []
+    if captions is None:
+        named = dict.fromkeys(folder / "captions.jsonl" for folder in folders)
+        tables = [table for table in named if table.is_file()]
+    for table in tables:
+        found, left = _match(table, _caption_lines(table), folders, videos())
+        texts.update(found)
+        unmatched.extend(left)
+    return texts, unmatched
+
+
+def is_sidecar(captions: Path) -> bool:
+    return str(captions) == SIDECAR
+
+
+def _match(
+    table: Path, lines: Sequence[_CaptionLine], folders: Sequence[Path], videos: Iterable[Path]
+) -> tuple[dict[Path, str], list[str]]:
+    """Match each line to a video by path, or else by a unique file name."""
+    roots = [table.parent.resolve(), *folders]
+    asked = {os.path.normpath(root / line.video) for line in lines for root in roots}
+    names = {Path(line.video).name for line in lines}
+    by_name: dict[str, list[Path]] = defaultdict(list)
+    known = set[Path]()
+    for video in videos:
+        if str(video) in asked:
+            known.add(video)
+        if video.name in names:
+            by_name[video.name] = [*by_name[video.name], video][:2]  # two: it is not unique
+    exact: dict[Path, _CaptionLine] = {}
+    inexact: list[_CaptionLine] = []
+    for line in lines:
+        places = [Path(os.path.normpath(root / line.video)) for root in roots]
+        target = next((place for place in places if place in known), None)
+        if target is None:
+            inexact.append(line)
+        else:
+            _assign(exact, target, line, table)
+    named: dict[Path, _CaptionLine] = {}
+    unmatched = []
+    for line in inexact:
+        same_name = by_name.get(Path(line.video).name, [])
+        if len(same_name) == 1 and same_name[0] not in exact:
+            _assign(named, same_name[0], line, table)
+        else:
+            unmatched.append(line.video)
+    return {video: line.caption for video, line in (exact | named).items()}, unmatched
+
+
+def _assign(taken: dict[Path, _CaptionLine], video: Path, line: _CaptionLine, table: Path) -> None:
+    first = taken.setdefault(video, line)
+    if first.caption != line.caption:
+        raise DataError(
+            f"{table}, line {line.number}: {video} has another caption in line {first.number}. "
+            "A clip has one caption; remove one of the two lines."
+        )
+
+
+def _caption_lines(path: Path) -> list[_CaptionLine]:
+    if path.suffix.lower() in (".csv", ".parquet"):
+        raise DataError(
+            f"--captions {path}: captions are read from JSON lines. A table of paths and captions "
+            f"is given as a source: longtake data index {path} --out clips.parquet."
+        )
+    lines = []
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            key = next(name for name in PATH_COLUMNS if name in entry)
+            text = next(name for name in CAPTION_COLUMNS if name in entry)
+            video, caption = entry[key], entry[text].strip()
+            f"{video}{caption}".encode()  # half of a surrogate pair is no text
+            lines.append(_CaptionLine(number, os.fspath(video), caption))
+        except (*_MALFORMED, RecursionError, StopIteration) as error:
+            raise DataError(
+                f"{path}, line {number} is no caption: {line.strip()[:80]!r}. Expected one object "
+                'on each line: {"video": "clip.mp4", "caption": "what it shows"}.'
+            ) from error
+    return lines
+
+
+def sidecar_of(video: Path) -> str | None:
+    """The text of a file beside a video, such as clip.txt beside clip.mp4."""
+    for ending in SIDECAR_SUFFIXES:
+        path = video.with_suffix(ending)
+        with suppress(OSError):  # a name that is too long with this ending
+            if path.is_file():
+                return _read_text(path).strip()
+    return None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return fsio.read_regular(path).removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
+    except OSError as error:
+        raise DataError(f"The captions {path} cannot be read: {error.strerror}.") from error

@@ -1,0 +1,148 @@
+"""Whether the hardest clips that a stage adds are far harder than all before it.
+
+Means say little about tails: one clip in ten thousand can end a run and moves no mean. Two tests
+share `FALSE_ALARMS`; both ask for more than `limit` standard deviations beside significance.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from longtake.data.catalog import Catalog
+    from longtake.data.plan import Plan  # which imports this module
+
+FALSE_ALARMS = 1e-3
+"""Probability of an alarm about a stage whose clips are like those before it."""
+_LEVELS = 16  # of either test
+_MIN_TAIL, _MAX_TAIL = 20, 1000  # hardest clips by which a tail's exponent is estimated
+_MIN_EXPONENT = 0.05  # a lighter tail is taken for this one: z^-20
+_MOST_BEYOND_LARGEST = 7.0  # -ln 0.001: clips that a sample like the one before may have there
+
+
+@dataclass(frozen=True)
+class TailExcess:
+    """Large values that one sample has more of than another one lets expect."""
+
+    count: int
+    least: float  # the smallest of them
+    expected: float  # how many there would be, at most, if both were alike
+    probability: float  # of so many, if both were alike
+
+
+def tail_excess(
+    before: NDArray[Any], after: NDArray[Any], limit: float, false_alarms: float = FALSE_ALARMS
+) -> TailExcess | None:
+    """Compare the upper tails of two samples; None: `after` has none that is far harder.
+
+    Values of `after` count by `limit` standard deviations of `before` less than they are.
+
+    Two tests, each at several levels, with Bonferroni's correction for their number:
+
+    1. By ranks, for any distribution, with r = 1, 2, 4, ... If both are alike, each of the largest
+       values of both together is of `after` with probability q = m / (n + m). That j of `after` are
+       beyond the r-th largest of `before` means that at least j of the largest j + r - 1 are, of
+       probability I_q(j, r): the negative binomial distribution, a bound of the exact negative
+       hypergeometric one.
+    2. By distance, for few clips, for which ranks do not suffice. The tail of `before` is continued
+       beyond its largest value as the power that Hill's estimator finds, 3 standard errors heavier:
+       S(z) = S(z_1) (z / z_1)^(-1 / gamma), z from the median (Hill, "A Simple General Approach to
+       Inference about the Tail of a Distribution", 1975). `after` then has a Poisson number beyond
+       its first, second, third, ... largest. Lighter tails (normal, exponential) are bounded by it.
+    """
+    from scipy import special  # takes a moment, and only curricula need it
+
+    before, after = (each[np.isfinite(each)].astype(np.float64) for each in (before, after))
+    n, m = len(before), len(after)
+    if not n or not m:
+        return None
+    kept = min(n, max(2**_LEVELS, _MAX_TAIL + 1))
+    largest = np.sort(np.partition(before, n - kept)[n - kept :])[::-1]
+    kept = min(m, 2**_LEVELS)
+    shift = limit * before.std()
+    hardest = np.sort(np.partition(after, m - kept)[m - kept :])[::-1] - shift
+    alpha = false_alarms / (2 * _LEVELS)
+    found: list[TailExcess] = []
+
+    def add(count: int, expected: float, probability: float) -> None:
+        if probability < alpha:
+            least = float(hardest[count - 1] + shift)
+            found.append(TailExcess(count, least, expected, probability))
+
+    for level in range(_LEVELS):
+        rank = 2**level
+        if rank > n // 20 + 1:
+            break
+        threshold = float(largest[rank - 1])
+        count = int(np.searchsorted(-hardest, -threshold))
+        if count:
+            chance = float(special.betainc(count, rank, m / (n + m)))
+            add(count, rank * m / n, chance)
+    size = min(n // 100, _MAX_TAIL)
+    tail = largest[: size + 1] - np.median(before)
+    if size >= _MIN_TAIL and tail[-1] > 0:
+        hill = float(np.log(tail[:-1] / tail[-1]).mean())
+        exponent = max(_MIN_EXPONENT, hill * (1 + 3 / math.sqrt(size)))
+        for count in range(1, _LEVELS + 1):
+            if count > m or hardest[count - 1] <= largest[0]:
+                break
+            ratio = float((hardest[count - 1] - np.median(before)) / tail[0])
+            expected = _MOST_BEYOND_LARGEST * m / n * ratio ** (-1 / exponent)
+            add(count, expected, float(special.gammainc(count, expected)))
+    return min(found, key=lambda each: each.probability, default=None)
+
+
+@dataclass(frozen=True)
+class TailDrift:
+    """Clips of a stage that are far harder than all that were trained before it."""
+
+    stage: str
+    attribute: str
+    count: int
+    num_clips: int  # that the stage adds to those of all stages before it
+    least: float  # the smallest value of these clips
+    expected: float  # how many there would be if the stage's clips were like those before
+    probability: float  # of so many then
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage}: {self.count:,} of {self.num_clips:,} clips that it adds have "
+            f"{self.attribute} of {self.least:.4g} or more, where {self.expected:.2g} would be "
+            "expected from the stages before (far harder, though the mean may have hardly moved)"
+        )
+
+
+def tail_drifts(plan: "Plan", limit: float) -> list[TailDrift]:
+    """Scores whose upper tail is more than `limit` standard deviations beyond all stages before.
+
+    Of each stage only those clips are compared that no stage before it has. Scores are the
+    catalogs' attributes; numbers such as the width are made equal by buckets.
+    """
+    found = []
+    seen: dict[int, tuple[Catalog, NDArray[np.bool_]]] = {}
+    for place, stage in enumerate(plan.stages):
+        parts = [stream.parts[-1] for stream in stage.streams]
+        for part in parts:
+            seen.setdefault(id(part.catalog), (part.catalog, np.zeros(len(part.catalog), bool)))
+        rows = [part.members.all_rows() for part in parts]
+        pairs = list(zip(parts, rows, strict=True))
+        added = [(p.catalog, each[~seen[id(p.catalog)][1][each]]) for p, each in pairs]
+        before = [(catalog, np.flatnonzero(mask)) for catalog, mask in seen.values() if mask.any()]
+        scores = set.intersection(*(set(each.attribute_names) for each, _ in [*before, *added]))
+        num_added = sum(len(each) for _, each in added)
+        for attribute in sorted(scores) if place and num_added else ():
+            old, new = (
+                np.concatenate([catalog.column(attribute)[some] for catalog, some in each])
+                for each in (before, added)
+            )
+            excess = tail_excess(old, new, limit, FALSE_ALARMS / len(scores))
+            if excess is not None:
+                found.append(
+                    TailDrift(stage.stage.name, attribute, num_clips=num_added, **vars(excess))
+                )
+        for part, each in pairs:
+            seen[id(part.catalog)][1][each] = True
+    return found

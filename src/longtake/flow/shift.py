@@ -1,0 +1,85 @@
+"""How far sigmas are shifted toward noise: by a factor, or by a rule of a release. Torch-free."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+ShiftName = Literal["flux", "opensora"]
+
+
+class ClipSize(NamedTuple):
+    """What a shift can follow."""
+
+    num_tokens: int
+    """The transformer's tokens of the noisy latents: latent pixels after patching."""
+    height: int
+    """In pixels, as `width`."""
+    width: int
+    num_latent_frames: int
+
+
+@dataclass(frozen=True)
+class MuLine:
+    """The logarithm mu of the shift as a line over tokens, not clamped beyond its two points.
+
+    Diffusers' dynamic shifting; the values are FLUX.1's.
+    """
+
+    base_tokens: int = 256
+    base_mu: float = 0.5
+    max_tokens: int = 4096
+    max_mu: float = 1.15
+
+    def mu(self, num_tokens: int) -> float:
+        slope = (self.max_mu - self.base_mu) / (self.max_tokens - self.base_tokens)
+        return self.base_mu + slope * (num_tokens - self.base_tokens)
+
+
+@dataclass(frozen=True)
+class ShiftRule:
+    """A shift of sigmas, and where sampling ends."""
+
+    by: float | MuLine | Literal["flux2", "opensora"]
+    """A factor as it is; exp(mu) by a line, or by `flux2_mu`; Open-Sora's, by pixels and frames."""
+    terminal: float = 0.0
+    """The last sigma above 0 in sampling, which `build_sigmas` stretches to; 0: not stretched."""
+
+    def factor(self, size: ClipSize, num_steps: int) -> float:
+        """The factor for clips of one size; only `flux2` follows the number of sampling steps."""
+        if isinstance(self.by, MuLine):
+            return math.exp(self.by.mu(size.num_tokens))
+        if self.by == "flux2":
+            return math.exp(flux2_mu(size.num_tokens, num_steps))
+        if self.by == "opensora":
+            return opensora_shift(size.height, size.width, size.num_latent_frames)
+        return float(self.by)
+
+    def __str__(self) -> str:
+        said = f"{self.by:g}" if isinstance(self.by, int | float) else str(self.by)
+        if isinstance(self.by, MuLine):
+            line = self.by
+            first = f"{line.base_mu:g} at {line.base_tokens}"
+            said = f"exp(mu), mu {first} and {line.max_mu:g} at {line.max_tokens} tokens"
+        return said + (f"; the last sigma is {self.terminal:g}" if self.terminal else "")
+
+
+def named_rule(shift: float | ShiftName) -> ShiftRule:
+    """What a recipe's number or name means."""
+    return ShiftRule(MuLine() if shift == "flux" else shift)
+
+
+def flux2_mu(num_tokens: int, num_steps: int) -> float:
+    """FLUX.2's empirical mu: two lines over tokens, for 10 and 200 steps, and between them linear.
+
+    Above 4300 tokens the line of 200 steps holds for any number of steps, so mu falls there.
+    Source: `compute_empirical_mu` of diffusers' Flux2Pipeline.
+    """
+    at_10 = 8.73809524e-05 * num_tokens + 1.89833333
+    at_200 = 0.00016927 * num_tokens + 0.45666666
+    if num_tokens > 4300:
+        return at_200
+    return at_200 + (at_200 - at_10) * (num_steps - 200) / 190
+
+
+def opensora_shift(height: int, width: int, num_latent_frames: int) -> float:
+    return math.sqrt(height * width / 512**2) * math.sqrt(num_latent_frames)

@@ -1,0 +1,276 @@
+"""The health of a run's nodes, from what their watchers wrote: facts, and a table of them.
+
+The watchers' own detector compares each node's last windows with the other nodes', and with windows
+from all of the node's past.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from longtake import errors, fsio, node_dir, node_events
+from longtake.formatting import escape, for_seconds, format_size, format_time, plural
+from longtake.monitor import node_health, outliers
+from longtake.run_dir import RunDirectory
+
+Windows = Sequence[Mapping[str, float]]
+_RECENT_WINDOWS, _PAST_WINDOWS = 48, 12  # compared; and those that stand for the past
+_ENOUGH_WINDOWS = _PAST_WINDOWS + 4  # until the past is known, and something adds up
+_SHOWN_WINDOWS = 6  # a value in the table is their median
+_TAIL_BYTES = 2**20
+_SILENT_SECONDS = 60.0
+_PIPE_WIDTH = 120
+_TEMPERATURE = outliers.HealthSignal(
+    *("gpu_temperature_celsius", "GPU", "temperature", "°C", "higher", 0.1), needs=outliers.USE
+)
+# Work per step depends on the data: only other nodes tell whether it is slow.
+_SIGNALS = tuple(
+    each if each.name == "step_work_seconds" else replace(each, against=("others", "own past"))
+    for each in (*outliers.SIGNALS, _TEMPERATURE)
+)
+
+
+def _least(values: Sequence[float]) -> float:
+    return min(values)
+
+
+def _most(values: Sequence[float]) -> float:
+    return max(values)
+
+
+_Column = tuple[str, Callable[[Sequence[float]], float], Callable[[float], str], tuple[str, ...]]
+# Of each: the number, which of a node's devices stands for it, how it is printed, and the
+# beginnings of the signals that mark it.
+_COLUMNS: dict[str, _Column] = {
+    "power": ("gpu_power_watts", _least, lambda x: f"{x:.0f} W", ("gpu_power",)),
+    "temperature": ("gpu_temperature_celsius", _most, lambda x: f"{x:.0f} °C", ("gpu_temp",)),
+    "clock": ("gpu_sm_clock_mhz", _least, lambda x: f"{x:.0f} MHz", ("gpu_sm",)),
+    "link": (
+        *("link_speed_bits_per_second", _least, lambda x: f"{x / 1e9:.3g} Gb/s"),
+        ("link_",),
+    ),
+    "disk write": ("disk_write_seconds", _most, lambda x: f"{x * 1e3:.3g} ms", ("disk_",)),
+    "disk free": ("disk_free_bytes", _least, lambda x: format_size(int(x)), ()),
+    "step": ("step_work_seconds", _most, lambda x: f"{x:.3g} s", ("step_work",)),
+}
+
+
+# --- Facts ------------------------------------------------------------------------------------
+
+
+def node_facts(run: RunDirectory, seconds: float = 3600.0) -> dict[str, Any]:
+    """What the watchers of a run's nodes have measured and seen.
+
+    Args:
+        run: the run.
+        seconds: how old an event may be, before its node's newest sign of life.
+
+    Returns:
+        JSON: `run`, `seconds`, and `nodes`, each with `host`, `state` (running, ended or silent),
+        `silent_seconds` (None: no sign of life), `windows` (samples that were compared),
+        `numbers` (medians of the last minute, the worst of the node's devices), `links_down`,
+        `outliers` (what is worse than on other nodes or in its own past) and `events`.
+
+    Raises:
+        RunError: there is no run.
+    """
+    if not run.exists():
+        raise errors.RunError(
+            f"{run.path} is not a run directory: it has no recipe.toml. Name a run directory."
+        )
+    nodes = node_dir.all_nodes(run)
+    past = {node.host: _windows(node.health_path) for node in nodes}
+    found = compare({host: [*before, *now] for host, (before, now) in past.items() if now})
+    return {
+        "run": str(run.path),
+        "seconds": seconds,
+        "nodes": [
+            _facts(node, *past[node.host], found.get(node.host, []), seconds) for node in nodes
+        ],
+    }
+
+
+def _windows(path: Path) -> tuple[Windows, Windows]:
+    """Of a health.jsonl: windows from all of the past, and the last ones."""
+    size = path.stat().st_size if path.is_file() else 0
+    start = max(0, size - _TAIL_BYTES)
+    recent = _read(path, start, None) if size else []
+    before = recent[:-_RECENT_WINDOWS]
+    if start:
+        spaced = (start * number // _PAST_WINDOWS for number in range(_PAST_WINDOWS))
+        before = [each for offset in spaced for each in _read(path, offset, 1)]
+    step = max(1, len(before) // _PAST_WINDOWS)
+    return before[::step][:_PAST_WINDOWS], recent[-_RECENT_WINDOWS:]
+
+
+def _read(path: Path, offset: int, limit: int | None) -> list[dict[str, float]]:
+    most = () if limit is None else (limit,)
+    records: list[dict[str, Any]] = []
+    with suppress(OSError):
+        records, _ = fsio.read_new_records(path, dict[str, Any], offset, *most)
+    return [
+        {name: float(x) for name, x in each.items() if type(x) in (int, float) and abs(x) < 1e300}
+        for each in records
+    ]
+
+
+def compare(windows: Mapping[str, Windows]) -> dict[str, list[outliers.Outlier]]:
+    """The outliers of each node after its last window; windows are compared from the last back."""
+    found: dict[str, list[outliers.Outlier]] = {}
+    for host, own in windows.items():
+        detector = outliers.OutlierDetector(_SIGNALS)
+        others = [each for other, each in windows.items() if other != host]
+        for back in range(len(own), 0, -1):
+            beside = {str(n): each[-back] for n, each in enumerate(others) if len(each) >= back}
+            found[host] = detector.judge(own[-back], beside)
+    return found
+
+
+def _facts(
+    node: node_dir.NodeDirectory,
+    past: Windows,
+    recent: Windows,
+    flagged: Sequence[outliers.Outlier],
+    seconds: float,
+) -> dict[str, Any]:
+    heartbeat, silent = node.read_heartbeat(), _silent_seconds(node)
+    state = "running" if silent is not None and silent <= _SILENT_SECONDS else "silent"
+    events = node_events.of_node(node, heartbeat)
+    kept = [each for each in events if each.seconds_ago <= seconds or not each.is_over]
+    up = outliers.by_device(recent[-1], "link_up") if recent else {}
+    return {
+        "host": node.host,
+        "state": "ended" if heartbeat.get("ended") else state,
+        "silent_seconds": silent,
+        "windows": len(past) + len(recent),
+        "numbers": dict(_numbers(recent)),
+        "links_down": sorted(device for device, is_up in up.items() if not is_up),
+        "outliers": [
+            {
+                "number": each.signal.name,
+                "device": each.device,
+                "against": each.against,
+                "value": each.value,
+                "usual": each.usual,
+                "sentence": str(each),
+            }
+            for each in flagged
+        ],
+        "events": [
+            {**asdict(each), "sentence": str(each)}
+            for each in sorted(kept, key=lambda each: each.seconds_ago)
+        ],
+    }
+
+
+def _silent_seconds(node: node_dir.NodeDirectory) -> float | None:
+    with suppress(OSError):
+        return max(0.0, time.time() - node.heartbeat_path.stat().st_mtime)
+    return None
+
+
+def _numbers(recent: Windows) -> Iterator[tuple[str, float]]:
+    for label, (name, worst, _, _) in _COLUMNS.items():
+        found = [outliers.by_device(each, name) for each in recent[-_SHOWN_WINDOWS:]]
+        devices = {device for each in found for device in each}
+        medians = [statistics.median(e[d] for e in found if d in e) for d in devices]
+        if medians:
+            yield label, worst(medians)
+
+
+# --- Table ------------------------------------------------------------------------------------
+
+
+def print_nodes(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what `node_facts` returned."""
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)
+    nodes = facts["nodes"]
+    if not nodes:
+        console.print(
+            f"No node of {escape(facts['run'])} has been watched: it was never trained, or "
+            "watch.enabled is false.",
+            highlight=False,
+        )
+        return
+    console.print(f"[bold]{escape(facts['run'])}: {plural(len(nodes), 'node')}[/bold]")
+    console.print(_table(nodes), highlight=False)
+    for line in (*_outliers(nodes), *_events(nodes, facts["seconds"]), *_remarks(nodes)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _table(nodes: Sequence[Mapping[str, Any]]) -> Table:
+    shown = [label for label in _COLUMNS if any(label in each["numbers"] for each in nodes)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("node", "", *shown):
+        table.add_column(name, justify="right" if name in shown else "left", no_wrap=True)
+    for node in nodes:
+        state = node["state"]
+        if state == "silent" and node["silent_seconds"] is not None:
+            state = f"silent for {for_seconds(node['silent_seconds'])}"
+        table.add_row(escape(node["host"]), state, *(_cell(node, label) for label in shown))
+    return table
+
+
+def _cell(node: Mapping[str, Any], label: str) -> str:
+    _, _, text, prefixes = _COLUMNS[label]
+    value = node["numbers"].get(label)
+    said = "-" if value is None else text(value)
+    if label == "link" and node["links_down"]:
+        said = f"{len(node['links_down'])} down, {said}"
+    marks = [each for each in node["outliers"] if prefixes and each["number"].startswith(prefixes)]
+    if not marks and not (label == "link" and node["links_down"]):
+        return said
+    against = {each["against"] for each in marks}
+    suffix = "".join(mark for mark, of in (("*", "others"), ("'", "own past")) if of in against)
+    return f"[bold red]{said}{suffix}[/bold red]"
+
+
+def _outliers(nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Under the table: what the marks mean."""
+    marked = [node for node in nodes if node["outliers"] or node["links_down"]]
+    if not marked:
+        return
+    yield "Worse than on other nodes (*), or than in the node's own past ('):"
+    for node in marked:
+        said = [each["sentence"] for each in node["outliers"]]
+        said += [f"link {device} is down" for device in node["links_down"]]
+        yield f"  {escape(node['host'])}: {escape('; '.join(said))}"
+
+
+def _events(nodes: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[str]:
+    events = [each for node in nodes for each in node["events"]]
+    if events:
+        yield "Events of clocks, links and GPUs, and how long before the node's last sign of life:"
+        for each in events:
+            yield f"  {format_time(each['time'], with_date=True)}  {escape(each['sentence'])}"
+        if any(each["kind"].startswith("clock_") for each in events):
+            yield f"[dim]Clocks: {escape(node_health.CLOCK_ADVICE)}[/dim]"
+    else:
+        span = f"the {for_seconds(seconds)} before its last sign of life"
+        yield f"No node has an event of clocks, links and GPUs in {span}."
+
+
+def _remarks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What was not compared, and why."""
+    measured = [node for node in nodes if node["windows"]]
+    if len(measured) == 1:
+        yield "One node alone: it is compared with its own past only."
+    if without := [node["host"] for node in nodes if not node["windows"]]:
+        yield f"No samples yet of {escape(', '.join(without))}."
+    if measured and not any("power" in node["numbers"] for node in measured):
+        yield "No node has a GPU that the driver (NVML) reports."
+    few = [node["host"] for node in measured if node["windows"] < _ENOUGH_WINDOWS]
+    if few:
+        yield (
+            f"Of {escape(', '.join(few))} there are fewer than {_ENOUGH_WINDOWS} samples: what is "
+            "worse than in the past shows later."
+        )

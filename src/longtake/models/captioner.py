@@ -1,0 +1,124 @@
+"""A captioner for `data caption`: models of transformers that describe pictures, from a folder.
+
+Only local files are read, weights only from safetensors, and no code beside the weights is run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from longtake import errors
+from longtake.models.pretrained import quiet
+
+PROMPT = "Describe what this video shows in one or two plain sentences."
+
+
+class TransformersCaptioner:
+    """Captions by an image-text-to-text model of transformers, such as Qwen2.5-VL or BLIP.
+
+    Args:
+        model: a folder with config.json, the processor's files and weights in safetensors.
+        prompt: what a chat model is asked, and what another one continues (by default nothing).
+        max_new_tokens: at most so many tokens are generated.
+        device: by default "cuda" if there is one, else "cpu".
+        dtype: of the weights, such as "bfloat16"; by default as they are stored.
+
+    Raises:
+        ModelError: the folder holds no such model, or needs code or weights that are not read.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prompt: str | None = None,
+        max_new_tokens: int = 128,
+        device: str | None = None,
+        dtype: str = "auto",
+    ) -> None:
+        folder = Path(model).expanduser()
+        if not (folder / "config.json").is_file():
+            raise errors.ModelError(
+                f"{model} is no folder with a config.json. Name a local folder that holds a model "
+                "of transformers; nothing is downloaded here."
+            )
+        if not any(folder.glob("*.safetensors")):
+            raise errors.ModelError(
+                f"{model} has no weights in safetensors, and others are not read. Save the model "
+                "with save_pretrained(...) of transformers."
+            )
+        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._processor, self._model = _load(folder, dtype)
+        self._model.to(self._device).eval()
+        self._max_new_tokens = max_new_tokens
+        self._is_chat = bool(getattr(self._processor, "chat_template", None))
+        self._prompt = (PROMPT if self._is_chat else "") if prompt is None else prompt
+        if (tokenizer := getattr(self._processor, "tokenizer", None)) is not None:
+            tokenizer.padding_side = "left"  # prompts end where generation begins
+
+    def captions(self, frames: Sequence[NDArray[np.uint8]], clips: Sequence[object]) -> list[str]:
+        """Captions of clips: see `Captioner` in longtake.data.captioning.
+
+        A model without a chat template is shown one frame of each clip, the middle one.
+        """
+        del clips
+        with torch.inference_mode():
+            inputs = self._chat(frames) if self._is_chat else self._plain(frames)
+            inputs = inputs.to(self._device, self._model.dtype)
+            tokens = self._model.generate(
+                **inputs, max_new_tokens=self._max_new_tokens, do_sample=False
+            )
+        asked = inputs.get("input_ids")
+        if asked is not None and torch.equal(tokens[:, : asked.shape[1]], asked):
+            tokens = tokens[:, asked.shape[1] :]  # models differ in whether they repeat it
+        texts = self._processor.batch_decode(tokens, skip_special_tokens=True)
+        return [" ".join(text.split()) for text in texts]
+
+    def _chat(self, frames: Sequence[NDArray[np.uint8]]) -> Any:
+        pictures = [[Image.fromarray(frame) for frame in video] for video in frames]
+        questions = [
+            [*({"type": "image"} for _ in video), {"type": "text", "text": self._prompt}]
+            for video in frames
+        ]
+        prompts = [
+            self._processor.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True
+            )
+            for question in questions
+        ]
+        return self._processor(images=pictures, text=prompts, padding=True, return_tensors="pt")
+
+    def _plain(self, frames: Sequence[NDArray[np.uint8]]) -> Any:
+        pictures = [Image.fromarray(video[len(video) // 2]) for video in frames]
+        prompts = {"text": [self._prompt] * len(pictures), "padding": True} if self._prompt else {}
+        return self._processor(images=pictures, return_tensors="pt", **prompts)
+
+
+def _load(folder: Path, dtype: str) -> tuple[Any, Any]:
+    """Processor and model."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        with quiet(AutoProcessor):
+            processor = AutoProcessor.from_pretrained(str(folder), **safe)
+            model, report = AutoModelForImageTextToText.from_pretrained(
+                str(folder), use_safetensors=True, dtype=dtype, output_loading_info=True, **safe
+            )
+    except Exception as error:  # each model's files raise their own kinds
+        reason = " ".join(str(error).split())[:400].rstrip(".") or type(error).__name__
+        raise errors.ModelError(
+            f"No captioner can be loaded from {folder}: {reason}. Expected a model of transformers "
+            "for image-text-to-text with its processor; code beside the weights is not run."
+        ) from error
+    missing = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
+    if missing:
+        raise errors.ModelError(
+            f"The weights in {folder} leave {len(missing)} tensors without values, such as "
+            f"{missing[0]}. They belong to another model or another version of transformers."
+        )
+    return processor, model

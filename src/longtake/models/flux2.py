@@ -1,0 +1,148 @@
+"""FLUX.2 dev and klein: diffusers' `Flux2Transformer2DModel`, called as FLUX.2's pipelines do.
+
+Legend: B batch, C latent channels, H and W latent rows and columns, N tokens, T' those of a text.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longtake.config import ModelSection
+from longtake.errors import RecipeError
+from longtake.flow.shift import ShiftRule
+from longtake.models import base, codec, flux, pretrained
+from longtake.models.text import TextEncoder
+
+_TIME_STEP = 10  # between the image and its first reference, and between references
+_MAX_REFERENCES = 10
+_LAYERS = 3  # of the text encoder, side by side in prompt_embeds
+
+_COMFYUI = (
+    *("transformer_blocks.", "single_transformer_blocks.", "x_embedder.", "context_embedder."),
+    *("norm_out.linear.", "proj_out."),
+)
+"""Layers of FLUX.2 that ComfyUI's `flux_to_diffusers` knows by diffusers' names."""
+
+
+class Flux2(flux.Flux):
+    """From a text and any number of reference images to an image; needs `prompt_embeds`.
+
+    A token is one latent pixel, 16 x 16 pixels of the image. The released dev is distilled for
+    guidance: the scale is an input, which klein's transformer does not have.
+    """
+
+    frozen = pretrained.FrozenParts(
+        codec=pretrained.PipelinePart(("AutoencoderKLFlux2",), "vae"),
+        text=pretrained.PipelinePart(
+            ("Mistral3ForConditionalGeneration", "Qwen3ForCausalLM"), "text_encoder", "tokenizer"
+        ),
+        has_random_text=False,
+    )
+    label = "FLUX.2"
+    transformer_class, pipeline_class = "Flux2Transformer2DModel", "Flux2Pipeline"
+    codec_class = codec.PatchedImageCodec
+    parts = "an AutoencoderKLFlux2 and a Mistral3 or Qwen3 text encoder"
+    patch_size = (1, 1, 1)
+    rope_axes = (32, 32, 32, 32)
+    variants: ClassVar[Mapping[float, str]] = {}
+    optional_references = (
+        "reference",
+        *(f"reference_{number}" for number in range(2, _MAX_REFERENCES + 1)),
+    )
+    lora_targets: tuple[str, ...] = (
+        *base.DiffusersFamily.lora_targets,
+        "to_qkv_mlp_proj",
+        "single_transformer_blocks.*.attn.to_out",
+    )
+    default_shift = ShiftRule("flux2")
+    mu: ClassVar[pretrained.PipelineMu] = "flux2"
+    guidance_scale = 4.0
+    num_inference_steps = 50
+
+    def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
+        if text.embed_dim is None or text.pooled_dim is not None:
+            raise RecipeError(
+                "FLUX.2 is conditioned on the prompt_embeds of one text encoder. Set text.kind = "
+                '"transformers", and remove text.pooled.'
+            )
+        return {"in_channels": channels, "joint_attention_dim": _LAYERS * text.embed_dim}
+
+    def pipeline_of(self, parts: Mapping[str, Any]) -> str:
+        is_klein = type(parts["text_encoder"]).__name__ == "Qwen3ForCausalLM"
+        return "Flux2KleinPipeline" if is_klein else self.pipeline_class
+
+    def encode_text(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        """Three hidden layers of a decoder, which reads a template; the padding is attended to."""
+        return {
+            "prompt_embeds": pipeline.encode_prompt(captions, max_sequence_length=max_tokens)[0]
+        }
+
+    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
+        width = _LAYERS * base.text_width(encoders[self.frozen.text.folder])
+        return {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
+
+    def run_encoders(
+        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
+    ) -> None:
+        base.run_decoders(encoders, max_tokens)
+
+    def defaults(self, section: ModelSection) -> base.Defaults:
+        """Those of dev, of klein's base, or of a distilled klein, which takes no second pass."""
+        release = pretrained.read_release(section)
+        shift = self.release_shift(section)
+        if release.config.get("guidance_embeds", True):
+            return base.Defaults(
+                shift, self.guidance_scale, self.num_inference_steps, caption_dropout=0.0
+            )
+        if release.pipeline.get("is_distilled"):
+            return base.Defaults(shift, 1.0, num_inference_steps=4, caption_dropout=0.0)
+        return base.Defaults(shift, self.guidance_scale, self.num_inference_steps)
+
+    def call(
+        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
+    ) -> base.TransformerCall:
+        """The noisy tokens come first; then each reference's, which are 10, 20, ... in time."""
+        prompt, (height, width) = conditioning["prompt_embeds"], noisy_latents.shape[-2:]
+        images = [noisy_latents, *self.pictures(conditioning)]
+        ids = [flux.image_ids(image, _TIME_STEP * at, patch=1) for at, image in enumerate(images)]
+        words = torch.arange(prompt.shape[1], dtype=ids[0].dtype, device=ids[0].device)
+        tokens = [image.to(noisy_latents).flatten(2).mT for image in images]
+        inputs = {
+            "hidden_states": torch.cat(tokens, dim=1),
+            "timestep": timesteps,
+            "guidance": self.guidance(model, conditioning),
+            "encoder_hidden_states": prompt.to(noisy_latents.dtype),
+            "txt_ids": F.pad(words[:, None], (3, 0)),  # [T', 4]: time, row, column, word
+            "img_ids": F.pad(torch.cat(ids), (0, 1)),
+        }
+        num_noisy = height * width
+        return base.TransformerCall(
+            inputs, lambda out: out[:, :num_noisy].mT.unflatten(2, (1, height, width))
+        )
+
+    def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
+        """Single blocks have text and image in one tensor, the text's tokens first."""
+        if _is_single(block):
+            return {"tokens": "hidden_states", "temb": "temb_mod", "rope": "image_rotary_emb"}
+        return {**self.block_arguments, "temb": "temb_mod_img"}
+
+    def outputs_of(self, block: nn.Module) -> tuple[str, ...]:
+        return ("tokens",) if _is_single(block) else self.block_outputs
+
+    def comfyui_name(self, name: str, *, is_lora: bool) -> str:
+        if is_lora and f"{name}.".startswith(_COMFYUI):
+            return f"transformer.{name}"
+        raise RecipeError(
+            f"ComfyUI's name of {'the LoRA of ' if is_lora else ''}FLUX.2's {name} is not known. "
+            "ComfyUI reads LoRA of its blocks, x_embedder, context_embedder, norm_out and proj_out "
+            "under diffusers' names: train these, or export with --format diffusers."
+        )
+
+
+def _is_single(block: nn.Module) -> bool:
+    return not hasattr(block, "ff_context")

@@ -1,0 +1,260 @@
+"""Which kind of model a release is, by its model_index.json and its transformer's configuration.
+
+A row for each kind, also of families that this version lacks: they are refused until they are in
+`longtake.models.base.FAMILIES`. Torch-free.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from longtake.config import ModelSection
+from longtake.errors import ModelError
+from longtake.models import pretrained
+
+Facts = Mapping[str, Any]
+"""What is in both files; `pipeline` and `transformer` are their classes."""
+
+
+def _always(_: Facts) -> bool:
+    return True
+
+
+def _takes_more(facts: Facts) -> bool:
+    """Whether the transformer takes more channels than it returns: a picture, or a mask."""
+    return int(facts.get("in_channels") or 0) > int(facts.get("out_channels") or 10**9)
+
+
+def _has_two(facts: Facts) -> bool:
+    return (facts.get("transformer_2") or [None])[0] is not None or bool(
+        facts.get("boundary_ratio")
+    )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of release that a family trains."""
+
+    title: str
+    family: str
+    """Value of model.family."""
+    transformer: str
+    """Class of the transformer in its configuration."""
+    fits: Callable[[Facts], bool] = _always
+    task: Literal["text", "first frame", "edit"] = "text"
+    size: tuple[int, int, int] = (1, 1024, 1024)
+    """Frames, height and width that its pipeline makes if it is asked for no others."""
+    fps: float | None = None
+
+
+def _of(*pipelines: str) -> Callable[[Facts], bool]:
+    return lambda facts: facts.get("pipeline") in pipelines
+
+
+_WAN, _FLUX, _QWEN = (
+    "WanTransformer3DModel",
+    "FluxTransformer2DModel",
+    "QwenImageTransformer2DModel",
+)
+_FLUX2 = "Flux2Transformer2DModel"
+_HUNYUAN, _LTX = "HunyuanVideo15Transformer3DModel", "LTX2VideoTransformer3DModel"
+_AT_480 = (81, 480, 832)
+
+KINDS = (  # the first that fits
+    Kind(
+        "Wan 2.2 A14B, from a first frame and text to video",
+        "wan",
+        _WAN,
+        lambda facts: _has_two(facts) and _takes_more(facts),
+        "first frame",
+        _AT_480,
+        16.0,
+    ),
+    Kind("Wan 2.2 A14B, from text to video", "wan", _WAN, _has_two, "text", _AT_480, 16.0),
+    Kind(
+        "Wan 2.2 TI2V-5B, from text or a first frame to video",
+        "wan",
+        _WAN,
+        lambda facts: bool(facts.get("expand_timesteps")) or facts.get("in_channels") == 48,
+        "text",
+        _AT_480,
+    ),
+    Kind(
+        "Wan 2.1, from a first frame and text to video",
+        "wan",
+        _WAN,
+        _takes_more,
+        "first frame",
+        _AT_480,
+        16.0,
+    ),
+    Kind("Wan 2.1, from text to video", "wan", _WAN, _always, "text", _AT_480, 16.0),
+    Kind("FLUX.1 Kontext", "flux_kontext", _FLUX, _of("FluxKontextPipeline"), "edit"),
+    Kind("FLUX.1", "flux", _FLUX),
+    Kind("FLUX.2 klein", "flux2", _FLUX2, _of("Flux2KleinPipeline")),
+    Kind("FLUX.2", "flux2", _FLUX2),
+    Kind(
+        "Qwen-Image-Edit",
+        "qwen_image_edit",
+        _QWEN,
+        _of("QwenImageEditPipeline", "QwenImageEditPlusPipeline"),
+        "edit",
+    ),
+    Kind("Qwen-Image", "qwen_image", _QWEN),
+    Kind(
+        "HunyuanVideo 1.5, from a first frame and text to video",
+        "hunyuan_video15",
+        _HUNYUAN,
+        lambda facts: (
+            facts["pipeline"] == "HunyuanVideo15ImageToVideoPipeline"
+            or facts.get("task_type") == "i2v"
+        ),
+        "first frame",
+        (121, 480, 832),
+    ),
+    Kind(
+        "HunyuanVideo 1.5, from text to video",
+        "hunyuan_video15",
+        _HUNYUAN,
+        size=(121, 480, 832),
+    ),
+    Kind(
+        "LTX-2, from a first frame and text to video",
+        "ltx2",
+        _LTX,
+        _of("LTX2ImageToVideoPipeline"),
+        "first frame",
+        (121, 512, 768),
+        24.0,
+    ),
+    Kind("LTX-2, from text to video", "ltx2", _LTX, size=(121, 512, 768), fps=24.0),
+    Kind("Z-Image", "z_image", "ZImageTransformer2DModel"),
+)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    title: str
+    fits: Callable[[Facts], bool]
+    instead: str
+
+
+def _named(*beginnings: str) -> Callable[[Facts], bool]:
+    """Whether the class of the pipeline or of the transformer begins so."""
+    return lambda facts: any(
+        str(facts[name]).startswith(beginnings) for name in ("pipeline", "transformer")
+    )
+
+
+_REFUSED = (
+    _Refused(
+        "a ControlNet pipeline",
+        lambda facts: "ControlNet" in str(facts["pipeline"]) or "controlnet" in facts,
+        "Start from its base model, and train the control as a module of your own "
+        "(docs/guides/modules.md).",
+    ),
+    _Refused("FLUX.3", _named("Flux3"), "Start from FLUX.2."),
+    _Refused("FLUX.2 klein KV", _named("Flux2KleinKV"), "Start from FLUX.2 klein."),
+    _Refused("MiniMax H3", _named("MiniMax"), "Start from Wan 2.2 or HunyuanVideo 1.5."),
+    _Refused(
+        "Qwen-Image-Layered",
+        lambda facts: (
+            _named("QwenImageLayered")(facts)
+            or bool(facts.get("use_additional_t_cond") or facts.get("use_layer3d_rope"))
+        ),
+        "Start from Qwen-Image.",
+    ),
+    _Refused("Qwen-Image 2.1", _named("QwenImage21"), "Start from Qwen-Image."),
+    _Refused(
+        "Z-Image Omni",
+        lambda facts: _named("ZImageOmni")(facts) or bool(facts.get("siglip_feat_dim")),
+        "Start from Z-Image.",
+    ),
+    _Refused("Krea 2", _named("Krea2"), "Start from FLUX.1 or Qwen-Image."),
+    _Refused("Wan VACE", _named("WanVACE", "Wan22Vace"), "Start from Wan 2.1."),
+    _Refused("Wan-Animate", _named("WanAnimate"), "Start from Wan 2.1."),
+    _Refused("LTX-Video", _named("LTXVideo", "LTXPipe", "LTXImage", "LTXCond"), "Use LTX-2."),
+    _Refused(
+        "the first HunyuanVideo",
+        lambda facts: _named("HunyuanVideo")(facts) and not _named("HunyuanVideo15")(facts),
+        "Start from HunyuanVideo 1.5.",
+    ),
+    _Refused(
+        "Stable Diffusion 3",
+        _named("StableDiffusion3", "SD3"),
+        "Start from FLUX.1 or Qwen-Image.",
+    ),
+    _Refused(
+        "a UNet, such as Stable Diffusion's and SDXL's",
+        lambda facts: "unet" in facts or _named("StableDiffusion")(facts),
+        "longtake trains transformers by flow matching: start from FLUX.1 or Qwen-Image.",
+    ),
+    _Refused(
+        "a modular pipeline",
+        lambda facts: "Modular" in str(facts["pipeline"]),
+        "Start from the release of the ordinary pipeline.",
+    ),
+)
+
+
+def recognise(section: ModelSection, families: Collection[str]) -> Kind | None:
+    """The kind of the release that a section starts from; None: no row names its transformer.
+
+    Raises:
+        ModelError: it is refused by name, or its family is not among `families`.
+    """
+    where = section.pretrained
+    assert where is not None
+    index: Mapping[str, Any] = pretrained.pipeline_index(where)
+    config: Mapping[str, Any] = {}
+    with suppress(ModelError):  # a UNet has no transformer; others are told when they are read
+        config = pretrained.read_release(section).config
+    facts = {
+        **index,
+        **config,
+        "pipeline": str(index.get("_class_name", "")),
+        "transformer": str(config.get("_class_name", "")),
+    }
+    for refused in _REFUSED:
+        if refused.fits(facts):
+            raise ModelError(
+                f"{where} is {_with_class(refused.title, facts)}, which longtake does not train. "
+                f"{refused.instead} {_trained(families)}"
+            )
+    kind = next((e for e in KINDS if e.transformer == facts["transformer"] and e.fits(facts)), None)
+    if kind is not None and kind.family not in families:
+        raise ModelError(
+            f"{where} is {_with_class(kind.title, facts)}, which this version of longtake does not "
+            f"train. {_trained(families)}"
+        )
+    return kind
+
+
+def _with_class(title: str, facts: Facts) -> str:
+    named = facts["pipeline"] or facts["transformer"]
+    return f"{title} ({named})" if named else title
+
+
+def _trained(families: Collection[str]) -> str:
+    here = dict.fromkeys(kind.family for kind in KINDS if kind.family in families)
+    return f"This version trains releases of {', '.join(here)}."
+
+
+def refuse_other_family(section: ModelSection, families: Collection[str]) -> None:
+    """Refuse a release that another family trains; families with one transformer may share it.
+
+    Raises:
+        ModelError: names the release and the value of model.family.
+    """
+    if section.pretrained is None or section.family not in families:  # a class of the user's own
+        return
+    kind = recognise(section, families)
+    if kind is None:
+        return
+    may = {each.family for each in KINDS if each.transformer == kind.transformer}
+    if section.family not in may:
+        raise ModelError(
+            f'{section.pretrained} is {kind.title}: set model.family = "{kind.family}"; it is '
+            f'"{section.family}".'
+        )

@@ -1,0 +1,156 @@
+"""Z-Image: diffusers' `ZImageTransformer2DModel`, called as its pipeline does.
+
+Legend: B batch, C latent channels, T tokens of a text, D its width.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from longtake.config import ModelSection
+from longtake.errors import RecipeError
+from longtake.models import base, codec, deferred_init, pretrained
+from longtake.models.text import TextEncoder
+from longtake.parallel.context_parallel import TokenSharing
+
+_STEP = 32  # tokens: the transformer pads text and image to a multiple of it, by learnt tokens
+
+
+class ZImage(base.DiffusersFamily):
+    """Text to image; conditioned on `prompt_embeds` with their `prompt_length`.
+
+    Its transformer predicts latents - noise, and its time runs from 0 for noise to 1.
+    """
+
+    frozen = pretrained.FrozenParts(
+        codec=pretrained.PipelinePart(("AutoencoderKL",), "vae"),
+        text=pretrained.PipelinePart(
+            ("Qwen3Model", "Qwen3ForCausalLM"), "text_encoder", "tokenizer"
+        ),
+        has_random_text=False,
+    )
+    label = "Z-Image"
+    transformer_class, pipeline_class = "ZImageTransformer2DModel", "ZImagePipeline"
+    codec_class = codec.ImageCodec
+    parts = "an AutoencoderKL and a Qwen3 text encoder"
+    block_lists = ("noise_refiner", "context_refiner", "layers")
+    block_arguments: ClassVar[Mapping[str, str]] = {
+        "tokens": "x",
+        "temb": "adaln_input",
+        "rope": "freqs_cis",
+    }
+    block_outputs: ClassVar[tuple[str, ...]] = ("tokens",)
+    attentions: ClassVar[tuple[str, ...]] = ("attention",)
+    makes_videos = False
+    has_text_lengths = True
+    shares_tokens = False
+    negates = True
+    idle: ClassVar[tuple[str, ...]] = ("x_pad_token", "cap_pad_token")
+    guidance_scale = 6.0  # the pipeline's 5, to which it adds 1
+    num_inference_steps = 50
+
+    def timesteps(self, sigmas: Tensor) -> Tensor:
+        return 1 - sigmas
+
+    def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
+        if text.embed_dim is None or text.pooled_dim is not None:
+            raise RecipeError(
+                "Z-Image is conditioned on the prompt_embeds of one text encoder. Set text.kind = "
+                '"transformers", and remove text.pooled.'
+            )
+        return {"in_channels": channels, "cap_feat_dim": text.embed_dim}
+
+    def encode_text(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        """The last but one layer of a decoder, which reads a template; without the padding."""
+        found, _ = pipeline.encode_prompt(
+            captions, do_classifier_free_guidance=False, max_sequence_length=max_tokens
+        )
+        return base.pad_texts(found, max_tokens)
+
+    def run_encoders(
+        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
+    ) -> None:
+        base.run_decoders(encoders, max_tokens)
+
+    def check_config(self, config: Any) -> None:
+        if config.siglip_feat_dim is not None:
+            raise RecipeError(
+                f"model: the transformer has siglip_feat_dim {config.siglip_feat_dim}: it is "
+                "Z-Image Omni's, which takes pictures too. longtake trains Z-Image and Z-Image "
+                "Turbo; start from one of these."
+            )
+        if 2 not in config.all_patch_size or 1 not in config.all_f_patch_size:
+            raise RecipeError(
+                f"model.config: all_patch_size {list(config.all_patch_size)} and all_f_patch_size "
+                f"{list(config.all_f_patch_size)} lack the patch of 1 x 2 x 2 that the pipeline "
+                "takes. Leave them out."
+            )
+
+    def build(
+        self,
+        section: ModelSection,
+        shapes: Sequence[base.LatentShape],
+        text: TextEncoder,
+        *,
+        weights: deferred_init.Weights = True,
+    ) -> nn.Module:
+        model = super().build(section, shapes, text, weights=weights)
+        config: Any = model.config
+        text_end = _padded(text.max_tokens) + 2  # positions begin with 1; then comes the image's
+        for name, needed, known in (
+            ("tokens of text (text.max_tokens)", text_end, config.axes_lens[0]),
+            *(("rows of tokens", shape.height // 2, config.axes_lens[1]) for shape in shapes),
+            *(("columns of tokens", shape.width // 2, config.axes_lens[2]) for shape in shapes),
+        ):
+            if needed > known:
+                raise RecipeError(
+                    f"Z-Image has positions for {known} {name}, but {needed} are needed. Take "
+                    "smaller buckets or a smaller text.max_tokens."
+                )
+        return model
+
+    def call(
+        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
+    ) -> base.TransformerCall:
+        """Pictures and captions are lists: each caption has its own length."""
+        prompt = conditioning["prompt_embeds"].to(noisy_latents.dtype)
+        lengths = conditioning["prompt_length"]
+        has_values = not (lengths.is_meta or isinstance(lengths, FakeTensor))
+        counts = lengths.tolist() if has_values else [prompt.shape[1]] * len(prompt)
+        rope = model.rope_embedder  # keeps its tables, of meta and fake tensors too
+        if (tables := rope.freqs_cis) is not None and (
+            tables[0].device != noisy_latents.device or type(tables[0]) is not type(noisy_latents)
+        ):
+            rope.freqs_cis = None
+        inputs = {
+            "x": list(noisy_latents.unbind()),
+            "t": timesteps,
+            "cap_feats": [each[:count] for each, count in zip(prompt, counts, strict=True)],
+        }
+        return base.TransformerCall(inputs, torch.stack)
+
+    def sequence_length(
+        self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
+    ) -> int:
+        num_text = conditioning["prompt_embeds"].shape[1]
+        return _padded(self.num_tokens(model, shape)) + _padded(num_text)
+
+    def num_heads(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return int(config.n_heads)
+
+    def width(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return int(config.dim)
+
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        raise AssertionError("refused before")
+
+
+def _padded(num_tokens: int) -> int:
+    return -(-num_tokens // _STEP) * _STEP

@@ -1,0 +1,150 @@
+"""Recent events of clocks, links and GPUs of a run's nodes, in words.
+
+They stand in the sentence of a stall and of a collective that failed, and in `longtake health`. How
+long ago an event was is measured by its node's own clock, with steps of that clock taken out.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import accumulate
+from typing import Any
+
+from longtake import errors
+from longtake.formatting import for_seconds, plural, printable
+from longtake.node_dir import NodeDirectory, NodeEventKind, all_nodes
+from longtake.run_dir import RunDirectory
+
+RECENT_SECONDS = 600.0
+_MOST_NAMED = 8
+_MOST_CHARS = 200
+_UNKNOWN_END = "not looked for since: its watcher was started again"
+_CLOCKS_LINKS_GPUS = ("clock_", "link_", "peer_", "gpu_")
+"""Beginnings of the keys of `causes` in an event `degraded`; others are effects as often."""
+
+
+@dataclass(frozen=True)
+class NodeEvent:
+    """What happened to a clock, a link or a GPU."""
+
+    host: str
+    kind: NodeEventKind
+    key: str  # of `causes`; of a clock the kind of event
+    text: str
+    seconds_ago: float  # since it began
+    is_over: bool  # always of what is done in a moment
+    time: str = ""  # when it began, by the node's clock
+    end: str = "now over"  # how, if it is over and was not done in a moment
+
+    def __str__(self) -> str:
+        ago = for_seconds(self.seconds_ago)
+        when = f"for {ago}" if not self.is_over else f"{ago} ago"
+        ended = f", {self.end}" if self.is_over and self.kind != "clock_stepped" else ""
+        return f"{self.host}: {self.text}, {when}{ended}"
+
+
+def recent(run: RunDirectory, seconds: float = RECENT_SECONDS, launch: str = "") -> list[NodeEvent]:
+    """Events of all nodes that began so many seconds ago, or last; the newest first.
+
+    Args:
+        run: the run.
+        seconds: how long ago.
+        launch: only nodes whose watcher watches this launch; empty: all.
+    """
+    found: list[NodeEvent] = []
+    for node in all_nodes(run):
+        heartbeat = node.read_heartbeat()
+        if launch in ("", heartbeat.get("launch")):
+            found += of_node(node, heartbeat)
+    kept = (each for each in found if each.seconds_ago <= seconds or not each.is_over)
+    return sorted(kept, key=lambda each: each.seconds_ago)
+
+
+def add_to(text: str, events: Sequence[NodeEvent]) -> str:
+    """A sentence about what failed, and one that names what happened to nodes before."""
+    if not events:
+        return text
+    named = "; ".join(map(str, events[:_MOST_NAMED]))
+    left = len(events) - _MOST_NAMED
+    more = f"; and {plural(left, 'event')} more (longtake health)" if left > 0 else ""
+    return f"{text} Recent events of nodes: {named}{more}."
+
+
+def of_node(node: NodeDirectory, heartbeat: Mapping[str, Any] | None = None) -> list[NodeEvent]:
+    """All events of one node's clock, links and GPUs, the oldest first; none if unreadable."""
+    events: list[dict[str, Any]] = []
+    with suppress(errors.RecordError):
+        events = node.events()
+    times = [datetime.fromisoformat(str(each["time"])).timestamp() for each in events]
+    steps = [_step_of(each) for each in events]
+    # By the clock as it is now: each time plus the later steps of that clock.
+    later = [sum(steps) - before for before in accumulate(steps)]
+    wall = (heartbeat or node.read_heartbeat()).get("wall")
+    end = max([*times[-1:], *([float(wall)] if wall is not None else [])], default=time.time())
+    ages = [max(0.0, end - at - shift) for at, shift in zip(times, later, strict=True)]
+    return list(_begun(node.host, events, ages))
+
+
+def _step_of(event: Mapping[str, Any]) -> float:
+    return float(event.get("seconds") or 0.0) if event["event"] == "clock_stepped" else 0.0
+
+
+def _begun(
+    host: str, events: Sequence[Mapping[str, Any]], ages: Sequence[float]
+) -> Iterator[NodeEvent]:
+    lasting: dict[str, NodeEvent] = {}
+    for event, age in zip(events, ages, strict=True):
+        kind = event["event"]
+        if kind == "clock_stepped":
+            text = _step_text(_step_of(event))
+            yield NodeEvent(host, kind, kind, text, age, is_over=True, time=str(event["time"]))
+            continue
+        still: Mapping[str, str] = _lasting_texts(event)
+        if kind in ("degraded", "recovered", "watcher_started"):
+            ended = _ended_by(event, lasting, still)
+            end = _UNKNOWN_END if kind == "watcher_started" else NodeEvent.end
+            yield from (replace(lasting.pop(key), is_over=True, end=end) for key in ended)
+        for key, text in still.items():
+            new = NodeEvent(host, kind, key, text, age, is_over=False, time=str(event["time"]))
+            old = lasting.get(key, new)
+            lasting[key] = replace(new, seconds_ago=old.seconds_ago, time=old.time)
+    yield from lasting.values()
+
+
+def _ended_by(
+    event: Mapping[str, Any], lasting: Mapping[str, NodeEvent], still: Mapping[str, str]
+) -> list[str]:
+    """What an event ends: a new watcher all, `recovered` of a clock its slew, else the rest."""
+    slews = {key for key, each in lasting.items() if each.kind == "clock_slewed"}
+    if event["event"] == "watcher_started":
+        return list(lasting)
+    if event["event"] == "recovered" and "reason" not in event:
+        return sorted(slews)
+    return [key for key in lasting if key not in slews and key not in still]
+
+
+def _lasting_texts(event: Mapping[str, Any]) -> dict[str, str]:
+    """What an event says of clocks, links and GPUs that lasts, by key."""
+    if event["event"] == "clock_slewed":
+        ppm = event.get("ppm")
+        rate = f" by {abs(ppm):.0f} ppm" if isinstance(ppm, int | float) else ""
+        way = "slow" if isinstance(ppm, int | float) and ppm < 0 else "fast"
+        return {"clock_slewed": f"the clock runs too {way}{rate}"}
+    causes = event.get("causes")
+    if event["event"] != "degraded" or not isinstance(causes, Mapping):
+        return {}
+    return {
+        str(key): printable(str(text)[:_MOST_CHARS])
+        for key, text in causes.items()
+        if str(key).startswith(_CLOCKS_LINKS_GPUS)
+    }
+
+
+def _step_text(seconds: float) -> str:
+    size = abs(seconds)
+    if size < 1e-3:
+        return "the clock was set by less than 1 ms"
+    amount = f"{size:.3f} s" if size >= 1 else f"{size * 1e3:.3g} ms"
+    return f"the clock was set {'back' if seconds < 0 else 'forward'} by {amount}"

@@ -1,0 +1,209 @@
+"""torch's attention kernels with logsumexp and derivative, and a mode that replaces attention."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+
+_aten = torch.ops.aten
+_FLASH_CHANNELS = 8  # of other multiples torch pads heads for FlashAttention
+_BIAS_ALIGNMENT = 8  # of a bias's rows, which torch pads for the memory-efficient kernel
+
+
+class ScoreTerms(NamedTuple):
+    """How scores are made of queries and keys."""
+
+    bias: Tensor | None  # added to them
+    is_causal: bool
+    scale: float | None
+
+
+class AttentionKernel(NamedTuple):
+    """One of torch's kernels: what it computes, and its derivative."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, ScoreTerms], Sequence[Any]]
+    """The output first, then all that the derivative needs."""
+    backward: Callable[[Tensor, Sequence[Tensor], Sequence[Any], ScoreTerms], Sequence[Tensor]]
+    """Gradients of query, key and value from that of the output."""
+
+
+def _lengths(inputs: Sequence[Tensor]) -> tuple[int, int]:
+    query, key, _ = inputs
+    return query.shape[-2], key.shape[-2]
+
+
+# Arguments are those of torch's own formulas (tools/autograd/derivatives.yaml).
+FLASH_ON_CPU = AttentionKernel(
+    lambda query, key, value, scores: _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, scores.is_causal, attn_mask=scores.bias, scale=scores.scale
+    ),
+    lambda gradient, inputs, made, scores: (
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(gradient, *inputs, *made, 0.0, scores.is_causal),
+            attn_mask=scores.bias,
+            scale=scores.scale,
+        )
+    ),
+)
+FLASH = AttentionKernel(
+    lambda query, key, value, scores: _aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, scores.is_causal, scale=scores.scale
+    )[:8],
+    lambda gradient, inputs, made, scores: _aten._scaled_dot_product_flash_attention_backward(
+        *(gradient, *inputs, *made[:4], *_lengths(inputs), 0.0, scores.is_causal, *made[6:]),
+        scale=scores.scale,
+    ),
+)
+EFFICIENT = AttentionKernel(
+    lambda query, key, value, scores: _aten._scaled_dot_product_efficient_attention(
+        query, key, value, scores.bias, True, 0.0, scores.is_causal, scale=scores.scale
+    ),
+    lambda gradient, inputs, made, scores: _aten._scaled_dot_product_efficient_attention_backward(
+        *(gradient, *inputs, scores.bias, *made, 0.0, [True, True, True, False]),
+        scores.is_causal,
+        scale=scores.scale,
+    )[:3],
+)
+CUDNN = AttentionKernel(
+    lambda query, key, value, scores: _aten._scaled_dot_product_cudnn_attention(
+        query, key, value, scores.bias, True, 0.0, scores.is_causal, False, scale=scores.scale
+    )[:8],
+    lambda gradient, inputs, made, scores: _aten._scaled_dot_product_cudnn_attention_backward(
+        *(gradient, *inputs, *made[:2], *made[6:8], scores.bias, *made[2:4]),
+        *(*_lengths(inputs), 0.0, scores.is_causal),
+        scale=scores.scale,
+    ),
+)
+
+
+def choose_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
+) -> AttentionKernel | None:
+    """The kernel that torch chooses; None for one that is not known here.
+
+    Of fake tensors torch chooses none; they are the CPU's (see `longtake.planner.kernels`).
+    """
+    if isinstance(query, FakeTensor):
+        inputs = (query, key, value)
+        sizes = {(each.dim(), each.shape[1], each.shape[-1], each.stride(-1)) for each in inputs}
+        is_plain = len(sizes) == 1 and query.dim() == 4 and query.stride(-1) == 1
+        return FLASH_ON_CPU if is_plain else None
+    number = torch._fused_sdp_choice(query, key, value, attn_mask=mask, **how)
+    backend, on_cuda = SDPBackend(number), query.device.type == "cuda"
+    if backend == SDPBackend.FLASH_ATTENTION and not on_cuda:
+        return FLASH_ON_CPU
+    if backend == SDPBackend.FLASH_ATTENTION and query.shape[-1] % _FLASH_CHANNELS == 0:
+        return FLASH
+    if backend == SDPBackend.CUDNN_ATTENTION and mask is None:
+        return CUDNN
+    return EFFICIENT if backend == SDPBackend.EFFICIENT_ATTENTION and on_cuda else None
+
+
+def as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """A mask as kernels take it: added to the scores; on a GPU, given for every head."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    if query.device.type == "cpu":
+        return mask
+    if any(stride % _BIAS_ALIGNMENT for stride in mask.stride()[:-1]):
+        length = mask.shape[-1]
+        mask = F.pad(mask, (0, -length % _BIAS_ALIGNMENT))[..., :length]
+    return mask.expand(*query.shape[:-1], key.shape[-2])
+
+
+Obtain = Callable[[Callable[[], Sequence[Any]]], Sequence[Any]]
+"""From what computes a kernel's result to the result, computed or kept."""
+
+
+class _OfThread(threading.local):
+    obtain: Obtain | None = None
+
+
+THIS_THREAD = _OfThread()
+"""How this thread's `attend` obtains results; None: it computes them."""
+
+
+def attend(
+    kernel: AttentionKernel, scores: ScoreTerms, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """[B, H, T, d]: attention by a kernel."""
+    obtain = THIS_THREAD.obtain if torch.is_grad_enabled() else None
+    attended: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        kernel, scores, obtain or _compute, query, key, value
+    )
+    return attended
+
+
+def _compute(compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    return compute()
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that obtains its result by computing it or from what was kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernel: AttentionKernel,
+        scores: ScoreTerms,
+        obtain: Obtain,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        made = obtain(lambda: kernel.forward(query, key, value, scores))
+        ctx.kernel, ctx.scores = kernel, scores._replace(bias=None)
+        ctx.numbers = [None if isinstance(each, Tensor) else each for each in made]
+        tensors = (each if isinstance(each, Tensor) else None for each in made)
+        ctx.save_for_backward(query, key, value, scores.bias, *tensors)
+        output: Tensor = made[0]
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, *tensors = ctx.saved_tensors
+        pairs = zip(tensors, ctx.numbers, strict=True)
+        made = [number if tensor is None else tensor for tensor, number in pairs]
+        scores = ctx.scores._replace(bias=bias)
+        found = ctx.kernel.backward(gradient, (query, key, value), made, scores)
+        return None, None, None, *found
+
+
+def as_computed(tensor: Tensor) -> Tensor:
+    """In the type in which autocast would compute attention."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+
+
+class AttentionMode(TorchFunctionMode):
+    """A context in which `attend` does what `scaled_dot_product_attention` would do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Passes all else on."""
+        given = kwargs or {}
+        if func is Tensor.unflatten:  # the compiler follows it as a method, not as a function
+            return args[0].unflatten(*args[1:], **given)
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **given)
+        self.num_calls += 1
+        return self.attend(*args, **given)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        """[B, H, T, d] of such a query; `how` are the function's other arguments."""
+        raise NotImplementedError

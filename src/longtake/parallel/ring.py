@@ -1,0 +1,236 @@
+"""Ring attention: each rank's queries meet the keys and values of all, which go around a ring."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+from torch.distributed.distributed_c10d import GroupName
+
+from longtake.errors import ModelError
+from longtake.parallel import attention
+from longtake.parallel.attention import AttentionKernel, ScoreTerms
+
+# Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023, arXiv 2310.01889.
+# While a rank attends to one block of keys and values, it passes that block on and receives the
+# next. Of two blocks, outputs a and b with logsumexps of scores m and n merge to a + (b - a)
+# sigmoid(n - m), with logsumexp log(e^m + e^n), in fp32 (Milakov and Gimelshein, "Online normalizer
+# calculation for softmax", 2018, arXiv 1805.02867). From the merged output and logsumexp a kernel's
+# derivative is exact for each block alone; gradients of keys and values go around with them, in
+# fp32, and once more, to where they belong.
+#
+# Legend: B clips, h heads, t tokens of a block, d width of a head.
+
+Exchange = Callable[[Tensor, list[int], list[int]], Callable[[], Tensor]]
+"""Begins to send parts of a tensor's first dimension to the ranks of a ring, in their order, and to
+receive theirs; what it returns waits for them. Neither has a derivative."""
+
+
+_ROWS_ALIGNMENT = 32  # of a logsumexp, if a kernel pads it: the memory-efficient one does
+_FEW_TOKENS = _ROWS_ALIGNMENT + 1
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks of which each has a block of the tokens."""
+
+    rank: int
+    counts: Sequence[int]  # tokens of each rank's block
+    exchange: Exchange
+
+    def pass_on(self, block: Tensor, owner: int) -> Callable[[], Tensor]:
+        """Begin to send a rank's block, [t, ...], to the next and to receive the previous one's."""
+        size = len(self.counts)
+        sent, received = [0] * size, [0] * size
+        sent[(self.rank + 1) % size] = self.counts[owner]
+        received[self.rank - 1] = self.counts[owner - 1]
+        return self.exchange(block.contiguous(), sent, received)
+
+    def owners(self) -> list[int]:
+        """Whose block is here, at first and after each time that all were passed on."""
+        size = len(self.counts)
+        return [(self.rank - step) % size for step in range(size)]
+
+
+def ring_kernel(kernel: AttentionKernel, ring: Ring) -> AttentionKernel:
+    """The kernel that attends to all blocks of a ring by one that attends to one of them."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, scores: ScoreTerms) -> Sequence[Tensor]:
+        block = _by_token(key, value)
+        output = logsumexp = query  # of the first block, then of all so far
+        for step, owner in enumerate(ring.owners()):
+            is_last = step == len(ring.counts) - 1
+            arriving = None if is_last else ring.pass_on(block, owner)
+            found, rows = kernel.forward(query, *_by_clip(block), scores)[:2]
+            rows = rows.flatten(2)[..., : query.shape[-2]]  # some kernels pad them
+            if step == 0:
+                output, logsumexp = found.float(), rows
+            else:
+                output.lerp_(found.float(), torch.sigmoid(rows - logsumexp)[..., None])
+                logsumexp = torch.logaddexp(logsumexp, rows)
+            if arriving is not None:
+                block = arriving()
+        return output.to(query.dtype), logsumexp
+
+    def backward(
+        gradient: Tensor, inputs: Sequence[Tensor], made: Sequence[Any], scores: ScoreTerms
+    ) -> Sequence[Tensor]:
+        query, key, value = inputs
+        block, made = _by_token(key, value), _as_made_by(kernel, inputs, made, scores)
+        of_query = torch.zeros_like(query, dtype=torch.float32)
+        arriving: Callable[[], Tensor] | None = None
+        for step, owner in enumerate(ring.owners()):
+            is_last = step == len(ring.counts) - 1
+            arriving_block = None if is_last else ring.pass_on(block, owner)
+            found = kernel.backward(gradient, (query, *_by_clip(block)), made, scores)
+            of_query += found[0]
+            of_block = _by_token(*found[1:]).float()
+            if arriving is not None:  # gradients of this block by the ranks before
+                of_block += arriving()
+            arriving = ring.pass_on(of_block, owner)
+            if arriving_block is not None:
+                block = arriving_block()
+        assert arriving is not None
+        mine = _by_clip(arriving().to(key.dtype))
+        return of_query.to(query.dtype), *mine
+
+    return AttentionKernel(forward, backward)
+
+
+def _by_token(key: Tensor, value: Tensor) -> Tensor:
+    """[t, 2, B, h, d] in memory."""
+    return torch.stack([key, value]).permute(3, 0, 1, 2, 4).contiguous()
+
+
+def _by_clip(block: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, [B, h, t, d]."""
+    key, value = block.permute(1, 2, 3, 0, 4).unbind()
+    return key, value
+
+
+def _as_made_by(
+    kernel: AttentionKernel, inputs: Sequence[Tensor], made: Sequence[Tensor], scores: ScoreTerms
+) -> list[Any]:
+    """Output and logsumexp of all blocks, with what else a kernel's forward pass makes.
+
+    That (states of random numbers, a layout of the logsumexp) is seen on a few tokens.
+    """
+    output, rows = made
+    query, key, value = (each[:, :, :_FEW_TOKENS] for each in inputs)
+    _, few, *others = kernel.forward(query, key, value, scores)
+    if few.dim() == 4:
+        return [output, rows[..., None], *others]
+    padding = -rows.shape[2] % _ROWS_ALIGNMENT if few.shape[2] != query.shape[2] else 0
+    return [output, F.pad(rows, (0, padding), value=torch.inf), *others]
+
+
+def choose_kernel(
+    query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]
+) -> AttentionKernel:
+    """The kernel for blocks of a ring.
+
+    Raises:
+        ModelError: torch has none that returns a logsumexp, or a mask or dropout is asked for.
+    """
+    asked = {name: given for name, given in how.items() if given is not None and name != "scale"}
+    asked = {name: given for name, given in asked.items() if given}
+    kernel = None if asked else attention.choose_kernel(query, key, value, None, {})
+    if kernel is None:
+        options = "".join(f", {name} = {given}" for name, given in asked.items())
+        raise ModelError(
+            f"No attention kernel of torch for {list(query.shape)} in {query.dtype} on "
+            f"{query.device.type}{options} returns its logsumexp, which attention to the tokens of "
+            "a ring of ranks needs. Set a parallel.context that divides the model's heads and the "
+            "GPUs of a node."
+        )
+    return kernel
+
+
+def exchange_in(group: str) -> Exchange:
+    """By the ranks of a group, by its name."""
+
+    def exchange(tensor: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
+        there = all_to_all_single(tensor, received, sent, GroupName(group))
+        return lambda: wait_tensor(there)  # type: ignore[no-untyped-call]
+
+    return exchange
+
+
+# What the compiler sees of it: two operations.
+
+
+@torch.library.custom_op("longtake::ring_attention", mutates_args=())
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    rank: int,
+    counts: Sequence[int],
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, h, t, d] and logsumexp [B, h, t] of the attention of a rank of a ring."""
+    kernel = _kernel_in(group, rank, counts, query, key, value)
+    output, rows = kernel.forward(query, key, value, ScoreTerms(None, False, scale))
+    return _heads_last(output), rows.contiguous()
+
+
+@torch.library.custom_op("longtake::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    rows: Tensor,
+    scale: float | None,
+    rank: int,
+    counts: Sequence[int],
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel = _kernel_in(group, rank, counts, query, key, value)
+    scores = ScoreTerms(None, False, scale)
+    found = kernel.backward(gradient, (query, key, value), (output, rows), scores)
+    of_query, of_key, of_value = (_heads_last(each) for each in found)
+    return of_query, of_key, of_value
+
+
+def _kernel_in(
+    group: str, rank: int, counts: Sequence[int], query: Tensor, key: Tensor, value: Tensor
+) -> AttentionKernel:
+    kernel = choose_kernel(query, key, value, {})
+    return ring_kernel(kernel, Ring(rank, counts, exchange_in(group)))
+
+
+def _heads_last(tensor: Tensor) -> Tensor:
+    """In memory [B, t, h, d], not a view of a larger one."""
+    return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+@ring_attention.register_fake
+def _ring_attention_shapes(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _heads_last(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@_ring_attention_backward.register_fake
+def _ring_attention_backward_shapes(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _heads_last(query), _heads_last(key), _heads_last(value)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, *ctx.how = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = _ring_attention_backward(gradient, *ctx.saved_tensors, *ctx.how)
+    return *found, None, None, None, None
+
+
+ring_attention.register_autograd(_backward, setup_context=_save_for_backward)
+RING_ATTENTION = torch.ops.longtake.ring_attention.default

@@ -1,0 +1,98 @@
+"""What codec and text encoders take while they work, by themselves and beside the model."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from longtake.config import Bucket, Recipe
+from longtake.models import build
+from longtake.models.base import family
+from longtake.models.codec import Codec, outline_codec
+from longtake.models.text import TextEncoder, outline_text
+from longtake.planner.devices import DeviceBudget
+from longtake.planner.fake_tensors import CachedFakeMode
+from longtake.planner.trace import InferenceTrace, make_fake, trace_inference
+
+_FEW_FRAMES, _MORE_FRAMES = 9, 13
+"""Autoencoders of videos work in chunks of 4 frames: what longer clips take grows linearly."""
+
+
+def make_encoders_fake(codec: Codec, text: TextEncoder) -> None:
+    """Make their weights fake tensors; call it within a fake mode, before they are traced."""
+    for module in (*text.modules(), *codec.modules()):
+        make_fake(module.eval())
+
+
+def text_trace(mode: CachedFakeMode, text: TextEncoder, device: DeviceBudget) -> InferenceTrace:
+    """What encoding one caption of the greatest length takes."""
+    return trace_inference(mode, text.modules(), text.run_longest, device)
+
+
+def clip_trace(
+    mode: CachedFakeMode,
+    codec: Codec,
+    bucket: Bucket,
+    work: Callable[[Codec, Bucket], Tensor],
+    device: DeviceBudget,
+) -> InferenceTrace:
+    """What `encode_clip` or `decode_video` takes; extrapolated from a few frames of a long clip."""
+    modules: Sequence[nn.Module] = codec.modules()
+
+    def of(num_frames: int) -> InferenceTrace:
+        part = bucket.model_copy(update={"num_frames": num_frames})
+        return trace_inference(mode, modules, lambda: work(codec, part), device)
+
+    if bucket.num_frames <= _MORE_FRAMES:
+        return of(bucket.num_frames)
+    few, more = of(_FEW_FRAMES), of(_MORE_FRAMES)
+    times = (bucket.num_frames - _MORE_FRAMES) / (_MORE_FRAMES - _FEW_FRAMES)
+    return InferenceTrace(
+        more.weight_bytes,
+        more.peak_bytes + round(times * (more.peak_bytes - few.peak_bytes)),
+        more.seconds + times * (more.seconds - few.seconds),
+    )
+
+
+def encode_clip(codec: Codec, bucket: Bucket) -> Tensor:
+    shape = (1, 3, bucket.num_frames, bucket.height, bucket.width)
+    return codec.encode(torch.empty(shape, dtype=torch.uint8))
+
+
+def decode_video(codec: Codec, bucket: Bucket) -> Tensor:
+    return codec.decode(torch.empty(1, *build.latent_shape(codec, bucket)))
+
+
+def ahead_bytes(
+    recipe: Recipe,
+    components: build.Components,
+    bucket: Bucket,
+    micro_batch_size: int,
+    device: DeviceBudget,
+) -> int | None:
+    """What a step takes more if the next micro-batch is encoded meanwhile.
+
+    Pixels and results of the micro-batch, and what an encoder needs for one clip or caption: they
+    are encoded one by one. None: an encoder looks at values, and cannot be traced.
+    """
+    chosen = family(recipe.model.family)
+    codec = outline_codec(recipe.codec, chosen.frozen.codec)  # those of `components` stay
+    text = outline_text(build.text_section(recipe), chosen)
+    mode = CachedFakeMode(allow_non_fake_inputs=True)
+    traces: list[InferenceTrace] = []
+    with mode:
+        make_encoders_fake(codec, text)
+        try:
+            if text.modules():
+                traces.append(text_trace(mode, text, device))
+            if codec.modules():
+                traces.append(clip_trace(mode, codec, bucket, encode_clip, device))
+        except RuntimeError:
+            return None
+    working = max((each.peak_bytes - each.weight_bytes for each in traces), default=0)
+    num_clips = 1 + sum(each.is_encoded for each in recipe.model_inputs().values())
+    pixels = 3 * bucket.num_frames * bucket.height * bucket.width
+    results = build.outline_conditioning(components, recipe, bucket)
+    latents = torch.empty(build.latent_shape(components.codec, bucket), device="meta")
+    size = num_clips * pixels + sum(each.nbytes for each in results.values()) + 2 * latents.nbytes
+    return working + micro_batch_size * size

@@ -1,0 +1,460 @@
+"""Clips in a real S3 server on loopback are those of local files, whatever the network does."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.data import store
+from tests.data.build import identities_of, oracle_of, section
+
+from longtake.config import StoreSection
+from longtake.data import stores
+from longtake.data.cache import ContentHashes
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Media
+from longtake.data.encode import write_video
+from longtake.data.index import index
+from longtake.data.loader import Batch, Loader
+from longtake.data.plan import begin, refuse_missing_conditioning
+from longtake.errors import ClipError, DataError
+
+_NUM_CLIPS = 6
+_BUCKET = "clips-of-tests"
+_NO_PLACE = ["path", "offset", "num_bytes", "file_bytes", "file_mtime_ns"]
+_QUICK = {"timeout_seconds": 1.0, "retry_seconds": 600.0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with store.s3_server() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips of their own, captioned beside; two more in a tar; a text that is no caption."""
+    folder = tmp_path_factory.mktemp("clips") / "set"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(_NUM_CLIPS):
+        frames = rng.integers(0, 256, (8, 16, 16, 3), np.uint8)
+        write_video(folder / f"{number}.mp4", frames, fps=8)
+        (folder / f"{number}.txt").write_text(f"clip {number}")
+    with tarfile.open(folder / "more.tar", "w") as tar:
+        for number in (4, 5):
+            for suffix in (".mp4", ".txt"):
+                file = folder / f"{number}{suffix}"
+                tar.add(file, f"in/{file.name}")
+                file.unlink()
+    (folder / "notes.md").write_text("no clip")
+    (folder / ".hidden.mp4").write_bytes(b"left out")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def local_catalog(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("local") / "c.parquet"
+    index([folder], captions=None, out=out, workers=0)
+    return out
+
+
+@pytest.fixture(scope="module")
+def remote_catalog(server: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store.put_folder(server, _BUCKET, folder.parent)
+    out = tmp_path_factory.mktemp("remote") / "c.parquet"
+    with pytest.MonkeyPatch.context() as patch:
+        store.use(patch, server)
+        index([Path(f"s3://{_BUCKET}/set")], captions=None, out=out, workers=1)
+    return out
+
+
+@pytest.fixture
+def proxy(
+    server: str, remote_catalog: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[store.Proxy]:
+    """Before the server that has the clips of `remote_catalog`."""
+    with store.Proxy(int(server.rpartition(":")[2])) as proxy:
+        store.use(monkeypatch, proxy.address)
+        yield proxy
+
+
+def _media(name: str = "set/0.mp4", **fields: Any) -> Media:
+    return Media(f"s3://{_BUCKET}/{name}", **fields)
+
+
+def _read(media: Media, **how: Any) -> bytes:
+    with stores.fetching(StoreSection(**{**_QUICK, **how})), stores.local(media) as here:
+        return here.file.read_bytes()
+
+
+def _batches(catalog: Path, **values: Any) -> list[Batch]:
+    data = section(catalog=catalog, frame_cache_gib=0.0, **values)
+    return list(Loader(data, batch_size=2, seed=3).batches(8))
+
+
+def _assert_same(batches: list[Batch], others: list[Batch]) -> None:
+    for one, other in zip(batches, others, strict=True):
+        assert (one.identities, one.captions, one.seeds) == (
+            other.identities,
+            other.captions,
+            other.seeds,
+        )
+        assert one.rejected == other.rejected == ()
+        assert np.array_equal(one.videos, other.videos)
+
+
+def test_a_prefix_is_indexed_as_a_folder(local_catalog: Path, remote_catalog: Path) -> None:
+    here, there = Catalog.load(local_catalog), Catalog.load(remote_catalog)
+    assert there.table.drop_columns(_NO_PLACE).equals(here.table.drop_columns(_NO_PLACE))
+    assert there.fingerprint == here.fingerprint
+    paths = there.table["path"].to_pylist()
+    assert sorted(set(paths)) == [
+        *(f"s3://{_BUCKET}/set/{number}.mp4" for number in range(4)),
+        f"s3://{_BUCKET}/set/more.tar",
+    ]
+
+
+def test_unchanged_objects_are_not_read_again(proxy: store.Proxy, tmp_path: Path) -> None:
+    out = tmp_path / "c.parquet"
+    sources = [Path(f"s3://{_BUCKET}/set/0.mp4"), Path(f"s3://{_BUCKET}/set/more.tar")]
+    assert index(sources, captions=None, out=out, workers=0).unchanged == 0
+    assert index(sources, captions=None, out=out, workers=0).unchanged == 3
+
+
+def test_a_table_names_objects(
+    proxy: store.Proxy, server: str, local_catalog: Path, tmp_path: Path
+) -> None:
+    """By URLs, also of plain HTTP, in a local table; relative to itself in a table of the store."""
+    lines = [f"s3://{_BUCKET}/set/0.mp4,zero,0.5", f"{server}/{_BUCKET}/set/1.mp4,one,0.25"]
+    table = tmp_path / "t.csv"
+    table.write_text("\n".join(["path,caption,score", *lines]))
+    store.put(server, _BUCKET, {"tables/t.jsonl": b'{"path": "../set/2.mp4", "caption": "two"}\n'})
+    out = tmp_path / "c.parquet"
+    index([table, Path(f"s3://{_BUCKET}/tables/t.jsonl")], captions=None, out=out, workers=0)
+    clips = {clip.path: clip for clip in Catalog.load(out).clips()}
+    assert {path: clip.caption for path, clip in clips.items()} == {
+        f"s3://{_BUCKET}/set/0.mp4": "zero",
+        f"{server}/{_BUCKET}/set/1.mp4": "one",
+        f"s3://{_BUCKET}/set/2.mp4": "two",
+    }
+    known = {clip.caption: clip.identity for clip in Catalog.load(local_catalog).clips()}
+    assert [clips[path].identity for path in sorted(clips)] == [
+        known[f"clip {number}"] for number in (1, 0, 2)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_equal_those_of_local_files(
+    proxy: store.Proxy, local_catalog: Path, remote_catalog: Path, workers: int
+) -> None:
+    _assert_same(_batches(remote_catalog, workers=workers), _batches(local_catalog, workers=0))
+
+
+def test_further_inputs_are_those_of_local_files(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the clips, by a column of a table, and by one path for all; a lost one is named."""
+    rng, rows = np.random.default_rng(0), ["file_name,mask,text"]
+    for name in ("clips", "pose", "speed"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+    for number in range(4):
+        for name in ("clips", "pose"):
+            picture = Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8))
+            picture.save(tmp_path / "set" / name / f"{number}.png")
+        np.save(tmp_path / "set" / "speed" / f"{number}.npy", rng.normal(size=3))
+        rows.append(f"{number}.png,../pose/{number}.png,noise {number}")
+    (tmp_path / "set" / "clips" / "metadata.csv").write_text("\n".join(rows))
+    frames = rng.integers(0, 256, (2, 16, 16, 3), np.uint8)
+    write_video(tmp_path / "set" / "style.mp4", frames, fps=8)
+    store.put_folder(server, "posed", tmp_path)
+    store.use(monkeypatch, server)
+    inputs = {
+        "pose": {"kind": "picture", "path": "../pose/{stem}.png"},
+        "style": {"kind": "picture", "path": "../style.mp4"},
+        "speed": {"kind": "numbers", "path": "../speed/{stem}.npy", "width": 3},
+        "matte": {"kind": "mask", "column": "mask"},
+    }
+    shape = {"num_frames": 1, "height": 16, "width": 16}
+
+    def read(source: Path, workers: int) -> list[Batch]:
+        out = tmp_path / f"{source.is_dir()}.parquet"
+        index([source], captions=None, out=out, workers=0, conditioning=["mask"])
+        data = section(catalog=out, buckets=[shape], conditioning=inputs, workers=workers)
+        refuse_missing_conditioning(begin({"catalog": Catalog.load(out)}, data, 2, seed=0), data)
+        return list(Loader(data, batch_size=2, seed=3).batches(4))
+
+    here, there = tmp_path / "set" / "clips", Path("s3://posed/set/clips")
+    for one, other in zip(read(here, 0), read(there, 1), strict=True):
+        assert one.inputs.keys() == other.inputs.keys() == inputs.keys()
+        assert all(np.array_equal(one.inputs[name], other.inputs[name]) for name in inputs)
+    hashes = ContentHashes(tmp_path / "hashes")
+    pose = "s3://posed/set/pose/3.png"
+    assert hashes.of(pose) == hashes.of(str(tmp_path / "set/pose/3.png")) == hashes.of(pose)
+    store.client_of(server).delete_object(Bucket="posed", Key="set/pose/3.png")
+    with pytest.raises(
+        DataError, match=f"1 of 4 clips lack.*\\n  {pose}, of s3://posed/set/clips/3"
+    ):
+        read(there, 0)
+
+
+def test_batches_are_the_same_while_the_store_fails(
+    proxy: store.Proxy, local_catalog: Path, remote_catalog: Path
+) -> None:
+    """Answers are cut short, refused, withheld and slow, in turn; every other one is whole."""
+    modes: list[store.Mode] = ["cut", "open", "gone", "open", "silent", "open", "slow", "open"]
+    proxy.on_connection = lambda number: modes[number % len(modes)]
+    found = _batches(remote_catalog, workers=2, store=_QUICK)
+    assert proxy.num_connections > len(modes)
+    _assert_same(found, _batches(local_catalog, workers=0))
+
+
+_SHAPES = [
+    {"num_frames": 4, "height": 16, "width": 16},
+    {"num_frames": 2, "height": 16, "width": 16, "batch_size": 5, "share": 0.4},
+    {"num_frames": 4, "height": 16, "width": 32, "batch_size": 3},
+]
+_SPANS = {"same": range(6), "fewer": range(1, 6), "more": range(10)}
+# The clips, what is done about the change, ranks, workers, the batch size, and for how many steps.
+_LAUNCHES: list[tuple[str, str, int, int, int, int | None]] = [
+    ("same", "refuse", 1, 2, 4, 2),
+    ("fewer", "merge", 3, 0, 4, 2),
+    ("more", "finish", 2, 0, 6, 3),
+    ("more", "refuse", 1, 0, 6, 1),
+    ("same", "merge", 1, 2, 3, None),
+]
+
+
+def test_spans_of_films_in_several_buckets_change_and_nothing_is_repeated_or_missing(
+    proxy: store.Proxy, server: str, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(1)
+    for name, width in (("square", 16), ("wide", 32)):
+        frames = rng.integers(0, 256, (40, 16, width, 3), np.uint8)
+        write_video(tmp_path / f"{name}.mp4", frames, fps=8)
+        store.put(server, _BUCKET, {f"films/{name}.mp4": (tmp_path / f"{name}.mp4").read_bytes()})
+    for change, numbers in _SPANS.items():
+        rows = [
+            f"s3://{_BUCKET}/films/{name}.mp4,{number},{number / 2},{(number + 1) / 2}"
+            for name in ("square", "wide")
+            for number in numbers
+        ]
+        (tmp_path / "t.csv").write_text("\n".join(["path,caption,start,end", *rows]) + "\n")
+        index([tmp_path / "t.csv"], captions=None, out=tmp_path / f"{change}.parquet", workers=0)
+    catalogs = {change: Catalog.load(tmp_path / f"{change}.parquet") for change in _SPANS}
+    assert [len(each) for each in catalogs.values()] == [12, 10, 20]
+    oracle, state = oracle_of(catalogs["same"], 3), None
+    for change, policy, world_size, workers, batch_size, steps in _LAUNCHES:
+        data = section(
+            catalog=tmp_path / f"{change}.parquet",
+            buckets=_SHAPES,
+            stages=[{"name": "only", "epochs": 3}],
+            workers=workers,
+            on_change=policy,
+        )
+        how: dict[str, Any] = {"batch_size": batch_size, "seed": 3, "kept": tmp_path / "kept"}
+        loaders = [Loader(data, rank=r, world_size=world_size, **how) for r in range(world_size)]
+        if state is not None:
+            if policy != "refuse":
+                oracle.change(policy, identities_of(catalogs[change]), state["epoch"])
+            for loader in loaders:
+                loader.load_state_dict(state)
+        loaders[0].keep_catalogs()
+        end = None if steps is None else loaders[0].step + steps
+        for shares in zip(*(loader.batches(end) for loader in loaders), strict=True):
+            assert not any(share.rejected for share in shares)
+            for share in shares:
+                for identity, epoch, weight in zip(
+                    share.identities, share.epochs, share.weights, strict=True
+                ):
+                    if weight:
+                        oracle.consume(epoch, identity)
+        state = loaders[0].state_dict()
+    oracle.check()
+
+
+def test_what_has_come_is_not_asked_for_again(
+    proxy: store.Proxy, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first answer is cut short, and every fifth connection after it."""
+    monkeypatch.setattr(stores, "_RANGE_BYTES", 2**16)
+    content = os.urandom(2**20)
+    store.put(server, _BUCKET, {"large.bin": content})
+    stores.take_fetched()
+    proxy.on_connection = lambda number: "cut" if number % 5 == 1 else "open"
+    assert _read(_media("large.bin", num_bytes=len(content))) == content
+    fetched = stores.take_fetched()
+    assert fetched.retries
+    assert fetched.num_bytes == len(content)
+
+
+@pytest.mark.parametrize(
+    ("media", "how", "kind", "words"),
+    [
+        (_media("set/no.mp4", num_bytes=9), {}, ClipError, "no.mp4: does not exist in its store"),
+        (_media("set/no.mp4"), {}, ClipError, "does not exist in its store"),
+        (_media(num_bytes=2**20), {}, ClipError, "Index it again"),
+        (
+            _media(num_bytes=2**20),
+            {"memory_gib": 2**-12},
+            ClipError,
+            "of memory are allowed .raise data.sample_memory_gib",
+        ),
+        (
+            _media("0.mp4"),
+            {"mode": "gone"},
+            stores.UnreachableError,
+            r"0\.mp4: its store gave nothing for .* times asked; the last",
+        ),
+    ],
+)
+def test_a_clip_that_cannot_be_had_says_why(
+    proxy: store.Proxy, media: Media, how: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    proxy.mode = how.get("mode", "open")
+    with (
+        pytest.raises(kind, match=words),
+        stores.fetching(StoreSection(retry_seconds=0.5), how.get("memory_gib")),
+        stores.local(media),
+    ):
+        pass
+
+
+def test_refused_credentials_end_the_run_in_a_sentence_without_them(
+    remote_catalog: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_files = len([each for each in folder.iterdir() if each.suffix])
+    monkeypatch.setenv("INITIAL_NO_AUTH_ACTION_COUNT", str(1 + num_files))  # the bucket's first
+    with store.s3_server() as guarded:
+        store.put_folder(guarded, _BUCKET, folder.parent)
+        store.use(monkeypatch, guarded)
+        with pytest.raises(DataError, match=f"^s3://{_BUCKET} refused the credentials") as caught:
+            _batches(remote_catalog, workers=1)
+    assert not isinstance(caught.value, ClipError)
+    assert not any(secret in str(caught.value) for secret in store.KEYS.values())
+
+
+def test_a_web_server_serves_what_a_folder_has(
+    folder: Path, local_catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Certificates that a process trusts are read when it starts."""
+    authority, out = tmp_path / "ca.pem", tmp_path / "c.parquet"
+    with store.https_server(folder.parent, authority) as address:
+        with pytest.raises(DataError, match=f"^{address}.*self-signed.*SSL_CERT_FILE"):
+            stores.find_objects(f"{address}/set/0.mp4")
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+        command = [sys.executable, "-m", "longtake", "data", "index", f"{address}/set"]
+        subprocess.run([*command, "--out", str(out), "--workers", "1"], check=True)
+        _assert_same(_batches(out, workers=1), _batches(local_catalog, workers=0))
+
+
+@pytest.mark.parametrize("address", ["https://me:word@host/a.mp4", "https://host/a.mp4?Sign=word"])
+def test_an_address_with_a_secret_is_refused_without_it(address: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"https://host/a\.mp4 was given with") as caught:
+        index([Path(address)], captions=None, out=tmp_path / "c.parquet", workers=0)
+    assert "word" not in str(caught.value).replace("password", "")
+
+
+def test_a_lost_store_rejects_clips_for_now_only(
+    proxy: store.Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index that could not fetch an object asks again the next time."""
+    out, names = tmp_path / "c.parquet", (f"set/{number}.mp4" for number in range(2))
+    sources = [Path(f"s3://{_BUCKET}/{name}") for name in names]
+    asked = stores.local
+
+    def lose(media: Media) -> Any:
+        if media.path.endswith("1.mp4"):
+            proxy.become("gone")
+        return asked(media)
+
+    with monkeypatch.context() as patch, stores.fetching(StoreSection(retry_seconds=0.0)):
+        patch.setattr(stores, "local", lose)
+        report = index(sources, captions=None, out=out, workers=0)
+    ((said, is_retried),) = (each.reason.partition(" (")[::2] for each in report.rejected)
+    assert re.fullmatch(r"its store gave nothing for \d+ s", said)
+    assert is_retried.startswith("data.store.retry_seconds is 0)")
+    assert [each.path for each in report.rejected] == [f"s3://{_BUCKET}/set/1.mp4"]
+    proxy.become("open")
+    report = index(sources, captions=None, out=out, workers=0)
+    assert (report.accepted, report.unchanged) == (2, 1)
+
+
+def test_an_unknown_kind_of_store_is_refused() -> None:
+    with (
+        pytest.raises(DataError, match=r"^ftp://host/a\.mp4: expected .* s3://, gs://, http://"),
+        stores.local(Media("ftp://host/a.mp4")),
+    ):
+        pass
+
+
+def test_the_cache_serves_what_the_store_has_lost(
+    proxy: store.Proxy, local_catalog: Path, remote_catalog: Path, tmp_path: Path
+) -> None:
+    how = {"workers": 2, "store": {**_QUICK, "cache": tmp_path / "cache"}}
+    _batches(remote_catalog, **how)
+    proxy.become("gone")
+    _assert_same(_batches(remote_catalog, **how), _batches(local_catalog, workers=0))
+
+
+def test_the_cache_keeps_what_was_used_last_within_its_size(tmp_path: Path) -> None:
+    cache = stores.ClipCache(tmp_path, 1000)
+    filled = list[int]()
+
+    def use(number: int) -> None:
+        def write(descriptor: int) -> None:
+            filled.append(number)
+            os.write(descriptor, bytes([number]) * 300)
+
+        descriptor, _ = cache.open(Media(f"s3://bucket/{number}"), 300, write)
+        with os.fdopen(descriptor, "rb") as file:
+            file.seek(0)
+            assert file.read() == bytes([number]) * 300
+        for each in tmp_path.glob("*.clip"):  # a clock may stand still for some milliseconds
+            os.utime(each, ns=(0, each.stat().st_mtime_ns - 10**9))
+
+    for number in (1, 2, 3, 1, 4, 1, 2, 4):
+        use(number)
+    assert filled == [1, 2, 3, 4, 2]  # 2 made room for 4, and 3 for 2
+    assert sum(each.stat().st_size for each in tmp_path.glob("*.clip")) <= 1000
+
+
+def test_many_fill_the_cache_at_once(tmp_path: Path) -> None:
+    """Whoever opens a clip has all of it, also if it is deleted meanwhile."""
+    sizes = [100 + number for number in range(12)]
+
+    def use(number: int) -> bool:
+        cache, size = stores.ClipCache(tmp_path, 600), sizes[number % 12]
+        media = Media(f"s3://bucket/{size}")
+        descriptor, _ = cache.open(media, size, lambda file: write(file, size))
+        with os.fdopen(descriptor, "rb") as file:
+            return Path(f"/proc/self/fd/{file.fileno()}").read_bytes() == bytes([size]) * size
+
+    def write(descriptor: int, size: int) -> None:
+        for _ in range(size):
+            os.write(descriptor, bytes([size]))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(use, range(200)))
+    assert sum(each.stat().st_size for each in tmp_path.glob("*.clip")) <= 600
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_an_object_is_a_file_to_read(proxy: store.Proxy, server: str) -> None:
+    content = os.urandom(300_000)
+    store.put(server, _BUCKET, {"file.bin": content})
+    with stores.open_object(_media("file.bin", num_bytes=len(content))) as file:
+        local = io.BytesIO(content)
+        for offset, whence, size in ((0, 0, 10), (270_000, 0, 5), (-7, 2, 99), (-20, 1, 8)):
+            file.seek(offset, whence)
+            local.seek(offset, whence)
+            assert file.read(size) == local.read(size)

@@ -1,0 +1,153 @@
+"""Wan with random weights, in folders of the releases' layout."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import transformers
+from tests.families.row import WIDTH, Asked, Row, t5, tokenizer
+
+
+def make(folder: Path) -> None:
+    """Wan 2.1 T2V."""
+    _write(folder, "WanPipeline", {})
+
+
+def make_i2v(folder: Path) -> None:
+    """Wan 2.2 I2V has no CLIP; one of its two transformers."""
+    _write(folder, "WanImageToVideoPipeline", {"in_channels": 36, "out_channels": 16})
+
+
+def make_i2v_clip(folder: Path) -> None:
+    """Wan 2.1 I2V."""
+    sizes = {"in_channels": 36, "out_channels": 16, "image_dim": WIDTH, "added_kv_proj_dim": 24}
+    _write(folder, "WanImageToVideoPipeline", sizes, **_clip())
+
+
+def make_flf2v(folder: Path) -> None:
+    """Wan 2.1 FLF2V."""
+    sizes = {"in_channels": 36, "out_channels": 16, "image_dim": WIDTH, "added_kv_proj_dim": 24}
+    pictures = {"pos_embed_seq_len": 2 * 257}
+    _write(folder, "WanImageToVideoPipeline", sizes | pictures, **_clip())
+
+
+def make_ti2v(folder: Path, pipeline: str = "WanImageToVideoPipeline") -> None:
+    """Wan 2.2 TI2V-5B, with its own autoencoder of 48 channels."""
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=4,
+        decoder_base_dim=4,
+        z_dim=48,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_spatial=16,
+        latents_mean=[0.1] * 48,
+        latents_std=[0.9] * 48,
+    )
+    channels = {"in_channels": 48, "out_channels": 48}
+    _write(folder, pipeline, channels, vae=vae, expand_timesteps=True)
+
+
+def _clip() -> dict[str, Any]:
+    """257 tokens of a picture, as the release has them."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=2,
+    )
+    size = {"height": 32, "width": 32}
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size)
+    encoder = transformers.CLIPVisionModel(vision)
+    return {"image_encoder": encoder, "image_processor": processor}
+
+
+def _write(folder: Path, pipeline: str, sizes: dict[str, Any], **parts: Any) -> None:
+    words = tokenizer(begins=False)
+    vae = diffusers.AutoencoderKLWan(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    given = {"vae": vae, **parts}
+    getattr(diffusers, pipeline)(
+        tokenizer=words,
+        text_encoder=t5("UMT5", len(words)),
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        transformer=diffusers.WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            text_dim=WIDTH,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=2,
+            **sizes,
+        ),
+        **given,
+    ).save_pretrained(folder)
+
+
+def _call(asked: Asked) -> dict[str, Any]:
+    size = {"num_frames": asked.frames, "height": asked.height, "width": asked.width}
+    given = {"prompt": asked.prompt, "latents": asked.noise, "guidance_scale": asked.guidance}
+    return size | given
+
+
+def _call_from_frames(asked: Asked) -> dict[str, Any]:
+    given = {"image": asked.pictures["first"], "last_image": asked.pictures.get("last")}
+    return _call(asked) | given
+
+
+_KEYS = {"flow": {"shift": 3.0}}
+_FRAMES = (5, 32, 32)
+ROWS = (
+    Row("Wan 2.1 T2V", "wan", make, _call, _FRAMES, solver="unipc", keys=_KEYS),
+    Row(
+        "Wan 2.1 I2V",
+        "wan",
+        make_i2v_clip,
+        _call_from_frames,
+        _FRAMES,
+        pictures=("first",),
+        task="first frame",
+        solver="unipc",
+        keys=_KEYS,
+    ),
+    Row(
+        "Wan 2.1 FLF2V",
+        "wan",
+        make_flf2v,
+        _call_from_frames,
+        _FRAMES,
+        pictures=("first", "last"),
+        task="first and last frame",
+        solver="unipc",
+        keys=_KEYS,
+    ),
+    Row(
+        "Wan I2V without CLIP",
+        "wan",
+        make_i2v,
+        _call_from_frames,
+        _FRAMES,
+        pictures=("first",),
+        task="first frame",
+        solver="unipc",
+        keys=_KEYS,
+    ),
+    Row(
+        "Wan 2.2 TI2V-5B",
+        "wan",
+        make_ti2v,
+        _call_from_frames,
+        (5, 64, 64),
+        pictures=("first",),
+        task="first frame",
+        solver="unipc",
+        keys=_KEYS,
+        returns_latents=True,
+    ),
+)

@@ -1,0 +1,88 @@
+"""What failures take of a run: closed forms against a simulation, and costs of a recipe."""
+
+from dataclasses import replace
+
+import pytest
+from tests.build import TINY_WAN, MakeRecipe
+
+from longtake.errors import PlanError
+from longtake.planner import devices, memory
+from longtake.planner.cost import (
+    FailureModel,
+    StageCost,
+    clip_seconds,
+    refuse_no_progress,
+    simulate,
+)
+
+_DAYS = 1000.0
+_RUN = FailureModel(interval=900.0, stall=2.0, write=20.0, restart=180.0, failures_per_day=6.0)
+
+
+def test_a_clip_takes_the_time_that_its_tokens_do(small_recipe: MakeRecipe) -> None:
+    """Three buckets are traced; the one between them is predicted as if it had been, too."""
+    shapes = [f"{{num_frames=9, height={side}, width=64}}" for side in (32, 64, 128, 256)]
+    recipe = small_recipe(*TINY_WAN, f"data.buckets=[{', '.join(shapes)}]")
+    device, tokens = devices.device_named("h100"), memory.bucket_tokens(recipe)
+    predicted = clip_seconds(recipe, device, tokens)
+    assert tuple(predicted) == recipe.data.buckets
+    between = recipe.data.buckets[1]
+    alone = clip_seconds(recipe, device, {between: tokens[between]})
+    assert predicted[between] == pytest.approx(alone[between], rel=0.05)
+    assert sorted(predicted.values()) == list(predicted.values())
+
+
+def test_without_failures_the_simulation_is_the_closed_form() -> None:
+    """Also where writing takes longer than the interval: a save waits for the one before."""
+    for model in (replace(_RUN, failures_per_day=0.0), FailureModel(60.0, 1.0, 90.0, 0.0, 0.0)):
+        found = simulate(model, _DAYS)
+        assert (found.num_failures, found.lost) == (0, 0.0)
+        assert found.seconds == pytest.approx(found.num_saves * model.cycle)
+        assert model.wall_seconds(found.work) == pytest.approx(found.seconds, rel=1e-12)
+        assert model.goodput == pytest.approx(found.work / found.seconds)
+
+
+def test_a_failure_loses_half_an_interval_and_a_restart() -> None:
+    """What is saved is whole at once here; 6,000 failures in 1,000 days."""
+    model = replace(_RUN, stall=0.0, write=0.0)
+    found = simulate(model, _DAYS)
+    assert found.num_failures == pytest.approx(6 * _DAYS, rel=0.05)
+    assert found.lost / found.num_failures == pytest.approx(900 / 2 + 180, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        _RUN,
+        replace(_RUN, failures_per_day=20.0, interval=300.0),
+        replace(_RUN, restart=1200.0, failures_per_day=3.0),
+        FailureModel(interval=60.0, stall=1.0, write=90.0, restart=60.0, failures_per_day=12.0),
+    ],
+)
+def test_failures_take_what_the_closed_form_says(model: FailureModel) -> None:
+    found = simulate(model, _DAYS, seed=1)
+    assert found.lost / found.num_failures == pytest.approx(model.lost_per_failure, rel=0.02)
+    assert found.seconds == pytest.approx(model.wall_seconds(found.work), rel=0.02)
+
+
+def test_at_the_best_interval_least_is_lost() -> None:
+    """Young's sqrt(2 * 30 s * 4 h) = 930 s, Daly's a bit less; and never below a write."""
+    model = replace(_RUN, stall=30.0, write=30.0)
+    best = model.with_best_interval()
+    assert best.interval == pytest.approx(910, rel=0.01)
+    for factor in (0.4, 2.5):
+        other = replace(best, interval=factor * best.interval)
+        assert best.goodput > other.goodput
+        theirs, ours = simulate(other, _DAYS), simulate(best, _DAYS)
+        assert ours.work / ours.seconds > theirs.work / theirs.seconds
+    assert replace(model, write=2000.0).with_best_interval().interval == 2000.0
+
+
+def test_a_run_that_fails_faster_than_it_saves_is_refused() -> None:
+    often = replace(_RUN, failures_per_day=300.0)
+    stage = StageCost("low", 100, 1.0, 0.0, 0.0, 0.0, 0, often)
+    with pytest.raises(
+        PlanError, match=r"stage low makes next to no progress: there is one every 2"
+    ):
+        refuse_no_progress(stage)
+    refuse_no_progress(replace(stage, failures=_RUN))
