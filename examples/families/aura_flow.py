@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from longtake.errors import RecipeError
-from longtake.models.base import Conditioning, DiffusersFamily, TransformerCall
+from longtake.models.base import Conditioning
 from longtake.models.codec import ImageCodec
+from longtake.models.diffusers_family import DiffusersFamily, TransformerCall
 from longtake.models.pretrained import FrozenParts, PipelinePart
 from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing

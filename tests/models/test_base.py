@@ -22,13 +22,11 @@ from longtake.models.base import (
     BlockInputs,
     Conditioning,
     Defaults,
-    DiffusersFamily,
     Family,
     LatentShape,
-    TransformerCall,
     family,
-    share_attention,
 )
+from longtake.models.diffusers_family import DiffusersFamily, TransformerCall, share_attention
 from longtake.models.numerics import keep_weights_in
 from longtake.models.text import TextEncoder, outline_text
 from longtake.models.wan import Wan
@@ -319,7 +317,8 @@ _OTHERS: list[tuple[DiffusersFamily, LatentShape, dict[str, Any]]] = [
 
 
 _OWN = """
-from longtake.models.base import DiffusersFamily, Family
+from longtake.models.base import Family
+from longtake.models.diffusers_family import DiffusersFamily
 from longtake.models.wan import Wan
 
 

@@ -8,7 +8,8 @@ from tests.families import release_qwen_image
 
 from longtake.config import ModelSection, TextSection, TrainableSection
 from longtake.errors import LongtakeError
-from longtake.models.base import LatentShape, cut_texts
+from longtake.models.base import LatentShape
+from longtake.models.diffusers_family import cut_texts
 from longtake.models.qwen_image import QwenImage
 from longtake.models.text import outline_text
 from longtake.models.trainable import make_trainable

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
 from longtake.flow.shift import MuLine, ShiftRule
-from longtake.models import base, codec, pretrained
+from longtake.models import base, codec, diffusers_family, pretrained
 from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
 _PACK = 2  # latent rows and columns of one token
 
 
-class Flux(base.DiffusersFamily):
+class Flux(diffusers_family.DiffusersFamily):
     """Text to image; conditioned on `prompt_embeds` and `pooled_prompt_embeds`.
 
     Its velocity has longtake's sign (noise - latents), and its timestep is sigma. The released
@@ -107,7 +107,7 @@ class Flux(base.DiffusersFamily):
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
-    ) -> base.TransformerCall:
+    ) -> diffusers_family.TransformerCall:
         """The noisy tokens come first; then a reference's, whose ids begin with 1 instead of 0."""
         dtype, (height, width) = noisy_latents.dtype, noisy_latents.shape[-2:]
         prompt = conditioning["prompt_embeds"].to(dtype)
@@ -127,7 +127,9 @@ class Flux(base.DiffusersFamily):
             "txt_ids": ids.new_zeros(prompt.shape[1], 3),
             "img_ids": ids,
         }
-        return base.TransformerCall(inputs, lambda out: unpack(out[:, :num_noisy], height, width))
+        return diffusers_family.TransformerCall(
+            inputs, lambda out: unpack(out[:, :num_noisy], height, width)
+        )
 
     def sequence_length(
         self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
@@ -147,7 +149,7 @@ class Flux(base.DiffusersFamily):
         flux: Any = model
         flux.register_forward_pre_hook(partial(_cut_inputs, sharing), with_kwargs=True)
         for block in self.blocks(model):
-            base.share_attention(block.attn, sharing)  # type: ignore[arg-type]
+            diffusers_family.share_attention(block.attn, sharing)  # type: ignore[arg-type]
         flux.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
 from longtake.flow.shift import ShiftRule
-from longtake.models import base, codec, flux, pretrained
+from longtake.models import base, codec, diffusers_family, flux, pretrained
 from longtake.models.text import TextEncoder
 
 _TIME_STEP = 10  # between the image and its first reference, and between references
@@ -53,7 +53,7 @@ class Flux2(flux.Flux):
         *(f"reference_{number}" for number in range(2, _MAX_REFERENCES + 1)),
     )
     lora_targets: tuple[str, ...] = (
-        *base.DiffusersFamily.lora_targets,
+        *diffusers_family.DiffusersFamily.lora_targets,
         "to_qkv_mlp_proj",
         "single_transformer_blocks.*.attn.to_out",
     )
@@ -89,7 +89,7 @@ class Flux2(flux.Flux):
     def run_encoders(
         self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
     ) -> None:
-        base.run_decoders(encoders, max_tokens)
+        diffusers_family.run_decoders(encoders, max_tokens)
 
     def defaults(self, section: ModelSection) -> base.Defaults:
         """Those of dev, of klein's base, or of a distilled klein, which takes no second pass."""
@@ -105,7 +105,7 @@ class Flux2(flux.Flux):
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
-    ) -> base.TransformerCall:
+    ) -> diffusers_family.TransformerCall:
         """The noisy tokens come first; then each reference's, which are 10, 20, ... in time."""
         prompt, (height, width) = conditioning["prompt_embeds"], noisy_latents.shape[-2:]
         images = [noisy_latents, *self.pictures(conditioning)]
@@ -121,7 +121,7 @@ class Flux2(flux.Flux):
             "img_ids": F.pad(torch.cat(ids), (0, 1)),
         }
         num_noisy = height * width
-        return base.TransformerCall(
+        return diffusers_family.TransformerCall(
             inputs, lambda out: out[:, :num_noisy].mT.unflatten(2, (1, height, width))
         )
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
-from longtake.models import base, codec, deferred_init, flux, pretrained
+from longtake.models import base, codec, deferred_init, diffusers_family, flux, pretrained
 from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
@@ -24,7 +24,7 @@ _VARIANTS = {
 }
 
 
-class QwenImage(base.DiffusersFamily):
+class QwenImage(diffusers_family.DiffusersFamily):
     """Text to image; conditioned on `prompt_embeds`, whose padding is cut off or masked.
 
     Its velocity has longtake's sign (noise - latents), and its timestep is sigma.
@@ -91,13 +91,13 @@ class QwenImage(base.DiffusersFamily):
         embeds, counts = pipeline.encode_prompt(captions, max_sequence_length=max_tokens)
         lengths = [embeds.shape[1]] * len(embeds) if counts is None else counts.sum(1).tolist()
         texts = [each[:length] for each, length in zip(embeds, lengths, strict=True)]
-        return base.pad_texts(texts, max_tokens)
+        return diffusers_family.pad_texts(texts, max_tokens)
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
-    ) -> base.TransformerCall:
+    ) -> diffusers_family.TransformerCall:
         height, width = noisy_latents.shape[-2:]
-        prompt, counts = base.cut_texts(
+        prompt, counts = diffusers_family.cut_texts(
             conditioning["prompt_embeds"], conditioning["prompt_length"]
         )
         inputs = {
@@ -107,7 +107,7 @@ class QwenImage(base.DiffusersFamily):
             "encoder_hidden_states_mask": counts,
             "img_shapes": [[(1, height // 2, width // 2)]] * len(prompt),
         }
-        return base.TransformerCall(inputs, lambda out: flux.unpack(out, height, width))
+        return diffusers_family.TransformerCall(inputs, lambda out: flux.unpack(out, height, width))
 
     def run_encoders(
         self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
@@ -135,7 +135,7 @@ class QwenImage(base.DiffusersFamily):
         qwen.pos_embed.register_forward_pre_hook(partial(_count_text, sharing), with_kwargs=True)
         qwen.pos_embed.register_forward_hook(partial(_cut_positions, sharing))
         for block in qwen.transformer_blocks:
-            base.share_attention(block.attn, sharing)
+            diffusers_family.share_attention(block.attn, sharing)
         qwen.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from longtake.config import Bucket, ModelSection
 from longtake.errors import RecipeError
-from longtake.models import base, pretrained
+from longtake.models import base, diffusers_family, pretrained
 from longtake.models.codec import AutoencoderCodec, Codec, encode_videos
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import TokenSharing
 
 
-class Wan(base.DiffusersFamily):
+class Wan(diffusers_family.DiffusersFamily):
     """Text and first frames to video; conditioned on a transformers encoder's `prompt_embeds`.
 
     Its velocity has longtake's sign (noise - latents); its timesteps are 1000 sigma.
@@ -44,7 +44,7 @@ class Wan(base.DiffusersFamily):
     parts = "an autoencoder and a transformers text encoder"
     block_lists = ("blocks",)
     block_arguments: ClassVar[Mapping[str, str]] = {
-        **base.DiffusersFamily.block_arguments,
+        **diffusers_family.DiffusersFamily.block_arguments,
         "rope": "rotary_emb",
     }
     block_outputs: ClassVar[tuple[str, ...]] = ("tokens",)
@@ -154,7 +154,7 @@ class Wan(base.DiffusersFamily):
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
-    ) -> base.TransformerCall:
+    ) -> diffusers_family.TransformerCall:
         first = conditioning.get("first_latents")
         text = conditioning["prompt_embeds"].to(noisy_latents.dtype)
         if first is not None and first.shape[1] != noisy_latents.shape[1]:
@@ -175,7 +175,7 @@ class Wan(base.DiffusersFamily):
             if model.config.pos_embed_seq_len is not None:  # first and last as two samples
                 embeds = embeds.reshape(2 * len(embeds), -1, embeds.shape[2])
             inputs["encoder_hidden_states_image"] = embeds
-        return base.TransformerCall(inputs, lambda velocity: velocity)
+        return diffusers_family.TransformerCall(inputs, lambda velocity: velocity)
 
     def with_given(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor:
         first = conditioning.get("first_latents")
@@ -198,7 +198,7 @@ class Wan(base.DiffusersFamily):
         wan.patch_embedding.register_forward_hook(partial(_cut_patches, sharing))
         wan.rope.register_forward_hook(partial(_cut_positions, sharing))
         for block in wan.blocks:
-            base.share_attention(block.attn1, sharing)
+            diffusers_family.share_attention(block.attn1, sharing)
         # The last layer that works token by token, and its tokens are narrow.
         wan.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 

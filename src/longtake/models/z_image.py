@@ -12,14 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
-from longtake.models import base, codec, deferred_init, pretrained
+from longtake.models import base, codec, deferred_init, diffusers_family, pretrained
 from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
 _STEP = 32  # tokens: the transformer pads text and image to a multiple of it, by learnt tokens
 
 
-class ZImage(base.DiffusersFamily):
+class ZImage(diffusers_family.DiffusersFamily):
     """Text to image; conditioned on `prompt_embeds` with their `prompt_length`.
 
     Its transformer predicts latents - noise, and its time runs from 0 for noise to 1.
@@ -70,12 +70,12 @@ class ZImage(base.DiffusersFamily):
         found, _ = pipeline.encode_prompt(
             captions, do_classifier_free_guidance=False, max_sequence_length=max_tokens
         )
-        return base.pad_texts(found, max_tokens)
+        return diffusers_family.pad_texts(found, max_tokens)
 
     def run_encoders(
         self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
     ) -> None:
-        base.run_decoders(encoders, max_tokens)
+        diffusers_family.run_decoders(encoders, max_tokens)
 
     def check_config(self, config: Any) -> None:
         if config.siglip_feat_dim is not None:
@@ -116,7 +116,7 @@ class ZImage(base.DiffusersFamily):
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
-    ) -> base.TransformerCall:
+    ) -> diffusers_family.TransformerCall:
         """Pictures and captions are lists: each caption has its own length."""
         prompt = conditioning["prompt_embeds"].to(noisy_latents.dtype)
         lengths = conditioning["prompt_length"]
@@ -132,7 +132,7 @@ class ZImage(base.DiffusersFamily):
             "t": timesteps,
             "cap_feats": [each[:count] for each, count in zip(prompt, counts, strict=True)],
         }
-        return base.TransformerCall(inputs, torch.stack)
+        return diffusers_family.TransformerCall(inputs, torch.stack)
 
     def sequence_length(
         self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning

@@ -1,0 +1,385 @@
+"""The base class of families whose transformer and pipeline are diffusers', and its helpers."""
+
+import functools
+import inspect
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from longtake.config import ModelSection
+from longtake.errors import ModelError, RecipeError
+from longtake.flow.shift import ShiftRule
+from longtake.models import deferred_init, numerics, pretrained
+from longtake.models.base import SHIFT, Conditioning, Defaults, Family, LatentShape
+from longtake.models.codec import Codec
+from longtake.models.text import TextEncoder, TransformersText
+from longtake.parallel.context_parallel import SharedAttention, TokenSharing
+
+
+class TransformerCall(NamedTuple):
+    """One call of a transformer of diffusers."""
+
+    inputs: dict[str, Any]
+    """Keyword arguments of its `forward`."""
+    read: Callable[[Any], Tensor]
+    """Makes [B, C, F, H, W] of the first value that it returns, in the model's own sign."""
+
+
+class DiffusersFamily(Family):
+    """A family whose transformer and pipeline are diffusers'.
+
+    A subclass names them, and writes `fitted_config`, `call` and `share_tokens`; the other methods
+    serve most transformers and are overridden where one differs. Code that needs the model's own
+    inputs (ids, masks, per-token timesteps, several references) belongs into `call`.
+    """
+
+    label: str
+    """Its name in messages."""
+    transformer_class: str
+    pipeline_class: str
+    text_pipeline_class: str | None = None
+    """Whose methods encode text, where those of `pipeline_class` cannot."""
+    codec_class: type[Any]
+    parts: str
+    """Codec and text encoders in words, for the message that others cannot be exported."""
+
+    block_lists: tuple[str, ...] = ("transformer_blocks",)
+    """Attributes of the transformer with its repeated blocks, in the order of the forward pass."""
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    makes_videos = True
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    block_arguments: ClassVar[Mapping[str, str]] = {
+        "tokens": "hidden_states",
+        "text": "encoder_hidden_states",
+        "temb": "temb",
+        "rope": "image_rotary_emb",
+    }
+    block_outputs: ClassVar[tuple[str, ...]] = ("text", "tokens")
+    attentions: ClassVar[tuple[str, ...]] = ("attn",)
+    variants: ClassVar[Mapping[float, str]] = {}
+    """By in_channels / out_channels of their transformer, variants that longtake does not train;
+    empty: one that it trains."""
+
+    time_scale = 1.0
+    """Timestep of sigma 1."""
+    negates = False
+    """Whether the transformer predicts latents - noise."""
+    scheduler_class = "FlowMatchEulerDiscreteScheduler"
+    scheduler_options: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of that class; like it and the next, where there is no release with a scheduler."""
+    default_shift = SHIFT
+    mu: ClassVar[pretrained.PipelineMu] = "line"
+    guidance_scale = 5.0
+    num_inference_steps = 50
+
+    @abstractmethod
+    def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
+        """Arguments of the transformer that follow from codec and text encoder.
+
+        Raises:
+            RecipeError: the family cannot be conditioned on this text encoder.
+        """
+
+    @abstractmethod
+    def call(
+        self,
+        model: Any,
+        noisy_latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+    ) -> TransformerCall:
+        """How the transformer is called; `noisy_latents` come in its dtype, timesteps as [B].
+
+        Raises:
+            ModelError: conditioning that the model needs is missing.
+        """
+
+    @abstractmethod
+    def encode_text(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> Conditioning:
+        """See `Family.encode_text`."""
+
+    def pipeline_of(self, parts: Mapping[str, Any]) -> str:
+        """The pipeline's class, where it depends on the text encoders."""
+        return self.pipeline_class
+
+    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
+        import diffusers
+        import transformers
+
+        with (
+            pretrained.quiet(diffusers.DiffusionPipeline),
+            pretrained.quiet(transformers.CLIPTextModel),
+        ):
+            pipeline = getattr(diffusers, self.text_pipeline_class or self.pipeline_of(parts))
+            required = inspect.Parameter.empty
+            wanted = pretrained.defaults(pipeline.__init__).items()
+            absent = {name: None for name, default in wanted if default is required}
+            return pipeline(**{**absent, **parts})
+
+    def exported_pipeline(self, release: pretrained.Release, parts: Mapping[str, Any]) -> str:
+        """Class of the pipeline that is exported, with these encoders and tokenizers."""
+        return self.pipeline_of(parts)
+
+    def further_channels(self, section: ModelSection) -> int:
+        """Channels that the transformer takes besides the noisy latents'."""
+        return 0
+
+    def check_config(self, config: Any) -> None:
+        """Refuse arguments that diffusers takes, and that fail at the first step: RecipeError."""
+
+    def timesteps(self, sigmas: Tensor) -> Tensor:
+        return sigmas if self.time_scale == 1 else sigmas * self.time_scale
+
+    def predict_velocity(
+        self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        transformer: Any = model
+        call = self.call(
+            transformer,
+            noisy_latents.to(transformer.dtype),
+            self.timesteps(sigmas),
+            conditioning,
+        )
+        with numerics.mixed_norms():
+            output = transformer(**call.inputs, return_dict=False)[0]
+        velocity = call.read(output)
+        return -velocity if self.negates else velocity
+
+    def patch(self, section: ModelSection) -> tuple[int, ...]:
+        return self.patch_size
+
+    def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
+        patch = self.patch(section)
+        for shape in shapes:
+            if shape.num_frames != 1 and not self.makes_videos:
+                raise RecipeError(
+                    f"data.buckets: {self.label} makes images, not videos, but a bucket has "
+                    f"{shape.num_frames} frames. Set num_frames = 1."
+                )
+            sizes = (shape.num_frames, shape.height, shape.width)
+            fits = [max(1, round(n / step)) * step for n, step in zip(sizes, patch, strict=True)]
+            if fits != list(sizes):
+                raise RecipeError(
+                    f"data.buckets: latents of {self._sizes(sizes)} do not divide into "
+                    f"{self.label}'s patches of {self._sizes(patch)}. The nearest latents that do "
+                    f"are {self._sizes(fits)}: multiply height and width by the codec's "
+                    "compression to get the bucket's."
+                )
+
+    def _sizes(self, sizes: Sequence[int]) -> str:
+        frames = f"{sizes[0]} frames of " if self.makes_videos else ""
+        return f"{frames}{sizes[2]}x{sizes[1]}"
+
+    def build(
+        self,
+        section: ModelSection,
+        shapes: Sequence[LatentShape],
+        text: TextEncoder,
+        *,
+        weights: deferred_init.Weights = True,
+    ) -> nn.Module:
+        import diffusers
+
+        fitted = self.fitted_config(shapes[0].channels, text)
+        if further := self.further_channels(section):
+            fitted["in_channels"] += further
+        model_class = getattr(diffusers, self.transformer_class)
+        model = deferred_init.build_transformer(
+            model_class, section, fitted, weights=weights, variants=self.variants
+        )
+        self.check_config(model.config)
+        return model
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        lists: Any = (model.get_submodule(name) for name in self.block_lists)
+        return [block for blocks in lists for block in blocks]
+
+    def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        model.enable_gradient_checkpointing(call)  # type: ignore[operator]
+
+    def num_heads(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return int(config.num_attention_heads)
+
+    def width(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return int(config.num_attention_heads * config.attention_head_dim)
+
+    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+        return math.prod(shape[1:]) // math.prod(self.patch_size)
+
+    def defaults(self, section: ModelSection) -> Defaults:
+        """Shift by the release's scheduler; guidance scale and steps are the pipeline's."""
+        return Defaults(self.release_shift(section), self.guidance_scale, self.num_inference_steps)
+
+    def release_shift(self, section: ModelSection) -> ShiftRule:
+        """By the release's scheduler_config.json."""
+        release = pretrained.read_release(section).scheduler
+        found = pretrained.scheduler_shift(release, self.mu, str(section.pretrained))
+        return found or self.default_shift
+
+    def scheduler(self, section: ModelSection, rule: ShiftRule, bucket_shift: float) -> Any:
+        """The exported pipeline's scheduler: the release's, with another shift if the run has it.
+
+        A pipeline that cannot follow the rule gets `bucket_shift`.
+        """
+        import diffusers
+
+        release = pretrained.read_release(section).scheduler or {}
+        named = getattr(diffusers, str(release.get("_class_name")), None)
+        scheduler_class = named or getattr(diffusers, self.scheduler_class)
+        values = {**self.scheduler_options, **release}
+        if not release or rule != self.release_shift(section):
+            known = pretrained.defaults(scheduler_class.__init__)
+            changed = pretrained.shift_values(rule, self.mu, bucket_shift)
+            values |= {key: value for key, value in changed.items() if key in known}
+        with pretrained.quiet(scheduler_class):
+            return scheduler_class.from_config(values)
+
+    def distils_guidance(self, model: nn.Module) -> bool:
+        config: Any = model.config
+        return bool(config.get("guidance_embeds", False))
+
+    def export(
+        self,
+        section: ModelSection,
+        model: nn.Module,
+        codec: Codec,
+        text: TextEncoder,
+        rule: ShiftRule,
+        bucket_shift: float,
+        folder: Path,
+    ) -> None:
+        import diffusers
+
+        if type(codec) is not self.codec_class or not isinstance(text, TransformersText):
+            raise RecipeError(
+                f"A {self.pipeline_class} needs {self.parts}; this run has {type(codec).__name__} "
+                f"and {type(text).__name__}. `longtake sample` samples it."
+            )
+        autoencoder = codec.modules()[0]
+        parts = text.pipeline_parts()
+        release = pretrained.read_release(section)
+        pipeline_class = getattr(diffusers, self.exported_pipeline(release, parts))
+        known = pretrained.defaults(pipeline_class.__init__)
+        index = release.pipeline
+        settings = {n: v for n, v in index.items() if n in known and not isinstance(v, list)}
+        pipeline = pipeline_class(
+            transformer=model,
+            vae=autoencoder,
+            scheduler=self.scheduler(section, rule, bucket_shift),
+            **parts,
+            **settings,
+        )
+        with pretrained.quiet(model), pretrained.quiet(text.encoder):
+            pipeline.save_pretrained(folder)
+
+    def comfyui_name(self, name: str, *, is_lora: bool) -> str:
+        """The part of ComfyUI that a LoRA is for, and diffusers' name."""
+        return f"{'transformer.' if is_lora else ''}{name}"
+
+    def guidance(self, model: nn.Module, conditioning: Conditioning) -> Tensor | None:
+        """The guidance scales [B] of a guidance-distilled model; None for others."""
+        if not self.distils_guidance(model):
+            return None
+        if "guidance" not in conditioning:
+            raise ModelError(
+                f"This {self.label} is distilled for guidance, but its conditioning names no "
+                f"guidance scale (it has {', '.join(conditioning)}). Add guidance [B], such as "
+                f"{self.guidance_scale}."
+            )
+        return conditioning["guidance"]
+
+    def reference(self, conditioning: Conditioning, name: str) -> Tensor:
+        """The latents [B, C, 1, h, w] of a reference image."""
+        key = f"{name}_latents"
+        if key not in conditioning:
+            raise ModelError(
+                f"{self.label} looks at a reference image, but its conditioning has no {key} (it "
+                f"has {', '.join(conditioning)}). Name the images in data.conditioning.{name}, "
+                f"and when sampling with --conditioning {name}=FILE."
+            )
+        return conditioning[key]
+
+
+def run_decoders(encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]) -> None:
+    """`Family.run_encoders` of decoders whose hidden layers are the text's."""
+    for folder, length in max_tokens.items():
+        ids = torch.ones(1, length, dtype=torch.long)
+        mask = torch.ones_like(ids)
+        encoders[folder](
+            input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False
+        )
+
+
+def pad_texts(texts: Sequence[Tensor], max_tokens: int) -> Conditioning:
+    """`prompt_embeds` [B, T, D] of texts [L, D], zeros behind them; `prompt_length` [B] int64."""
+    padded = torch.stack([F.pad(each, (0, 0, 0, max_tokens - len(each))) for each in texts])
+    lengths = torch.tensor([len(each) for each in texts], device=padded.device)
+    return {"prompt_embeds": padded, "prompt_length": lengths}
+
+
+def cut_texts(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Texts [B, T, D] cut where the longest ends, and bool [B, T] of what is no padding.
+
+    None instead where nothing is: attention without a mask has faster kernels. It waits for the
+    device. In a plan every text is as long as it can be, and those of a batch are of unlike length.
+    """
+    longest = total = padded.shape[1]
+    if not isinstance(padded, FakeTensor) and not padded.is_meta:
+        known = lengths.tolist()
+        longest, total = max(known), sum(known)
+    padded = padded[:, :longest]
+    if total == padded[..., 0].numel():
+        return padded, None
+    return padded, torch.arange(longest, device=padded.device) < lengths[:, None]
+
+
+def share_attention(attention: nn.Module, sharing: TokenSharing) -> None:
+    module: Any = attention
+    processor_class: Any = type(module.processor)
+    module.set_processor(_sharing_class(processor_class)(module.processor, sharing))
+
+
+@functools.cache
+def _sharing_class(processor_class: Any) -> type["_SharingProcessor"]:
+    """With the signature of another processor's `__call__`.
+
+    diffusers' `Attention` drops arguments that are not in it. torch.compile would take a `__call__`
+    that an instance has for the class's.
+    """
+
+    @functools.wraps(processor_class.__call__)
+    def call(self: "_SharingProcessor", *args: Any, **kwargs: Any) -> Any:
+        return self.attend(*args, **kwargs)
+
+    return type("_SharingProcessor", (_SharingProcessor,), {"__call__": call})
+
+
+class _SharingProcessor:
+    """Calls another processor of diffusers with its attention shared by ranks."""
+
+    def __init__(self, processor: Any, sharing: TokenSharing) -> None:
+        self._processor = processor
+        self._sharing = sharing
+
+    def attend(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        shared = SharedAttention(self._sharing)
+        with shared:
+            mixed = self._processor(attn, *args, **kwargs)
+        if not shared.num_calls:
+            raise ModelError(
+                f"{type(self._processor).__name__} attends in another way than by torch's "
+                "scaled_dot_product_attention, so ranks cannot share its tokens. Set diffusers' "
+                'attention backend "native", or parallel.context = 1.'
+            )
+        return mixed
