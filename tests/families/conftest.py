@@ -1,0 +1,27 @@
+"""Tiny releases, each made once and only if a test asks for it."""
+
+from collections.abc import Callable
+
+import pytest
+from tests.families.row import Row
+from tests.families.rows import ROWS
+from tests.families.tiny import Tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], Tiny]:
+    """The tiny release of a row."""
+    made: dict[str, Tiny] = {}
+
+    def find(row: Row) -> Tiny:
+        if row.kind not in made:
+            made[row.kind] = Tiny(row, tmp_path_factory.mktemp("release"))
+        return made[row.kind]
+
+    return find
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.kind)
+def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[Row], Tiny]) -> Tiny:
+    """The tiny release of each row, one after the other."""
+    return tiny_of(request.param)

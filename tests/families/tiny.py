@@ -1,0 +1,141 @@
+"""A tiny release of a row, what longtake makes of it, and its own pipeline."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import numpy as np
+import torch
+from PIL import Image
+from tests.families.row import Asked, Row
+from torch import Tensor
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.models import build
+from longtake.models.base import Conditioning
+from longtake.sampling.presets import Request
+from longtake.sampling.sampler import Sampler
+
+SHORT = "a red circle"
+LONG = "a \u201cred\u201d  circle, moving &amp; it\u2019s up, a blue square moving left"
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over the norm; 1e-5 is the rounding of fp32."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+class Step(NamedTuple):
+    """One call of a pipeline's scheduler."""
+
+    velocity: Tensor
+    sigma: Tensor  # [1]
+    noisy: Tensor
+    after: Tensor
+
+
+class Tiny:
+    """A tiny release, what longtake makes of it, and its own pipeline."""
+
+    def __init__(self, row: Row, folder: Path) -> None:
+        self.row, self.folder = row, folder
+        torch.manual_seed(0)
+        row.make(folder / "release")
+        random = np.random.default_rng(0)
+        for number in range(2):
+            pixels = random.integers(0, 256, (*row.bucket[1:], 3), np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Of the release as it is."""
+        return self.made()
+
+    def recipe(self, **sections: Any) -> Recipe:
+        release, (frames, height, width) = str(self.folder / "release"), self.row.bucket
+        picture = {"kind": "picture", "path": "../{stem}.png"}
+        values: dict[str, Any] = {
+            "out": str(self.folder / "run"),
+            "data": {
+                "catalog": "none.parquet",
+                "buckets": [{"num_frames": frames, "height": height, "width": width}],
+                "conditioning": dict.fromkeys(self.row.pictures, picture),
+            },
+            "model": {"family": self.row.family, "pretrained": release},
+            "codec": {"kind": "autoencoder", "pretrained": release},
+            "training": {"steps": 1, "global_batch_size": 2, "device": "cpu", "precision": "fp32"},
+        }
+        text = {"kind": "transformers", "pretrained": release, "dtype": "fp32"}
+        for name, keys in {"text": text, **self.row.keys, **sections}.items():
+            values[name] = values.get(name, {}) | keys
+        values["text"] = text | values["text"]
+        return config.parse(values, source="test")
+
+    def made(self, **sections: Any) -> Sampler:
+        recipe = self.recipe(**sections)
+        parts = build.assemble(recipe, (), None)
+        parts.model.eval()
+        return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
+
+    def pipeline(self, folder: Path | None = None) -> Any:
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder or self.folder / "release")
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    @property
+    def scale(self) -> float:
+        """At which a pipeline makes one pass: of a distilled model any, of others 1."""
+        parts = self.sampler.components
+        return self.row.guidance if parts.family.distils_guidance(parts.model) else 1.0
+
+    def pictures(self, number: int) -> dict[str, Path]:
+        return dict.fromkeys(self.row.pictures, self.folder / f"{number}.png")
+
+    def told(self, sampler: Sampler, prompts: Sequence[str], number: int = 0) -> Conditioning:
+        """What the model is told in sampling."""
+        bucket = sampler.recipe.data.buckets[0]
+        requests = [Request(prompt, 3, self.pictures(number)) for prompt in prompts]
+        return sampler._guidance(requests, bucket, self.scale, "").conditional
+
+    def noise(self, seed: int) -> Tensor:
+        shape = build.latent_shape(self.sampler.components.codec, self.recipe().data.buckets[0])
+        return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))[None]
+
+    def steps(self, pipeline: Any, num_steps: int, scale: float, prompt: str) -> list[Step]:
+        """What the pipeline's own call hands to its scheduler, and gets."""
+        frames, height, width = self.row.bucket
+        pictures = {
+            name: Image.open(path).convert("RGB") for name, path in self.pictures(0).items()
+        }
+        asked = Asked(
+            pipeline, prompt, self.noise(3), frames, height, width, num_steps, scale, pictures
+        )
+        own, found = pipeline.scheduler.step, list[Step]()
+
+        def step(velocity: Tensor, time: Tensor, noisy: Tensor, *args: Any, **options: Any) -> Any:
+            result = own(velocity, time, noisy, *args, **options)
+            tensors = (
+                self.row.unpack(asked, each.clone()) for each in (velocity, noisy, result[0])
+            )
+            mine, before, after = tensors
+            found.append(Step(mine, torch.tensor([float(time) / 1000]), before, after))
+            return result
+
+        pipeline.scheduler.step = step
+        try:
+            given = {"num_inference_steps": num_steps, "output_type": "latent"}
+            result = pipeline(**given, **self.row.call(asked))[0]
+        finally:
+            pipeline.scheduler.step = own
+        if self.row.returns_latents:
+            found[-1] = found[-1]._replace(after=result)
+        return found
+
+    @torch.no_grad()
+    def velocity(self, sampler: Sampler, step: Step, prompt: str) -> Tensor:
+        told = self.told(sampler, [prompt])
+        return sampler.components.predict_velocity(step.noisy, step.sigma, told)
