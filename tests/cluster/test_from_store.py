@@ -30,15 +30,19 @@ _NUM_VIDEOS, _NUM_IMAGES = 48, 96
 _USUAL_STEPS = 8  # before the store is lost: a stall is found by comparing with them
 _GONE_SECONDS = 20.0
 _STEP_SECONDS = -2.5  # of the clock
-_RECIPE = """\
+_SAVE_EVERY = 10  # steps
+_RECIPE = (
+    f"""\
 out = "run"
+checkpoint.every = {_SAVE_EVERY}
+"""
+    """\
 text.kind = "transformers"
 text.max_tokens = 8
 text.config = { d_model = 16, d_kv = 8, d_ff = 16, num_layers = 1, num_heads = 2 }
 optimizer = { learning_rate = 3e-3, warmup_steps = 3 }
 training = { steps = 40, global_batch_size = 4, device = "cpu", precision = "fp32" }
 ema.decay = 0.9
-checkpoint.every = 5
 tracking.tensorboard = false
 
 [model]
@@ -78,6 +82,7 @@ learning_rate = 1e-3
 warmup_steps = 4
 ema_decay = 0.95
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +150,10 @@ def test_a_run_that_loses_store_clock_and_rank_is_bitwise_the_undisturbed(
             time.sleep(max(0.0, gone_at + _GONE_SECONDS - time.monotonic()))
             proxy.become("open")
             cleared = launchers.wait_for_node_event("stall_cleared")
+            # Two steps after a save, so that steps are lost; the next save is eight steps away.
+            launchers.wait_until(
+                lambda: launchers.num_rows() % _SAVE_EVERY == 2, "two steps after a save"
+            )
             cluster.must(second, "pkill", "-KILL", "-f", "longtake train")
             recovery = nodes.wait_for_recovery(launchers, site, time.monotonic())
             launchers.finish()
