@@ -366,10 +366,9 @@ def score(
         say.result(facts)
         return
     _say_failed("not scored", scored.failed)
-    say.line(
-        f"{facts['scored']} clips of {facts['catalog']} have the attribute {scored.name}; of "
-        f"{facts['unknown']} it is unknown, and no condition on it selects those."
-    )
+    say.line(f"{facts['scored']} clips of {facts['catalog']} have the attribute {scored.name}.")
+    if facts["unknown"]:
+        say.line(f"{facts['unknown']} clips have none; no condition on it selects them.")
     if by == "duplicates":
         _say_duplicates(scored.name, facts)
 
