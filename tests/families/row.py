@@ -52,6 +52,8 @@ class Row:
     solver: str = "euler"  # of the recipe, where the release's scheduler is another
     returns_latents: bool = False  # of the transformer's scale, which the scheduler's last are not
     guidance: float = 5.0  # of the pipeline's own call
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    """What of the suite it refuses, and what the message says: `context`, `nf4`."""
 
 
 def tokenizer(*, begins: bool = False) -> Any:

@@ -5,23 +5,28 @@ A row of a `release_` module is a kind of model; what holds of one holds of all.
 
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.build import fill_weights, measure_step
-from tests.families import table
-from tests.families.row import KeepsLatents
+from tests.families import share_clips, table
+from tests.families.row import KeepsLatents, Row
 from tests.families.rows import ROWS
-from tests.families.tiny import LONG, SHORT, Tiny, relative
-from torch import nn
+from tests.families.tiny import LONG, SHORT, Tiny, loss_and_gradients, relative
+from torch import Tensor, nn
 
-from longtake.errors import ModelError
+from longtake.config import ModuleSection, Quantization, TrainableSection
+from longtake.errors import ModelError, RecipeError
 from longtake.evaluation.export import export
+from longtake.fsio import read_json_lines
 from longtake.models import build
 from longtake.models.base import family
+from longtake.models.quantized import QuantizedLinear
+from longtake.models.streamed import StreamedBlocks
 from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import CPU
 from longtake.planner.memory import outline_step
@@ -167,6 +172,103 @@ def _without_gradient(model: nn.Module) -> set[str]:
 
 def _is_like(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def test_modules_around_every_block_begin_as_nothing_and_train(tiny: Tiny) -> None:
+    """In every block each value that it is given, and each attention's, reaches the velocity."""
+    own = ModuleSection(module="tests.families.own_module:Scales")
+    parts, batch = tiny.training(TrainableSection(modules={"own": own})), tiny.batch()
+    with torch.no_grad():
+        plain, within = (
+            each.predict_velocity(batch.noise, batch.sigmas, batch.conditioning)
+            for each in (tiny.sampler.components, parts)
+        )
+    assert torch.equal(plain, within)
+    gradients = loss_and_gradients(parts, batch)
+    trained = [name for name, each in parts.model.named_parameters() if each.requires_grad]
+    assert len(trained) == 4 * len(parts.family.blocks(parts.model))
+    assert [name for name in trained if name not in gradients or not gradients[name].any()] == []
+
+
+_LORA = TrainableSection(kind="lora", rank=2)
+
+
+def test_streamed_blocks_have_the_gradients_of_others(tiny: Tiny) -> None:
+    parts, batch = tiny.training(_LORA), tiny.batch()
+    plain = loss_and_gradients(parts, batch)
+    assert len(plain) > 2
+    assert _equal(plain, _streamed(tiny.training(_LORA), batch))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("int8", 0.02), pytest.param("nf4", 0.25, marks=pytest.mark.drill)]
+)
+def test_quantised_blocks_have_the_gradients_of_the_weights_that_they_stand_for(
+    tiny: Tiny, kind: Quantization, error: float
+) -> None:
+    """Streamed too; the gradients are near those of the release's weights."""
+    if reason := tiny.row.refuses.get(kind):
+        with pytest.raises(RecipeError, match=reason):
+            tiny.training(_LORA, kind)
+        return
+    batch, parts = tiny.batch(), tiny.training(_LORA, kind)
+    quantised = loss_and_gradients(parts, batch)
+    twin = tiny.training(_LORA)
+    exact = loss_and_gradients(twin, batch)
+    layers = {name: each for name, each in parts.model.named_modules() if _is_quantised(each)}
+    assert len(layers) >= 4 * len(parts.family.blocks(parts.model))
+    for name, layer in layers.items():
+        twin.model.get_submodule(name).weight.data = layer.weight
+    expected = loss_and_gradients(twin, batch)
+    assert quantised.keys() == expected.keys() == exact.keys()
+    for name, gradient in quantised.items():
+        assert relative(gradient, expected[name]) <= 1e-5, name
+    assert 0 < relative(_joined(quantised), _joined(exact)) <= error
+    assert _equal(quantised, _streamed(parts, batch))
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return isinstance(module, QuantizedLinear)
+
+
+def _streamed(parts: build.Components, batch: build.FlowBatch) -> dict[str, Tensor]:
+    StreamedBlocks(parts.family.blocks(parts.model), torch.device("cpu"))
+    return loss_and_gradients(parts, batch)
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _joined(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The gradients."""
+    return torch.cat([each.flatten() for name, each in tensors.items() if name])
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_a_clip_are_as_one(
+    tiny_of: Callable[[Row], Tiny], on_two_processes: list[str], tmp_path: Path
+) -> None:
+    """Velocity, loss and all gradients of each kind, by the same two processes."""
+    shared = [row for row in ROWS if "context" not in row.refuses]
+    for row in shared:
+        share_clips.write(tiny_of(row), tmp_path)
+    command = [*on_two_processes, share_clips.__file__, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    rows = list(read_json_lines(tmp_path / "deviations.jsonl"))
+    assert {each["kind"] for each in rows} == {row.kind for row in shared}
+    for each in rows:
+        assert max(each["velocity"], each["loss"], each["gradients"]) <= 1e-5, each
+
+
+def test_sharing_clips_is_refused_where_a_row_says_so(tiny: Tiny) -> None:
+    parts, recipe = tiny.sampler.components, tiny.recipe(parallel={"context": 2})
+    if reason := tiny.row.refuses.get("context"):
+        with pytest.raises(RecipeError, match=f"the family {tiny.row.family} cannot: {reason}"):
+            build.refuse_sharing(parts, recipe)
+    else:
+        build.refuse_sharing(parts, recipe)
 
 
 def test_the_checkpoint_of_another_kind_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A tiny release of a row, what longtake makes of it, and its own pipeline."""
 
+import copy
+import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +15,11 @@ from tests.families.row import Asked, Row
 from torch import Tensor
 
 from longtake import config
-from longtake.config import Recipe
+from longtake.config import Quantization, Recipe, TrainableSection
 from longtake.models import build
 from longtake.models.base import Conditioning
+from longtake.models.quantized import quantize_linears
+from longtake.models.trainable import make_trainable
 from longtake.sampling.presets import Request
 from longtake.sampling.sampler import Sampler
 
@@ -27,6 +31,16 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     """Norm of the difference over the norm; 1e-5 is the rounding of fp32."""
     assert ours.shape == theirs.shape
     return float((ours - theirs).norm() / theirs.norm())
+
+
+def loss_and_gradients(parts: build.Components, batch: build.FlowBatch) -> dict[str, Tensor]:
+    """The loss, named "", and the gradient of each parameter that has one."""
+    parts.model.zero_grad(set_to_none=True)
+    loss = build.flow_losses(parts, batch, "fp32", torch.device("cpu")).sum()
+    torch.autograd.backward(loss)
+    named = parts.model.named_parameters()
+    found = {name: each.grad for name, each in named if each.grad is not None}
+    return {"": loss.detach(), **found}
 
 
 class Step(NamedTuple):
@@ -80,6 +94,29 @@ class Tiny:
         parts = build.assemble(recipe, (), None)
         parts.model.eval()
         return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
+
+    def training(
+        self, trainable: TrainableSection, quantize: Quantization | None = None
+    ) -> build.Components:
+        """What is trained of the release, in a model of its own; no new weight is zero."""
+        parts = self.sampler.components
+        model = copy.deepcopy(parts.model)
+        if quantize is not None:
+            model.requires_grad_(False)
+            for block in parts.family.blocks(model):
+                quantize_linears(block, quantize)
+        make_trainable(model, parts.family, trainable, parts.codec.channels)
+        generator = torch.Generator().manual_seed(5)
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.data = torch.randn(weight.shape, generator=generator) / 8
+        return dataclasses.replace(parts, model=model)
+
+    def batch(self) -> build.FlowBatch:
+        """Two samples, whose captions are of unlike length."""
+        latents, noise = (torch.cat([self.noise(n), self.noise(n + 1)]) for n in (1, 3))
+        told = self.told(self.sampler, [SHORT, LONG])
+        return build.FlowBatch(latents, noise, torch.tensor([0.3, 0.8]), told)
 
     def pipeline(self, folder: Path | None = None) -> Any:
         pipeline = diffusers.DiffusionPipeline.from_pretrained(folder or self.folder / "release")

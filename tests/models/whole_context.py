@@ -32,6 +32,7 @@ class WholeContext(nn.Module):
     def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
         assert block == inputs.name
         assert inputs.text is not None
+        assert inputs.temb is not None
         cosines, sines = inputs.rope
         after = call(
             replace(

@@ -69,8 +69,9 @@ class BlockInputs:
     FLUX.2's single blocks, the caption's, then the clip's."""
     text: Tensor | None
     """[B, T', D]: FLUX's second stream, or what Wan attends to; None where blocks see no other."""
-    temb: Tensor
-    """The timestep's embedding as the block takes it: [B, D], of Wan [B, 6, D]."""
+    temb: Tensor | None
+    """The timestep's embedding as the block takes it: [B, D], of Wan [B, 6, D]; None where a block
+    does not see it, as in Z-Image's `context_refiner`."""
     rope: Any
     """Tables of rotary positions (cosines, sines); None where there are none."""
     sigmas: Tensor
