@@ -12,6 +12,7 @@ from tests.data.build import catalog_of
 from longtake.config import Bucket, ConditioningSection, DataSection
 from longtake.data.buckets import sample_window
 from longtake.data.cache import Cache, ContentHashes, make_folder
+from longtake.data.conditioning import conditioning_of
 from longtake.data.packs import PackWriter
 from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
@@ -96,7 +97,8 @@ def test_an_inputs_name_is_its_content_cut_and_frames(
     def key(cache: Cache, stem: str = "1", name: str = "pose", **changes: Any) -> str:
         media = replace(window.media, path=f"/clips/{stem}.mp4")
         clip = replace(catalog_of([1]).clip(0), media=media)
-        wanted = cache.inputs(clip, replace(window, media=media, **changes))[name]
+        window_of_it = replace(window, media=media, **changes)
+        wanted = conditioning_of(clip, window_of_it, cache.data.conditioning)[name]
         return cache.conditioning(name, wanted).key
 
     assert key(cache) == key(cache, "2") == key(cache, identity="0" * 32)
@@ -118,6 +120,42 @@ def test_an_inputs_name_is_its_content_cut_and_frames(
     assert key(cache) != before
     with pytest.raises(ClipError, match=r"9\.png: does not exist"):
         key(cache, "9")
+
+
+def test_what_a_family_makes_of_several_inputs_is_named_by_all_of_them(
+    tmp_path: Path, data: DataSection, window: Window
+) -> None:
+    """By the content and cut of each, the clip's shape, and what encodes them."""
+    (tmp_path / "pose").mkdir()
+    files = [tmp_path / "pose" / f"{name}.png" for name in "12"]
+    for file in files:
+        file.write_bytes(b"one")
+
+    def parts(inputs: str = "i", **changes: Any) -> dict[str, str]:
+        together = replace(_cache(tmp_path, data), together=("pose", "depth"), inputs=inputs)
+        media = replace(window.media, path="/clips/1.mp4")
+        clip = replace(catalog_of([1]).clip(0), media=media)
+        found = together.parts(clip, replace(window, media=media, **changes))
+        assert [each.made for each in found] == ["latents", "values", "values", "inputs"]
+        return {" ".join(each.reads): together.entry(each).key for each in found}
+
+    whole = parts()
+    assert list(whole) == ["", "raw", "camera", "pose depth"]
+    assert parts() == whole == parts(seek_to=None)
+    changes: list[dict[str, Any]] = [
+        {"inputs": "other"},
+        {"is_flipped": True},  # seen by both
+        {"start": 2},  # by the video alone
+        {"source_width": 9},  # by how the picture is cut
+        {"height": 15},
+    ]
+    keys = {parts(**change)["pose depth"] for change in changes}
+    files[0].write_bytes(b"another")
+    keys.add(parts()["pose depth"])
+    assert len(keys | {whole["pose depth"]}) == len(changes) + 2
+    files[0].write_bytes(b"one")
+    assert parts()["pose depth"] == whole["pose depth"]
+    assert parts("other")["raw"] == whole["raw"]
 
 
 def test_content_is_hashed_once_for_all_processes(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A cache is filled with exactly what a plan will ask for, and a loader finds it there."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.build import cache_entries
 from torch import Tensor
 
 from longtake.config import DataSection
-from longtake.data.cache import Cache, make_folder
+from longtake.data.cache import Cache, SamplePart, make_folder
 from longtake.data.cache_fill import CacheReport, fill_latents, fill_prompts, find_missing
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_video
@@ -63,9 +63,9 @@ def _cache(data: DataSection, folder: Path) -> Cache:
     return cache
 
 
-def _means(pixels: NDArray[np.uint8]) -> Tensor:
+def _means(part: SamplePart, read: Mapping[str, NDArray[np.uint8]]) -> dict[str, Tensor]:
     """In the place of a codec: the mean of each frame's colours, [3, F, 1, 1]."""
-    return torch.from_numpy(pixels).float().mean(dim=(2, 3), keepdim=True)
+    return {"latents": torch.from_numpy(read[""]).float().mean(dim=(2, 3), keepdim=True)}
 
 
 def _lengths(captions: Sequence[str]) -> list[dict[str, Tensor]]:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from tests.build import (
     QUIET,
     TINY_WAN,
@@ -28,12 +29,14 @@ from tests.build import (
     saved,
     wait_until,
 )
+from tests.families import release_wan
 from torch import nn
 
 from longtake import config
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.data.index import index
+from longtake.data.packs import CACHE_KINDS
 from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, RecipeChangedError, RecipeError
 from longtake.models.added_module import BlockCall
@@ -45,6 +48,7 @@ from longtake.sampling.sampler import load_sampler
 from longtake.training.latent_cache import (
     cache_ahead,
     codec_fingerprint,
+    inputs_fingerprint,
     make_parts,
     text_fingerprint,
 )
@@ -300,6 +304,78 @@ def test_videos_masks_and_numbers_train_from_a_cache_as_from_pixels(
     unmasked = small_recipe(*changes, f"out={tmp_path / 'unmasked'}")
     train(unmasked, QUIET)
     assert losses(masked) == losses(unmasked) != losses(plain)
+
+
+def _given_frames(folder: Path, make: Callable[[Path], None], size: int) -> tuple[str, ...]:
+    """Wan from the first frame of each window, with a video beside each clip for a module."""
+    torch.manual_seed(0)
+    make(folder)
+    return (
+        f"data.buckets=[{{num_frames=5, height={size}, width={size}}}]",
+        'data.conditioning.first={kind="picture", frame="first"}',
+        'data.conditioning.depth={kind="video", path="{stem}.mp4"}',
+        f"trainable.modules.own.module={__name__}:AddsDepth",
+        "data.windows=2",
+        "data.flip=0.5",
+        "training.steps=3",
+        "model.family=wan",
+        "model.config={}",
+        *(f"{part}.pretrained={folder}" for part in ("model", "codec", "text")),
+        "codec.kind=autoencoder",
+        "text.kind=transformers",
+        "text.dtype=fp32",
+        "text.max_tokens=32",
+    )
+
+
+class AddsDepth(nn.Module):
+    """Adds to all tokens what it makes of a video's latents."""
+
+    def __init__(self, width: int, blocks: Sequence[str], latent_channels: int) -> None:
+        super().__init__()
+        self.read = nn.Linear(latent_channels, width)
+
+    def prepare(self, conditioning: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"added": self.read(conditioning["depth_latents"].mean((2, 3, 4)))[:, None]}
+
+    def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
+        after = call(inputs)
+        return replace(after, tokens=after.tokens + inputs.prepared["added"])
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (release_wan.make_i2v_clip, 32),
+        pytest.param(release_wan.make_ti2v, 64, marks=pytest.mark.drill),
+    ],
+)
+def test_given_frames_train_from_a_cache_as_from_pixels(
+    small_recipe: MakeRecipe, tmp_path: Path, make: Callable[[Path], None], size: int
+) -> None:
+    """What a family makes of them itself (masks, latents, CLIP's embeddings) is one entry."""
+    changes = _given_frames(tmp_path / "release", make, size)
+    plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
+    train(plain, QUIET)
+    cached = small_recipe(*changes, _cache_of(tmp_path))
+    shares = [cache_ahead(cached, QUIET, part=(number, 2)) for number in range(2)]
+    windows = len(_entries(cached, "latents"))
+    assert [sum(each[kind]["computed"] for each in shares) for kind in CACHE_KINDS[:2]] == (
+        [windows, windows]
+    )
+    assert cache_ahead(cached, QUIET)["conditioning"] == {"present": windows, "computed": 0}
+    train(cached, QUIET)
+    _assert_same_run(plain, cached)
+    found = load_file(_packs(cached, "conditioning")[0])
+    names = {name.rpartition(".")[2] for name in found}
+    before = inputs_fingerprint(plain, tmp_path)
+    config = tmp_path / "release/vae/config.json"
+    if make is release_wan.make_i2v_clip:
+        config = tmp_path / "release/image_processor/preprocessor_config.json"
+    config.write_text(config.read_text() + "\n")
+    assert inputs_fingerprint(plain, tmp_path) != before
+    embeds = {"first_embeds"} if make is release_wan.make_i2v_clip else set()
+    assert names == {"first_latents", "depth_latents", *embeds}
 
 
 def test_a_run_goes_on_with_a_cache_and_back(small_recipe: MakeRecipe, tmp_path: Path) -> None:
@@ -577,11 +653,11 @@ fill, counted = cache_fill.fill_latents, itertools.count()
 
 
 def fill_in_part(cache, clips, encode, *others):
-    def encode_or_hang(pixels):
+    def encode_or_hang(*part):
         if next(counted) == 8:
             Path(__file__).with_name("hangs").touch()
             time.sleep(3600)
-        return encode(pixels)
+        return encode(*part)
 
     fill(cache, clips, encode_or_hang, *others)
 

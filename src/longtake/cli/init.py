@@ -123,7 +123,7 @@ def template_of_release(release: str, task: str | None) -> Template:
         kind.transformer == "FluxTransformer2DModel",
         bool(found.config.get("guidance_embeds")),
         str(family.defaults(section).shift),
-        is_cached=not (needed and family.encodes_inputs_itself) and not family.encodes_text_with,
+        is_cached=not family.encodes_text_with,
     )
 
 

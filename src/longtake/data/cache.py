@@ -1,7 +1,8 @@
 """Latents and prompt embeddings that were computed once: the keys of entries, and reading batches.
 
     CACHE/latents/…             packs (see `longtake.data.packs`) of windows of clips
-    CACHE/conditioning/…        of further inputs: latents, or values as they were read
+    CACHE/conditioning/…        of further inputs: latents, values as they were read, or what a
+                                family makes of several
     CACHE/prompts/…             of captions
     CACHE/index/, damaged/      of all packs
     CACHE/hashes/5b27….jsonl    content hashes of further inputs, by path
@@ -24,7 +25,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -60,6 +61,19 @@ class CacheFailure:
 
 
 @dataclass(frozen=True)
+class SamplePart:
+    """One entry of a sample: what is read for it, and what becomes of that.
+
+    `latents`: the codec's. `values`: as they were read. `inputs`: what the family makes of all of
+    them together (`Family.encode_inputs`).
+    """
+
+    made: Literal["latents", "values", "inputs"]
+    reads: Mapping[str, Wanted]  # by names in data.conditioning; "" is the clip itself
+    bucket: Bucket  # the clip's
+
+
+@dataclass(frozen=True)
 class Cache:
     """What a recipe's encoders make of clips, further inputs and captions; can be pickled."""
 
@@ -68,6 +82,8 @@ class Cache:
     text: str  # fingerprint of what encodes captions
     data: DataSection
     no_caption: str  # what a dropped caption is encoded as
+    together: tuple[str, ...] = ()  # names of the inputs that the family encodes itself
+    inputs: str = ""  # fingerprint of what encodes them
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -95,16 +111,38 @@ class Cache:
     def _hashes(self) -> "ContentHashes":
         return ContentHashes(self.folder / "hashes")
 
+    def parts(self, clip: Clip, window: Window) -> list[SamplePart]:
+        """All that a sample consists of but its caption."""
+        inputs = conditioning_of(clip, window, self.data.conditioning)
+        size = {"height": window.height, "width": window.width}
+        bucket = Bucket(num_frames=window.num_frames, **size)
+        parts = [SamplePart("latents", {"": window}, bucket)]
+        for name, wanted in inputs.items():
+            if name not in self.together:
+                made: Any = "latents" if self.data.conditioning[name].is_encoded else "values"
+                parts.append(SamplePart(made, {name: wanted}, bucket))
+        if self.together:
+            mine = {name: inputs[name] for name in self.together}
+            parts.append(SamplePart("inputs", mine, bucket))
+        return parts
+
+    def entry(self, part: SamplePart) -> CacheEntry:
+        """Where a part of a sample is.
+
+        Raises:
+            ClipError: an input's file cannot be read.
+        """
+        if part.made != "inputs":
+            ((name, wanted),) = part.reads.items()
+            return self.conditioning(name, wanted)
+        facts = [part.bucket.num_frames, part.bucket.height, part.bucket.width]
+        each = [[name, *self._facts(wanted)] for name, wanted in part.reads.items()]
+        what = ", ".join(f"{name} {wanted.media}" for name, wanted in part.reads.items())
+        return self._entry("conditioning", self.inputs, (*facts, *each), what)
+
     def latents(self, window: Window) -> CacheEntry:
-        facts = (
-            *(window.identity, window.kind, window.stream_index, window.rotation),
-            *(window.start, window.num_frames, window.stride),
-            *(window.scaled_height, window.scaled_width, window.top, window.left),
-            *(window.height, window.width, window.is_flipped),
-            *([window.frames] if window.frames else []),
-        )
         what = f"the latents of {window.media} from frame {window.start}"
-        return self._entry("latents", self.codec, facts, what)
+        return self._entry("latents", self.codec, self._facts(window), what)
 
     def conditioning(self, name: str, wanted: Wanted) -> CacheEntry:
         """Where a further input is: `latents` if the codec encodes it, else `values`.
@@ -114,6 +152,17 @@ class Cache:
         """
         if isinstance(wanted, Window):  # a frame of the clip
             return self.latents(wanted)
+        codec = self.codec if self.data.conditioning[name].is_encoded else ""
+        return self._entry("conditioning", codec, self._facts(wanted), f"{name} {wanted.media}")
+
+    def _facts(self, wanted: Wanted) -> tuple[object, ...]:
+        """What decides the numbers that are read."""
+        if isinstance(wanted, Window):
+            facts: list[object] = [wanted.identity, wanted.kind, wanted.stream_index]
+            facts += [wanted.rotation, wanted.start, wanted.num_frames, wanted.stride]
+            facts += [wanted.scaled_height, wanted.scaled_width, wanted.top, wanted.left]
+            facts += [wanted.height, wanted.width, wanted.is_flipped]
+            return (*facts, *([wanted.frames] if wanted.frames else []))
         values = getattr(wanted, "values", None)
         facts = [self._hashes.of(wanted.media.path) if values is None else values]
         if isinstance(wanted, ConditioningPixels):
@@ -122,15 +171,7 @@ class Cache:
         else:
             facts += ["numbers", wanted.width, wanted.is_per_frame, wanted.clip_frames]
         facts += [wanted.start, wanted.num_frames, wanted.stride]
-        facts += [wanted.frames] if wanted.frames else []
-        codec = self.codec if self.is_encoded(name) else ""
-        return self._entry("conditioning", codec, tuple(facts), f"{name} {wanted.media}")
-
-    def is_encoded(self, name: str) -> bool:
-        return self.data.conditioning[name].is_encoded
-
-    def inputs(self, clip: Clip, window: Window) -> dict[str, Wanted]:
-        return conditioning_of(clip, window, self.data.conditioning)
+        return (*facts, *([wanted.frames] if wanted.frames else []))
 
     def prompt(self, caption: str) -> CacheEntry:
         return self._entry("prompts", self.text, (caption,), f"the embeddings of {caption!r}")
@@ -181,15 +222,19 @@ class CachedSource:
         _ = cache.unconditional  # missing there, it is missing to every sample
         packs = cache.packs
         conditioning, inputs = packs.read(cache.prompt(clip.caption)), dict[str, Tensor]()
-        for name, wanted in cache.inputs(clip, window).items():
-            found = packs.read(cache.conditioning(name, wanted))
-            if cache.is_encoded(name):
-                conditioning[f"{name}_latents"] = found["latents"]
+        for part in cache.parts(clip, window):
+            found = packs.read(cache.entry(part))
+            if part.made == "inputs":
+                conditioning |= found
+                continue
+            ((name, wanted),) = part.reads.items()
+            if part.made == "latents":
+                conditioning[f"{name}_latents" if name else ""] = found["latents"]
             else:
                 frames = getattr(wanted, "num_frames", 1)
                 values = found["values"]  # of equal frames one is kept
                 inputs[name] = values.expand(-1, frames, -1, -1) if values.ndim == 4 else values
-        return _Content(packs.read(entry)["latents"], conditioning, inputs)
+        return _Content(conditioning.pop(""), conditioning, inputs)
 
 
 class CachedBuffer:

@@ -5,7 +5,7 @@ the same as if that had been found out there.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from longtake.config import Bucket
 from longtake.data import buckets, decode_worker, tasks
-from longtake.data.cache import Cache, CacheFailure
+from longtake.data.cache import Cache, CacheFailure, SamplePart
 from longtake.data.caption_text import caption_variants
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
-from longtake.data.conditioning import Wanted, as_values, conditioning_error
+from longtake.data.conditioning import as_values, conditioning_error
 from longtake.data.packs import CACHE_KINDS, PACK_BYTES, CacheEntry, PackWriter
 from longtake.data.plan import Plan
 from longtake.data.window import Window
@@ -35,7 +35,8 @@ from longtake.errors import ClipError, DataError
 from longtake.formatting import format_duration
 from longtake.heartbeat import HeartbeatDir
 
-EncodePixels = Callable[[NDArray[np.uint8]], Tensor]  # [3, F, H, W] to latents [C, F', H', W']
+EncodePart = Callable[[SamplePart, Mapping[str, NDArray[np.uint8]]], dict[str, Tensor]]
+"""From what was read for a part, by name, each [3, F, H, W], to the tensors of its entry."""
 EncodeCaptions = Callable[[Sequence[str]], Sequence[dict[str, Tensor]]]
 """Tensors of each caption, without a batch dimension."""
 Progress = Callable[[int, int], object]  # called with (done, in all)
@@ -202,7 +203,7 @@ def fill_prompts(
 def fill_latents(
     cache: Cache,
     clips: Sequence[_Row | CacheItem],
-    encode: EncodePixels,
+    encode: EncodePart,
     report: CacheReport,
     progress: Progress | None = None,
     heartbeats: HeartbeatDir | None = None,
@@ -213,7 +214,7 @@ def fill_latents(
         DataError: more clips fail than `data.max_quarantined_clips` allows, or the cache cannot be
             written.
     """
-    data, under_way = cache.data, deque[tuple[Window, list[_Part]]]()
+    data, under_way = cache.data, deque[tuple[Window, list[_Reading]]]()
     limit, memory = data.sample_timeout_seconds, data.sample_memory_gib
     with (
         decode_worker.DecodePool(
@@ -225,9 +226,9 @@ def fill_latents(
             item: CacheItem = each.item() if isinstance(each, _Row) else each
             for window in buckets.all_windows(*item, data):
                 parts = [
-                    _Part(name, wanted, pool.submit(wanted))
-                    for name, wanted in _wanted(cache, item.clip, window).items()
-                    if not _held(cache, name, wanted)
+                    _Reading(part, {name: pool.submit(each) for name, each in part.reads.items()})
+                    for part in cache.parts(item.clip, window)
+                    if not _held(cache, part)
                 ]
                 under_way.append((window, parts))
             while len(under_way) > 2 * max(data.workers, 1):
@@ -247,7 +248,7 @@ class EncodeTask(Task[Sequence[CacheItem | str], CacheReport]):
     """Adds to a cache what it lacks of some clips, or of some captions; writes the files itself."""
 
     cache: Cache
-    load: Callable[[], EncodePixels] | Callable[[], EncodeCaptions]  # of clips, of captions
+    load: Callable[[], EncodePart] | Callable[[], EncodeCaptions]  # of clips, of captions
     num_cpus: int = 1
     uses_gpu: bool = False
     doing = "encoding"
@@ -317,12 +318,11 @@ def run_encode_task(
                 progress(done, len(missing))
 
 
-class _Part(NamedTuple):
-    """One thing that a sample is made of, and that the cache lacks."""
+class _Reading(NamedTuple):
+    """A part of a sample that the cache lacks."""
 
-    name: str  # of a further input; "" is the clip itself
-    wanted: Wanted
-    content: Future[NDArray[np.uint8]]
+    part: SamplePart
+    contents: dict[str, Future[NDArray[np.uint8]]]  # by the names of what it reads
 
 
 def _rows(plan: Plan) -> Iterator[_Row]:
@@ -355,24 +355,16 @@ def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Count
     if item.clip.identity in without:
         return present, False
     for window in buckets.all_windows(*item, cache.data):
-        for name, wanted in _wanted(cache, item.clip, window).items():
-            entry = _held(cache, name, wanted)
+        for part in cache.parts(item.clip, window):
+            entry = _held(cache, part)
             present.update([entry.kind] if entry else [])
             is_missing |= entry is None
     return present, is_missing
 
 
-def _wanted(cache: Cache, clip: Clip, window: Window) -> dict[str, Wanted]:
-    return {"": window, **cache.inputs(clip, window)}
-
-
-def _entry(cache: Cache, name: str, wanted: Wanted) -> CacheEntry:
-    return cache.latents(wanted) if isinstance(wanted, Window) else cache.conditioning(name, wanted)
-
-
-def _held(cache: Cache, name: str, wanted: Wanted) -> CacheEntry | None:
+def _held(cache: Cache, part: SamplePart) -> CacheEntry | None:
     try:
-        entry = _entry(cache, name, wanted)
+        entry = cache.entry(part)
     except ClipError:  # decoding will say what is wrong with the file
         return None
     return entry if cache.packs.holds(entry) else None
@@ -381,29 +373,38 @@ def _held(cache: Cache, name: str, wanted: Wanted) -> CacheEntry | None:
 def _finish(
     cache: Cache,
     window: Window,
-    parts: list[_Part],
-    encode: EncodePixels,
+    readings: list[_Reading],
+    encode: EncodePart,
     report: CacheReport,
     writer: PackWriter,
 ) -> None:
-    failures = []
-    for name, wanted, content in parts:
+    failures = dict[str, CacheFailure]()
+    for part, contents in readings:
+        read, name = dict[str, NDArray[np.uint8]](), ""
         try:
-            read, entry = content.result(), _entry(cache, name, wanted)
+            for name, content in contents.items():
+                read[name] = content.result()
+            entry = cache.entry(part)
         except ClipError as error:
             why = conditioning_error(window, name, error) if name else error
-            failures.append(CacheFailure(window.identity, str(why.path), why.reason))
+            failures[name] = CacheFailure(window.identity, str(why.path), why.reason)
             continue
         if not writer.holds(entry):  # another process may have been faster
-            if not name or cache.is_encoded(name):
-                tensors = {"latents": cache.stored(encode(read))}
-            else:
-                tensors = {"values": _without_copies(torch.from_numpy(as_values(wanted, read)))}
-            writer.add(entry, tensors)
+            writer.add(entry, _tensors(cache, part, read, encode))
             report.computed[entry.kind] += 1
     if failures:
-        report.failures[cache.latents(window).key] = failures[0]
+        first = next(name for name in ("", *cache.data.conditioning) if name in failures)
+        report.failures[cache.latents(window).key] = failures[first]
         report.refuse_too_many(cache.data.max_quarantined_clips)
+
+
+def _tensors(
+    cache: Cache, part: SamplePart, read: Mapping[str, NDArray[np.uint8]], encode: EncodePart
+) -> dict[str, Tensor]:
+    if part.made == "values":
+        ((name, wanted),) = part.reads.items()
+        return {"values": _without_copies(torch.from_numpy(as_values(wanted, read[name])))}
+    return {name: cache.stored(each) for name, each in encode(part, read).items()}
 
 
 def _without_copies(values: Tensor) -> Tensor:

@@ -292,7 +292,10 @@ class Family(ABC):
             encoders[folder](input_ids=ids, attention_mask=torch.ones_like(ids))
 
     encodes_inputs_itself = False
-    """Whether `encode_inputs` gives other tensors than one input's latents, which a cache lacks."""
+    """Whether `encode_inputs` gives other tensors than the latents of each of its inputs."""
+
+    inputs_version = 1
+    """Of `encode_inputs`, in the keys of a cache: raise it where other numbers come out."""
 
     def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of pictures in `data.conditioning` that the model needs, and that it may get."""

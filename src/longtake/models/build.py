@@ -308,12 +308,6 @@ def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
                 f'data.conditioning.{name} = {{ kind = "picture", '
                 f'path = "../{name}/{{stem}}.png" }}.'
             )
-    own = [name for name in given if name in taken] if chosen.encodes_inputs_itself else []
-    if own and recipe.data.cache is not None:
-        raise RecipeError(
-            f"The family {recipe.model.family} makes more of {', '.join(own)} than its latents, "
-            "which is what a cache holds. Leave data.cache out."
-        )
     if chosen.encodes_text_with and recipe.data.cache is not None:
         raise RecipeError(
             f"The family {recipe.model.family} encodes captions together with pictures "

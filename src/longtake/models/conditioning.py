@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longtake.config import Bucket, ConditioningSection, Recipe
-from longtake.models.base import Conditioning
+from longtake.models.base import Conditioning, Family
 from longtake.models.codec import Codec
 
 if TYPE_CHECKING:
@@ -32,6 +32,13 @@ def encode_inputs(
     if flow.loss_mask is None:
         return conditioning, None
     return conditioning, loss_weights(parts.codec, given[flow.loss_mask], flow.loss_mask_floor)
+
+
+def encoded_together(chosen: Family, recipe: Recipe) -> tuple[str, ...]:
+    """Names of the inputs of which the family makes other tensors than the latents of each."""
+    taken = chosen.inputs_of(recipe.model)[1] if chosen.encodes_inputs_itself else ()
+    encoded = tuple(name for name, each in recipe.model_inputs().items() if each.is_encoded)
+    return encoded if any(name in taken for name in encoded) else ()
 
 
 def condition_on(

@@ -112,6 +112,7 @@ class Wan(diffusers_family.DiffusersFamily):
         """`first_latents` [B, 20, F, h, w], of TI2V-5B [B, C, 1, h, w]; of CLIP `first_embeds`."""
         if "first" not in given or _replaces_frames(codec):
             return super().encode_inputs(codec, text, given, bucket)
+        others = {name: each for name, each in given.items() if name not in ("first", "last")}
         frames = {
             name: given[name].float() / 127.5 - 1 for name in ("first", "last") if name in given
         }
@@ -124,6 +125,7 @@ class Wan(diffusers_family.DiffusersFamily):
         if last:  # of the last group of frames it is the last
             mask[:, -1, -1] = 1
         found = {"first_latents": torch.cat([mask, latents], dim=1)}
+        found |= super().encode_inputs(codec, text, others, bucket)
         parts = text.pipeline_parts() if isinstance(text, TransformersText) else {}
         if "image_encoder" not in parts:
             return found
@@ -137,10 +139,14 @@ class Wan(diffusers_family.DiffusersFamily):
             return super().outline_inputs(codec, text, given, bucket)
         shape = 1, _MASK_CHANNELS + codec.channels, *codec.latent_shape(bucket)
         found = {"first_latents": torch.empty(shape, device="meta")}
+        others = {name: each for name, each in given.items() if name not in ("first", "last")}
+        found |= super().outline_inputs(codec, text, others, bucket)
         parts = text.pipeline_parts() if isinstance(text, TransformersText) else {}
         if "image_encoder" in parts:
             config = parts["image_encoder"].config
-            tokens = len(given) * ((config.image_size // config.patch_size) ** 2 + 1)
+            tokens = (len(given) - len(others)) * (
+                (config.image_size // config.patch_size) ** 2 + 1
+            )
             found["first_embeds"] = torch.empty(1, tokens, config.hidden_size, device="meta")
         return found
 

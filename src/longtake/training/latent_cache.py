@@ -14,14 +14,16 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
@@ -29,14 +31,15 @@ from torch import Tensor
 from longtake import errors, progress
 from longtake.config import PooledSection, Recipe, TextSection
 from longtake.data import cache_fill, plan
-from longtake.data.cache import Cache, ContentHashes, make_folder
+from longtake.data.cache import Cache, ContentHashes, SamplePart, make_folder
 from longtake.data.caption_text import all_captions
 from longtake.data.loader import Loader
 from longtake.models.base import family
 from longtake.models.build import assemble, outline, text_section
 from longtake.models.codec import Codec, build_codec
-from longtake.models.pretrained import PipelinePart, find_part, locate
-from longtake.models.text import LENGTH_STEP, NO_CAPTION, TextEncoder, build_text
+from longtake.models.conditioning import encoded_together
+from longtake.models.pretrained import PipelinePart, find_part, has_part, locate
+from longtake.models.text import LENGTH_STEP, NO_CAPTION, TextEncoder, build_text, outline_text
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, pick_device, place_in_world
 from longtake.run_dir import RunDirectory
@@ -171,9 +174,13 @@ def fill_cache(
             encode_captions = _caption_encoder(text, device)
             cache_fill.fill_prompts(cache, missing.captions, encode_captions, mine, advance)
     if missing.clips and on is None:
-        codec = _codec(recipe, made)
-        with _on_device(codec, device), progress.counted(shown, "cache: clips") as advance:
-            encode = _pixel_encoder(codec, device)
+        codec, pictures = _codec(recipe, made), _text_beside_clips(recipe, made)
+        with (
+            _on_device(codec, device),
+            nullcontext() if pictures is None else _on_device(pictures, device),
+            progress.counted(shown, "cache: clips") as advance,
+        ):
+            encode = _part_encoder(recipe, codec, pictures, device)
             cache_fill.fill_latents(cache, missing.clips, encode, mine, advance, loader.heartbeats)
     report = cache_fill.CacheReport(incidents=mine.incidents)
     mine.incidents = []
@@ -196,13 +203,16 @@ def fill_cache(
 def _open(recipe: Recipe, made: Path, world: World) -> Cache:
     """The cache, with the fingerprints that rank 0 has found."""
     assert recipe.data.cache is not None
-    found: list[tuple[str, str]] = []
-    first_does(
-        lambda: found.append((codec_fingerprint(recipe, made), text_fingerprint(recipe, made))),
-        world,
-    )
-    codec, text = from_first(found[0] if found else ("", ""), world)
-    cache = Cache(recipe.data.cache, codec, text, recipe.data, NO_CAPTION)
+    together = encoded_together(family(recipe.model.family), recipe)
+    found: list[tuple[str, str, str]] = []
+
+    def find() -> None:
+        codec, text = codec_fingerprint(recipe, made), text_fingerprint(recipe, made)
+        found.append((codec, text, inputs_fingerprint(recipe, made) if together else ""))
+
+    first_does(find, world)
+    codec, text, inputs = from_first(found[0] if found else ("", "", ""), world)
+    cache = Cache(recipe.data.cache, codec, text, recipe.data, NO_CAPTION, together, inputs)
     first_does(lambda: make_folder(cache.folder), world)
     _refuse_other_folders(cache, world)
     return cache
@@ -246,7 +256,7 @@ def _encode_on(
     threads, uses_gpu = torch.get_num_threads(), recipe.training.device != "cpu"
     for label, parts, load in (
         ("captions", missing.captions, _load_caption_encoder),
-        ("clips", missing.clips, _load_pixel_encoder),
+        ("clips", missing.clips, _load_part_encoder),
     ):
         task = cache_fill.EncodeTask(
             cache, partial(load, recipe, made.resolve(), threads), threads, uses_gpu
@@ -266,8 +276,33 @@ def _text(recipe: Recipe, made: Path) -> TextEncoder:
     return build_text(text_section(recipe), family(recipe.model.family), (), made)
 
 
-def _pixel_encoder(codec: Codec, device: torch.device) -> cache_fill.EncodePixels:
-    return lambda pixels: codec.encode(torch.from_numpy(pixels)[None].to(device))[0]
+def _text_beside_clips(recipe: Recipe, made: Path) -> TextEncoder | None:
+    """The text encoders, where one of them encodes pictures that the family gives it."""
+    chosen = family(recipe.model.family)
+    needs = encoded_together(chosen, recipe) and _picture_encoders(recipe)
+    return _text(recipe, made) if needs else None
+
+
+def _picture_encoders(recipe: Recipe) -> list[PipelinePart]:
+    where, parts = recipe.text.pretrained, family(recipe.model.family).frozen.further
+    return [] if where is None else [each for each in parts if has_part(where, each)]
+
+
+def _part_encoder(
+    recipe: Recipe, codec: Codec, text: TextEncoder | None, device: torch.device
+) -> cache_fill.EncodePart:
+    chosen = family(recipe.model.family)
+    text = text or outline_text(text_section(recipe), chosen)
+
+    def encode(part: SamplePart, read: Mapping[str, NDArray[np.uint8]]) -> dict[str, Tensor]:
+        given = {name: torch.from_numpy(each)[None].to(device) for name, each in read.items()}
+        if part.made == "latents":
+            (pixels,) = given.values()
+            return {"latents": codec.encode(pixels)[0]}
+        encoded = chosen.encode_inputs(codec, text, given, part.bucket)
+        return {name: each[0] for name, each in encoded.items()}
+
+    return encode
 
 
 def _caption_encoder(text: TextEncoder, device: torch.device) -> cache_fill.EncodeCaptions:
@@ -286,11 +321,13 @@ def _caption_encoder(text: TextEncoder, device: torch.device) -> cache_fill.Enco
     return encode
 
 
-def _load_pixel_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.EncodePixels:
+def _load_part_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.EncodePart:
     torch.set_num_threads(threads)
     device, codec = pick_device(recipe.training.device), _codec(recipe, made)
     codec.to(device)
-    return _pixel_encoder(codec, device)
+    if (text := _text_beside_clips(recipe, made)) is not None:
+        text.to(device)
+    return _part_encoder(recipe, codec, text, device)
 
 
 def _load_caption_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.EncodeCaptions:
@@ -311,6 +348,19 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
         part = find_part(section.pretrained, part)
         folders = [locate(section.pretrained, part.folder) / part.folder]
     facts = [_PIXELS, section.kind, part.class_name, section.dtype]
+    return _fingerprint(recipe, facts, folders)
+
+
+def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
+    """32 hex digits over what turns pictures into what `Family.encode_inputs` gives."""
+    section, chosen = text_section(recipe), family(recipe.model.family)
+    facts: list[object] = [recipe.model.family, chosen.inputs_version]
+    facts.append(codec_fingerprint(recipe, made))
+    folders = list[Path]()
+    for each in _picture_encoders(recipe):
+        part, of_part = _encoder_folders(each, section.pretrained, made)
+        facts += [part.class_name, section.kept_in()]
+        folders += of_part
     return _fingerprint(recipe, facts, folders)
 
 
