@@ -118,9 +118,6 @@ _WAYS = {
         "replicate": _Way({}, cases=_CASES[::2]),
         "shard": _Way(_SHARD, cases=_CASES[1::2]),
         "sequence of 2": _Way({"context": 2}, "all"),
-        "sequence of 2, shard, compiled": _Way(
-            _SHARD | {"context": 2}, "save-attention", "inductor", cases=_CASES[4:]
-        ),
         "ring of 2, shard, compiled": _Way(
             _SHARD | {"context": 2}, "save-attention", "aot_eager", of_node=1, cases=_CASES[2:3]
         ),
@@ -138,13 +135,25 @@ _WAYS = {
         "sequence of 2, hybrid of 2": _Way(_HYBRID | {"context": 2}, cases=_CASES[3:4]),
         "sequence of 4": _Way({"context": 4}, "alternate", cases=_CASES[1::3]),
         "sequence of 2 in a ring of 2": _Way({"context": 4}, "all", of_node=2, cases=_CASES[::4]),
+    },
+}
+"""By the number of ranks: each case in several ways, and each way with another kind of case.
+Three cannot share a batch of 4 evenly."""
+_WAYS_COMPILED = {
+    1: {"alone": _Way({}, cases=_CASES[3:])},
+    2: {
+        "sequence of 2, shard, compiled": _Way(
+            _SHARD | {"context": 2}, "save-attention", "inductor", cases=_CASES[4:]
+        ),
+    },
+    4: {
         "sequence of 2 in a ring of 2, compiled": _Way(
             {"context": 4}, "all", "aot_eager", of_node=2, cases=_CASES[3:4]
         ),
     },
 }
-"""By the number of ranks: each case in several ways, and each way with another kind of case.
-Three cannot share a batch of 4 evenly."""
+"""Of the same kind; compilers take most of their time."""
+_ALL_WAYS = {"run": _WAYS, "compiled": _WAYS_COMPILED}
 
 
 def _few(catalog: Path) -> Path:
@@ -155,10 +164,8 @@ def _few(catalog: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def deviations(
-    warm: list[str], shapes_catalog: Path, pairs: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """How far each way is from one process, in all cases."""
+def recipes(shapes_catalog: Path, pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the recipe of each case."""
     folder = tmp_path_factory.mktemp("equality")
     (folder / "base.toml").write_text(_RECIPE)
     clips, pictures = _few(shapes_catalog), _few(pairs / "catalog.parquet")
@@ -167,19 +174,24 @@ def deviations(
         changes = (f"out={folder / 'run'}", f"data.catalog={catalog}", *_FAMILIES[family])
         recipe = config.load(folder / "base.toml", (*changes, *_KINDS[kind]))
         (folder / f"{family} {kind}.toml").write_text(config.dump(recipe))
-    for count in _WAYS:
-        command = [*warm, str(count), __file__, str(folder)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        assert ended.returncode == 0, ended.stderr
-    return list(read_json_lines(folder / "deviations.jsonl"))
+    return folder
 
 
 @pytest.mark.slow
-def test_however_many_share_it_training_is_that_of_one(deviations: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("kind", ["run", pytest.param("compiled", marks=pytest.mark.drill)])
+def test_however_many_share_it_training_is_that_of_one(
+    kind: str, recipes: Path, warm: list[str]
+) -> None:
+    ways_by_count = _ALL_WAYS[kind]
+    for count in ways_by_count:
+        command = [*warm, str(count), __file__, str(recipes), kind]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert ended.returncode == 0, ended.stderr
+    deviations = list(read_json_lines(recipes / f"{kind}.jsonl"))
     lines = ("\t".join(map(str, row.values())) for row in deviations)
     sys.stdout.write("\n".join(["", *lines, ""]))
-    num_cells = sum(len(way.cases) for ways in _WAYS.values() for way in ways.values())
-    assert len(deviations) == num_cells - len(_CASES)
+    num_cells = sum(len(way.cases) for ways in ways_by_count.values() for way in ways.values())
+    assert len(deviations) == num_cells - len(ways_by_count[1]["alone"].cases)
     for row in deviations:
         assert max(row["loss"], row["gradient_norm"], row["weight_norm"]) < 1e-6, row
         assert row["weights"] < 1e-4, row
@@ -223,13 +235,16 @@ def _compared(found: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> dict[
     return row | {"weights": max(float(each.max()) for each in off.values())}
 
 
-def _main(folder: Path, joined: World) -> None:
-    for family, kind in _CASES:
-        case = f"{family} {kind}"
+def _main(folder: Path, kind: str, joined: World) -> None:
+    ways = _ALL_WAYS[kind][joined.size]
+    for model, trained in _CASES:
+        if not any((model, trained) in way.cases for way in ways.values()):
+            continue
+        case = f"{model} {trained}"
         recipe = config.load(folder / f"{case}.toml")
         parts = assemble(recipe, captions_of(Loader(recipe.data, batch_size=4, seed=0)), None)
-        for name, way in _WAYS[joined.size].items():
-            if (family, kind) not in way.cases:
+        for name, way in ways.items():
+            if (model, trained) not in way.cases:
                 continue
             parallel = ParallelSection(**way.section)
             shared = recipe.model_copy(update={"parallel": parallel})
@@ -241,9 +256,9 @@ def _main(folder: Path, joined: World) -> None:
             elif world.is_first:
                 cell = {"case": case, "ranks": world.size, "way": name}
                 off = _compared(found, torch.load(folder / f"{case}.pt"))
-                append_json(folder / "deviations.jsonl", cell | off)
+                append_json(folder / f"{kind}.jsonl", cell | off)
 
 
 if __name__ == "__main__":
     with join("cpu", ParallelSection()) as entered:
-        _main(Path(sys.argv[1]), entered)
+        _main(Path(sys.argv[1]), sys.argv[2], entered)
