@@ -90,6 +90,11 @@ def _unpack(asked: Asked, tokens: Tensor) -> Tensor:
     return image[:, :, None]
 
 
+_REAL: dict[str, dict[str, Any]] = {
+    "transformer": {"guidance_embeds": True},
+    "text_encoder": {"hidden_size": 768},
+    "text_encoder_2": {"d_model": 4096},
+}
 _ENCODERS = {"text": {"pooled": {}}, "flow": {"shift": "flux"}}
 ROWS = (
     Row(
@@ -101,6 +106,7 @@ ROWS = (
         _unpack,
         keys=_ENCODERS,
         guidance=3.5,
+        real=_REAL,
     ),
     Row(
         "FLUX.1 Kontext",
@@ -113,5 +119,6 @@ ROWS = (
         "edit by a reference",
         _ENCODERS,
         guidance=2.5,
+        real=_REAL,
     ),
 )

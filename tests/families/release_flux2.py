@@ -161,6 +161,23 @@ def _unpack(asked: Asked, tokens: Tensor) -> Tensor:
 LENGTH = 128
 """Tokens of a text: dev's system message alone has 40."""
 
+_VAE = {"vae": {"latent_channels": 32}}
+_DEV: dict[str, dict[str, Any]] = {
+    "transformer": {},
+    "text_encoder": {"text_config": {"hidden_size": 5120}},
+    **_VAE,
+}
+_KLEIN_4B: dict[str, dict[str, Any]] = {
+    "transformer": {
+        "num_layers": 5,
+        "num_single_layers": 20,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 7680,
+        "guidance_embeds": False,
+    },
+    "text_encoder": {"hidden_size": 2560},
+    **_VAE,
+}
 _row = partial(
     Row,
     family="flux2",
@@ -171,12 +188,13 @@ _row = partial(
     guidance=4.0,
 )
 ROWS = (
-    _row("FLUX.2 dev", make=make_dev),
+    _row("FLUX.2 dev", make=make_dev, real=_DEV),
     _row(
         "FLUX.2 dev, references",
         make=make_dev,
         pictures=("reference", "reference_2"),
         task="edit by several references",
+        real=_DEV,
     ),
-    _row("FLUX.2 klein", make=make_klein),
+    _row("FLUX.2 klein", make=make_klein, real=_KLEIN_4B),
 )

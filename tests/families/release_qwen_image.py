@@ -152,4 +152,15 @@ def _unpack(asked: Asked, tokens: Tensor) -> Tensor:
     return image
 
 
-ROWS = (Row("Qwen-Image", "qwen_image", make, _call, (1, 48, 64), _unpack, guidance=4.0),)
+ROWS = (
+    Row(
+        "Qwen-Image",
+        "qwen_image",
+        make,
+        _call,
+        (1, 48, 64),
+        _unpack,
+        guidance=4.0,
+        real={"transformer": {}, "text_encoder": {"text_config": {"hidden_size": 3584}}},
+    ),
+)

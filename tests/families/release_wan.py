@@ -103,8 +103,29 @@ def _call_from_frames(asked: Asked) -> dict[str, Any]:
 
 _KEYS = {"flow": {"shift": 3.0}}
 _FRAMES = (5, 32, 32)
+# diffusers' defaults are 14B's, of which A14B's transformers are two; the others as
+# scripts/convert_wan_to_diffusers.py of diffusers has them.
+_TEXT = {"text_encoder": {"d_model": 4096}}
+_I2V = {"in_channels": 36, "out_channels": 16}
+_CLIP = {**_I2V, "image_dim": 1280, "added_kv_proj_dim": 5120}
+_5B = {
+    "num_attention_heads": 24,
+    "num_layers": 30,
+    "ffn_dim": 14336,
+    "in_channels": 48,
+    "out_channels": 48,
+}
 ROWS = (
-    Row("Wan 2.1 T2V", "wan", make, _call, _FRAMES, solver="unipc", keys=_KEYS),
+    Row(
+        "Wan 2.1 T2V",
+        "wan",
+        make,
+        _call,
+        _FRAMES,
+        solver="unipc",
+        keys=_KEYS,
+        real={"transformer": {}, **_TEXT},
+    ),
     Row(
         "Wan 2.1 I2V",
         "wan",
@@ -115,6 +136,7 @@ ROWS = (
         task="first frame",
         solver="unipc",
         keys=_KEYS,
+        real={"transformer": _CLIP, "image_encoder": {"hidden_size": 1280}, **_TEXT},
     ),
     Row(
         "Wan 2.1 FLF2V",
@@ -126,6 +148,11 @@ ROWS = (
         task="first and last frame",
         solver="unipc",
         keys=_KEYS,
+        real={
+            "transformer": {**_CLIP, "pos_embed_seq_len": 514},
+            "image_encoder": {"hidden_size": 1280},
+            **_TEXT,
+        },
     ),
     Row(
         "Wan I2V without CLIP",
@@ -137,6 +164,7 @@ ROWS = (
         task="first frame",
         solver="unipc",
         keys=_KEYS,
+        real={"transformer": _I2V, **_TEXT},
     ),
     Row(
         "Wan 2.2 TI2V-5B",
@@ -148,6 +176,7 @@ ROWS = (
         task="first frame",
         solver="unipc",
         keys=_KEYS,
+        real={"transformer": _5B, **_TEXT},
         returns_latents=True,
     ),
 )

@@ -76,6 +76,11 @@ ROWS = (
         _unpack,
         keys={"text": {"max_tokens": release_flux2.LENGTH}},
         guidance=6.0,
+        real={
+            "transformer": {},
+            "text_encoder": {"hidden_size": 2560},
+            "vae": {"latent_channels": 16},
+        },
         refuses={
             "context": "its captions are of unlike length in a batch",
             "nf4": "85 x 32 weights, and their number is not a multiple of 64",

@@ -54,6 +54,10 @@ class Row:
     guidance: float = 5.0  # of the pipeline's own call
     refuses: Mapping[str, str] = field(default_factory=dict)
     """What of the suite it refuses, and what the message says: `context`, `nf4`."""
+    real: Mapping[str, Mapping[str, Any]] | None = None
+    """The release's own sizes, by the folders of its parts, where they are known. What is left out
+    of the transformer's is the default of its class; of the other parts' it is the tiny one's, of
+    which a step of training sees nothing but channels and widths."""
 
 
 def tokenizer(*, begins: bool = False) -> Any:

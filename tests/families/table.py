@@ -1,19 +1,28 @@
-"""The table of docs/guides/families.md: `python -m tests.families.table` writes it anew."""
+"""The table of docs/guides/families.md: `python -m tests.families.table` writes it anew.
 
+With `--plans` it plans all kinds of models first, or those that are named behind it.
+"""
+
+import sys
 from pathlib import Path
 
+from tests.families import plans
 from tests.families.row import Row
 from tests.families.rows import ROWS
 
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "families.md"
 _BEGIN, _END = "<!-- table: written by tests/families/table.py -->", "<!-- end of the table -->"
-_HEAD = ("model", "`model.family`", "task", "its `data.conditioning`", "sampler like the release")
+_HEAD = (
+    *("model", "`model.family`", "task", "its `data.conditioning`", "sampler like the release"),
+    *(f"LoRA in {gib} GiB" for gib in plans.DEVICES),
+)
 
 
 def facts(row: Row) -> list[str]:
     """The cells of a kind of model."""
     pictures = ", ".join(f"`{name}`" for name in row.pictures) or "-"
-    return [row.kind, f"`{row.family}`", row.task, pictures, f"`{row.solver}`"]
+    described = [row.kind, f"`{row.family}`", row.task, pictures, f"`{row.solver}`"]
+    return described + plans.cells(plans.known().get(row.kind))
 
 
 def lines(page: str) -> list[str]:
@@ -33,6 +42,9 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    if "--plans" in sys.argv:
+        named = sys.argv[sys.argv.index("--plans") + 1 :]
+        plans.update([row for row in ROWS if row.kind in named or not named])
     before, _, rest = page().partition(_BEGIN)
     after = rest.partition(_END)[2]
     written = "\n".join(expected())

@@ -5,6 +5,7 @@ A row of a `release_` module is a kind of model; what holds of one holds of all.
 
 import dataclasses
 import fnmatch
+import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.build import fill_weights, measure_step
-from tests.families import share_clips, table
+from tests.families import plans, share_clips, table
 from tests.families.row import KeepsLatents, Row
 from tests.families.rows import ROWS
 from tests.families.tiny import LONG, SHORT, Tiny, loss_and_gradients, relative
@@ -288,3 +289,10 @@ def _transformer(name_of_family: str) -> str:
 def test_the_guide_has_a_row_for_each_kind() -> None:
     """`python -m tests.families.table` writes them."""
     assert table.lines(table.page()) == table.expected()
+
+
+def test_plans_of_the_guide_are_for_the_sizes_of_the_rows() -> None:
+    """`python -m tests.families.table --plans MODEL` plans one anew."""
+    planned = {name: each["real"] for name, each in plans.known().items()}
+    rows = {row.kind: json.loads(json.dumps(row.real)) for row in ROWS}
+    assert planned == {name: rows.get(name) for name in planned}

@@ -176,3 +176,14 @@ class Tiny:
     def velocity(self, sampler: Sampler, step: Step, prompt: str) -> Tensor:
         told = self.told(sampler, [prompt])
         return sampler.components.predict_velocity(step.noisy, step.sigma, told)
+
+
+def name_optional_pictures(row: Row, path: Path) -> None:
+    """Add the row's to a recipe of `longtake init` that has none."""
+    given, text = config.load(path).data.conditioning, path.read_text()
+    names = [name for name in row.pictures if name not in given]
+    if not names:
+        return
+    lines = [f'{name} = {{ kind = "picture", path = "../{name}/{{stem}}.png" }}' for name in names]
+    text = text.replace("[model]", "\n".join(["[data.conditioning]", *lines, "", "[model]"]), 1)
+    path.write_text(text)

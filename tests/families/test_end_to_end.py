@@ -1,0 +1,157 @@
+"""What `longtake init` writes for each release trains, resumes, samples and is exported.
+
+Every verb is called as a user calls it, in this process.
+"""
+
+import dataclasses
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.build import losses, saved
+from tests.families.row import KeepsLatents, Row
+from tests.families.rows import ROWS
+from tests.families.tiny import LONG, Tiny, name_optional_pictures, relative
+from torch import Tensor
+
+from longtake import cli, config
+from longtake.data.encode import write_video
+from longtake.data.index import index
+from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import Request, settings_for
+from longtake.sampling.sampler import load_sampler
+
+_STEPS = 4
+_SETTINGS = (
+    "model.dtype=fp32",
+    "text.dtype=fp32",
+    "trainable.rank=2",
+    "data.workers=0",
+    f"training.steps={_STEPS}",
+    "training.global_batch_size=2",
+    "training.device=cpu",
+    "training.precision=fp32",
+    "optimizer.learning_rate=1e-2",
+    "optimizer.warmup_steps=0",
+    "ema.decay=0.5",
+    f"checkpoint.every={_STEPS // 2}",
+    f"sampling.every={_STEPS}",
+    "sampling.num_inference_steps=1",
+    "evaluation.reference_clips=0",
+    "watch.enabled=false",
+    "tracking.tensorboard=false",
+)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Calls a verb of longtake in a folder of its own; it must succeed."""
+    monkeypatch.chdir(tmp_path)
+
+    def called(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["longtake", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+
+    return called
+
+
+def _one_of_each_family() -> list[Any]:
+    """All rows; of those of one family all but the first are drills."""
+    seen: set[str] = set()
+    found = []
+    for row in ROWS:
+        marks = [pytest.mark.drill] if row.family in seen else []
+        found.append(pytest.param(row, marks=marks, id=row.kind))
+        seen.add(row.family)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiny", _one_of_each_family(), indirect=True)
+def test_from_a_release_to_a_pipeline_of_diffusers(
+    tiny: Tiny, call: Callable[..., None], tmp_path: Path
+) -> None:
+    """A run that is resumed at its middle ends bitwise as it did before."""
+    row = tiny.row
+    call("init", tiny.folder / "release", "--data", "clips", "--out", "mine.toml")
+    _write_clips(row, config.load(Path("mine.toml")).data.fps or 16.0)
+    index([Path("clips")], captions=None, out=Path("catalogs/clips.parquet"), workers=0)
+    name_optional_pictures(row, Path("mine.toml"))
+    settings = [each for key in _settings(tiny) for each in ("--set", key)]
+    call("train", "mine.toml", *settings)
+    run = RunDirectory(Path("runs/mine").resolve())
+    assert run.evaluation_path("tiny", _STEPS).is_dir()
+    at_once, trained = losses(run.recipe()), _saved(run)
+    assert len(at_once) == _STEPS
+
+    shutil.rmtree(run.checkpoint_path(_STEPS))  # as if it had been killed
+    run.metrics_path.unlink()
+    call("train", "mine.toml", *settings)
+    assert losses(run.recipe()) == at_once[_STEPS // 2 :]
+    torch.testing.assert_close(_saved(run), trained, rtol=0, atol=0)
+
+    call("export", "runs/mine", "--out", "exported")
+    released, expected = (
+        tiny.steps(tiny.pipeline(folder), 2, row.guidance, LONG)[-1].after
+        for folder in (None, tmp_path / "exported")
+    )
+    found = _sampled(tiny, run)
+    assert relative(found, expected) <= 1e-5
+    assert relative(found, released) > 1e-4
+
+
+def _saved(run: RunDirectory) -> list[dict[str, Any]]:
+    return [saved(run.recipe(), _STEPS, name) for name in ("model", "ema/main", "optimizer")]
+
+
+def _sampled(tiny: Tiny, run: RunDirectory) -> Tensor:
+    """Latents, by longtake."""
+    sampler = load_sampler(run.path, device="cpu")
+    codec = KeepsLatents(sampler.components.codec)
+    parts = dataclasses.replace(sampler.components, codec=codec)
+    sampler = dataclasses.replace(sampler, components=parts)
+    settings, bucket = settings_for(
+        sampler.recipe,
+        num_inference_steps=2,
+        solver=tiny.row.solver,
+        guidance_scale=tiny.row.guidance,
+    )
+    sampler.sample([Request(LONG, 3, tiny.pictures(0))], settings, bucket)
+    return codec.latents[0]
+
+
+def _write_clips(row: Row, fps: float) -> None:
+    """Four in the folder `clips`, and beside it the pictures that recipes of edits look for."""
+    frames, height, width = row.bucket
+    random = np.random.default_rng(0)
+    for folder in ("clips", *row.pictures):
+        Path(folder).mkdir()
+        for number in range(4):
+            pixels = random.integers(0, 256, (frames, height, width, 3), np.uint8)
+            if frames == 1 or folder != "clips":
+                Image.fromarray(pixels[0]).save(f"{folder}/{number}.png")
+            else:
+                write_video(Path(folder, f"{number}.mp4"), pixels, fps)
+            Path(folder, f"{number}.txt").write_text(f"a red circle, {number}")
+
+
+def _settings(tiny: Tiny) -> list[str]:
+    """What makes a recipe of the release one of a tiny run on a CPU."""
+    frames, height, width = tiny.row.bucket
+    pictures = ", ".join(f'{name} = ["{path}"]' for name, path in tiny.pictures(0).items())
+    preset = f'{{prompts = ["a red circle"], conditioning = {{{pictures}}}}}'
+    more = [
+        f"data.buckets=[{{num_frames = {frames}, height = {height}, width = {width}}}]",
+        f"evaluation.presets.tiny={preset}",
+    ]
+    if (length := tiny.row.keys.get("text", {}).get("max_tokens")) is not None:
+        more.append(f"text.max_tokens={length}")
+    return [*_SETTINGS, *more]
