@@ -78,4 +78,4 @@ class IPAdapter(nn.Module):
             layers[number](look).unflatten(-1, (inputs.query.shape[1], -1)).transpose(1, 2)
             for layers in (self.keys, self.values)
         )  # [B, heads, grid^2, width of a head]
-        return mixed + self.scale * attend(replace(inputs, key=key, value=value))
+        return mixed + self.scale * attend(replace(inputs, key=key, value=value, mask=None))

@@ -1,6 +1,6 @@
 """Tiny releases, each made once and only if a test asks for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from tests.families.row import Row
@@ -22,6 +22,7 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], Tiny]:
 
 
 @pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.kind)
-def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[Row], Tiny]) -> Tiny:
+def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[Row], Tiny]) -> Iterator[Tiny]:
     """The tiny release of each row, one after the other."""
-    return tiny_of(request.param)
+    with request.param.within():
+        yield tiny_of(request.param)

@@ -139,7 +139,7 @@ def make(folder: Path, **settings: Any) -> None:
     ).save_pretrained(folder)
 
 
-def _call(asked: Asked) -> dict[str, Any]:
+def call(asked: Asked) -> dict[str, Any]:
     noise = asked.noise[:, :, 0]
     tokens = asked.pipeline._pack_latents(noise, 1, noise.shape[1], *noise.shape[-2:])
     given = {"prompt": asked.prompt, "latents": tokens, "height": asked.height}
@@ -147,7 +147,7 @@ def _call(asked: Asked) -> dict[str, Any]:
     return given | ({"negative_prompt": ""} if asked.guidance > 1 else {})
 
 
-def _unpack(asked: Asked, tokens: Tensor) -> Tensor:
+def unpack(asked: Asked, tokens: Tensor) -> Tensor:
     image: Tensor = asked.pipeline._unpack_latents(tokens, asked.height, asked.width, 8)
     return image
 
@@ -157,9 +157,9 @@ ROWS = (
         "Qwen-Image",
         "qwen_image",
         make,
-        _call,
+        call,
         (1, 48, 64),
-        _unpack,
+        unpack,
         guidance=4.0,
         real={"transformer": {}, "text_encoder": {"text_config": {"hidden_size": 3584}}},
     ),

@@ -5,10 +5,12 @@ A `release_` module is imported by name: no order of a folder decides the order 
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import transformers
 from PIL import Image
@@ -52,6 +54,8 @@ class Row:
     solver: str = "euler"  # of the recipe, where the release's scheduler is another
     returns_latents: bool = False  # of the transformer's scale, which the scheduler's last are not
     guidance: float = 5.0  # of the pipeline's own call
+    load: Callable[[Path], Any] = diffusers.DiffusionPipeline.from_pretrained  # its pipeline
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for its tests
     refuses: Mapping[str, str] = field(default_factory=dict)
     """What of the suite it refuses, and what the message says: `context`, `nf4`."""
     real: Mapping[str, Mapping[str, Any]] | None = None

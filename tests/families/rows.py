@@ -4,6 +4,7 @@ from tests.families import (
     release_flux,
     release_flux2,
     release_qwen_image,
+    release_qwen_image_edit,
     release_wan,
     release_z_image,
 )
@@ -14,4 +15,5 @@ ROWS = (
     *release_flux2.ROWS,
     *release_z_image.ROWS,
     *release_qwen_image.ROWS,
+    *release_qwen_image_edit.ROWS,
 )

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import diffusers
 import numpy as np
 import torch
 from PIL import Image
@@ -119,7 +118,7 @@ class Tiny:
         return build.FlowBatch(latents, noise, torch.tensor([0.3, 0.8]), told)
 
     def pipeline(self, folder: Path | None = None) -> Any:
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder or self.folder / "release")
+        pipeline = self.row.load(folder or self.folder / "release")
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
@@ -185,5 +184,8 @@ def name_optional_pictures(row: Row, path: Path) -> None:
     if not names:
         return
     lines = [f'{name} = {{ kind = "picture", path = "../{name}/{{stem}}.png" }}' for name in names]
-    text = text.replace("[model]", "\n".join(["[data.conditioning]", *lines, "", "[model]"]), 1)
+    head = "[data.conditioning]\n"
+    if head not in text:
+        text = text.replace("[model]", f"{head}\n[model]", 1)
+    text = text.replace(head, "\n".join([head + lines[0], *lines[1:], ""]), 1)
     path.write_text(text)

@@ -46,7 +46,14 @@ _RELEASES: list[tuple[str | None, dict[str, Any], dict[str, Any], str, str]] = [
     ("Flux2Pipeline", {"_class_name": "Flux2Transformer2DModel"}, {}, "flux2", "FLUX.2"),
     ("Flux2KleinPipeline", {"_class_name": "Flux2Transformer2DModel"}, {}, "flux2", "klein"),
     ("QwenImagePipeline", _QWEN, {}, "qwen_image", "Qwen-Image"),
-    ("QwenImageEditPlusPipeline", _QWEN, {}, "qwen_image_edit", "Qwen-Image-Edit"),
+    ("QwenImageEditPipeline", _QWEN, {}, "qwen_image_edit", "Qwen-Image-Edit"),
+    (
+        "QwenImageEditPlusPipeline",
+        _QWEN,
+        {},
+        "qwen_image_edit_plus",
+        "Qwen-Image-Edit with several references",
+    ),
     (
         "HunyuanVideo15ImageToVideoPipeline",
         {"_class_name": "HunyuanVideo15Transformer3DModel"},

@@ -53,7 +53,7 @@ class WholeContext(nn.Module):
         num_heads = inputs.query.shape[1]
         own = inputs.block.prepared["own"]
         own = own.reshape(*own.shape[:2], num_heads, -1).transpose(1, 2)
-        beside = attend(replace(inputs, key=own, value=own))
+        beside = attend(replace(inputs, key=own, value=own, mask=None))
         mixed = attend(
             replace(
                 inputs,

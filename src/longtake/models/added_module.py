@@ -82,7 +82,8 @@ class AddedModule(Protocol):
     def around_attention(self, block: str, attend: Attend, inputs: AttentionInputs) -> Tensor:
         """Called in place of each attention in its blocks; returns [B, H, T, d].
 
-        `attend` may be called several times, such as with keys and values of the module's own.
+        `attend` may be called several times, such as with keys and values of the module's own,
+        for which `mask` is None.
         """
         ...
 
@@ -385,7 +386,8 @@ class _ModulesAroundAttention(AttentionMode):
             module = attachment.modules[each]
             own = replace(self._inputs, prepared=attachment.prepared[each])
             call = partial(self._attend_within, module, call, own)
-        mixed: Any = call(AttentionInputs(query, key, value, name, self._inputs))
+        mask = how.pop("attn_mask", None)
+        mixed: Any = call(AttentionInputs(query, key, value, mask, name, self._inputs))
         if not isinstance(mixed, Tensor) or mixed.shape != query.shape:
             shape = list(mixed.shape) if isinstance(mixed, Tensor) else type(mixed).__name__
             raise ModelError(
@@ -406,8 +408,15 @@ class _ModulesAroundAttention(AttentionMode):
 
 def _attend(dtype: torch.dtype, how: Mapping[str, Any], inputs: AttentionInputs) -> Tensor:
     """Attention in the block's own dtype; keys of a module may come in the module's."""
-    key, value = inputs.key.to(dtype), inputs.value.to(dtype)
-    return F.scaled_dot_product_attention(inputs.query.to(dtype), key, value, **how)
+    key, value, mask = inputs.key.to(dtype), inputs.value.to(dtype), inputs.mask
+    if mask is not None and mask.shape[-1] != key.shape[2]:
+        raise ModelError(
+            f"An added module attends to {key.shape[2]} keys around {inputs.name} of block "
+            f"{inputs.block.name}, but its mask is of {mask.shape[-1]}. Replace the mask with the "
+            "keys: mask=None where none of them is padding."
+        )
+    query = inputs.query.to(dtype)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **how)
 
 
 def _converted(inputs: BlockInputs, dtype: torch.dtype) -> BlockInputs:

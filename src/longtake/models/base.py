@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,15 @@ from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 from longtake.trust import import_class
 
+T = TypeVar("T")
+
 FAMILIES = {
     "flux": "longtake.models.flux:Flux",
     "flux2": "longtake.models.flux2:Flux2",
     "flux_kontext": "longtake.models.flux:FluxKontext",
     "qwen_image": "longtake.models.qwen_image:QwenImage",
+    "qwen_image_edit": "longtake.models.qwen_image_edit:QwenImageEdit",
+    "qwen_image_edit_plus": "longtake.models.qwen_image_edit:QwenImageEditPlus",
     "tubelet": "longtake.models.tubelet:Tubelet",
     "wan": "longtake.models.wan:Wan",
     "z_image": "longtake.models.z_image:ZImage",
@@ -65,15 +69,17 @@ class BlockInputs:
     """
 
     tokens: Tensor
-    """[B, T, D]: of FLUX the noisy image's, then those of its references; of tubelet, and in
-    FLUX.2's single blocks, the caption's, then the clip's."""
+    """[B, T, D]: of FLUX and Qwen-Image the noisy image's, then those of its references; of
+    tubelet, and in FLUX.2's single blocks, the caption's, then the clip's."""
     text: Tensor | None
     """[B, T', D]: FLUX's second stream, or what Wan attends to; None where blocks see no other."""
     temb: Tensor | None
-    """The timestep's embedding as the block takes it: [B, D], of Wan [B, 6, D]; None where a block
-    does not see it, as in Z-Image's `context_refiner`."""
+    """The timestep's embedding as the block takes it: [B, D], of Wan [B, 6, D], of
+    Qwen-Image-Edit-2511 [2 B, D], those of its references last; None where a block does not see it,
+    as in Z-Image's `context_refiner`."""
     rope: Any
-    """Tables of rotary positions (cosines, sines); None where there are none."""
+    """Tables of rotary positions (cosines, sines), of Qwen-Image (images', text's) complex; None
+    where there are none."""
     sigmas: Tensor
     """[B] fp32."""
     name: str
@@ -97,6 +103,9 @@ class AttentionInputs:
     """[B, H, S, d], as the query. Keys that are not rotated stand where FLUX's text stands."""
     value: Tensor
     """[B, H, S, d]"""
+    mask: Tensor | None
+    """Bool [B, 1, 1, S], false for keys that are padding, where captions of a batch are of unlike
+    length; None: there is no padding. With other keys it is replaced as well."""
     name: str
     """The attention's in the block, such as Wan's `attn1` (video) or `attn2` (to the text)."""
     block: BlockInputs
@@ -133,7 +142,8 @@ class Family(ABC):
     """Whether `encode_text` gives what `pad_texts` does."""
 
     encodes_text_with: tuple[str, ...] = ()
-    """Names in `data.conditioning` of pictures that its text encoder sees, with the caption."""
+    """Names in `data.conditioning` of pictures that its text encoder sees, with the caption; in the
+    order in which it sees those that a recipe has."""
 
     shares_tokens = True
     """Whether ranks can share the tokens of its samples, by `share_tokens`."""
@@ -260,17 +270,35 @@ class Family(ABC):
         Args:
             pipeline: of `text_pipeline`.
             captions: B of them, in a list that may be changed.
-            max_tokens: T, what captions are cut or padded to.
+            max_tokens: T, what captions are cut or padded to; `picture_tokens` are besides.
             pictures: [B, 3, 1, H, W] uint8 of each name in `encodes_text_with`.
         """
         raise NotImplementedError(f"{type(self).__name__} embeds the ids of words")
+
+    def load_processor(self, where: str, subfolder: str) -> Any:
+        """The processor of pictures that are encoded with captions, of `frozen.processor`.
+
+        Args:
+            where: folder or repository id of the pipeline.
+            subfolder: of it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} encodes captions alone")
+
+    def picture_tokens(self, processor: Any, sizes: Sequence[tuple[int, int]]) -> int:
+        """Tokens of a text for pictures that are encoded with it, besides `max_tokens`.
+
+        Args:
+            processor: of `load_processor`.
+            sizes: height and width of each picture.
+        """
+        return 0
 
     def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> Conditioning:
         """Shapes and dtypes of what `encode_text` gives for one caption, on the meta device.
 
         Args:
             encoders: by their folders in the pipeline; on the meta device.
-            max_tokens: T.
+            max_tokens: T, with those for pictures.
         """
         width = text_width(encoders[self.frozen.text.folder])
         found = {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
@@ -285,7 +313,7 @@ class Family(ABC):
 
         Args:
             encoders: by their folders in the pipeline.
-            max_tokens: of those that read captions.
+            max_tokens: of those that read captions, with those for pictures.
         """
         for folder, length in max_tokens.items():
             ids = torch.ones(1, length, dtype=torch.long)
@@ -300,6 +328,14 @@ class Family(ABC):
     def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of pictures in `data.conditioning` that the model needs, and that it may get."""
         return self.references, (*self.references, *self.optional_references)
+
+    def seen_with_text(self, given: Mapping[str, T]) -> dict[str, T]:
+        """Those of `encodes_text_with` that are given, by name."""
+        return {name: given[name] for name in self.encodes_text_with if name in given}
+
+    def reference_size(self, bucket: Bucket) -> tuple[int, int]:
+        """Height and width in pixels of its references when they are encoded."""
+        return bucket.height, bucket.width
 
     def encode_inputs(
         self, codec: Codec, text: TextEncoder, given: Mapping[str, Tensor], bucket: Bucket

@@ -200,9 +200,12 @@ def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
         (recipe.codec.pretrained, parts.codec),
         (recipe.text.pretrained, parts.text),
         (None if second is None else second.pretrained, parts.pooled),
+        (recipe.text.pretrained, parts.processor),
         *((recipe.text.pretrained, part) for part in parts.further),
     ):
-        if where is not None and (part not in parts.further or pretrained.has_part(where, part)):
+        if where is None or part is None:
+            continue
+        if part not in parts.further or pretrained.has_part(where, part):
             found = pretrained.find_part(where, part)
             for subfolder in filter(None, (found.folder, found.tokenizer)):
                 pretrained.locate(where, subfolder)
@@ -476,10 +479,16 @@ def outline_conditioning(
     parts: Components, recipe: Recipe, bucket: Bucket, batch_size: int = 1
 ) -> Conditioning:
     """A model's conditioning in training, on the meta device, for samples of a bucket."""
-    one = parts.text.outline()
+    one = parts.text.outline(picture_sizes(parts.family, recipe, bucket))
     one |= outline_inputs(parts, recipe.model_inputs(), bucket)
     batch = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}
     return training_conditioning(parts, recipe, batch)
+
+
+def picture_sizes(chosen: Family, recipe: Recipe, bucket: Bucket) -> list[tuple[int, int]]:
+    """Height and width of each picture that is encoded together with a caption."""
+    sizes = dict.fromkeys(recipe.model_inputs(), (bucket.height, bucket.width))
+    return list(chosen.seen_with_text(sizes).values())
 
 
 def forward_flops(parts: Components, recipe: Recipe, bucket: Bucket) -> int:

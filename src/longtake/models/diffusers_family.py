@@ -299,6 +299,12 @@ class DiffusersFamily(Family):
             )
         return conditioning["guidance"]
 
+    def pictures(self, conditioning: Conditioning) -> list[Tensor]:
+        """The latents of the reference images: those it needs, then those it may have."""
+        needed = [self.reference(conditioning, name) for name in self.references]
+        may_have = (f"{name}_latents" for name in self.optional_references)
+        return needed + [conditioning[name] for name in may_have if name in conditioning]
+
     def reference(self, conditioning: Conditioning, name: str) -> Tensor:
         """The latents [B, C, 1, h, w] of a reference image."""
         key = f"{name}_latents"

@@ -138,12 +138,6 @@ class Flux(diffusers_family.DiffusersFamily):
         pixels = sum(rows * columns for rows, columns in sizes)
         return conditioning["prompt_embeds"].shape[1] + pixels // math.prod(self.patch_size)
 
-    def pictures(self, conditioning: base.Conditioning) -> list[Tensor]:
-        """The latents of the reference images: those it needs, then those it may have."""
-        needed = [self.reference(conditioning, name) for name in self.references]
-        may_have = (f"{name}_latents" for name in self.optional_references)
-        return needed + [conditioning[name] for name in may_have if name in conditioning]
-
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
         """Each rank has some of the text's tokens and some of the images'."""
         flux: Any = model

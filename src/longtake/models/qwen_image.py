@@ -1,5 +1,6 @@
 """Qwen-Image: diffusers' `QwenImageTransformer2DModel`, called as its pipeline does."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -14,14 +15,13 @@ from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
 _PATCH = 4  # latent pixels of one token, 2 x 2
-_TEMPLATE_TOKENS = 34 + 5  # around a caption: those that the pipeline drops, and those that end it
 
-_VARIANTS = {
+VARIANTS = {
     "use_layer3d_rope": "Qwen-Image-Layered's",
     "use_additional_t_cond": "Qwen-Image-Layered's",
-    "zero_cond_t": "Qwen-Image-Edit-2511's, which edits a picture",
     "guidance_embeds": "distilled for guidance, which diffusers' own forward pass does not accept",
 }
+_EDITS = {"zero_cond_t": "Qwen-Image-Edit-2511's, which edits a picture (qwen_image_edit_plus)"}
 
 
 class QwenImage(diffusers_family.DiffusersFamily):
@@ -49,6 +49,10 @@ class QwenImage(diffusers_family.DiffusersFamily):
     makes_videos = False
     has_text_lengths = True
     variants: ClassVar[Mapping[float, str]] = {_PATCH: ""}
+    template_tokens = 34 + 5
+    """Around a caption: those that the pipeline drops, and those that end it."""
+    other_models: ClassVar[Mapping[str, str]] = {**VARIANTS, **_EDITS}
+    """By settings of the transformer's class, the models that have them and are none of this."""
     guidance_scale = 4.0
     num_inference_steps = 50
 
@@ -65,11 +69,11 @@ class QwenImage(diffusers_family.DiffusersFamily):
         }
 
     def check_config(self, config: Any) -> None:
-        for name, means in _VARIANTS.items():
+        for name, means in self.other_models.items():
             if config.get(name):
                 raise RecipeError(
-                    f"The transformer's {name} is set: it is {means}. longtake trains Qwen-Image "
-                    '(model.family = "qwen_image").'
+                    f"The transformer's {name} is set: it is {means}. This family trains "
+                    f"{self.label} without it."
                 )
 
     def build(
@@ -81,7 +85,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
         weights: deferred_init.Weights = True,
     ) -> nn.Module:
         model: Any = super().build(section, shapes, text, weights=weights)
-        model.pos_embed = _Positions(model.pos_embed)
+        model.pos_embed = Positions(model.pos_embed)
         built: nn.Module = model
         return built
 
@@ -96,24 +100,31 @@ class QwenImage(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
+        """The noisy tokens come first; then those of each reference."""
         height, width = noisy_latents.shape[-2:]
         prompt, counts = diffusers_family.cut_texts(
             conditioning["prompt_embeds"], conditioning["prompt_length"]
         )
+        images = [noisy_latents, *self.pictures(conditioning)]
+        tokens = [flux.pack(image.to(noisy_latents)) for image in images]
         inputs = {
-            "hidden_states": flux.pack(noisy_latents),
+            "hidden_states": torch.cat(tokens, dim=1),
             "timestep": timesteps,
             "encoder_hidden_states": prompt.to(noisy_latents.dtype),
             "encoder_hidden_states_mask": counts,
-            "img_shapes": [[(1, height // 2, width // 2)]] * len(prompt),
+            "img_shapes": [[(1, *(size // 2 for size in each.shape[-2:])) for each in images]]
+            * len(prompt),
         }
-        return diffusers_family.TransformerCall(inputs, lambda out: flux.unpack(out, height, width))
+        num_noisy = tokens[0].shape[1]
+        return diffusers_family.TransformerCall(
+            inputs, lambda out: flux.unpack(out[:, :num_noisy], height, width)
+        )
 
     def run_encoders(
         self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
     ) -> None:
         for folder, length in max_tokens.items():
-            ids = torch.ones(1, length + _TEMPLATE_TOKENS, dtype=torch.long)
+            ids = torch.ones(1, length + self.template_tokens, dtype=torch.long)
             encoders[folder](ids, torch.ones_like(ids), output_hidden_states=True)
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -126,20 +137,24 @@ class QwenImage(diffusers_family.DiffusersFamily):
     def sequence_length(
         self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
     ) -> int:
-        return self.num_tokens(model, shape) + conditioning["prompt_embeds"].shape[1]
+        pixels = sum(math.prod(each.shape[-2:]) for each in self.pictures(conditioning))
+        text = conditioning["prompt_embeds"].shape[1]
+        return text + self.num_tokens(model, shape) + pixels // _PATCH
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """Each rank has some of the text's tokens and some of the image's."""
+        """Each rank has some of the text's tokens and some of the images'."""
         qwen: Any = model
         qwen.register_forward_pre_hook(partial(_cut_inputs, sharing), with_kwargs=True)
         qwen.pos_embed.register_forward_pre_hook(partial(_count_text, sharing), with_kwargs=True)
         qwen.pos_embed.register_forward_hook(partial(_cut_positions, sharing))
         for block in qwen.transformer_blocks:
             diffusers_family.share_attention(block.attn, sharing)
+            if qwen.zero_cond_t:
+                block.register_forward_pre_hook(partial(_cut_index, sharing), with_kwargs=True)
         qwen.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
 
-class _Positions(nn.Module):
+class Positions(nn.Module):
     """What `QwenEmbedRope` computes, without tables that are kept: a plan's have no values.
 
     Legend: N tokens, d width of a head.
@@ -187,8 +202,21 @@ def _count_text(
     return args, given | {"max_txt_seq_len": sharing.total(0)}
 
 
+def _cut_index(
+    sharing: TokenSharing, _block: nn.Module, args: Any, given: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Which of the images' tokens are references', [B, N]; positional where blocks are recomputed.
+
+    It is no input of the transformer, which makes it of `img_shapes`.
+    """
+    name = "modulate_index"
+    if name in given:
+        return args, given | {name: sharing.cut(given[name], 1)}
+    return (*args[:-1], sharing.cut(args[-1], 1)), given
+
+
 def _cut_positions(
     sharing: TokenSharing, _module: nn.Module, _args: object, tables: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The image's and the text's."""
+    """The images' and the text's."""
     return tuple(sharing.cut(table, 0) for table in tables)

@@ -62,11 +62,11 @@ class TextEncoder(Protocol):
         """
         ...
 
-    def outline(self) -> dict[str, Tensor]:
-        """What `encode` gives for one caption, on the meta device."""
+    def outline(self, pictures: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
+        """What `encode` gives for one caption with pictures (height, width); on the meta device."""
         ...
 
-    def run_longest(self) -> None:
+    def run_longest(self, pictures: Sequence[tuple[int, int]] = ()) -> None:
         """Compute what encoding a caption of the greatest length takes, on fake tensors."""
         ...
 
@@ -111,10 +111,10 @@ class WordIds:
             row[: len(found)] = torch.tensor(found, dtype=torch.int64)
         return {"token_ids": _moved(ids, self._device)}
 
-    def outline(self) -> dict[str, Tensor]:
+    def outline(self, pictures: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
         return {"token_ids": torch.empty(1, self.max_tokens, dtype=torch.int64, device="meta")}
 
-    def run_longest(self) -> None:
+    def run_longest(self, pictures: Sequence[tuple[int, int]] = ()) -> None:
         pass
 
     def unknown_words(self, caption: str) -> list[str]:
@@ -153,6 +153,14 @@ class TextFamily(Protocol):
         pictures: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Named tensors, each [B, ...], by the pipeline's own methods."""
+        ...
+
+    def load_processor(self, where: str, subfolder: str) -> Any:
+        """The processor of pictures that are encoded with captions."""
+        ...
+
+    def picture_tokens(self, processor: Any, sizes: Sequence[tuple[int, int]]) -> int:
+        """Tokens of a text for pictures that are encoded with it."""
         ...
 
     def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> dict[str, Tensor]:
@@ -225,8 +233,14 @@ class TransformersText:
     length are encoded together, padded to a multiple of `LENGTH_STEP` tokens, and zeros follow.
     """
 
-    def __init__(self, family: TextFamily, encoders: Sequence[_Encoder]) -> None:
+    def __init__(
+        self,
+        family: TextFamily,
+        encoders: Sequence[_Encoder],
+        processors: Mapping[str, Any] | None = None,
+    ) -> None:
         self._family, self._encoders = family, encoders
+        self._processors = dict(processors or {})  # by their folders
         first, *others = (each for each in encoders if each.reads_captions)
         self.encoder, self.tokenizer = first.module, first.tokenizer
         self.max_tokens, self.embed_dim = first.max_tokens, first.width
@@ -268,12 +282,18 @@ class TransformersText:
             found.setdefault(min(self.max_tokens, length), []).append(row)
         return found
 
-    def outline(self) -> dict[str, Tensor]:
-        return self._family.outline_text(self._modules(), self.max_tokens)
+    def outline(self, pictures: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
+        length = self.max_tokens + self._picture_tokens(pictures)
+        return self._family.outline_text(self._modules(), length)
 
-    def run_longest(self) -> None:
-        lengths = {e.part.folder: e.max_tokens for e in self._encoders if e.reads_captions}
+    def run_longest(self, pictures: Sequence[tuple[int, int]] = ()) -> None:
+        more = self._picture_tokens(pictures)
+        lengths = {e.part.folder: e.max_tokens + more for e in self._encoders if e.reads_captions}
         self._family.run_encoders(self._modules(), lengths)
+
+    def _picture_tokens(self, pictures: Sequence[tuple[int, int]]) -> int:
+        processors = self._processors.values()
+        return sum(self._family.picture_tokens(each, pictures) for each in processors)
 
     def unknown_words(self, caption: str) -> list[str]:
         return self._encoders[0].unknown_words(caption)
@@ -294,7 +314,8 @@ class TransformersText:
 
     def pipeline_parts(self) -> dict[str, Any]:
         tokenizers = {each.part.tokenizer: each.tokenizer for each in self._encoders}
-        return self._modules() | {name: each for name, each in tokenizers.items() if name}
+        named = {name: each for name, each in tokenizers.items() if name}
+        return self._modules() | named | self._processors
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -331,7 +352,8 @@ def build_text(
     if section.pooled is not None:
         captions = list(captions)  # read twice
     specs = _specs(section, family.frozen)
-    return TransformersText(family, [_build_encoder(each, captions, made) for each in specs])
+    encoders = [_build_encoder(each, captions, made) for each in specs]
+    return TransformersText(family, encoders, _processors(section, family))
 
 
 def outline_text(section: TextSection, family: TextFamily) -> TextEncoder:
@@ -340,7 +362,8 @@ def outline_text(section: TextSection, family: TextFamily) -> TextEncoder:
         _refuse_encoders(section)
         return WordIds(None, section.num_tokens(), vocabulary_size=MAX_WORDS + len(_SPECIAL))
     specs = _specs(section, family.frozen)
-    return TransformersText(family, [_outline_encoder(each) for each in specs])
+    encoders = [_outline_encoder(each) for each in specs]
+    return TransformersText(family, encoders, _processors(section, family))
 
 
 def _refuse_encoders(section: TextSection) -> None:
@@ -405,6 +428,15 @@ def _outline_encoder(spec: _EncoderSpec) -> _Encoder:
             module = _random(spec, MAX_WORDS + len(spec.special))
     numerics.keep_weights_in(module, spec.dtype)
     return _Encoder(module, None, spec)
+
+
+def _processors(section: TextSection, family: TextFamily) -> dict[str, Any]:
+    """The processor of pictures, by its folder."""
+    part, where = family.frozen.processor, section.pretrained
+    if part is None or where is None:
+        return {}
+    found = pretrained.find_part(where, part)
+    return {part.folder: family.load_processor(where, found.folder)}
 
 
 def _encoder_class(part: pretrained.PipelinePart) -> Any:

@@ -1,13 +1,14 @@
 """What codec and text encoders take while they work, by themselves and beside the model."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from longtake.config import Bucket, Recipe
 from longtake.models import build
-from longtake.models.base import family
+from longtake.models.base import Family, family
 from longtake.models.codec import Codec, outline_codec
 from longtake.models.text import TextEncoder, outline_text
 from longtake.planner.devices import DeviceBudget
@@ -24,9 +25,25 @@ def make_encoders_fake(codec: Codec, text: TextEncoder) -> None:
         make_fake(module.eval())
 
 
-def text_trace(mode: CachedFakeMode, text: TextEncoder, device: DeviceBudget) -> InferenceTrace:
-    """What encoding one caption of the greatest length takes."""
-    return trace_inference(mode, text.modules(), text.run_longest, device)
+def text_trace(
+    mode: CachedFakeMode,
+    text: TextEncoder,
+    device: DeviceBudget,
+    pictures: Sequence[tuple[int, int]],
+) -> InferenceTrace:
+    """What encoding one caption of the greatest length takes, with its pictures (height, width)."""
+    run = partial(text.run_longest, pictures)
+    return trace_inference(mode, text.modules(), run, device)
+
+
+def encoded_bucket(chosen: Family, recipe: Recipe, bucket: Bucket) -> Bucket:
+    """The larger of a clip and one of its references, as the codec encodes them."""
+    height, width = chosen.reference_size(bucket)
+    taken = chosen.inputs_of(recipe.model)[1]
+    has_references = any(name in taken for name in recipe.model_inputs())
+    if not has_references or height * width <= bucket.num_frames * bucket.height * bucket.width:
+        return bucket
+    return bucket.model_copy(update={"num_frames": 1, "height": height, "width": width})
 
 
 def clip_trace(
@@ -84,9 +101,11 @@ def ahead_bytes(
         make_encoders_fake(codec, text)
         try:
             if text.modules():
-                traces.append(text_trace(mode, text, device))
+                pictures = build.picture_sizes(chosen, recipe, bucket)
+                traces.append(text_trace(mode, text, device, pictures))
             if codec.modules():
-                traces.append(clip_trace(mode, codec, bucket, encode_clip, device))
+                largest = encoded_bucket(chosen, recipe, bucket)
+                traces.append(clip_trace(mode, codec, largest, encode_clip, device))
         except RuntimeError:
             return None
     working = max((each.peak_bytes - each.weight_bytes for each in traces), default=0)

@@ -14,7 +14,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 import longtake
 from longtake import config, errors
 from longtake.formatting import first_line, format_size
-from longtake.models.build import Components, Kinds, latent_shape, outline, outline_conditioning
+from longtake.models.build import (
+    Components,
+    Kinds,
+    latent_shape,
+    outline,
+    outline_conditioning,
+    picture_sizes,
+)
 from longtake.models.lora_files import read_lora
 from longtake.models.numerics import autocast, count_weights
 from longtake.models.trainable import lora_layers
@@ -557,10 +564,13 @@ def _phase_traces(
 ) -> Iterator[tuple[str, Callable[[], InferenceTrace]]]:
     codec, text, device = components.codec, components.text, step.device
     if text.modules():
-        yield "text", lambda: encoding.text_trace(mode, text, device)
+        pictures = picture_sizes(components.family, step.recipe, step.bucket)
+        yield "text", lambda: encoding.text_trace(mode, text, device, pictures)
     if codec.modules():
-        for name, work in (("encode", encoding.encode_clip), ("decode", encoding.decode_video)):
-            yield name, partial(encoding.clip_trace, mode, codec, step.bucket, work, device)
+        largest = encoding.encoded_bucket(components.family, step.recipe, step.bucket)
+        trace = partial(encoding.clip_trace, mode, codec)
+        yield "encode", partial(trace, largest, encoding.encode_clip, device)
+        yield "decode", partial(trace, step.bucket, encoding.decode_video, device)
 
 
 def _denoise(components: Components, step: memory.MetaStep) -> Tensor:

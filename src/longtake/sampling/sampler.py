@@ -410,12 +410,13 @@ class Sampler:
         read: Mapping[str, Tensor],
     ) -> Conditioning:
         """Encodes each distinct prompt alone, so that its embeddings are always bitwise equal."""
-        names, encoded = self.components.family.encodes_text_with, list[Conditioning]()
+        pictures, encoded = self.components.family.seen_with_text(read), list[Conditioning]()
+        sizes = [str(tuple(each.shape[-2:])) for each in pictures.values()]  # of the bucket
         for row, prompt in enumerate(prompts):
-            files = (str(requests[row].conditioning[name]) for name in names)
-            if (key := (prompt, *files)) not in self.prompts:
+            files = (str(requests[row].conditioning[name]) for name in pictures)
+            if (key := (prompt, *files, *sizes)) not in self.prompts:
                 self.components.bring("text", self.device)
-                seen = {name: read[name][row : row + 1] for name in names}
+                seen = {name: each[row : row + 1] for name, each in pictures.items()}
                 embeddings = self.components.text.encode([prompt], seen)
                 self.prompts[key] = {name: each.cpu() for name, each in embeddings.items()}
             encoded.append(self.prompts[key])

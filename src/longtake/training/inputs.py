@@ -277,7 +277,7 @@ class InputQueue:
             latents = conditioning.pop("")
         elif latents is None:
             # Captions first: where a text encoder waits for the device, it waits for no video.
-            pictures = {name: further[name] for name in parts.family.encodes_text_with}
+            pictures = parts.family.seen_with_text(further)
             conditioning = encode_captions(parts.text, inputs.captions, pictures)
             latents = encode_videos(parts.codec, tensors["videos"])
         encoded, weights = encode_inputs(parts, self._recipe, further, inputs.bucket)
@@ -291,7 +291,7 @@ class InputQueue:
         Further inputs that the codec encodes are taken out of `further`.
         """
         parts, sections = self._parts, self._recipe.model_inputs()
-        with_text = {name: further[name] for name in parts.family.encodes_text_with}
+        with_text = parts.family.seen_with_text(further)
         names = [name for name in further if name in sections and sections[name].is_encoded]
         given = {name: further.pop(name) for name in names}
 
