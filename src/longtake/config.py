@@ -112,6 +112,7 @@ _TAKEN_NAMES = ("noisy", "sigmas", "guidance", "token_ids")  # of other inputs o
 _KEYS_OF_KINDS: dict[str, tuple[Any, ...]] = {  # what a key is unset, and the kinds that have it
     "encode": (None, "picture", "video"),
     "frame": (None, "picture"),
+    "frames": (None, "video"),
     "width": (None, "numbers"),
     "per_frame": (False, "numbers"),
 }
@@ -205,6 +206,9 @@ class ConditioningSection(_Section):
     frame: Literal["first", "last"] | None = None
     """Instead of `path`, of a picture: that frame of the clip's own window. In sampling it is a
     file, as each picture is."""
+    frames: int | None = Field(None, gt=0, le=2**16)
+    """Instead of `path`, of a video: so many first frames of the clip's own window, for a model
+    that continues them. In sampling they are the first frames of a file."""
     encode: bool | None = None
     """Whether the codec encodes a picture or video; unset: yes. Then the model gets
     `<name>_latents`, else `<name>`, pixels from -1 to 1."""
@@ -213,6 +217,15 @@ class ConditioningSection(_Section):
     per_frame: bool = False
     """Of `numbers`: whether there is a row for each frame of the clip. The model gets those of the
     frames that it is trained on."""
+
+    def num_frames(self, bucket: "Bucket") -> int:
+        """Frames that are read for a clip of a bucket; of a picture 1."""
+        return 1 if self.kind == "picture" else self.frames or bucket.num_frames
+
+    @property
+    def is_of_clip(self) -> bool:
+        """Whether it is frames of the clip's own window, and no file."""
+        return self.frame is not None or self.frames is not None
 
     @property
     def is_encoded(self) -> bool:
@@ -235,8 +248,9 @@ def _check_conditioning(name: str, section: ConditioningSection) -> None:
     for name_of_key, (unset, *kinds) in _KEYS_OF_KINDS.items():
         if getattr(section, name_of_key) not in (None, unset) and kind not in kinds:
             raise ValueError(f'{key}.{name_of_key} is for {" and ".join(kinds)}, not for "{kind}"')
-    if [section.path, section.column, section.frame].count(None) != 2:
-        raise ValueError(f"{key} needs one of path, column and frame: where its files are")
+    places = [section.path, section.column, section.frame, section.frames]
+    if places.count(None) != len(places) - 1:
+        raise ValueError(f"{key} needs one of path, column, frame and frames: where it is")
     if section.path is None:
         return
     unknown = _PLACEHOLDER.findall(section.path.replace(STEM, ""))

@@ -115,8 +115,8 @@ def _refused(section: dict[str, Any], name: str = "pose") -> str:
         ({"kind": "video", "per_frame": True}, 'per_frame is for numbers, not for "video"'),
         ({"kind": "mask", "encode": True}, 'encode is for picture and video, not for "mask"'),
         ({"kind": "depth"}, "data.conditioning.pose.kind is 'depth'; it should be 'picture', "),
-        ({"path": None}, "data.conditioning.pose needs one of path, column and frame"),
-        ({"column": "a"}, "data.conditioning.pose needs one of path, column and frame"),
+        ({"path": None}, "data.conditioning.pose needs one of path, column, frame and frames"),
+        ({"column": "a"}, "data.conditioning.pose needs one of path, column, frame and frames"),
         ({"paht": "x.png"}, "data.conditioning.pose.paht is not a key of a recipe; did you mean "),
     ],
 )
@@ -277,7 +277,10 @@ def _frames(count: int, height: int, width: int) -> NDArray[np.uint8]:
 
 _LONG = Bucket(num_frames=3, height=24, width=32)
 _ITSELF = {name: {"kind": name, "path": "{stem}.mp4"} for name in ("video", "mask")}
-_ITS_FRAMES = {name: {"kind": "picture", "frame": name} for name in ("first", "last")}
+_ITS_FRAMES: dict[str, dict[str, Any]] = {
+    **{name: {"kind": "picture", "frame": name} for name in ("first", "last")},
+    "begin": {"kind": "video", "frames": 2},
+}
 
 
 @pytest.mark.parametrize(("workers", "fps"), [(0, None), (1, None), (1, 50.0)])
@@ -308,6 +311,7 @@ def test_a_video_that_is_the_clip_gives_the_clips_pixels(
         np.testing.assert_array_equal(batch.inputs["video"], batch.videos)
         np.testing.assert_array_equal(batch.inputs["first"], batch.videos[:, :, :1])
         np.testing.assert_array_equal(batch.inputs["last"], batch.videos[:, :, -1:])
+        np.testing.assert_array_equal(batch.inputs["begin"], batch.videos[:, :, :2])
         grey = torch.einsum("bcfhw,c->bfhw", batch.videos.double(), luma)
         assert (batch.inputs["mask"][:, 0].double() - grey).abs().max() <= 0.51
     assert len({batch.identities for batch in batches}) == 2 + bool(workers)

@@ -29,10 +29,10 @@ from longtake.data.window import (
     counted,
     crop,
     frame_indices,
-    one_frame,
     planes,
     read_window,
     resized,
+    some_frames,
 )
 from longtake.errors import ClipError, RecordError
 from longtake.fsio import parse_record, read_regular
@@ -109,9 +109,9 @@ def conditioning_path(clip_path: str, pattern: str) -> str:
 def given_to(clip: Clip, section: ConditioningSection) -> Given:
     """The path of a clip's file for a further input, or the numbers that the catalog has.
 
-    Of one that is a frame of the clip it is the clip's own.
+    Of frames of the clip it is the clip's own.
     """
-    if section.frame is not None:
+    if section.is_of_clip:
         return clip.media.path
     if section.path is not None:
         return conditioning_path(clip.media.path, section.path)
@@ -128,7 +128,9 @@ def conditioning_of(
 
 def _input(section: ConditioningSection, clip: Clip, window: Window) -> Wanted:
     if section.frame is not None:
-        return one_frame(window, 0 if section.frame == "first" else window.num_frames - 1)
+        return some_frames(window, 0 if section.frame == "first" else window.num_frames - 1)
+    if section.frames is not None:
+        return some_frames(window, 0, section.frames)
     if section.kind == "numbers":
         numbers = whole_numbers(clip, section)
         return replace(numbers, **_frames(window)) if section.per_frame else numbers
@@ -178,7 +180,7 @@ def conditioning_alone(
         height=bucket.height,
         width=bucket.width,
         is_flipped=False,
-        num_frames=1 if section.kind == "picture" else bucket.num_frames,
+        num_frames=section.num_frames(bucket),
         stride=1 if section.kind == "picture" else stride,
     )
 
@@ -211,7 +213,7 @@ def empty_conditioning(
         rows = (bucket.num_frames,) if section.per_frame else ()
         return np.empty((num_samples, *rows, section.width), np.float32)
     channels = 1 if section.kind == "mask" else 3
-    frames = 1 if section.kind == "picture" else bucket.num_frames
+    frames = section.num_frames(bucket)
     return np.empty((num_samples, channels, frames, bucket.height, bucket.width), np.uint8)
 
 
@@ -307,11 +309,11 @@ def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
             out[:, number] = _grey(pixels) if wanted.kind == "mask" else pixels
             num_read = number + 1
     if num_read < wanted.num_frames:
-        raise ClipError(
-            str(wanted.media),
-            f"ends before frame {indices[num_read]}; a {wanted.kind} has a frame for each of its "
-            "clip's",
-        )
+        needed = f"a {wanted.kind} has a frame for each of its clip's"
+        if not wanted.clip_height:
+            needed = f"{wanted.num_frames} frames are needed"
+            needed += f", at a stride of {wanted.stride}" * (wanted.stride > 1)
+        raise ClipError(str(wanted.media), f"ends before frame {indices[num_read]}; {needed}")
 
 
 def _window(wanted: ConditioningPixels, stream_index: int, frame: VideoFrame) -> Window:

@@ -635,7 +635,7 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
         return
     listings: dict[str, frozenset[str]] = {}
     for name, section in data.conditioning.items():
-        planned = [] if section.frame is not None else _planned_files(plan, section)
+        planned = [] if section.is_of_clip else _planned_files(plan, section)
         files = [(path, clip) for path, clip in planned if "://" not in path]
         remote = _some_of([each for each in planned if "://" in each[0]])
         gone = stores.missing_of(path for path, _ in remote)

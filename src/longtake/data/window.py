@@ -111,13 +111,13 @@ class Window:
         return 3, self.num_frames, self.height, self.width
 
 
-def one_frame(window: Window, number: int) -> Window:
-    """The same of a window's frame of a number, counted from 0."""
-    only = slice(number, number + 1)
+def some_frames(window: Window, number: int, count: int = 1) -> Window:
+    """The same of so many frames of a window, from that of a number on, counted from 0."""
+    only = slice(number, number + count)
     return replace(
         window,
         start=window.start + number * window.stride * (not window.frames),
-        num_frames=1,
+        num_frames=count,
         timestamps=window.timestamps[only],
         frames=window.frames[only],
     )

@@ -325,6 +325,9 @@ class Family(ABC):
     inputs_version = 1
     """Of `encode_inputs`, in the keys of a cache: raise it where other numbers come out."""
 
+    continues: tuple[str, ...] = ()
+    """Names of its pictures that may be a video's first frames (`frames`) instead."""
+
     def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of pictures in `data.conditioning` that the model needs, and that it may get."""
         return self.references, (*self.references, *self.optional_references)
@@ -347,7 +350,8 @@ class Family(ABC):
         Args:
             codec: of the recipe, on the device of the pixels.
             text: of the recipe; its `pipeline` has encoders of pictures, where there are such.
-            given: by name, [B, 3, F, H, W] uint8; F is 1 for a picture.
+            given: by name, [B, 3, F, H, W] uint8; F is 1 for a picture, and less than the clip's
+                for its first frames.
             bucket: of the clips.
         """
         return {f"{name}_latents": encode_videos(codec, each) for name, each in given.items()}
@@ -359,9 +363,12 @@ class Family(ABC):
 
         `given` has numbers of frames by name.
         """
-        frames, *size = codec.latent_shape(bucket)
         shapes = {
-            f"{name}_latents": (1, codec.channels, 1 if number == 1 else frames, *size)
+            f"{name}_latents": (
+                1,
+                codec.channels,
+                *codec.latent_shape(_with_frames(bucket, number)),
+            )
             for name, number in given.items()
         }
         return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -437,6 +444,10 @@ class Family(ABC):
         Raises:
             RecipeError: ComfyUI has no such model.
         """
+
+
+def _with_frames(bucket: Bucket, num_frames: int) -> Bucket:
+    return Bucket(num_frames=num_frames, height=bucket.height, width=bucket.width)
 
 
 def text_width(encoder: nn.Module) -> int:

@@ -9,7 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from longtake.config import Bucket, ModelSection, Quantization, Recipe, Shift, TextSection
+from longtake.config import (
+    Bucket,
+    ConditioningSection,
+    ModelSection,
+    Quantization,
+    Recipe,
+    Shift,
+    TextSection,
+)
 from longtake.errors import RecipeError
 from longtake.flow import path, timesteps
 from longtake.flow.shift import ClipSize, ShiftRule, named_rule
@@ -301,16 +309,19 @@ def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
     needed, taken = chosen.inputs_of(recipe.model)
     for name in (*needed, *(each for each in taken if each in given)):
         section = given.get(name)
-        if section is None or section.kind != "picture" or not section.is_encoded:
+        begins = section is not None and section.frames is not None and name in chosen.continues
+        is_picture = section is not None and (section.kind == "picture" or begins)
+        if section is None or not is_picture or not section.is_encoded:
             has = "does not have it" if section is None else f'has it as "{section.kind}"'
-            if section is not None and section.kind == "picture":
+            if section is not None and is_picture:
                 has = "has it with encode = false"
             raise RecipeError(
                 f"The family {recipe.model.family} needs a reference image named {name} for each "
                 f"clip, encoded, but data.conditioning {has}. Name its files, such as "
                 f'data.conditioning.{name} = {{ kind = "picture", '
-                f'path = "../{name}/{{stem}}.png" }}.'
+                f'path = "../{name}/{{stem}}.png" }}.{_or_frames(name, chosen)}'
             )
+    _refuse_frames(given, recipe, codec)
     if chosen.encodes_text_with and recipe.data.cache is not None:
         raise RecipeError(
             f"The family {recipe.model.family} encodes captions together with pictures "
@@ -329,6 +340,35 @@ def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
     shapes = [latent_shape(codec, bucket, patch) for bucket in recipe.data.shapes()]
     chosen.check(recipe.model, shapes)
     return shapes
+
+
+def _or_frames(name: str, chosen: Family) -> str:
+    if name not in chosen.continues:
+        return ""
+    own = f'{{ kind = "picture", frame = "{name}" }}'
+    return (
+        f" Or take it from the clip: {own}, or as a video that is continued "
+        '{ kind = "video", frames = 5 }.'
+    )
+
+
+def _refuse_frames(given: Mapping[str, ConditioningSection], recipe: Recipe, codec: Codec) -> None:
+    """Refuse first frames of a video that are all of it, or that the codec cannot encode alone."""
+    for name, section in given.items():
+        if section.frames is None:
+            continue
+        key = f"data.conditioning.{name}.frames = {section.frames}"
+        for bucket in recipe.data.shapes():
+            if section.frames >= bucket.num_frames:
+                raise RecipeError(
+                    f"{key}, but a bucket has {bucket.num_frames} frames: nothing would be left to "
+                    "generate. Set fewer, or larger buckets."
+                )
+            size = {"height": bucket.height, "width": bucket.width}
+            try:
+                codec.latent_shape(Bucket(num_frames=section.frames, **size))
+            except RecipeError as error:
+                raise RecipeError(f"{key} cannot be encoded alone. {error}") from None
 
 
 def _finish(

@@ -1,10 +1,12 @@
 """What a model gets of the further inputs in `data.conditioning`.
 
-    picture, video  `<name>_latents` [B, C, F', h, w]; not encoded: `<name>` [B, 3, F, H, W], -1..1
+    picture, video  `<name>_latents` [B, C, F', h, w], or what the family makes of it;
+                    not encoded: `<name>` [B, 3, F, H, W], -1..1
     mask            `<name>` [B, 1, F, H, W] and, averaged, `<name>_latents` [B, 1, F', h, w], 0..1
     numbers         `<name>` [B, F, width] or [B, width]
 
-F is 1 for a picture, and F', h, w are the codec's for a clip of the same frames, rows and columns.
+F is 1 for a picture, and of a clip's first frames their number. F', h, w are the codec's for a clip
+of the same frames, rows and columns.
 """
 
 from collections.abc import Mapping
@@ -98,7 +100,7 @@ def outline_inputs(
     pixels = bucket.num_frames, bucket.height, bucket.width
     shapes, encoded = dict[str, tuple[int, ...]](), dict[str, int]()
     for name, section in sections.items():
-        frames = 1 if section.kind == "picture" else bucket.num_frames
+        frames = section.num_frames(bucket)
         if section.kind == "numbers":
             assert section.width is not None
             shapes[name] = (1, *([frames] if section.per_frame else []), section.width)

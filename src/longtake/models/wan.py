@@ -1,7 +1,8 @@
 """Wan 2.1 and 2.2: diffusers' `WanTransformer3DModel` at any size, from text and given frames.
 
 Wan 2.1 and A14B get given frames as channels beside the noisy ones: a mask (4), and the latents of
-a video that is grey elsewhere (16). TI2V-5B gets them in the place of noisy frames, at time 0.
+a video that is grey elsewhere (16). TI2V-5B gets them in the place of noisy frames, at time 0. The
+first frame may be several: a video that is continued.
 """
 
 import math
@@ -51,6 +52,7 @@ class Wan(diffusers_family.DiffusersFamily):
     attentions: ClassVar[tuple[str, ...]] = ("attn1", "attn2")
     variants: ClassVar[Mapping[float, str]] = {36 / 16: ""}
     encodes_inputs_itself = True
+    continues = ("first",)
     time_scale = 1000.0
     # With a FlowMatchEulerDiscreteScheduler WanPipeline would shift twice.
     scheduler_class = "UniPCMultistepScheduler"
@@ -109,7 +111,7 @@ class Wan(diffusers_family.DiffusersFamily):
     def encode_inputs(
         self, codec: Codec, text: TextEncoder, given: Mapping[str, Tensor], bucket: Bucket
     ) -> base.Conditioning:
-        """`first_latents` [B, 20, F, h, w], of TI2V-5B [B, C, 1, h, w]; of CLIP `first_embeds`."""
+        """`first_latents` [B, 20, F, h, w], of TI2V-5B [B, C, F', h, w]; of CLIP `first_embeds`."""
         if "first" not in given or _replaces_frames(codec):
             return super().encode_inputs(codec, text, given, bucket)
         others = {name: each for name, each in given.items() if name not in ("first", "last")}
@@ -117,11 +119,11 @@ class Wan(diffusers_family.DiffusersFamily):
             name: given[name].float() / 127.5 - 1 for name in ("first", "last") if name in given
         }
         first, *last = frames.values()
-        num_grey = bucket.num_frames - len(frames)
+        num_grey = bucket.num_frames - sum(each.shape[2] for each in frames.values())
         grey = first.new_zeros(1).expand(len(first), 3, num_grey, bucket.height, bucket.width)
         latents = encode_videos(codec, torch.cat([first, grey, *last], dim=2))
         mask = torch.zeros_like(latents[:, :_MASK_CHANNELS])
-        mask[:, :, 0] = 1
+        mask[:, :, : 1 + (first.shape[2] - 1) // _MASK_CHANNELS] = 1
         if last:  # of the last group of frames it is the last
             mask[:, -1, -1] = 1
         found = {"first_latents": torch.cat([mask, latents], dim=1)}
@@ -168,7 +170,7 @@ class Wan(diffusers_family.DiffusersFamily):
         elif first is not None:
             noisy_latents = self.with_given(noisy_latents, conditioning)
             free = torch.ones_like(noisy_latents[:, 0], dtype=timesteps.dtype)
-            free[:, 0] = 0
+            free[:, : first.shape[2]] = 0
             _, rows, columns = model.config.patch_size
             timesteps = free[:, :, ::rows, ::columns].flatten(1) * timesteps[:, None]
         inputs = {
@@ -187,14 +189,14 @@ class Wan(diffusers_family.DiffusersFamily):
         first = conditioning.get("first_latents")
         if first is None or first.shape[1] != latents.shape[1]:
             return latents
-        return torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)
+        return torch.cat([first.to(latents), latents[:, :, first.shape[2] :]], dim=2)
 
     def loss_weights(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
         first = conditioning.get("first_latents")
         if first is None or first.shape[1] != latents.shape[1]:
             return None
         weights = torch.ones_like(latents[:, :1])
-        weights[:, :, 0] = 0
+        weights[:, :, : first.shape[2]] = 0
         return weights
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
@@ -222,7 +224,7 @@ def _replaces_frames(codec: Codec) -> bool:
 
 @torch.no_grad()
 def _clip_embeds(text: TextEncoder, pictures: Tensor) -> Tensor:
-    """[B, tokens, D] fp32 of pictures [B, 3, 1, H, W] uint8: CLIP's last layer but one."""
+    """[B, tokens, D] fp32 of first frames of [B, 3, F, H, W] uint8: CLIP's last layer but one."""
     assert isinstance(text, TransformersText)
     images = [Image.fromarray(each[:, 0].permute(1, 2, 0).cpu().numpy()) for each in pictures]
     embeds = [text.pipeline.encode_image(image).float() for image in images]

@@ -1,0 +1,194 @@
+"""Wan continues a video: its first frames are given instead of one, as the pipeline gives one."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.families import release_wan
+from tests.families.row import KeepsLatents
+from torch import Tensor
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.data.encode import write_video
+from longtake.errors import DataError, RecipeError
+from longtake.models import build, conditioning
+from longtake.sampling.presets import Request, settings_for
+from longtake.sampling.sampler import Sampler
+
+_Make = Callable[[Path], None]
+_SIZES: dict[_Make, int] = {
+    release_wan.make_i2v: 32,
+    release_wan.make_i2v_clip: 32,
+    release_wan.make_ti2v: 64,
+}
+_PICTURE = {"kind": "picture", "path": "{stem}.png"}
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[_Make], Path]:
+    """The folder of a tiny release; each is made once."""
+    folder, made = tmp_path_factory.mktemp("releases"), dict[_Make, Path]()
+
+    def of(make: _Make) -> Path:
+        if make not in made:
+            torch.manual_seed(0)
+            made[make] = folder / make.__name__
+            make(made[make])
+        return made[make]
+
+    return of
+
+
+def _recipe(release: Path, size: int, first: Mapping[str, Any], **inputs: Any) -> Recipe:
+    part = {"pretrained": str(release)}
+    values = {
+        "out": str(release.parent / "run"),
+        "data": {
+            "catalog": "none.parquet",
+            "buckets": [{"num_frames": 9, "height": size, "width": size}],
+            "conditioning": {"first": first, **inputs},
+        },
+        "model": {"family": "wan", **part},
+        "codec": {"kind": "autoencoder", **part},
+        "text": {"kind": "transformers", "dtype": "fp32", "max_tokens": 512, **part},
+        "flow": {"shift": 3.0},
+        "training": {"steps": 1, "global_batch_size": 2, "device": "cpu", "precision": "fp32"},
+    }
+    return config.parse(values, source="test")
+
+
+def _sampler(recipe: Recipe) -> Sampler:
+    parts = build.assemble(recipe, (), None)
+    parts.model.eval()
+    return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
+
+
+def _frames(count: int, size: int) -> Tensor:
+    """[2, 3, F, H, W] of noise."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, 256, (2, 3, count, size, size), generator=generator, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("make", _SIZES, ids=lambda make: make.__name__)
+@torch.no_grad()
+def test_several_given_frames_are_as_one_but_more(
+    releases: Callable[[_Make], Path], make: _Make
+) -> None:
+    """A video of one frame is the picture, bit for bit; of five, it has two frames of latents."""
+    size = _SIZES[make]
+    video = {"kind": "video", "frames": 5}
+    recipe = _recipe(releases(make), size, video)
+    parts, bucket = build.assemble(recipe, (), None), recipe.data.buckets[0]
+    frames = _frames(5, size)
+
+    def told(section: Mapping[str, Any], given: Tensor) -> dict[str, Tensor]:
+        sections = {"first": config.ConditioningSection.model_validate(section)}
+        return conditioning.condition_on(parts, sections, {"first": given}, bucket)
+
+    picture = told(_PICTURE, frames[:, :, :1])
+    one = told({"kind": "video", "frames": 1}, frames[:, :, :1])
+    assert one.keys() == picture.keys()
+    assert all(torch.equal(one[name], each) for name, each in picture.items())
+    five = told(video, frames)
+    own = parts.codec.encode(frames)
+    latents = five["first_latents"]
+    if make is not release_wan.make_ti2v:
+        mask, latents = latents[:, :4], latents[:, 4:]
+        assert torch.equal(mask[:, :, :2], torch.ones(2, 4, 2, 4, 4))
+        assert not mask[:, :, 2:].any()
+        latents = latents[:, :, :2]  # what is grey follows
+    torch.testing.assert_close(latents, own, rtol=1e-4, atol=1e-4)
+    if "first_embeds" in five:  # CLIP sees the first of them
+        assert torch.equal(five["first_embeds"], picture["first_embeds"])
+    outlined = build.outline_conditioning(build.outline(recipe), recipe, bucket, batch_size=2)
+    assert {name: outlined[name].shape for name in five} == {
+        name: each.shape for name, each in five.items()
+    }
+
+
+@torch.no_grad()
+def test_given_frames_of_ti2v_have_time_0_and_no_loss(
+    releases: Callable[[_Make], Path],
+) -> None:
+    recipe = _recipe(releases(release_wan.make_ti2v), 64, {"kind": "video", "frames": 5})
+    parts, bucket = build.assemble(recipe, (), None), recipe.data.buckets[0]
+    sections = recipe.data.conditioning
+    given = {"first": _frames(5, 64)}
+    told = conditioning.condition_on(parts, sections, given, bucket)
+    told |= parts.text.encode(["a red circle", "a blue square"])
+    generator = torch.Generator().manual_seed(4)
+    latents, noise, other = torch.randn(3, 2, 48, 3, 4, 4, generator=generator)
+    other[:, :, 2:] = noise[:, :, 2:]
+    sigmas = torch.tensor([0.3, 0.8])
+    predict = parts.predict_velocity
+    velocity = predict(noise, sigmas, told)
+    assert torch.equal(predict(other, sigmas, told), velocity)  # what is noisy there is not seen
+    model: Any = parts.model
+    times = torch.zeros(2, 3, 2, 2)  # tokens of 1 x 2 x 2 latents
+    times[:, 2] = 1000 * sigmas[:, None, None]
+    whole = torch.cat([told["first_latents"], noise[:, :, 2:]], dim=2)
+    expected = model(whole, times.flatten(1), told["prompt_embeds"]).sample
+    torch.testing.assert_close(velocity, expected)
+
+    def losses(clips: Tensor) -> Tensor:
+        batch = build.FlowBatch(clips, noise, sigmas, told)
+        return build.flow_losses(parts, batch, "fp32", torch.device("cpu"))
+
+    changed = latents.clone()
+    changed[:, :, :2] += 1
+    assert torch.equal(losses(changed), losses(latents))
+    changed[:, :, 2:] += 1
+    assert (losses(changed) != losses(latents)).all()
+
+
+def test_a_file_is_continued_in_sampling(releases: Callable[[_Make], Path], tmp_path: Path) -> None:
+    """By its first frames, which the sampled latents keep; a file that is too short is refused."""
+    sampler = _sampler(_recipe(releases(release_wan.make_ti2v), 64, {"kind": "video", "frames": 5}))
+    codec = KeepsLatents(sampler.components.codec)
+    parts = dataclasses.replace(sampler.components, codec=codec)
+    sampler = dataclasses.replace(sampler, components=parts)
+    random = np.random.default_rng(0)
+    for name, count in (("long", 12), ("short", 3)):
+        frames = random.integers(0, 256, (count, 64, 64, 3), np.uint8)
+        write_video(tmp_path / f"{name}.mp4", frames, fps=8)
+    settings, bucket = settings_for(sampler.recipe, num_inference_steps=2, guidance_scale=1.0)
+    request = Request("a red circle", 3, {"first": tmp_path / "long.mp4"})
+    (video,) = sampler.sample([request], settings, bucket)
+    assert video.shape == (9, 64, 64, 3)
+    told = sampler._guidance([request], bucket, 1.0, "").conditional
+    torch.testing.assert_close(codec.latents[0][:, :, :2], told["first_latents"], rtol=0, atol=0)
+    short = Request("", 3, {"first": tmp_path / "short.mp4"})
+    with pytest.raises(DataError, match=r"short\.mp4 .*ends before frame 3; 5 frames are needed"):
+        sampler.sample([short], settings, bucket)
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        ({"frames": 9}, r"first\.frames = 9, but a bucket has 9 frames: nothing would be left"),
+        ({"frames": 6}, r"first\.frames = 6 cannot be encoded alone\. .* The nearest that fits is"),
+        (
+            {"path": "{stem}.mp4"},
+            r'has it as "video".* Or take it from the clip: .*frames =',
+        ),
+    ],
+)
+def test_frames_that_cannot_be_continued_are_refused(
+    releases: Callable[[_Make], Path], first: dict[str, Any], message: str
+) -> None:
+    recipe = _recipe(releases(release_wan.make_i2v), 32, {"kind": "video", **first})
+    with pytest.raises(RecipeError, match=message):
+        build.outline(recipe)
+
+
+def test_a_last_frame_is_never_several(releases: Callable[[_Make], Path]) -> None:
+    recipe = _recipe(
+        releases(release_wan.make_i2v), 32, _PICTURE, last={"kind": "video", "frames": 5}
+    )
+    with pytest.raises(RecipeError, match=r'image named last .* has it as "video"'):
+        build.outline(recipe)
