@@ -16,7 +16,7 @@ from tests.families.tiny import name_optional_pictures
 
 from longtake import config
 from longtake.cli import init
-from longtake.planner.activation_checkpointing import BlockOption
+from longtake.planner.activation_checkpointing import ACTIVATIONS, QUANTIZED, BlockOption
 from longtake.planner.devices import device_budget
 from longtake.planner.forecast import Forecast, forecast
 
@@ -48,10 +48,10 @@ def _cell(plan: Mapping[str, Any]) -> str:
     size = f"{plan['gib']:.1f} GiB"
     if not plan["fits"]:
         return f"does not fit: {size}"
-    total = plan["blocks"]
+    total, order = plan["blocks"], (*QUANTIZED, "stream", *ACTIVATIONS)
     named = [
         name if count == total else f"{name} {count}/{total}"
-        for name, count in plan["options"].items()
+        for name, count in sorted(plan["options"].items(), key=lambda each: order.index(each[0]))
     ]
     return f"{size}; {', '.join(named) or 'keep'}"
 
@@ -121,9 +121,8 @@ def _facts(found: Forecast) -> dict[str, Any]:
 
 
 def _counted(options: Sequence[BlockOption]) -> dict[str, int]:
-    """How many blocks have what, most first; what is kept as it is is not named."""
+    """How many blocks have what; what is kept as it is is not named."""
     chosen = Counter(each.weights for each in options) + Counter(
         each.activations for each in options
     )
-    del chosen["keep"]
-    return dict(sorted(chosen.items(), key=lambda each: (-each[1], each[0])))
+    return {name: count for name, count in chosen.items() if name != "keep"}
