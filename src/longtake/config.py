@@ -551,6 +551,13 @@ Quantization = Literal["fp8", "int8", "nf4"]
 """Numbers of fewer bits that a frozen linear layer's weight can be kept in."""
 
 
+Expert = Literal["high", "low"]
+"""Which noise levels one of a release's two transformers serves."""
+
+EXPERT_FOLDERS: Mapping[Expert, str] = {"high": "transformer", "low": "transformer_2"}
+"""Their folders in a release."""
+
+
 class ModelSection(_Section):
     """The transformer."""
 
@@ -560,6 +567,10 @@ class ModelSection(_Section):
     pretrained: str | None = None
     """A diffusers folder or repository id to start from; without it, random weights."""
     subfolder: str = "transformer"
+    expert: Expert | None = None
+    """Of a release with two transformers (Wan 2.2 A14B) the one that is trained: `high`, which
+    serves sigmas from the release's boundary_ratio on, or `low`, which serves those below it. Only
+    its sigmas are drawn. The other one comes from the release, or from `sampling.other_expert`."""
     config: Annotated[dict[str, Any], AfterValidator(_with_counts_that_end)] = Field(
         default_factory=dict
     )
@@ -580,6 +591,26 @@ class ModelSection(_Section):
     stream: Literal["none", "auto", "all"] = "auto"
     """Which blocks' frozen weights stay in the computer's memory and are copied to the GPU one
     block ahead; results are the same. `auto`: those that the plan has no room for."""
+
+    @model_validator(mode="after")
+    def _expert_is_of_a_release(self) -> Self:
+        if self.expert is None:
+            return self
+        if self.pretrained is None:
+            raise ValueError(
+                f'model.expert = "{self.expert}" names one of a release\'s two transformers, but '
+                "model.pretrained is unset: name the release, or leave model.expert out"
+            )
+        if self.subfolder not in ("transformer", self.folder()):
+            raise ValueError(
+                f'model.expert = "{self.expert}" is in the folder {self.folder()}, but '
+                f'model.subfolder = "{self.subfolder}": leave model.subfolder out'
+            )
+        return self
+
+    def folder(self) -> str:
+        """The transformer's, in the release."""
+        return self.subfolder if self.expert is None else EXPERT_FOLDERS[self.expert]
 
 
 class ModuleSection(_Section):
@@ -992,6 +1023,11 @@ class SamplingSection(_Section):
     guidance_scale: float | None = Field(None, ge=0, le=_MAX_GUIDANCE)
     """Of classifier-free guidance, which is used above 1; a guidance-distilled model is given the
     scale itself."""
+    guidance_scale_2: float | None = Field(None, ge=0, le=_MAX_GUIDANCE)
+    """Of the low-noise expert of a release with two transformers; unset: `guidance_scale`."""
+    other_expert: _Path | None = None
+    """The run, or one checkpoint of it, that has trained the transformer that this run does not
+    train (see `model.expert`): its newest checkpoint is sampled with. Unset: the release's."""
     shift: Shift | None = None
     """Like `flow.shift`, of the sigmas that the solver visits; unset: `release`."""
     negative_prompt: str = ""
@@ -1029,6 +1065,7 @@ class PresetSection(_Section):
     solver: Literal["euler", "heun", "unipc"] | None = None
     num_inference_steps: int | None = Field(None, gt=0, le=10_000)
     guidance_scale: float | None = Field(None, ge=0, le=_MAX_GUIDANCE)
+    guidance_scale_2: float | None = Field(None, ge=0, le=_MAX_GUIDANCE)
     shift: Shift | None = None
     negative_prompt: str | None = None
     """As `sampling.negative_prompt`."""

@@ -1,5 +1,6 @@
 """Wan with random weights, in folders of the releases' layout."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ def make(folder: Path) -> None:
 
 
 def make_i2v(folder: Path) -> None:
-    """Wan 2.2 I2V has no CLIP; one of its two transformers."""
+    """A fine-tuned Wan from a first frame, without CLIP."""
     _write(folder, "WanImageToVideoPipeline", {"in_channels": 36, "out_channels": 16})
 
 
@@ -51,6 +52,18 @@ def make_ti2v(folder: Path, pipeline: str = "WanImageToVideoPipeline") -> None:
     _write(folder, pipeline, channels, vae=vae, expand_timesteps=True)
 
 
+def make_a14b(folder: Path) -> None:
+    """Wan 2.2 A14B T2V: two transformers, each for a part of the noise levels."""
+    _write(folder, "WanPipeline", {}, transformer_2=_transformer(), boundary_ratio=0.875)
+
+
+def make_a14b_i2v(folder: Path) -> None:
+    """Wan 2.2 A14B I2V: two transformers without CLIP."""
+    sizes = {"in_channels": 36, "out_channels": 16}
+    second = {"transformer_2": _transformer(**sizes), "boundary_ratio": 0.9}
+    _write(folder, "WanImageToVideoPipeline", sizes, **second)
+
+
 def _clip() -> dict[str, Any]:
     """257 tokens of a picture, as the release has them."""
     vision = transformers.CLIPVisionConfig(
@@ -77,17 +90,21 @@ def _write(folder: Path, pipeline: str, sizes: dict[str, Any], **parts: Any) -> 
         scheduler=diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         ),
-        transformer=diffusers.WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=12,
-            text_dim=WIDTH,
-            freq_dim=16,
-            ffn_dim=32,
-            num_layers=2,
-            **sizes,
-        ),
+        transformer=_transformer(**sizes),
         **given,
     ).save_pretrained(folder)
+
+
+def _transformer(**sizes: Any) -> Any:
+    return diffusers.WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        text_dim=WIDTH,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        **sizes,
+    )
 
 
 def _call(asked: Asked) -> dict[str, Any]:
@@ -101,7 +118,12 @@ def _call_from_frames(asked: Asked) -> dict[str, Any]:
     return _call(asked) | given
 
 
+def _by_experts(call: Callable[[Asked], dict[str, Any]]) -> Callable[[Asked], dict[str, Any]]:
+    return lambda asked: call(asked) | {"guidance_scale_2": _GUIDANCE_2}
+
+
 _KEYS = {"flow": {"shift": 3.0}}
+_GUIDANCE_2 = 3.0
 _FRAMES = (5, 32, 32)
 # diffusers' defaults are 14B's, of which A14B's transformers are two; the others as
 # scripts/convert_wan_to_diffusers.py of diffusers has them.
@@ -178,5 +200,27 @@ ROWS = (
         keys=_KEYS,
         real={"transformer": _5B, **_TEXT},
         returns_latents=True,
+    ),
+    Row(
+        "Wan 2.2 A14B T2V",
+        "wan",
+        make_a14b,
+        _by_experts(_call),
+        _FRAMES,
+        solver="unipc",
+        keys=_KEYS | {"model": {"expert": "high"}},
+        guidance_2=_GUIDANCE_2,
+    ),
+    Row(
+        "Wan 2.2 A14B I2V",
+        "wan",
+        make_a14b_i2v,
+        _by_experts(_call_from_frames),
+        _FRAMES,
+        pictures=("first",),
+        task="first frame",
+        solver="unipc",
+        keys=_KEYS | {"model": {"expert": "low"}},
+        guidance_2=_GUIDANCE_2,
     ),
 )

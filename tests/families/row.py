@@ -62,6 +62,7 @@ class Row:
     """The release's own sizes, by the folders of its parts, where they are known. What is left out
     of the transformer's is the default of its class; of the other parts' it is the tiny one's, of
     which a step of training sees nothing but channels and widths."""
+    guidance_2: float | None = None  # of the low-noise expert; only with two transformers
 
 
 def tokenizer(*, begins: bool = False) -> Any:

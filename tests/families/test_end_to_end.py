@@ -123,6 +123,7 @@ def _sampled(tiny: Tiny, run: RunDirectory) -> Tensor:
         num_inference_steps=2,
         solver=tiny.row.solver,
         guidance_scale=tiny.row.guidance,
+        guidance_scale_2=tiny.row.guidance_2,
     )
     sampler.sample([Request(LONG, 3, tiny.pictures(0))], settings, bucket)
     return codec.latents[0]

@@ -19,6 +19,7 @@ from longtake.models import build
 from longtake.models.base import Conditioning
 from longtake.models.quantized import quantize_linears
 from longtake.models.trainable import make_trainable
+from longtake.sampling.other_expert import load_other
 from longtake.sampling.presets import Request
 from longtake.sampling.sampler import Sampler
 
@@ -92,6 +93,8 @@ class Tiny:
         recipe = self.recipe(**sections)
         parts = build.assemble(recipe, (), None)
         parts.model.eval()
+        if parts.experts is not None:
+            parts = load_other(recipe, parts, torch.device("cpu"))
         return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
 
     def training(
@@ -173,8 +176,21 @@ class Tiny:
 
     @torch.no_grad()
     def velocity(self, sampler: Sampler, step: Step, prompt: str) -> Tensor:
-        told = self.told(sampler, [prompt])
-        return sampler.components.predict_velocity(step.noisy, step.sigma, told)
+        parts, told = sampler.components, self.told(sampler, [prompt])
+        if parts.experts is not None and self.is_low(step) != (parts.experts.trained == "low"):
+            parts = parts.with_other()
+        return parts.predict_velocity(step.noisy, step.sigma, told)
+
+    def is_low(self, step: Step) -> bool:
+        """Whether it is the second transformer's, of a release with two."""
+        experts = self.sampler.components.experts
+        return experts is not None and float(step.sigma) < experts.boundary
+
+    def first_trained(self, steps: Sequence[Step]) -> Step:
+        """The first step by the transformer that is trained."""
+        experts = self.sampler.components.experts
+        trains_low = experts is not None and experts.trained == "low"
+        return next(step for step in steps if self.is_low(step) == trains_low)
 
 
 def name_optional_pictures(row: Row, path: Path) -> None:

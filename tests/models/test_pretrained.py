@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
+from longtake.config import Expert, ModelSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.shift import ClipSize, MuLine, ShiftRule
 from longtake.flow.timesteps import build_sigmas
@@ -35,9 +36,9 @@ from longtake.models.pretrained import (
     load_pretrained,
     part_config,
     quiet,
-    refuse_experts,
     refuse_further_inputs,
     refuse_other_objectives,
+    refuse_wrong_expert,
     scheduler_shift,
     shift_values,
 )
@@ -380,8 +381,36 @@ def test_a_variant_with_further_inputs_says_what_it_is(in_channels: int, message
 def test_a_model_that_is_trained_passes() -> None:
     """As WanPipeline writes its index for Wan 2.1, and FLUX.1 its out_channels."""
     index = {"_class_name": "WanPipeline", "boundary_ratio": None, "transformer_2": [None, None]}
-    refuse_experts(index, "somewhere")
+    refuse_wrong_expert(index, ModelSection(family="wan", pretrained="somewhere"))
     refuse_further_inputs(Release({"in_channels": 64, "out_channels": None}, None, {}), {}, "there")
+
+
+_PAIR = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
+
+
+@pytest.mark.parametrize(
+    ("index", "expert", "message"),
+    [
+        (
+            _PAIR | {"boundary_ratio": 0.875},
+            None,
+            r'ratio 0\.875\)\. Set model\.expert = "high" to ',
+        ),
+        (_PAIR, "high", "has two transformers, but its model_index.json has no boundary_ratio: at"),
+        (_PAIR | {"boundary_ratio": 1.5}, "low", "its model_index.json has boundary_ratio 1.5: at"),
+        ({"boundary_ratio": 0.9}, "low", r"boundary_ratio \(0\.9\) .* names no transformer_2"),
+        ({}, "low", 'model.expert = "low", but the model_index.json of somewhere names one tran'),
+    ],
+)
+def test_one_of_two_transformers_is_chosen_by_name(
+    index: dict[str, Any], expert: Expert | None, message: str
+) -> None:
+    section = ModelSection(family="wan", pretrained="somewhere", expert=expert)
+    with pytest.raises(ModelError, match=message):
+        refuse_wrong_expert(index, section)
+    refuse_wrong_expert(
+        _PAIR | {"boundary_ratio": 0.875}, section.model_copy(update={"expert": "low"})
+    )
 
 
 @given(

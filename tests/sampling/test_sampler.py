@@ -27,6 +27,7 @@ from longtake.models.build import Components, assemble
 from longtake.models.codec import PixelCodec, build_codec
 from longtake.models.flux import Flux
 from longtake.run_dir import RunDirectory
+from longtake.sampling.checkpoints import find_checkpoint
 from longtake.sampling.presets import Preset, Request, find_preset, settings_for
 from longtake.sampling.sampler import (
     MemoryFallback,
@@ -34,7 +35,6 @@ from longtake.sampling.sampler import (
     Placement,
     Sampler,
     SamplerLoader,
-    find_checkpoint,
     load_sampler,
     place,
     refuse_unfitting,

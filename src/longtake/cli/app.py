@@ -48,6 +48,15 @@ Ema = Annotated[
 Profile = Annotated[str | None, typer.Option(help="Name of the EMA profile [default: the first].")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
 AtStep = Annotated[int | None, typer.Option(help="Step of the checkpoint [default: the newest].")]
+OtherExpert = Annotated[
+    Path | None,
+    typer.Option(
+        show_default=False,
+        metavar="RUN",
+        help="Of a release with two transformers: the run, or one of its checkpoints, that trained "
+        "the other one [default: sampling.other_expert, else the release's].",
+    ),
+]
 _RUN_HELP = "A run directory, or one of its checkpoints."
 
 
@@ -153,6 +162,10 @@ def sample(
         float | None,
         typer.Option("--guidance", help="Guidance scale; 1: no guidance [default: the recipe's]."),
     ] = None,
+    guidance_scale_2: Annotated[
+        float | None,
+        typer.Option("--guidance-2", help="Of the low-noise expert of two [default: --guidance]."),
+    ] = None,
     shift: Annotated[
         float | None, typer.Option(help="Shift of the sigmas toward noise [default: the recipe's].")
     ] = None,
@@ -180,14 +193,16 @@ def sample(
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Videos sampled at once.")] = 4,
+    other_expert: OtherExpert = None,
     device: Device = "auto",
     trust: say.Trust = False,
     as_json: say.AsJson = False,
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
     with progress.phase_lines(say.console(), "importing PyTorch") as enter:
+        from longtake.sampling.checkpoints import find_run
         from longtake.sampling.presets import refuse_other_inputs, settings_for
-        from longtake.sampling.sampler import find_run, load_sampler
+        from longtake.sampling.sampler import load_sampler
         from longtake.sampling.videos import check_out, inputs_by_name, write_samples
 
         if any("\ud800" <= letter <= "\udfff" for each in prompt for letter in each):
@@ -203,13 +218,22 @@ def sample(
             solver=solver,
             num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale,
+            guidance_scale_2=guidance_scale_2,
             shift=shift,
             fps=fps,
             negative_prompt=negative_prompt,
         )
         check_out(out, bucket)
         enter("loading the model")
-        sampler = load_sampler(run, step=step, ema=ema, profile=profile, device=device, trust=trust)
+        sampler = load_sampler(
+            run,
+            step=step,
+            ema=ema,
+            profile=profile,
+            device=device,
+            trust=trust,
+            other_expert=other_expert,
+        )
     written = write_samples(
         sampler, prompt, seed, settings, bucket, out, batch, say.console(), inputs
     )
@@ -230,6 +254,7 @@ def export(
     step: AtStep = None,
     ema: Ema = None,
     profile: Profile = None,
+    other_expert: OtherExpert = None,
     trust: say.Trust = False,
     as_json: say.AsJson = False,
 ) -> None:
@@ -237,12 +262,21 @@ def export(
     with progress.phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.evaluation.export import check_export
         from longtake.evaluation.export import export as write
-        from longtake.sampling.sampler import find_run, load_sampler
+        from longtake.sampling.checkpoints import find_run
+        from longtake.sampling.sampler import load_sampler
 
         check_export(find_run(run).recipe(), out, wanted)
         enter("loading the model")
         sampler = load_sampler(
-            run, step=step, ema=ema, profile=profile, device="cpu", trust=trust, exact=True
+            run,
+            step=step,
+            ema=ema,
+            profile=profile,
+            device="cpu",
+            trust=trust,
+            exact=True,
+            other_expert=other_expert,
+            with_other=wanted == "diffusers",
         )
         enter("writing the export")
         remarks = write(sampler, out, wanted)

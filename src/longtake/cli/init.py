@@ -9,13 +9,13 @@ import tomllib
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from longtake import errors, process
 from longtake.cli import say
-from longtake.config import ModelSection, memory_bytes
+from longtake.config import EXPERT_FOLDERS, Expert, ModelSection, memory_bytes
 from longtake.formatting import did_you_mean, printable
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
@@ -49,6 +49,8 @@ class Template:
     is_distilled: bool = False
     shift: str = ""
     is_cached: bool = True
+    expert: Expert | None = None
+    boundary: float = 0.0
 
 
 @functools.cache
@@ -81,21 +83,25 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     raise errors.RecipeError(f"there is no template for {family} with {asked}; there is: {there}.")
 
 
-def template_of_release(release: str, task: str | None) -> Template:
+def template_of_release(release: str, task: str | None, expert: Expert | None = None) -> Template:
     """The template of a release, by its files: a folder in diffusers' layout or a repository id.
+
+    `expert` is one of a release with two transformers; None: the high-noise one.
 
     Raises:
         ModelError: it is not a release, or longtake does not train it.
         RecipeError: there is no template for the task.
     """
-    from longtake.models import base, pretrained, recognition
+    from longtake.models import base, experts, pretrained, recognition
 
     for each in templates():
-        if each.pretrained == release and task in (None, each.task):
+        if each.pretrained == release and task in (None, each.task) and expert is None:
             return each
     section = ModelSection(family="", pretrained=release)
     kind = recognition.recognise(section, base.FAMILIES)
     found = pretrained.read_release(section)
+    if expert is not None or pretrained.has_two_transformers(found.pipeline):
+        section = section.model_copy(update={"expert": expert or "high"})
     if kind is None:
         named = found.config.get("_class_name") or "of an unknown class"
         raise errors.ModelError(
@@ -107,9 +113,12 @@ def template_of_release(release: str, task: str | None) -> Template:
             f"there is no template for {kind.title} with --task {task}; there are lora and full."
         )
     family: Any = base.family(kind.family)
-    pretrained.refuse_untrained(found, getattr(family, "variants", {}), release)
+    pretrained.refuse_untrained(found, getattr(family, "variants", {}), section)
     needed = family.inputs_of(section)[0]
+    two = experts.read_experts(section)
     what = "all weights fine-tuned" if task == "full" else "fine-tuned with LoRA"
+    if two is not None:
+        what = f"the {two.trained}-noise expert, {what}"
     return Template(
         kind.family,
         task or "lora",
@@ -124,6 +133,8 @@ def template_of_release(release: str, task: str | None) -> Template:
         bool(found.config.get("guidance_embeds")),
         str(family.defaults(section).shift),
         is_cached=not family.encodes_text_with,
+        expert=None if two is None else two.trained,
+        boundary=0.0 if two is None else two.boundary,
     )
 
 
@@ -182,6 +193,7 @@ def render_recipe(template: Template, memory: str | None, data: Path, recipe: Pa
     environment.filters["comment"] = lambda text: textwrap.indent(textwrap.fill(text, 96), "# ")
     text = _FOLDER.joinpath(template.file).read_text("utf-8")
     facts = {**asdict(template), **asdict(choose_shape(template, memory))}
+    other = "low" if template.expert == "high" else "high"
     return environment.from_string(text).render(
         **facts,
         memory=memory,
@@ -192,6 +204,8 @@ def render_recipe(template: Template, memory: str | None, data: Path, recipe: Pa
         catalog_argument=shlex.quote(str(catalog)),
         recipe_argument=shlex.quote(str(recipe)),
         run_argument=shlex.quote(str(run)),
+        other=other,
+        folder="" if template.expert is None else EXPERT_FOLDERS[template.expert],
     )
 
 
@@ -211,6 +225,14 @@ def init(
         str | None,
         typer.Option(help="The GPU's memory, such as 24GiB [default: what is free at the start]."),
     ] = None,
+    expert: Annotated[
+        Literal["high", "low"] | None,
+        typer.Option(
+            show_default=False,
+            help="Of a release with two transformers, the one that trains: for high or low noise "
+            "[default: high].",
+        ),
+    ] = None,
     data: Annotated[
         Path, typer.Option(help="The folder of clips, or a catalog that is already made.")
     ] = Path("my_clips"),
@@ -226,7 +248,11 @@ def init(
             raise errors.RecipeError(
                 f"{release} says its family and size by its files: leave --family and --size out."
             )
-        template = template_of_release(release, task)
+        template = template_of_release(release, task, expert)
+    elif expert is not None:
+        raise errors.RecipeError(
+            f"--expert {expert} is for a release with two transformers: name the release."
+        )
     elif family is not None:
         template = find_template(family, task, size)
     else:

@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longtake import errors, fsio
-from longtake.config import Recipe
+from longtake.config import EXPERT_FOLDERS, Expert, Recipe
 from longtake.models.added_module import added_modules
+from longtake.models.experts import ExpertPair
 from longtake.models.trainable import adapter_config, lora_state, plain_copy
 from longtake.sampling.sampler import Sampler
 
@@ -31,29 +32,62 @@ def _save_added_modules(model: nn.Module, folder: Path) -> None:
         _save_weights(weights, folder / "added_modules" / f"{name}.safetensors")
 
 
-def _write_pipeline(sampler: Sampler, folder: Path) -> None:
-    """Write a folder that `from_pretrained` loads."""
+_LORA_FILES: Mapping[Expert, str] = {
+    "high": "pytorch_lora_weights.safetensors",
+    "low": "pytorch_lora_weights_transformer_2.safetensors",
+}
+"""diffusers reads the second by `load_lora_weights(..., load_into_transformer_2=True)`."""
+
+
+def _write_pipeline(sampler: Sampler, folder: Path) -> list[str]:
+    """Write a folder that `from_pretrained` loads; what to know of it."""
     parts, recipe = sampler.components, sampler.recipe
     rule = parts.shift_rule(recipe.sampling.shift)
     at_bucket = sampler.shift(recipe.sampling, recipe.data.buckets[0])
+    models: dict[Expert, nn.Module] = {"high": parts.model}
     model = plain_copy(parts.model)
+    if parts.experts is not None:
+        assert parts.other is not None
+        models = {parts.experts.trained: parts.model, parts.experts.other: parts.other.model}
+        model = ExpertPair(parts.experts.trained, model, plain_copy(parts.other.model))
     parts.family.export(recipe.model, model, parts.codec, parts.text, rule, at_bucket, folder)
-    # diffusers' pipelines read no LoKr: there it is merged only.
-    if recipe.trainable.kind != "lokr" and (lora := lora_state(parts.model)):
-        named = {f"transformer.{name}": value for name, value in lora.items()}
-        _save_weights(named, folder / "pytorch_lora_weights.safetensors")
+    remarks = []
+    for expert, each in models.items():
+        lora = {f"transformer.{name}": value for name, value in lora_state(each).items()}
+        # diffusers' pipelines read no LoKr: there it is merged only.
+        if not lora or any(".lokr_" in name for name in lora):
+            continue
+        _save_weights(lora, folder / _LORA_FILES[expert])
+        if expert == "low":
+            remarks.append(
+                f"{_LORA_FILES[expert]} is for the low-noise transformer of a release: diffusers "
+                f'loads it by load_lora_weights(FOLDER, weight_name="{_LORA_FILES[expert]}", '
+                "load_into_transformer_2=True)."
+            )
+    return remarks
 
 
 PREFIX = "base_model.model."
 """Of names in peft's files; diffusers' `load_lora_adapter` takes it as `prefix`."""
 
 
-def _write_adapter(sampler: Sampler, folder: Path) -> None:
+def _write_adapter(sampler: Sampler, folder: Path) -> list[str]:
     """Write a folder that `peft.PeftModel.from_pretrained(base_model, folder)` loads."""
     model = sampler.components.model
     named = {f"{PREFIX}{name}": value for name, value in lora_state(model).items()}
     _save_weights(named, folder / "adapter_model.safetensors")
     adapter_config(model, sampler.recipe.model.pretrained).save_pretrained(str(folder))
+    return _expert_alone(sampler)
+
+
+def _expert_alone(sampler: Sampler) -> list[str]:
+    experts = sampler.components.experts
+    if experts is None:
+        return []
+    return [
+        f"It is of the {experts.trained}-noise expert ({EXPERT_FOLDERS[experts.trained]}) alone: "
+        f"export the run of the {experts.other}-noise expert, too, or use the release's."
+    ]
 
 
 def _dora_for_comfyui(name: str, value: Tensor) -> tuple[str, Tensor]:
@@ -83,7 +117,7 @@ def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
             "them, though the rest was trained to go with them. --format diffusers writes them, "
             "too."
         )
-    return remarks
+    return [*remarks, *_expert_alone(sampler)]
 
 
 Format = Literal["diffusers", "peft", "comfyui"]
@@ -106,9 +140,9 @@ def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
     with _written_whole(out.resolve(), is_file=wanted == "comfyui") as aside:
         if wanted == "comfyui":
             return _write_comfyui_file(sampler, aside)
-        (_write_pipeline if wanted == "diffusers" else _write_adapter)(sampler, aside)
+        remarks = (_write_pipeline if wanted == "diffusers" else _write_adapter)(sampler, aside)
         _save_added_modules(sampler.components.model, aside)
-        return []
+        return remarks
 
 
 def check_export(recipe: Recipe, out: Path, wanted: Format) -> None:

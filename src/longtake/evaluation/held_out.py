@@ -77,10 +77,10 @@ class HeldOut:
     ) -> dict[str, float]:
         """The mean loss over the clips at each of `SIGMAS`, and the `mean` of these.
 
-        With `flow.sigma_range` they are spread over that range.
+        With `flow.sigma_range`, or one of two experts, they are spread over what is trained.
         """
         found: dict[str, float] = {}
-        low, high = self.recipe.flow.sigma_range
+        low, high = sampler.components.sigma_range(self.recipe.flow)
         for sigma in (low + each * (high - low) for each in SIGMAS):
             losses = [
                 loss

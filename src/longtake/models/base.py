@@ -426,7 +426,7 @@ class Family(ABC):
 
         Args:
             section: of the run's recipe.
-            model: without LoRA layers.
+            model: without LoRA layers; an `ExpertPair` where the release has two.
             codec: of the run.
             text: of the run.
             rule: of sampling; the scheduler gets it if the pipeline can follow it.

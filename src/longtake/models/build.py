@@ -1,7 +1,7 @@
 """Builds the family, transformer, codec and text encoder that a recipe names; their objective."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import (
+    EXPERT_FOLDERS,
     Bucket,
     ConditioningSection,
+    FlowSection,
     ModelSection,
     Quantization,
     Recipe,
@@ -33,6 +35,7 @@ from longtake.models import (
 from longtake.models.base import FAMILIES, Conditioning, Defaults, Family, LatentShape, family
 from longtake.models.codec import NO_PATCH, Codec, build_codec, outline_codec
 from longtake.models.conditioning import outline_inputs
+from longtake.models.experts import Experts, OtherExpert, read_experts
 from longtake.models.quantized import quantize_linears
 from longtake.models.text import TextEncoder, build_text, outline_text
 
@@ -54,6 +57,10 @@ class Components:
     """Parameters that get values when the model is sharded."""
     stays: frozenset[Part] = frozenset()
     """Parts that `bring` leaves where they are: those that training uses between two samplings."""
+    experts: Experts | None = None
+    """Where `model` is one of a release's two transformers."""
+    other: OtherExpert | None = None
+    """The one that is not trained, to sample with; it is on the device while `model` is wanted."""
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -86,6 +93,15 @@ class Components:
         steps = num_steps or self.defaults.num_inference_steps
         return self.shift_rule(shift).factor(size, steps)
 
+    def sigma_range(self, flow: FlowSection) -> tuple[float, float]:
+        """Lowest and highest sigma that is trained."""
+        return flow.sigma_range if self.experts is None else self.experts.sigmas_within(flow)
+
+    def with_other(self) -> "Components":
+        """The same with the other expert as the model."""
+        assert self.other is not None
+        return replace(self, model=self.other.model, other=None)
+
     def bring(self, part: Part | None, device: torch.device) -> None:
         """Move one part to a device and the others to the CPU: one of them is there at a time.
 
@@ -93,6 +109,8 @@ class Components:
         """
         if device.type == "cpu":
             return
+        if self.other is not None and part != "model":
+            self.other.bring(torch.device("cpu"))
         held: dict[Part, nn.Module | Codec | TextEncoder]
         held = {"text": self.text, "model": self.model, "codec": self.codec}
         for other in PARTS:
@@ -102,6 +120,8 @@ class Components:
             torch.cuda.empty_cache()
         if part is not None and part not in self.stays:
             held[part].to(device)
+        if self.other is not None and part == "model":
+            self.other.bring(device)
 
     def part_bytes(self) -> dict[Part, int]:
         modules = {
@@ -174,9 +194,24 @@ def assemble(
             unfilled.give_memory(model, torch.device("cpu"))
             unfilled.fill()
             unfilled = deferred_init.NOTHING_DEFERRED
-    parts = Components(chosen, model, codec, text, chosen.defaults(recipe.model), unfilled)
+    defaults, experts = chosen.defaults(recipe.model), read_experts(recipe.model)
+    parts = Components(chosen, model, codec, text, defaults, unfilled, experts=experts)
     _check_sigma_range(parts, recipe)
     return parts
+
+
+def build_other(recipe: Recipe, parts: Components, *, weights: bool = True) -> nn.Module:
+    """The release's transformer that the recipe does not train, on the CPU; frozen.
+
+    Without `weights` it is on the meta device.
+    """
+    assert parts.experts is not None
+    section = recipe.model.model_copy(update={"expert": parts.experts.other})
+    patch = parts.family.patch(section)
+    shapes = [latent_shape(parts.codec, bucket, patch) for bucket in recipe.data.shapes()]
+    model = parts.family.build(section, shapes, parts.text, weights=weights)
+    numerics.keep_weights_in(model, numerics.DTYPES[section.dtype])
+    return model.eval().requires_grad_(False)
 
 
 def build_frozen_parts(recipe: Recipe, made: Path, *, with_text: bool) -> tuple[Codec, TextEncoder]:
@@ -196,12 +231,18 @@ def build_frozen_parts(recipe: Recipe, made: Path, *, with_text: bool) -> tuple[
 def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
     """Download what a recipe names by repository ids, for the other processes on this node.
 
+    That is both transformers of a release with two, where the other one is sampled with.
+
     Raises:
         ModelError: a part cannot be found.
     """
     parts, second = chosen_family(recipe.model).frozen, recipe.text.second_encoder()
     if recipe.model.pretrained is not None:
-        pretrained.locate(recipe.model.pretrained, recipe.model.subfolder)
+        folders = [recipe.model.folder()]
+        if recipe.model.expert is not None and recipe.sampling.every is not None:
+            folders = list(EXPERT_FOLDERS.values())
+        for folder in folders:
+            pretrained.locate(recipe.model.pretrained, folder)
     if not frozen_parts:
         return
     for where, part in (
@@ -220,8 +261,10 @@ def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
 
 
 def chosen_family(section: ModelSection) -> Family:
-    """The family that a section names; ModelError if its release is of another."""
+    """The family that a section names; ModelError if its release is of another, or two experts."""
     recognition.refuse_other_family(section, FAMILIES)
+    if section.pretrained is not None:
+        pretrained.refuse_wrong_expert(pretrained.pipeline_index(section.pretrained), section)
     return family(section.family)
 
 
@@ -256,7 +299,7 @@ def _build(
     if weights == "files":
         assert section.pretrained is not None
         files = deferred_init.files_in(
-            pretrained.locate(section.pretrained, section.subfolder) / section.subfolder
+            pretrained.locate(section.pretrained, section.folder()) / section.folder()
         )
     program = None
     if weights == "seed":
@@ -289,18 +332,19 @@ def outline(recipe: Recipe) -> Components:
         text = outline_text(text_section(recipe), chosen)
         model = chosen.build(recipe.model, shapes, text, weights=False)
         _finish(model, chosen, recipe, codec)
-    parts = Components(chosen, model, codec, text, chosen.defaults(recipe.model))
+    defaults, experts = chosen.defaults(recipe.model), read_experts(recipe.model)
+    parts = Components(chosen, model, codec, text, defaults, experts=experts)
     _check_sigma_range(parts, recipe)
     return parts
 
 
 def _check_sigma_range(parts: Components, recipe: Recipe) -> None:
     """Refuse a range of sigmas that nothing lies in, at the shift of each bucket."""
-    flow = recipe.flow
-    if flow.sigma_range != (0.0, 1.0):
+    flow, trained = recipe.flow, parts.sigma_range(recipe.flow)
+    if trained != (0.0, 1.0):
         spread = (flow.timestep_sampling, flow.logit_mean, flow.logit_std, flow.mode_scale)
         for bucket in recipe.data.shapes():
-            timesteps.range_share(*spread, parts.shift(flow.shift, bucket), flow.sigma_range)
+            timesteps.range_share(*spread, parts.shift(flow.shift, bucket), trained)
 
 
 def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:

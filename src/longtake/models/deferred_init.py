@@ -121,20 +121,19 @@ def build_transformer(
 def _pretrained(
     model_class: Any, section: ModelSection, where: str, weights: Weights, variants: Any
 ) -> Any:
-    folder = pretrained.locate(where, section.subfolder) if weights else None
+    subfolder = section.folder()
+    folder = pretrained.locate(where, subfolder) if weights else None
     release = pretrained.read_release(section)
-    pretrained.refuse_other_class(release.config, model_class, where, section.subfolder)
-    pretrained.refuse_untrained(release, variants, where)
+    pretrained.refuse_other_class(release.config, model_class, where, subfolder)
+    pretrained.refuse_untrained(release, variants, section)
     if folder is None:
-        return on_meta(model_class, where, section.subfolder)
+        return on_meta(model_class, where, subfolder)
     if weights != "later":  # they pass through no other dtype than the one they will be kept in
         dtype = numerics.DTYPES[section.dtype]
-        return pretrained.load_pretrained(
-            model_class, str(folder), section.subfolder, torch_dtype=dtype
-        )
-    config = pretrained.read_config(folder / section.subfolder / "config.json")
-    model: Any = _from_config(model_class, config, where, section.subfolder)
-    model.register_to_config(_name_or_path=str(folder / section.subfolder))  # as from_pretrained
+        return pretrained.load_pretrained(model_class, str(folder), subfolder, torch_dtype=dtype)
+    config = pretrained.read_config(folder / subfolder / "config.json")
+    model: Any = _from_config(model_class, config, where, subfolder)
+    model.register_to_config(_name_or_path=str(folder / subfolder))  # as from_pretrained
     return model.eval()
 
 

@@ -19,6 +19,7 @@ from longtake.flow.shift import ShiftRule
 from longtake.models import deferred_init, numerics, pretrained
 from longtake.models.base import SHIFT, Conditioning, Defaults, Family, LatentShape
 from longtake.models.codec import Codec
+from longtake.models.experts import ExpertPair
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import SharedAttention, TokenSharing
 
@@ -273,14 +274,15 @@ class DiffusersFamily(Family):
         known = pretrained.defaults(pipeline_class.__init__)
         index = release.pipeline
         settings = {n: v for n, v in index.items() if n in known and not isinstance(v, list)}
+        pair = dict(model.named_children()) if isinstance(model, ExpertPair) else None
         pipeline = pipeline_class(
-            transformer=model,
+            **(pair or {"transformer": model}),
             vae=autoencoder,
             scheduler=self.scheduler(section, rule, bucket_shift),
             **parts,
             **settings,
         )
-        with pretrained.quiet(model), pretrained.quiet(text.encoder):
+        with pretrained.quiet(pipeline), pretrained.quiet(text.encoder):
             pipeline.save_pretrained(folder)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:

@@ -322,8 +322,8 @@ def read_release(section: ModelSection) -> Release:
     if where is None:
         return Release(section.config, None, {})
     if Path(where).expanduser().is_dir():
-        return _read_release(where, section.subfolder)
-    return _read_repository(where, section.subfolder)
+        return _read_release(where, section.folder())
+    return _read_repository(where, section.folder())
 
 
 def _read_release(where: str, subfolder: str) -> Release:
@@ -534,25 +534,51 @@ def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> 
     )
 
 
-def refuse_untrained(release: Release, variants: Mapping[float, str], where: str) -> None:
+def refuse_untrained(
+    release: Release, variants: Mapping[float, str], section: ModelSection
+) -> None:
     """Refuse a release whose objective or inputs are none that its family trains."""
+    where = str(section.pretrained)
     refuse_other_objectives(release.scheduler, where)
-    refuse_experts(release.pipeline, where)
+    refuse_wrong_expert(release.pipeline, section)
     refuse_further_inputs(release, variants, where)
 
 
-def refuse_experts(pipeline: Mapping[str, Any], where: str) -> None:
-    """Refuse a pipeline with two transformers, or a boundary between them."""
-    second = pipeline.get("transformer_2") or (None, None)
-    boundary = pipeline.get("boundary_ratio")
-    if second[0] is None and boundary is None:
-        return
-    at = "" if boundary is None else f" (boundary_ratio {boundary})"
-    raise ModelError(
-        f"{where} has two transformers, each for a part of the noise levels{at}, as Wan 2.2 A14B "
-        "has. longtake would train one of them on all noise levels, most of which it never serves. "
-        "Start from a model with one transformer, such as Wan-AI/Wan2.1-T2V-14B-Diffusers."
-    )
+def has_two_transformers(pipeline: Mapping[str, Any]) -> bool:
+    """Whether a model_index.json says that another transformer serves low noise."""
+    return (pipeline.get("transformer_2") or (None, None))[0] is not None
+
+
+def refuse_wrong_expert(pipeline: Mapping[str, Any], section: ModelSection) -> None:
+    """Refuse two transformers of which none is chosen, and a choice where there is only one."""
+    where, boundary = str(section.pretrained), pipeline.get("boundary_ratio")
+    has_two = has_two_transformers(pipeline)
+    if not has_two and boundary is None:
+        if section.expert is None:
+            return
+        raise ModelError(
+            f'model.expert = "{section.expert}", but the model_index.json of {where} names one '
+            "transformer and no boundary_ratio. Leave model.expert out, or name a release with two "
+            "transformers, such as Wan-AI/Wan2.2-T2V-A14B-Diffusers."
+        )
+    if not has_two:
+        raise ModelError(
+            f"{where} has a boundary_ratio ({boundary}) between two transformers, but its "
+            "model_index.json names no transformer_2. Name the whole release."
+        )
+    if not isinstance(boundary, int | float) or not 0 < boundary < 1:
+        says = "no boundary_ratio" if boundary is None else f"boundary_ratio {boundary}"
+        raise ModelError(
+            f"{where} has two transformers, but its model_index.json has {says}: at which sigma "
+            "one takes over from the other cannot be known. Add the boundary_ratio of the release, "
+            "between 0 and 1 (Wan 2.2 A14B: 0.875 from text, 0.9 from a first frame)."
+        )
+    if section.expert is None:
+        raise ModelError(
+            f"{where} has two transformers, each for a part of the noise levels (boundary_ratio "
+            f'{boundary}). Set model.expert = "high" to train the one for sigmas from {boundary} '
+            'on, or "low" for those below it; a run trains one of them.'
+        )
 
 
 def refuse_further_inputs(release: Release, variants: Mapping[float, str], where: str) -> None:

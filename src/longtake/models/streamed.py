@@ -92,17 +92,29 @@ class StreamedBlocks:
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self._blocks = [_move_to_host(block, device) for block in blocks]
-        most = max((len(each.host) for each in self._blocks), default=0)
-        self._buffers = [
-            _Buffer(torch.empty(most, dtype=torch.uint8, device=device))
-            for _ in range(min(NUM_BUFFERS, len(blocks)))
-        ]
+        self._device = device
+        self._buffers = self._new_buffers()
         is_cuda = device.type == "cuda"
         self._copies = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._current: int | None = None
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before, number))
             block.register_forward_hook(partial(self._after, number), with_kwargs=True)
+
+    def _new_buffers(self) -> list[_Buffer]:
+        most = max((len(each.host) for each in self._blocks), default=0)
+        return [
+            _Buffer(torch.empty(most, dtype=torch.uint8, device=self._device))
+            for _ in range(min(NUM_BUFFERS, len(self._blocks)))
+        ]
+
+    def free_buffers(self) -> None:
+        """Give the device's memory back until a block is called again."""
+        if self._current is not None:
+            self._blocks[self._current].take_away()
+        for each in self._blocks:
+            each.views.clear()
+        self._current, self._buffers = None, []
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -133,6 +145,7 @@ class StreamedBlocks:
             return
         if self._current is not None:
             self._blocks[self._current].take_away()
+        self._buffers = self._buffers or self._new_buffers()
         buffer = self._having(number)
         if buffer is None:
             buffer = self._copy(number, besides=None)

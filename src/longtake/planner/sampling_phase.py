@@ -16,6 +16,7 @@ from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.memory import MetaStep, module_bytes, static_memory
 from longtake.planner.trace import InferenceTrace, trace_inference
 from longtake.run_dir import RunDirectory
+from longtake.sampling.other_expert import other_bytes, refuse_wrong_other
 from longtake.sampling.presets import Preset, training_presets
 from longtake.sampling.sampler import (
     ONE_BY_ONE,
@@ -50,13 +51,17 @@ def sampling_phase(
     Weights, optimizer states and averages stay; gradients are gone. Without a cache the encoders
     stay, too. The strategy is the first that fits, in the order in which `MemoryFallback` tries
     them; if none does, the last. Call it within the fake mode, with the model's weights as the
-    training holds them: `weight_bytes` on the device, and `streamed` as for `trace_inference`.
+    training holds them: `weight_bytes` on the device, and `streamed` as for `trace_inference`. Of
+    a release with two transformers the other one is streamed, and takes two blocks.
 
     Raises:
-        RecipeError: the model cannot sample a preset's size, or its negative prompt has no effect.
+        RecipeError: the model cannot sample a preset's size, a setting of it has no effect, or
+            `sampling.other_expert` has trained another transformer.
     """
     recipe, static = step.recipe, static_memory(step, weight_bytes=weight_bytes)
     there = static.weights + static.resident
+    refuse_wrong_other(recipe)
+    there += other_bytes(recipe, components, step.device.target)
     held = components.codec.modules() if recipe.data.cache is not None else []
     codec_bytes = sum(map(module_bytes, held))
     peak, seconds, how = there, 0.0, list[str]()
@@ -77,6 +82,10 @@ def sampling_phase(
         how.append(f"{preset.name}: {plural(len(preset.requests()), 'video')}, {strategy}")
     if not how:
         return None
+    if components.experts is not None:
+        how.append(
+            f"the {components.experts.other}-noise expert serves its sigmas, copied by block"
+        )
     return SamplingPhase(InferenceTrace(there, peak, seconds), "; ".join(how))
 
 

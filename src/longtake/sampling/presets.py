@@ -132,12 +132,13 @@ class Preset:
             name: [each.content for each in of_prompts]
             for name, of_prompts in self.conditioning.items()
         }
-        # Without a negative prompt the record is as it was before there were any.
-        unset = () if self.settings.negative_prompt else ("negative_prompt",)
+        # What is unset is left out: records of before there were such keys are equal.
+        later = ("negative_prompt", "guidance_scale_2", "other_expert")
+        unset = [name for name in later if not getattr(self.settings, name)]
         return {
             "name": self.name,
             **self.bucket.model_dump(exclude={"batch_size"}),
-            **self.settings.model_dump(exclude={"every", "presets", *unset}),
+            **self.settings.model_dump(mode="json", exclude={"every", "presets", *unset}),
             "weights": self.weights,
             "seeds": list(self.seeds),
             "prompts": list(self.prompts),

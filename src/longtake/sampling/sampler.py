@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longtake.checkpoint import files, store
-from longtake.config import Bucket, EvaluationSection, Recipe, SamplingSection
-from longtake.errors import CheckpointError, PlanError, RecipeError, SamplingError
+from longtake.checkpoint import files
+from longtake.config import EXPERT_FOLDERS, Bucket, EvaluationSection, Recipe, SamplingSection
+from longtake.errors import PlanError, RecipeError, SamplingError
 from longtake.flow import solver
 from longtake.formatting import format_size
 from longtake.models import conditioning, numerics, streamed, trainable
@@ -32,6 +32,8 @@ from longtake.models.build import (
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
 from longtake.sampling import presets
+from longtake.sampling.checkpoints import find_checkpoint, find_run, load_weights
+from longtake.sampling.other_expert import load_other, other_bytes, refuse_wrong_other
 from longtake.sampling.presets import Preset, Request, weights_to_sample
 from longtake.trust import refuse_foreign_code
 
@@ -176,12 +178,14 @@ def place(wanted: str, parts: Components, recipe: Recipe) -> Placement:
         device = pick_device(wanted)
         if device.type != "cuda":
             return Placement(device)
-        is_short = _free_bytes(device) < _needed_bytes(parts, streams=False)
+        more = other_bytes(recipe, parts, "cuda")
+        is_short = _free_bytes(device) < _needed_bytes(parts, more, streams=False)
         return Placement(device, "", is_short and streams_for_sampling(recipe))
     free = [_free_bytes(index) for index in range(torch.cuda.device_count())]
     most = max(range(len(free)), key=lambda index: free[index])
+    more = other_bytes(recipe, parts, "cuda")
     for streams in (False, True) if streams_for_sampling(recipe) else (False,):
-        if free[most] >= (needed := _needed_bytes(parts, streams=streams)):
+        if free[most] >= (needed := _needed_bytes(parts, more, streams=streams)):
             how = ", the model's frozen weights are copied block by block" if streams else ""
             why = f"samples on cuda:{most}, {format_size(free[most])} free{how}"
             return Placement(pick_device(f"cuda:{most}"), why, streams)
@@ -198,8 +202,10 @@ def _free_bytes(device: torch.device | int) -> int:
     return total - torch.cuda.device_memory_used(device)
 
 
-def _needed_bytes(parts: Components, *, streams: bool) -> int:
+def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
+    """Of the largest part; the model takes `more` besides."""
     needed = parts.part_bytes()
+    needed["model"] += more
     if streams:
         sizes = [streamed.streamed_bytes(block) for block in parts.family.blocks(parts.model)]
         needed["model"] += streamed.NUM_BUFFERS * max(sizes, default=0) - sum(sizes)
@@ -294,7 +300,7 @@ class Sampler:
         """
         parts = self.components
         shape = fitting_shape(parts, self.recipe, bucket)
-        refuse_unused_negative_prompt(parts, settings)
+        refuse_unused_guidance(parts, settings)
         noise = torch.stack([_noise(each.seed, shape) for each in requests]).to(self.device)
         steps, count = self.num_steps(settings), len(requests)
         shift, terminal = self.shift(settings, bucket), parts.shift_rule(settings.shift).terminal
@@ -307,7 +313,7 @@ class Sampler:
                 if on_step is not None:
                     on_step((part.start * steps + (part.stop - part.start) * step) // count)
 
-            velocity = guide.velocity(part, two_passes=two_passes)
+            velocity = self._velocity(guide, part, settings, two_passes=two_passes)
             return solver.solve(
                 velocity,
                 noise[part],
@@ -327,6 +333,21 @@ class Sampler:
             parts.bring("codec", self.device)
             videos = [self._decode(each[None], bucket, decoding) for each in latents]
         return np.concatenate(videos)
+
+    def _velocity(
+        self, guide: Guidance, part: slice, settings: SamplingSection, *, two_passes: bool
+    ) -> solver.Velocity:
+        """By the transformer that serves each sigma, where a release has two."""
+        mine, experts = guide.velocity(part, two_passes=two_passes), self.components.experts
+        if experts is None:
+            return mine
+        scale_2 = settings.guidance_scale_2
+        of_low = guide.scale if scale_2 is None else scale_2
+        other = replace(self, components=self.components.with_other())
+        sides = {experts.trained: guide, experts.other: replace(guide, predict=other.predict)}
+        sides["low"] = replace(sides["low"], scale=of_low)
+        high, low = (sides[name].velocity(part, two_passes=two_passes) for name in EXPERT_FOLDERS)
+        return lambda latents, sigma: (high if sigma >= experts.boundary else low)(latents, sigma)
 
     def shift(self, settings: SamplingSection, bucket: Bucket) -> float:
         return self.components.shift(settings.shift, bucket, self.num_steps(settings))
@@ -448,7 +469,7 @@ class Sampler:
     def predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
         """The velocity in fp32, as `Guidance.predict`."""
         # Weights in bf16 compute in bf16 without autocast, as in training.
-        precision = "fp32" if self.recipe.model.dtype == "bf16" else self.precision
+        precision = self.precision if self.components.dtype == torch.float32 else "fp32"
         with numerics.autocast(precision, self.device):
             return self.components.predict_velocity(latents, sigmas, conditioning).float()
 
@@ -467,20 +488,31 @@ def refuse_unfitting(components: Components, recipe: Recipe, preset: Preset) -> 
     """
     try:
         fitting_shape(components, recipe, preset.bucket)
-        refuse_unused_negative_prompt(components, preset.settings)
+        refuse_unused_guidance(components, preset.settings)
     except RecipeError as error:
         reason = str(error).removeprefix("data.buckets: ")
         raise RecipeError(f"Preset {preset.name}: {reason}") from None
 
 
-def refuse_unused_negative_prompt(components: Components, settings: SamplingSection) -> None:
-    """Refuse a negative prompt where sampling makes no pass for it.
+def refuse_unused_guidance(components: Components, settings: SamplingSection) -> None:
+    """Refuse a negative prompt, or a scale of the second expert, that would have no effect.
 
     Raises:
-        RecipeError: the model has learnt guidance, or there is none.
+        RecipeError: the model has learnt guidance, or there is none, or it has no second expert.
     """
-    scale = settings.guidance_scale
+    scale, second = settings.guidance_scale, settings.guidance_scale_2
     scale = components.defaults.guidance_scale if scale is None else scale
+    if second is not None and components.experts is None:
+        raise RecipeError(
+            f"guidance_scale_2 {second:g} is the low-noise expert's of a release with two "
+            "transformers, and this model has one. Leave guidance_scale_2 out."
+        )
+    if second is not None and second > 1 >= scale:
+        raise RecipeError(
+            f"guidance_scale_2 {second:g} would have no effect: guidance_scale {scale:g} makes no "
+            "second pass, for neither expert. Set guidance_scale above 1, or leave "
+            "guidance_scale_2 out."
+        )
     is_distilled = components.family.distils_guidance(components.model)
     if not settings.negative_prompt or not (is_distilled or scale <= 1):
         return
@@ -506,6 +538,8 @@ class SamplerLoader:
             the CPU if no GPU has enough.
         trust: run code that the run names, even if another user began it.
         exact: build what the run quantises in its whole precision, to write it.
+        other_expert: see `load_other`; None: `sampling.other_expert`.
+        with_other: load the transformer that the run does not train, where a release has two.
 
     Raises:
         RunError: there is no run, or it names code and another user began it.
@@ -515,7 +549,14 @@ class SamplerLoader:
     """
 
     def __init__(
-        self, run: RunDirectory, device: str = "auto", *, trust: bool = False, exact: bool = False
+        self,
+        run: RunDirectory,
+        device: str = "auto",
+        *,
+        trust: bool = False,
+        exact: bool = False,
+        other_expert: Path | None = None,
+        with_other: bool = True,
     ) -> None:
         self.run, self.recipe = run, run.recipe()
         if exact:
@@ -523,6 +564,7 @@ class SamplerLoader:
         # Without presets: their measures are loaded elsewhere.
         model_recipe = self.recipe.model_copy(update={"evaluation": EvaluationSection()})
         refuse_foreign_code(run, trust=trust, recipe=model_recipe)
+        refuse_wrong_other(self.recipe, other_expert)
         if device != "auto":
             pick_device(device)  # refuses a missing device before anything is loaded
         self.components = assemble(self.recipe, (), run.components_path)
@@ -536,6 +578,10 @@ class SamplerLoader:
             streamed.StreamedBlocks(self.components.family.blocks(model), self.device)
         model.requires_grad_(False)
         refuse_too_large_parts(self.components, self.device)
+        if self.components.experts is not None and with_other:
+            self.components = load_other(
+                self.recipe, self.components, self.device, other_expert, trust=trust, exact=exact
+            )
 
     def check(self, preset: Preset) -> None:
         refuse_unfitting(self.components, self.recipe, preset)
@@ -550,14 +596,7 @@ class SamplerLoader:
             CheckpointError: it is incomplete, damaged, or of another model.
         """
         trainer = files.load_trainer(checkpoint, files.SampledTrainer)
-        state = {
-            name: value
-            for name, value in self.components.model.state_dict().items()
-            if name in self._trained
-        }
-        _refuse_another_model(checkpoint, weights, state)
-        store.load_parts(checkpoint, {weights: state})
-        trainable.load_trained(self.components.model, state)
+        load_weights(checkpoint, weights, self.components.model, self._trained)
         return Sampler(
             self.components,
             self.recipe,
@@ -579,6 +618,8 @@ def load_sampler(
     device: str,
     trust: bool = False,
     exact: bool = False,
+    other_expert: Path | None = None,
+    with_other: bool = True,
 ) -> Sampler:
     """Load a sampler from a run directory or from one checkpoint folder.
 
@@ -589,9 +630,11 @@ def load_sampler(
         step: which checkpoint of a run; the newest by default.
         ema: sample averaged weights; None: if the run keeps any.
         profile: of the averages; the first by default.
-        device: see `SamplerLoader`, as `trust` and `exact`.
+        device: see `SamplerLoader`, as all that follow.
         trust: see there.
         exact: see there.
+        other_expert: see there.
+        with_other: see there.
 
     Raises:
         RunError: there is no run, or it names code and another user began it.
@@ -601,61 +644,7 @@ def load_sampler(
     recipe = find_run(path).recipe()
     weights = weights_to_sample(recipe, ema=ema, profile=profile)
     run, checkpoint = find_checkpoint(path, step, weights)
-    return SamplerLoader(run, device, trust=trust, exact=exact).load(checkpoint, weights)
-
-
-def _refuse_another_model(checkpoint: Path, weights: str, state: dict[str, Tensor]) -> None:
-    """Refuse weights of other names or shapes; loading refuses unreadable files."""
-    try:
-        shapes = store.part_shapes(checkpoint, weights)
-    except (CheckpointError, OSError, ValueError):
-        return
-    expected = {name: tuple(value.shape) for name, value in state.items()}
-    if shapes != expected:
-        name = min(each for each in shapes | expected if shapes.get(each) != expected.get(each))
-        has, wants = (list(each[name]) if name in each else "none" for each in (shapes, expected))
-        raise CheckpointError(
-            f"{checkpoint / weights} holds another model than the recipe describes: {name} is "
-            f"{has} there and {wants} by the recipe. Is it a checkpoint of another run?"
-        )
-
-
-def find_run(path: Path) -> RunDirectory:
-    """The run directory at a path, or the one that has it as a checkpoint."""
-    run = RunDirectory(path)
-    if path.absolute().parent.name == "checkpoints" and not run.exists():
-        return RunDirectory(path.absolute().parents[1])
-    return run
-
-
-def find_checkpoint(
-    path: Path, step: int | None = None, part: str = ""
-) -> tuple[RunDirectory, Path]:
-    """The run and the checkpoint at a path."""
-    run = find_run(path)
-    if run.path != path:
-        if step is not None:
-            raise CheckpointError(
-                f"{path} is one checkpoint already. Leave --step {step} out, or name the run: "
-                f"{run.path}."
-            )
-        if not path.is_dir():
-            raise CheckpointError(
-                f"There is no checkpoint {path}. The run has those of the steps: "
-                f"{run.checkpoint_steps() or 'none'}."
-            )
-        return run, path
-    run.recipe()  # refuses another folder than a run directory
-    steps = run.checkpoint_steps()
-    if step is not None and step not in steps:
-        known = f"steps {', '.join(map(str, steps))}" if steps else "none"
-        raise CheckpointError(
-            f"{path} has no whole checkpoint of step {step}. Its checkpoints: {known}."
-        )
-    found = run.checkpoint_path(step) if step is not None else files.newest_whole(run, part)
-    if found is None:
-        raise CheckpointError(
-            f"{path} has no whole checkpoint yet. Train on with {run.resume_command()}, or wait "
-            "for checkpoint.every steps or checkpoint.minutes."
-        )
-    return run, found
+    loader = SamplerLoader(
+        run, device, trust=trust, exact=exact, other_expert=other_expert, with_other=with_other
+    )
+    return loader.load(checkpoint, weights)

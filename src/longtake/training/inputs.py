@@ -211,7 +211,7 @@ class InputQueue:
             std=flow.logit_std,
             scale=flow.mode_scale,
             shift=parts.shift(flow.shift, batch.bucket),
-            sigma_range=flow.sigma_range,
+            sigma_range=parts.sigma_range(flow),
         ).float()
         dropout = recipe.data.caption_dropout
         dropout = parts.defaults.caption_dropout if dropout is None else dropout

@@ -84,6 +84,14 @@ def _refuse_another_model(recipe: config.Recipe, parent: Parent) -> None:
             f"{where} is of the family {before.model.family}, and the recipe trains "
             f"{recipe.model.family}. Take a run of the same family."
         )
+    if before.model.expert != recipe.model.expert:
+        there, here = (
+            f'"{each}"' if each else "unset" for each in (before.model.expert, recipe.model.expert)
+        )
+        raise errors.RecipeError(
+            f"{where} has trained with model.expert = {there}, and the recipe says {here}: the two "
+            "transformers of a release serve other noise levels. Take a run of the same expert."
+        )
     kinds = before.trainable.base(), recipe.trainable.base()
     if kinds[0] != kinds[1]:
         raise errors.RecipeError(

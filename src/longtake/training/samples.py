@@ -22,8 +22,9 @@ from longtake.evaluation_dir import Scores
 from longtake.models.build import PARTS, Components, Part, build_frozen_parts
 from longtake.models.pretrained import local_copies
 from longtake.models.text import TextEncoder
-from longtake.parallel import collectives, fsdp, mesh
+from longtake.parallel import collectives, context_parallel, fsdp, mesh
 from longtake.sampling import claims
+from longtake.sampling.other_expert import load_other
 from longtake.sampling.presets import Preset, Request, training_presets
 from longtake.sampling.sampler import (
     ONE_BY_ONE,
@@ -273,7 +274,8 @@ def open_sampler(
 
     Prompts are encoded here, before the model is on the device. Codec and text encoder are those
     of the training, which stay where they are. With a cache, which leaves training without them,
-    they are loaded here; the codec is on the device only while it decodes.
+    they are loaded here; the codec is on the device only while it decodes. So is the transformer
+    that the run does not train, where a release has two.
 
     Raises:
         RecipeError: a preset is wrong, or its size cannot be sampled.
@@ -299,6 +301,12 @@ def open_sampler(
         with local_copies():
             codec, text = build_frozen_parts(recipe, run.components_path, with_text=world.is_first)
         there = replace(parts, codec=codec, text=text, stays=frozenset[Part](["model"]))
+    if parts.experts is not None:
+        with local_copies():
+            there = load_other(recipe, there, world.device)
+        if world.sequence_group is not None and there.other is not None:
+            sharing = context_parallel.TokenExchange(world, parts.family.num_heads(parts.model))
+            parts.family.share_tokens(there.other.model, sharing)
     sampler = TrainingSampler(session, there, presets, evaluate)
     is_read_again = recipe.evaluation.held_out is not None and world.mesh is None
     sampler.encode_prompts(there.text if is_read_again else parts.text)

@@ -31,6 +31,7 @@ from longtake.planner.memory import refuse_idle_ranks, with_batch_sizes
 from longtake.planner.plan import MemoryPlan, free_memory, keep_plan, plan_for_training, run_blocks
 from longtake.run_dir import EventKind, Parent, RunDirectory, beside
 from longtake.sampling import presets
+from longtake.sampling.other_expert import refuse_wrong_other
 from longtake.tracking import tracker, wandb
 from longtake.tracking.follower import Follower, tracking_follower
 from longtake.training import build, latent_cache, record, runtime, samples, startup, statistics
@@ -148,6 +149,7 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
         heartbeats=heartbeat.heartbeat_dir(run.path),
     )
     presets.training_presets(recipe, run)  # refuses what is wrong of them
+    refuse_wrong_other(recipe)
     if not run.exists():
         review(loader.plan_history.plan, recipe.data, recipe.training.steps)
     return loader

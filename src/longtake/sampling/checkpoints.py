@@ -1,0 +1,79 @@
+"""Finds a run's checkpoints, and loads the weights of one into a model."""
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from longtake.checkpoint import files, store
+from longtake.errors import CheckpointError
+from longtake.models import trainable
+from longtake.run_dir import RunDirectory
+
+
+def load_weights(checkpoint: Path, weights: str, model: nn.Module, trained: frozenset[str]) -> None:
+    """Load what was trained of a model: the names are those of `trained_state`.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, or of another model.
+    """
+    state = {name: value for name, value in model.state_dict().items() if name in trained}
+    _refuse_another_model(checkpoint, weights, state)
+    store.load_parts(checkpoint, {weights: state})
+    trainable.load_trained(model, state)
+
+
+def _refuse_another_model(checkpoint: Path, weights: str, state: dict[str, Tensor]) -> None:
+    """Refuse weights of other names or shapes; loading refuses unreadable files."""
+    try:
+        shapes = store.part_shapes(checkpoint, weights)
+    except (CheckpointError, OSError, ValueError):
+        return
+    expected = {name: tuple(value.shape) for name, value in state.items()}
+    if shapes != expected:
+        name = min(each for each in shapes | expected if shapes.get(each) != expected.get(each))
+        has, wants = (list(each[name]) if name in each else "none" for each in (shapes, expected))
+        raise CheckpointError(
+            f"{checkpoint / weights} holds another model than the recipe describes: {name} is "
+            f"{has} there and {wants} by the recipe. Is it a checkpoint of another run?"
+        )
+
+
+def find_run(path: Path) -> RunDirectory:
+    """The run directory at a path, or the one that has it as a checkpoint."""
+    run = RunDirectory(path)
+    if path.absolute().parent.name == "checkpoints" and not run.exists():
+        return RunDirectory(path.absolute().parents[1])
+    return run
+
+
+def find_checkpoint(
+    path: Path, step: int | None = None, part: str = ""
+) -> tuple[RunDirectory, Path]:
+    """The run and the checkpoint at a path."""
+    run = find_run(path)
+    if run.path != path:
+        if step is not None:
+            raise CheckpointError(
+                f"{path} is one checkpoint already. Leave --step {step} out, or name the run: "
+                f"{run.path}."
+            )
+        if not path.is_dir():
+            raise CheckpointError(
+                f"There is no checkpoint {path}. The run has those of the steps: "
+                f"{run.checkpoint_steps() or 'none'}."
+            )
+        return run, path
+    run.recipe()  # refuses another folder than a run directory
+    steps = run.checkpoint_steps()
+    if step is not None and step not in steps:
+        known = f"steps {', '.join(map(str, steps))}" if steps else "none"
+        raise CheckpointError(
+            f"{path} has no whole checkpoint of step {step}. Its checkpoints: {known}."
+        )
+    found = run.checkpoint_path(step) if step is not None else files.newest_whole(run, part)
+    if found is None:
+        raise CheckpointError(
+            f"{path} has no whole checkpoint yet. Train on with {run.resume_command()}, or wait "
+            "for checkpoint.every steps or checkpoint.minutes."
+        )
+    return run, found

@@ -1,0 +1,132 @@
+"""The transformer that a run does not train, where a release has two: to sample with, and export.
+
+It comes from the release, or from a checkpoint of another run, which has trained it.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from longtake.config import EvaluationSection, Recipe
+from longtake.errors import RecipeError
+from longtake.models import streamed
+from longtake.models.build import Components, assemble, build_other, with_exact_weights
+from longtake.models.experts import OtherExpert
+from longtake.models.trainable import trained_state
+from longtake.sampling.checkpoints import find_checkpoint, find_run, load_weights
+from longtake.sampling.presets import weights_to_sample
+from longtake.trust import refuse_foreign_code
+
+
+def load_other(
+    recipe: Recipe,
+    parts: Components,
+    device: torch.device,
+    run: Path | None = None,
+    *,
+    trust: bool = False,
+    exact: bool = False,
+) -> Components:
+    """The components of a run with the transformer that it does not train.
+
+    On a GPU its blocks' weights stay in the computer's memory and are copied block by block, so
+    that they take no memory beside the trained one's.
+
+    Args:
+        recipe: of the run.
+        parts: of a release with two transformers.
+        device: to sample on.
+        run: another run, or one checkpoint of it; None: `sampling.other_expert`, or the release.
+            Its averaged weights are taken, where it keeps any.
+        trust: run code that it names, even if another user began it.
+        exact: build what it quantises in its whole precision.
+
+    Raises:
+        RunError: there is no such run, or it names code and another user began it.
+        RecipeError: it has not trained the other transformer of this release.
+        CheckpointError: it has no whole checkpoint.
+        ModelError: the release's weights cannot be loaded.
+    """
+    refuse_wrong_other(recipe, run)
+    run = recipe.sampling.other_expert if run is None else run
+    if run is None:
+        model = build_other(recipe, parts)
+    else:
+        model = _model_of_run(run, parts, trust=trust, exact=exact)
+    model.eval().requires_grad_(False)
+    blocks = parts.family.blocks(model)
+    streams = streamed.StreamedBlocks(blocks, device) if device.type == "cuda" else None
+    other = OtherExpert(model, streams)
+    other.bring(torch.device("cpu"))
+    return replace(parts, other=other)
+
+
+def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:
+    """What the other transformer takes on a device: on a GPU what is not streamed, and buffers."""
+    if recipe.model.expert is None:
+        return 0
+    model = build_other(recipe, parts, weights=False)
+    whole = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    if target != "cuda":
+        return whole
+    sizes = [streamed.streamed_bytes(block) for block in parts.family.blocks(model)]
+    return whole - sum(sizes) + streamed.NUM_BUFFERS * max(sizes, default=0)
+
+
+def refuse_wrong_other(recipe: Recipe, run: Path | None = None) -> None:
+    """Refuse another run whose transformer is not the one that a recipe does not train.
+
+    Raises:
+        RunError: there is no such run.
+        RecipeError: it has trained another transformer.
+    """
+    path = recipe.sampling.other_expert if run is None else run
+    if path is None:
+        return
+    if recipe.model.expert is None:
+        raise RecipeError(
+            f"The other expert {path} cannot be used: this run's model.expert is unset, so its "
+            "release has one transformer. Leave sampling.other_expert (--other-expert) out."
+        )
+    own, wanted = find_run(path).recipe(), "low" if recipe.model.expert == "high" else "high"
+    if own.model.expert != wanted:
+        has = "no expert" if own.model.expert is None else f'"{own.model.expert}"'
+        raise RecipeError(
+            f"The other expert {path} has trained {has} (model.expert), and this run trains "
+            f'"{recipe.model.expert}": name a run with model.expert = "{wanted}", or leave it out '
+            "to take the release's."
+        )
+    if own.model.family != recipe.model.family:
+        raise RecipeError(
+            f"The other expert {path} is of the family {own.model.family}, and this run of "
+            f"{recipe.model.family}. Name a run of the same release."
+        )
+    if own.trainable.modules:
+        raise RecipeError(
+            f"The other expert {path} has modules of its own ({', '.join(own.trainable.modules)}), "
+            "which take part in its own run's sampling alone. Name a run without "
+            "trainable.modules."
+        )
+
+
+def _model_of_run(path: Path, parts: Components, *, trust: bool, exact: bool) -> nn.Module:
+    own = find_run(path).recipe()
+    weights = weights_to_sample(own)
+    run, checkpoint = find_checkpoint(path, None, weights)
+    model_recipe = own.model_copy(update={"evaluation": EvaluationSection()})
+    refuse_foreign_code(run, trust=trust, recipe=model_recipe)
+    built = assemble(
+        with_exact_weights(own) if exact else own, (), run.components_path, frozen_parts=False
+    )
+    assert built.experts is not None
+    assert parts.experts is not None
+    boundaries = built.experts.boundary, parts.experts.boundary
+    if boundaries[0] != boundaries[1]:
+        raise RecipeError(
+            f"The other expert {path} was trained with boundary_ratio {boundaries[0]:g}, and this "
+            f"run with {boundaries[1]:g}. Take a run of the same release."
+        )
+    load_weights(checkpoint, weights, built.model, frozenset(trained_state(built.model)))
+    return built.model
