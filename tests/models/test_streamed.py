@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from longtake.config import ModuleSection, Quantization, TrainableSection
 from longtake.models.added_module import condition
 from longtake.models.base import Family, family
+from longtake.models.experts import OtherExpert
 from longtake.models.quantized import FrozenLinear, quantize_linears
 from longtake.models.streamed import StreamedBlocks, streamed_bytes
 from longtake.models.trainable import make_trainable, trained_state
@@ -183,6 +184,23 @@ def test_a_model_that_is_moved_away_and_back_streams_into_the_same_buffers() -> 
     weights = [weight for weight in there if weight is not None]
     assert weights
     assert {weight.untyped_storage().data_ptr() for weight in weights} <= buffers
+
+
+def test_buffers_are_given_back_until_a_block_is_called() -> None:
+    """As of an expert that samples between two steps; later steps are bitwise as without."""
+    model, expected = _model("wan", _LORA), _model("wan", _LORA)
+    streamed = _stream(family("wan"), model)
+    other = OtherExpert(model, "fp32", streamed)
+    for _ in range(2):
+        pairs = zip(_steps("wan", model), _steps("wan", expected), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+        assert len(streamed._buffers) == 2
+        other.bring(_CPU)
+        assert streamed._buffers == []
+        layers = [each for each in model.modules() if isinstance(each, FrozenLinear)]
+        assert all(layer.weight is None for layer in layers)
+        for each in (model, expected):
+            each.zero_grad()
 
 
 def test_weights_on_the_meta_device_are_read_into_memory() -> None:

@@ -5,6 +5,7 @@ below it (`low`). A run trains one of them; the other is frozen and takes part i
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -65,6 +66,8 @@ class OtherExpert:
     """The transformer that a run does not train, frozen; on a GPU its blocks are streamed."""
 
     model: nn.Module
+    dtype: Literal["fp32", "bf16"]
+    """What its weights are kept in; of streamed ones the model cannot tell."""
     streamed: StreamedBlocks | None = None
 
     def bring(self, device: torch.device) -> None:

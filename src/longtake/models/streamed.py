@@ -110,6 +110,8 @@ class StreamedBlocks:
 
     def free_buffers(self) -> None:
         """Give the device's memory back until a block is called again."""
+        if self._copies is not None:  # the next forward pass' first block may still be copied
+            torch.cuda.current_stream(self._device).wait_stream(self._copies)
         if self._current is not None:
             self._blocks[self._current].take_away()
         for each in self._blocks:

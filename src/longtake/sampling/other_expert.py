@@ -51,6 +51,7 @@ def load_other(
     """
     refuse_wrong_other(recipe, run)
     run = recipe.sampling.other_expert if run is None else run
+    dtype = (recipe if run is None else find_run(run).recipe()).model.dtype
     if run is None:
         model = build_other(recipe, parts)
     else:
@@ -58,7 +59,7 @@ def load_other(
     model.eval().requires_grad_(False)
     blocks = parts.family.blocks(model)
     streams = streamed.StreamedBlocks(blocks, device) if device.type == "cuda" else None
-    other = OtherExpert(model, streams)
+    other = OtherExpert(model, dtype, streams)
     other.bring(torch.device("cpu"))
     return replace(parts, other=other)
 

@@ -343,11 +343,18 @@ class Sampler:
             return mine
         scale_2 = settings.guidance_scale_2
         of_low = guide.scale if scale_2 is None else scale_2
-        other = replace(self, components=self.components.with_other())
+        other = self._with_other_expert()
         sides = {experts.trained: guide, experts.other: replace(guide, predict=other.predict)}
         sides["low"] = replace(sides["low"], scale=of_low)
         high, low = (sides[name].velocity(part, two_passes=two_passes) for name in EXPERT_FOLDERS)
         return lambda latents, sigma: (high if sigma >= experts.boundary else low)(latents, sigma)
+
+    def _with_other_expert(self) -> "Sampler":
+        parts = self.components
+        assert parts.other is not None
+        section = self.recipe.model.model_copy(update={"dtype": parts.other.dtype})
+        recipe = self.recipe.model_copy(update={"model": section})
+        return replace(self, components=parts.with_other(), recipe=recipe)
 
     def shift(self, settings: SamplingSection, bucket: Bucket) -> float:
         return self.components.shift(settings.shift, bucket, self.num_steps(settings))
@@ -469,7 +476,7 @@ class Sampler:
     def predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
         """The velocity in fp32, as `Guidance.predict`."""
         # Weights in bf16 compute in bf16 without autocast, as in training.
-        precision = self.precision if self.components.dtype == torch.float32 else "fp32"
+        precision = "fp32" if self.recipe.model.dtype == "bf16" else self.precision
         with numerics.autocast(precision, self.device):
             return self.components.predict_velocity(latents, sigmas, conditioning).float()
 
