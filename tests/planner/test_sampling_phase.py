@@ -70,7 +70,7 @@ def test_the_memory_of_the_phase_is_what_sampling_takes(
     hold_weights(dict(zip(options, parts.family.blocks(parts.model), strict=True)), options)
     (preset,) = training_presets(recipe, RunDirectory(recipe.out))
     sampler = Sampler(parts, recipe, 0, _CPU, "fp32")
-    sampler.encode_prompts([*preset.prompts, ""])
+    sampler.encode_prompts(preset.requests(), preset.bucket, preset.settings.negative_prompt)
     with measured(_CPU) as taken:
         sampler.sample(preset.requests(), preset.settings, preset.bucket)
     predicted = found.peak_bytes - found.weight_bytes

@@ -29,7 +29,7 @@ from tests.build import (
     saved,
     wait_until,
 )
-from tests.families import release_wan
+from tests.families import release_qwen_image_edit, release_wan
 from torch import nn
 
 from longtake import config
@@ -341,6 +341,48 @@ class AddsDepth(nn.Module):
     def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
         after = call(inputs)
         return replace(after, tokens=after.tokens + inputs.prepared["added"])
+
+
+def test_text_that_is_read_with_pictures_trains_from_a_cache_as_from_pixels(
+    small_recipe: MakeRecipe, pictures: Path, tmp_path: Path
+) -> None:
+    """Of each clip, window and prefix; and without a caption, which is dropped for some samples."""
+    torch.manual_seed(0)
+    release_qwen_image_edit.make_plus(tmp_path / "release")
+    changes = (
+        f"data.catalog={pictures}",
+        "data.buckets=[{num_frames=1, height=32, width=48}]",
+        'data.conditioning.reference={kind="picture", path="../before/{stem}.png"}',
+        'data.conditioning.reference_2={kind="picture", path="../pose.png"}',
+        "data.windows=1",
+        "data.flip=0.5",
+        "data.caption_dropout=0.5",
+        'data.captions.catalog={prefixes=["make", "draw"]}',
+        "training.steps=3",
+        "training.micro_batch_size=2",
+        "model.family=qwen_image_edit_plus",
+        "model.config={}",
+        *(f"{part}.pretrained={tmp_path / 'release'}" for part in ("model", "codec", "text")),
+        "codec.kind=autoencoder",
+        "text.kind=transformers",
+        "text.dtype=fp32",
+        "text.max_tokens=16",
+    )
+    with release_qwen_image_edit.smaller_references():
+        plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
+        train(plain, QUIET)
+        cached = small_recipe(*changes, _cache_of(tmp_path))
+        shares = [cache_ahead(cached, QUIET, part=(number, 2)) for number in range(2)]
+        windows = len(_entries(cached, "latents"))
+        # two prefixes, and no caption
+        assert sum(each["prompts"]["computed"] for each in shares) == 3 * windows
+        assert cache_ahead(cached, QUIET)["prompts"] == {"present": 3 * windows, "computed": 0}
+        train(cached, QUIET)
+        _assert_same_run(plain, cached)
+    before = text_fingerprint(plain, tmp_path)
+    settings = tmp_path / "release/processor/preprocessor_config.json"
+    settings.write_text(settings.read_text() + "\n")
+    assert text_fingerprint(plain, tmp_path) != before
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ class Template:
     has_pooled: bool = False
     is_distilled: bool = False
     shift: str = ""
-    is_cached: bool = True
     expert: Expert | None = None
     boundary: float = 0.0
 
@@ -132,7 +131,6 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         kind.transformer == "FluxTransformer2DModel",
         bool(found.config.get("guidance_embeds")),
         str(family.defaults(section).shift),
-        is_cached=not family.encodes_text_with,
         expert=None if two is None else two.trained,
         boundary=0.0 if two is None else two.boundary,
     )

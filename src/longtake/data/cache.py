@@ -3,7 +3,7 @@
     CACHE/latents/…             packs (see `longtake.data.packs`) of windows of clips
     CACHE/conditioning/…        of further inputs: latents, values as they were read, or what a
                                 family makes of several
-    CACHE/prompts/…             of captions
+    CACHE/prompts/…             of captions, alone or with their pictures
     CACHE/index/, damaged/      of all packs
     CACHE/hashes/5b27….jsonl    content hashes of further inputs, by path
     CACHE/encoders/90c1….jsonl  content hashes of encoders' weights, by path
@@ -19,7 +19,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
@@ -65,12 +65,13 @@ class SamplePart:
     """One entry of a sample: what is read for it, and what becomes of that.
 
     `latents`: the codec's. `values`: as they were read. `inputs`: what the family makes of all of
-    them together (`Family.encode_inputs`).
+    them together (`Family.encode_inputs`). `prompt`: what text encoders make of a caption and them.
     """
 
-    made: Literal["latents", "values", "inputs"]
+    made: Literal["latents", "values", "inputs", "prompt"]
     reads: Mapping[str, Wanted]  # by names in data.conditioning; "" is the clip itself
     bucket: Bucket  # the clip's
+    caption: str = ""  # of a prompt
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Cache:
     no_caption: str  # what a dropped caption is encoded as
     together: tuple[str, ...] = ()  # names of the inputs that the family encodes itself
     inputs: str = ""  # fingerprint of what encodes them
+    with_text: tuple[str, ...] = ()  # names of the pictures that are encoded with captions
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -111,8 +113,14 @@ class Cache:
     def _hashes(self) -> "ContentHashes":
         return ContentHashes(self.folder / "hashes")
 
-    def parts(self, clip: Clip, window: Window) -> list[SamplePart]:
-        """All that a sample consists of but its caption."""
+    def parts(self, clip: Clip, window: Window, captions: Iterable[str] = ()) -> list[SamplePart]:
+        """All that a sample consists of, but captions that are encoded without pictures.
+
+        Args:
+            clip: of the sample.
+            window: of the clip.
+            captions: that are encoded with its pictures; its own and no caption, if there are none.
+        """
         inputs = conditioning_of(clip, window, self.data.conditioning)
         size = {"height": window.height, "width": window.width}
         bucket = Bucket(num_frames=window.num_frames, **size)
@@ -124,6 +132,10 @@ class Cache:
         if self.together:
             mine = {name: inputs[name] for name in self.together}
             parts.append(SamplePart("inputs", mine, bucket))
+        if self.with_text:
+            seen = {name: inputs[name] for name in self.with_text}
+            texts = dict.fromkeys(captions or (clip.caption, self.no_caption))
+            parts += [SamplePart("prompt", seen, bucket, each) for each in texts]
         return parts
 
     def entry(self, part: SamplePart) -> CacheEntry:
@@ -132,12 +144,15 @@ class Cache:
         Raises:
             ClipError: an input's file cannot be read.
         """
-        if part.made != "inputs":
+        if part.made in ("latents", "values"):
             ((name, wanted),) = part.reads.items()
             return self.conditioning(name, wanted)
-        facts = [part.bucket.num_frames, part.bucket.height, part.bucket.width]
         each = [[name, *self._facts(wanted)] for name, wanted in part.reads.items()]
         what = ", ".join(f"{name} {wanted.media}" for name, wanted in part.reads.items())
+        if part.made == "prompt":
+            what = f"the embeddings of {part.caption!r} with {what}"
+            return self._entry("prompts", self.text, (part.caption, *each), what)
+        facts = [part.bucket.num_frames, part.bucket.height, part.bucket.width]
         return self._entry("conditioning", self.inputs, (*facts, *each), what)
 
     def latents(self, window: Window) -> CacheEntry:
@@ -189,6 +204,7 @@ class _Content:
     latents: Tensor
     conditioning: dict[str, Tensor]
     inputs: dict[str, Tensor]
+    no_caption: dict[str, Tensor]
 
 
 class CachedSource:
@@ -219,13 +235,19 @@ class CachedSource:
         entry = cache.latents(window)
         if failure := self._failures.get(entry.key):
             raise ClipError(failure.path, failure.reason)
-        _ = cache.unconditional  # missing there, it is missing to every sample
-        packs = cache.packs
-        conditioning, inputs = packs.read(cache.prompt(clip.caption)), dict[str, Tensor]()
+        packs, inputs = cache.packs, dict[str, Tensor]()
+        conditioning, no_caption = dict[str, Tensor](), dict[str, Tensor]()
+        if not cache.with_text:
+            no_caption = cache.unconditional  # missing there, it is missing to every sample
+            conditioning = packs.read(cache.prompt(clip.caption))
         for part in cache.parts(clip, window):
             found = packs.read(cache.entry(part))
             if part.made == "inputs":
                 conditioning |= found
+                continue
+            if part.made == "prompt":
+                no_caption = found if part.caption == cache.no_caption else no_caption
+                conditioning |= found if part.caption == clip.caption else {}
                 continue
             ((name, wanted),) = part.reads.items()
             if part.made == "latents":
@@ -234,7 +256,7 @@ class CachedSource:
                 frames = getattr(wanted, "num_frames", 1)
                 values = found["values"]  # of equal frames one is kept
                 inputs[name] = values.expand(-1, frames, -1, -1) if values.ndim == 4 else values
-        return _Content(conditioning.pop(""), conditioning, inputs)
+        return _Content(conditioning.pop(""), conditioning, inputs, no_caption)
 
 
 class CachedBuffer:
@@ -258,14 +280,16 @@ class CachedBuffer:
     def fields(self) -> dict[str, Any]:
         contents = [each for each in self._filled if each is not None]
         assert len(contents) == len(self._filled)
-        no_caption = self._source.cache.unconditional
+        no_captions = [each.no_caption for each in contents]
+        if not self._source.cache.with_text:
+            no_captions = no_captions[:1]
         size = (len(contents), 3, 0, self._shape.height, self._shape.width)
         return {
             "videos": torch.empty(size, dtype=torch.uint8),
             "latents": torch.stack([each.latents for each in contents]),
             "conditioning": _stacked([each.conditioning for each in contents]),
             "inputs": _stacked([each.inputs for each in contents]),
-            "no_caption": {name: each[None] for name, each in no_caption.items()},
+            "no_caption": _stacked(no_captions),
         }
 
 

@@ -56,6 +56,14 @@ class CacheItem(NamedTuple):
 
     clip: Clip
     shape: Bucket
+    sources: tuple[str, ...] = ()  # that the clip is in
+
+    def parts(self, cache: Cache, window: Window) -> list[SamplePart]:
+        """Those of each sample that a window is in."""
+        captions = [cache.no_caption]
+        for source in self.sources:
+            captions += caption_variants([self.clip.caption], source, cache.data)
+        return cache.parts(self.clip, window, captions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +73,10 @@ class _Row:
     catalog: Catalog
     shape: Bucket
     row: int
+    sources: tuple[str, ...]
 
     def item(self) -> CacheItem:
-        return CacheItem(self.catalog.clip(self.row), self.shape)
+        return CacheItem(self.catalog.clip(self.row), self.shape, self.sources)
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,7 @@ def find_missing(
         progress: called with (clips done, clips in all).
     """
     rows = list(islice(_rows(plan), share.start, share.stop, share.step))
-    captions = _captions(plan, cache)[share]
+    captions = [] if cache.with_text else _captions(plan, cache)[share]
     missing = Missing([], [], Counter())
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(rows), _CHUNK):
@@ -224,10 +233,10 @@ def fill_latents(
     ):
         for done, each in enumerate(_shuffled(clips)):
             item: CacheItem = each.item() if isinstance(each, _Row) else each
-            for window in buckets.all_windows(*item, data):
+            for window in buckets.all_windows(item.clip, item.shape, data):
                 parts = [
                     _Reading(part, {name: pool.submit(each) for name, each in part.reads.items()})
-                    for part in cache.parts(item.clip, window)
+                    for part in item.parts(cache, window)
                     if not _held(cache, part)
                 ]
                 under_way.append((window, parts))
@@ -328,15 +337,17 @@ class _Reading(NamedTuple):
 def _rows(plan: Plan) -> Iterator[_Row]:
     """Every clip of a plan in every shape that it is trained in, once."""
     rows: dict[tuple[int, Bucket], list[NDArray[np.uint32]]] = {}
-    catalogs = {}
-    for part in (part for stream in plan.streams() for part in stream.parts):
-        catalogs[id(part.catalog)] = part.catalog
-        for bucket, shape in enumerate(part.members.shapes):
-            mine = part.members.candidates(bucket)
-            rows.setdefault((id(part.catalog), shape), []).append(mine)
+    catalogs, sources = {}, dict[int, dict[str, None]]()
+    for stream in plan.streams():
+        for part in stream.parts:
+            catalogs[id(part.catalog)] = part.catalog
+            sources.setdefault(id(part.catalog), {})[stream.source] = None
+            for bucket, shape in enumerate(part.members.shapes):
+                mine = part.members.candidates(bucket)
+                rows.setdefault((id(part.catalog), shape), []).append(mine)
     for (catalog, shape), found in rows.items():
         for row in np.unique(np.concatenate(found)):
-            yield _Row(catalogs[catalog], shape, int(row))
+            yield _Row(catalogs[catalog], shape, int(row), tuple(sources[catalog]))
 
 
 def _captions(plan: Plan, cache: Cache) -> list[str]:
@@ -354,8 +365,8 @@ def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Count
     present, is_missing = Counter[str](), False
     if item.clip.identity in without:
         return present, False
-    for window in buckets.all_windows(*item, cache.data):
-        for part in cache.parts(item.clip, window):
+    for window in buckets.all_windows(item.clip, item.shape, cache.data):
+        for part in item.parts(cache, window):
             entry = _held(cache, part)
             present.update([entry.kind] if entry else [])
             is_missing |= entry is None

@@ -72,7 +72,8 @@ class Batch:
     latents: Tensor | None = None  # [B, C, F', H', W'] from a cache
     # With `latents`: [B, ...] prompt embeddings, and `<name>_latents` of what the codec encodes
     conditioning: dict[str, Tensor] = field(default_factory=dict)
-    no_caption: dict[str, Tensor] = field(default_factory=dict)  # embeddings, [1, ...]
+    # embeddings [1, ...], or of each sample, with its pictures, [B, ...]
+    no_caption: dict[str, Tensor] = field(default_factory=dict)
     fetched: Fetched = NOTHING  # by this process from stores, since the batch before
 
 

@@ -366,12 +366,6 @@ def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
                 f'path = "../{name}/{{stem}}.png" }}.{_or_frames(name, chosen)}'
             )
     _refuse_frames(given, recipe, codec)
-    if chosen.encodes_text_with and recipe.data.cache is not None:
-        raise RecipeError(
-            f"The family {recipe.model.family} encodes captions together with pictures "
-            f"({', '.join(chosen.encodes_text_with)}), and a cache holds captions alone. Leave "
-            "data.cache out."
-        )
     unused = [name for name in given if name not in taken]
     if unused and not recipe.trainable.modules:  # a module may use any of them
         takes = ", ".join(taken)

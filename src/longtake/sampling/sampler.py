@@ -362,10 +362,14 @@ class Sampler:
     def num_steps(self, settings: SamplingSection) -> int:
         return settings.num_inference_steps or self.components.defaults.num_inference_steps
 
-    def encode_prompts(self, prompts: Sequence[str]) -> None:
+    def encode_prompts(
+        self, requests: Sequence[Request], bucket: Bucket, negative_prompt: str
+    ) -> None:
         """Encode what `sample` will need of these prompts, so that it needs no text encoder."""
-        if not self.components.family.encodes_text_with:
-            self._encode_text(prompts, (), {})
+        sees_pictures = bool(self.components.family.encodes_text_with)
+        read = self._read_inputs(requests, bucket) if sees_pictures else {}
+        self._encode_text([each.prompt for each in requests], requests, read)
+        self._encode_text([negative_prompt] * len(requests), requests, read)
 
     def unknown_words(self, prompt: str) -> list[str]:
         return self.components.text.unknown_words(prompt)

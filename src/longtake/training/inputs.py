@@ -332,6 +332,10 @@ def split(batch: Batch, size: int | None) -> Iterator[Batch]:
             inputs={name: each[part] for name, each in batch.inputs.items()},
             latents=None if batch.latents is None else batch.latents[part],
             conditioning={name: each[part] for name, each in batch.conditioning.items()},
+            no_caption={
+                name: each if len(each) == 1 else each[part]
+                for name, each in batch.no_caption.items()
+            },
         )
 
 

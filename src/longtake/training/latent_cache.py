@@ -212,7 +212,8 @@ def _open(recipe: Recipe, made: Path, world: World) -> Cache:
 
     first_does(find, world)
     codec, text, inputs = from_first(found[0] if found else ("", "", ""), world)
-    cache = Cache(recipe.data.cache, codec, text, recipe.data, NO_CAPTION, together, inputs)
+    seen = tuple(family(recipe.model.family).seen_with_text(recipe.model_inputs()))
+    cache = Cache(recipe.data.cache, codec, text, recipe.data, NO_CAPTION, together, inputs, seen)
     first_does(lambda: make_folder(cache.folder), world)
     _refuse_other_folders(cache, world)
     return cache
@@ -277,10 +278,11 @@ def _text(recipe: Recipe, made: Path) -> TextEncoder:
 
 
 def _text_beside_clips(recipe: Recipe, made: Path) -> TextEncoder | None:
-    """The text encoders, where one of them encodes pictures that the family gives it."""
+    """The text encoders, where one of them encodes pictures of the clips."""
     chosen = family(recipe.model.family)
     needs = encoded_together(chosen, recipe) and _picture_encoders(recipe)
-    return _text(recipe, made) if needs else None
+    with_captions = chosen.seen_with_text(recipe.model_inputs())
+    return _text(recipe, made) if needs or with_captions else None
 
 
 def _picture_encoders(recipe: Recipe) -> list[PipelinePart]:
@@ -299,7 +301,10 @@ def _part_encoder(
         if part.made == "latents":
             (pixels,) = given.values()
             return {"latents": codec.encode(pixels)[0]}
-        encoded = chosen.encode_inputs(codec, text, given, part.bucket)
+        if part.made == "prompt":
+            encoded = text.encode([part.caption], given)
+        else:
+            encoded = chosen.encode_inputs(codec, text, given, part.bucket)
         return {name: each[0] for name, each in encoded.items()}
 
     return encode
@@ -380,6 +385,10 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
         part, of_second = _encoder_folders(parts.pooled, second.pretrained, made)
         facts += [part.class_name, second.max_tokens, *_quantization(second)]
         folders += of_second
+    if parts.processor is not None and section.pretrained is not None:
+        found = find_part(section.pretrained, parts.processor)
+        facts += [recipe.model.family, chosen.inputs_version]
+        folders.append(locate(section.pretrained, found.folder) / found.folder)
     return _fingerprint(recipe, [_CAPTIONS, *facts], folders)
 
 

@@ -152,8 +152,10 @@ class TrainingSampler:
         """
         world = self._session.world
         if world.is_first:
-            prompts = {p for x in self._presets for p in (*x.prompts, x.settings.negative_prompt)}
-            self._sampler(0, "model").encode_prompts(sorted(prompts))
+            sampler = self._sampler(0, "model")
+            for each in self._presets:
+                negative = each.settings.negative_prompt
+                sampler.encode_prompts(each.requests(), each.bucket, negative)
             self._parts.bring(None, world.device)
         self._prompts.update(collectives.from_first(self._prompts, world, world.patient_group))
         self._parts = replace(self._parts, text=text)
