@@ -8,6 +8,9 @@ from tests.families import (
     release_wan,
     release_z_image,
 )
+from tests.families.row import Row
+
+from longtake.models.base import family
 
 ROWS = (
     *release_wan.ROWS,
@@ -17,3 +20,13 @@ ROWS = (
     *release_qwen_image.ROWS,
     *release_qwen_image_edit.ROWS,
 )
+
+
+def transformer_class(row: Row) -> str:
+    """Of diffusers."""
+    name: str = getattr(family(row.family), "transformer_class")  # noqa: B009
+    return name
+
+
+ONE_OF_EACH = tuple({transformer_class(row): row for row in ROWS}.values())
+"""The last row of each transformer: dear tests run for these, and for the others as drills."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.build import fill_weights, measure_step
 from tests.families import plans, share_clips, table
 from tests.families.row import KeepsLatents, Row
-from tests.families.rows import ROWS
+from tests.families.rows import ONE_OF_EACH, ROWS, transformer_class
 from tests.families.tiny import LONG, SHORT, Tiny, loss_and_gradients, relative
 from torch import Tensor, nn
 
@@ -25,7 +25,6 @@ from longtake.errors import ModelError, RecipeError
 from longtake.evaluation.export import export
 from longtake.fsio import read_json_lines
 from longtake.models import build
-from longtake.models.base import family
 from longtake.models.quantized import QuantizedLinear
 from longtake.models.streamed import StreamedBlocks
 from longtake.planner.activation_checkpointing import POLICIES, options_of
@@ -36,7 +35,7 @@ from longtake.sampling.presets import Request, settings_for
 
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
 def test_a_velocity_is_that_of_the_pipeline(tiny: Tiny, prompt: str) -> None:
-    steps = tiny.steps(tiny.pipeline(), 2, tiny.scale, prompt)
+    steps = tiny.steps(tiny.released, 2, tiny.scale, prompt)
     assert len(steps) == 2
     for step in steps:
         assert relative(tiny.velocity(tiny.sampler, step, prompt), step.velocity) <= 1e-5
@@ -94,7 +93,7 @@ def test_sampled_latents_are_those_of_the_pipeline(tiny: Tiny) -> None:
         guidance_scale_2=tiny.row.guidance_2,
     )
     sampler.sample([Request(LONG, 3, tiny.pictures(0))], settings, bucket)
-    steps = tiny.steps(tiny.pipeline(), 4, tiny.row.guidance, LONG)
+    steps = tiny.steps(tiny.released, 4, tiny.row.guidance, LONG)
     assert len({*map(tiny.is_low, steps)}) == (1 if sampler.components.experts is None else 2)
     last = steps[-1]
     assert relative(codec.latents[0], last.after) <= 1e-5
@@ -136,21 +135,31 @@ def test_diffusers_loads_every_key_of_a_lora_and_the_merged_model(
 
 
 @pytest.mark.usefixtures("without_onednn")
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("tiny", ONE_OF_EACH, ids=lambda row: row.kind, indirect=True)
+def test_memory_of_full_training_is_foreseen(tiny: Tiny) -> None:
+    _check_memory_and_gradients(tiny, "full", ["alternate"])
+
+
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize(
     ("kind", "policies"),
     [
-        ("full", ["alternate"]),
         ("lora", ["save-attention"]),
         pytest.param("full", POLICIES, marks=pytest.mark.drill),
         pytest.param("lora", POLICIES, marks=pytest.mark.drill),
     ],
-    ids=["full", "lora", "full, all policies", "lora, all policies"],
+    ids=["lora", "full, all policies", "lora, all policies"],
 )
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_memory_is_foreseen_and_gradients_reach_all_that_is_trained(
     tiny: Tiny, kind: str, policies: Sequence[str]
 ) -> None:
     """Under each policy of the blocks; what gets none is in the family's `idle`."""
+    _check_memory_and_gradients(tiny, kind, policies)
+
+
+def _check_memory_and_gradients(tiny: Tiny, kind: str, policies: Sequence[str]) -> None:
     trainable = {"kind": kind, **({"rank": 2} if kind == "lora" else {})}
     recipe = tiny.recipe(trainable=trainable)
     step, real = (outline_step(recipe, CPU) for _ in range(2))
@@ -279,18 +288,14 @@ def test_sharing_clips_is_refused_where_a_row_says_so(tiny: Tiny) -> None:
         build.refuse_sharing(parts, recipe)
 
 
-def test_the_checkpoint_of_another_kind_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
-    others = [row for row in ROWS if _transformer(row.family) != _transformer(tiny.row.family)]
-    others[0].make(tmp_path / "other")
-    recipe = tiny.recipe(model={"pretrained": str(tmp_path / "other")})
+def test_the_checkpoint_of_another_kind_is_refused_by_name(
+    tiny: Tiny, tiny_of: Callable[[Row], Tiny]
+) -> None:
+    others = [row for row in ROWS if transformer_class(row) != transformer_class(tiny.row)]
+    recipe = tiny.recipe(model={"pretrained": str(tiny_of(others[0]).folder / "release")})
     wanted = f'set model.family = "{others[0].family}"; it is "{tiny.row.family}"'
     with pytest.raises(ModelError, match=wanted):
         build.outline(recipe)
-
-
-def _transformer(name_of_family: str) -> str:
-    name: str = getattr(family(name_of_family), "transformer_class")  # noqa: B009
-    return name
 
 
 def test_the_guide_has_a_row_for_each_kind() -> None:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from tests.build import losses, saved
 from tests.families.row import KeepsLatents, Row
-from tests.families.rows import ROWS
+from tests.families.rows import ONE_OF_EACH, ROWS
 from tests.families.tiny import LONG, Tiny, name_optional_pictures, relative
 from torch import Tensor
 
@@ -63,19 +63,14 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
     return called
 
 
-def _one_of_each_family() -> list[Any]:
-    """All rows; of those of one family all but the first are drills."""
-    seen: set[str] = set()
-    found = []
-    for row in ROWS:
-        marks = [pytest.mark.drill] if row.family in seen else []
-        found.append(pytest.param(row, marks=marks, id=row.kind))
-        seen.add(row.family)
-    return found
+_PARAMETERS = [
+    pytest.param(row, id=row.kind, marks=[] if row in ONE_OF_EACH else [pytest.mark.drill])
+    for row in ROWS
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiny", _one_of_each_family(), indirect=True)
+@pytest.mark.parametrize("tiny", _PARAMETERS, indirect=True)
 def test_from_a_release_to_a_pipeline_of_diffusers(
     tiny: Tiny, call: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -100,8 +95,8 @@ def test_from_a_release_to_a_pipeline_of_diffusers(
 
     call("export", "runs/mine", "--out", "exported")
     released, expected = (
-        tiny.steps(tiny.pipeline(folder), 2, row.guidance, LONG)[-1].after
-        for folder in (None, tmp_path / "exported")
+        tiny.steps(pipeline, 2, row.guidance, LONG)[-1].after
+        for pipeline in (tiny.released, tiny.pipeline(tmp_path / "exported"))
     )
     found = _sampled(tiny, run)
     assert relative(found, expected) <= 1e-5

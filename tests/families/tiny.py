@@ -120,6 +120,11 @@ class Tiny:
         told = self.told(self.sampler, [SHORT, LONG])
         return build.FlowBatch(latents, noise, torch.tensor([0.3, 0.8]), told)
 
+    @cached_property
+    def released(self) -> Any:
+        """The release's pipeline, for all tests that do not change it."""
+        return self.pipeline()
+
     def pipeline(self, folder: Path | None = None) -> Any:
         pipeline = self.row.load(folder or self.folder / "release")
         pipeline.set_progress_bar_config(disable=True)
