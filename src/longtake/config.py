@@ -562,8 +562,8 @@ class ModelSection(_Section):
     """The transformer."""
 
     family: str
-    """`wan`, `flux`, `flux_kontext`, `flux2`, `z_image`, `tubelet`, or your own Family, as
-    `package.module:Class`."""
+    """`wan`, `ltx2`, `flux`, `flux_kontext`, `flux2`, `qwen_image`, `z_image`, `tubelet`, or your
+    own Family, as `package.module:Class`."""
     pretrained: str | None = None
     """A diffusers folder or repository id to start from; without it, random weights."""
     subfolder: str = "transformer"
@@ -584,6 +584,10 @@ class ModelSection(_Section):
     the model's output is the unguided velocity, which the loss compares with. At the scale of
     sampling (2.5 to 3.5) the loss would train the guided velocity to be the unguided one, and
     undo the distillation."""
+    audio: Literal["off"] | None = None
+    """Of a model that makes videos with audio (`ltx2`), which needs it: `off` trains and samples
+    the video alone, with audio and video isolated from each other; the audio's weights are frozen,
+    and exported as they were. Of others unset."""
     quantize: Literal["none", "fp8", "int8", "nf4", "auto"] = "none"
     """What the frozen linear layers of the blocks are kept in, where a LoRA or a module is trained:
     `fp8` and `int8` take a byte per weight, `nf4` about half a byte. They are computed as before,

@@ -54,6 +54,7 @@ class Row:
     solver: str = "euler"  # of the recipe, where the release's scheduler is another
     returns_latents: bool = False  # of the transformer's scale, which the scheduler's last are not
     guidance: float = 5.0  # of the pipeline's own call
+    given_frames: int = 0  # latent frames that do not reach the pipeline's scheduler
     load: Callable[[Path], Any] = diffusers.DiffusionPipeline.from_pretrained  # its pipeline
     within: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for its tests
     refuses: Mapping[str, str] = field(default_factory=dict)

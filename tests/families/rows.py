@@ -3,6 +3,7 @@
 from tests.families import (
     release_flux,
     release_flux2,
+    release_ltx2,
     release_qwen_image,
     release_qwen_image_edit,
     release_wan,
@@ -14,6 +15,7 @@ from longtake.models.base import family
 
 ROWS = (
     *release_wan.ROWS,
+    *release_ltx2.ROWS,
     *release_flux.ROWS,
     *release_flux2.ROWS,
     *release_z_image.ROWS,

@@ -98,7 +98,7 @@ def test_from_a_release_to_a_pipeline_of_diffusers(
         tiny.steps(pipeline, 2, row.guidance, LONG)[-1].after
         for pipeline in (tiny.released, tiny.pipeline(tmp_path / "exported"))
     )
-    found = _sampled(tiny, run)
+    found = tiny.made_of(_sampled(tiny, run))
     assert relative(found, expected) <= 1e-5
     assert relative(found, released) > 1e-4
 

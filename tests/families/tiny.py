@@ -184,7 +184,13 @@ class Tiny:
         parts, told = sampler.components, self.told(sampler, [prompt])
         if parts.experts is not None and self.is_low(step) != (parts.experts.trained == "low"):
             parts = parts.with_other()
-        return parts.predict_velocity(step.noisy, step.sigma, told)
+        return self.made_of(parts.predict_velocity(step.noisy, step.sigma, told))
+
+    def made_of(self, frames: Tensor) -> Tensor:
+        """Frames that reach the pipeline's scheduler, and zeros for the others."""
+        made = frames.clone()
+        made[:, :, : self.row.given_frames] = 0
+        return made
 
     def is_low(self, step: Step) -> bool:
         """Whether it is the second transformer's, of a release with two."""

@@ -16,6 +16,7 @@ _ALL = {kind.family for kind in KINDS}
 _WAN = {"_class_name": "WanTransformer3DModel", "in_channels": 16, "out_channels": 16}
 _FLUX = {"_class_name": "FluxTransformer2DModel", "in_channels": 64, "out_channels": None}
 _QWEN = {"_class_name": "QwenImageTransformer2DModel", "in_channels": 64, "out_channels": 16}
+_LTX = {"_class_name": "LTX2VideoTransformer3DModel"}
 _PAIR = ["diffusers", "WanTransformer3DModel"]
 
 
@@ -61,13 +62,9 @@ _RELEASES: list[tuple[str | None, dict[str, Any], dict[str, Any], str, str]] = [
         "hunyuan_video15",
         "HunyuanVideo 1.5, from a first",
     ),
-    (
-        "LTX2Pipeline",
-        {"_class_name": "LTX2VideoTransformer3DModel"},
-        {},
-        "ltx2",
-        "LTX-2, from text",
-    ),
+    ("LTX2Pipeline", _LTX, {}, "ltx2", "LTX-2, from text"),
+    ("LTX2Pipeline", _LTX | {"use_prompt_embeddings": False}, {}, "ltx2", "LTX-2.3, from text"),
+    ("LTX2ImageToVideoPipeline", _LTX, {}, "ltx2", "LTX-2, from a first frame"),
     ("ZImagePipeline", {"_class_name": "ZImageTransformer2DModel"}, {}, "z_image", "Z-Image"),
 ]
 
@@ -109,6 +106,10 @@ def test_rows_name_classes_that_diffusers_has(kind: Kind) -> None:
         ("WanVACEPipeline", {"_class_name": "WanVACETransformer3DModel"}, {}, "Wan VACE"),
         ("HunyuanVideoPipeline", {}, {}, "the first HunyuanVideo"),
         ("LTXPipeline", {}, {}, "LTX-Video .*Use LTX-2"),
+        ("LTX2Pipeline", _LTX, {"duration_head": _PAIR}, r"LTX-2\.5 .*Start from LTX-2\.3"),
+        (None, _LTX | {"use_keyframes_abs_pos_embedding": True}, {}, r"LTX-2\.5"),
+        ("LTX2LatentUpsamplePipeline", {}, {}, "a part of LTX-2's generation in two stages"),
+        ("LTX2InContextPipeline", _LTX, {}, "LTX-2 with reference videos"),
         ("StableDiffusion3Pipeline", {}, {}, "Stable Diffusion 3"),
         ("StableDiffusionXLPipeline", {}, {"unet": ["diffusers", "UNet2DConditionModel"]}, "a UN"),
         ("WanModularPipeline", {}, {}, "a modular pipeline"),

@@ -50,6 +50,7 @@ class Template:
     shift: str = ""
     expert: Expert | None = None
     boundary: float = 0.0
+    has_audio: bool = False
 
 
 @functools.cache
@@ -133,6 +134,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         str(family.defaults(section).shift),
         expert=None if two is None else two.trained,
         boundary=0.0 if two is None else two.boundary,
+        has_audio=family.has_audio,
     )
 
 

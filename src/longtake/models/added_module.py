@@ -298,6 +298,7 @@ class _BlockForward:
             name=self.name,
             index=self.index,
             prepared={},
+            audio=seen.get("audio"),
         )
         call: BlockCall = partial(self._run, given)
         for name in reversed(self.around):

@@ -33,6 +33,7 @@ FAMILIES = {
     "flux": "longtake.models.flux:Flux",
     "flux2": "longtake.models.flux2:Flux2",
     "flux_kontext": "longtake.models.flux:FluxKontext",
+    "ltx2": "longtake.models.ltx2:LTX2",
     "qwen_image": "longtake.models.qwen_image:QwenImage",
     "qwen_image_edit": "longtake.models.qwen_image_edit:QwenImageEdit",
     "qwen_image_edit_plus": "longtake.models.qwen_image_edit:QwenImageEditPlus",
@@ -46,9 +47,10 @@ Conditioning = dict[str, Tensor]
 
 From text encoders `token_ids`, or `prompt_embeds` and `pooled_prompt_embeds`; of
 `data.conditioning` what `longtake.models.conditioning` says, such as `<name>_latents`
-[B, C, 1, h, w] of a picture; for a guidance-distilled model `guidance` [B]. What is of another
-length for each sample is padded, such as `prompt_embeds` [B, T, D], and comes with its length,
-`prompt_length` [B] int64: `call` makes a mask or a list of it, or cuts.
+[B, C, 1, h, w] of a picture; for a guidance-distilled model `guidance` [B]; for one that
+`takes_fps`, `fps` [B]. What is of another length for each sample is padded, such as
+`prompt_embeds` [B, T, D], and comes with its length, `prompt_length` [B] int64: `call` makes a
+mask or a list of it, or cuts.
 """
 
 
@@ -88,6 +90,8 @@ class BlockInputs:
     """Of the block among all blocks, in the order in which they run."""
     prepared: Mapping[str, Tensor]
     """What the added module's `prepare` returned for this forward pass."""
+    audio: Tensor | None = None
+    """[B, T', D']: the tokens of LTX-2's audio, which stays in its dtype; None of others."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,12 @@ class Family(ABC):
     encodes_text_with: tuple[str, ...] = ()
     """Names in `data.conditioning` of pictures that its text encoder sees, with the caption; in the
     order in which it sees those that a recipe has."""
+
+    takes_fps = False
+    """Whether frames per second are an input of its model (`fps`)."""
+
+    has_audio = False
+    """Whether its model makes audio too, for which a recipe says `model.audio`."""
 
     shares_tokens = True
     """Whether ranks can share the tokens of its samples, by `share_tokens`."""

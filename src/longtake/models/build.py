@@ -349,6 +349,7 @@ def _check_sigma_range(parts: Components, recipe: Recipe) -> None:
 
 def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
     """The shapes of the latents, which the family can take."""
+    _check_time_and_audio(recipe, chosen)
     given = recipe.model_inputs()
     needed, taken = chosen.inputs_of(recipe.model)
     for name in (*needed, *(each for each in taken if each in given)):
@@ -407,6 +408,23 @@ def _refuse_frames(given: Mapping[str, ConditioningSection], recipe: Recipe, cod
                 codec.latent_shape(Bucket(num_frames=section.frames, **size))
             except RecipeError as error:
                 raise RecipeError(f"{key} cannot be encoded alone. {error}") from None
+
+
+def _check_time_and_audio(recipe: Recipe, chosen: Family) -> None:
+    named, audio = f"The family {recipe.model.family}", recipe.model.audio
+    if audio is not None and not chosen.has_audio:
+        raise RecipeError(f"{named} has no audio. Remove model.audio, which is {audio!r}.")
+    if audio is None and chosen.has_audio:
+        raise RecipeError(
+            f"{named} makes videos with audio, and longtake trains its video alone. Set "
+            'model.audio = "off": video and audio are isolated from each other, and the audio\'s '
+            "weights stay as they are (docs/guides/families.md)."
+        )
+    if chosen.takes_fps and recipe.data.fps is None:
+        raise RecipeError(
+            f"{named} takes the number of frames per second as an input, and data.fps is unset. "
+            "Set it, such as data.fps = 24: videos are then trained at this rate."
+        )
 
 
 def _finish(
@@ -543,6 +561,8 @@ def flow_losses(
 def training_conditioning(
     parts: Components, recipe: Recipe, conditioning: Conditioning
 ) -> Conditioning:
+    if fps := fps_of(conditioning, parts.family, recipe):
+        conditioning = conditioning | fps
     if not parts.family.distils_guidance(parts.model):
         return conditioning
     return conditioning | guidance_of(conditioning, recipe.model.guidance)
@@ -551,6 +571,14 @@ def training_conditioning(
 def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
     like = next(iter(conditioning.values()))
     return {"guidance": torch.full((len(like),), scale, device=like.device)}
+
+
+def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Conditioning:
+    """Frames per second of what is trained and sampled, of a model that takes them."""
+    if not chosen.takes_fps or recipe.data.fps is None:
+        return {}
+    like, fps = next(iter(conditioning.values())), recipe.data.fps / recipe.data.frame_stride
+    return {"fps": torch.full((len(like),), fps, device=like.device)}
 
 
 def outline_conditioning(

@@ -30,6 +30,9 @@ class Codec(Protocol):
     channels: int
     """C of the latents."""
 
+    chunk: int
+    """Clips have 1 + a multiple of it frames; 1: any number."""
+
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         """(F', H', W') of a bucket's latents.
 
@@ -74,6 +77,7 @@ class PixelCodec:
     """Latents are the pixels themselves, scaled to [-1, 1]."""
 
     channels = 3
+    chunk = 1
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         return bucket.num_frames, bucket.height, bucket.width
@@ -150,6 +154,8 @@ class AutoencoderCodec(_Autoencoder):
     decode. Tiles are of 256 x 256 pixels, diffusers' default, 64 of them blended.
     """
 
+    chunk = _CHUNK
+
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
         super().__init__(autoencoder, is_pretrained)
         config: Any = autoencoder.config
@@ -160,26 +166,58 @@ class AutoencoderCodec(_Autoencoder):
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         """F' = (F - 1) / temporal + 1, as causal video autoencoders have it; H / s, W / s."""
-        known = range(1, bucket.num_frames + _CHUNK * (patch[0] + 1), _CHUNK)
+        known = range(1, bucket.num_frames + self.chunk * (patch[0] + 1), self.chunk)
         whole = [number for number in known if self._latent_frames(number) % patch[0] == 0]
         num_frames = min(whole or known, key=lambda number: abs(number - bucket.num_frames))
-        _refuse_odd(bucket, num_frames, self._spatial, patch, f" and {_CHUNK} n + 1 frames")
+        _refuse_odd(bucket, num_frames, self._spatial, patch, f" and {self.chunk} n + 1 frames")
         frames = self._latent_frames(bucket.num_frames)
         return frames, bucket.height // self._spatial, bucket.width // self._spatial
 
     def _latent_frames(self, num_frames: int) -> int:
         return (num_frames - 1) // self._temporal + 1
 
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [1, C, 1, 1, 1]."""
+        return self._mean.to(like), self._std.to(like)
+
     @torch.no_grad()
     def encode(self, videos: Tensor) -> Tensor:
         latents = self._mode(_to_unit_range(videos))
-        return (latents - self._mean.to(latents)) / self._std.to(latents)
+        mean, deviation = self._statistics(latents)
+        return (latents - mean) / deviation
 
     @torch.no_grad()
     def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
-        return self._decoded(
-            latents.float() * self._std.to(latents) + self._mean.to(latents), tiles=tiles
-        )
+        latents = latents.float()
+        mean, deviation = self._statistics(latents)
+        return self._decoded(latents * deviation + mean, tiles=tiles)
+
+
+class LTX2Codec(AutoencoderCodec):
+    """A frozen `AutoencoderKLLTX2Video` of diffusers.
+
+    Latents are (mode - latents_mean) * scaling_factor / latents_std per channel, whose statistics
+    are buffers. Tiles are of 512 x 512 pixels, diffusers' default, 64 of them blended.
+    """
+
+    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+        _Autoencoder.__init__(self, autoencoder, is_pretrained)
+        config: Any = autoencoder.config
+        if config["timestep_conditioning"]:
+            raise RecipeError(
+                "The AutoencoderKLLTX2Video has timestep_conditioning: it decodes noisy latents, "
+                "which longtake does not. Name a release whose autoencoder has none, such as "
+                "Lightricks/LTX-2."
+            )
+        self.channels = config["latent_channels"]
+        self._temporal, self._spatial = _ltx2_compression(config)
+        self.chunk = self._temporal
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        autoencoder: Any = self.autoencoder
+        both = torch.stack([autoencoder.latents_mean, autoencoder.latents_std]).to(like)
+        mean, deviation = both[:, None, :, None, None, None]
+        return mean, deviation / autoencoder.config["scaling_factor"]
 
 
 class ImageCodec(_Autoencoder):
@@ -192,6 +230,7 @@ class ImageCodec(_Autoencoder):
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
         super().__init__(autoencoder, is_pretrained)
         config: Any = autoencoder.config
+        self.chunk = 1
         self.channels: int = config["latent_channels"]
         self._shift: float = config.get("shift_factor") or 0.0
         self._scale: float = config.get("scaling_factor") or 1.0
@@ -261,6 +300,8 @@ class PatchedImageCodec(ImageCodec):
 
 _IMAGE_CODECS = {"AutoencoderKL": ImageCodec, "AutoencoderKLFlux2": PatchedImageCodec}
 """By the autoencoder's class; others are of videos."""
+_VIDEO_CODECS = {"AutoencoderKLLTX2Video": LTX2Codec}
+"""By the autoencoder's class; others are as Wan's."""
 
 
 def build_codec(
@@ -325,7 +366,8 @@ def _autoencoder_class(part: pretrained.PipelinePart) -> Any:
 
 
 def _wrapped(autoencoder: nn.Module, is_pretrained: bool = False) -> Codec:
-    codec_class: Any = _IMAGE_CODECS.get(type(autoencoder).__name__, AutoencoderCodec)
+    known = {**_IMAGE_CODECS, **_VIDEO_CODECS}
+    codec_class: Any = known.get(type(autoencoder).__name__, AutoencoderCodec)
     codec: Codec = codec_class(autoencoder, is_pretrained)
     return codec
 
@@ -334,6 +376,8 @@ def _random(autoencoder_class: Any, section: CodecSection) -> Any:
     known = pretrained.defaults(autoencoder_class.__init__)
     is_of_images = autoencoder_class.__name__ in _IMAGE_CODECS
     complete = _complete_image_config if is_of_images else _complete_video_config
+    if autoencoder_class.__name__ in _VIDEO_CODECS:
+        complete = _complete_ltx2_config
     values = complete(known, section.config, autoencoder_class.__name__)
     made = pretrained.construct("codec.config", autoencoder_class, values)
     numerics.keep_weights_in(made, numerics.DTYPES[section.dtype])
@@ -361,6 +405,14 @@ def _complete_video_config(
         "scale_factor_spatial": spatial,
     }
     return {name: value for name, value in following.items() if name in known} | config
+
+
+def _complete_ltx2_config(
+    known: Mapping[str, Any], config: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """The recipe's arguments, and the compression, which the class's own default gets wrong."""
+    temporal, spatial = _ltx2_compression({**known, **config})
+    return {"temporal_compression_ratio": temporal, "spatial_compression_ratio": spatial} | config
 
 
 def _complete_image_config(
@@ -413,6 +465,18 @@ def _compression(config: Any) -> tuple[int, int]:
             f"at most two of them true, because time is encoded in pieces of {_CHUNK} frames."
         )
     return temporal, (config.get("patch_size") or 1) * 2 ** len(halvings)
+
+
+def _ltx2_compression(config: Any) -> tuple[int, int]:
+    """Frames per latent frame, and rows per latent row."""
+    kinds, scales = config["downsample_type"], config["spatio_temporal_scaling"]
+    halves = [scales] * len(kinds) if isinstance(scales, bool) else list(scales)
+    used = [kind for kind, halved in zip(kinds, halves, strict=False) if halved]
+    frames, rows = (
+        sum(kind in (name, "spatiotemporal", "conv") for kind in used)
+        for name in ("temporal", "spatial")
+    )
+    return config["patch_size_t"] * 2**frames, config["patch_size"] * 2**rows
 
 
 def _refuse_odd(

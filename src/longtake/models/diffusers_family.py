@@ -50,6 +50,8 @@ class DiffusersFamily(Family):
     codec_class: type[Any]
     parts: str
     """Codec and text encoders in words, for the message that others cannot be exported."""
+    copied_parts: tuple[str, ...] = ()
+    """Folders of its pipeline that are not used here: an export has the release's."""
 
     block_lists: tuple[str, ...] = ("transformer_blocks",)
     """Attributes of the transformer with its repeated blocks, in the order of the forward pass."""
@@ -267,9 +269,16 @@ class DiffusersFamily(Family):
                 f"A {self.pipeline_class} needs {self.parts}; this run has {type(codec).__name__} "
                 f"and {type(text).__name__}. `longtake sample` samples it."
             )
+        release = pretrained.read_release(section)
+        missing = [name for name in self.copied_parts if not (release.pipeline.get(name) or [0])[0]]
+        if missing:
+            raise RecipeError(
+                f"A {self.pipeline_class} needs {' and '.join(missing)}, which are copied from the "
+                "release that a run starts from, and model.pretrained names none that has them. "
+                "`longtake sample` samples this run."
+            )
         autoencoder = codec.modules()[0]
         parts = text.pipeline_parts()
-        release = pretrained.read_release(section)
         pipeline_class = getattr(diffusers, self.exported_pipeline(release, parts))
         known = pretrained.defaults(pipeline_class.__init__)
         index = release.pipeline
@@ -279,11 +288,14 @@ class DiffusersFamily(Family):
             **(pair or {"transformer": model}),
             vae=autoencoder,
             scheduler=self.scheduler(section, rule, bucket_shift),
+            **dict.fromkeys(self.copied_parts),
             **parts,
             **settings,
         )
         with pretrained.quiet(pipeline), pretrained.quiet(text.encoder):
             pipeline.save_pretrained(folder)
+        for name in self.copied_parts:
+            pretrained.copy_part(section, name, folder)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         """The part of ComfyUI that a LoRA is for, and diffusers' name."""

@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import re
+import shutil
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -395,6 +396,16 @@ def _index(where: str) -> dict[str, Any]:
 
 
 _repository_index = cache(_index)  # one request to the hub
+
+
+def copy_part(section: ModelSection, name: str, folder: Path) -> None:
+    """Copy one part of the release that a section names into an exported pipeline."""
+    assert section.pretrained is not None
+    root = locate(section.pretrained, name)
+    shutil.copytree(root / name, folder / name)
+    index = read_config(folder / "model_index.json") | {name: pipeline_index(str(root))[name]}
+    text = json.dumps(index, indent=2) + "\n"
+    (folder / "model_index.json").write_text(text, encoding="utf-8")
 
 
 def part_config(where: str, subfolder: str) -> dict[str, Any]:

@@ -26,10 +26,13 @@ def _takes_more(facts: Facts) -> bool:
     return int(facts.get("in_channels") or 0) > int(facts.get("out_channels") or 10**9)
 
 
+def _names(facts: Facts, part: str) -> bool:
+    """Whether a pipeline has a part."""
+    return (facts.get(part) or [None])[0] is not None
+
+
 def _has_two(facts: Facts) -> bool:
-    return (facts.get("transformer_2") or [None])[0] is not None or bool(
-        facts.get("boundary_ratio")
-    )
+    return _names(facts, "transformer_2") or bool(facts.get("boundary_ratio"))
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,15 @@ KINDS = (  # the first that fits
         (121, 512, 768),
         24.0,
     ),
+    Kind(
+        "LTX-2.3, from text to video",
+        "ltx2",
+        _LTX,
+        lambda facts: facts.get("use_prompt_embeddings") is False,
+        "text",
+        (121, 512, 768),
+        24.0,
+    ),
     Kind("LTX-2, from text to video", "ltx2", _LTX, size=(121, 512, 768), fps=24.0),
     Kind("Z-Image", "z_image", "ZImageTransformer2DModel"),
 )
@@ -175,6 +187,24 @@ _REFUSED = (
     _Refused("Krea 2", _named("Krea2"), "Start from FLUX.1 or Qwen-Image."),
     _Refused("Wan VACE", _named("WanVACE", "Wan22Vace"), "Start from Wan 2.1."),
     _Refused("Wan-Animate", _named("WanAnimate"), "Start from Wan 2.1."),
+    _Refused(
+        "LTX-2.5",
+        lambda facts: (
+            facts["transformer"] == _LTX
+            and bool(facts.get("use_keyframes_abs_pos_embedding") or _names(facts, "duration_head"))
+        ),
+        "Start from LTX-2.3.",
+    ),
+    _Refused(
+        "a part of LTX-2's generation in two stages",
+        _named("LTX2LatentUpsample", "LTX2VideoDiffusionDecode", "LTX2DFR"),
+        "Start from the LTX-2 or LTX-2.3 whose latents it takes.",
+    ),
+    _Refused(
+        "LTX-2 with reference videos",
+        _named("LTX2InContext", "LTX2HDR"),
+        "Start from LTX-2 or LTX-2.3.",
+    ),
     _Refused("LTX-Video", _named("LTXVideo", "LTXPipe", "LTXImage", "LTXCond"), "Use LTX-2."),
     _Refused(
         "the first HunyuanVideo",

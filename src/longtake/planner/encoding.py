@@ -15,8 +15,8 @@ from longtake.planner.devices import DeviceBudget
 from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.trace import InferenceTrace, make_fake, trace_inference
 
-_FEW_FRAMES, _MORE_FRAMES = 9, 13
-"""Autoencoders of videos work in chunks of 4 frames: what longer clips take grows linearly."""
+_FEW_FRAMES, _CHUNK = 9, 4
+"""Autoencoders of videos work in chunks of 4 or 8 frames: what longer clips take grows linearly."""
 
 
 def make_encoders_fake(codec: Codec, text: TextEncoder) -> None:
@@ -60,10 +60,11 @@ def clip_trace(
         part = bucket.model_copy(update={"num_frames": num_frames})
         return trace_inference(mode, modules, lambda: work(codec, part), device)
 
-    if bucket.num_frames <= _MORE_FRAMES:
+    more_frames = _FEW_FRAMES + max(_CHUNK, codec.chunk)
+    if bucket.num_frames <= more_frames:
         return of(bucket.num_frames)
-    few, more = of(_FEW_FRAMES), of(_MORE_FRAMES)
-    times = (bucket.num_frames - _MORE_FRAMES) / (_MORE_FRAMES - _FEW_FRAMES)
+    few, more = of(_FEW_FRAMES), of(more_frames)
+    times = (bucket.num_frames - more_frames) / (more_frames - _FEW_FRAMES)
     return InferenceTrace(
         more.weight_bytes,
         more.peak_bytes + round(times * (more.peak_bytes - few.peak_bytes)),

@@ -25,6 +25,7 @@ from longtake.models.base import Conditioning, LatentShape
 from longtake.models.build import (
     Components,
     assemble,
+    fps_of,
     guidance_of,
     latent_shape,
     with_exact_weights,
@@ -425,6 +426,7 @@ class Sampler:
         prompts = [request.prompt for request in requests]
         conditional = self._encode_text(prompts, requests, read)
         inputs = self._encode_inputs(read, bucket)
+        inputs |= fps_of(conditional, parts.family, self.recipe)
         conditional |= inputs
         is_distilled = parts.family.distils_guidance(parts.model)
         if is_distilled:

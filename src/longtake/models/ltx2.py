@@ -1,0 +1,236 @@
+"""LTX-2: diffusers' `LTX2VideoTransformer3DModel`, of which the video is trained.
+
+The transformer makes video and audio, and each attends to the other. Here they are isolated, as in
+the passes that its pipeline makes for modality guidance: the video then depends on no audio. One
+token of zeros stands for the audio, so that its blocks take next to no time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from longtake.config import ModelSection
+from longtake.errors import RecipeError
+from longtake.flow.shift import MuLine, ShiftRule
+from longtake.models import base, codec, diffusers_family, pretrained
+from longtake.models.text import TextEncoder, TransformersText
+from longtake.parallel.context_parallel import TokenSharing
+
+_CONNECTORS = "connectors"
+_I2V = "LTX2ImageToVideoPipeline"
+
+
+class LTX2(diffusers_family.DiffusersFamily):
+    """Text, or text and a first frame, to video; conditioned on what its connectors return.
+
+    Its velocity has longtake's sign (noise - latents); its timesteps are 1000 sigma, and 0 for the
+    tokens of a given frame. Positions in time are seconds.
+    """
+
+    frozen = pretrained.FrozenParts(
+        codec=pretrained.PipelinePart(("AutoencoderKLLTX2Video",), "vae"),
+        text=pretrained.PipelinePart(
+            ("Gemma3ForConditionalGeneration",), "text_encoder", "tokenizer"
+        ),
+        further=(
+            pretrained.PipelinePart(
+                ("LTX2TextConnectors",), _CONNECTORS, module="diffusers.pipelines.ltx2.connectors"
+            ),
+        ),
+        has_random_text=False,
+    )
+    label = "LTX-2"
+    transformer_class, pipeline_class = "LTX2VideoTransformer3DModel", "LTX2Pipeline"
+    codec_class = codec.LTX2Codec
+    parts = "an AutoencoderKLLTX2Video and a Gemma 3"
+    copied_parts = ("audio_vae", "vocoder")
+    takes_fps = has_audio = True
+    patch_size = (1, 1, 1)
+    lora_targets = tuple(
+        f"{attention}.{layer}"
+        for attention in ("attn1", "attn2")
+        for layer in diffusers_family.DiffusersFamily.lora_targets
+    )
+    block_arguments: ClassVar[Mapping[str, str]] = {
+        **diffusers_family.DiffusersFamily.block_arguments,
+        "rope": "video_rotary_emb",
+        "audio": "audio_hidden_states",
+    }
+    block_outputs: ClassVar[tuple[str, ...]] = ("tokens", "audio")
+    attentions: ClassVar[tuple[str, ...]] = ("attn1", "audio_attn1", "attn2", "audio_attn2")
+    untrained: ClassVar[tuple[str, ...]] = (  # the audio, and what joins it with the video
+        "audio_*",
+        "av_cross_attn_*",
+        "*.audio_*",
+        "*.video_to_audio_*",
+        "*.video_a2v_*",
+    )
+    time_scale = 1000.0
+    scheduler_options: ClassVar[Mapping[str, Any]] = {"use_dynamic_shifting": True}
+    default_shift = ShiftRule(MuLine(1024, 0.95, 4096, 2.05), 0.1)
+    guidance_scale = 3.0
+    num_inference_steps = 30
+
+    def defaults(self, section: ModelSection) -> base.Defaults:
+        return replace(super().defaults(section), max_tokens=1024)
+
+    def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        named = pretrained.read_release(section).pipeline.get("_class_name")
+        return ("first",) if named == _I2V else (), ("first",)
+
+    def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
+        parts = text.pipeline_parts() if isinstance(text, TransformersText) else {}
+        if text.embed_dim is None or _CONNECTORS not in parts:
+            raise RecipeError(
+                f"{self.label} is conditioned on a Gemma 3 and on the {_CONNECTORS} of its "
+                'release. Set text.kind = "transformers", and name the release in text.pretrained.'
+            )
+        registers = parts[_CONNECTORS].config.video_connector_num_learnable_registers or 1
+        if text.max_tokens % registers:
+            nearest = max(1, round(text.max_tokens / registers)) * registers
+            raise RecipeError(
+                f"text.max_tokens is {text.max_tokens}, but {self.label} fills captions with "
+                f"{registers} learnt tokens, again and again. Set a multiple of {registers}, such "
+                f"as {nearest}; its pipeline's is 1024."
+            )
+        return {
+            "in_channels": channels,
+            "out_channels": channels,
+            "caption_channels": text.embed_dim,
+        }
+
+    def check_config(self, config: Any) -> None:
+        if (config.patch_size, config.patch_size_t) != (1, 1):
+            raise RecipeError(
+                f"The transformer's patch_size and patch_size_t are {config.patch_size} and "
+                f"{config.patch_size_t}; longtake trains {self.label} with 1 and 1, as released."
+            )
+
+    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
+        config: Any = encoders[_CONNECTORS].config
+        heads = config.video_connector_num_attention_heads
+        width = heads * config.video_connector_attention_head_dim
+        return {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
+
+    def encode_text(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        """One caption after another: the hidden layers of one are 49 times its width."""
+        found = []
+        for caption in captions:
+            layers, mask, *_ = pipeline.encode_prompt(
+                [caption], do_classifier_free_guidance=False, max_sequence_length=max_tokens
+            )
+            side = pipeline.tokenizer.padding_side
+            found.append(pipeline.connectors(layers, mask, padding_side=side)[0])
+        return {"prompt_embeds": torch.cat(found)}
+
+    def run_encoders(
+        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
+    ) -> None:
+        for folder, length in max_tokens.items():
+            ids = torch.ones(1, length, dtype=torch.long)
+            mask = torch.ones_like(ids)
+            found = encoders[folder](input_ids=ids, attention_mask=mask, output_hidden_states=True)
+            layers = torch.stack(found.hidden_states, dim=-1).flatten(2, 3)
+            encoders[_CONNECTORS](layers, mask)
+
+    def call(
+        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
+    ) -> diffusers_family.TransformerCall:
+        noisy_latents = self.with_given(noisy_latents, conditioning)
+        clips, _, *sizes = noisy_latents.shape
+        text, config = conditioning["prompt_embeds"].to(noisy_latents), model.config
+        audio = noisy_latents.new_zeros(clips, 1, config.audio_in_channels)
+        width = config.caption_channels
+        if not config.use_prompt_embeddings:  # LTX-2.3
+            width = config.audio_num_attention_heads * config.audio_attention_head_dim
+        video_timesteps = timesteps
+        if "first_latents" in conditioning:
+            free = torch.ones_like(noisy_latents[:, 0], dtype=timesteps.dtype)
+            free[:, 0] = 0
+            video_timesteps = free.flatten(1) * timesteps[:, None]
+        inputs = {
+            "hidden_states": noisy_latents.flatten(2).mT,
+            "audio_hidden_states": audio,
+            "encoder_hidden_states": text,
+            "audio_encoder_hidden_states": text.new_zeros(clips, 1, width),
+            "timestep": video_timesteps,
+            "audio_timestep": timesteps,
+            "sigma": timesteps,
+            "video_coords": model.rope.prepare_video_coords(
+                clips, *sizes, noisy_latents.device, fps=conditioning["fps"][:, None, None]
+            ),
+            "audio_num_frames": 1,
+            "isolate_modalities": True,
+            "use_cross_timestep": True,
+        }
+        return diffusers_family.TransformerCall(
+            inputs, lambda tokens: tokens.mT.unflatten(2, tuple(sizes))
+        )
+
+    def with_given(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor:
+        first = conditioning.get("first_latents")
+        if first is None:
+            return latents
+        return torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)
+
+    def loss_weights(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
+        if "first_latents" not in conditioning:
+            return None
+        weights = torch.ones_like(latents[:, :1])
+        weights[:, :, 0] = 0
+        return weights
+
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        """The video's tokens; every rank attends to all of the text."""
+        ltx: Any = model
+
+        def cut(_: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            sharing.begin(given["hidden_states"].shape[1])
+            dims = {"hidden_states": 1, "video_coords": 2}
+            if given["timestep"].ndim == 2:
+                dims["timestep"] = 1
+            parts = {name: sharing.cut(given[name], dim) for name, dim in dims.items()}
+            return args, given | parts
+
+        ltx.register_forward_pre_hook(cut, with_kwargs=True)
+        for block in ltx.transformer_blocks:
+            diffusers_family.share_attention(block.attn1, sharing)
+        ltx.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
+
+    def exported_pipeline(self, release: pretrained.Release, parts: Mapping[str, Any]) -> str:
+        return _I2V if release.pipeline.get("_class_name") == _I2V else self.pipeline_class
+
+    def comfyui_name(self, name: str, *, is_lora: bool) -> str:
+        return f"{'diffusion_model.' if is_lora else ''}{original_name(name)}"
+
+
+# The inverse of diffusers' `_convert_non_diffusers_ltx2_lora_to_diffusers`.
+_AROUND_BLOCKS = {
+    "proj_in": "patchify_proj",
+    "audio_proj_in": "audio_patchify_proj",
+    "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
+    "av_cross_attn_video_a2v_gate": "av_ca_a2v_gate_adaln_single",
+    "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
+    "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
+    "audio_prompt_adaln": "audio_prompt_adaln_single",
+    "prompt_adaln": "prompt_adaln_single",
+    "time_embed": "adaln_single",
+    "audio_time_embed": "audio_adaln_single",
+}
+_IN_BLOCKS = {
+    "video_a2v_cross_attn_scale_shift_table": "scale_shift_table_a2v_ca_video",
+    "audio_a2v_cross_attn_scale_shift_table": "scale_shift_table_a2v_ca_audio",
+    "norm_q": "q_norm",
+    "norm_k": "k_norm",
+}
+
+
+def original_name(name: str) -> str:
+    """A parameter's name in the releases of Lightricks."""
+    first, *others = name.split(".")
+    return ".".join([_AROUND_BLOCKS.get(first, first), *(_IN_BLOCKS.get(n, n) for n in others)])

@@ -1,0 +1,257 @@
+"""LTX-2 with random weights, in folders of the releases' layout."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import torch.nn.functional as F
+import transformers
+from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+from tests.families.row import WIDTH, Asked, Row, tokenizer
+from torch import Tensor
+
+_LAYERS = 2  # of the language model
+_REGISTERS = 8
+
+
+def make(folder: Path, pipeline: str = "LTX2Pipeline", **settings: Any) -> None:
+    """LTX-2; its transformer with these settings changed."""
+    _write(folder, pipeline, {}, settings)
+
+
+def make_i2v(folder: Path) -> None:
+    make(folder, "LTX2ImageToVideoPipeline")
+
+
+def make_23(folder: Path) -> None:
+    """LTX-2.3, whose connectors make text of the width of each stream, and whose heads have gates.
+
+    It has enough heads for the gates' weights to be quantised.
+    """
+    connectors = {
+        "per_modality_projections": True,
+        "video_hidden_dim": 32,
+        "audio_hidden_dim": 16,
+        "video_connector_attention_head_dim": 16,
+        "video_gated_attn": True,
+        "audio_gated_attn": True,
+        "proj_bias": True,
+    }
+    transformer = {
+        "num_attention_heads": 4,
+        "attention_head_dim": 8,
+        "audio_num_attention_heads": 4,
+        "audio_attention_head_dim": 4,
+        "cross_attn_mod": True,
+        "audio_cross_attn_mod": True,
+        "gated_attn": True,
+        "audio_gated_attn": True,
+        "use_prompt_embeddings": False,
+        "perturbed_attn": True,
+    }
+    _write(folder, "LTX2Pipeline", connectors, transformer)
+
+
+def language_model(words: Any) -> Any:
+    """Gemma 3 with its vision tower, which text alone does not use."""
+    settings = transformers.Gemma3Config(
+        text_config={
+            "vocab_size": len(words),
+            "hidden_size": WIDTH,
+            "intermediate_size": 32,
+            "num_hidden_layers": _LAYERS,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config={
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+        mm_tokens_per_image=4,
+    )
+    return transformers.Gemma3ForConditionalGeneration(settings)
+
+
+CODEC = {
+    "latent_channels": 8,
+    "block_out_channels": (8, 8, 8, 8),
+    "decoder_block_out_channels": (8, 16, 32),
+    "layers_per_block": (1, 1, 1, 1, 1),
+    "decoder_layers_per_block": (1, 1, 1, 1),
+}
+"""Arguments of the autoencoder, which compresses as the releases' does: 32 x 32 pixels, 8 frames,
+other than its class says by default."""
+
+
+def autoencoder(**settings: Any) -> Any:
+    compression = {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+    made = diffusers.AutoencoderKLLTX2Video(**{**CODEC, **compression, **settings})
+    made.latents_mean.copy_(torch.arange(8) / 8 - 0.5)
+    made.latents_std.copy_(torch.arange(8) / 8 + 0.5)
+    return made
+
+
+def transformer(**settings: Any) -> Any:
+    return diffusers.LTX2VideoTransformer3DModel(
+        **{
+            "in_channels": 8,
+            "out_channels": 8,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "cross_attention_dim": 32,
+            "audio_in_channels": 8,
+            "audio_out_channels": 8,
+            "audio_num_attention_heads": 2,
+            "audio_attention_head_dim": 8,
+            "audio_cross_attention_dim": 16,
+            "num_layers": 2,
+            "caption_channels": WIDTH,
+            "rope_type": "split",
+            **settings,
+        }
+    )
+
+
+def _write(
+    folder: Path, pipeline: str, connectors: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    words = tokenizer()
+    audio = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=8, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2, mel_bins=16
+    )
+    getattr(diffusers, pipeline)(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_image_seq_len=4,
+            base_shift=0.95,
+            max_image_seq_len=64,
+            max_shift=2.05,
+            shift_terminal=0.1,
+        ),
+        vae=autoencoder(),
+        audio_vae=audio,
+        text_encoder=language_model(words),
+        tokenizer=words,
+        connectors=LTX2TextConnectors(
+            **{
+                "caption_channels": WIDTH,
+                "text_proj_in_factor": _LAYERS + 1,
+                "video_connector_num_attention_heads": 2,
+                "video_connector_attention_head_dim": 8,
+                "video_connector_num_layers": 1,
+                "video_connector_num_learnable_registers": _REGISTERS,
+                "audio_connector_num_attention_heads": 2,
+                "audio_connector_attention_head_dim": 8,
+                "audio_connector_num_layers": 1,
+                "audio_connector_num_learnable_registers": _REGISTERS,
+                "rope_type": "split",
+                **connectors,
+            }
+        ),
+        transformer=transformer(**settings),
+        vocoder=LTX2Vocoder(
+            in_channels=32,
+            hidden_channels=8,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1]],
+        ),
+    ).save_pretrained(folder)
+
+
+def _isolate(_model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, given | {"isolate_modalities": True}
+
+
+def _call(asked: Asked) -> dict[str, Any]:
+    """Audio is denoised beside the video, isolated from it; guidance is that of the text alone."""
+    pipeline = asked.pipeline
+    pipeline.transformer.register_forward_pre_hook(_isolate, with_kwargs=True)
+    scheduler = pipeline.scheduler  # the audio gets a copy: one whose steps are not recorded
+    scheduler.__deepcopy__ = lambda _: type(scheduler).from_config(scheduler.config)
+    return {
+        "prompt": asked.prompt,
+        "latents": _raw(asked, asked.noise),
+        "num_frames": asked.frames,
+        "height": asked.height,
+        "width": asked.width,
+        "frame_rate": 24.0,
+        "guidance_scale": asked.guidance,
+        "audio_guidance_scale": asked.guidance,
+        "stg_scale": 0.0,
+        "audio_stg_scale": 0.0,
+        "modality_scale": 1.0,
+        "audio_modality_scale": 1.0,
+        "guidance_rescale": 0.0,
+        "audio_guidance_rescale": 0.0,
+        "max_sequence_length": 32,
+        "return_dict": False,
+        "generator": torch.Generator().manual_seed(0),
+    }
+
+
+def _call_from_frame(asked: Asked) -> dict[str, Any]:
+    """The picture is not compressed as a video's frame first, which its pipeline does by default.
+
+    Latents that it is given must begin with the picture's, which its own method makes here.
+    """
+    pipeline, image = asked.pipeline, asked.pictures["first"]
+    size = asked.height, asked.width
+    pixels = pipeline.video_processor.preprocess(image, *size)
+    with torch.no_grad():
+        tokens, _ = pipeline.prepare_latents(
+            pixels, 1, 8, *size, asked.frames, 0.0, torch.float32, "cpu"
+        )
+    latents = pipeline._unpack_latents(tokens, *asked.noise.shape[2:])
+    latents[:, :, 1:] = asked.noise[:, :, 1:]
+    given = {"latents": _raw(asked, latents), "image": image, "image_crf": 0}
+    return _call(asked) | given
+
+
+def _raw(asked: Asked, latents: Tensor) -> Tensor:
+    """In the scale of the autoencoder, as the pipeline takes them."""
+    vae = asked.pipeline.vae
+    statistics = vae.latents_mean, vae.latents_std, vae.config.scaling_factor
+    raw: Tensor = asked.pipeline._denormalize_latents(latents, *statistics)
+    return raw
+
+
+def _unpack(asked: Asked, tokens: Tensor) -> Tensor:
+    video: Tensor = asked.pipeline._unpack_latents(tokens, *asked.noise.shape[2:])
+    return video
+
+
+def _fill(asked: Asked, frames: Tensor) -> Tensor:
+    """Its scheduler gets no given frame."""
+    return F.pad(frames, (0, 0, 0, 0, 1, 0))
+
+
+_KEYS = {"model": {"audio": "off"}, "data": {"fps": 24.0}, "text": {"max_tokens": 32}}
+_FRAMES = (17, 64, 96)
+ROWS = (
+    Row("LTX-2", "ltx2", make, _call, _FRAMES, _unpack, keys=_KEYS, guidance=3.0),
+    Row(
+        "LTX-2, first frame",
+        "ltx2",
+        make_i2v,
+        _call_from_frame,
+        _FRAMES,
+        _fill,
+        pictures=("first",),
+        task="first frame",
+        keys=_KEYS,
+        guidance=3.0,
+        given_frames=1,
+    ),
+    Row("LTX-2.3", "ltx2", make_23, _call, _FRAMES, _unpack, keys=_KEYS, guidance=3.0),
+)
