@@ -278,11 +278,14 @@ def _text(recipe: Recipe, made: Path) -> TextEncoder:
 
 
 def _text_beside_clips(recipe: Recipe, made: Path) -> TextEncoder | None:
-    """The text encoders, where one of them encodes pictures of the clips."""
+    return _text(recipe, made) if text_reads_pictures(recipe) else None
+
+
+def text_reads_pictures(recipe: Recipe) -> bool:
+    """Whether one of the text encoders encodes pictures, alone or together with captions."""
     chosen = family(recipe.model.family)
-    needs = encoded_together(chosen, recipe) and _picture_encoders(recipe)
-    with_captions = chosen.seen_with_text(recipe.model_inputs())
-    return _text(recipe, made) if needs or with_captions else None
+    alone = encoded_together(chosen, recipe) and _picture_encoders(recipe)
+    return bool(alone or chosen.seen_with_text(recipe.model_inputs()))
 
 
 def _picture_encoders(recipe: Recipe) -> list[PipelinePart]:

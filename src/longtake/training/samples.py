@@ -33,6 +33,7 @@ from longtake.sampling.sampler import (
     Sampler,
     refuse_unfitting,
 )
+from longtake.training import latent_cache
 from longtake.training.record import Recorder
 from longtake.training.session import Session, TrainingState
 
@@ -277,7 +278,8 @@ def open_sampler(
     Prompts are encoded here, before the model is on the device. Codec and text encoder are those
     of the training, which stay where they are. With a cache, which leaves training without them,
     they are loaded here; the codec is on the device only while it decodes. So is the transformer
-    that the run does not train, where a release has two.
+    that the run does not train, where a release has two. A text encoder that reads pictures stays
+    in the computer's memory, on each rank.
 
     Raises:
         RecipeError: a preset is wrong, or its size cannot be sampled.
@@ -299,9 +301,11 @@ def open_sampler(
     # All ranks sample at a time as many videos each as one process would.
     presets = [replace(each, batch_size=each.batch_size * world.data_size) for each in presets]
     there = replace(parts, stays=frozenset(PARTS))
+    reads_pictures = latent_cache.text_reads_pictures(recipe)
     if recipe.data.cache is not None:
         with local_copies():
-            codec, text = build_frozen_parts(recipe, run.components_path, with_text=world.is_first)
+            with_text = world.is_first or reads_pictures
+            codec, text = build_frozen_parts(recipe, run.components_path, with_text=with_text)
         there = replace(parts, codec=codec, text=text, stays=frozenset[Part](["model"]))
     if parts.experts is not None:
         with local_copies():
@@ -311,7 +315,7 @@ def open_sampler(
             parts.family.share_tokens(there.other.model, sharing)
     sampler = TrainingSampler(session, there, presets, evaluate)
     is_read_again = recipe.evaluation.held_out is not None and world.mesh is None
-    sampler.encode_prompts(there.text if is_read_again else parts.text)
+    sampler.encode_prompts(there.text if is_read_again or reads_pictures else parts.text)
     return sampler
 
 
