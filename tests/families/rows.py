@@ -3,6 +3,7 @@
 from tests.families import (
     release_flux,
     release_flux2,
+    release_hunyuan_video15,
     release_ltx2,
     release_qwen_image,
     release_qwen_image_edit,
@@ -15,6 +16,7 @@ from longtake.models.base import family
 
 ROWS = (
     *release_wan.ROWS,
+    *release_hunyuan_video15.ROWS,
     *release_ltx2.ROWS,
     *release_flux.ROWS,
     *release_flux2.ROWS,

@@ -33,6 +33,7 @@ FAMILIES = {
     "flux": "longtake.models.flux:Flux",
     "flux2": "longtake.models.flux2:Flux2",
     "flux_kontext": "longtake.models.flux:FluxKontext",
+    "hunyuan_video15": "longtake.models.hunyuan_video15:HunyuanVideo15",
     "ltx2": "longtake.models.ltx2:LTX2",
     "qwen_image": "longtake.models.qwen_image:QwenImage",
     "qwen_image_edit": "longtake.models.qwen_image_edit:QwenImageEdit",

@@ -220,6 +220,22 @@ class LTX2Codec(AutoencoderCodec):
         return mean, deviation / autoencoder.config["scaling_factor"]
 
 
+class ScaledVideoCodec(AutoencoderCodec):
+    """A frozen `AutoencoderKLHunyuanVideo15` of diffusers; latents are mode * scaling_factor."""
+
+    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+        _Autoencoder.__init__(self, autoencoder, is_pretrained)
+        config: Any = autoencoder.config
+        self.channels = config["latent_channels"]
+        self._temporal = config["temporal_compression_ratio"]
+        self._spatial = config["spatial_compression_ratio"]
+        self.chunk = self._temporal
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        config: Any = self.autoencoder.config
+        return like.new_zeros(()), like.new_full((), 1 / config["scaling_factor"])
+
+
 class ImageCodec(_Autoencoder):
     """A frozen `AutoencoderKL` of diffusers, such as FLUX.1's; frames are encoded one by one.
 
@@ -300,7 +316,10 @@ class PatchedImageCodec(ImageCodec):
 
 _IMAGE_CODECS = {"AutoencoderKL": ImageCodec, "AutoencoderKLFlux2": PatchedImageCodec}
 """By the autoencoder's class; others are of videos."""
-_VIDEO_CODECS = {"AutoencoderKLLTX2Video": LTX2Codec}
+_VIDEO_CODECS = {
+    "AutoencoderKLLTX2Video": LTX2Codec,
+    "AutoencoderKLHunyuanVideo15": ScaledVideoCodec,
+}
 """By the autoencoder's class; others are as Wan's."""
 
 
@@ -376,9 +395,13 @@ def _random(autoencoder_class: Any, section: CodecSection) -> Any:
     known = pretrained.defaults(autoencoder_class.__init__)
     is_of_images = autoencoder_class.__name__ in _IMAGE_CODECS
     complete = _complete_image_config if is_of_images else _complete_video_config
-    if autoencoder_class.__name__ in _VIDEO_CODECS:
+    found = _VIDEO_CODECS.get(autoencoder_class.__name__)
+    if found is LTX2Codec:
         complete = _complete_ltx2_config
-    values = complete(known, section.config, autoencoder_class.__name__)
+    if found is ScaledVideoCodec:
+        values = {"scaling_factor": 1.0, **section.config}
+    else:
+        values = complete(known, section.config, autoencoder_class.__name__)
     made = pretrained.construct("codec.config", autoencoder_class, values)
     numerics.keep_weights_in(made, numerics.DTYPES[section.dtype])
     return made

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -131,6 +132,10 @@ class DiffusersFamily(Family):
     def exported_pipeline(self, release: pretrained.Release, parts: Mapping[str, Any]) -> str:
         """Class of the pipeline that is exported, with these encoders and tokenizers."""
         return self.pipeline_of(parts)
+
+    def further_components(self, release: pretrained.Release) -> dict[str, Any]:
+        """What the exported pipeline has besides, such as a guider."""
+        return {}
 
     def further_channels(self, section: ModelSection) -> int:
         """Channels that the transformer takes besides the noisy latents'."""
@@ -291,6 +296,7 @@ class DiffusersFamily(Family):
             **dict.fromkeys(self.copied_parts),
             **parts,
             **settings,
+            **self.further_components(release),
         )
         with pretrained.quiet(pipeline), pretrained.quiet(text.encoder):
             pipeline.save_pretrained(folder)
@@ -341,11 +347,16 @@ def run_decoders(encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int
         )
 
 
-def pad_texts(texts: Sequence[Tensor], max_tokens: int) -> Conditioning:
+def to_images(pictures: Tensor) -> list[Image.Image]:
+    """As the processors of pipelines take them, of pictures [B, 3, 1, H, W] uint8."""
+    return [Image.fromarray(each[:, 0].permute(1, 2, 0).cpu().numpy()) for each in pictures]
+
+
+def pad_texts(texts: Sequence[Tensor], max_tokens: int, name: str = "prompt") -> Conditioning:
     """`prompt_embeds` [B, T, D] of texts [L, D], zeros behind them; `prompt_length` [B] int64."""
     padded = torch.stack([F.pad(each, (0, 0, 0, max_tokens - len(each))) for each in texts])
     lengths = torch.tensor([len(each) for each in texts], device=padded.device)
-    return {"prompt_embeds": padded, "prompt_length": lengths}
+    return {f"{name}_embeds": padded, f"{name}_length": lengths}
 
 
 def cut_texts(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -31,6 +31,7 @@ _WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|pytorch_model|model)(.*)\.(?:
 _VARIANT = re.compile(r"\.(\w+)")  # in group 1 above: .fp16 of model.fp16-00001-of-00002.bin
 _OBJECTIVE_FILES = (
     "scheduler/scheduler_config.json",
+    "guider/guider_config.json",
     "model_index.json",
     "modular_model_index.json",
 )
@@ -47,6 +48,7 @@ class PipelinePart:
     tokenizer: str = ""  # folder of a text encoder's, or of an image encoder's processor
     tokenizer_class: str = "AutoTokenizer"  # of transformers
     module: str = "transformers"  # that has a text encoder's class
+    reads_captions: bool = False  # of `FrozenParts.further`; others encode pictures
 
     @property
     def class_name(self) -> str:
@@ -207,7 +209,7 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
         where: a local folder or a repository id.
         subfolder: of it.
         files: which of the subfolder's files are downloaded, as a pattern. The configurations
-            of pipeline and scheduler always are: they state the training objective.
+            of pipeline, scheduler and guider always are: objective and guidance.
 
     Raises:
         ModelError: there is no such folder or repository, or it cannot be downloaded.
@@ -315,6 +317,7 @@ class Release:
     config: Mapping[str, Any]  # the transformer's; of a model from scratch the recipe's
     scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
     pipeline: Mapping[str, Any]  # model_index.json; empty if there is none
+    guider: Mapping[str, Any] | None = None  # of pipelines whose guidance is a component
 
 
 def read_release(section: ModelSection) -> Release:
@@ -333,11 +336,12 @@ def _read_release(where: str, subfolder: str) -> Release:
         return Release(config, _shipped(SHIPPED[where]).get("scheduler"), {})
     root = (locate(where, subfolder, files="config.json") / subfolder).resolve().parent
     scheduler = root / "scheduler" / "scheduler_config.json"
-    index = root / "model_index.json"
+    index, guider = root / "model_index.json", root / "guider" / "guider_config.json"
     return Release(
         config,
         read_config(scheduler) if scheduler.is_file() else None,
         read_config(index) if index.is_file() else {},
+        read_config(guider) if guider.is_file() else None,
     )
 
 

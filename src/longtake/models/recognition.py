@@ -64,6 +64,34 @@ _FLUX2 = "Flux2Transformer2DModel"
 _HUNYUAN, _LTX = "HunyuanVideo15Transformer3DModel", "LTX2VideoTransformer3DModel"
 _AT_480 = (81, 480, 832)
 
+
+def _hunyuan_kinds(target: int | None, size: tuple[int, int, int]) -> tuple[Kind, Kind]:
+    """From a first frame, and from text; of a transformer of that target_size, or of any."""
+
+    def fits(facts: Facts) -> bool:
+        return target in (None, facts.get("target_size"))
+
+    def takes_first(facts: Facts) -> bool:
+        of_frame = facts["pipeline"] == "HunyuanVideo15ImageToVideoPipeline"
+        return fits(facts) and (
+            of_frame or (not facts["pipeline"] and facts.get("task_type") == "i2v")
+        )
+
+    title, family = "HunyuanVideo 1.5, from ", "hunyuan_video15"
+    return (
+        Kind(
+            f"{title}a first frame and text to video",
+            family,
+            _HUNYUAN,
+            takes_first,
+            "first frame",
+            size,
+            24.0,
+        ),
+        Kind(f"{title}text to video", family, _HUNYUAN, fits, "text", size, 24.0),
+    )
+
+
 KINDS = (  # the first that fits
     Kind(
         "Wan 2.2 A14B, from a first frame and text to video",
@@ -106,23 +134,8 @@ KINDS = (  # the first that fits
         "edit",
     ),
     Kind("Qwen-Image", "qwen_image", _QWEN),
-    Kind(
-        "HunyuanVideo 1.5, from a first frame and text to video",
-        "hunyuan_video15",
-        _HUNYUAN,
-        lambda facts: (
-            facts["pipeline"] == "HunyuanVideo15ImageToVideoPipeline"
-            or facts.get("task_type") == "i2v"
-        ),
-        "first frame",
-        (121, 480, 832),
-    ),
-    Kind(
-        "HunyuanVideo 1.5, from text to video",
-        "hunyuan_video15",
-        _HUNYUAN,
-        size=(121, 480, 832),
-    ),
+    *_hunyuan_kinds(960, (121, 720, 1280)),
+    *_hunyuan_kinds(None, (121, 480, 848)),
     Kind(
         "LTX-2, from a first frame and text to video",
         "ltx2",
@@ -206,6 +219,11 @@ _REFUSED = (
         "Start from LTX-2 or LTX-2.3.",
     ),
     _Refused("LTX-Video", _named("LTXVideo", "LTXPipe", "LTXImage", "LTXCond"), "Use LTX-2."),
+    _Refused(
+        "a HunyuanVideo 1.5 distilled to few steps by MeanFlow",
+        lambda facts: facts["transformer"] == _HUNYUAN and bool(facts.get("use_meanflow")),
+        "Start from HunyuanVideo 1.5 of the same task and size that is not.",
+    ),
     _Refused(
         "the first HunyuanVideo",
         lambda facts: _named("HunyuanVideo")(facts) and not _named("HunyuanVideo15")(facts),

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from longtake.config import Bucket, ModelSection
@@ -226,7 +225,7 @@ def _replaces_frames(codec: Codec) -> bool:
 def _clip_embeds(text: TextEncoder, pictures: Tensor) -> Tensor:
     """[B, tokens, D] fp32 of first frames of [B, 3, F, H, W] uint8: CLIP's last layer but one."""
     assert isinstance(text, TransformersText)
-    images = [Image.fromarray(each[:, 0].permute(1, 2, 0).cpu().numpy()) for each in pictures]
+    images = diffusers_family.to_images(pictures)
     embeds = [text.pipeline.encode_image(image).float() for image in images]
     return torch.cat(embeds)
 

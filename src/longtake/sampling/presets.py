@@ -686,7 +686,10 @@ def _refuse_others(given: Mapping[str, object], names: Sequence[str]) -> None:
             "(data.conditioning is empty). Leave conditioning out."
         )
     missing = [name for name in names if name not in given]
-    example = f', such as conditioning.{missing[0]} = ["{missing[0]}.png"]' if missing else ""
+    example = ""
+    if missing:
+        example = f', such as conditioning.{missing[0]} = ["{missing[0]}.png"] in the table of the '
+        example += "preset ([evaluation.presets.NAME] in a recipe)"
     raise RecipeError(
         f"this model takes the inputs {', '.join(names)}; conditioning gives "
         f"{', '.join(given) or 'none'}. Give each of them, and no other: a file for each prompt, "

@@ -284,13 +284,15 @@ def _text_beside_clips(recipe: Recipe, made: Path) -> TextEncoder | None:
 def text_reads_pictures(recipe: Recipe) -> bool:
     """Whether one of the text encoders encodes pictures, alone or together with captions."""
     chosen = family(recipe.model.family)
-    alone = encoded_together(chosen, recipe) and _picture_encoders(recipe)
+    alone = encoded_together(chosen, recipe) and _further_encoders(recipe, of_captions=False)
     return bool(alone or chosen.seen_with_text(recipe.model_inputs()))
 
 
-def _picture_encoders(recipe: Recipe) -> list[PipelinePart]:
+def _further_encoders(recipe: Recipe, *, of_captions: bool) -> list[PipelinePart]:
+    """Those of captions beside the first, or those of pictures."""
     where, parts = recipe.text.pretrained, family(recipe.model.family).frozen.further
-    return [] if where is None else [each for each in parts if has_part(where, each)]
+    wanted = [each for each in parts if each.reads_captions == of_captions]
+    return [] if where is None else [each for each in wanted if has_part(where, each)]
 
 
 def _part_encoder(
@@ -365,7 +367,7 @@ def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
     facts: list[object] = [recipe.model.family, chosen.inputs_version]
     facts.append(codec_fingerprint(recipe, made))
     folders = list[Path]()
-    for each in _picture_encoders(recipe):
+    for each in _further_encoders(recipe, of_captions=False):
         part, of_part = _encoder_folders(each, section.pretrained, made)
         facts += [part.class_name, section.kept_in()]
         folders += of_part
@@ -392,6 +394,10 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
         found = find_part(section.pretrained, parts.processor)
         facts += [recipe.model.family, chosen.inputs_version]
         folders.append(locate(section.pretrained, found.folder) / found.folder)
+    for each in _further_encoders(recipe, of_captions=True):
+        part, of_part = _encoder_folders(each, section.pretrained, made)
+        facts.append(part.class_name)
+        folders += of_part
     return _fingerprint(recipe, [_CAPTIONS, *facts], folders)
 
 

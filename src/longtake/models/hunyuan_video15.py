@@ -1,0 +1,393 @@
+"""HunyuanVideo 1.5: diffusers' `HunyuanVideo15Transformer3DModel`, from text and a first frame.
+
+Legend: B batch, C latent channels, F, h, w latent frames, rows and columns, N tokens of the video,
+T tokens of a text, D width.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longtake.config import Bucket, ModelSection
+from longtake.errors import ModelError, RecipeError
+from longtake.models import base, codec, deferred_init, diffusers_family, pretrained
+from longtake.models.text import TextEncoder, TransformersText
+from longtake.parallel.context_parallel import TokenSharing
+
+_FROM_FRAME = "HunyuanVideo15ImageToVideoPipeline"
+_GLYPH_TOKENS = 256  # of the pipelines' ByT5
+_TEMPLATE_TOKENS = 108  # before a caption, which the pipelines drop
+_PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+
+
+class HunyuanVideo15(diffusers_family.DiffusersFamily):
+    """Text, or a first frame and text, to video; its timesteps are 1000 sigma.
+
+    Conditioned on `prompt_embeds` of a Qwen2.5-VL, `glyph_embeds` of a ByT5 for the words that a
+    caption has in quotes, and of a first frame on its latents and SigLIP's `first_embeds`.
+    """
+
+    frozen = pretrained.FrozenParts(
+        codec=pretrained.PipelinePart(("AutoencoderKLHunyuanVideo15",), "vae"),
+        text=pretrained.PipelinePart(("Qwen2_5_VLTextModel",), "text_encoder", "tokenizer"),
+        further=(
+            pretrained.PipelinePart(
+                ("T5EncoderModel",),
+                "text_encoder_2",
+                "tokenizer_2",
+                "ByT5Tokenizer",
+                reads_captions=True,
+            ),
+            pretrained.PipelinePart(
+                ("SiglipVisionModel",), "image_encoder", "feature_extractor", "SiglipImageProcessor"
+            ),
+        ),
+        has_random_text=False,
+    )
+    label = "HunyuanVideo 1.5"
+    transformer_class = "HunyuanVideo15Transformer3DModel"
+    pipeline_class = "HunyuanVideo15Pipeline"
+    codec_class = codec.ScaledVideoCodec
+    parts = "an AutoencoderKLHunyuanVideo15, a Qwen2.5-VL and a ByT5"
+    patch_size = (1, 1, 1)
+    block_arguments: ClassVar[Mapping[str, str]] = {
+        **diffusers_family.DiffusersFamily.block_arguments,
+        "rope": "freqs_cis",
+    }
+    block_outputs: ClassVar[tuple[str, ...]] = ("tokens", "text")
+    untrained: ClassVar[tuple[str, ...]] = (  # what only the text of the last block is made of
+        *(f"transformer_blocks.{{last}}.attn.{name}.*" for name in ("add_q_proj", "to_add_out")),
+        "transformer_blocks.{last}.attn.norm_added_q.*",
+        "transformer_blocks.{last}.ff_context.*",
+    )
+    variants: ClassVar[Mapping[float, str]] = {65 / 32: ""}
+    encodes_inputs_itself = True
+    has_text_lengths = True
+    time_scale = 1000.0
+    mu = None
+    guidance_scale = 6.0
+
+    def untrained_parameters(self, model: nn.Module) -> list[str]:
+        """From text alone no picture is embedded."""
+        names = super().untrained_parameters(model)
+        if _has_first(model):
+            return names
+        return names + [n for n, _ in model.named_parameters() if n.startswith("image_embedder.")]
+
+    def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        needed = ("first",) if _takes_first(pretrained.read_release(section)) else ()
+        return needed, needed
+
+    def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
+        if not isinstance(text, TransformersText) or text.pooled_dim is not None:
+            raise RecipeError(
+                f"{self.label} is conditioned on a Qwen2.5-VL and a ByT5 of one release. Set "
+                'text.kind = "transformers", name the release in text.pretrained, and leave out '
+                "text.pooled."
+            )
+        parts = text.pipeline_parts()
+        if "text_encoder_2" not in parts:
+            raise RecipeError(
+                f"text.pretrained has no text_encoder_2, the ByT5 by which {self.label} reads "
+                "words in quotes. Name a release of it there."
+            )
+        fitted = {
+            "in_channels": 2 * channels + 1,
+            "out_channels": channels,
+            "text_embed_dim": text.embed_dim or 0,
+            "text_embed_2_dim": base.text_width(parts["text_encoder_2"]),
+        }
+        if "image_encoder" in parts:
+            fitted["image_embed_dim"] = parts["image_encoder"].config.hidden_size
+        return fitted
+
+    def check_config(self, config: Any) -> None:
+        if config.use_meanflow:
+            raise RecipeError(
+                "The transformer's use_meanflow is set: it is distilled to few steps, between two "
+                f"times, which longtake does not train. Start from {self.label} without it."
+            )
+        if (config.patch_size, config.patch_size_t) != (1, 1):
+            raise RecipeError(
+                f"model.config: patch_size {config.patch_size} and patch_size_t "
+                f"{config.patch_size_t}, but a token of {self.label} is one latent pixel. Leave "
+                "them out."
+            )
+        if sum(config.rope_axes_dim) != config.attention_head_dim:
+            raise RecipeError(
+                f"model.config: rope_axes_dim {list(config.rope_axes_dim)} does not add up to "
+                f"attention_head_dim {config.attention_head_dim}. Choose three even numbers that "
+                "do, for frames, rows and columns."
+            )
+
+    def build(
+        self,
+        section: ModelSection,
+        shapes: Sequence[base.LatentShape],
+        text: TextEncoder,
+        *,
+        weights: deferred_init.Weights = True,
+    ) -> nn.Module:
+        """Its attention takes a mask of the keys, or none: the release's own is [B, 1, S, S]."""
+        from diffusers.models.transformers import transformer_hunyuan_video as first_version
+
+        model: Any = super().build(section, shapes, text, weights=weights)
+        takes_first = _takes_first(pretrained.read_release(section))
+        if takes_first != ("image_encoder" in _encoders(text)):
+            what, has = ("a first frame", "no") if takes_first else ("text alone", "an")
+            raise RecipeError(
+                f"The model makes videos from {what}, but text.pretrained has {has} "
+                "image_encoder. Name the release of the model in text.pretrained."
+            )
+        model.register_to_config(task_type="i2v" if takes_first else "t2v")
+        for block in model.transformer_blocks:
+            block.attn.set_processor(first_version.HunyuanVideoAttnProcessor2_0())
+        model.forward = partial(_forward, model, None)
+        built: nn.Module = model
+        return built
+
+    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
+        return super().text_pipeline({**parts, "vae": _SizesOfAutoencoder()})
+
+    def pipeline_of(self, parts: Mapping[str, Any]) -> str:
+        return _FROM_FRAME if "image_encoder" in parts else self.pipeline_class
+
+    def encode_text(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        pipeline.tokenizer_max_length = max_tokens
+        found = pipeline.encode_prompt(captions, batch_size=len(captions))
+        text, counts, glyphs, glyph_counts = found
+        texts, words = _unpadded(text, counts), _unpadded(glyphs, glyph_counts)
+        padded = diffusers_family.pad_texts(texts, max_tokens)
+        return padded | diffusers_family.pad_texts(words, _GLYPH_TOKENS, "glyph")
+
+    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
+        width = base.text_width(encoders["text_encoder_2"])
+        found = super().outline_text(encoders, max_tokens)
+        found["glyph_embeds"] = torch.empty(1, _GLYPH_TOKENS, width, device="meta")
+        found["glyph_length"] = torch.empty(1, dtype=torch.int64, device="meta")
+        return found
+
+    def run_encoders(
+        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
+    ) -> None:
+        longest = {folder: _TEMPLATE_TOKENS + length for folder, length in max_tokens.items()}
+        diffusers_family.run_decoders(encoders, longest)
+        ids = torch.ones(1, _GLYPH_TOKENS, dtype=torch.long)
+        encoders["text_encoder_2"](input_ids=ids, attention_mask=torch.ones_like(ids).float())
+
+    def encode_inputs(
+        self,
+        codec: codec.Codec,
+        text: TextEncoder,
+        given: Mapping[str, Tensor],
+        bucket: Bucket,
+    ) -> base.Conditioning:
+        """`first_latents` [B, C, 1, h, w], and SigLIP's last layer `first_embeds` [B, T, D]."""
+        found = super().encode_inputs(codec, text, given, bucket)
+        if "first" not in given or "image_encoder" not in _encoders(text):
+            return found
+        return found | {"first_embeds": _picture_embeds(text, given["first"])}
+
+    def outline_inputs(
+        self, codec: codec.Codec, text: TextEncoder, given: Mapping[str, int], bucket: Bucket
+    ) -> base.Conditioning:
+        found = super().outline_inputs(codec, text, given, bucket)
+        encoder = _encoders(text).get("image_encoder")
+        if "first" in given and encoder is not None:
+            tokens = (encoder.config.image_size // encoder.config.patch_size) ** 2
+            shape = 1, tokens, encoder.config.hidden_size
+            found["first_embeds"] = torch.empty(shape, device="meta")
+        return found
+
+    def call(
+        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
+    ) -> diffusers_family.TransformerCall:
+        """Beside the noisy channels lie the first frame's, and a mask that is 1 there."""
+        dtype, shape = noisy_latents.dtype, noisy_latents.shape
+        given, mask = torch.zeros_like(noisy_latents), torch.zeros_like(noisy_latents[:, :1])
+        embeds = None
+        if _has_first(model):
+            others = (0, 0, 0, 0, 0, shape[2] - 1)  # frames, which are zero
+            given = F.pad(self.reference(conditioning, "first").to(dtype), others)
+            mask = F.pad(torch.ones_like(mask[:, :, :1]), others)
+            embeds = conditioning["first_embeds"].to(dtype)
+        prompt, known = diffusers_family.cut_texts(
+            conditioning["prompt_embeds"], conditioning["prompt_length"]
+        )
+        glyphs, known_glyphs = diffusers_family.cut_texts(
+            conditioning["glyph_embeds"], conditioning["glyph_length"]
+        )
+        inputs = {
+            "hidden_states": torch.cat([noisy_latents, given, mask], dim=1),
+            "timestep": timesteps.to(dtype),
+            "encoder_hidden_states": prompt.to(dtype),
+            "encoder_attention_mask": known,
+            "encoder_hidden_states_2": glyphs.to(dtype),
+            "encoder_attention_mask_2": known_glyphs,
+            "image_embeds": embeds,
+        }
+        return diffusers_family.TransformerCall(inputs, lambda velocity: velocity)
+
+    def sequence_length(
+        self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
+    ) -> int:
+        texts = ("prompt_embeds", "glyph_embeds", "first_embeds")
+        lengths = [conditioning[name].shape[1] for name in texts if name in conditioning]
+        return self.num_tokens(model, shape) + sum(lengths)
+
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        """Each rank has some of the text's tokens and some of the video's."""
+        transformer: Any = model
+        transformer.forward = partial(_forward, model, sharing)
+        for block in transformer.transformer_blocks:
+            diffusers_family.share_attention(block.attn, sharing)
+
+    def defaults(self, section: ModelSection) -> base.Defaults:
+        """Guidance by the release's guider; at scale 1 there is no second pass."""
+        release = pretrained.read_release(section)
+        scale = self.guidance_scale
+        if release.guider is not None:
+            scale = _guidance_scale(release.guider, str(section.pretrained))
+        dropout = base.Defaults.caption_dropout if scale != 1 else 0.0
+        shift, steps = self.release_shift(section), self.num_inference_steps
+        return base.Defaults(shift, scale, steps, dropout, max_tokens=1000)
+
+    def further_components(self, release: pretrained.Release) -> dict[str, Any]:
+        from diffusers import ClassifierFreeGuidance
+
+        values = {"guidance_scale": self.guidance_scale, **(release.guider or {})}
+        with pretrained.quiet(ClassifierFreeGuidance):  # diffusers calls guiders experimental
+            return {"guider": ClassifierFreeGuidance.from_config(values)}
+
+    def comfyui_name(self, name: str, *, is_lora: bool) -> str:
+        raise RecipeError(
+            f"ComfyUI's name of {'the LoRA of ' if is_lora else ''}{self.label}'s {name} is not "
+            "known. Export with --format diffusers."
+        )
+
+
+class _SizesOfAutoencoder:
+    """What the constructor of a pipeline reads of one; text is encoded without it."""
+
+    config = SimpleNamespace(latent_channels=32)
+    temporal_compression_ratio = 4
+    spatial_compression_ratio = 16
+
+
+def _takes_first(release: pretrained.Release) -> bool:
+    """Both tasks have transformers of one class: the pipeline tells."""
+    named = release.pipeline.get("_class_name")
+    return named == _FROM_FRAME if named else release.config.get("task_type") == "i2v"
+
+
+def _has_first(model: nn.Module) -> bool:
+    config: Any = model.config
+    return bool(config.task_type == "i2v")
+
+
+def _guidance_scale(guider: Mapping[str, Any], where: str) -> float:
+    """Of a guider_config.json; ModelError where the guidance is another."""
+    name = str(guider.get("_class_name", "ClassifierFreeGuidance"))
+    other = [key for key, plain in _PLAIN.items() if guider.get(key, plain) != plain]
+    if name != "ClassifierFreeGuidance" or other:
+        raise ModelError(
+            f"{where}: its guider_config.json has {', '.join([name, *other])}, by which longtake "
+            "does not sample; it has plain ClassifierFreeGuidance. Copy the release and correct "
+            "guider/guider_config.json, if the model serves so."
+        )
+    return float(guider.get("guidance_scale", 7.5)) if guider.get("enabled", True) else 1.0
+
+
+def _encoders(text: TextEncoder) -> dict[str, Any]:
+    return text.pipeline_parts() if isinstance(text, TransformersText) else {}
+
+
+def _unpadded(texts: Tensor, counts: Tensor) -> list[Tensor]:
+    return [each[known] for each, known in zip(texts, counts.bool(), strict=True)]
+
+
+@torch.no_grad()
+def _picture_embeds(text: TextEncoder, pictures: Tensor) -> Tensor:
+    """[B, T, D] fp32 of pictures [B, 3, 1, H, W] uint8."""
+    assert isinstance(text, TransformersText)
+    encode, device = text.pipeline.encode_image, text.pipeline.image_encoder.device
+    images = diffusers_family.to_images(pictures)
+    embeds = [encode(image, 1, device, torch.float32) for image in images]
+    return torch.cat(embeds).to(pictures.device)
+
+
+def _forward(
+    model: Any,
+    sharing: TokenSharing | None,
+    *,
+    hidden_states: Tensor,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_attention_mask: Tensor | None,
+    encoder_hidden_states_2: Tensor,
+    encoder_attention_mask_2: Tensor | None,
+    image_embeds: Tensor | None,
+    return_dict: bool = False,
+) -> tuple[Tensor]:
+    """What the transformer's own `forward` computes, of texts without what is padding in all.
+
+    Its own looks at the values of masks and pictures, which a plan does not have, and attends to
+    every text in its greatest length. Masks are bool [B, T]; None: nothing is padding.
+    """
+    rope, temb = model.rope(hidden_states), model.time_embed(timestep)
+    video = model.x_embedder(hidden_states)
+    refined = _refine(
+        model.context_embedder, encoder_hidden_states, timestep, encoder_attention_mask
+    )
+    texts = [refined, model.context_embedder_2(encoder_hidden_states_2)]
+    masks = [encoder_attention_mask, encoder_attention_mask_2]
+    if image_embeds is not None:
+        texts.append(model.image_embedder(image_embeds))
+        masks.append(None)
+    kinds = torch.arange(len(texts), device=video.device)
+    typed = zip(texts, model.cond_type_embed(kinds), strict=True)
+    text = torch.cat([each + kind for each, kind in typed], dim=1)  # in any order: without rope
+    known = None
+    if any(mask is not None for mask in masks):
+        pairs = zip(texts, masks, strict=True)
+        known = torch.cat([_all_known(t) if mask is None else mask for t, mask in pairs], dim=1)
+    if sharing is not None:
+        sharing.begin(text.shape[1], video.shape[1])
+        rope = tuple(sharing.cut(table, 0) for table in rope)
+        video, text = sharing.cut(video, 1), sharing.cut(text, 1)
+        known = None if known is None else sharing.cut(known, 1)
+    if known is not None:  # [B, 1, 1, N + T], of the keys
+        known = torch.cat([_all_known(video), known], dim=1)[:, None, None]
+    recomputes = torch.is_grad_enabled() and model.gradient_checkpointing
+    for block in model.transformer_blocks:
+        run = partial(model._gradient_checkpointing_func, block) if recomputes else block
+        video, text = run(video, text, temb, known, rope)
+    velocity = model.proj_out(model.norm_out(video, temb))
+    if sharing is not None:
+        velocity = sharing.gather(velocity, 1)
+    return (velocity.mT.unflatten(2, hidden_states.shape[2:]),)
+
+
+def _refine(embedder: Any, text: Tensor, timestep: Tensor, known: Tensor | None) -> Tensor:
+    """[B, T, D]: what the context embedder computes; padding is masked as keys alone."""
+    if known is None:
+        refined: Tensor = embedder(text, timestep)
+        return refined
+    weights = known[..., None].float()
+    pooled = ((text * weights).sum(dim=1) / weights.sum(dim=1)).to(text.dtype)
+    temb = embedder.time_text_embed(timestep, pooled)
+    text = embedder.proj_in(text)
+    for block in embedder.token_refiner.refiner_blocks:
+        text = block(text, temb, known[:, None, None])
+    return text
+
+
+def _all_known(tokens: Tensor) -> Tensor:
+    return torch.ones_like(tokens[..., 0], dtype=torch.bool)
