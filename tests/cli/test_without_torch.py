@@ -47,6 +47,8 @@ _MAY_IMPORT_TORCH = (
     "parallel",
     "planner",
     "recompute",
+    "sampling.checkpoints",
+    "sampling.other_expert",
     "sampling.sampler",
     "training",
 )

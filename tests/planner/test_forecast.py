@@ -449,7 +449,7 @@ def test_long_clips_follow_from_a_few_of_their_frames(
 ) -> None:
     recipe = small_recipe(*_WAN)
     short = _phases(recipe)
-    monkeypatch.setattr(encoding, "_MORE_FRAMES", 1000)
+    monkeypatch.setattr(encoding, "_CHUNK", 1000)
     whole = _phases(recipe)
     for name in ("encode", "decode"):
         assert short[name].peak_bytes == pytest.approx(whole[name].peak_bytes, rel=0.02)
