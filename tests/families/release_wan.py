@@ -210,6 +210,7 @@ ROWS = (
         solver="unipc",
         keys=_KEYS | {"model": {"expert": "high"}},
         guidance_2=_GUIDANCE_2,
+        real={"transformer": {}, "transformer_2": {}, **_TEXT},
     ),
     Row(
         "Wan 2.2 A14B I2V",
@@ -222,5 +223,6 @@ ROWS = (
         solver="unipc",
         keys=_KEYS | {"model": {"expert": "low"}},
         guidance_2=_GUIDANCE_2,
+        real={"transformer": _I2V, "transformer_2": _I2V, **_TEXT},
     ),
 )
