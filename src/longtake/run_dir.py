@@ -113,6 +113,8 @@ class Metrics(TypedDict):
     """Of the trained weights that the step began with."""
     update_ratio: NotRequired[fsio.Finite | None]
     """Norm of the update before this step over that of the weights."""
+    peak_memory_bytes: NotRequired[fsio.Count]
+    """The most that rank 0's tensors took on its GPU since the line before that says it."""
     nonfinite_share: NotRequired[fsio.Finite]
     """Of the gradients' numbers, those that are none."""
     group_grad_norms: NotRequired[dict[str, fsio.Finite | None]]

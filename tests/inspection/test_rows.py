@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from longtake import fsio
 from longtake.errors import RecordError
 from longtake.inspection import rows as rows_module
+from longtake.inspection.columns import SIGMA_NAMES
 from longtake.inspection.rows import MetricRows, read_rows
 from longtake.run_dir import RunDirectory
 
@@ -25,6 +26,7 @@ _GOOD = {
     "data_seconds": 0.0,
     "time": 1.7e9,
     "batch": 0,
+    "update_ratio": 1.5e-6,
     "loss_by_sigma": [0.1, None, 0.3, 0.4],
     "weight_norm": 7.5,
     "group_grad_norms": {"mlp": 0.1, "other": None},
@@ -59,7 +61,7 @@ def test_a_step_that_was_given_up_once_counts_when_it_is_done_again(told: RunDir
 
 
 def test_batches_are_known_of_older_runs_too(told: RunDirectory) -> None:
-    assert read_rows(told).table["batch"][-3:].tolist() == [30, 31, 32]
+    assert read_rows(told).column("batch")[-3:].tolist() == [30, 31, 32]
     assert read_rows(told).step_of_batch(30) == 22
     assert read_rows(told).step_of_batch(13) == 14  # abandoned, and never trained again
     assert read_rows(told).step_of_batch(99) is None
@@ -67,7 +69,7 @@ def test_batches_are_known_of_older_runs_too(told: RunDirectory) -> None:
     for line in lines[3], lines[-1]:
         del line["batch"]
     _write(told, *lines)
-    assert read_rows(told).table["batch"][[3, -1]].tolist() == [3, 23]
+    assert read_rows(told).column("batch")[[3, -1]].tolist() == [3, 23]
 
 
 def _write(run: RunDirectory, *lines: dict[str, Any] | bytes) -> None:
@@ -106,6 +108,14 @@ _LINES: dict[str, dict[str, Any] | bytes] = {
     "epoch is huge": _with(epoch=2**53 + 1),
     "NaN": _with(loss=float("nan")),
     "infinite in a group": _with(group_grad_norms={"mlp": float("inf")}),
+    "no sigmas": _without("loss_by_sigma"),
+    "sigmas null": _with(loss_by_sigma=None),
+    "sometimes memory": _with(peak_memory_bytes=80 * 2**30),
+    "memory null": _with(peak_memory_bytes=None),
+    "memory is a float": _with(peak_memory_bytes=5.0),
+    "from a store": _with(store_bytes=5, store_seconds=0.5, store_retries=0),
+    "store bytes are a float": _with(store_bytes=5.0, store_seconds=0.5, store_retries=0),
+    "update ratio null": _with(update_ratio=None),
     "exponent": json.dumps(_GOOD).replace("7.5", "1e999").encode(),
     "time": _with(time=1e12),
     "three sigmas": _with(loss_by_sigma=[0.1, 0.2, 0.3]),
@@ -141,15 +151,30 @@ def test_the_same_lines_are_kept_and_skipped_as_by_pydantic_alone(
     assert rows.metrics() == expected
     assert fsio.skipped_lines() == sentences
     assert rows.step.tolist() == [each["step"] for each in expected]
-    assert rows.table["batch"].tolist() == [
+    assert rows.column("batch").tolist() == [
         each.get("batch", each["step"] - 1) for each in expected
     ]
     for field in ("loss", "grad_norm", "weight_norm", "time", "step_seconds"):
-        values = [each.get(field) for each in expected]
-        wanted = [np.nan if value is None else value for value in values]
-        np.testing.assert_array_equal(rows.table[field], wanted)
-    assert rows.table["has_weight_norm"].tolist() == ["weight_norm" in each for each in expected]
-    assert rows.table["has_verdict"].tolist() == ["verdict" in each for each in expected]
+        np.testing.assert_array_equal(rows.column(field), _values(expected, field))
+    for field in ("learning_rate", "data_seconds", "update_ratio", "mfu", "peak_memory_bytes"):
+        wanted = np.array(_values(expected, field), np.float32)
+        np.testing.assert_array_equal(rows.column(field), wanted)
+        assert rows.is_recorded(field).tolist() == [field in each for each in expected]
+    for quarter, field in enumerate(SIGMA_NAMES):
+        quarters = [
+            {field: each["loss_by_sigma"][quarter]} if "loss_by_sigma" in each else {}
+            for each in expected
+        ]
+        wanted = np.array(_values(quarters, field), np.float32)
+        np.testing.assert_array_equal(rows.column(field), wanted)
+        assert rows.is_recorded(field).tolist() == [field in each for each in quarters]
+    assert rows.is_recorded("weight_norm").tolist() == ["weight_norm" in each for each in expected]
+    assert rows.column("has_verdict").tolist() == ["verdict" in each for each in expected]
+
+
+def _values(records: Sequence[Mapping[str, Any]], field: str) -> list[float]:
+    values = (each.get(field) for each in records)
+    return [np.nan if value is None else value for value in values]
 
 
 def test_arrow_reads_what_the_loop_writes(
@@ -157,6 +182,8 @@ def test_arrow_reads_what_the_loop_writes(
 ) -> None:
     lines = [_with(step=step, batch=step) for step in range(1, 200)]
     lines[50]["loss"], lines[60]["verdict"] = None, "skip"
+    lines[70]["peak_memory_bytes"] = 5 * 2**30
+    lines[80] |= {"store_bytes": 7, "store_seconds": 0.1, "store_retries": 0}
     _write(told, *lines)
     num_read = 0
     validate = rows_module._validate
@@ -168,7 +195,7 @@ def test_arrow_reads_what_the_loop_writes(
 
     monkeypatch.setattr(rows_module, "_validate", counted)
     assert len(read_rows(told)) == 199
-    assert num_read == 2
+    assert num_read == 2  # the first line, and the one that has a null
 
 
 @pytest.mark.parametrize("ending", [b"", b"\n"])
@@ -236,6 +263,27 @@ def test_only_new_lines_are_parsed(told: RunDirectory, cache: Path, parsed: list
     assert len(parsed) == 2
     assert sorted(told.path.rglob("*")) == before
     assert [path.stat().st_mode & 0o077 for path in (cache,)] == [0]
+
+
+def test_rows_that_were_read_before_are_not_read_again(
+    told: RunDirectory, parsed: list[int]
+) -> None:
+    _write(told, *(_with(step=step) for step in range(1, 50)))
+    rows = first = read_rows(told)
+    for step in (50, 30, 31):
+        with told.metrics_path.open("ab") as file:
+            file.write(json.dumps(_with(step=step)).encode() + b'\n{"step":')
+        rows = read_rows(told, rows)
+        assert rows.step[-1] == step
+        os.truncate(told.metrics_path, told.metrics_path.stat().st_size - len('{"step":'))
+    assert parsed[1:] == [len(json.dumps(_with(step=30))) + 1] * 3
+    assert _same(rows, told)
+    assert rows.is_abandoned.tolist() == [False] * 29 + [True] * 21 + [False] * 2
+    assert len(first) == 49
+    _write(told, *(_with(step=step) for step in range(1, 9)))
+    assert read_rows(told, rows).step.tolist() == list(range(1, 9))
+    told.metrics_path.unlink()
+    assert len(read_rows(told, rows)) == 0
 
 
 def _touch(run: RunDirectory, _: Path) -> None:

@@ -73,7 +73,7 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
     kept, holder = rows.kept, now.holder
     steps = int(kept.step[-1]) if len(kept) else 0
     checkpoints, evaluations = _checkpoints(run, steps), evaluated(run)
-    recent = kept.table["step_seconds"][-_NUM_RECENT_STEPS:].tolist()
+    recent = kept.column("step_seconds")[-_NUM_RECENT_STEPS:].tolist()
     seconds = statistics.median(recent) if recent else None
     left = None
     if now.kind == "running" and seconds is not None:
@@ -198,7 +198,7 @@ def _incident_step(event: Mapping[str, Any], rows: MetricRows) -> int:
         return int(step) + (event["event"] in _NEXT_STEP_EVENTS)
     # By the clock, which may be the incident itself; it decides only where it is drawn.
     time = datetime.fromisoformat(event["time"]).timestamp()
-    index = bisect_right(rows.table["time"], time)
+    index = bisect_right(rows.column("time"), time)
     return int(rows.step[min(index, len(rows) - 1)]) if len(rows) else 0
 
 
@@ -252,7 +252,7 @@ def _next_commands(
         ways.append((run.resume_command(), "resume"))
     if state == "stalled":
         ways.append((f"{own} stacks {path}", "where its processes are"))
-    judged = rows.step[rows.table["has_verdict"]]
+    judged = rows.step[rows.column("has_verdict")]
     if len(judged):
         ways.append((f"{own} show {path} --around {judged[-1]}", "the newest verdict"))
     if any(each["damage"] is None and not each["abandoned"] for each in checkpoints):
@@ -376,7 +376,7 @@ def step_facts(run: RunDirectory, step: int, span: int) -> dict[str, Any]:
     _refuse_beyond(run, step, rows)
     events, report = list(read_events(run)), _report_near(run, step, span)
     near = rows[np.abs(rows.step - step) <= span]
-    columns = near.metrics(), near.table["batch"].tolist(), near.is_abandoned.tolist()
+    columns = near.metrics(), near.column("batch").tolist(), near.is_abandoned.tolist()
     return {
         "run": str(run.path),
         "step": step,
@@ -472,7 +472,7 @@ def _clips(
     index = rows.kept.index_of(step)
     if index is None:
         return {"source": None, "step": step, "batch": None, "samples": []}
-    batch = int(rows.kept.table["batch"][index])
+    batch = int(rows.kept.column("batch")[index])
     samples = _consumed_clips(run, batch)
     return {"source": "ledger", "step": step, "batch": batch, "samples": samples}
 

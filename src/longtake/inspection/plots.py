@@ -115,7 +115,7 @@ def _draw_panel(axes: Axes, rows: MetricRows, name: str) -> None:
     steps, values = _series(rows.kept, name)
     axes.plot(steps, values, color=_KEPT, linewidth=width, label=counts)
     _cross_out(axes, rows, name)
-    axes.set_yscale(axis_scale(rows.table[name]))
+    axes.set_yscale(axis_scale(rows.column(name)))
     if axes.get_yscale() == "log":
         _label_decades(axes)
     axes.set_ylabel(_PANELS[name], color=INK)
@@ -123,7 +123,7 @@ def _draw_panel(axes: Axes, rows: MetricRows, name: str) -> None:
     axes.grid(color=RULE, linewidth=0.7)
     axes.tick_params(which="both", colors=PALE_INK)
     axes.spines[["top", "right"]].set_visible(False)
-    if not _is_recorded(rows, name).any():
+    if not rows.is_recorded(name).any():
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=PALE_INK)
 
 
@@ -147,14 +147,9 @@ def _abandoned(rows: MetricRows) -> list[MetricRows]:
     return tails
 
 
-def _is_recorded(rows: MetricRows, name: str) -> NDArray[np.bool_]:
-    has_weight_norm: NDArray[np.bool_] = rows.table["has_weight_norm"]
-    return has_weight_norm if name == "weight_norm" else np.ones(len(rows), bool)
-
-
 def _cross_out(axes: Axes, rows: MetricRows, name: str) -> None:
     """Mark the steps whose number was not finite: a curve shows only a gap."""
-    steps = rows.step[np.isnan(rows.table[name]) & _is_recorded(rows, name)]
+    steps = rows.step[np.isnan(rows.column(name)) & rows.is_recorded(name)]
     if len(steps):
         edge = axes.get_xaxis_transform()
         heights = np.full(len(steps), 0.95)
@@ -163,7 +158,7 @@ def _cross_out(axes: Axes, rows: MetricRows, name: str) -> None:
 
 def _series(rows: MetricRows, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Steps and values; with a gap where steps have no row."""
-    steps, values = rows.step.astype(float), rows.table[name]
+    steps, values = rows.step.astype(float), rows.column(name)
     before = np.flatnonzero(np.diff(rows.step) > 1)
     return (
         np.insert(steps, before + 1, steps[before] + 0.5),

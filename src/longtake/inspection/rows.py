@@ -7,11 +7,11 @@ by line. Both keep and skip the same lines.
 import hashlib
 import json
 import os
-import zlib
+import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from io import BufferedReader
 from itertools import pairwise
@@ -27,33 +27,58 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from longtake import errors, fsio
+from longtake.inspection.columns import ABSENT, DTYPE, SIGMA_NAMES, Column, ColumnStore
 from longtake.run_dir import Metrics, RunDirectory
 
-_DTYPE: Final = np.dtype(
-    [
-        ("offset", "<i8"),  # of the line in the file
-        ("step", "<i8"),
-        ("batch", "<i8"),
-        ("time", "<f8"),
-        ("step_seconds", "<f8"),
-        ("loss", "<f8"),  # NaN, here and below: it was not finite
-        ("grad_norm", "<f8"),
-        ("weight_norm", "<f8"),
-        ("has_weight_norm", "?"),
-        ("has_verdict", "?"),
-    ]
+_FIELDS: Final = frozenset(DTYPE.names or ())
+_OPTIONAL: Final = (
+    *("weight_norm", "update_ratio", "tflops_per_second", "mfu", "peak_memory_bytes"),
+    *SIGMA_NAMES,
 )
-_FIELDS: Final = frozenset(_DTYPE.names or ())
+_COUNTS = ("step", "epoch", "batch", "store_bytes", "store_retries", "peak_memory_bytes")
+_SPARSE: Final = ("verdict", "store_bytes", "store_seconds", "store_retries", "peak_memory_bytes")
+"""Fields that some lines have and others have not."""
+_VERDICTS: Final = {None, "skip", "roll_back", "stop"}
 _BLOCK_BYTES = 2**22
 _ARROW_BLOCK_BYTES = 2**20
 _CACHED_BYTES = 2**24  # fewer new bytes are read again each time: that takes 0.1 s
 _MAX_CACHES = 32
+_LOOKED_AT_BYTES = 2**16
 _HASHED_BYTES = 2**16
-_CACHE_FORMAT = 1
+_HEADER_BYTES = 2**12
+_CACHE_FORMAT = 2
 _MAX_COUNT, _MAX_TIME = 2**53, 1e11  # of `Count` and `Timestamp`
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
-Column = NDArray[Any]
 _validate = TypeAdapter(Metrics).validate_json
+
+
+class _Known(TypedDict):
+    """What was read of a metrics.jsonl."""
+
+    device: int
+    inode: int
+    size: fsio.Count
+    mtime_ns: int
+    end: fsio.Count
+    """Of the last line that was read."""
+    hash: str
+    """Of the file's first and last bytes up to `end`."""
+    num_skipped: fsio.Count
+
+
+@dataclass
+class _Source:
+    """The lines of a metrics.jsonl that were read, and the numbers in them."""
+
+    known: _Known
+    store: ColumnStore
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def empty(cls) -> "_Source":
+        known = _Known(device=0, inode=0, size=0, mtime_ns=0, end=0, hash="", num_skipped=0)
+        return cls(known, ColumnStore())
 
 
 @dataclass(frozen=True)
@@ -61,18 +86,59 @@ class MetricRows:
     """The lines of metrics.jsonl, in the order in which they were written."""
 
     path: Path
-    table: Column
+    source: _Source
+    chosen: range | Column
+    """Which lines; an array: their numbers."""
     is_abandoned: NDArray[np.bool_]
+    _columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self.chosen)
 
-    def __getitem__(self, chosen: Column | slice) -> "MetricRows":
-        return MetricRows(self.path, self.table[chosen], self.is_abandoned[chosen])
+    def __getitem__(self, wanted: Column | slice) -> "MetricRows":
+        lines = self.chosen
+        if isinstance(wanted, slice):
+            chosen: range | Column = lines[wanted]
+        else:
+            if isinstance(lines, range):
+                lines = np.arange(lines.start, lines.stop, lines.step)
+            chosen = lines[wanted]
+        return MetricRows(self.path, self.source, chosen, self.is_abandoned[wanted])
+
+    def raw_column(self, name: str) -> Column:
+        """Numbers by line, with `columns.ABSENT` where the line does not have it.
+
+        Raises:
+            RecordError: the cache of them cannot be read.
+        """
+        if name not in self._columns:
+            lines = self.chosen
+            stop = lines.stop if isinstance(lines, range) else int(lines.max(initial=-1)) + 1
+            try:
+                column = self.source.store.column(name, stop)
+            except OSError as error:
+                why = f"its cache cannot be read ({error}); run the same command again"
+                raise errors.RecordError(self.path, why) from error
+            if isinstance(lines, range):
+                self._columns[name] = column[lines.start :: lines.step]
+            else:
+                self._columns[name] = column[lines]
+        return self._columns[name]
+
+    def column(self, name: str) -> Column:
+        """Numbers by line; NaN: not finite, or not in the line."""
+        values = self.raw_column(name)
+        if values.dtype.kind != "f" or not (is_absent := values == ABSENT).any():
+            return values
+        return np.where(is_absent, np.array(np.nan, values.dtype), values)
+
+    def is_recorded(self, name: str) -> NDArray[np.bool_]:
+        recorded: NDArray[np.bool_] = self.raw_column(name) != ABSENT
+        return recorded
 
     @property
     def step(self) -> Column:
-        return self.table["step"]
+        return self.raw_column("step")
 
     @cached_property
     def kept(self) -> "MetricRows":
@@ -102,7 +168,7 @@ class MetricRows:
             return found
         try:
             with fsio.open_regular(self.path) as file:
-                for offset in self.table["offset"].tolist():
+                for offset in self.raw_column("offset").tolist():
                     file.seek(offset)
                     found.append(_validate(file.readline(fsio.MAX_LINE_BYTES + 1), strict=True))
         except (OSError, ValidationError) as error:
@@ -113,22 +179,28 @@ class MetricRows:
 
     @cached_property
     def _by_batch(self) -> tuple[Column, Column]:
-        order = np.argsort(self.table["batch"], kind="stable")
-        return order, self.table["batch"][order]
+        batches = self.raw_column("batch")
+        order = np.argsort(batches, kind="stable")
+        return order, batches[order]
 
 
-def read_rows(run: RunDirectory) -> MetricRows:
-    """All rows, those of abandoned steps too; lines that are no records are counted and skipped."""
+def read_rows(run: RunDirectory, before: MetricRows | None = None) -> MetricRows:
+    """All rows, those of abandoned steps too; lines that are no records are counted and skipped.
+
+    `before`: what an earlier call returned; only lines that were appended since are read.
+    """
     path = run.metrics_path
+    source = _Source.empty() if before is None else before.source
     try:
-        with fsio.open_regular(path) as file:
-            table = _read_table(path, file)
+        with source.lock, fsio.open_regular(path) as file:
+            source = _updated(path, file, source)
+            num_rows = source.store.num_rows
     except OSError as error:
         if not fsio.is_missing(error):
             raise errors.RecordError(path, error.strerror or str(error)) from error
-        table = np.empty(0, _DTYPE)
-    rows = MetricRows(path, table, np.zeros(len(table), bool))
-    return MetricRows(path, table, _abandoned(rows, run))
+        source, num_rows = _Source.empty(), 0
+    rows = MetricRows(path, source, range(num_rows), np.zeros(num_rows, bool))
+    return MetricRows(path, source, rows.chosen, _abandoned(rows, run), rows._columns)
 
 
 def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
@@ -139,8 +211,9 @@ def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
     limit = np.full(len(rows), _MAX_COUNT + 1, np.int64)
     if len(rows):
         limit[:-1] = np.minimum.accumulate(rows.step[:0:-1])[::-1]
-        rollbacks, last = run.rollbacks(), rows.table[-1]
-        if rollbacks and last["has_verdict"] and last["step"] == rollbacks[-1]["from_step"]:
+        rollbacks = run.rollbacks()
+        has_verdict = rows.raw_column("has_verdict")[-1]
+        if rollbacks and has_verdict and rows.step[-1] == rollbacks[-1]["from_step"]:
             limit = np.minimum(limit, rollbacks[-1]["to_step"] + 1)
     return rows.step >= limit
 
@@ -148,24 +221,33 @@ def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
 # --- Reading ----------------------------------------------------------------------------------
 
 
-def _read_table(path: Path, file: BufferedReader) -> Column:
+def _updated(path: Path, file: BufferedReader, before: _Source) -> _Source:
+    """What was read before, or is in the cache, and all complete lines after it."""
     status = os.fstat(file.fileno())
-    table, first, num_skipped = _read_cache(path, file, status) or (np.empty(0, _DTYPE), 0, 0)
-    num_rows, end = len(table), first
-    for offset, block, after in _blocks(file, first, status.st_size):
-        found, num_bad = _parse(offset, block)
-        num_skipped, end, needed = num_skipped + num_bad, after, num_rows + len(found)
-        if needed > len(table):  # grows in place: a copy takes the memory of all rows once more
-            left = (status.st_size - end) * len(found) / len(block)
-            table.resize(needed + int(1.02 * left), refcheck=False)
-        table[num_rows:needed] = found
-        num_rows = needed
-    table.resize(num_rows, refcheck=False)
+    is_usable = before.known["end"] and _is_prefix(before.known, file, status)
+    source = before if is_usable else _read_cache(path, file, status) or _Source.empty()
+    known = source.known
+    first, end, num_skipped = known["end"], known["end"], known["num_skipped"]
+    if (known["size"], known["mtime_ns"]) != (status.st_size, status.st_mtime_ns):
+        known["hash"] = ""  # unusable, until all is read
+        for offset, block, after in _blocks(file, first, status.st_size):
+            found, num_bad = _parse(offset, block)
+            source.store.append(found)
+            num_skipped, end = num_skipped + num_bad, after
+        source.known = _Known(
+            device=status.st_dev,
+            inode=status.st_ino,
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            end=end,
+            hash=_hash_of_ends(file, end),
+            num_skipped=num_skipped,
+        )
     fsio.note_skipped_lines(path, num_skipped)
     if end - first >= _CACHED_BYTES:
         with suppress(OSError, RuntimeError):  # no room, no permission, no home: read again
-            _write_cache(path, file, status, table, end, num_skipped)
-    return table
+            _write_cache(path, source)
+    return source
 
 
 def _blocks(file: BufferedReader, offset: int, size: int) -> Iterator[tuple[int, bytes, int]]:
@@ -212,7 +294,7 @@ def _parse(offset: int, block: bytes) -> tuple[Column, int]:
         with suppress(pa.ArrowException, pa.ArrowInvalid):
             rows, doubtful = _parse_by_arrow(block, len(ends))
     if rows is None:
-        rows, doubtful = np.zeros(len(ends), _DTYPE), np.arange(len(ends))
+        rows, doubtful = np.zeros(len(ends), DTYPE), np.arange(len(ends))
     num_blank = 0
     for index in doubtful.tolist():
         line = block[starts[index] : ends[index]]
@@ -230,13 +312,21 @@ def _parse(offset: int, block: bytes) -> tuple[Column, int]:
 
 def _fill(row: Column, metrics: Metrics) -> None:
     row["batch"] = metrics["step"] - 1  # longtake before 0.1 wrote none, and skipped none
-    for name in ("step", "batch", "time", "step_seconds", "loss", "grad_norm", "weight_norm"):
-        if name in metrics:
-            value = metrics[name]
-            row[name] = np.nan if value is None else value
-    if "weight_norm" not in metrics:
-        row["weight_norm"] = np.nan
-    row["has_weight_norm"], row["has_verdict"] = "weight_norm" in metrics, "verdict" in metrics
+    for name in _OPTIONAL:
+        row[name] = ABSENT
+    for name, value in metrics.items():
+        if name in _FIELDS:
+            row[name] = _within_float32(np.nan if value is None else value, row.dtype[name])
+    for name, value in zip(SIGMA_NAMES, metrics.get("loss_by_sigma", ()), strict=False):
+        row[name] = _within_float32(np.nan if value is None else value, row.dtype[name])
+    row["has_verdict"] = "verdict" in metrics
+
+
+def _within_float32(values: Any, dtype: np.dtype[Any]) -> Any:
+    """Larger numbers become the largest one, not infinity."""
+    if dtype != np.float32:
+        return values
+    return np.where(values == ABSENT, ABSENT, np.clip(values, -_MAX_FLOAT32, _MAX_FLOAT32))
 
 
 def _is_safe_for_arrow(block: bytes, octets: Column, starts: Column, ends: Column) -> bool:
@@ -260,56 +350,89 @@ def _parse_by_arrow(block: bytes, num_lines: int) -> tuple[Column, Column] | tup
         first = _validate(block[: block.index(b"\n")], strict=True)
     except ValidationError:
         return nothing
-    schema = _schema(first)
+    schema = _schema(first, block[:_LOOKED_AT_BYTES])
     if schema is None:
         return nothing
-    table = arrow_json.read_json(
-        pa.BufferReader(block),
-        arrow_json.ReadOptions(block_size=_ARROW_BLOCK_BYTES),
-        arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error"),
-    )
-    verdicts = table.column("verdict")
-    num_verdicts = num_lines - verdicts.null_count
-    if table.num_rows != num_lines or block.count(b'"verdict"') != num_verdicts:
+    try:
+        table = _read_json(block, schema)
+    except pa.ArrowInvalid:  # perhaps further on are fields that the beginning does not have
+        schema = _schema(first, block)
+        table = _read_json(block, schema)
+    if table.num_rows != num_lines:
         return nothing
-    if not {each.as_py() for each in verdicts.unique()} <= {None, "skip", "roll_back", "stop"}:
-        return nothing
-    has_verdict = verdicts.is_valid().to_numpy()
     doubtful = np.zeros(num_lines, bool)  # a field is null or missing: Arrow does not say which
-    rows = np.zeros(num_lines, _DTYPE)
-    for name in schema.names:
-        column = table.column(name)
-        if name != "verdict" and column.null_count:
-            doubtful |= column.is_null().to_numpy()
+    rows = np.zeros(num_lines, DTYPE)
+    for name in _OPTIONAL:
+        rows[name] = ABSENT
+    for name, column in zip(table.column_names, table.columns, strict=True):
         if not _are_in_range(name, column):
             return nothing
-        if name in _FIELDS:
-            values = column.fill_null(0) if column.null_count else column
-            rows[name] = values.to_numpy()
-    rows["has_verdict"] = has_verdict
-    rows["has_weight_norm"] = "weight_norm" in schema.names
-    if "weight_norm" not in schema.names:
-        rows["weight_norm"] = np.nan
-    if "batch" not in schema.names:
+        if column.null_count and not _is_only_absent(name, column, block):
+            doubtful |= column.is_null().to_numpy()
+        if name == "loss_by_sigma":
+            _put_quarters(rows, column)
+        elif name in _FIELDS:
+            if column.null_count:
+                is_optional = name in _OPTIONAL
+                column = column.cast(pa.float64()) if is_optional else column
+                column = column.fill_null(ABSENT if is_optional else 0)
+            rows[name] = _within_float32(column.to_numpy(), rows.dtype[name])
+        elif name == "verdict":
+            if not {each.as_py() for each in column.unique()} <= _VERDICTS:
+                return nothing
+            rows["has_verdict"] = column.is_valid().to_numpy()
+    if "batch" not in table.column_names:
         rows["batch"] = rows["step"] - 1
     return rows, np.flatnonzero(doubtful)
 
 
-def _schema(metrics: Mapping[str, Any]) -> pa.Schema | None:
-    """Arrow's types of the fields of a record; None if it has fields that `Metrics` has not."""
+def _read_json(block: bytes, schema: pa.Schema) -> pa.Table:
+    return arrow_json.read_json(
+        pa.BufferReader(block),
+        arrow_json.ReadOptions(block_size=_ARROW_BLOCK_BYTES),
+        arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error"),
+    )
+
+
+def _is_only_absent(name: str, column: pa.ChunkedArray, block: bytes) -> bool:
+    """Whether each line that has no number in a field does not have the field."""
+    if name in Metrics.__required_keys__ or name == "batch":
+        return False
+    num_there = len(column) - column.null_count
+    return bool(block.count(b'"%s"' % name.encode()) == num_there)
+
+
+def _put_quarters(rows: Column, lists: pa.ChunkedArray) -> None:
+    values = pc.list_flatten(lists).to_numpy().reshape(-1, len(SIGMA_NAMES))  # null: NaN
+    is_there = lists.is_valid().to_numpy() if lists.null_count else slice(None)
+    for quarter, name in enumerate(SIGMA_NAMES):
+        rows[name][is_there] = _within_float32(values[:, quarter], rows.dtype[name])
+
+
+def _schema(metrics: Mapping[str, Any], text: bytes) -> pa.Schema | None:
+    """Arrow's types of the fields of a record, and of the sparse ones that are in the text.
+
+    None: the record has fields that `Metrics` has not.
+    """
     if not metrics.keys() <= Metrics.__annotations__.keys():
         return None
-    types = {}
-    for name, value in metrics.items():
-        if name in ("step", "epoch", "batch"):
-            types[name] = pa.int64()
-        elif isinstance(value, dict):
-            types[name] = pa.struct([(key, pa.float64()) for key in value])
-        elif isinstance(value, list):
-            types[name] = pa.list_(pa.float64())
-        else:
-            types[name] = pa.string() if isinstance(value, str) else pa.float64()
-    return pa.schema({**types, "verdict": pa.string()})
+    types = {name: _type(name, value) for name, value in metrics.items()}
+    for name in _SPARSE:
+        if name not in types and b'"%s"' % name.encode() in text:
+            types[name] = _type(name, "" if name == "verdict" else 0.0)
+    return pa.schema(types)
+
+
+def _type(name: str, value: object) -> pa.DataType:
+    match value:
+        case str():
+            return pa.string()
+        case dict():
+            return pa.struct([(key, pa.float64()) for key in value])
+        case list():
+            return pa.list_(pa.float64())
+        case _:
+            return pa.int64() if name in _COUNTS else pa.float64()
 
 
 def _are_in_range(name: str, column: pa.ChunkedArray) -> bool:
@@ -336,63 +459,52 @@ def _are_in_range(name: str, column: pa.ChunkedArray) -> bool:
 
 
 class _CacheHeader(TypedDict):
-    """The first line of a cache; the bytes of the table follow."""
+    """The beginning of a cache, filled up with spaces; the bytes of a `ColumnStore` follow."""
 
     format: fsio.Count
     fields: str
-    """Those of `_DTYPE`."""
-    device: int
-    inode: int
-    size: fsio.Count
-    mtime_ns: int
-    end: fsio.Count
-    """Of the last line that was read."""
-    hash: str
-    """Of the file's first and last bytes up to `end`."""
+    """Those of `DTYPE`."""
+    known: _Known
     num_rows: fsio.Count
-    num_skipped: fsio.Count
-    checksum: fsio.Count
-    """CRC-32 of the table."""
+    checksum: int
 
 
 def _cache_path(path: Path) -> Path:
-    """Readers write nothing into a run: the cache is in the user's folder of caches."""
+    """In the user's cache folder: inspection writes nothing in a run directory."""
     top = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(top) if top.startswith("/") else Path.home() / ".cache"
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
     return folder / "longtake" / "metrics" / f"{name}.rows"
 
 
-def _read_cache(
-    path: Path, file: BufferedReader, status: os.stat_result
-) -> tuple[Column, int, int] | None:
-    """The table, its last line's end, and the number of skipped lines; None: no usable cache."""
+def _read_cache(path: Path, file: BufferedReader, status: os.stat_result) -> _Source | None:
+    """What an earlier process read of this file; None: there is no usable cache."""
     with suppress(OSError, RuntimeError, errors.RecordError, ValueError):
         cache_path = _cache_path(path)
         with fsio.open_regular(cache_path) as cache:
             if os.fstat(cache.fileno()).st_uid != os.getuid():
                 return None
-            header = fsio.parse_record(cache.readline(_HASHED_BYTES), _CacheHeader, cache_path)
-            if not _is_prefix(header, file, status):
+            header = fsio.parse_record(cache.read(_HEADER_BYTES), _CacheHeader, cache_path)
+            if (header["format"], header["fields"]) != (_CACHE_FORMAT, str(DTYPE)):
                 return None
-            table = np.zeros(header["num_rows"], _DTYPE)
-            octets = table.view(np.uint8).data
-            if cache.readinto(octets) == len(octets) and zlib.crc32(octets) == header["checksum"]:
-                return table, header["end"], header["num_skipped"]
+            known = header["known"]
+            if not _is_prefix(known, file, status) or header["num_rows"] > known["end"]:
+                return None
+            store = ColumnStore.load(cache, header["num_rows"], header["checksum"])
+            return None if store is None else _Source(known, store)
     return None
 
 
-def _is_prefix(header: _CacheHeader, file: BufferedReader, status: os.stat_result) -> bool:
-    """Whether a cache is of this file as it is now, or as it was before lines were appended."""
-    is_same_file = (header["device"], header["inode"]) == (status.st_dev, status.st_ino)
-    has_grown = status.st_size > header["size"]
-    is_untouched = (header["size"], header["mtime_ns"]) == (status.st_size, status.st_mtime_ns)
+def _is_prefix(known: _Known, file: BufferedReader, status: os.stat_result) -> bool:
+    """Whether it is of this file as it is now, or as it was before lines were appended."""
+    is_same_file = (known["device"], known["inode"]) == (status.st_dev, status.st_ino)
+    has_grown = status.st_size > known["size"]
+    is_untouched = (known["size"], known["mtime_ns"]) == (status.st_size, status.st_mtime_ns)
     return (
-        (header["format"], header["fields"]) == (_CACHE_FORMAT, str(_DTYPE))
-        and is_same_file
+        is_same_file
         and (has_grown or is_untouched)
-        and header["num_rows"] <= header["end"] <= header["size"]
-        and header["hash"] == _hash_of_ends(file, header["end"])
+        and known["end"] <= known["size"]
+        and known["hash"] == _hash_of_ends(file, known["end"])
     )
 
 
@@ -404,34 +516,28 @@ def _hash_of_ends(file: BufferedReader, end: int) -> str:
     return found.hexdigest()
 
 
-def _write_cache(
-    path: Path,
-    file: BufferedReader,
-    status: os.stat_result,
-    table: Column,
-    end: int,
-    num_skipped: int,
-) -> None:
-    octets = table.view(np.uint8).data
-    header = _CacheHeader(
-        format=_CACHE_FORMAT,
-        fields=str(_DTYPE),
-        device=status.st_dev,
-        inode=status.st_ino,
-        size=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        end=end,
-        hash=_hash_of_ends(file, end),
-        num_rows=len(table),
-        num_skipped=num_skipped,
-        checksum=zlib.crc32(octets),
-    )
+def _write_cache(path: Path, source: _Source) -> None:
+    """Write the cache, and from then on read full blocks from it."""
     cache_path = _cache_path(path)
     folder = cache_path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with fsio.atomic_write(cache_path, by_many=True) as partial, partial.open("xb") as cache:
-        cache.write(json.dumps(header).encode() + b"\n")
-        cache.write(octets)
+    with (
+        fsio.atomic_write(cache_path, by_many=True) as partial,
+        partial.open("x+b") as cache,
+    ):
+        cache.seek(_HEADER_BYTES)
+        checksum = source.store.write(cache)
+        header = _CacheHeader(
+            format=_CACHE_FORMAT,
+            fields=str(DTYPE),
+            known=source.known,
+            num_rows=source.store.num_rows,
+            checksum=checksum,
+        )
+        cache.seek(0)
+        cache.write(json.dumps(header).encode().ljust(_HEADER_BYTES))
+        cache.flush()
+        source.store.keep_in(cache, _HEADER_BYTES)
     by_age = sorted(folder.glob("*.rows"), key=lambda each: each.stat().st_mtime)
     for old in by_age[:-_MAX_CACHES]:
         old.unlink(missing_ok=True)

@@ -1,0 +1,152 @@
+"""Rows of numbers as columns, in blocks; full blocks may lie in a file and are read when asked for.
+
+The file is a cache in the user's cache folder. A column of it is read with `pread`, not mapped: a
+file on NFS that another host replaces would end this process with SIGBUS.
+"""
+
+import errno
+import os
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import IO, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[Any]
+
+DTYPE: Final = np.dtype(
+    [
+        ("offset", "<i8"),  # of the line in the file
+        ("step", "<i8"),
+        ("batch", "<i8"),
+        ("time", "<f8"),
+        # NaN, from here on: it was not finite. -inf: the line does not have it.
+        ("loss", "<f8"),
+        ("grad_norm", "<f8"),
+        ("weight_norm", "<f8"),
+        ("step_seconds", "<f8"),
+        ("data_seconds", "<f4"),
+        ("learning_rate", "<f4"),
+        ("update_ratio", "<f4"),
+        ("tflops_per_second", "<f4"),
+        ("mfu", "<f4"),
+        ("peak_memory_bytes", "<f4"),
+        ("loss_sigma_1", "<f4"),
+        ("loss_sigma_2", "<f4"),
+        ("loss_sigma_3", "<f4"),
+        ("loss_sigma_4", "<f4"),
+        ("has_verdict", "?"),
+    ]
+)
+SIGMA_NAMES: Final = tuple(f"loss_sigma_{quarter}" for quarter in (1, 2, 3, 4))
+ABSENT: Final = -np.inf
+"""Stands for a number that a line does not have; JSON has finite numbers only."""
+
+_BLOCK_ROWS = 2**16
+_NAMES: Final = DTYPE.names or ()
+_BLOCK: Final = np.dtype([(name, DTYPE[name], (_BLOCK_ROWS,)) for name in _NAMES])
+_OFFSETS: Final = {name: place[1] for name, place in (_BLOCK.fields or {}).items()}
+_COPIED_BYTES = 2**20
+
+
+class ColumnStore:
+    """Rows that are appended, and read column by column.
+
+    Rows that are there do not change: a column of the first rows stays right while more are
+    appended.
+    """
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._blocks: list[Column] = []  # those that are not in the file
+        self._num_in_file = 0
+        self._descriptor, self._first_byte = -1, 0
+        self._close: Callable[[], object] | None = None
+        self._columns: dict[str, Column] = {}
+
+    def append(self, rows: Column) -> None:
+        done = 0
+        while done < len(rows):
+            place = self.num_rows % _BLOCK_ROWS
+            if place == 0:
+                self._blocks.append(np.zeros((), _BLOCK))
+            some = rows[done : done + _BLOCK_ROWS - place]
+            for name in _NAMES:
+                self._blocks[-1][name][place : place + len(some)] = some[name]
+            self.num_rows += len(some)
+            done += len(some)
+
+    def column(self, name: str, num_rows: int) -> Column:
+        """The first rows of a column.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        known = self._columns.get(name)
+        if known is None or len(known) < num_rows:
+            found = np.empty(num_rows, DTYPE[name])
+            begin = 0 if known is None else len(known)
+            found[:begin] = known if known is not None else ()
+            while begin < num_rows:
+                number, place = divmod(begin, _BLOCK_ROWS)
+                end = min(num_rows, (number + 1) * _BLOCK_ROWS)
+                self._read(number, name, place, found[begin:end])
+                begin = end
+            self._columns[name] = known = found
+        return known[:num_rows]
+
+    def write(self, file: IO[bytes]) -> int:
+        """Write all blocks from the file's position on; returns their checksum."""
+        checksum = 0
+        for number in range(self._num_in_file + len(self._blocks)):
+            block = np.zeros((), _BLOCK)
+            for name in _NAMES:
+                self._read(number, name, 0, block[name])
+            octets = block.reshape(1).view(np.uint8).data
+            checksum = zlib.crc32(octets, checksum)
+            file.write(octets)
+        return checksum
+
+    def keep_in(self, file: IO[bytes], first_byte: int) -> None:
+        """Read full blocks from a file, to which `write` has written, and forget them here."""
+        num_full = self.num_rows // _BLOCK_ROWS
+        self._blocks = self._blocks[num_full - self._num_in_file :]
+        self._open(file, first_byte, num_full)
+
+    @classmethod
+    def load(cls, file: IO[bytes], num_rows: int, checksum: int) -> "ColumnStore | None":
+        """The store that was written to the rest of a file; None: it is damaged."""
+        store, first_byte = cls(), file.tell()
+        found = size = 0
+        while data := file.read(_COPIED_BYTES):
+            found, size = zlib.crc32(data, found), size + len(data)
+        if size != -(-num_rows // _BLOCK_ROWS) * _BLOCK.itemsize or found != checksum:
+            return None
+        store._open(file, first_byte, -(-num_rows // _BLOCK_ROWS))
+        store.num_rows = num_rows
+        if num_rows % _BLOCK_ROWS:  # the last block is not full: more rows may come
+            block = np.zeros((), _BLOCK)
+            for name in _NAMES:
+                store._read(store._num_in_file - 1, name, 0, block[name])
+            store._blocks, store._num_in_file = [block], store._num_in_file - 1
+        return store
+
+    def _open(self, file: IO[bytes], first_byte: int, num_in_file: int) -> None:
+        if self._close is not None:
+            self._close()
+        self._descriptor, self._first_byte = os.dup(file.fileno()), first_byte
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._num_in_file = num_in_file
+
+    def _read(self, number: int, name: str, place: int, out: Column) -> None:
+        """Fill `out` with rows of one block, from its row `place` on."""
+        if number >= self._num_in_file:
+            block = self._blocks[number - self._num_in_file]
+            out[:] = block[name][place : place + len(out)]
+            return
+        begin = self._first_byte + number * _BLOCK.itemsize + _OFFSETS[name]
+        octets = out.view(np.uint8).data
+        if os.preadv(self._descriptor, [octets], begin + place * out.itemsize) != len(octets):
+            raise OSError(errno.EIO, "the cache of metrics is shorter than it was")
