@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from io import BufferedReader
 from itertools import pairwise
@@ -90,7 +90,10 @@ class MetricRows:
     chosen: range | Column
     """Which lines; an array: their numbers."""
     is_abandoned: NDArray[np.bool_]
-    _columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)
+    columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)
+    """Numbers of all these rows that were read, or computed from others."""
+    reduced: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What `series` has reduced of columns."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -111,7 +114,7 @@ class MetricRows:
         Raises:
             RecordError: the cache of them cannot be read.
         """
-        if name not in self._columns:
+        if name not in self.columns:
             lines = self.chosen
             stop = lines.stop if isinstance(lines, range) else int(lines.max(initial=-1)) + 1
             try:
@@ -120,10 +123,10 @@ class MetricRows:
                 why = f"its cache cannot be read ({error}); run the same command again"
                 raise errors.RecordError(self.path, why) from error
             if isinstance(lines, range):
-                self._columns[name] = column[lines.start :: lines.step]
+                self.columns[name] = column[lines.start :: lines.step]
             else:
-                self._columns[name] = column[lines]
-        return self._columns[name]
+                self.columns[name] = column[lines]
+        return self.columns[name]
 
     def column(self, name: str) -> Column:
         """Numbers by line; NaN: not finite, or not in the line."""
@@ -199,8 +202,13 @@ def read_rows(run: RunDirectory, before: MetricRows | None = None) -> MetricRows
         if not fsio.is_missing(error):
             raise errors.RecordError(path, error.strerror or str(error)) from error
         source, num_rows = _Source.empty(), 0
-    rows = MetricRows(path, source, range(num_rows), np.zeros(num_rows, bool))
-    return MetricRows(path, source, rows.chosen, _abandoned(rows, run), rows._columns)
+    all_rows = MetricRows(path, source, range(num_rows), np.zeros(num_rows, bool))
+    rows = replace(all_rows, is_abandoned=_abandoned(all_rows, run))
+    if before is not None and before.source is source:
+        rows.reduced.update(
+            {name: before.reduced[name] for name in before.reduced if name in _FIELDS}
+        )
+    return rows
 
 
 def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:

@@ -1,0 +1,319 @@
+"""What a plot draws of a run's numbers: least, greatest and mean number of each pixel.
+
+Blocks of 64 rows are reduced once for each column, so that a window of any length is reduced from a
+few numbers for each pixel. A pixel's range holds every number of its steps: no spike is lost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtake.inspection.columns import ABSENT, Column
+from longtake.inspection.rows import MetricRows
+
+
+class SeriesName(NamedTuple):
+    """How a plot names a series."""
+
+    label: str
+    unit: str
+    """Empty: a number without a unit."""
+
+
+NAMES: Final[dict[str, SeriesName]] = {
+    "loss": SeriesName("loss", ""),
+    "loss_smoothed": SeriesName("loss, smoothed", ""),
+    "loss_sigma_1": SeriesName("loss, sigma 0 to ¼", ""),
+    "loss_sigma_2": SeriesName("loss, sigma ¼ to ½", ""),
+    "loss_sigma_3": SeriesName("loss, sigma ½ to ¾", ""),
+    "loss_sigma_4": SeriesName("loss, sigma ¾ to 1", ""),
+    "grad_norm": SeriesName("gradient norm", ""),
+    "weight_norm": SeriesName("weight norm", ""),
+    "update_ratio": SeriesName("update / weights", ""),
+    "learning_rate": SeriesName("learning rate", ""),
+    "step_seconds": SeriesName("step", "s"),
+    "data_seconds": SeriesName("wait for data", "s"),
+    "tflops_per_second": SeriesName("computed", "TFLOP/s"),
+    "mfu": SeriesName("MFU", ""),
+    "peak_memory_bytes": SeriesName("peak memory", "B"),
+}
+"""The series that `read_series` knows."""
+
+MAX_PIXELS: Final = 10_000
+_BLOCK_ROWS = 64
+_BLOCKS_PER_PIXEL = 4
+_MOST_BRANCHES = 100
+_SMOOTHED_SHARE, _LEAST_SMOOTHED, _MOST_SMOOTHED = 1 / 100, 8, 512  # of the rows, and rows
+
+XAxis = Literal["step", "time", "batch"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One quantity over the steps, a bucket for each pixel; the arrays are of one length.
+
+    Buckets without a row have NaN, and so have those in which no row has a finite number.
+    """
+
+    name: str
+    label: str
+    unit: str
+    x: Column
+    """Of the first row in each bucket: its step (int64); or time in seconds since 1970, or batch.
+    It rises."""
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    is_not_finite: NDArray[np.bool_]
+    """Whether a number in the bucket was NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class AbandonedBranch:
+    """Steps that were done, and given up when the run went back to before them."""
+
+    first_step: int
+    last_step: int
+    returned_to: int
+    """The step after which it trained on."""
+    rows: MetricRows
+    """These, and the one before them."""
+
+
+def read_series(
+    rows: MetricRows,
+    names: Sequence[str],
+    first: int,
+    last: int,
+    pixels: int,
+    *,
+    abandoned: bool = False,
+    x: XAxis = "step",
+) -> list[Series]:
+    """The series of the steps from `first` to `last` in at most so many buckets.
+
+    Args:
+        rows: of the run, as `read_rows` returns them.
+        names: of `NAMES`.
+        first: the first step.
+        last: the last step.
+        pixels: the width of the plot; at most `MAX_PIXELS` are used.
+        abandoned: of all abandoned rows together, instead of those that count.
+        x: what the buckets' `x` is. Buckets are made by steps; those without rows are left out
+            where it is another.
+    """
+    chosen = _abandoned_rows(rows) if abandoned else rows.kept
+    return _reduce(chosen, names, first, last, pixels, x)
+
+
+def abandoned_branches(rows: MetricRows) -> list[AbandonedBranch]:
+    """The branches that were given up, in their order; the longest 100, if there are more."""
+    lines = np.flatnonzero(rows.is_abandoned)
+    begins_pass = np.diff(rows.step, prepend=np.iinfo(np.int64).max) <= 0
+    _, begins = np.unique(np.cumsum(begins_pass)[lines], return_index=True)
+    firsts = lines[begins]
+    lasts = np.append(lines[begins[1:] - 1], lines[-1:])
+    longest = np.sort(np.argsort(firsts - lasts, kind="stable")[:_MOST_BRANCHES])
+    found = []
+    for begin, end in zip(firsts[longest].tolist(), lasts[longest].tolist(), strict=True):
+        after = rows.step[end + 1] if end + 1 < len(rows) else rows.step[begin]
+        found.append(
+            AbandonedBranch(
+                first_step=int(rows.step[begin]),
+                last_step=int(rows.step[end]),
+                returned_to=max(0, int(after) - 1),
+                rows=rows[begin - (begin > 0 and not begins_pass[begin]) : end + 1],
+            )
+        )
+    return found
+
+
+def read_branch(
+    branch: AbandonedBranch, names: Sequence[str], first: int, last: int, pixels: int
+) -> list[Series]:
+    """`read_series` of one branch, from the row before it on, so that its curve joins the other."""
+    return _reduce(branch.rows, names, first, last, pixels, "step")
+
+
+def _abandoned_rows(rows: MetricRows) -> MetricRows:
+    lines = np.flatnonzero(rows.is_abandoned)
+    return rows[lines[np.argsort(rows.step[lines], kind="stable")]]
+
+
+# --- Reduction --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """Numbers of groups of rows."""
+
+    low: NDArray[np.float64]  # inf: none is finite
+    high: NDArray[np.float64]
+    total: NDArray[np.float64]
+    count: NDArray[np.int64]  # of finite ones
+    has_bad: NDArray[np.bool_]
+
+    def joined(self, starts: NDArray[np.int64]) -> "_Reduced":
+        """Groups of these groups, each from its start to the next one's."""
+        with np.errstate(over="ignore"):
+            return _Reduced(
+                np.minimum.reduceat(self.low, starts),
+                np.maximum.reduceat(self.high, starts),
+                np.add.reduceat(self.total, starts),
+                np.add.reduceat(self.count, starts),
+                np.logical_or.reduceat(self.has_bad, starts),
+            )
+
+    def __getitem__(self, chosen: slice) -> "_Reduced":
+        return _Reduced(*(each[chosen] for each in self._columns()))
+
+    def __add__(self, other: "_Reduced") -> "_Reduced":
+        pairs = zip(self._columns(), other._columns(), strict=True)
+        return _Reduced(*(np.concatenate(pair) for pair in pairs))
+
+    def _columns(self) -> tuple[Column, ...]:
+        return self.low, self.high, self.total, self.count, self.has_bad
+
+
+def _single(values: Column) -> _Reduced:
+    """Each number as a group of its own."""
+    numbers = values.astype(np.float64, copy=False)
+    is_finite = np.isfinite(numbers)
+    return _Reduced(
+        np.where(is_finite, numbers, np.inf),
+        np.where(is_finite, numbers, -np.inf),
+        np.where(is_finite, numbers, 0.0),
+        is_finite.astype(np.int64),
+        ~is_finite & (numbers != ABSENT),
+    )
+
+
+def _reduce(
+    rows: MetricRows, names: Sequence[str], first: int, last: int, pixels: int, x: XAxis
+) -> list[Series]:
+    steps, begin, end = rows.step, 0, 0
+    if len(rows):
+        first, last = max(first, int(steps[0])), min(last, int(steps[-1]))
+        begin, end = np.searchsorted(steps, [first, last + 1]).tolist()
+    if begin >= end:
+        none, bad = np.empty(0), np.empty(0, bool)
+        return [Series(name, *NAMES[name], steps[:0], none, none, none, bad) for name in names]
+    width = -(-(last - first + 1) // min(max(1, pixels), MAX_PIXELS))
+    edges = np.arange(first, last + width + 1, width)
+    places = np.searchsorted(steps, np.append(edges[:-1], last + 1))
+    pieces = _pieces(begin, end, len(edges) - 1)
+    starts = np.searchsorted(pieces, places)
+    has_rows, is_gap = np.diff(starts) > 0, np.diff(places) == 0
+    is_shown = has_rows | (is_gap if x == "step" else False)
+    positions = edges[:-1].copy()
+    begins = pieces[starts[:-1][has_rows]]
+    positions[has_rows] = steps[begins]
+    if x != "step":
+        column = rows.column(x)
+        positions = positions.astype(column.dtype)
+        positions[has_rows] = np.maximum.accumulate(column)[begins]
+    found = []
+    for name in names:
+        groups = _groups(rows, name, pieces, end).joined(starts[:-1][has_rows])
+        numbers = np.full((3, len(positions)), np.nan)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = np.clip(groups.total / groups.count, groups.low, groups.high)
+        is_known = groups.count > 0
+        numbers[:, has_rows] = np.where(is_known, (groups.low, groups.high, mean), np.nan)
+        has_bad = np.zeros(len(positions), bool)
+        has_bad[has_rows] = groups.has_bad
+        low, high, mean = numbers[:, is_shown]
+        where = positions[is_shown]
+        found.append(Series(name, *NAMES[name], where, low, high, mean, has_bad[is_shown]))
+    return found
+
+
+def _pieces(begin: int, end: int, num_buckets: int) -> NDArray[np.int64]:
+    """The first row of each piece that is not divided: a row; or a block, if there are many.
+
+    With blocks, a bucket may begin up to 63 rows later than its pixel.
+    """
+    if end - begin <= num_buckets * _BLOCK_ROWS * _BLOCKS_PER_PIXEL:
+        return np.arange(begin, end)
+    first = -(-begin // _BLOCK_ROWS) * _BLOCK_ROWS
+    whole = np.arange(first, end, _BLOCK_ROWS)
+    return whole if first == begin else np.insert(whole, 0, begin)
+
+
+def _groups(rows: MetricRows, name: str, pieces: NDArray[np.int64], end: int) -> _Reduced:
+    """The numbers of pieces; the first and the last may be parts of blocks."""
+    begin, values = int(pieces[0]), _values(rows, name)
+    if len(pieces) == end - begin:
+        return _single(values[begin:end])
+    first, last = -(-begin // _BLOCK_ROWS), end // _BLOCK_ROWS
+    groups = _blocks(rows, name, values)[first:last]
+    zero = np.zeros(1, np.int64)
+    if begin < first * _BLOCK_ROWS:
+        groups = _single(values[begin : first * _BLOCK_ROWS]).joined(zero) + groups
+    if last * _BLOCK_ROWS < end:
+        groups += _single(values[last * _BLOCK_ROWS : end]).joined(zero)
+    return groups
+
+
+def _blocks(rows: MetricRows, name: str, values: Column) -> _Reduced:
+    """All full blocks of a column; what was reduced of fewer rows is not reduced again."""
+    known: _Reduced | None = rows.reduced.get(name)
+    begin, num_blocks = 0 if known is None else len(known.low), len(values) // _BLOCK_ROWS
+    if begin < num_blocks:
+        whole = _single(values[begin * _BLOCK_ROWS : num_blocks * _BLOCK_ROWS])
+        low, high, total, count, has_bad = (
+            each.reshape(-1, _BLOCK_ROWS) for each in whole._columns()
+        )
+        with np.errstate(over="ignore"):
+            new = _Reduced(
+                low.min(axis=1),
+                high.max(axis=1),
+                total.sum(axis=1),
+                count.sum(axis=1),
+                np.any(has_bad, axis=1),
+            )
+        known = new if known is None else known + new
+        rows.reduced[name] = known
+    assert known is not None
+    return known[:num_blocks]
+
+
+# --- The smoothed loss ------------------------------------------------------------------------
+
+
+def _values(rows: MetricRows, name: str) -> Column:
+    return _smoothed_loss(rows) if name == "loss_smoothed" else rows.raw_column(name)
+
+
+def _smoothed_loss(rows: MetricRows) -> NDArray[np.float64]:
+    """Exponential mean of the losses up to each row, of those that are finite and were trained on.
+
+    Divided by the sum of the weights, as in Adam, so that it begins at the first loss.
+    """
+    if "loss_smoothed" not in rows.columns:
+        length = np.clip(len(rows) * _SMOOTHED_SHARE, _LEAST_SMOOTHED, _MOST_SMOOTHED)
+        decay = 1 - 1 / 2.0 ** round(np.log2(length))
+        losses = rows.raw_column("loss")
+        counts = np.isfinite(losses) & ~rows.raw_column("has_verdict")
+        with np.errstate(all="ignore"):
+            total = _decaying_sum(np.where(counts, losses, 0.0), decay)
+            weight = _decaying_sum(counts.astype(np.float64), decay)
+            rows.columns["loss_smoothed"] = np.where(weight > 0, total / weight, np.nan)
+    return rows.columns["loss_smoothed"]
+
+
+def _decaying_sum(values: NDArray[np.float64], decay: float) -> NDArray[np.float64]:
+    """y[t] = decay * y[t - 1] + values[t]: within blocks by a matrix, and alike over blocks."""
+    size = _BLOCK_ROWS
+    blocks = np.zeros((-(-len(values) // size), size))
+    blocks.reshape(-1)[: len(values)] = values
+    age = np.subtract.outer(np.arange(size), np.arange(size))
+    inside = blocks @ np.where(age >= 0, decay ** np.maximum(age, 0), 0.0).T
+    if len(blocks) > 1:
+        carried = _decaying_sum(inside[:-1, -1], decay**size)
+        inside[1:] += carried[:, None] * decay ** np.arange(1, size + 1)
+    summed: NDArray[np.float64] = inside.reshape(-1)[: len(values)]
+    return summed
