@@ -136,7 +136,7 @@ def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dic
             places = {key: place for key, place in places.items() if place != over}
         if event["event"] not in INCIDENT_EVENTS:
             continue
-        new, key = {**event, "at": _incident_step(event, rows)}, _incident_key(event)
+        new, key = {**event, "at": incident_step(event, rows)}, _incident_key(event)
         place = places.get(key, len(found)) if key else len(found)
         if place < len(found):
             found[place] = _merged(found[place], new)
@@ -192,7 +192,7 @@ def restarts(run: RunDirectory) -> list[dict[str, Any]]:
     return found
 
 
-def _incident_step(event: Mapping[str, Any], rows: MetricRows) -> int:
+def incident_step(event: Mapping[str, Any], rows: MetricRows) -> int:
     step = event.get("step")
     if step is not None:
         return int(step) + (event["event"] in _NEXT_STEP_EVENTS)

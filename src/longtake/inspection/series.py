@@ -111,24 +111,29 @@ def read_series(
 
 def abandoned_branches(rows: MetricRows) -> list[AbandonedBranch]:
     """The branches that were given up, in their order; the longest 100, if there are more."""
-    lines = np.flatnonzero(rows.is_abandoned)
-    begins_pass = np.diff(rows.step, prepend=np.iinfo(np.int64).max) <= 0
-    _, begins = np.unique(np.cumsum(begins_pass)[lines], return_index=True)
-    firsts = lines[begins]
-    lasts = np.append(lines[begins[1:] - 1], lines[-1:])
+    firsts, lasts = abandoned_spans(rows)
     longest = np.sort(np.argsort(firsts - lasts, kind="stable")[:_MOST_BRANCHES])
     found = []
     for begin, end in zip(firsts[longest].tolist(), lasts[longest].tolist(), strict=True):
         after = rows.step[end + 1] if end + 1 < len(rows) else rows.step[begin]
+        joins = begin > 0 and rows.step[begin - 1] < rows.step[begin]
         found.append(
             AbandonedBranch(
                 first_step=int(rows.step[begin]),
                 last_step=int(rows.step[end]),
                 returned_to=max(0, int(after) - 1),
-                rows=rows[begin - (begin > 0 and not begins_pass[begin]) : end + 1],
+                rows=rows[begin - joins : end + 1],
             )
         )
     return found
+
+
+def abandoned_spans(rows: MetricRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first and the last row of each branch that was given up: the end of a pass."""
+    lines = np.flatnonzero(rows.is_abandoned)
+    passes = np.cumsum(np.diff(rows.step, prepend=0) <= 0)
+    _, begins = np.unique(passes[lines], return_index=True)
+    return lines[begins], np.append(lines[begins[1:] - 1], lines[-1:])
 
 
 def read_branch(

@@ -1,0 +1,381 @@
+"""What happened in a run, on its time line, and where its hours went."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtake import errors
+from longtake.formatting import plural
+from longtake.inspection.facts import (
+    INCIDENT_EVENTS,
+    incident_step,
+    incidents,
+    settings_changes,
+    step_of,
+)
+from longtake.inspection.rows import MetricRows
+from longtake.inspection.series import abandoned_spans
+from longtake.inspection.tables import said
+from longtake.node_dir import read_events
+from longtake.run_dir import BEGINNINGS, ENDINGS, EventKind, RunDirectory
+
+Level = Literal["info", "warn", "error"]
+Lane = Literal["launches", "stages", "data", "guard", "checkpoints", "evaluations", "nodes"]
+Event = Mapping[str, Any]
+
+
+class _Look(NamedTuple):
+    kind: str
+    lane: Lane
+    level: Level
+
+
+_LOOKS: Final[dict[str, _Look]] = {
+    "begun_from": _Look("launch", "launches", "info"),
+    "launched": _Look("launch", "launches", "info"),
+    "resumed": _Look("restart", "launches", "info"),
+    "finished": _Look("end", "launches", "info"),
+    "interrupted": _Look("end", "launches", "info"),
+    "rank_failed": _Look("failure", "launches", "error"),
+    "killed_rank": _Look("failure", "launches", "warn"),
+    "stage": _Look("stage", "stages", "info"),
+    "epoch": _Look("epoch", "stages", "info"),
+    "settings_changed": _Look("settings", "stages", "info"),
+    "data_changed": _Look("data", "data", "warn"),
+    "captions_truncated": _Look("captions", "data", "warn"),
+    "sample_rejected": _Look("rejected", "data", "warn"),
+    "decoder_stalled": _Look("decoder", "data", "warn"),
+    "decoder_died": _Look("decoder", "data", "warn"),
+    "restarted_worker": _Look("decoder", "data", "warn"),
+    "ledger_damaged": _Look("ledger", "data", "error"),
+    "update_skipped": _Look("skip", "guard", "warn"),
+    "anomaly_detected": _Look("spike", "guard", "warn"),
+    "rolled_back": _Look("rollback", "guard", "error"),
+    "diverged": _Look("diverged", "guard", "error"),
+    "checkpoint": _Look("checkpoint", "checkpoints", "info"),
+    "checkpoint_failed": _Look("checkpoint", "checkpoints", "error"),
+    "checkpoint_damaged": _Look("checkpoint", "checkpoints", "error"),
+    "sampled": _Look("sample", "evaluations", "info"),
+    "sampling_failed": _Look("sample", "evaluations", "warn"),
+    "evaluation_finished": _Look("evaluation", "evaluations", "info"),
+    "evaluation_failed": _Look("evaluation", "evaluations", "warn"),
+    "evaluation_missed": _Look("evaluation", "evaluations", "warn"),
+    "drift_alert": _Look("drift", "evaluations", "warn"),
+    "stalled": _Look("stall", "nodes", "error"),
+    "clock_stepped": _Look("clock", "nodes", "warn"),
+    "clock_slewed": _Look("clock", "nodes", "warn"),
+    "degraded": _Look("node", "nodes", "warn"),
+    "recovered": _Look("node", "nodes", "info"),
+    "disk_full": _Look("disk", "nodes", "error"),
+}
+"""By event; others are not on the time line."""
+_MOST_MARKS = 200
+"""Of one kind and level; from this number on, those beside each other become one."""
+_MOST_SECONDS = 1e9
+_OF_A_LAUNCH: Final = {
+    *get_args(EventKind),
+    *("rank_failed", "killed_rank", "stalled", "stall_cleared"),
+}
+"""Events that a launch's processes, or what happened to them, have caused."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened, or many things of one kind that happened close together."""
+
+    step: int | None
+    """As metrics count; None: there are no metrics. Of many, the first one's."""
+    time: float | None
+    """Seconds since 1970; of many, the first one's."""
+    kind: str
+    """launch restart end failure stage epoch settings data captions rejected decoder ledger skip
+    spike rollback diverged checkpoint sample evaluation drift stall clock node disk"""
+    text: str
+    level: Level
+    lane: Lane
+    span: tuple[int, int] | None = None
+    """First and last step of what it covers: of a rollback, the step that it returned to and the
+    last that it gave up; of many, the steps of the first and the last."""
+    count: int = 1
+
+
+def all_events(run: RunDirectory) -> list[dict[str, Any]]:
+    """Events of the run, its nodes and its evaluation servers, in the order of their times.
+
+    Raises:
+        RecordError: a file or folder cannot be read.
+    """
+    try:
+        return list(read_events(run))
+    except OSError as error:
+        path = Path(error.filename or run.path)
+        raise errors.RecordError(path, error.strerror or str(error)) from error
+
+
+def timeline(
+    run: RunDirectory, rows: MetricRows, events: Sequence[Event] | None = None
+) -> list[Mark]:
+    """All marks in the order of their steps, of one step in the order of their times.
+
+    `events`: what `all_events` has returned, where that is known.
+
+    Raises:
+        RecordError: a file of events cannot be read.
+    """
+    events = all_events(run) if events is None else events
+    shown = [(event, at) for event, at in _placed(events, rows) if event["event"] in _LOOKS]
+    marks: list[Mark] = []
+    shown.sort(key=lambda each: _look(each[0]))
+    for look, group in groupby(shown, key=lambda each: _look(each[0])):
+        some = sorted(group, key=lambda each: (each[1] is not None, each[1] or 0))
+        marks += [_mark(look, together) for together in _together(some)]
+    return sorted(marks, key=lambda mark: (mark.step or 0, mark.time or 0.0))
+
+
+def _placed(events: Sequence[Event], rows: MetricRows) -> Iterator[tuple[Event, int | None]]:
+    """Each event with its step; what is known to be the same only once."""
+    for known in (*settings_changes(events, rows), *incidents(events, rows)):
+        yield known, known["at"]
+    for event in events:
+        if event["event"] not in (*INCIDENT_EVENTS, "settings_changed"):
+            step = step_of(event, rows)
+            if event["event"] == "rolled_back":
+                step = event["from_step"]
+            yield event, incident_step(event, rows) if step is None and len(rows) else step
+
+
+def _look(event: Event) -> _Look:
+    look = _LOOKS[event["event"]]
+    lost = event["event"] in BEGINNINGS and event.get("lost_steps")
+    return _Look("restart", look.lane, "warn") if lost else look
+
+
+def _together(
+    events: Sequence[tuple[Event, int | None]],
+) -> Iterator[Sequence[tuple[Event, int | None]]]:
+    """Events of one kind: each alone, or, if there are many, those of one of equal spans."""
+    if len(events) <= _MOST_MARKS:
+        yield from ([each] for each in events)
+        return
+    first, last = events[0][1] or 0, events[-1][1] or 0
+    width = (last - first) // _MOST_MARKS + 1
+    for _, group in groupby(events, key=lambda each: ((each[1] or 0) - first) // width):
+        yield list(group)
+
+
+def _mark(look: _Look, events: Sequence[tuple[Event, int | None]]) -> Mark:
+    event, step = events[0]
+    text, span = _text(event, step), None
+    if event["event"] == "rolled_back":
+        span = (min(event["step"], event["from_step"]), event["from_step"])
+    elif look.kind == "restart" and event.get("lost_steps") and step is not None:
+        span = (step + 1, step + event["lost_steps"])
+    if len(events) > 1:
+        last = events[-1][1]
+        text = f"{len(events):,} times from step {step} to {last}; the first: {text}"
+        if step is not None and last is not None:
+            span = (step, last)
+    time = seconds_of(event)
+    return Mark(step, time, look.kind, text, look.level, look.lane, span, len(events))
+
+
+def _text(event: Event, step: int | None) -> str:
+    match event["event"]:
+        case "rolled_back":
+            return said({**event, "at": event["step"]})
+        case "launched" | "resumed" as kind:
+            lost = event.get("lost_steps")
+            again = f"; {plural(lost, 'step')} had not been saved" if lost else ""
+            given = {name: event[name] for name in ("world_size", "device") if event.get(name)}
+            return said({"event": kind, "at": step, **given}) + again
+        case "evaluation_finished" | "sampled" as kind:
+            return said({"event": kind, "at": step, "preset": event.get("preset")})
+        case _:
+            return said({**event, "at": step})
+
+
+def seconds_of(event: Event) -> float:
+    return datetime.fromisoformat(event["time"]).timestamp()
+
+
+# --- Where the hours went ---------------------------------------------------------------------
+
+
+class TimePart(NamedTuple):
+    """What a run's time was used for."""
+
+    part: str
+    seconds: float
+
+
+PARTS: Final = (
+    "training",
+    "waiting for data",
+    "saving",
+    "sampling",
+    "starting",
+    "trained again",
+    "rolled back",
+    "stuck",
+    "down",
+    "other",
+)
+"""`training` is of steps that count. `trained again` are steps that a crash lost, `rolled back`
+steps that the guard gave up. `stuck` is from the last step of a launch to its failure, and `down`
+from there to the next launch. `saving` is the time that steps after a save took above the median,
+and what was saved at an end."""
+
+
+@dataclass(frozen=True)
+class _Period:
+    """One launch, in seconds since 1970, with the rows that it wrote."""
+
+    begin: float
+    end: float  # its last sign of life
+    rows: slice
+    has_ended: bool  # it said how
+
+
+def goodput(
+    run: RunDirectory, rows: MetricRows, events: Sequence[Event] | None = None
+) -> list[TimePart]:
+    """Seconds by part, as `PARTS`, from the first launch to the last sign of life.
+
+    They add up to that time; where clocks were set back they may be more. `events` as in
+    `timeline`.
+
+    Raises:
+        RecordError: a file of the run cannot be read.
+    """
+    events = all_events(run) if events is None else events
+    times = np.maximum.accumulate(rows.column("time"))
+    periods = _periods(events, times, rows)
+    found = dict.fromkeys(PARTS, 0.0)
+    if not periods:
+        return [TimePart(*each) for each in found.items()]
+    found |= _seconds_of_steps(run, rows, events, periods)
+    for event in events:
+        if event["event"] == "sampled":
+            found["sampling"] += _number(event.get("seconds"))
+    for period in periods:
+        inside = times[period.rows]
+        if not len(inside):
+            found["starting"] += period.end - period.begin
+            continue
+        first = inside[0] - _clipped(rows.column("step_seconds")[period.rows.start])
+        found["starting"] += max(0.0, first - period.begin)
+        found["saving" if period.has_ended else "stuck"] += max(0.0, period.end - inside[-1])
+    for before, after in pairwise(periods):
+        found["down"] += max(0.0, after.begin - before.end)
+    wall = max(0.0, periods[-1].end - periods[0].begin)
+    found["other"] = max(0.0, wall - sum(found.values()))
+    return [TimePart(name, float(seconds)) for name, seconds in found.items()]
+
+
+def share_of_training(parts: Sequence[TimePart]) -> float | None:
+    """The share of `training` in all of what `goodput` returned; None: there is nothing."""
+    total = sum(each.seconds for each in parts)
+    return dict(parts)["training"] / total if total else None
+
+
+def _periods(
+    events: Sequence[Event], times: NDArray[np.float64], rows: MetricRows
+) -> list[_Period]:
+    """The launches, by their events; rows without one are of a launch that begins with them."""
+    begins = [place for place, event in enumerate(events) if event["event"] in BEGINNINGS]
+    if not begins and not len(rows):
+        return []
+    launched = [seconds_of(events[place]) for place in begins]
+    edges = np.searchsorted(times, launched).tolist()
+    if not begins or edges[0] > 0:
+        first = times[0] - _clipped(rows.column("step_seconds")[0])
+        launched, edges, begins = [first, *launched], [0, *edges], [0, *begins]
+    found: list[_Period] = []
+    ends = zip([*begins[1:], len(events)], [*edges[1:], len(rows)], strict=True)
+    for begin, first_row, time, (end, end_row) in zip(begins, edges, launched, ends, strict=True):
+        own = events[begin:end]
+        alive = [seconds_of(each) for each in own if each["event"] in _OF_A_LAUNCH]
+        last = max([time, *alive, *times[max(first_row, end_row - 1) : end_row].tolist()])
+        began = _process_began(own, time)
+        began = max(found[-1].end, began) if found else began
+        kinds = {each["event"] for each in own}
+        has_ended = not kinds.isdisjoint(ENDINGS)
+        found.append(_Period(began, max(began, last), slice(first_row, end_row), has_ended))
+    return found
+
+
+def _process_began(events: Sequence[Event], launched: float) -> float:
+    """When a launch's processes were started, as its `startup_timing` says."""
+    for event in events:
+        if event["event"] == "startup_timing":
+            return min(launched, seconds_of(event) - _number(event["total"]))
+    return launched
+
+
+def _seconds_of_steps(
+    run: RunDirectory, rows: MetricRows, events: Sequence[Event], periods: Sequence[_Period]
+) -> dict[str, float]:
+    """Seconds by part of all steps; of those that follow a save or a rollback, of each a part."""
+    seconds = _clipped(rows.column("step_seconds").astype(np.float64))
+    data = np.minimum(_clipped(rows.column("data_seconds").astype(np.float64)), seconds)
+    work, is_kept = seconds - data, ~rows.is_abandoned
+    usual = float(np.median(work[is_kept])) if is_kept.any() else 0.0
+    above, is_free = np.maximum(0.0, work - usual), is_kept.copy()
+    found = {}
+    firsts, lasts = abandoned_spans(rows)
+    launches = np.array([period.rows.start for period in periods])
+    begins = launches[launches < len(rows)]
+    saved = [event["step"] for event in events if event["event"] == "checkpoint"]
+    stalls = [each["at"] for each in incidents(events, rows) if each.get("lasted_seconds")]
+    after = {
+        "starting": np.unique(begins),
+        "rolled back": lasts[lasts + 1 < len(rows)] + 1,
+        "stuck": _rows_of(rows, stalls),
+        "saving": _rows_of(rows, [step + 1 for step in saved if isinstance(step, int)]),
+    }
+    for part, places in after.items():
+        chosen = places[is_free[places]]
+        found[part] = float(above[chosen].sum())
+        work[chosen] -= above[chosen]
+        is_free[chosen] = False
+    found["training"] = float(work[is_kept].sum())
+    found["waiting for data"] = float(data[is_kept].sum())
+    until = np.append(0.0, np.cumsum(seconds))
+    spent = until[lasts + 1] - until[firsts]
+    is_rollback = _are_rollbacks(run, rows, lasts, launches)
+    found["rolled back"] += float(spent[is_rollback].sum())
+    found["trained again"] = float(spent[~is_rollback].sum())
+    return found
+
+
+def _are_rollbacks(
+    run: RunDirectory,
+    rows: MetricRows,
+    lasts: NDArray[np.int64],
+    launches: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Whether the guard gave up each branch; else a launch lost it and another trained it again."""
+    steps = [each["from_step"] for each in run.rollbacks()]
+    says_so: NDArray[np.bool_] = np.isin(rows.step[lasts], steps)
+    says_so &= rows.column("has_verdict")[lasts]
+    return says_so | ~np.isin(lasts + 1, [*launches.tolist(), len(rows)])
+
+
+def _rows_of(rows: MetricRows, steps: Sequence[int]) -> NDArray[np.int64]:
+    return np.flatnonzero(np.isin(rows.step, np.array(steps, np.int64)))
+
+
+def _clipped(seconds: Any) -> Any:
+    return np.clip(seconds, 0.0, _MOST_SECONDS)
+
+
+def _number(value: object) -> float:
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(_clipped(value)) if is_number else 0.0
