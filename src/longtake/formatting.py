@@ -63,6 +63,12 @@ def format_time(text: str, *, with_date: bool = False) -> str:
     return datetime.fromisoformat(text).astimezone(UTC).strftime(form)
 
 
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sorts names by the numbers in them: node2 before node10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
 def join_words(words: Iterable[object], last: str = "and") -> str:
     *some, end = [str(word) for word in words] or [""]
     return f"{', '.join(some)} {last} {end}" if some else end

@@ -16,7 +16,6 @@ which the rank or its launcher also appends, as one write.
 """
 
 import json
-import re
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +29,8 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from longtake import errors, evaluation_dir, fsio, lease
-from longtake.run_dir import EVENT, Metrics, RunDirectory, last_ending
+from longtake.formatting import natural_key
+from longtake.run_dir import EVENT, Metrics, RunDirectory
 
 NodeEventKind = Literal[
     "watcher_started",
@@ -259,7 +259,7 @@ def this_node(run: RunDirectory) -> NodeDirectory:
 def all_nodes(run: RunDirectory) -> list[NodeDirectory]:
     folder = nodes_path(run)
     hosts = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return [NodeDirectory(run, host) for host in sorted(hosts, key=_natural)]
+    return [NodeDirectory(run, host) for host in sorted(hosts, key=natural_key)]
 
 
 def node_heartbeats(run: RunDirectory) -> dict[str, dict[str, Any]]:
@@ -308,6 +308,13 @@ StateKind = Literal["running", "stalled", "dead", "interrupted", "diverged", "fi
 _FRESH_SECONDS = 60.0
 
 
+class _Turn(TypedDict):
+    """An event with which a launch begins or ends."""
+
+    time: fsio.Time
+    event: Literal["launched", "resumed", "finished", "interrupted", "diverged"]
+
+
 @dataclass(frozen=True)
 class RunState:
     """Whether a run is trained now, or how its last launch ended."""
@@ -342,8 +349,10 @@ def state(run: RunDirectory) -> RunState:
 
 
 def _how_it_ended(run: RunDirectory) -> StateKind:
-    ended = last_ending(event["event"] for event in run.events())
-    return "dead" if ended is None else ended
+    found = fsio.read_last_record(run.events_path, _Turn)
+    if found is None or found["event"] == "launched" or found["event"] == "resumed":
+        return "dead"
+    return found["event"]
 
 
 def _silent_seconds(run: RunDirectory) -> float | None:
@@ -371,8 +380,3 @@ def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:
         return False
     last = fsio.read_last_record(run.metrics_path, Metrics)
     return last is None or bool(last["step"] <= (stall.get("step") or 0))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    parts = re.split(r"(\d+)", name)
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

@@ -1,0 +1,254 @@
+"""The runs in a folder, each in a few lines: read from the ends of their files, not the whole."""
+
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from longtake import errors, fsio, node_dir
+from longtake.evaluation_dir import EvaluationDirectory
+from longtake.formatting import natural_key
+from longtake.inspection.timeline import seconds_of
+from longtake.node_dir import StateKind
+from longtake.run_dir import EVENT, EventBase, Metrics, RunDirectory
+
+MAX_RUNS: Final = 1000
+MAX_DEPTH: Final = 3
+"""Folders below the one that is listed."""
+_MAX_FOLDERS = 20_000
+_TAIL_BYTES = 2**15
+_SAMPLE_BYTES, _NUM_SAMPLES = 2**13, 16  # of metrics.jsonl, spread over it
+_NUM_RECENT = 50
+_MOST_OF_USUAL = 5.0
+_RECORDS = ("recipe.toml", "run.json", "events.jsonl", "metrics.jsonl", "rollbacks.jsonl")
+_PICTURES = (".mp4", ".png")
+_MAX_DIGITS = 17  # of a step
+_ALARMS: Final[dict[str, tuple[str, ...]]] = {
+    "stalled": ("It runs, but does not move.",),
+    "dead": ("Its last launch did not end as it should.",),
+    "diverged": ("The guard stopped it.",),
+}
+
+
+class _StepTimes(TypedDict):
+    """What is used of a line of metrics.jsonl that is looked at for its times only."""
+
+    step: fsio.Count
+    step_seconds: fsio.Finite
+    data_seconds: fsio.Finite
+    time: fsio.Timestamp
+
+
+_LINE: Final = TypeAdapter(_StepTimes)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in a list; of a damaged one, what is readable."""
+
+    path: str
+    """From the listed folder to it, with "/"; ".": the folder itself."""
+    problem: str | None = None
+    """A sentence: what of it cannot be read."""
+    state: StateKind | None = None
+    """As `node_dir.state` says; None: that cannot be read."""
+    family: str | None = None
+    created: str | None = None
+    steps: int = 0
+    """That count."""
+    total_steps: int | None = None
+    step_seconds: float | None = None
+    """The median of recent steps."""
+    seconds_left: float | None = None
+    """Of a run that is running."""
+    last_seen: float | None = None
+    """When there was a sign of life, in seconds since 1970, by the times of its files."""
+    goodput: float | None = None
+    """About the share of the time since the first start that was training of steps that count:
+    their number times the mean of some; `timeline.goodput` has the exact one."""
+    loss: float | None = None
+    """Of the newest step; None: it was not finite, or there is none."""
+    alarms: tuple[str, ...] = ()
+    """Sentences: measures that drift, and that it is stalled or ended without a word."""
+    sample: str | None = None
+    """The first video or picture of the newest sampled checkpoint: from the folder to it."""
+
+
+def list_runs(folder: Path) -> list[RunSummary]:
+    """The runs in a folder, and in folders below it, by their paths; at most `MAX_RUNS`.
+
+    Links are not followed. The folder itself may be a run.
+
+    Raises:
+        RunError: the folder cannot be read.
+    """
+    if not folder.is_dir():
+        raise errors.RunError(f"{folder} is not a folder. Expected one that has runs in it.")
+    try:
+        os.scandir(folder).close()
+    except OSError as error:
+        raise errors.RunError(f"{folder} cannot be read: {error.strerror or error}.") from error
+    found = sorted(find_runs(folder), key=lambda path: natural_key(str(path)))
+    return [summarize(folder, path) for path in found]
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """Folders with a run.json, or with metrics and a recipe."""
+    pending, num_folders, num_runs = [(folder, 0)], 0, 0
+    while pending and num_folders < _MAX_FOLDERS:
+        path, depth = pending.pop(0)
+        num_folders += 1
+        files, folders = set(), []
+        with suppress(OSError), os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
+                else:
+                    files.add(entry.name)
+        if "run.json" in files or {"metrics.jsonl", "recipe.toml"} <= files:
+            yield path
+            num_runs += 1
+            if num_runs == MAX_RUNS:
+                return
+        elif depth < MAX_DEPTH:
+            shown = (name for name in folders if not name.startswith(".") and _is_text(name))
+            pending += [(path / name, depth + 1) for name in sorted(shown)]
+
+
+def summarize(folder: Path, path: Path) -> RunSummary:
+    """One run below a folder; never raises for what is in it."""
+    run, found = RunDirectory(path), RunSummary(path.relative_to(folder).as_posix())
+    linked = [name for name in _RECORDS if (path / name).is_symlink()]
+    if linked:
+        return replace(found, problem=f"{linked[0]} is a symbolic link; links are not followed.")
+    for read in (_read_recipe, _read_record, _read_state, _read_steps, _read_evaluations):
+        try:
+            found = read(run, found)
+        except (errors.LongtakeError, OSError) as error:
+            problem = found.problem or " ".join(str(error).split())
+            found = replace(found, problem=problem)
+    return found
+
+
+def _read_recipe(run: RunDirectory, found: RunSummary) -> RunSummary:
+    recipe = run.recipe()
+    return replace(found, family=recipe.model.family, total_steps=recipe.training.steps)
+
+
+def _read_record(run: RunDirectory, found: RunSummary) -> RunSummary:
+    return replace(found, created=run.record()["created"])
+
+
+def _read_state(run: RunDirectory, found: RunSummary) -> RunSummary:
+    now = node_dir.state(run)
+    last_seen = None if now.silent_seconds is None else time.time() - now.silent_seconds
+    return replace(found, state=now.kind, last_seen=last_seen, alarms=_ALARMS.get(now.kind, ()))
+
+
+def _read_steps(run: RunDirectory, found: RunSummary) -> RunSummary:
+    newest = fsio.read_last_record(run.metrics_path, Metrics)
+    if newest is None:
+        return found
+    rollbacks, steps = run.rollbacks(), newest["step"]
+    if rollbacks and "verdict" in newest and rollbacks[-1]["from_step"] == steps:
+        steps = rollbacks[-1]["to_step"]
+    found = replace(found, steps=steps, loss=newest["loss"])
+    recent, spread = _sampled(run.metrics_path)
+    if recent:
+        seconds = statistics.median(each["step_seconds"] for each in recent)
+        found = replace(found, step_seconds=seconds)
+        if found.state == "running" and found.total_steps is not None:
+            found = replace(found, seconds_left=max(0, found.total_steps - steps) * seconds)
+    wall = _wall_seconds(run, newest["time"])
+    if spread and wall:
+        work = [max(0.0, each["step_seconds"] - each["data_seconds"]) for each in spread]
+        most = _MOST_OF_USUAL * statistics.median(work)  # more is a save, or a stall
+        mean = statistics.fmean(min(each, most) for each in work)
+        found = replace(found, goodput=min(1.0, steps * mean / wall))
+    return found
+
+
+def _wall_seconds(run: RunDirectory, newest: float) -> float | None:
+    """From the start of the first launch's processes to the newest step, or to the end."""
+    with fsio.open_regular(run.events_path) as file:
+        lines = file.read(_TAIL_BYTES).split(b"\n")[:-1]
+    for line in lines:
+        with suppress(errors.RecordError):
+            event = fsio.parse_record(line, EVENT, run.events_path, fsio.MAX_LINE_DEPTH)
+            if event["event"] in ("startup_timing", "finished"):
+                began = seconds_of(event) - float(event.get("total", 0.0))
+                last = fsio.read_last_record(run.events_path, EventBase)
+                return max(newest, seconds_of(last) if last else newest) - began
+    return None
+
+
+def _sampled(path: Path) -> tuple[list[_StepTimes], list[_StepTimes]]:
+    """The last lines of metrics.jsonl, and lines that are spread over all of it."""
+    with fsio.open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= _NUM_SAMPLES * _SAMPLE_BYTES:
+            file.seek(0)
+            rows = _times(file.read(size).split(b"\n")[:-1])
+            return rows[-_NUM_RECENT:], rows
+        spread: list[_StepTimes] = []
+        for number in range(_NUM_SAMPLES):
+            file.seek((size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
+            spread += _times(file.read(_SAMPLE_BYTES).split(b"\n")[1:-1])
+        file.seek(size - _TAIL_BYTES)
+        recent = _times(file.read(_TAIL_BYTES).split(b"\n")[1:-1])
+    return recent[-_NUM_RECENT:], spread
+
+
+def _times(lines: Sequence[bytes]) -> list[_StepTimes]:
+    found = []
+    for line in lines:
+        if not fsio.is_nested_deeper(line, fsio.MAX_LINE_DEPTH):
+            with suppress(ValidationError):
+                found.append(_LINE.validate_json(line, strict=True))
+    return found
+
+
+def _read_evaluations(run: RunDirectory, found: RunSummary) -> RunSummary:
+    """The newest sample of any preset, and the alarms of the newest scores of each."""
+    directory, newest, alarms = EvaluationDirectory(run), (-1, ""), list(found.alarms)
+    for preset in _folders(directory.path):
+        names = [name.removeprefix("step_") for name in _folders(directory.path / preset)]
+        steps = [int(name) for name in names if name.isdecimal() and len(name) < _MAX_DIGITS]
+        if steps:
+            newest = max(newest, (max(steps), preset))
+            scores = directory.scores(preset, max(steps))
+            some = scores["alarms"] if scores else []
+            alarms += [alarm["message"] for alarm in some if alarm["kind"] == "drift"]
+    found = replace(found, alarms=tuple(alarms))
+    sample = _first_picture(directory.result_path(newest[1], newest[0]))
+    if newest[0] < 0 or sample is None or fsio.is_linked(sample, run.path):
+        return found
+    return replace(found, sample=f"{found.path}/{sample.relative_to(run.path).as_posix()}")
+
+
+def _first_picture(folder: Path) -> Path | None:
+    """The first video or picture; a sheet of them only if there is nothing else."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        shown = (name for name in names if name.endswith(_PICTURES) and _is_text(name))
+        first = min(shown, key=lambda name: (name == "sheet.png", name), default=None)
+        return None if first is None else folder / first
+    return None
+
+
+def _folders(path: Path) -> list[str]:
+    with suppress(OSError), os.scandir(path) as entries:
+        return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
+    return []
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name is UTF-8, so that a page can show it and link to it."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
