@@ -22,7 +22,7 @@ def _rows(first: int, count: int) -> np.ndarray:
 def _check(store: ColumnStore, count: int) -> None:
     expected = _rows(0, count)
     for name in ("step", "loss", "mfu", "has_verdict", "time"):
-        np.testing.assert_array_equal(store.column(name, count), expected[name])
+        np.testing.assert_array_equal(store.read(name, 0, count), expected[name])
 
 
 def test_a_column_holds_the_rows_in_their_order() -> None:
@@ -32,12 +32,19 @@ def test_a_column_holds_the_rows_in_their_order() -> None:
         _check(store, first + count)
 
 
+def test_a_part_may_lie_in_two_blocks() -> None:
+    store = ColumnStore()
+    store.append(_rows(0, _MANY))
+    assert store.read("step", 2**16 - 1, 2**16 + 2).tolist() == [65535, 65536, 65537]
+    assert store.read("step", 9, 9).tolist() == []
+
+
 def test_columns_of_earlier_rows_stay_while_more_are_appended() -> None:
     store = ColumnStore()
     store.append(_rows(0, 100))
-    before = store.column("loss", 100)
+    before = store.read("loss", 0, 100)
     store.append(_rows(100, _MANY - 100))
-    assert len(store.column("loss", _MANY)) == _MANY
+    assert len(store.read("loss", 0, _MANY)) == _MANY
     np.testing.assert_array_equal(before, _rows(0, 100)["loss"])
     _check(store, 100)
 
@@ -91,4 +98,4 @@ def test_a_file_that_was_cut_off_is_an_error(tmp_path: Path) -> None:
         store.keep_in(file, 0)
     path.write_bytes(b"")
     with pytest.raises(OSError, match="shorter than it was"):
-        store.column("step", _MANY)
+        store.read("step", 0, _MANY)

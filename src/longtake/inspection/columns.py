@@ -54,8 +54,7 @@ _COPIED_BYTES = 2**20
 class ColumnStore:
     """Rows that are appended, and read column by column.
 
-    Rows that are there do not change: a column of the first rows stays right while more are
-    appended.
+    Rows that are there do not change while more are appended.
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,6 @@ class ColumnStore:
         self._num_in_file = 0
         self._descriptor, self._first_byte = -1, 0
         self._close: Callable[[], object] | None = None
-        self._columns: dict[str, Column] = {}
 
     def append(self, rows: Column) -> None:
         done = 0
@@ -78,24 +76,20 @@ class ColumnStore:
             self.num_rows += len(some)
             done += len(some)
 
-    def column(self, name: str, num_rows: int) -> Column:
-        """The first rows of a column.
+    def read(self, name: str, first: int, last: int) -> Column:
+        """A column's rows from `first` to before `last`; they are not kept in memory.
 
         Raises:
             OSError: the file cannot be read.
         """
-        known = self._columns.get(name)
-        if known is None or len(known) < num_rows:
-            found = np.empty(num_rows, DTYPE[name])
-            begin = 0 if known is None else len(known)
-            found[:begin] = known if known is not None else ()
-            while begin < num_rows:
-                number, place = divmod(begin, _BLOCK_ROWS)
-                end = min(num_rows, (number + 1) * _BLOCK_ROWS)
-                self._read(number, name, place, found[begin:end])
-                begin = end
-            self._columns[name] = known = found
-        return known[:num_rows]
+        found = np.empty(max(0, last - first), DTYPE[name])
+        begin = first
+        while begin < last:
+            number, place = divmod(begin, _BLOCK_ROWS)
+            end = min(last, (number + 1) * _BLOCK_ROWS)
+            self._read(number, name, place, found[begin - first : end - first])
+            begin = end
+        return found
 
     def write(self, file: IO[bytes]) -> int:
         """Write all blocks from the file's position on; returns their checksum."""

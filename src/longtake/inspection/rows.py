@@ -92,8 +92,8 @@ class MetricRows:
     is_abandoned: NDArray[np.bool_]
     columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)
     """Numbers of all these rows that were read, or computed from others."""
-    reduced: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What `series` has reduced of columns."""
+    reduced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What `series` has reduced of columns; rows that follow begin with it."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -108,24 +108,31 @@ class MetricRows:
             chosen = lines[wanted]
         return MetricRows(self.path, self.source, chosen, self.is_abandoned[wanted])
 
-    def raw_column(self, name: str) -> Column:
-        """Numbers by line, with `columns.ABSENT` where the line does not have it.
+    def part(self, name: str, first: int, last: int) -> Column:
+        """Numbers of some rows, with `columns.ABSENT` where the line does not have it.
 
         Raises:
             RecordError: the cache of them cannot be read.
         """
+        if name in self.columns:
+            return self.columns[name][first:last]
+        lines = self.chosen[first:last]
+        if not len(lines):
+            return np.empty(0, DTYPE[name])
+        begin, end = int(lines[0]), int(lines[-1]) + 1
+        if not isinstance(lines, range):
+            begin, end = int(lines.min()), int(lines.max()) + 1
+        try:
+            column = self.source.store.read(name, begin, end)
+        except OSError as error:
+            why = f"its cache cannot be read ({error}); run the same command again"
+            raise errors.RecordError(self.path, why) from error
+        return column[:: lines.step] if isinstance(lines, range) else column[lines - begin]
+
+    def raw_column(self, name: str) -> Column:
+        """`part` of all rows, which is kept."""
         if name not in self.columns:
-            lines = self.chosen
-            stop = lines.stop if isinstance(lines, range) else int(lines.max(initial=-1)) + 1
-            try:
-                column = self.source.store.column(name, stop)
-            except OSError as error:
-                why = f"its cache cannot be read ({error}); run the same command again"
-                raise errors.RecordError(self.path, why) from error
-            if isinstance(lines, range):
-                self.columns[name] = column[lines.start :: lines.step]
-            else:
-                self.columns[name] = column[lines]
+            self.columns[name] = self.part(name, 0, len(self))
         return self.columns[name]
 
     def column(self, name: str) -> Column:
@@ -205,9 +212,7 @@ def read_rows(run: RunDirectory, before: MetricRows | None = None) -> MetricRows
     all_rows = MetricRows(path, source, range(num_rows), np.zeros(num_rows, bool))
     rows = replace(all_rows, is_abandoned=_abandoned(all_rows, run))
     if before is not None and before.source is source:
-        rows.reduced.update(
-            {name: before.reduced[name] for name in before.reduced if name in _FIELDS}
-        )
+        rows.reduced.update(before.reduced)
     return rows
 
 

@@ -45,6 +45,7 @@ NAMES: Final[dict[str, SeriesName]] = {
 MAX_PIXELS: Final = 10_000
 _BLOCK_ROWS = 64
 _BLOCKS_PER_PIXEL = 4
+_BLOCKS_AT_A_TIME = 1024
 _MOST_BRANCHES = 100
 _SMOOTHED_SHARE, _LEAST_SMOOTHED, _MOST_SMOOTHED = 1 / 100, 8, 512  # of the rows, and rows
 
@@ -175,9 +176,9 @@ class _Reduced:
     def __getitem__(self, chosen: slice) -> "_Reduced":
         return _Reduced(*(each[chosen] for each in self._columns()))
 
-    def __add__(self, other: "_Reduced") -> "_Reduced":
-        pairs = zip(self._columns(), other._columns(), strict=True)
-        return _Reduced(*(np.concatenate(pair) for pair in pairs))
+    def followed_by(self, others: "Sequence[_Reduced]") -> "_Reduced":
+        columns = zip(*(each._columns() for each in (self, *others)), strict=True)
+        return _Reduced(*map(np.concatenate, columns))
 
     def _columns(self) -> tuple[Column, ...]:
         return self.low, self.high, self.total, self.count, self.has_bad
@@ -250,75 +251,97 @@ def _pieces(begin: int, end: int, num_buckets: int) -> NDArray[np.int64]:
 
 def _groups(rows: MetricRows, name: str, pieces: NDArray[np.int64], end: int) -> _Reduced:
     """The numbers of pieces; the first and the last may be parts of blocks."""
-    begin, values = int(pieces[0]), _values(rows, name)
+    begin = int(pieces[0])
     if len(pieces) == end - begin:
-        return _single(values[begin:end])
+        return _single(_values(rows, name, begin, end))
     first, last = -(-begin // _BLOCK_ROWS), end // _BLOCK_ROWS
-    groups = _blocks(rows, name, values)[first:last]
-    zero = np.zeros(1, np.int64)
+    groups, zero = _blocks(rows, name, last)[first:], np.zeros(1, np.int64)
     if begin < first * _BLOCK_ROWS:
-        groups = _single(values[begin : first * _BLOCK_ROWS]).joined(zero) + groups
+        before = _single(_values(rows, name, begin, first * _BLOCK_ROWS))
+        groups = before.joined(zero).followed_by([groups])
     if last * _BLOCK_ROWS < end:
-        groups += _single(values[last * _BLOCK_ROWS : end]).joined(zero)
+        after = _single(_values(rows, name, last * _BLOCK_ROWS, end))
+        groups = groups.followed_by([after.joined(zero)])
     return groups
 
 
-def _blocks(rows: MetricRows, name: str, values: Column) -> _Reduced:
-    """All full blocks of a column; what was reduced of fewer rows is not reduced again."""
-    known: _Reduced | None = rows.reduced.get(name)
-    begin, num_blocks = 0 if known is None else len(known.low), len(values) // _BLOCK_ROWS
-    if begin < num_blocks:
-        whole = _single(values[begin * _BLOCK_ROWS : num_blocks * _BLOCK_ROWS])
-        low, high, total, count, has_bad = (
-            each.reshape(-1, _BLOCK_ROWS) for each in whole._columns()
+def _blocks(rows: MetricRows, name: str, num_blocks: int) -> _Reduced:
+    """The first blocks of a column; those that are known are not reduced again."""
+    key = (name, _decay(rows)) if name == "loss_smoothed" else name
+    known: list[_Reduced] = [rows.reduced[key]] if key in rows.reduced else []
+    begin = len(known[0].low) if known else 0
+    while begin < num_blocks:
+        end = min(num_blocks, begin + _BLOCKS_AT_A_TIME)
+        known.append(_reduced_blocks(_values(rows, name, begin * _BLOCK_ROWS, end * _BLOCK_ROWS)))
+        begin = end
+    rows.reduced[key] = known[0] if len(known) == 1 else known[0].followed_by(known[1:])
+    reduced: _Reduced = rows.reduced[key]
+    return reduced[:num_blocks]
+
+
+def _reduced_blocks(values: Column) -> _Reduced:
+    columns = (each.reshape(-1, _BLOCK_ROWS) for each in _single(values)._columns())
+    low, high, total, count, has_bad = columns
+    with np.errstate(over="ignore"):
+        return _Reduced(
+            low.min(axis=1),
+            high.max(axis=1),
+            total.sum(axis=1),
+            count.sum(axis=1),
+            np.any(has_bad, axis=1),
         )
-        with np.errstate(over="ignore"):
-            new = _Reduced(
-                low.min(axis=1),
-                high.max(axis=1),
-                total.sum(axis=1),
-                count.sum(axis=1),
-                np.any(has_bad, axis=1),
-            )
-        known = new if known is None else known + new
-        rows.reduced[name] = known
-    assert known is not None
-    return known[:num_blocks]
 
 
 # --- The smoothed loss ------------------------------------------------------------------------
 
 
-def _values(rows: MetricRows, name: str) -> Column:
-    return _smoothed_loss(rows) if name == "loss_smoothed" else rows.raw_column(name)
+def _values(rows: MetricRows, name: str, begin: int, end: int) -> Column:
+    if name == "loss_smoothed":
+        return _smoothed_loss(rows)[begin:end]
+    return rows.part(name, begin, end)
+
+
+def _decay(rows: MetricRows) -> float:
+    """The factor by which a loss counts less from row to row; longer runs are smoothed more."""
+    length = np.clip(len(rows) * _SMOOTHED_SHARE, _LEAST_SMOOTHED, _MOST_SMOOTHED)
+    return float(1 - 1 / 2.0 ** round(np.log2(length)))
 
 
 def _smoothed_loss(rows: MetricRows) -> NDArray[np.float64]:
     """Exponential mean of the losses up to each row, of those that are finite and were trained on.
 
-    Divided by the sum of the weights, as in Adam, so that it begins at the first loss.
+    Divided by the sum of the weights, as in Adam, so that it begins at the first loss. What is
+    known of earlier rows is not computed again.
     """
-    if "loss_smoothed" not in rows.columns:
-        length = np.clip(len(rows) * _SMOOTHED_SHARE, _LEAST_SMOOTHED, _MOST_SMOOTHED)
-        decay = 1 - 1 / 2.0 ** round(np.log2(length))
-        losses = rows.raw_column("loss")
-        counts = np.isfinite(losses) & ~rows.raw_column("has_verdict")
+    decay = _decay(rows)
+    values, total, weight = rows.reduced.get(("smoothed", decay), (np.empty(0), 0.0, 0.0))
+    parts, begin = [values], len(values)
+    while begin < len(rows):
+        end = min(len(rows), begin + _BLOCKS_AT_A_TIME * _BLOCK_ROWS)
+        losses = rows.part("loss", begin, end)
+        counts = np.isfinite(losses) & ~rows.part("has_verdict", begin, end)
         with np.errstate(all="ignore"):
-            total = _decaying_sum(np.where(counts, losses, 0.0), decay)
-            weight = _decaying_sum(counts.astype(np.float64), decay)
-            rows.columns["loss_smoothed"] = np.where(weight > 0, total / weight, np.nan)
-    return rows.columns["loss_smoothed"]
+            totals = _decaying_sum(np.where(counts, losses, 0.0), decay, total)
+            weights = _decaying_sum(counts.astype(np.float64), decay, weight)
+            parts.append(np.where(weights > 0, totals / weights, np.nan))
+        begin, total, weight = end, float(totals[-1]), float(weights[-1])
+    if len(parts) > 1:
+        values = np.concatenate(parts)
+        rows.reduced[("smoothed", decay)] = values, total, weight
+    smoothed: NDArray[np.float64] = values
+    return smoothed
 
 
-def _decaying_sum(values: NDArray[np.float64], decay: float) -> NDArray[np.float64]:
+def _decaying_sum(values: NDArray[np.float64], decay: float, before: float) -> NDArray[np.float64]:
     """y[t] = decay * y[t - 1] + values[t]: within blocks by a matrix, and alike over blocks."""
     size = _BLOCK_ROWS
     blocks = np.zeros((-(-len(values) // size), size))
     blocks.reshape(-1)[: len(values)] = values
     age = np.subtract.outer(np.arange(size), np.arange(size))
     inside = blocks @ np.where(age >= 0, decay ** np.maximum(age, 0), 0.0).T
+    carried = np.array([before])
     if len(blocks) > 1:
-        carried = _decaying_sum(inside[:-1, -1], decay**size)
-        inside[1:] += carried[:, None] * decay ** np.arange(1, size + 1)
+        carried = np.append(before, _decaying_sum(inside[:-1, -1], decay**size, before))
+    inside += carried[:, None] * decay ** np.arange(1, size + 1)
     summed: NDArray[np.float64] = inside.reshape(-1)[: len(values)]
     return summed

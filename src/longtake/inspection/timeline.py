@@ -255,7 +255,7 @@ def goodput(
         RecordError: a file of the run cannot be read.
     """
     events = all_events(run) if events is None else events
-    times = np.maximum.accumulate(rows.column("time"))
+    times = np.maximum.accumulate(rows.part("time", 0, len(rows)))
     periods = _periods(events, times, rows)
     found = dict.fromkeys(PARTS, 0.0)
     if not periods:
@@ -269,7 +269,7 @@ def goodput(
         if not len(inside):
             found["starting"] += period.end - period.begin
             continue
-        first = inside[0] - _clipped(rows.column("step_seconds")[period.rows.start])
+        first = inside[0] - _step_seconds(rows, period.rows.start)
         found["starting"] += max(0.0, first - period.begin)
         found["saving" if period.has_ended else "stuck"] += max(0.0, period.end - inside[-1])
     for before, after in pairwise(periods):
@@ -295,7 +295,7 @@ def _periods(
     launched = [seconds_of(events[place]) for place in begins]
     edges = np.searchsorted(times, launched).tolist()
     if not begins or edges[0] > 0:
-        first = times[0] - _clipped(rows.column("step_seconds")[0])
+        first = times[0] - _step_seconds(rows, 0)
         launched, edges, begins = [first, *launched], [0, *edges], [0, *begins]
     found: list[_Period] = []
     ends = zip([*begins[1:], len(events)], [*edges[1:], len(rows)], strict=True)
@@ -323,35 +323,32 @@ def _seconds_of_steps(
     run: RunDirectory, rows: MetricRows, events: Sequence[Event], periods: Sequence[_Period]
 ) -> dict[str, float]:
     """Seconds by part of all steps; of those that follow a save or a rollback, of each a part."""
-    seconds = _clipped(rows.column("step_seconds").astype(np.float64))
-    data = np.minimum(_clipped(rows.column("data_seconds").astype(np.float64)), seconds)
-    work, is_kept = seconds - data, ~rows.is_abandoned
-    usual = float(np.median(work[is_kept])) if is_kept.any() else 0.0
-    above, is_free = np.maximum(0.0, work - usual), is_kept.copy()
-    found = {}
+    seconds = _clipped(rows.part("step_seconds", 0, len(rows)))
+    data = np.minimum(_clipped(rows.part("data_seconds", 0, len(rows))), seconds)
+    is_kept = ~rows.is_abandoned
+    usual = float(np.median((seconds - data)[is_kept])) if is_kept.any() else 0.0
+    is_free, found = is_kept.copy(), {}
     firsts, lasts = abandoned_spans(rows)
     launches = np.array([period.rows.start for period in periods])
-    begins = launches[launches < len(rows)]
     saved = [event["step"] for event in events if event["event"] == "checkpoint"]
     stalls = [each["at"] for each in incidents(events, rows) if each.get("lasted_seconds")]
     after = {
-        "starting": np.unique(begins),
+        "starting": np.unique(launches[launches < len(rows)]),
         "rolled back": lasts[lasts + 1 < len(rows)] + 1,
         "stuck": _rows_of(rows, stalls),
         "saving": _rows_of(rows, [step + 1 for step in saved if isinstance(step, int)]),
     }
     for part, places in after.items():
         chosen = places[is_free[places]]
-        found[part] = float(above[chosen].sum())
-        work[chosen] -= above[chosen]
+        found[part] = float(np.maximum(0.0, seconds[chosen] - data[chosen] - usual).sum())
         is_free[chosen] = False
-    found["training"] = float(work[is_kept].sum())
     found["waiting for data"] = float(data[is_kept].sum())
-    until = np.append(0.0, np.cumsum(seconds))
-    spent = until[lasts + 1] - until[firsts]
+    found["training"] = float(seconds[is_kept].sum()) - sum(found.values())
+    until = np.append(0.0, np.cumsum(seconds)) if len(lasts) else np.zeros(1)
+    lost = until[lasts + 1] - until[firsts]
     is_rollback = _are_rollbacks(run, rows, lasts, launches)
-    found["rolled back"] += float(spent[is_rollback].sum())
-    found["trained again"] = float(spent[~is_rollback].sum())
+    found["rolled back"] += float(lost[is_rollback].sum())
+    found["trained again"] = float(lost[~is_rollback].sum())
     return found
 
 
@@ -364,12 +361,16 @@ def _are_rollbacks(
     """Whether the guard gave up each branch; else a launch lost it and another trained it again."""
     steps = [each["from_step"] for each in run.rollbacks()]
     says_so: NDArray[np.bool_] = np.isin(rows.step[lasts], steps)
-    says_so &= rows.column("has_verdict")[lasts]
+    says_so &= rows.raw_column("has_verdict")[lasts]
     return says_so | ~np.isin(lasts + 1, [*launches.tolist(), len(rows)])
 
 
 def _rows_of(rows: MetricRows, steps: Sequence[int]) -> NDArray[np.int64]:
     return np.flatnonzero(np.isin(rows.step, np.array(steps, np.int64)))
+
+
+def _step_seconds(rows: MetricRows, place: int) -> float:
+    return float(_clipped(rows.part("step_seconds", place, place + 1)[0]))
 
 
 def _clipped(seconds: Any) -> Any:
