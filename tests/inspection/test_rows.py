@@ -42,12 +42,6 @@ def test_what_counts_is_what_the_run_says_counts(told: RunDirectory) -> None:
     assert rows.step.tolist() == [*range(1, 21), *range(13, 25)]
 
 
-def test_each_time_that_the_run_went_forward_is_a_pass(told: RunDirectory) -> None:
-    rows = read_rows(told)
-    assert [(each.step[0], each.step[-1]) for each in rows.passes()] == [(1, 20), (13, 24)]
-    assert rows[:0].passes() == []
-
-
 def test_a_rollback_abandons_rows_though_none_follow(killed: RunDirectory) -> None:
     rows = read_rows(killed)
     assert rows.step[rows.is_abandoned].tolist() == list(range(13, 21))

@@ -15,6 +15,7 @@ from longtake import errors, node_dir
 from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, figure_text, save_picture
 from longtake.inspection.facts import incidents, step_of, verdicts
 from longtake.inspection.rows import MetricRows, read_rows
+from longtake.inspection.series import Series, abandoned_branches, read_branch, read_series
 from longtake.inspection.tables import incident_words
 from longtake.run_dir import RolledBack, RunDirectory
 
@@ -22,6 +23,7 @@ LOG_SCALE_RATIO = 20.0
 """From this quotient of the largest and the smallest value on, an axis is logarithmic."""
 
 _FEW_DECADES = 1e3
+_PIXELS = 1000  # of the panels' width
 _MARGIN = 0.005  # of the width, beside the first and the last step
 _MAX_LABELS = 6
 _MAX_EDGES = 12
@@ -44,8 +46,9 @@ Span = tuple[int, int]
 def draw_curves(run: RunDirectory, path: Path, around: int | None, span: int) -> None:
     """Write a PNG of loss, gradient norm and weight norm over the steps.
 
-    Kept steps are dark, abandoned ones light; above are the guard's verdicts and the rollbacks. A
-    number that is not finite is a cross at its panel's upper edge.
+    Kept steps are dark, abandoned ones light; where a pixel has many steps, a band shows their
+    least and greatest number. Above are the guard's verdicts and the rollbacks. A number that is
+    not finite is a cross at its panel's upper edge.
 
     Args:
         run: the run.
@@ -73,7 +76,7 @@ def draw_curves(run: RunDirectory, path: Path, around: int | None, span: int) ->
     top, *panels = figure.subplots(1 + len(_PANELS), 1, sharex=True, height_ratios=heights)
     _draw_strip(top, strip, shown)
     for axes, name in zip(panels, _PANELS, strict=True):
-        _draw_panel(axes, rows, name)
+        _draw_panel(axes, everything, name, shown)
         _mark_steps(axes, strip, shown, is_last=axes is panels[-1])
     top.set_title(_title(run, rows, around), loc="left", color=INK)
     _explain(top, panels)
@@ -104,18 +107,25 @@ def _explain(top: Axes, panels: Sequence[Axes]) -> None:
         )
 
 
-def _draw_panel(axes: Axes, rows: MetricRows, name: str) -> None:
-    """One number of all rows: the abandoned ones light, and the others over them."""
-    width = 1.3 if len(rows) < 500 else 0.8
+def _draw_panel(axes: Axes, rows: MetricRows, name: str, shown: Span) -> None:
+    """One number over the steps: the abandoned ones light, and the others over them."""
     counts, label, _ = _LEGEND
-    for tail in _abandoned(rows):
-        steps, values = _series(tail, name)
-        axes.plot(steps, values, color=_ABANDONED, linewidth=width, label=label)
-        label = "_"  # one entry in the legend
-    steps, values = _series(rows.kept, name)
-    axes.plot(steps, values, color=_KEPT, linewidth=width, label=counts)
-    _cross_out(axes, rows, name)
-    axes.set_yscale(axis_scale(rows.column(name)))
+    kept, abandoned = (
+        read_series(rows, [name], *shown, _PIXELS, abandoned=each)[0] for each in (False, True)
+    )
+    width = 1.3 if len(kept.x) < 500 else 0.8
+    for branch in abandoned_branches(rows):
+        for each in read_branch(branch, [name], *shown, _PIXELS):
+            if len(each.x):
+                _draw_line(axes, each, _ABANDONED, width, label)
+                label = "_"  # one entry in the legend
+    _draw_line(axes, kept, _KEPT, width, counts)
+    bad = np.concatenate([each.x[each.is_not_finite] for each in (kept, abandoned)])
+    if len(bad):  # a curve shows only a gap
+        edge, heights = axes.get_xaxis_transform(), np.full(len(bad), 0.95)
+        axes.plot(bad, heights, "x", color=_VERDICT, transform=edge, label=_LEGEND[-1])
+    numbers = np.concatenate([kept.low, kept.high, abandoned.low, abandoned.high])
+    axes.set_yscale(axis_scale(numbers))
     if axes.get_yscale() == "log":
         _label_decades(axes)
     axes.set_ylabel(_PANELS[name], color=INK)
@@ -123,8 +133,15 @@ def _draw_panel(axes: Axes, rows: MetricRows, name: str) -> None:
     axes.grid(color=RULE, linewidth=0.7)
     axes.tick_params(which="both", colors=PALE_INK)
     axes.spines[["top", "right"]].set_visible(False)
-    if not rows.is_recorded(name).any():
+    if np.isnan(numbers).all() and not len(bad):
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=PALE_INK)
+
+
+def _draw_line(axes: Axes, series: Series, color: str, width: float, label: str) -> None:
+    """The mean of each pixel, over a band from its least to its greatest number."""
+    if (series.high > series.low).any():
+        axes.fill_between(series.x, series.low, series.high, color=color, alpha=0.4, linewidth=0)
+    axes.plot(series.x, series.mean, color=color, linewidth=width, label=label)
 
 
 def _label_decades(axes: Axes) -> None:
@@ -134,36 +151,6 @@ def _label_decades(axes: Axes) -> None:
     if high < _FEW_DECADES * low:
         axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
         axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
-
-
-def _abandoned(rows: MetricRows) -> list[MetricRows]:
-    """The abandoned end of each pass, from its last row that counts on."""
-    tails = []
-    for each in rows.passes():
-        abandoned = np.flatnonzero(each.is_abandoned)
-        if len(abandoned):
-            last_kept = np.flatnonzero(~each.is_abandoned)[-1:]
-            tails.append(each[np.concatenate([last_kept, abandoned])])
-    return tails
-
-
-def _cross_out(axes: Axes, rows: MetricRows, name: str) -> None:
-    """Mark the steps whose number was not finite: a curve shows only a gap."""
-    steps = rows.step[np.isnan(rows.column(name)) & rows.is_recorded(name)]
-    if len(steps):
-        edge = axes.get_xaxis_transform()
-        heights = np.full(len(steps), 0.95)
-        axes.plot(steps, heights, "x", color=_VERDICT, transform=edge, label=_LEGEND[-1])
-
-
-def _series(rows: MetricRows, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Steps and values; with a gap where steps have no row."""
-    steps, values = rows.step.astype(float), rows.column(name)
-    before = np.flatnonzero(np.diff(rows.step) > 1)
-    return (
-        np.insert(steps, before + 1, steps[before] + 0.5),
-        np.insert(values, before + 1, np.nan),
-    )
 
 
 def axis_scale(values: NDArray[np.float64]) -> str:

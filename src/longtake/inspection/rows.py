@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from io import BufferedReader
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -153,11 +152,6 @@ class MetricRows:
     @cached_property
     def kept(self) -> "MetricRows":
         return self[~self.is_abandoned] if self.is_abandoned.any() else self
-
-    def passes(self) -> "list[MetricRows]":
-        starts = np.flatnonzero(np.diff(self.step) <= 0) + 1
-        edges = [0, *starts.tolist(), len(self)]
-        return [self[start:end] for start, end in pairwise(edges) if end > start]
 
     def step_of_batch(self, batch: int) -> int | None:
         """The step that was last trained on a batch; None: there is none."""
