@@ -115,6 +115,7 @@ def _lines(first: int, count: int) -> Iterator[bytes]:
             "data_seconds": round(number(), 6),
             "time": round(1.8e9 + step / 3, 3),
             "batch": step - 1,
+            "num_samples": 4,
             "loss_by_sigma": [number(), None, number(), number()],
             "weight_norm": round(50 + number(), 5),
             "update_ratio": number() * 1e-6,

@@ -105,6 +105,8 @@ class Metrics(TypedDict):
     """Of the process that wrote the line: the `token` in its lease."""
     batch: NotRequired[fsio.Count]
     """Number of the batch in the run's data; not the step's where batches were skipped."""
+    num_samples: NotRequired[fsio.Count]
+    """Clips that the step was trained on, of all ranks."""
     loss_by_sigma: NotRequired[
         Annotated[list[fsio.Finite | None], Field(min_length=4, max_length=4)]
     ]

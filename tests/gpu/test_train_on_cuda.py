@@ -42,6 +42,9 @@ def test_cuda_trains_and_samples_in_bf16(tmp_path: Path, shapes_catalog: Path) -
     recipe = _recipe(tmp_path / "run", shapes_catalog, "cuda", "auto")
     losses = _losses(recipe)
     assert losses[-1] < losses[0]
+    (row, *later) = RunDirectory(recipe.out).metrics()
+    assert 2**20 < row["peak_memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
+    assert all("peak_memory_bytes" not in each for each in later)  # every tenth has it
     sampler = load_sampler(recipe.out, device="cuda")
     settings, bucket = settings_for(recipe, num_inference_steps=2)
     videos = sampler.sample([Request("a red circle moving left", 0)], settings, bucket)

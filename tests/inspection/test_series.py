@@ -158,6 +158,13 @@ def test_series_over_time_or_batches_have_no_gaps_and_rise() -> None:
     assert _one(rows, "loss", 1, 6, 6, x="batch").x.tolist() == [0, 1, 7, 8]
 
 
+def test_clips_per_second_are_known_where_clips_are() -> None:
+    rows = _rows([1, 2, 3], num_samples=[8, ABSENT, 4], step_seconds=[2, 2, 0])
+    found = _one(rows, "samples_per_second", 1, 3, 3)
+    np.testing.assert_array_equal(found.mean, [4, np.nan, np.nan])
+    assert not found.is_not_finite.any()
+
+
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (9, 3), (100, 200), (3, 3), (2**70, 2**71)])
 def test_a_window_without_rows_is_empty(first: int, last: int) -> None:
     found = read_series(_rows([1, 2, 9], loss=1), list(NAMES), first, last, 100)

@@ -18,6 +18,7 @@ from longtake.planner.memory import (
     measured,
     optimizer_bytes,
     refuse_idle_ranks,
+    take_peak,
     with_batch_sizes,
 )
 
@@ -224,3 +225,13 @@ def test_refuses_a_device_it_cannot_measure() -> None:
     """The meta device holds no memory."""
     with pytest.raises(ValueError, match="not on meta"), measured(torch.device("meta")):
         pass
+
+
+def test_the_peak_of_a_gpu_is_since_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    gpu = torch.device("cuda", 1)
+    assert take_peak(gpu) == 5
+    assert reset == [gpu]
+    assert take_peak(_CPU) is None

@@ -31,13 +31,17 @@ from longtake.node_dir import NodeDirectory, state
 from longtake.parallel.mesh import World, join
 from longtake.process import environment, program
 from longtake.run_dir import LAUNCH_VARIABLE, Metrics, RunDirectory
+from longtake.training import record
 from longtake.training.record import hold_run, keep_recorder
 from longtake.training.session import Session
 from longtake.training.state import save_checkpoint
 from longtake.training.train import train
 
 
-def test_a_step_has_one_row_of_numbers(small_recipe: MakeRecipe) -> None:
+def test_a_step_has_one_row_of_numbers(
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "take_peak", lambda device: 7)  # as if it were a GPU
     recipe = small_recipe(
         "training.steps=20", "training.global_batch_size=8", "checkpoint.every=100",
         "training.precision=auto",
@@ -49,7 +53,9 @@ def test_a_step_has_one_row_of_numbers(small_recipe: MakeRecipe) -> None:
     assert [row["step"] for row in rows] == list(range(1, 21))
     of_stores = {"store_bytes", "store_seconds", "store_retries"}  # of clips that lie in them
     expected = Metrics.__annotations__.keys() - {"verdict", "mfu"} - of_stores
-    assert all(row.keys() == expected for row in rows)
+    assert all(row.keys() | {"peak_memory_bytes"} == expected for row in rows)
+    assert [row["step"] for row in rows if "peak_memory_bytes" in row] == [1, 11]
+    assert [row["num_samples"] for row in rows] == [8] * 20
     seconds = [row["step_seconds"] for row in rows]
     assert sum(seconds[1:]) == pytest.approx(rows[-1]["time"] - rows[0]["time"], abs=0.1)
     assert sum(seconds) <= outcome.training_seconds  # the last save comes after the last row

@@ -33,6 +33,7 @@ DTYPE: Final = np.dtype(
         ("tflops_per_second", "<f4"),
         ("mfu", "<f4"),
         ("peak_memory_bytes", "<f4"),
+        ("num_samples", "<f4"),
         ("loss_sigma_1", "<f4"),
         ("loss_sigma_2", "<f4"),
         ("loss_sigma_3", "<f4"),

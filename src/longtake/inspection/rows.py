@@ -32,9 +32,13 @@ from longtake.run_dir import Metrics, RunDirectory
 _FIELDS: Final = frozenset(DTYPE.names or ())
 _OPTIONAL: Final = (
     *("weight_norm", "update_ratio", "tflops_per_second", "mfu", "peak_memory_bytes"),
+    "num_samples",
     *SIGMA_NAMES,
 )
-_COUNTS = ("step", "epoch", "batch", "store_bytes", "store_retries", "peak_memory_bytes")
+_COUNTS = (
+    *("step", "epoch", "batch", "num_samples"),
+    *("store_bytes", "store_retries", "peak_memory_bytes"),
+)
 _SPARSE: Final = ("verdict", "store_bytes", "store_seconds", "store_retries", "peak_memory_bytes")
 """Fields that some lines have and others have not."""
 _VERDICTS: Final = {None, "skip", "roll_back", "stop"}

@@ -36,6 +36,7 @@ NAMES: Final[dict[str, SeriesName]] = {
     "learning_rate": SeriesName("learning rate", ""),
     "step_seconds": SeriesName("step", "s"),
     "data_seconds": SeriesName("wait for data", "s"),
+    "samples_per_second": SeriesName("clips", "1/s"),
     "tflops_per_second": SeriesName("computed", "TFLOP/s"),
     "mfu": SeriesName("MFU", ""),
     "peak_memory_bytes": SeriesName("peak memory", "B"),
@@ -298,6 +299,10 @@ def _reduced_blocks(values: Column) -> _Reduced:
 def _values(rows: MetricRows, name: str, begin: int, end: int) -> Column:
     if name == "loss_smoothed":
         return _smoothed_loss(rows)[begin:end]
+    if name == "samples_per_second":
+        samples, seconds = (rows.part(each, begin, end) for each in ("num_samples", "step_seconds"))
+        with np.errstate(all="ignore"):
+            return np.where(seconds > 0, samples / seconds, ABSENT)
     return rows.part(name, begin, end)
 
 

@@ -613,9 +613,19 @@ class _CudaMemory(MeasuredMemory):
     def _now(self) -> tuple[int, int]:
         """The total, and its peak since the last time."""
         total = torch.cuda.memory_allocated(self._device) - self._start
-        peak = torch.cuda.max_memory_allocated(self._device) - self._start
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return total, peak
+        return total, (take_peak(self._device) or 0) - self._start
+
+
+def take_peak(device: torch.device) -> int | None:
+    """The most bytes that tensors took on a GPU since the peak statistics were reset; resets them.
+
+    The host does not wait for the GPU. None: not a CUDA device.
+    """
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 @contextmanager

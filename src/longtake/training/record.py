@@ -22,7 +22,7 @@ from longtake.guard import detectors, history
 from longtake.guard.rollback import RollBack
 from longtake.lease import Lease, Leases, has_same_owner, is_alive, kept, newest
 from longtake.parallel import collectives, mesh
-from longtake.planner.memory import measured
+from longtake.planner.memory import measured, take_peak
 from longtake.progress import StepProgress, step_progress
 from longtake.run_dir import LAUNCH_VARIABLE, EventKind, Metrics, RunDirectory
 from longtake.training.session import Session
@@ -30,6 +30,7 @@ from longtake.training.startup import report_start
 
 _LEASE_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
+_MEMORY_EVERY = 10  # steps: asking torch's allocator takes 0.1 ms
 _SECONDS_TO_EXIT = 10.0
 """In which a rank 0 of the same launch, which is being replaced on this host, has ended."""
 
@@ -106,6 +107,7 @@ class Recorder:
             data_seconds=round(self._data_seconds, 6),
             time=round(time.time(), 3),
             batch=statistics.batch,
+            num_samples=statistics.num_samples,
             loss_by_sigma=[_finite(loss) for loss in statistics.loss_by_sigma],
             weight_norm=_finite(statistics.weight_norm),
             update_ratio=_finite(statistics.update_ratio),
@@ -115,6 +117,8 @@ class Recorder:
             group_update_ratios=_all_finite(statistics.group_update_ratios),
             launch="" if self._lease is None else str(self._lease.record["token"]),
         )
+        if statistics.step % _MEMORY_EVERY == 0 and (peak_bytes := take_peak(self._world.device)):
+            metrics["peak_memory_bytes"] = peak_bytes
         if skipped_by is not None and skipped_by.kind != "ok":
             metrics["verdict"] = skipped_by.kind
         if (flops := self._sample_flops.get(batch.bucket)) is not None:
