@@ -7,12 +7,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.fuzz.mutations import damage_json, damage_lines
 
 from longtake import config
 from longtake.errors import LongtakeError, RecordError
 from longtake.inspection.rows import read_rows
+from longtake.inspection.series import NAMES, abandoned_branches, read_branch, read_series
 from longtake.inspection.timeline import (
     PARTS,
     Mark,
@@ -258,7 +260,9 @@ def test_a_real_run_adds_up(told: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_damaged_run_has_a_timeline_or_one_sentence(told: RunDirectory, seed: int) -> None:
+def test_a_damaged_run_has_a_timeline_and_series_or_one_sentence(
+    told: RunDirectory, seed: int
+) -> None:
     chance = random.Random(seed)  # noqa: S311 - repeatable
     files = [told.events_path, told.metrics_path, told.rollbacks_path, told.record_path]
     for path in chance.sample(files, chance.randint(1, 3)):
@@ -266,8 +270,14 @@ def test_a_damaged_run_has_a_timeline_or_one_sentence(told: RunDirectory, seed: 
     try:
         rows = read_rows(told)
         marks, parts = timeline(told, rows), goodput(told, rows)
+        branches = abandoned_branches(rows)
     except LongtakeError:
         return
+    for some in (
+        *(read_branch(each, list(NAMES), 0, 99, 50) for each in branches),
+        *(read_series(rows, list(NAMES), 0, 2**60, 50, abandoned=each) for each in (False, True)),
+    ):
+        assert all((np.diff(each.x) > 0).all() for each in some)
     assert Counter(each.level for each in marks).keys() <= {"info", "warn", "error"}
     assert all(seconds >= 0 for _, seconds in parts)
 

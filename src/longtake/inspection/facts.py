@@ -128,12 +128,14 @@ def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dic
     """
     found: list[dict[str, Any]] = []
     places: dict[tuple[Any, ...], int] = {}  # in `found`, of what later events may be about
+    keys: dict[int, tuple[Any, ...]] = {}  # the reverse
     stalls: dict[str, int] = {}  # the same by token
     for event in events:
         if event["event"] == "stall_cleared" and event.get("token") in stalls:
             over = stalls[event["token"]]
             found[over]["lasted_seconds"] = event.get("seconds")
-            places = {key: place for key, place in places.items() if place != over}
+            if places.get(keys.get(over, ())) == over:
+                del places[keys[over]]
         if event["event"] not in INCIDENT_EVENTS:
             continue
         new, key = {**event, "at": incident_step(event, rows)}, _incident_key(event)
@@ -143,7 +145,7 @@ def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dic
         else:
             found.append(new)
         if key:
-            places[key] = place
+            places[key], keys[place] = place, key
         if event["event"] == "stalled" and "token" in event:
             stalls[event["token"]] = place
     return found
