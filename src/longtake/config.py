@@ -1406,12 +1406,29 @@ def kept(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=once)})
 
 
+def flat(recipe: Recipe) -> dict[str, object]:
+    """All values by their dotted keys, such as `training.steps`."""
+    return dict(_flatten(recipe.model_dump()))
+
+
+def defaults(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, object]:
+    """The values by dotted keys of what a recipe need not say."""
+    found: dict[str, object] = {}
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found |= defaults(kind, f"{prefix}{name}.")
+        elif not field.is_required():
+            found[f"{prefix}{name}"] = field.get_default(call_default_factory=True)
+    return found
+
+
 def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
     """Keys whose values differ and may not on resume, as (key, old value, new value).
 
     A run at a constant learning rate may be made longer; any other schedule has aimed at its end.
     """
-    before, after = dict(_flatten(old.model_dump())), dict(_flatten(new.model_dump()))
+    before, after = flat(old), flat(new)
     keys = sorted(before.keys() | after.keys())
     return [
         (key, before.get(key), after.get(key))

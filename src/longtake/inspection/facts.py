@@ -101,7 +101,13 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
         "settings": settings_changes(events, rows),
         "troubles": incidents(events, rows),
         "evaluations": evaluations,
-        "next": _next_commands(run, now.kind, checkpoints, rows, evaluations),
+        "next": next_commands(
+            run,
+            now.kind,
+            rows,
+            can_sample=any(each["damage"] is None and not each["abandoned"] for each in checkpoints),
+            presets=[each["preset"] for each in evaluations if each["steps"]],
+        ),
     }
 
 
@@ -241,14 +247,18 @@ def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def _next_commands(
-    run: RunDirectory,
-    state: str,
-    checkpoints: Sequence[dict[str, Any]],
-    rows: MetricRows,
-    evaluations: Sequence[dict[str, Any]],
+def next_commands(
+    run: RunDirectory, state: str, rows: MetricRows, *, can_sample: bool, presets: Sequence[str]
 ) -> list[dict[str, str]]:
-    """Commands, and what each is for; the likeliest first."""
+    """Commands, and what each is for; the likeliest first.
+
+    Args:
+        run: the run.
+        state: as `node_dir.state` says.
+        rows: of its metrics.
+        can_sample: whether it has a whole checkpoint.
+        presets: that were sampled.
+    """
     own, path, ways = command(), shlex.quote(str(run.path)), []
     if state in ("interrupted", "dead"):
         ways.append((run.resume_command(), "resume"))
@@ -257,11 +267,10 @@ def _next_commands(
     judged = rows.step[rows.column("has_verdict")]
     if len(judged):
         ways.append((f"{own} show {path} --around {judged[-1]}", "the newest verdict"))
-    if any(each["damage"] is None and not each["abandoned"] for each in checkpoints):
+    if can_sample:
         ways.append((command_to_sample(run), "what it makes"))
-    shown = [each["preset"] for each in evaluations if each["steps"]]
-    if shown:
-        named = f"--preset {shlex.quote(shown[0])} --out sheet.png"
+    if presets:
+        named = f"--preset {shlex.quote(presets[0])} --out sheet.png"
         ways.append((f"{own} compare {path} {named}", "its checkpoints side by side"))
     if len(rows):
         ways.append((f"{own} show {path} --out curves.png", "its curves"))

@@ -1,0 +1,51 @@
+"""Scripts and style sheets of the pages; they need nothing from elsewhere."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from hashlib import sha256
+from importlib import resources
+from typing import Final
+
+SCRIPTS: Final = ("uPlot.iife.min.js",)
+"""Classic scripts that come before the module."""
+STYLES: Final = ("uPlot.min.css", "board.css")
+MODULE: Final = "board.js"
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(?P<name>\w+\.js)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(async )?function|const|let|class)", re.MULTILINE)
+
+
+@cache
+def static_files() -> dict[str, bytes]:
+    folder = resources.files("longtake.board") / "static"
+    return {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
+
+
+@cache
+def digest() -> str:
+    """Another one for other files; browsers may keep what has it in its URL for ever."""
+    files = sorted(static_files().items())
+    return sha256(b"".join(name.encode() + data for name, data in files)).hexdigest()[:12]
+
+
+def static_url(name: str) -> str:
+    assert name in static_files(), name
+    return f"/static/{digest()}/{name}"
+
+
+@cache
+def bundled_module() -> str:
+    """All modules of the pages as one script, for a page that is one file.
+
+    Each module's names must be its own among all, and imports stand each on one line.
+    """
+    return "".join(_bundled(MODULE, set()))
+
+
+def _bundled(name: str, done: set[str]) -> Iterator[str]:
+    text = static_files()[name].decode()
+    for found in _IMPORT.finditer(text):
+        if found["name"] not in done:
+            done.add(found["name"])
+            yield from _bundled(found["name"], done)
+    yield _EXPORT.sub("", _IMPORT.sub("", text))

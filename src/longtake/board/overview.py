@@ -1,0 +1,226 @@
+"""The page of a run: its numbers over the steps, what happened, and where its hours went."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from longtake import config, errors, process
+from longtake.board import svg
+from longtake.board.files import read_end
+from longtake.board.pages import STATES, Links, percent, render
+from longtake.board.plots import DEFAULT_PIXELS, marks_payload, panels_of, series_payload
+from longtake.board.reader import RunFacts
+from longtake.config import Recipe
+from longtake.evaluation_dir import EvaluationDirectory
+from longtake.formatting import for_seconds, format_duration
+from longtake.inspection.facts import next_commands
+from longtake.inspection.run_list import RunSummary
+from longtake.inspection.timeline import Mark, share_of_training
+from longtake.node_dir import all_nodes
+
+_LOG_BYTES = 2**14
+_MOST_LOGS = 200
+_MOST_EVENTS = 500
+_PART_COLOURS: Final = {
+    "training": "good",
+    "waiting for data": "4",
+    "saving": "6",
+    "sampling": "5",
+    "starting": "1",
+    "trained again": "2",
+    "rolled back": "2",
+    "stuck": "bad",
+    "down": "bad",
+    "other": "pale",
+}
+
+
+def status_line(summary: RunSummary) -> dict[str, str]:
+    """What the head of a run's pages says; a part of which nothing is known is empty."""
+    state = STATES.get(summary.state or "", "unknown")
+    if summary.state == "stalled" and summary.last_seen is not None:
+        state = "stalled"
+    speed = summary.step_seconds
+    total = f" of {summary.total_steps:,}" if summary.total_steps else ""
+    is_running = summary.state in ("running", "stalled")
+    left = summary.seconds_left
+    return {
+        "state": state,
+        "speed": said_of_speed(speed) if speed and is_running else "",
+        "progress": f"step {summary.steps:,}{total}",
+        "left": f"{format_duration(left)} left" if left is not None else "",
+        "goodput": f"goodput {percent(summary.goodput)}" if summary.goodput is not None else "",
+    }
+
+
+def said_of_speed(step_seconds: float) -> str:
+    if step_seconds < 1:
+        return f"{1 / step_seconds:.3g} steps/s"
+    return f"{step_seconds:.3g} s a step"
+
+
+def render_overview(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
+    """The page's HTML.
+
+    Args:
+        facts: of the run.
+        links: how the page refers to others.
+        query: `log`, the name of a log whose end is shown. What plots show is up to the script.
+    """
+    panels = panels_of(facts.rows)
+    return render(
+        "overview.html",
+        links,
+        page="overview",
+        facts=facts,
+        status=status_line(facts.summary),
+        panels=panels,
+        marks=marks_payload(facts.marks),
+        samples=samples_of(facts, links),
+        series=None if links.series(facts.name) else _all_series(facts),
+        planned=planned_bytes(facts.events),
+        memory=_memory(facts.events),
+        events=facts.marks[::-1][:_MOST_EVENTS],
+        num_events=len(facts.marks),
+        hours=hours(facts),
+        goodput=share_of_training(facts.goodput),
+        keys=[] if facts.recipe is None else keys_of(facts.recipe),
+        commands=commands(facts),
+        launches=facts.record.get("launches", []),
+        logs=logs_of(facts),
+        log=read_log(facts, query.get("log")),
+    )
+
+
+def _all_series(facts: RunFacts) -> dict[str, Any]:
+    names = (name for panel in panels_of(facts.rows) for name in (*panel.names, *panel.more))
+    query = {"names": ",".join(dict.fromkeys(names)), "pixels": str(DEFAULT_PIXELS)}
+    return series_payload(facts.rows, query)
+
+
+def hours(facts: RunFacts) -> Any:
+    """Where the run's time went, as a picture; None: it has none yet."""
+    parts = [each for each in facts.goodput if each.seconds > 0]
+    if not parts:
+        return None
+    return svg.waterfall(
+        [
+            svg.Bar(each.part, each.seconds, for_seconds(each.seconds), _PART_COLOURS[each.part])
+            for each in parts
+        ]
+    )
+
+
+def planned_bytes(events: list[dict[str, Any]]) -> int | None:
+    """The memory of a step that the newest launch planned."""
+    found = [each for each in events if each["event"] == "memory_planned"]
+    gib = found[-1].get("step_peak_gib") if found else None
+    return int(gib * 2**30) if isinstance(gib, int | float) and 0 < gib < 2**20 else None
+
+
+def _memory(events: list[dict[str, Any]]) -> dict[str, float] | None:
+    """Predicted and measured memory of a forward and backward pass, in GiB, and the difference."""
+    names = ("predicted_gib", "measured_gib", "error")
+    for event in reversed(events):
+        if event["event"] == "memory_measured":
+            values = {name: event.get(name) for name in names}
+            if all(isinstance(each, int | float) for each in values.values()):
+                return {name: float(value) for name, value in values.items() if value is not None}
+    return None
+
+
+def samples_of(facts: RunFacts, links: Links) -> list[dict[str, Any]]:
+    """Each sampled checkpoint, and the page that shows it."""
+    directory, found = EvaluationDirectory(facts.run), dict[int, str]()
+    for preset in directory.presets():
+        for step in directory.steps(preset):
+            found.setdefault(step, links.page("samples", facts.name, preset=preset, step=step))
+    return [{"step": step, "page": page} for step, page in sorted(found.items())]
+
+
+@dataclass(frozen=True)
+class RecipeKey:
+    """A key of a recipe, and whether it is as it would be unset."""
+
+    name: str
+    value: str
+    default: str
+    is_default: bool
+
+
+def keys_of(recipe: Recipe) -> list[RecipeKey]:
+    """All keys of a recipe by their names; what the recipe must say has no default."""
+    known, values = config.defaults(), config.flat(recipe)
+    return [
+        RecipeKey(
+            name,
+            spelled(value),
+            spelled(known[name]) if name in known else "",
+            name in known and spelled(known[name]) == spelled(value),
+        )
+        for name, value in values.items()
+    ]
+
+
+def spelled(value: object) -> str:
+    """A recipe's value as TOML has it, or nearly so."""
+    match value:
+        case None:
+            return "unset"
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{value}"'
+        case list() | tuple():
+            return f"[{', '.join(map(spelled, value))}]"
+        case dict():
+            inner = ", ".join(f"{key} = {spelled(each)}" for key, each in value.items())
+            return f"{{ {inner} }}"
+        case _:
+            return str(value)
+
+
+def commands(facts: RunFacts) -> list[dict[str, str]]:
+    """What can be typed next, as `longtake show` says it, and how to write this page to a file."""
+    own, path, run = process.command(), shlex.quote(str(facts.run.path)), facts.run
+    try:
+        found = next_commands(
+            run,
+            facts.summary.state or "dead",
+            facts.rows,
+            can_sample=bool(run.checkpoint_steps()),
+            presets=EvaluationDirectory(run).presets(),
+        )
+    except (errors.LongtakeError, OSError):
+        found = []
+    report = {"command": f"{own} report {path} --out report.html", "for": "these pages as one file"}
+    return [*found, report]
+
+
+def logs_of(facts: RunFacts) -> list[str]:
+    """Paths below the run of what its processes said, the newest launch's first."""
+    run, found = facts.run, ["evaluate.log"]
+    for node in all_nodes(run):
+        folders = sorted(node.logs_path.glob("*"), reverse=True)
+        paths = [node.log_path, *(path for each in folders for path in sorted(each.glob("*.log")))]
+        found += [path.relative_to(run.path).as_posix() for path in paths]
+        if len(found) > _MOST_LOGS:
+            break
+    return [name for name in found[:_MOST_LOGS] if (run.path / name).is_file()]
+
+
+def read_log(facts: RunFacts, name: str | None) -> dict[str, str] | None:
+    """The end of a log; the first one's, if none is named."""
+    known = logs_of(facts)
+    if not known or (name is not None and name not in known):
+        return None
+    name = name or known[0]
+    try:
+        return {"name": name, "text": read_end(facts.run.path, name, _LOG_BYTES)}
+    except OSError as error:
+        return {"name": name, "text": f"{name} cannot be read: {error.strerror}."}
+
+
+def is_alarming(mark: Mark) -> bool:
+    return mark.level != "info"

@@ -1,0 +1,153 @@
+"""Pages as functions from facts to HTML: the same for the server and for a report."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any, Final, Literal, Protocol
+from urllib.parse import quote, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from longtake.board import assets
+from longtake.formatting import format_duration, format_size, plural, printable_lines
+
+PageName = Literal["overview", "samples", "data", "nodes", "plan"]
+PAGES: Final[dict[PageName, str]] = {
+    "overview": "Run",
+    "samples": "Samples",
+    "data": "Data",
+    "nodes": "Nodes",
+    "plan": "Plan",
+}
+"""The pages of a run with their titles, in the order of their links."""
+STATES: Final = {
+    "running": "running",
+    "stalled": "stalled",
+    "dead": "ended without a word",
+    "interrupted": "interrupted",
+    "diverged": "diverged",
+    "finished": "finished",
+}
+
+
+class Links(Protocol):
+    """How a page refers to others, to files of a run, and to data that it loads later."""
+
+    layout: str
+    """The template that a run's pages extend."""
+
+    def home(self) -> str:
+        """URL of all runs; empty: there is no such page."""
+
+    def live(self, run: str | None) -> str:
+        """URL that says what is new of a run, or of all; empty: nothing does."""
+
+    def page(self, page: PageName, run: str, **query: object) -> str: ...
+
+    def media(self, run: str, path: str) -> str | None:
+        """URL of a file by its path below the run; None: it is not to be had."""
+
+    def series(self, run: str) -> str:
+        """URL of the numbers that plots draw; empty: they are in the page."""
+
+    def static(self, name: str) -> str:
+        """URL of a script or style sheet; empty: all of them are in the page."""
+
+
+class ServerLinks:
+    """Links between pages that the server has."""
+
+    layout = "run_base.html"
+
+    def home(self) -> str:
+        return "/"
+
+    def live(self, run: str | None) -> str:
+        return "/live" if run is None else f"/live/{quote(run)}"
+
+    def page(self, page: PageName, run: str, **query: object) -> str:
+        return f"/run/{page}/{quote(run)}" + _query(query)
+
+    def media(self, run: str, path: str) -> str | None:
+        return f"/media/{quote(f'{run}/{path}' if run else path)}"
+
+    def series(self, run: str) -> str:
+        return f"/series/{quote(run)}"
+
+    def static(self, name: str) -> str:
+        return assets.static_url(name)
+
+
+def _query(values: Mapping[str, object]) -> str:
+    given = {name: value for name, value in values.items() if value is not None}
+    return f"?{urlencode(given)}" if given else ""
+
+
+def render(template: str, links: Links, **values: Any) -> str:
+    """A page's HTML; all text is escaped, and control characters are spelled."""
+    return environment().get_template(template).render(links=links, **values)
+
+
+@cache
+def environment() -> Environment:
+    found = Environment(
+        loader=PackageLoader("longtake.board"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable_lines(value) if type(value) is str else value,
+    )
+    found.filters |= {
+        "number": number,
+        "percent": percent,
+        "duration": format_duration,
+        "size": lambda value: format_size(int(value)),
+        "at": at,
+        "plural": plural,
+        "embedded": embedded,
+    }
+    found.globals |= {"pages": PAGES, "states": STATES, "assets": assets}
+    return found
+
+
+# --- Filters ----------------------------------------------------------------------------------
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """With so many significant digits; "-" for None and what is not finite."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %" if share < 0.995 else "100 %"
+
+
+def at(seconds: float | None) -> str:
+    """A time in seconds since 1970, as `2026-03-01 12:30 UTC`."""
+    if seconds is None:
+        return "-"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def embedded(value: Any) -> Markup:
+    """JSON for a `<script type="application/json">`, which nothing in it can end."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    for letter in "<>&\u2028\u2029":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return Markup(text)  # noqa: S704 - no character of it is special in HTML
+
+
+def rounded(values: Iterable[float], digits: int = 6) -> list[float | None]:
+    """Numbers for JSON, with few digits; None stands for what is not finite."""
+    form = f"%.{digits}g"
+    return [float(form % value) if math.isfinite(value) else None for value in values]
+
+
+def chunks(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
+    return (items[first : first + size] for first in range(0, len(items), size))

@@ -1,0 +1,175 @@
+"""What pages know of a run: read from its files, and again only where these have changed."""
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from longtake import errors, node_dir
+from longtake.config import Recipe
+from longtake.inspection.rows import MetricRows, read_rows
+from longtake.inspection.run_list import RunSummary, summarize
+from longtake.inspection.timeline import Mark, TimePart, all_events, goodput, timeline
+from longtake.run_dir import RunDirectory
+
+_MOST_LINKS_LOOKED_AT = 20_000
+_LINK_FREE: Final = ("", "evaluations", "guard", "nodes", "stalls", "requests", "tracking")
+"""Folders of a run whose entries must not be links, as records are read in them."""
+
+NO_ROWS: Final = read_rows(RunDirectory(Path(os.devnull) / "none"))
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run at one moment; what could not be read is empty, and `problems` says why."""
+
+    run: RunDirectory
+    name: str
+    """From the folder of runs to it, with "/"; empty: that folder itself."""
+    summary: RunSummary
+    recipe: Recipe | None
+    record: dict[str, Any]
+    """run.json."""
+    rows: MetricRows
+    events: list[dict[str, Any]]
+    marks: list[Mark]
+    goodput: list[TimePart]
+    problems: tuple[str, ...]
+    """A sentence for each file that cannot be read."""
+    kept: "Keep"
+    """Keeps what takes long to compute between pages: see `RunReader.kept`."""
+
+    @property
+    def title(self) -> str:
+        return self.name or self.run.path.resolve().name
+
+    @property
+    def steps(self) -> int:
+        kept = self.rows.kept
+        return int(kept.step[-1]) if len(kept) else 0
+
+
+class Keep(Protocol):
+    def __call__(self, what: str, version: Hashable, read: Callable[[], T]) -> T: ...
+
+
+class RunReader:
+    """Reads one run for several threads; facts of files that have not changed are kept."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.run = RunDirectory(folder / name)
+        self._lock = threading.Lock()
+        self._rows: MetricRows | None = None
+        self._kept: dict[str, tuple[Hashable, Any]] = {}
+
+    def facts(self) -> RunFacts:
+        with self._lock:
+            return self._read()
+
+    def kept(self, what: str, version: Hashable, read: Callable[[], T]) -> T:
+        """What `read` returns, called only if the version is another than the last time.
+
+        Not for several threads at once, but for one reader under `facts`' lock, or for values of
+        which it does not matter who computes them.
+        """
+        known = self._kept.get(what)
+        if known is not None and known[0] == version:
+            found: T = known[1]
+            return found
+        value = read()
+        self._kept[what] = version, value
+        return value
+
+    def _read(self) -> RunFacts:
+        run, problems = self.run, list[str]()
+
+        def part(read: Callable[[], T], default: T) -> T:
+            try:
+                return read()
+            except (errors.LongtakeError, OSError) as error:
+                said = " ".join(str(error).split())
+                if said not in problems:
+                    problems.append(said)
+                return default
+
+        summary = summarize(self.folder, run.path)
+        link = next(links_of(run), None)
+        if link is not None:
+            summary = RunSummary(self.name or ".", problem=said_of_link(link))
+        if summary.problem is not None:
+            problems.append(summary.problem)
+        is_readable = link is None
+        rows = part(lambda: read_rows(run, self._rows), NO_ROWS) if is_readable else NO_ROWS
+        self._rows = rows
+        version = (_signature(self._event_files()), len(rows))
+        events, marks = list[dict[str, Any]](), list[Mark]()
+        hours, record = list[TimePart](), dict[str, Any]()
+        recipe = None
+        if is_readable:
+            events = part(lambda: self.kept("events", version[0], lambda: all_events(run)), events)
+            marks = part(
+                lambda: self.kept("marks", version, lambda: timeline(run, rows, events)), marks
+            )
+            hours = part(
+                lambda: self.kept("hours", version, lambda: goodput(run, rows, events)), hours
+            )
+            recipe = part(self._recipe, None)
+            record = part(lambda: dict[str, Any](run.record()), record)
+        return RunFacts(
+            *(run, self.name, summary, recipe, record, rows, events, marks, hours),
+            tuple(problems),
+            self.kept,
+        )
+
+    def _recipe(self) -> Recipe:
+        return self.kept("recipe", _signature([self.run.recipe_path]), self.run.recipe)
+
+    def _event_files(self) -> list[Path]:
+        nodes = [node.events_path for node in node_dir.all_nodes(self.run)]
+        servers = sorted((self.run.path / "evaluations" / "servers").glob("*/events.jsonl"))
+        return [self.run.events_path, self.run.rollbacks_path, *nodes, *servers]
+
+
+def _signature(paths: list[Path]) -> tuple[Hashable, ...]:
+    """Another one if a file was written since."""
+    found = list[Hashable]()
+    for path in paths:
+        status = None
+        with suppress(OSError):
+            status = path.stat()
+        found.append(status and (status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+def links_of(run: RunDirectory) -> Iterator[Path]:
+    """Links in the folders of a run from which records are read; they are not followed."""
+    left = _MOST_LINKS_LOOKED_AT
+    for name in _LINK_FREE:
+        folders = [run.path / name]
+        if name in ("nodes", "evaluations"):
+            with suppress(OSError):
+                folders += [Path(each.path) for each in os.scandir(folders[0]) if each.is_dir()]
+        for folder in folders:
+            with suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    left -= 1
+                    if entry.is_symlink() and not _is_data(run, entry.path):
+                        yield Path(entry.path)
+                    if not left:
+                        return
+
+
+def _is_data(run: RunDirectory, path: str) -> bool:
+    """Whether it is a folder of large files that a run may keep elsewhere, and no page opens."""
+    names = ("checkpoints", "components", "tensorboard", "wandb", "data", "catalogs", "ledger")
+    return path in {str(run.path / name) for name in names}
+
+
+def said_of_link(path: Path) -> str:
+    return f"{path} is a symbolic link; links are not followed. Copy what it points to instead."

@@ -1,0 +1,79 @@
+"""The page of all runs in a folder, and the page that compares some of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from longtake import config
+from longtake.board.overview import said_of_speed, spelled, status_line
+from longtake.board.pages import Links, render
+from longtake.board.plots import PANELS, series_payload
+from longtake.board.reader import RunFacts
+from longtake.inspection.run_list import RunSummary
+
+_COMPARED = ("loss", "loss_smoothed", "grad_norm", "weight_norm", "learning_rate", "step_seconds")
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run in the list, as the page shows it."""
+
+    summary: RunSummary
+    name: str
+    """From the folder to it; empty: the folder itself."""
+    title: str
+    line: dict[str, str]
+    sample: str | None
+    is_video: bool
+
+
+def render_runs(folder: Path, summaries: Sequence[RunSummary], links: Links) -> str:
+    listed = [_listed(folder, each, links) for each in summaries]
+    return render("runs.html", links, folder=folder, runs=listed, said_of_speed=said_of_speed)
+
+
+def _listed(folder: Path, summary: RunSummary, links: Links) -> ListedRun:
+    name = "" if summary.path == "." else summary.path
+    sample, url = summary.sample, None
+    if sample is not None:
+        inside = PurePosixPath(sample).relative_to(summary.path)
+        url = links.media(name, inside.as_posix())
+    return ListedRun(
+        summary,
+        name,
+        name or folder.resolve().name,
+        status_line(summary),
+        url,
+        sample is not None and sample.endswith(".mp4"),
+    )
+
+
+def render_comparison(folder: Path, runs: Sequence[RunFacts], links: Links) -> str:
+    """Curves of some runs over each other, and the recipe keys in which they differ."""
+    return render(
+        "compare.html",
+        links,
+        folder=folder,
+        runs=runs,
+        keys=differing_keys(runs),
+        panels=[each for each in PANELS if set(each.names) & set(_COMPARED)],
+        curves=[_curves(each) for each in runs],
+    )
+
+
+def _curves(facts: RunFacts) -> dict[str, Any]:
+    found = series_payload(facts.rows, {"names": ",".join(_COMPARED), "pixels": "1000"})
+    return {"name": facts.title, "x": found["x"], "series": found["series"]}
+
+
+def differing_keys(runs: Sequence[RunFacts]) -> list[tuple[str, list[str]]]:
+    """Keys whose values are not the same in all recipes, with the value of each."""
+    flat = [config.flat(each.recipe) if each.recipe else {} for each in runs]
+    names = dict.fromkeys(name for each in flat for name in each)
+    found = []
+    for name in sorted(names):
+        values = [spelled(each[name]) if name in each else "-" for each in flat]
+        if len(set(values)) > 1 and name != "out":
+            found.append((name, values))
+    return found

@@ -1,0 +1,415 @@
+"""`longtake board`: a read-only web server over a folder of runs.
+
+It answers GET alone, from this machine unless told otherwise, and opens no file outside the folder.
+"""
+
+import gzip
+import hmac
+import ipaddress
+import json
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path, PurePosixPath
+from threading import Lock
+from typing import Any, Final
+from urllib.parse import quote
+
+import anyio
+import uvicorn
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from longtake import errors
+from longtake.board import assets, overview, runs_page
+from longtake.board.files import MEDIA_TYPES, open_below
+from longtake.board.pages import PAGES, ServerLinks, render
+from longtake.board.plots import series_payload
+from longtake.board.reader import RunFacts, RunReader
+from longtake.inspection.run_list import RunSummary, find_runs, list_runs, summarize
+
+DEFAULT_PORT: Final = 8420
+_POLL_SECONDS = 1.0
+_LIST_SECONDS = 5.0
+_MOST_STREAMS = 64
+_MOST_READERS = 16
+_GZIPPED_BYTES = 2048
+_STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        *("script-src 'self'", "style-src 'self'", "connect-src 'self'"),
+        *("img-src 'self' data:", "media-src 'self'"),
+        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+    )
+)
+_HEADERS: Final = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class Board:
+    """The runs of a folder, and readers of those that were looked at last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.links = ServerLinks()
+        self._readers: OrderedDict[str, RunReader] = OrderedDict()
+        self._lock = Lock()
+        self.num_streams = 0
+
+    def reader(self, name: str) -> RunReader:
+        """The reader of a run by its path below the folder.
+
+        Raises:
+            HTTPException: there is no run of that name.
+        """
+        with self._lock:
+            known = self._readers.get(name)
+            if known is not None and known.run.path.is_dir():
+                self._readers.move_to_end(name)
+                return known
+        if name not in self.run_names():
+            raise HTTPException(404, f"There is no run {name or '.'} in {self.folder}.")
+        with self._lock:
+            found = self._readers.setdefault(name, RunReader(self.folder, name))
+            while len(self._readers) > _MOST_READERS:
+                self._readers.popitem(last=False)
+            return found
+
+    def run_names(self) -> list[str]:
+        """Paths of the runs below the folder; empty: the folder itself."""
+        return [self._name(path) for path in find_runs(self.folder)]
+
+    def _name(self, path: Path) -> str:
+        name = path.relative_to(self.folder).as_posix()
+        return "" if name == "." else name
+
+
+# --- Pages ------------------------------------------------------------------------------------
+
+
+def _html(text: str, request: Request, status: int = 200) -> Response:
+    return _compressed(text.encode(), "text/html; charset=utf-8", request, status)
+
+
+def _json(value: Any, request: Request) -> Response:
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return _compressed(text.encode(), "application/json", request)
+
+
+def _compressed(data: bytes, kind: str, request: Request, status: int = 200) -> Response:
+    headers = {"cache-control": "no-store", "vary": "accept-encoding"}
+    if len(data) >= _GZIPPED_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
+        data = gzip.compress(data, 1)
+        headers["content-encoding"] = "gzip"
+    return Response(data, status, headers, kind)
+
+
+def _board(request: Request) -> Board:
+    found: Board = request.app.state.board
+    return found
+
+
+def show_runs(request: Request) -> Response:
+    board = _board(request)
+    return _html(runs_page.render_runs(board.folder, list_runs(board.folder), board.links), request)
+
+
+def show_comparison(request: Request) -> Response:
+    board, names = _board(request), request.query_params.getlist("run")
+    facts = [board.reader(name).facts() for name in dict.fromkeys(names)]
+    return _html(runs_page.render_comparison(board.folder, facts, board.links), request)
+
+
+def show_page(request: Request) -> Response:
+    board, page = _board(request), request.path_params["page"]
+    if page not in PAGES:
+        raise HTTPException(404, f"There is no page {page}. There are: {', '.join(PAGES)}.")
+    facts = board.reader(request.path_params["run"]).facts()
+    return _html(_RENDER[page](facts, board.links, request.query_params), request)
+
+
+def show_series(request: Request) -> Response:
+    facts = _board(request).reader(request.path_params["run"]).facts()
+    try:
+        return _json(series_payload(facts.rows, request.query_params), request)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+
+
+Render = Callable[[RunFacts, ServerLinks, Mapping[str, str]], str]
+
+
+# --- Files ------------------------------------------------------------------------------------
+
+
+def show_media(request: Request) -> Response:
+    """A video or picture below the folder; ranges of bytes may be asked for."""
+    name = request.path_params["path"]
+    kind = MEDIA_TYPES.get(PurePosixPath(name).suffix.lower())
+    if kind is None:
+        raise HTTPException(404, "Only videos and pictures of runs are served.")
+    try:
+        file = open_below(_board(request).folder, name)
+    except OSError as error:
+        raise HTTPException(404, f"{name} cannot be shown: {error.strerror}.") from error
+    # By its descriptor: what is sent is the file that was checked, whatever is renamed meanwhile.
+    path = f"/proc/self/fd/{file.fileno()}"
+    headers = {"cache-control": "private, max-age=60"}
+    return FileResponse(path, 200, headers, kind, background=BackgroundTask(file.close))
+
+
+def show_static(request: Request) -> Response:
+    name = request.path_params["name"]
+    kind = _STATIC_TYPES.get(PurePosixPath(name).suffix)
+    data = assets.static_files().get(name)
+    if kind is None or data is None:
+        raise HTTPException(404, f"There is no file {name}.")
+    headers = {"cache-control": "public, max-age=31536000, immutable"}
+    return Response(data, 200, headers, f"{kind}; charset=utf-8")
+
+
+# --- What is new ------------------------------------------------------------------------------
+
+
+async def stream_runs(request: Request) -> Response:
+    board = _board(request)
+    return _stream(request, lambda: _all_lives(board), _LIST_SECONDS)
+
+
+async def stream_run(request: Request) -> Response:
+    board = _board(request)
+    reader = await to_thread.run_sync(board.reader, request.path_params["run"])
+    return _stream(request, partial(live, board.folder, reader.run.path), _POLL_SECONDS)
+
+
+def _all_lives(board: Board) -> dict[str, Any]:
+    found = list_runs(board.folder)
+    return {"runs": [_as_live(each) for each in found]}
+
+
+def live(folder: Path, path: Path) -> dict[str, Any]:
+    """What of a run may be new, from the ends of its files."""
+    return _as_live(summarize(folder, path))
+
+
+def _as_live(summary: RunSummary) -> dict[str, Any]:
+    return {**asdict(summary), "line": overview.status_line(summary)}
+
+
+def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float) -> Response:
+    """Server-sent events: one whenever what `read` returns has changed.
+
+    Nothing is read while no page listens; the browser connects again by itself.
+    """
+    board = _board(request)
+    if board.num_streams >= _MOST_STREAMS:
+        raise HTTPException(503, f"{_MOST_STREAMS} pages are open; close some of them.")
+
+    async def events() -> AsyncIterator[bytes]:
+        board.num_streams += 1
+        try:
+            last, silent = "", 0.0
+            while not await request.is_disconnected():
+                with suppress(errors.LongtakeError, OSError):
+                    found = await to_thread.run_sync(read)
+                    text = json.dumps(found, separators=(",", ":"), sort_keys=True)
+                    if text != last or silent >= 15.0:
+                        yield f"data: {text}\n\n".encode()
+                        last, silent = text, 0.0
+                await anyio.sleep(seconds)
+                silent += seconds
+        finally:
+            board.num_streams -= 1
+
+    return StreamingResponse(
+        events(), headers={"cache-control": "no-store"}, media_type="text/event-stream"
+    )
+
+
+# --- Who may ask ------------------------------------------------------------------------------
+
+
+class Guard:
+    """Refuses other methods, other hosts' names and, where there is a token, who has none."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], token: str | None, port: int) -> None:
+        self.app, self.hosts, self.token = app, hosts, token
+        self.cookie = f"longtake_board_{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        request = Request(scope)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message["headers"] = [*message["headers"], *given]
+            await send(message)
+
+        refused = self._refusal(request)
+        await (refused or self.app)(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
+            return _error(request, 405, "The board only answers GET.")
+        host = request.headers.get("host", "").rpartition("]")
+        name = f"{host[0]}{host[1]}" or host[2].partition(":")[0]
+        if name.lower() not in self.hosts:
+            return _error(
+                request, 421, f"The board is not known as {name!r}. Open it by the printed address."
+            )
+        if self.token is None or request.url.path.startswith("/static/"):
+            return None
+        given = request.cookies.get(self.cookie, "")
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        for each in (given, bearer):
+            if each and hmac.compare_digest(each.encode(), self.token.encode()):
+                return None
+        page = render("token.html", ServerLinks(), cookie=self.cookie)
+        return _html(page, request, 401)
+
+
+def _error(request: Request, status: int, sentence: str) -> Response:
+    page = render("error.html", ServerLinks(), status=status, sentence=sentence)
+    return _html(page, request, status)
+
+
+def _show_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(request, error.status_code, error.detail)
+
+
+def _show_failure(request: Request, error: Exception) -> Response:
+    sentence = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, errors.LongtakeError):
+        sentence = f"This page failed: {type(error).__name__}: {sentence}"
+    return _error(request, 500, sentence)
+
+
+def make_app(
+    folder: Path, *, hosts: frozenset[str], token: str | None = None, port: int = DEFAULT_PORT
+) -> ASGIApp:
+    """The application for a server, which answers to some hosts' names."""
+    app = Starlette(
+        routes=[
+            Route("/", show_runs),
+            Route("/compare", show_comparison),
+            Route("/run/{page}/{run:path}", show_page),
+            Route("/series/{run:path}", show_series),
+            Route("/media/{path:path}", show_media),
+            Route("/static/{digest}/{name}", show_static),
+            Route("/live", stream_runs),
+            Route("/live/{run:path}", stream_run),
+        ],
+        exception_handlers={
+            HTTPException: _show_http_error,
+            errors.LongtakeError: _show_failure,
+            OSError: _show_failure,
+        },
+    )
+    app.state.board = Board(folder)
+    return Guard(app, hosts, token, port)
+
+
+# --- The server -------------------------------------------------------------------------------
+
+
+def is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; the next free port, if this one is the default and taken.
+
+    Raises:
+        RunError: the address cannot be used.
+    """
+    tried = range(port, port + 20) if port == DEFAULT_PORT else (port,)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except OSError as error:
+        raise errors.RunError(f"--host {host} cannot be found: {error.strerror}.") from error
+    why = ""
+    for each in tried:
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, each))
+        except OSError as error:
+            found.close()
+            why = error.strerror or str(error)
+            continue
+        found.listen(128)
+        return found
+    raise errors.RunError(
+        f"The board cannot listen on {host}, port {port}: {why}. Choose another --port, or 0 for "
+        "any that is free."
+    )
+
+
+def known_hosts(host: str) -> frozenset[str]:
+    """Names in the Host header by which the board may be asked for."""
+    names = {"localhost", "127.0.0.1", "[::1]"}
+    if not is_loopback(host):
+        own = socket.gethostname()
+        names |= {own, socket.getfqdn(), host, f"[{host}]"}
+        with suppress(OSError):
+            found = socket.getaddrinfo(own, None)
+            names |= {str(each[4][0]) for each in found} | {f"[{each[4][0]}]" for each in found}
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
+            outward.connect(("192.0.2.1", 9))  # sends nothing: it asks for this host's address
+            names.add(outward.getsockname()[0])
+    return frozenset(name.lower() for name in names)
+
+
+def address(host: str, port: int, path: str = "/", token: str | None = None) -> str:
+    """The URL to open; a token stands after "#", which browsers never send or log."""
+    shown = "localhost" if is_loopback(host) else host
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - it is compared
+        shown = socket.gethostname()
+    shown = f"[{shown}]" if ":" in shown else shown
+    return f"http://{shown}:{port}{path}" + (f"#token={quote(token)}" if token else "")
+
+
+def serve(folder: Path, host: str, sock: socket.socket, token: str | None) -> None:
+    """Answer until Ctrl-C or SIGTERM."""
+    port = sock.getsockname()[1]
+    app = make_app(folder, hosts=known_hosts(host), token=token, port=port)
+    config = uvicorn.Config(
+        app,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        server_header=False,
+        ws="none",
+    )
+    uvicorn.Server(config).run(sockets=[sock])
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(24)
+
+
+_RENDER: dict[str, Render] = {"overview": overview.render_overview}

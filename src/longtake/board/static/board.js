@@ -1,0 +1,10 @@
+// Starts what a page has: each part looks for its own elements, and does nothing without them.
+import { startToken } from "./token.js";
+import { startLive } from "./live.js";
+import { startCopying } from "./page.js";
+import { startCharts } from "./charts.js";
+
+startToken();
+startLive();
+startCopying();
+startCharts();

@@ -1,0 +1,96 @@
+"""Bars and strips as SVG in a page: they need no script, and work in a report too."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Final
+
+from markupsafe import Markup
+
+from longtake.formatting import printable
+
+_ROW, _BAR = 22, 14
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar, or one part of a bar, with the words beside it."""
+
+    label: str
+    value: float
+    """At least 0."""
+    text: str
+    """The value in words, with its unit."""
+    colour: str = "1"
+    """Of `fill-*` in board.css."""
+
+
+def bars(rows: Sequence[Bar], label_width: int = 130, width: int = 640) -> Markup:
+    """Horizontal bars, one below the other, on one scale that begins at 0."""
+    most = max((each.value for each in rows), default=0.0) or 1.0
+    room = width - label_width - 110
+    parts = []
+    for place, each in enumerate(rows):
+        y = place * _ROW
+        length = room * each.value / most
+        parts.append(
+            f'<text x="{label_width - 8}" y="{y + 14}" text-anchor="end">{text(each.label)}</text>'
+            f'<rect x="{label_width}" y="{y + 3}" width="{length:.1f}" height="{_BAR}" '
+            f'class="fill-{each.colour}">{_title(each)}</rect>'
+            f'<text x="{label_width + length + 6:.1f}" y="{y + 14}" class="pale">'
+            f"{text(each.text)}</text>"
+        )
+    return picture(width, len(rows) * _ROW, "".join(parts), "bars")
+
+
+def waterfall(rows: Sequence[Bar], label_width: int = 130, width: int = 640) -> Markup:
+    """Bars that begin each where the one before it ends: parts of a whole."""
+    total = sum(each.value for each in rows) or 1.0
+    room, left = width - label_width - 130, 0.0
+    parts = []
+    for place, each in enumerate(rows):
+        y, length = place * _ROW, room * each.value / total
+        share = f"{100 * each.value / total:.1f} %"
+        parts.append(
+            f'<text x="{label_width - 8}" y="{y + 14}" text-anchor="end">{text(each.label)}</text>'
+            f'<rect x="{label_width + left:.1f}" y="{y + 3}" width="{max(length, 1):.1f}" '
+            f'height="{_BAR}" class="fill-{each.colour}">'
+            f"<title>{text(each.label)}: {text(each.text)}, {share}</title></rect>"
+            f'<text x="{label_width + left + length + 6:.1f}" y="{y + 14}" class="pale">'
+            f"{text(each.text)}, {share}</text>"
+        )
+        left += length
+    return picture(width, len(rows) * _ROW, "".join(parts), "waterfall")
+
+
+def strip(parts: Sequence[Bar], width: int = 640, height: int = 22) -> Markup:
+    """Parts of a whole beside each other."""
+    total, left, found = sum(each.value for each in parts) or 1.0, 0.0, []
+    for each in parts:
+        length = width * each.value / total
+        found.append(
+            f'<rect x="{left:.2f}" y="0" width="{max(0.0, length - 0.5):.2f}" height="{height}" '
+            f'class="fill-{each.colour}">{_title(each)}</rect>'
+        )
+        left += length
+    return picture(width, height, "".join(found), "strip")
+
+
+def _title(bar: Bar) -> str:
+    return f"<title>{text(bar.label)}: {text(bar.text)}</title>"
+
+
+def picture(width: float, height: float, content: str, kind: str) -> Markup:
+    """An SVG that shrinks with the page; `content` is markup, its texts spelled by `text`."""
+    return Markup(  # noqa: S704 - made of numbers and of what `text` returned
+        f'<svg class="{kind}" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="img">{content}</svg>'
+    )
+
+
+def text(value: object) -> str:
+    """Text inside of SVG: escaped, and control characters spelled."""
+    return escape(printable(value))
+
+
+COLOURS: Final = ("1", "2", "3", "4", "5", "6", "7", "8")
