@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from longtake import config, errors, process
@@ -36,11 +36,15 @@ _PART_COLOURS: Final = {
 }
 
 
+def status_of(facts: RunFacts) -> dict[str, str]:
+    """`status_line`, with the exact goodput."""
+    exact = replace(facts.summary, goodput=share_of_training(facts.goodput))
+    return status_line(exact)
+
+
 def status_line(summary: RunSummary) -> dict[str, str]:
     """What the head of a run's pages says; a part of which nothing is known is empty."""
     state = STATES.get(summary.state or "", "unknown")
-    if summary.state == "stalled" and summary.last_seen is not None:
-        state = "stalled"
     speed = summary.step_seconds
     total = f" of {summary.total_steps:,}" if summary.total_steps else ""
     is_running = summary.state in ("running", "stalled")
@@ -74,7 +78,7 @@ def render_overview(facts: RunFacts, links: Links, query: Mapping[str, str]) -> 
         links,
         page="overview",
         facts=facts,
-        status=status_line(facts.summary),
+        status=status_of(facts),
         panels=panels,
         marks=marks_payload(facts.marks),
         samples=samples_of(facts, links),

@@ -32,6 +32,11 @@ class Panel:
     names: tuple[str, ...]  # of the series that it draws at first
     more: tuple[str, ...] = ()  # that can be shown in it too
 
+    @property
+    def unit(self) -> str:
+        unit = NAMES[self.names[0]].unit
+        return "GiB" if unit == "B" else unit
+
 
 PANELS: Final = (
     Panel(

@@ -3,8 +3,12 @@ import { startToken } from "./token.js";
 import { startLive } from "./live.js";
 import { startCopying } from "./page.js";
 import { startCharts } from "./charts.js";
+import { startRuns } from "./runs.js";
+import { startComparison } from "./compare.js";
 
 startToken();
 startLive();
 startCopying();
 startCharts();
+startRuns();
+startComparison();

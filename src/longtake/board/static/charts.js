@@ -6,7 +6,7 @@ import { onLive } from "./live.js";
 const SYNC = "run";
 const AXIS_WIDTH = 64;
 const DATA_LIMIT_MS = 1000;
-const COLOURS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"];
+export const SERIES_COLOURS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"];
 const RAW = "--raw";
 
 export function startCharts() {
@@ -238,10 +238,7 @@ class Panel {
 
   make(columns, plotted, bands, isLog) {
     const unit = this.series.length ? this.series[0].unit : "";
-    const axis = {
-      stroke: () => css("--pale"), font: "11px system-ui, sans-serif",
-      grid: { stroke: () => css("--rule"), width: 1 }, ticks: { stroke: () => css("--rule"), width: 1, size: 4 },
-    };
+    const axis = axisStyle();
     const isTime = this.charts.x === "time";
     const options = {
       width: this.canvas.clientWidth || 300, height: this.key === "loss" ? 260 : 150,
@@ -251,14 +248,15 @@ class Panel {
       },
       axes: [
         { ...axis, size: 26, values: isTime ? undefined : (plot, ticks) => ticks.map((tick) => tick.toLocaleString("en-US")) },
-        { ...axis, size: AXIS_WIDTH, values: (plot, ticks) => ticks.map((tick) => spell(tick, unit)) },
+        yAxis(axis, unit, isLog),
       ],
       series: plotted, bands, legend: { show: false }, padding: [8, 12, 0, 0],
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
       hooks: {
         setSelect: [(plot) => this.selected(plot)],
         setCursor: [(plot) => this.say(plot.cursor.idx)],
-        draw: [(plot) => this.drawBehind(plot)],
+        drawClear: [(plot) => this.shadeRollbacks(plot)],
+        draw: [(plot) => this.drawMore(plot)],
       },
     };
     this.plot = new uPlot(options, columns, this.canvas);
@@ -292,8 +290,20 @@ class Panel {
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
   }
 
+  shadeRollbacks(plot) {
+    if (this.charts.x !== "step") return;
+    const { left, top, width, height } = plot.bbox;
+    plot.ctx.fillStyle = css("--shade");
+    for (const mark of this.charts.marks) {
+      if (mark.kind !== "rollback" || !mark.span) continue;
+      const ends = mark.span.map((step) => plot.valToPos(step, "x", true));
+      const [from, to] = [Math.max(left, ends[0]), Math.min(left + width, ends[1])];
+      if (to > from) plot.ctx.fillRect(from, top, to - from, height);
+    }
+  }
+
   // Branches that were given up, the plan's memory, and crosses for numbers that are not finite.
-  drawBehind(plot) {
+  drawMore(plot) {
     const context = plot.ctx;
     const { left, top, width, height } = plot.bbox;
     const at = (x, y) => [plot.valToPos(x, "x", true), plot.valToPos(y, "y", true)];
@@ -303,8 +313,8 @@ class Panel {
     context.rect(left, top, width, height);
     context.clip();
     for (const branch of this.branches) {
-      context.strokeStyle = alpha(css("--s1"), 0.45);
-      context.lineWidth = devicePixelRatio;
+      context.strokeStyle = alpha(css("--s1"), 0.75);
+      context.lineWidth = 1.25 * devicePixelRatio;
       context.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
       for (const each of branch.series) {
         context.beginPath();
@@ -386,10 +396,31 @@ function toggle(set, key) {
 }
 
 function colourOf(name, place) {
-  return name === "loss" ? RAW : COLOURS[name === "loss_smoothed" ? 0 : (place + (name === "update_ratio" ? 1 : 0)) % COLOURS.length];
+  return name === "loss" ? RAW : SERIES_COLOURS[name === "loss_smoothed" ? 0 : place % SERIES_COLOURS.length];
 }
 
-function css(name) {
+export function axisStyle() {
+  const rule = () => css("--rule");
+  return {
+    stroke: () => css("--pale"), font: "11px system-ui, sans-serif",
+    grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1, size: 4 },
+  };
+}
+
+// Numbers in the unit that stands beside the title; of many decades, a line for each.
+export function yAxis(axis, unit, isLog) {
+  const scale = unit === "B" ? 2 ** 30 : 1;
+  const decades = (plot, ticks) => {
+    const isWide = isLog && plot.scales.y.max / plot.scales.y.min > 1e3;
+    return isWide ? ticks.map((tick) => (Number.isInteger(Math.log10(tick)) ? tick : null)) : ticks;
+  };
+  return {
+    ...axis, size: AXIS_WIDTH, filter: decades, grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades },
+    values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : spell(tick / scale, ""))),
+  };
+}
+
+export function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
