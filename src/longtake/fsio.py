@@ -31,7 +31,11 @@ MAX_FILE_BYTES: Final = 256 * 2**20
 MAX_FILE_DEPTH: Final = 32
 
 _IS_LINK = "it is a symbolic link; links are not followed when writing"
-_PICTURE_STARTS = {".png": (0, b"\x89PNG"), ".mp4": (4, b"ftyp")}  # offset and bytes
+_PICTURE_STARTS = {
+    ".png": (0, b"\x89PNG"),
+    ".mp4": (4, b"ftyp"),
+    ".html": (0, b"<!doctype html>"),
+}  # offset and bytes
 _BLOCK_BYTES = 2**18
 _TAIL_BYTES, _MAX_TAIL_BYTES = 2**14, 2**26
 _MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)

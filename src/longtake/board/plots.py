@@ -7,6 +7,7 @@ from typing import Any, Final, cast, get_args
 import numpy as np
 
 from longtake.board.pages import rounded
+from longtake.inspection.columns import SIGMA_NAMES
 from longtake.inspection.rows import MetricRows
 from longtake.inspection.series import (
     MAX_PIXELS,
@@ -107,7 +108,9 @@ def _count(query: Mapping[str, str], name: str, default: int) -> int:
 def as_json(series: Series) -> dict[str, Any]:
     """Least, greatest and mean number of each pixel; the first two only where they differ."""
     is_range = bool(np.any(series.low < series.high))
-    bad = np.flatnonzero(series.is_not_finite)
+    # Of a part of the sigmas that no clip of a step drew, there is no loss: that is no fault.
+    is_sparse = series.name in SIGMA_NAMES
+    bad = [] if is_sparse else series.x[np.flatnonzero(series.is_not_finite)].tolist()
     return {
         "name": series.name,
         "label": series.label,
@@ -115,7 +118,8 @@ def as_json(series: Series) -> dict[str, Any]:
         "mean": rounded(series.mean.tolist()),
         "low": rounded(series.low.tolist()) if is_range else None,
         "high": rounded(series.high.tolist()) if is_range else None,
-        "bad": series.x[bad].tolist(),
+        "bad": bad,
+        "sparse": is_sparse,
     }
 
 

@@ -10,7 +10,7 @@ import json
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -33,9 +33,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from longtake import errors
 from longtake.board import assets, overview, runs_page
 from longtake.board.files import MEDIA_TYPES, open_below
-from longtake.board.pages import PAGES, ServerLinks, render
+from longtake.board.pages import ServerLinks, render
 from longtake.board.plots import series_payload
-from longtake.board.reader import RunFacts, RunReader
+from longtake.board.reader import RunReader
+from longtake.board.registry import RENDER
 from longtake.inspection.run_list import RunSummary, find_runs, list_runs, summarize
 
 DEFAULT_PORT: Final = 8420
@@ -138,10 +139,10 @@ def show_comparison(request: Request) -> Response:
 
 def show_page(request: Request) -> Response:
     board, page = _board(request), request.path_params["page"]
-    if page not in PAGES:
-        raise HTTPException(404, f"There is no page {page}. There are: {', '.join(PAGES)}.")
+    if page not in RENDER:
+        raise HTTPException(404, f"There is no page {page}. There are: {', '.join(RENDER)}.")
     facts = board.reader(request.path_params["run"]).facts()
-    return _html(_RENDER[page](facts, board.links, request.query_params), request)
+    return _html(RENDER[page](facts, board.links, request.query_params), request)
 
 
 def show_series(request: Request) -> Response:
@@ -150,9 +151,6 @@ def show_series(request: Request) -> Response:
         return _json(series_payload(facts.rows, request.query_params), request)
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
-
-
-Render = Callable[[RunFacts, ServerLinks, Mapping[str, str]], str]
 
 
 # --- Files ------------------------------------------------------------------------------------
@@ -410,6 +408,3 @@ def serve(folder: Path, host: str, sock: socket.socket, token: str | None) -> No
 
 def new_token() -> str:
     return secrets.token_urlsafe(24)
-
-
-_RENDER: dict[str, Render] = {"overview": overview.render_overview}

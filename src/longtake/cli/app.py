@@ -14,7 +14,7 @@ import typer
 
 from longtake import __version__, errors, process, progress
 from longtake.cli import say
-from longtake.cli.board import board
+from longtake.cli.board import board, report
 from longtake.cli.data import data_app
 from longtake.cli.evaluate import compare, evaluate
 from longtake.cli.init import init
@@ -337,6 +337,6 @@ _BEFORE, _AFTER = (
     (demo, init, plan, preflight, train, launch),
     (evaluate, compare, sample, export, show),
 )
-for _verb in (*_BEFORE, *_AFTER, board, health, watch, stacks, bundle, drill):
+for _verb in (*_BEFORE, *_AFTER, board, report, health, watch, stacks, bundle, drill):
     app.command()(_verb)
 app.add_typer(data_app, name="data")

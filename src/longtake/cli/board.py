@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from longtake import errors
+from longtake import errors, progress
 from longtake.cli import say
+from longtake.formatting import format_size, plural
 
 
 def board(
@@ -49,3 +50,33 @@ def board(
     if open_browser:
         webbrowser.open(url)
     server.serve(folder, host, sock, token)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write (.html) [default: RUN-report.html].")
+    ] = None,
+    media_mib: Annotated[
+        float, typer.Option(min=0, max=4096, help="Room for videos and pictures, in MiB.")
+    ] = 24.0,
+    as_json: say.AsJson = False,
+) -> None:
+    """Write the pages of a run to one HTML file, with its newest videos inside, to send it.
+
+    Captions, file names, hosts and the ends of logs are in it: read it before you send it.
+    """
+    with progress.phase_lines(say.console(), "reading the run's records"):
+        from longtake.board.report import write_report
+
+        path = run.resolve()
+        target = Path(f"{path.name}-report.html") if out is None else out
+        links = write_report(path, target, media_mib)
+    size = target.stat().st_size
+    if as_json:
+        say.result({"report": str(target), "bytes": size, "media_left_out": links.num_left_out})
+        return
+    say.line(f"wrote {target} ({format_size(size)})")
+    if links.num_left_out:
+        left = plural(links.num_left_out, "video or picture", "videos and pictures")
+        say.line(f"{left} of the run did not fit into --media-mib {media_mib:g} and are not in it.")

@@ -223,7 +223,7 @@ class Panel {
       }
       columns.push(clean(each.mean));
       plotted.push({
-        label: each.label, stroke: colour, width: isPale ? 1 : 1.6, spanGaps: false,
+        label: each.label, stroke: colour, width: isPale ? 1 : 1.6, spanGaps: each.sparse,
         points: { show: data.x.length < 60, size: 4 },
       });
     });

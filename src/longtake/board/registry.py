@@ -1,0 +1,13 @@
+"""The pages of a run, by their names in URLs."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from longtake.board import overview
+from longtake.board.pages import Links, PageName
+from longtake.board.reader import RunFacts
+
+Render = Callable[[RunFacts, Links, Mapping[str, str]], str]
+
+RENDER: Final[dict[PageName, Render]] = {"overview": overview.render_overview}
+"""From facts and the URL's query to HTML."""

@@ -1,0 +1,173 @@
+"""`longtake report`: the pages of a run as one HTML file that needs no server and no network."""
+
+import base64
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from markupsafe import Markup
+
+from longtake import errors, fsio
+from longtake.board import assets, overview
+from longtake.board.files import MEDIA_TYPES, open_below
+from longtake.board.pages import PageName, render
+from longtake.board.reader import RunFacts, RunReader
+from longtake.board.registry import RENDER
+from longtake.evaluation_dir import EvaluationDirectory
+
+DEFAULT_MEDIA_MIB: Final = 24
+_MIB = 2**20
+
+
+@dataclass
+class ReportLinks:
+    """Links inside of one file: videos and pictures are in it, as far as there is room."""
+
+    run: RunFacts
+    media_bytes: int
+    """Room for videos and pictures."""
+    layout: str = "bare.html"
+    num_left_out: int = 0
+    _chosen: dict[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        left = self.media_bytes
+        for name in newest_first(self.run):
+            data = self._read(name, left)
+            if data is None:
+                self.num_left_out += 1
+            else:
+                self._chosen[name] = data
+                left -= len(data)
+
+    def _read(self, name: str, most: int) -> bytes | None:
+        try:
+            with open_below(self.run.run.path, name) as file:
+                data = file.read(most + 1)
+        except OSError:
+            return None
+        return data if len(data) <= most else None
+
+    def home(self) -> str:
+        return ""
+
+    def page(self, page: PageName, run: str, **query: object) -> str:
+        return f"#{page}"
+
+    def media(self, run: str, path: str) -> str | None:
+        data = self._chosen.get(path)
+        return None if data is None else data_url(PurePosixPath(path).suffix, data)
+
+    def series(self, run: str) -> str:
+        return ""
+
+    def live(self, run: str | None) -> str:
+        return ""
+
+    def static(self, name: str) -> str:
+        return ""
+
+
+def data_url(suffix: str, data: bytes) -> str:
+    kind = MEDIA_TYPES[suffix.lower()]
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def newest_first(facts: RunFacts) -> Iterable[str]:
+    """Videos and pictures of samples by their paths below the run: those that say most first.
+
+    That is the newest checkpoint of each preset, then the first, then those between.
+    """
+    directory = EvaluationDirectory(facts.run)
+    by_preset = {preset: directory.steps(preset) for preset in directory.presets()}
+    ranked = [
+        (rank, preset, step)
+        for preset, steps in by_preset.items()
+        for rank, step in enumerate(_spread(steps))
+    ]
+    for _, preset, step in sorted(ranked):
+        scores = directory.scores(preset, step)
+        folder = directory.result_path(preset, step).relative_to(facts.run.path).as_posix()
+        for video in scores["videos"] if scores else ():
+            if PurePosixPath(video["file"]).suffix in MEDIA_TYPES:
+                yield f"{folder}/{video['file']}"
+
+
+def _spread(steps: list[int]) -> list[int]:
+    """The last, the first, and then the middles of what is between those that stand before."""
+    found = [*steps[-1:], *steps[:1]]
+    gaps = [(0, len(steps) - 1)]
+    while gaps:
+        first, last = gaps.pop(0)
+        if last - first >= 2:
+            middle = (first + last) // 2
+            found.append(steps[middle])
+            gaps += [(first, middle), (middle, last)]
+    return list(dict.fromkeys(found))
+
+
+def render_report(facts: RunFacts, links: ReportLinks) -> str:
+    """The file's text: all pages of a run, below each other."""
+    sections = {name: Markup(each(facts, links, {})) for name, each in RENDER.items()}  # noqa: S704 - rendered
+    files = assets.static_files()
+    styles = [files[name].decode() for name in assets.STYLES]
+    scripts = [*(files[name].decode() for name in assets.SCRIPTS), _in_function()]
+    return render(
+        "report.html",
+        links,
+        facts=facts,
+        status=overview.status_of(facts),
+        sections=sections,
+        styles=[Markup(each) for each in styles],  # noqa: S704 - files of this package
+        scripts=[Markup(each) for each in scripts],  # noqa: S704 - files of this package
+        policy=_policy(styles, scripts),
+        written=fsio.now(),
+    )
+
+
+def _in_function() -> str:
+    return f"(() => {{\n{assets.bundled_module()}}})();\n"
+
+
+def _policy(styles: Iterable[str], scripts: Iterable[str]) -> str:
+    """Only what is in the file may run, and nothing is loaded from elsewhere."""
+
+    def hashes(texts: Iterable[str]) -> str:
+        digests = (base64.b64encode(sha256(each.encode()).digest()).decode() for each in texts)
+        return " ".join(f"'sha256-{each}'" for each in digests)
+
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"style-src {hashes(styles)}",
+            f"script-src {hashes(scripts)}",
+            *("img-src data:", "media-src data: blob:", "base-uri 'none'", "form-action 'none'"),
+        )
+    )
+
+
+def write_report(path: Path, out: Path, media_mib: float = DEFAULT_MEDIA_MIB) -> ReportLinks:
+    """Write the pages of a run to a file; returns what is known of its videos.
+
+    Raises:
+        RunError: there is no run, or the file cannot be written.
+    """
+    reader = RunReader(path.parent, path.name) if path.name else RunReader(path, "")
+    if not reader.run.exists() and not reader.run.record_path.is_file():
+        raise errors.RunError(
+            f"{path} is not a run directory: it has no recipe.toml. Expected the `out` folder of a "
+            "recipe that was trained."
+        )
+    fsio.check_picture_name(out, (".html",))
+    facts = reader.facts()
+    links = ReportLinks(facts, int(media_mib * _MIB))
+    text = render_report(facts, links)
+    try:
+        fsio.write_text(out, text)
+    except OSError as error:
+        raise errors.RunError(
+            f"{out} cannot be written: {error.strerror}. Choose another --out."
+        ) from error
+    return links
