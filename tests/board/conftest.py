@@ -75,7 +75,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
             own = browser.new_context(viewport={"width": width, "height": height}, **context)
             stack.callback(own.close)
             page = own.new_page()
-            page.on("console", lambda it: it.type == "error" and complaints.append(it.text))
+            page.on("console", lambda it: complaints.extend([it.text] * (it.type == "error")))
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.goto(url)
             return page

@@ -1,35 +1,30 @@
-"""Writes the demo's results: numbers, a contact sheet, a loss plot, a page; prints a summary."""
+"""Writes the demo's results: numbers, a contact sheet, a report; prints a summary."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.panel import Panel
 
-from longtake import drawing, errors, fsio, process
+from longtake import errors, fsio, process
+from longtake.board.report import write_report as write_pages
 from longtake.data.encode import write_video
-from longtake.evaluation.compare import choose, draw_sheet
-from longtake.evaluation_dir import EvaluationDirectory
+from longtake.evaluation_dir import EvaluationDirectory, Scores, VideoScores
 from longtake.formatting import escape, format_duration
-from longtake.inspection.plots import axis_scale
 from longtake.run_dir import Metrics, RunDirectory
+from longtake.sampling.claims import checkpoint_key
+from longtake.sampling.presets import Preset, settings_for
 from longtake.sampling.sampler import Sampler
 from longtake.sampling.videos import SheetRow, contact_sheet
 
-_PRESET = "demo"
-_VIDEOS, _CHECKPOINTS = "videos", "checkpoints.png"
-_ENLARGED = 4
-"""Videos on the page are enlarged, so that neither chroma subsampling nor a browser blurs them."""
+PRESETS: Final = {True: "unseen_prompts", False: "trained_prompts"}
+"""Presets in which the checked videos are kept, by whether their captions were held out."""
+_REPORT = "report.html"
 _TRAINED_ON_PAGE = 12
 _LAST_LOSSES = 100
-_RAW, _SMOOTH, _INK, _GRID = "#a9bfd8", "#1f4e8c", "#22252a", "#e4e4df"
 
 
 @dataclass(frozen=True)
@@ -49,24 +44,24 @@ def write_report(
     clips: int,
     console: Console,
 ) -> dict[str, Any]:
-    """Write summary.json, contact_sheet.png, loss.png and index.html; returns the summary.
+    """Write summary.json, contact_sheet.png and report.html; returns the summary.
 
-    If each checkpoint was sampled too, also checkpoints.png.
+    The videos become results of presets of the run, which its pages show beside those that an
+    evaluation server has sampled.
     """
     metrics = [row for row in run.metrics() if row["loss"] is not None]
     summary = _summarise(metrics, sampler, videos, clips)
     shown = _choose_shown(videos)
-    steps = [row["step"] for row in metrics]
-    losses = [row["loss"] or 0.0 for row in metrics]
     held_out = f"{summary['held_out_adherence']:.0%} of held-out prompts"
     rows = [SheetRow(one.caption, one.video, one.is_right) for one in shown if one.is_held_out]
     try:
         contact_sheet(
             rows, run.path / "contact_sheet.png", title=f"Never seen in training: {held_out}"
         )
-        loss_plot(steps, losses, run.path / "loss.png", title="Velocity loss")
-        _write_page(run, sampler, shown, summary)
+        for is_held_out, name in PRESETS.items():
+            _keep_videos(run, sampler, name, [x for x in shown if x.is_held_out == is_held_out])
         fsio.write_json(run.path / "summary.json", summary)
+        write_pages(run.path, run.path / _REPORT)
     except OSError as error:
         raise errors.RunError(f"{run.path} cannot be written: {error.strerror}.") from error
     _show_last_screen(run, summary, console)
@@ -106,85 +101,57 @@ def _choose_shown(videos: Sequence[CheckedVideo]) -> list[CheckedVideo]:
     return held_out + trained[::stride][:_TRAINED_ON_PAGE]
 
 
-def _write_page(
-    run: RunDirectory, sampler: Sampler, shown: Sequence[CheckedVideo], summary: dict[str, Any]
+def _keep_videos(
+    run: RunDirectory, sampler: Sampler, name: str, videos: Sequence[CheckedVideo]
 ) -> None:
-    folder = run.path / _VIDEOS
-    folder.mkdir(exist_ok=True)
-    cards = []
-    for index, one in enumerate(shown):
-        path = folder / f"{index:02d}.mp4"
-        enlarged = one.video.repeat(_ENLARGED, axis=1).repeat(_ENLARGED, axis=2)
-        write_video(path, enlarged, sampler.recipe.sampling.fps)
-        cards.append({"one": one, "video": path.relative_to(run.path).as_posix()})
-    text = resources.files("longtake.demo").joinpath("page.html").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
-    results = EvaluationDirectory(run).all_scores(_PRESET)
-    if results:
-        draw_sheet(choose([run.path], _PRESET), run.path / _CHECKPOINTS)
-    page = template.render(cards=cards, summary=summary, run=run.path.name, results=results)
-    fsio.write_text(run.path / "index.html", page)
+    """Write videos as an evaluation server writes a preset's, with `adherence` as their measure."""
+    settings, bucket = settings_for(sampler.recipe)
+    prompts = tuple(one.caption for one in videos)
+    preset = Preset(name, prompts, (0,), settings, bucket, sampler.weights)
+    directory, step = EvaluationDirectory(run), sampler.step
+    folder = directory.result_path(name, step)
+    fsio.remove_tree(folder)  # of the same checkpoint, by the same command
+    with fsio.atomic_folder(folder) as partial:
+        found = []
+        for index, one in enumerate(videos):
+            file, measures = preset.file_name(index), {"adherence": float(one.is_right)}
+            write_video(partial / file, one.video, settings.fps)
+            found.append(VideoScores(file=file, prompt=one.caption, seed=0, measures=measures))
+        scores = Scores(
+            preset=name,
+            step=step,
+            key=checkpoint_key(run.checkpoint_path(step), sampler.weights) or "unknown",
+            weights=sampler.weights,
+            time=fsio.now(),
+            server="demo",
+            settings={k: v for k, v in preset.as_record().items() if k != "prompts"},
+            videos=found,
+            measures={"adherence": _share(one.is_right for one in videos)},
+            alarms=[],
+            seconds={},
+        )
+        fsio.write_json(partial / "scores.json", scores)
+    fsio.write_json(directory.preset_path(name), preset.as_record())
 
 
 def _show_last_screen(run: RunDirectory, summary: dict[str, Any], console: Console) -> None:
     path = escape(str(run.path))
     lines = [
-        f"[bold]{summary['held_out_adherence']:.0%}[/bold] of prompts it never saw and "
-        f"[bold]{summary['adherence']:.0%}[/bold] of prompts it did are shown right",
+        f"[bold]{summary['held_out_adherence']:.0%}[/bold] of held-out prompts and "
+        f"[bold]{summary['adherence']:.0%}[/bold] of trained prompts were generated correctly",
         f"{summary['steps']} steps in {format_duration(summary['training_seconds'])} "
         f"({summary['steps_per_second']:.1f} steps/s), {summary['num_parameters'] / 1e6:.2f} M "
         f"parameters, {summary['clips']} clips",
     ]
     console.print(Panel("\n".join(lines), title="longtake demo", expand=False), soft_wrap=False)
-    checkpoints = run.path / _CHECKPOINTS
-    evaluated = f"Checkpoints    {escape(str(checkpoints))}\n" if checkpoints.exists() else ""
     console.print(
-        f"Videos         {path}/index.html  (open it in a browser)\n"
+        f"Report         {path}/{_REPORT}  (open it in a browser)\n"
         f"Contact sheet  {path}/contact_sheet.png\n"
-        f"{evaluated}"
-        f"Loss           {path}/loss.png\n"
         f"Numbers        {path}/summary.json\n"
         f"TensorBoard    {escape(process.command('tensorboard'))} --logdir {path}/tensorboard\n\n"
         "Sample it yourself:\n"
         f"  {escape(process.command())} sample {path} --prompt 'a blue square moving up left' "
-        "--out blue.mp4"
+        "--out blue.mp4\n"
+        "Look at it, and at every run beside it, in a browser:\n"
+        f"  {escape(process.command())} board {escape(str(run.path.parent))}"
     )
-
-
-def loss_plot(steps: Sequence[int], losses: Sequence[float], path: Path, *, title: str) -> None:
-    """Write a PNG of the loss over the steps: every value pale, their running mean dark.
-
-    NaN and infinite losses leave a gap. The file is written aside and renamed.
-    """
-    assert 0 < len(steps) == len(losses), f"{len(steps)} steps and {len(losses)} losses"
-    values = np.asarray(losses, dtype=np.float64)
-    values = np.where(np.isfinite(values), values, np.nan)
-    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(steps, values, color=_RAW, linewidth=0.8, label="each step")
-    axes.plot(steps, smooth(values), color=_SMOOTH, linewidth=1.8, label="running mean")
-    axes.legend(frameon=False, labelcolor=_INK)
-    axes.set_yscale(axis_scale(values))
-    axes.set_title(title, loc="left", color=_INK)
-    axes.set_xlabel("global step (optimizer updates)", color=_INK)
-    axes.set_ylabel("velocity loss (mean square)", color=_INK)
-    axes.grid(color=_GRID, linewidth=0.7)
-    axes.margins(x=0.01)
-    axes.spines[["top", "right"]].set_visible(False)
-    drawing.save_picture(figure, path)
-
-
-def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return a running mean over about a 25th of the curve, of the same length.
-
-    The window is centred, so that the mean does not lag behind a falling loss, and shrinks at both
-    ends. NaN values are left out; a window of NaN values only gives NaN.
-    """
-    reach = len(values) // 50
-    weights = np.hanning(2 * reach + 3)[1:-1]  # without the two zeros at its ends
-    known = ~np.isnan(values)
-    total = np.convolve(np.where(known, values, 0.0), weights, mode="same")
-    weight = np.convolve(known.astype(np.float64), weights, mode="same")
-    means = np.full(len(values), np.nan)
-    np.divide(total, weight, out=means, where=weight > 1e-9)
-    return means

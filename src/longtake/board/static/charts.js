@@ -253,6 +253,7 @@ class Panel {
       series: plotted, bands, legend: { show: false }, padding: [8, 12, 0, 0],
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
       hooks: {
+        ready: [() => this.charts.placeLanes()],
         setSelect: [(plot) => this.selected(plot)],
         setCursor: [(plot) => this.say(plot.cursor.idx)],
         drawClear: [(plot) => this.shadeRollbacks(plot)],

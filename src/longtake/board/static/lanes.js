@@ -48,7 +48,7 @@ export function drawLanes(marks, span, axis, data) {
     });
     glyph.textContent = GLYPHS[mark.kind] || "•";
     const title = element("title", {});
-    title.textContent = (mark.step === null ? "" : `step ${mark.step.toLocaleString("en-US")}: `) + mark.text;
+    title.textContent = mark.text;
     glyph.append(title);
     glyph.addEventListener("click", () => say(mark));
     svg.append(glyph);
