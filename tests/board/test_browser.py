@@ -1,20 +1,155 @@
-"""The pages in a real browser."""
+"""Pages of runs, comparisons and reports in a real browser."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.board.conftest import serving
 
+from longtake.board.report import write_report
 from longtake.run_dir import RunDirectory
+
+Serve = Callable[[Path], str]
+OpenPage = Callable[..., Any]
+DRAWN = "#charts[data-drawn='24']"
 
 
 @pytest.fixture
 def runs(told: RunDirectory) -> Path:
+    shutil.copytree(told.path, told.path.with_name("second run"))
     return told.path.parent
 
 
-def test_plots_show_every_panel(runs: Path, serve: Callable[[Path], str], open_page: Any) -> None:
+def _is_wider_than_the_window(page: Any) -> bool:
+    script = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+    return bool(page.evaluate(script))
+
+
+def test_the_list_leads_to_a_run_and_filters(runs: Path, serve: Serve, open_page: OpenPage) -> None:
+    page = open_page(serve(runs))
+    assert page.locator("#runs tbody tr").count() == 2
+    page.fill("#filter", "second")
+    assert page.locator("#runs tbody tr:visible").count() == 1
+    assert "filter=second" in page.url
+    page.click("text=second run")
+    page.wait_for_selector(DRAWN)
+    assert page.url.endswith("/run/overview/second%20run")
+
+
+def test_selected_runs_are_compared(runs: Path, serve: Serve, open_page: OpenPage) -> None:
+    page = open_page(serve(runs))
+    assert page.is_disabled("#compare")
+    for box in page.locator("#runs input[type=checkbox]").all():
+        box.check()
+    page.click("#compare")
+    page.wait_for_selector("#comparison[data-drawn]")
+    assert page.locator("#comparison canvas").count() == 5
+    assert page.locator("text=The recipes of these runs are the same").is_visible()
+
+
+def test_plots_zoom_together_and_the_address_says_so(
+    runs: Path, serve: Serve, open_page: OpenPage
+) -> None:
     page = open_page(f"{serve(runs)}/run/overview/run")
-    page.wait_for_selector("#charts[data-drawn='24']")
-    assert page.locator(".panel canvas").count() == 6
+    page.wait_for_selector(DRAWN)
+    box = page.locator(".panel-loss .u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 50, steps=5)
+    page.mouse.up()
+    page.wait_for_function("location.search.includes('from=')")
+    page.reload()
+    page.wait_for_selector(DRAWN)
+    first, last = page.evaluate(
+        "(() => { const all = new URLSearchParams(location.search);"
+        " return [Number(all.get('from')), Number(all.get('to'))]; })()"
+    )
+    assert 5 < first < 9
+    assert 16 < last < 20
+    page.locator(".panel-loss .u-over").dblclick()
+    page.wait_for_function("!location.search.includes('from=')")
+
+
+def test_the_cursor_reads_numbers_in_all_panels(
+    runs: Path, serve: Serve, open_page: OpenPage
+) -> None:
+    page = open_page(f"{serve(runs)}/run/overview/run")
+    page.wait_for_selector(DRAWN)
+    box = page.locator(".panel-loss .u-over").bounding_box()
+    page.mouse.move(box["x"] + 1, box["y"] + 50)
+    page.wait_for_function("document.querySelector('.where')?.textContent === 'step 1'")
+    assert "weight norm 701" in page.locator(".panel-weight_norm .readout").inner_text()
+
+
+def test_marks_of_the_time_line_say_what_happened(
+    runs: Path, serve: Serve, open_page: OpenPage
+) -> None:
+    page = open_page(f"{serve(runs)}/run/overview/run")
+    page.wait_for_selector(DRAWN)
+    page.locator("#lanes .mark-error").first.click()
+    assert "went back from step 20" in page.locator("#mark-note").inner_text()
+    lanes, plot = (
+        page.locator(each).first.bounding_box() for each in ("#lanes svg", ".panel-loss .u-over")
+    )
+    assert lanes["x"] == pytest.approx(plot["x"], abs=1)
+    assert lanes["width"] == pytest.approx(plot["width"], abs=1)
+
+
+def test_a_new_step_is_drawn_without_loading_the_page_again(
+    told: RunDirectory, open_page: OpenPage
+) -> None:
+    with serving(told.path.parent) as url:
+        page = open_page(f"{url}run/overview/run")
+        page.wait_for_selector(DRAWN)
+        page.evaluate("window.isSamePage = true")
+        last = json.loads(told.metrics_path.read_bytes().splitlines()[-1])
+        with told.metrics_path.open("ab") as file:
+            file.write(json.dumps({**last, "step": 25}).encode() + b"\n")
+        page.wait_for_selector("#charts[data-drawn='25']")
+        assert "step 25 of 40" in page.locator(".status").inner_text()
+        assert page.evaluate("window.isSamePage")
+        page.close()  # before the server, of whose end its console would tell
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["/", "/run/overview/run", "/compare?run=run&run=second+run"])
+def test_pages_fit_a_phone(
+    runs: Path, serve: Serve, open_page: OpenPage, path: str, scheme: str
+) -> None:
+    page = open_page(f"{serve(runs)}{path}", 390, 844, color_scheme=scheme)
+    page.wait_for_load_state("load")
+    assert not _is_wider_than_the_window(page)
+
+
+def test_a_board_for_other_machines_opens_with_the_whole_address_only(
+    runs: Path, open_page: OpenPage, browser: Any
+) -> None:
+    with serving(runs, "--host", "0.0.0.0") as url:  # noqa: S104 - that is what is tested
+        address, token = url.split("#")
+        port = address.rstrip("/").rpartition(":")[2]
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"http://localhost:{port}/")
+        assert page.locator("text=This board needs a token").is_visible()
+        page.goto(f"http://localhost:{port}/run/overview/run#{token}")
+        page.reload()
+        page.wait_for_selector(DRAWN)
+        assert "token" not in page.url
+        context.close()
+
+
+def test_a_report_works_from_a_file(
+    told: RunDirectory, tmp_path: Path, open_page: OpenPage
+) -> None:
+    out = tmp_path / "report.html"
+    write_report(told.path, out)
+    page = open_page(out.as_uri())
+    page.wait_for_selector(DRAWN)
+    assert page.locator("#lanes .mark").count() > 5
+    page.click(".panel-loss [data-also]")
+    page.wait_for_function(
+        "document.querySelector('.panel-loss .readout').textContent.includes('sigma')"
+    )

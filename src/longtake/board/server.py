@@ -51,7 +51,7 @@ _POLICY: Final = "; ".join(
         "default-src 'none'",
         *("script-src 'self'", "style-src 'self'", "connect-src 'self'"),
         *("img-src 'self' data:", "media-src 'self'"),
-        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+        *("base-uri 'none'", "form-action 'self'", "frame-ancestors 'none'"),
     )
 )
 _HEADERS: Final = {

@@ -1,0 +1,219 @@
+"""The pages of runs as functions from files to HTML."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longtake.board import overview, report
+from longtake.board.pages import ServerLinks, embedded, number, percent
+from longtake.board.plots import panels_of, series_payload
+from longtake.board.reader import NO_ROWS, RunReader
+from longtake.board.runs_page import differing_keys, render_comparison, render_runs
+from longtake.inspection.run_list import list_runs
+from longtake.run_dir import RunDirectory
+
+LINKS = ServerLinks()
+
+
+def _reader(run: RunDirectory) -> RunReader:
+    return RunReader(run.path.parent, run.path.name)
+
+
+def _embedded(html: str, name: str) -> Any:
+    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', html)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_a_run_page_has_state_events_hours_and_recipe(told: RunDirectory) -> None:
+    html = overview.render_overview(_reader(told).facts(), LINKS, {})
+    assert "interrupted" in html
+    assert "step 24 of 40" in html
+    assert "went back from step 20 to the checkpoint of step 12" in html
+    assert 'class="waterfall"' in html
+    assert "<code>training.global_batch_size</code></td><td><code>4</code>" in html
+    kinds = {mark["kind"] for mark in _embedded(html, "marks")}
+    assert kinds >= {"launch", "stage", "skip", "rollback", "checkpoint", "end"}
+    assert "longtake data audit" in html
+
+
+def test_only_keys_that_differ_from_defaults_come_first(told: RunDirectory) -> None:
+    keys = {each.name: each for each in overview.keys_of(told.recipe())}
+    assert not keys["training.steps"].is_default
+    assert keys["training.steps"].default == ""
+    assert keys["ema.decay"].is_default
+    assert keys["data.buckets"].value.startswith("[{ num_frames = 8")
+
+
+def test_facts_follow_the_files(told: RunDirectory) -> None:
+    reader = _reader(told)
+    before = reader.facts()
+    lines = told.metrics_path.read_bytes().splitlines(keepends=True)
+    last = json.loads(lines[-1])
+    with told.metrics_path.open("ab") as file:
+        file.write(json.dumps({**last, "step": last["step"] + 1}).encode() + b"\n")
+    told.append_event("diverged", step=25, message="the loss is infinite")
+    after = reader.facts()
+    assert (before.steps, after.steps) == (24, 25)
+    assert len(after.marks) == len(before.marks) + 1
+    assert reader.facts().events is after.events
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "run.json", "recipe.toml", "metrics.jsonl"])
+def test_what_cannot_be_read_is_a_sentence_beside_the_rest(told: RunDirectory, name: str) -> None:
+    (told.path / name).unlink()
+    (told.path / name).mkdir()
+    facts = _reader(told).facts()
+    assert any(name in problem for problem in facts.problems)
+    html = overview.render_overview(facts, LINKS, {})
+    assert '<p class="problem" role="alert">' in html
+    assert "What happened" in html
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "nodes/vm", "evaluations/low4s", "guard/x.json"])
+def test_records_behind_a_link_are_not_read(told: RunDirectory, tmp_path: Path, name: str) -> None:
+    path = told.path / name
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(tmp_path)
+    facts = _reader(told).facts()
+    assert len(facts.rows) == 0
+    assert f"{path} is a symbolic link; links are not followed" in " ".join(facts.problems)
+
+
+def test_text_of_a_run_is_escaped(told: RunDirectory) -> None:
+    bad = '</script><script>alert(1)</script>\x1b[31m"&'
+    told.append_event("diverged", step=24, message=bad)
+    (told.path / "evaluate.log").write_text(bad)
+    html = overview.render_overview(_reader(told).facts(), LINKS, {})
+    assert "<script>alert" not in html
+    assert "\x1b" not in html
+    assert any(bad[9:20] in mark["text"] for mark in _embedded(html, "marks"))
+
+
+def test_the_end_of_a_log_is_shown_by_its_name(told: RunDirectory) -> None:
+    (told.path / "evaluate.log").write_text("first\n" + "x" * 20_000 + "\nlast line\n")
+    facts = _reader(told).facts()
+    shown = overview.read_log(facts, "evaluate.log")
+    assert shown is not None
+    assert shown["text"] == "last line\n"
+    assert overview.read_log(facts, "../run/evaluate.log") is None
+    assert overview.read_log(facts, "/etc/passwd") is None
+
+
+def test_a_list_of_runs_shows_each_with_its_state(told: RunDirectory) -> None:
+    folder = told.path.parent
+    (folder / "broken").mkdir()
+    (folder / "broken" / "run.json").write_text("{")
+    html = render_runs(folder, list_runs(folder), LINKS)
+    assert 'href="/run/overview/run"' in html
+    assert "interrupted" in html
+    assert html.count('class="problem"') == 1
+
+
+def test_an_empty_folder_says_what_will_appear(tmp_path: Path) -> None:
+    html = render_runs(tmp_path, [], LINKS)
+    assert "A run appears here as soon as" in html
+
+
+def test_a_comparison_has_only_keys_that_differ(told: RunDirectory) -> None:
+    other = RunDirectory(told.path.with_name("other"))
+    other.path.mkdir()
+    text = told.recipe_path.read_text().replace("global_batch_size = 4", "global_batch_size = 8")
+    other.recipe_path.write_text(text)
+    runs = [_reader(told).facts(), _reader(other).facts()]
+    assert differing_keys(runs) == [("training.global_batch_size", ["4", "8"])]
+    html = render_comparison(told.path.parent, runs, LINKS)
+    assert [each["name"] for each in _embedded(html, "curves")] == ["run", "other"]
+
+
+def test_a_run_without_a_step_has_empty_states(told: RunDirectory) -> None:
+    told.metrics_path.unlink()
+    html = overview.render_overview(_reader(told).facts(), LINKS, {})
+    assert "No step has been trained yet." in html
+
+
+# --- Numbers of plots -------------------------------------------------------------------------
+
+
+def test_a_pixel_keeps_the_least_and_the_greatest_number(told: RunDirectory) -> None:
+    rows = _reader(told).facts().rows
+    whole = series_payload(rows, {"names": "loss"})["series"][0]
+    (few,) = series_payload(rows, {"names": "loss", "pixels": "2"})["series"]
+    known = [value for value in whole["mean"] if value is not None]
+    assert min(few["low"]) == min(known)
+    assert max(few["high"]) == max(known)
+
+
+def test_a_branch_that_was_given_up_is_apart(told: RunDirectory) -> None:
+    found = series_payload(_reader(told).facts().rows, {"names": "loss"})
+    (branch,) = found["branches"]
+    assert (branch["first"], branch["last"], branch["returned_to"]) == (13, 20, 12)
+    assert found["x"] == list(range(1, 25))
+
+
+def test_numbers_that_are_not_finite_are_named_but_for_empty_parts_of_the_sigmas(
+    told: RunDirectory,
+) -> None:
+    rows = _reader(told).facts().rows
+    loss, part = series_payload(rows, {"names": "loss,loss_sigma_2"})["series"]
+    assert loss["bad"] == [9]
+    assert (part["bad"], part["sparse"]) == ([], True)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [{"names": "los"}, {"x": "hour"}, {"first": "-1"}, {"pixels": "1e3"}, {"last": "9" * 30}],
+)
+def test_a_wrong_query_is_refused_by_name(query: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"is no series|is not a number"):
+        series_payload(NO_ROWS, query)
+
+
+def test_no_steps_have_no_numbers() -> None:
+    found = series_payload(NO_ROWS, {"names": "loss", "pixels": "0"})
+    assert (found["x"], found["series"][0]["mean"]) == ([], [])
+    assert "flops" not in {panel.key for panel in panels_of(NO_ROWS)}
+
+
+# --- Filters ----------------------------------------------------------------------------------
+
+
+def test_embedded_json_cannot_end_its_script() -> None:
+    text = "</script><!--\u2028&"
+    assert not set("<>&\u2028") & set(embedded(text))
+    assert json.loads(embedded(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.123456, "0.1235"), (12345, "12,345"), (None, "-"), (float("nan"), "-")]
+)
+def test_numbers_are_short(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.123, "12.3 %"), (1.0, "100 %"), (None, "-")])
+def test_shares_are_percent(share: float | None, text: str) -> None:
+    assert percent(share) == text
+
+
+# --- The report -------------------------------------------------------------------------------
+
+
+def test_a_report_is_one_file_without_links_to_elsewhere(
+    told: RunDirectory, tmp_path: Path
+) -> None:
+    out = tmp_path / "report.html"
+    report.write_report(told.path, out)
+    html = out.read_text()
+    assert not re.search(r'(src|href)="(?!#|data:)[^"]', html)
+    assert "default-src &#39;none&#39;" in html
+    assert _embedded(html, "series")["newest"] == 24
+
+
+def test_the_newest_and_the_oldest_samples_come_first() -> None:
+    assert report._spread([10, 20, 30, 40, 50]) == [50, 10, 30, 20, 40]
+    assert report._spread([]) == []
