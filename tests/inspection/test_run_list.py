@@ -47,6 +47,12 @@ def test_a_run_that_is_trained_says_how_long_it_will_take(told: RunDirectory) ->
     assert found.seconds_left == pytest.approx((40 - 24) * found.step_seconds)
 
 
+def test_what_a_run_recovered_from_is_said(told: RunDirectory) -> None:
+    assert _one(told.path.parent).recovered == "Rolled back from step 20 to step 12."
+    told.append_event("resumed", step=18, lost_steps=6)
+    assert _one(told.path.parent).recovered == "Restarted; 6 steps had not been saved."
+
+
 def test_steps_are_those_that_count(killed: RunDirectory) -> None:
     assert _one(killed.path.parent).steps == 12
 

@@ -45,6 +45,8 @@ def status_of(facts: RunFacts) -> dict[str, str]:
 def status_line(summary: RunSummary) -> dict[str, str]:
     """What the head of a run's pages says; a part of which nothing is known is empty."""
     state = STATES.get(summary.state or "", "unknown")
+    if summary.state == "running" and summary.recovered:
+        state = "recovered"
     speed = summary.step_seconds
     total = f" of {summary.total_steps:,}" if summary.total_steps else ""
     is_running = summary.state in ("running", "stalled")

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from longtake import errors, fsio, node_dir
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.formatting import natural_key
+from longtake.formatting import natural_key, plural
 from longtake.inspection.timeline import seconds_of
 from longtake.node_dir import StateKind
 from longtake.run_dir import EVENT, EventBase, Metrics, RunDirectory
@@ -75,6 +75,8 @@ class RunSummary:
     their number times the mean of some; `timeline.goodput` has the exact one."""
     loss: float | None = None
     """Of the newest step; None: it was not finite, or there is none."""
+    recovered: str | None = None
+    """A sentence: what the run has last recovered from, of its newest events."""
     alarms: tuple[str, ...] = ()
     """Sentences: measures that drift, and that it is stalled or ended without a word."""
     sample: str | None = None
@@ -128,7 +130,8 @@ def summarize(folder: Path, path: Path) -> RunSummary:
     linked = [name for name in _RECORDS if (path / name).is_symlink()]
     if linked:
         return replace(found, problem=f"{linked[0]} is a symbolic link; links are not followed.")
-    for read in (_read_recipe, _read_record, _read_state, _read_steps, _read_evaluations):
+    readers = (_read_recipe, _read_record, _read_state, _read_steps)
+    for read in (*readers, _read_recovery, _read_evaluations):
         try:
             found = read(run, found)
         except (errors.LongtakeError, OSError) as error:
@@ -172,6 +175,24 @@ def _read_steps(run: RunDirectory, found: RunSummary) -> RunSummary:
         most = _MOST_OF_USUAL * statistics.median(work)  # more is a save, or a stall
         mean = statistics.fmean(min(each, most) for each in work)
         found = replace(found, goodput=min(1.0, steps * mean / wall))
+    return found
+
+
+def _read_recovery(run: RunDirectory, found: RunSummary) -> RunSummary:
+    """The newest rollback, or restart that lost steps, among the last events."""
+    with fsio.open_regular(run.events_path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        lines = file.read(_TAIL_BYTES).split(b"\n")[:-1]
+    for line in reversed(lines):
+        with suppress(errors.RecordError):
+            event = fsio.parse_record(line, EVENT, run.events_path, fsio.MAX_LINE_DEPTH)
+            if event["event"] == "rolled_back":
+                went = f"Rolled back from step {event['from_step']:,} to step {event['step']:,}."
+                return replace(found, recovered=went)
+            if event["event"] == "resumed" and event.get("lost_steps"):
+                lost = plural(event["lost_steps"], "step")
+                return replace(found, recovered=f"Restarted; {lost} had not been saved.")
     return found
 
 
