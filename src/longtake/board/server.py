@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path, PurePosixPath
-from threading import Lock
+from threading import Event, Lock
+from types import FrameType
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -28,7 +29,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from longtake import errors
 from longtake.board import assets, overview, runs_page
@@ -41,6 +42,8 @@ from longtake.inspection.run_list import RunSummary, find_runs, list_runs, summa
 
 DEFAULT_PORT: Final = 8420
 _POLL_SECONDS = 1.0
+_TICK_SECONDS = 0.2
+_ALIVE_SECONDS = 15.0  # a proxy or a browser may end a connection that says nothing
 _LIST_SECONDS = 5.0
 _MOST_STREAMS = 64
 _MOST_READERS = 16
@@ -72,6 +75,7 @@ class Board:
         self._readers: OrderedDict[str, RunReader] = OrderedDict()
         self._lock = Lock()
         self.num_streams = 0
+        self.stopping = Event()
 
     def reader(self, name: str) -> RunReader:
         """The reader of a run by its path below the folder.
@@ -207,7 +211,9 @@ def live(folder: Path, path: Path) -> dict[str, Any]:
 
 
 def _as_live(summary: RunSummary) -> dict[str, Any]:
-    return {**asdict(summary), "line": overview.status_line(summary)}
+    seen = summary.last_seen
+    facts = {**asdict(summary), "last_seen": None if seen is None else int(seen)}
+    return {**facts, "line": overview.status_line(summary)}
 
 
 def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float) -> Response:
@@ -223,14 +229,16 @@ def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float
         board.num_streams += 1
         try:
             last, silent = "", 0.0
-            while not await request.is_disconnected():
+            while not board.stopping.is_set() and not await request.is_disconnected():
                 with suppress(errors.LongtakeError, OSError):
                     found = await to_thread.run_sync(read)
                     text = json.dumps(found, separators=(",", ":"), sort_keys=True)
-                    if text != last or silent >= 15.0:
+                    if text != last or silent >= _ALIVE_SECONDS:
                         yield f"data: {text}\n\n".encode()
                         last, silent = text, 0.0
-                await anyio.sleep(seconds)
+                end = anyio.current_time() + seconds
+                while not board.stopping.is_set() and anyio.current_time() < end:
+                    await anyio.sleep(_TICK_SECONDS)
                 silent += seconds
         finally:
             board.num_streams -= 1
@@ -246,7 +254,7 @@ def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float
 class Guard:
     """Refuses other methods, other hosts' names and, where there is a token, who has none."""
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], token: str | None, port: int) -> None:
+    def __init__(self, app: Starlette, hosts: frozenset[str], token: str | None, port: int) -> None:
         self.app, self.hosts, self.token = app, hosts, token
         self.cookie = f"longtake_board_{port}"
 
@@ -305,7 +313,7 @@ def _show_failure(request: Request, error: Exception) -> Response:
 
 def make_app(
     folder: Path, *, hosts: frozenset[str], token: str | None = None, port: int = DEFAULT_PORT
-) -> ASGIApp:
+) -> Guard:
     """The application for a server, which answers to some hosts' names."""
     app = Starlette(
         routes=[
@@ -326,6 +334,19 @@ def make_app(
     )
     app.state.board = Board(folder)
     return Guard(app, hosts, token, port)
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of events when it is told to stop; it would wait for them."""
+
+    def __init__(self, config: uvicorn.Config, board: Board) -> None:
+        super().__init__(config)
+        self._board = board
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See `uvicorn.Server`."""
+        self._board.stopping.set()
+        super().handle_exit(sig, frame)
 
 
 # --- The server -------------------------------------------------------------------------------
@@ -399,11 +420,11 @@ def serve(folder: Path, host: str, sock: socket.socket, token: str | None) -> No
         log_level="error",
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=2,
         server_header=False,
         ws="none",
     )
-    uvicorn.Server(config).run(sockets=[sock])
+    _Server(config, app.app.state.board).run(sockets=[sock])
 
 
 def new_token() -> str:
