@@ -118,6 +118,7 @@ class Charts {
     const x = this.data.x;
     const ends = x.length ? [x[0], x[x.length - 1]] : [0, 1];
     for (const branch of this.data.branches) ends[1] = Math.max(ends[1], branch.last);
+    if (this.x === "step") for (const mark of this.marks) ends[1] = Math.max(ends[1], mark.step ?? 0);
     return ends[0] === ends[1] ? [ends[0] - 0.5, ends[1] + 0.5] : ends;
   }
 
@@ -247,7 +248,7 @@ class Panel {
         y: { distr: isLog ? 3 : 1, range: (plot, low, high) => this.yRange(low, high, isLog) },
       },
       axes: [
-        { ...axis, size: 26, values: isTime ? undefined : (plot, ticks) => ticks.map((tick) => tick.toLocaleString("en-US")) },
+        xAxis(axis, isTime),
         yAxis(axis, unit, isLog),
       ],
       series: plotted, bands, legend: { show: false }, padding: [8, 12, 0, 0],
@@ -408,17 +409,40 @@ export function axisStyle() {
   };
 }
 
-// Numbers in the unit that stands beside the title; of many decades, a line for each.
+const LABEL_PIXELS = 18;
+const WHOLE_STEPS = [1, 2, 5].flatMap((first) => [...Array(13).keys()].map((power) => first * 10 ** power)).sort((x, y) => x - y);
+
+export function xAxis(axis, isTime) {
+  const spellTicks = (plot, ticks) => ticks.map((tick) => tick.toLocaleString("en-US"));
+  return { ...axis, size: 26, values: isTime ? undefined : spellTicks, incrs: isTime ? undefined : WHOLE_STEPS };
+}
+
+// Numbers in the unit that stands beside the title.
 export function yAxis(axis, unit, isLog) {
   const scale = unit === "B" ? 2 ** 30 : 1;
-  const decades = (plot, ticks) => {
-    const isWide = isLog && plot.scales.y.max / plot.scales.y.min > 1e3;
-    return isWide ? ticks.map((tick) => (Number.isInteger(Math.log10(tick)) ? tick : null)) : ticks;
-  };
+  const roomy = (plot, ticks) => (isLog ? withRoom(plot, ticks) : ticks);
   return {
-    ...axis, size: AXIS_WIDTH, filter: decades, grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades },
+    ...axis, size: AXIS_WIDTH, filter: roomy, grid: { ...axis.grid, filter: roomy }, ticks: { ...axis.ticks, filter: roomy },
     values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : spell(tick / scale, ""))),
   };
+}
+
+// Of a logarithmic axis: powers of ten first, then their doubles and fives, then others, where there is room.
+function withRoom(plot, ticks) {
+  const rank = (tick) => {
+    const digit = tick / 10 ** Math.floor(Math.log10(tick) + 1e-9);
+    if (Math.abs(digit - Math.round(digit)) > 1e-6) return null;
+    return Math.round(digit) === 1 ? 0 : [2, 5].includes(Math.round(digit)) ? 1 : 2;
+  };
+  const kept = [];
+  for (const wanted of [0, 1, 2]) {
+    for (const tick of ticks) {
+      const place = plot.valToPos(tick, "y");
+      if (rank(tick) === wanted && kept.every((each) => Math.abs(each.place - place) >= LABEL_PIXELS)) kept.push({ tick, place });
+    }
+  }
+  const shown = new Set(kept.map((each) => each.tick));
+  return ticks.map((tick) => (shown.has(tick) ? tick : null));
 }
 
 export function css(name) {

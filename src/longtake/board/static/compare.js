@@ -1,6 +1,6 @@
 // Curves of several runs over each other, on one x axis of steps.
 import { embedded } from "./page.js";
-import { axisStyle, css, spell, yAxis, SERIES_COLOURS } from "./charts.js";
+import { axisStyle, css, spell, xAxis, yAxis, SERIES_COLOURS } from "./charts.js";
 
 export function startComparison() {
   const host = document.getElementById("comparison");
@@ -40,7 +40,7 @@ class ComparedPanel {
       width: this.canvas.clientWidth || 300, height: 220, legend: { show: false }, padding: [8, 12, 0, 0],
       scales: { x: { time: false }, y: { distr: this.isLog ? 3 : 1 } },
       axes: [
-        { ...axis, size: 26, values: (plot, ticks) => ticks.map((tick) => tick.toLocaleString("en-US")) },
+        xAxis(axis, false),
         yAxis(axis, unit, this.isLog),
       ],
       series: [{}, ...this.curves.map((curve, place) => ({
