@@ -1,6 +1,6 @@
 """`longtake board`: a read-only web server over a folder of runs.
 
-It answers GET alone, from this machine unless told otherwise, and opens no file outside the folder.
+It answers GET alone, from this machine unless --host says otherwise, and opens no file outside the folder.
 """
 
 import gzip
@@ -337,7 +337,7 @@ def make_app(
 
 
 class _Server(uvicorn.Server):
-    """Ends the streams of events when it is told to stop; it would wait for them."""
+    """Ends the streams of events at the first signal, as it would wait for them."""
 
     def __init__(self, config: uvicorn.Config, board: Board) -> None:
         super().__init__(config)
