@@ -67,9 +67,8 @@ class DiffusersFamily(Family):
     }
     block_outputs: ClassVar[tuple[str, ...]] = ("text", "tokens")
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
-    variants: ClassVar[Mapping[float, str]] = {}
-    """By in_channels / out_channels of their transformer, variants that longtake does not train;
-    empty: one that it trains."""
+    channel_ratios: ClassVar[tuple[float, ...]] = ()
+    """in_channels / out_channels, besides 1, of transformers that it trains."""
 
     time_scale = 1.0
     """Timestep of sigma 1."""
@@ -202,7 +201,7 @@ class DiffusersFamily(Family):
             fitted["in_channels"] += further
         model_class = getattr(diffusers, self.transformer_class)
         model = deferred_init.build_transformer(
-            model_class, section, fitted, weights=weights, variants=self.variants
+            model_class, section, fitted, weights=weights, channel_ratios=self.channel_ratios
         )
         self.check_config(model.config)
         return model

@@ -65,7 +65,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         "transformer_blocks.{last}.attn.norm_added_q.*",
         "transformer_blocks.{last}.ff_context.*",
     )
-    variants: ClassVar[Mapping[float, str]] = {65 / 32: ""}
+    channel_ratios: ClassVar[tuple[float, ...]] = (65 / 32,)
     encodes_inputs_itself = True
     has_text_lengths = True
     time_scale = 1000.0

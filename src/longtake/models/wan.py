@@ -49,7 +49,7 @@ class Wan(diffusers_family.DiffusersFamily):
     }
     block_outputs: ClassVar[tuple[str, ...]] = ("tokens",)
     attentions: ClassVar[tuple[str, ...]] = ("attn1", "attn2")
-    variants: ClassVar[Mapping[float, str]] = {36 / 16: ""}
+    channel_ratios: ClassVar[tuple[float, ...]] = (36 / 16,)
     encodes_inputs_itself = True
     continues = ("first",)
     time_scale = 1000.0
