@@ -245,10 +245,11 @@ def _without_part(where: str, folder: Path, subfolder: str) -> ModelError:
             f"Name the folder or repository that has model_index.json and {subfolder}."
         )
     present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    other = ", or the right model.subfolder in a recipe" if "transformer" in subfolder else ""
     return ModelError(
         f"{where} has no subfolder {subfolder}; it has {', '.join(present) or 'no subfolders'}. "
         "Expected a release in diffusers' layout, with model_index.json and a subfolder for each "
-        "part. Name one, or the right model.subfolder in a recipe."
+        f"part. Name one{other}."
     )
 
 
