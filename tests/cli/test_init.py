@@ -117,6 +117,10 @@ def test_a_catalog_has_the_name_of_the_folder_that_was_named(tmp_path: Path) -> 
     ("arguments", "message"),
     [
         (["--family", "wam"], "no template for the family 'wam'; did you mean wan?"),
+        (
+            ["--family", "flux2"],
+            "the family flux2 is written from a release: leave --family out, and",
+        ),
         (["--family", "wan", "--size", "5b"], "there is: --task lora --size 1.3b, --task lora"),
         (["--family", "wan", "--memory", "24"], "is no amount of memory"),
     ],
@@ -245,6 +249,7 @@ def test_a_shipped_release_has_its_template(tmp_path: Path) -> None:
     ("config", "options", "message"),
     [
         ({"_class_name": "TheirTransformer"}, [], "its transformer is TheirTransformer, which no"),
+        ({}, [], "transformer/config.json names no class (_class_name). Expected what save_pre"),
         (_WAN["transformer/config.json"], ["--task", "module"], "there are lora and full"),
         (_WAN["transformer/config.json"], ["--size", "5b"], "leave --family and --size out"),
         ({"_class_name": "ZImageTransformer2DModel", "siglip_feat_dim": 8}, [], "is Z-Image Omni"),
@@ -259,6 +264,41 @@ def test_a_release_without_a_template_is_refused(
     assert isinstance(result.exception, LongtakeError)
     assert message in str(result.exception)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {},
+            "has no subfolder transformer; it has no subfolders. Expected a release in diffusers'",
+        ),
+        ({"vae/config.json": {}}, "has no subfolder transformer; it has vae. Expected a release"),
+        (
+            {"config.json": {"_class_name": "FluxControlNetModel"}},
+            "is one part of a release (FluxControlNetModel), and the whole is wanted. Name the fo",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_release_is_refused(
+    files: dict[str, dict[str, object]], message: str, tmp_path: Path
+) -> None:
+    """Without the repositories that are known, as a folder was named."""
+    (tmp_path / "release").mkdir()
+    release = _release(tmp_path / "release", files)
+    result = CliRunner().invoke(app, ["init", release, "--out", str(tmp_path / "mine.toml")])
+    assert isinstance(result.exception, LongtakeError)
+    assert f"{release} {message}" in str(result.exception)
+    assert "Known without a download" not in str(result.exception)
+
+
+def test_pictures_that_a_model_may_be_given_are_comments(tmp_path: Path) -> None:
+    release, out = _release(tmp_path / "release", _WAN_I2V), tmp_path / "mine.toml"
+    assert CliRunner().invoke(app, ["init", release, "--out", str(out)]).exit_code == 0
+    text = out.read_text()
+    assert list(tomllib.loads(text)["data"]["conditioning"]) == ["first"]
+    given = tomllib.loads(text.replace("# last = ", "last = "))["data"]["conditioning"]
+    assert given["last"] == {"kind": "picture", "frame": "last"}
 
 
 def test_one_file_of_weights_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:

@@ -32,6 +32,11 @@ _TINY = (
 )
 
 
+def test_the_example_is_short() -> None:
+    file = Path(__file__).resolve().parents[2] / "examples" / "families" / "aura_flow.py"
+    assert len(file.read_text().splitlines()) <= 60
+
+
 def test_a_family_of_ones_own_trains_and_is_exported(
     small_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

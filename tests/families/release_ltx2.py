@@ -1,5 +1,6 @@
 """LTX-2 with random weights, in folders of the releases' layout."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,22 +237,60 @@ def _fill(asked: Asked, frames: Tensor) -> Tensor:
     return F.pad(frames, (0, 0, 0, 0, 1, 0))
 
 
-_KEYS = {"model": {"audio": "off"}, "data": {"fps": 24.0}, "text": {"max_tokens": 32}}
-_FRAMES = (17, 64, 96)
+# As scripts/convert_ltx2_to_diffusers.py of diffusers has them; those of LTX-2's transformer are
+# the defaults of its class, too, but for the rotary embeddings.
+_PARTS: dict[str, dict[str, Any]] = {
+    "vae": {"latent_channels": 128},
+    "text_encoder": {"text_config": {"hidden_size": 3840}},
+}
+_REAL: dict[str, dict[str, Any]] = {
+    "transformer": {"rope_type": "split"},
+    "connectors": {
+        "caption_channels": 3840,
+        "video_connector_num_attention_heads": 30,
+        "video_connector_attention_head_dim": 128,
+        "video_connector_num_learnable_registers": 128,
+    },
+    **_PARTS,
+}
+_REAL_23: dict[str, dict[str, Any]] = {
+    "transformer": {
+        "rope_type": "split",
+        "cross_attn_mod": True,
+        "audio_cross_attn_mod": True,
+        "gated_attn": True,
+        "audio_gated_attn": True,
+        "use_prompt_embeddings": False,
+        "perturbed_attn": True,
+    },
+    "connectors": {
+        **_REAL["connectors"],
+        "video_connector_num_attention_heads": 32,
+        "video_hidden_dim": 4096,
+        "audio_hidden_dim": 2048,
+    },
+    **_PARTS,
+}
+_row = partial(
+    Row,
+    family="ltx2",
+    call=_call,
+    bucket=(17, 64, 96),
+    unpack=_unpack,
+    keys={"model": {"audio": "off"}, "data": {"fps": 24.0}, "text": {"max_tokens": 32}},
+    guidance=3.0,
+    real=_REAL,
+)
 ROWS = (
-    Row("LTX-2", "ltx2", make, _call, _FRAMES, _unpack, keys=_KEYS, guidance=3.0),
-    Row(
+    _row("LTX-2", make=make),
+    _row(
         "LTX-2, first frame",
-        "ltx2",
-        make_i2v,
-        _call_from_frame,
-        _FRAMES,
-        _fill,
+        make=make_i2v,
+        call=_call_from_frame,
+        unpack=_fill,
         pictures=("first",),
         task="first frame",
-        keys=_KEYS,
-        guidance=3.0,
         given_frames=1,
     ),
-    Row("LTX-2.3", "ltx2", make_23, _call, _FRAMES, _unpack, keys=_KEYS, guidance=3.0),
+    _row("LTX-2.3", make=make_23, real=_REAL_23),
 )

@@ -58,7 +58,7 @@ class Row:
     load: Callable[[Path], Any] = diffusers.DiffusionPipeline.from_pretrained  # its pipeline
     within: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for its tests
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """What of the suite it refuses, and what the message says: `context`, `nf4`."""
+    """What of the suite it refuses, and what the message says: `context`, `nf4`, `comfyui`."""
     real: Mapping[str, Mapping[str, Any]] | None = None
     """The release's own sizes, by the folders of its parts, where they are known. What is left out
     of the transformer's is the default of its class; of the other parts' it is the tiny one's, of

@@ -27,6 +27,7 @@ from longtake.fsio import read_json_lines
 from longtake.models import build
 from longtake.models.quantized import QuantizedLinear
 from longtake.models.streamed import StreamedBlocks
+from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import CPU
 from longtake.planner.memory import outline_step
@@ -132,6 +133,21 @@ def test_diffusers_loads_every_key_of_a_lora_and_the_merged_model(
     assert relative(adapted.velocity, ours) <= 1e-5
     merged = tiny.first_trained(tiny.steps(tiny.pipeline(tmp_path / "out"), 2, tiny.scale, LONG))
     assert relative(merged.velocity, ours) <= 1e-5
+
+
+def test_a_lora_for_comfyui_is_read_back_by_diffusers(tiny: Tiny, tmp_path: Path) -> None:
+    """Every key of it."""
+    parts = tiny.training(TrainableSection(kind="lora", rank=2))
+    sampler, file = dataclasses.replace(tiny.sampler, components=parts), tmp_path / "x.safetensors"
+    if reason := tiny.row.refuses.get("comfyui"):
+        with pytest.raises(RecipeError, match=reason):
+            export(sampler, file, "comfyui")
+        return
+    export(sampler, file, "comfyui")
+    read = type(tiny.released).lora_state_dict(file)
+    wanted = {f"transformer.{name}": each for name, each in lora_state(parts.model).items()}
+    assert read.keys() == wanted.keys()
+    assert all(torch.equal(read[name], each) for name, each in wanted.items())
 
 
 @pytest.mark.usefixtures("without_onednn")

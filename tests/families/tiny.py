@@ -205,14 +205,10 @@ class Tiny:
 
 
 def name_optional_pictures(row: Row, path: Path) -> None:
-    """Add the row's to a recipe of `longtake init` that has none."""
+    """Those of the row that a recipe of `longtake init` has as comments are no comments then."""
     given, text = config.load(path).data.conditioning, path.read_text()
-    names = [name for name in row.pictures if name not in given]
-    if not names:
-        return
-    lines = [f'{name} = {{ kind = "picture", path = "../{name}/{{stem}}.png" }}' for name in names]
-    head = "[data.conditioning]\n"
-    if head not in text:
-        text = text.replace("[model]", f"{head}\n[model]", 1)
-    text = text.replace(head, "\n".join([head + lines[0], *lines[1:], ""]), 1)
+    names = [f"{name} = " for name in row.pictures if name not in given]
+    for begin in (*names, *(["[data.conditioning]\n"] if names and not given else [])):
+        assert f"# {begin}" in text
+        text = text.replace(f"# {begin}", begin, 1)
     path.write_text(text)

@@ -258,7 +258,7 @@ def test_a_wan_that_is_not_trained_says_what_it_is(
             _section(tmp_path),
             _FITTED,
             weights=weights,
-            variants=Wan.variants,
+            channel_ratios=Wan.channel_ratios,
         )
 
 

@@ -35,9 +35,11 @@ def _release(
 
 
 _I2V = _WAN | {"in_channels": 36}
+_FLF2V = _I2V | {"pos_embed_seq_len": 514}
 _RELEASES: list[tuple[str | None, dict[str, Any], dict[str, Any], str, str]] = [
     ("WanPipeline", _WAN, {"transformer_2": [None, None]}, "wan", "Wan 2.1, from text to video"),
-    ("WanImageToVideoPipeline", _I2V, {}, "wan", "Wan 2.1, from a first"),
+    ("WanImageToVideoPipeline", _I2V, {}, "wan", "Wan 2.1, from a first frame and"),
+    ("WanImageToVideoPipeline", _FLF2V, {}, "wan", "Wan 2.1, from a first and a last frame"),
     ("WanPipeline", _WAN, {"transformer_2": _PAIR, "boundary_ratio": 0.875}, "wan", "A14B, from t"),
     ("WanImageToVideoPipeline", _I2V, {"transformer_2": _PAIR}, "wan", "A14B, from a first"),
     ("WanPipeline", _WAN | {"in_channels": 48}, {"expand_timesteps": True}, "wan", "TI2V-5B"),
@@ -97,6 +99,8 @@ def test_rows_name_classes_that_diffusers_has(kind: Kind) -> None:
     ("pipeline", "config", "index", "said"),
     [
         ("FluxControlNetPipeline", _FLUX, {}, "a ControlNet pipeline .*docs/guides/modules.md"),
+        ("FluxFillPipeline", _FLUX | {"in_channels": 384}, {}, r"FLUX\.1 Fill, .* FLUX\.1 Kontext"),
+        (None, _FLUX | {"in_channels": 128}, {}, r"FLUX\.1 Depth or Canny, .*guides/modules\.md"),
         ("Flux3ModularPipeline", {}, {}, r"FLUX\.3 .*Start from FLUX\.2\."),
         ("Flux2KleinKVPipeline", {"_class_name": "Flux2Transformer2DModel"}, {}, "FLUX.2 klein KV"),
         ("MiniMaxH3ModularPipeline", {}, {}, "MiniMax H3"),

@@ -45,6 +45,7 @@ class Template:
     shapes: tuple[Shape, ...]
     fps: float | None = None
     references: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     has_pooled: bool = False
     is_distilled: bool = False
     shift: str = ""
@@ -69,7 +70,14 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     Raises:
         RecipeError: no template fits; the message lists those of the family.
     """
+    from longtake.models import recognition
+
     of_family = [each for each in templates() if each.family == family]
+    if not of_family and family in {kind.family for kind in recognition.KINDS}:
+        raise errors.RecipeError(
+            f"a recipe for the family {family} is written from a release: leave --family out, and "
+            f"name one, as in `{process.command()} init RELEASE`."
+        )
     if not of_family:
         hint = did_you_mean(family, {each.family for each in templates()})
         raise errors.RecipeError(f"there is no template for the family {family!r}; {hint}")
@@ -103,18 +111,23 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
     if expert is not None or pretrained.has_two_transformers(found.pipeline):
         section = section.model_copy(update={"expert": expert or "high"})
     if kind is None:
-        named = found.config.get("_class_name") or "of an unknown class"
+        named = found.config.get("_class_name")
+        if named is None:
+            raise errors.ModelError(
+                f"{release}: {section.folder()}/config.json names no class (_class_name). Expected "
+                "what save_pretrained writes: save or download it again."
+            )
         raise errors.ModelError(
             f"{release}: its transformer is {named}, which no family trains. A class of your own "
-            "can: see docs/guides/families.md."
+            f"can: see docs/guides/families.md. {recognition.trained(base.FAMILIES)}"
         )
     if task not in (None, "lora", "full"):
         raise errors.RecipeError(
             f"there is no template for {kind.title} with --task {task}; there are lora and full."
         )
     family: Any = base.family(kind.family)
-    pretrained.refuse_untrained(found, getattr(family, "variants", {}), section)
-    needed = family.inputs_of(section)[0]
+    pretrained.refuse_untrained(found, getattr(family, "channel_ratios", ()), section)
+    needed, taken = family.inputs_of(section)
     two = experts.read_experts(section)
     what = "all weights fine-tuned" if task == "full" else "fine-tuned with LoRA"
     if two is not None:
@@ -129,6 +142,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         (Shape(0, *kind.size),),
         kind.fps,
         needed,
+        tuple(name for name in taken if name not in needed),
         kind.transformer == "FluxTransformer2DModel",
         bool(found.config.get("guidance_embeds")),
         str(family.defaults(section).shift),

@@ -6,7 +6,7 @@ what a constructor computes, such as tables of positions, and no file has them.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def build_transformer(
     fitted: Mapping[str, int],
     *,
     weights: Weights,
-    variants: Mapping[float, str] | None = None,
+    channel_ratios: Collection[float] = (),
 ) -> nn.Module:
     """Pretrained in the section's dtype, or random in fp32; must have the arguments in `fitted`."""
     if section.pretrained is None:
@@ -107,7 +107,7 @@ def build_transformer(
         pretrained.refuse_unused(
             "model", {"config": section.config}, "model.pretrained brings its own"
         )
-        model = _pretrained(model_class, section, section.pretrained, weights, variants or {})
+        model = _pretrained(model_class, section, section.pretrained, weights, channel_ratios)
     for name, expected in fitted.items():
         if model.config[name] != expected:
             raise RecipeError(
@@ -119,13 +119,17 @@ def build_transformer(
 
 
 def _pretrained(
-    model_class: Any, section: ModelSection, where: str, weights: Weights, variants: Any
+    model_class: Any,
+    section: ModelSection,
+    where: str,
+    weights: Weights,
+    channel_ratios: Collection[float],
 ) -> Any:
     subfolder = section.folder()
     folder = pretrained.locate(where, subfolder) if weights else None
     release = pretrained.read_release(section)
     pretrained.refuse_other_class(release.config, model_class, where, subfolder)
-    pretrained.refuse_untrained(release, variants, section)
+    pretrained.refuse_untrained(release, channel_ratios, section)
     if folder is None:
         return on_meta(model_class, where, subfolder)
     if weights != "later":  # they pass through no other dtype than the one they will be kept in

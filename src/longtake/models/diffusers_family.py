@@ -67,9 +67,8 @@ class DiffusersFamily(Family):
     }
     block_outputs: ClassVar[tuple[str, ...]] = ("text", "tokens")
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
-    variants: ClassVar[Mapping[float, str]] = {}
-    """By in_channels / out_channels of their transformer, variants that longtake does not train;
-    empty: one that it trains."""
+    channel_ratios: ClassVar[tuple[float, ...]] = ()
+    """in_channels / out_channels, besides 1, of transformers that it trains."""
 
     time_scale = 1.0
     """Timestep of sigma 1."""
@@ -144,6 +143,24 @@ class DiffusersFamily(Family):
     def check_config(self, config: Any) -> None:
         """Refuse arguments that diffusers takes, and that fail at the first step: RecipeError."""
 
+    def frames_in_place(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
+        """Latents [B, C, F', h, w] that replace the first noisy ones; None: none are given."""
+        return None
+
+    def with_given(self, latents: Tensor, conditioning: Conditioning) -> Tensor:
+        given = self.frames_in_place(latents, conditioning)
+        if given is None:
+            return latents
+        return torch.cat([given.to(latents), latents[:, :, given.shape[2] :]], dim=2)
+
+    def loss_weights(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
+        given = self.frames_in_place(latents, conditioning)
+        if given is None:
+            return None
+        weights = torch.ones_like(latents[:, :1])
+        weights[:, :, : given.shape[2]] = 0
+        return weights
+
     def timesteps(self, sigmas: Tensor) -> Tensor:
         return sigmas if self.time_scale == 1 else sigmas * self.time_scale
 
@@ -202,7 +219,7 @@ class DiffusersFamily(Family):
             fitted["in_channels"] += further
         model_class = getattr(diffusers, self.transformer_class)
         model = deferred_init.build_transformer(
-            model_class, section, fitted, weights=weights, variants=self.variants
+            model_class, section, fitted, weights=weights, channel_ratios=self.channel_ratios
         )
         self.check_config(model.config)
         return model

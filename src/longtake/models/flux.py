@@ -6,7 +6,7 @@ Legend: B batch, C latent channels, H and W latent rows and columns, N tokens of
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,6 @@ class Flux(diffusers_family.DiffusersFamily):
     makes_videos = False
     rope_axes: tuple[int, ...] = (16, 56, 56)
     """Of the release; as many as the ids of a token have numbers."""
-    variants: ClassVar[Mapping[float, str]] = {
-        384 / 64: "FLUX.1 Fill, an inpainting variant",
-        128 / 64: "FLUX.1 Depth or Canny, a variant that takes a control image",
-    }
     default_shift = ShiftRule(MuLine())
     guidance_scale = 3.5
     num_inference_steps = 28

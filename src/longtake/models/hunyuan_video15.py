@@ -65,7 +65,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         "transformer_blocks.{last}.attn.norm_added_q.*",
         "transformer_blocks.{last}.ff_context.*",
     )
-    variants: ClassVar[Mapping[float, str]] = {65 / 32: ""}
+    channel_ratios: ClassVar[tuple[float, ...]] = (65 / 32,)
     encodes_inputs_itself = True
     has_text_lengths = True
     time_scale = 1000.0
@@ -138,7 +138,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
 
         model: Any = super().build(section, shapes, text, weights=weights)
         takes_first = _takes_first(pretrained.read_release(section))
-        if takes_first != ("image_encoder" in _encoders(text)):
+        if takes_first != ("image_encoder" in text.pipeline_parts()):
             what, has = ("a first frame", "no") if takes_first else ("text alone", "an")
             raise RecipeError(
                 f"The model makes videos from {what}, but text.pretrained has {has} "
@@ -191,7 +191,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
     ) -> base.Conditioning:
         """`first_latents` [B, C, 1, h, w], and SigLIP's last layer `first_embeds` [B, T, D]."""
         found = super().encode_inputs(codec, text, given, bucket)
-        if "first" not in given or "image_encoder" not in _encoders(text):
+        if "first" not in given or "image_encoder" not in text.pipeline_parts():
             return found
         return found | {"first_embeds": _picture_embeds(text, given["first"])}
 
@@ -199,7 +199,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         self, codec: codec.Codec, text: TextEncoder, given: Mapping[str, int], bucket: Bucket
     ) -> base.Conditioning:
         found = super().outline_inputs(codec, text, given, bucket)
-        encoder = _encoders(text).get("image_encoder")
+        encoder = text.pipeline_parts().get("image_encoder")
         if "first" in given and encoder is not None:
             tokens = (encoder.config.image_size // encoder.config.patch_size) ** 2
             shape = 1, tokens, encoder.config.hidden_size
@@ -303,10 +303,6 @@ def _guidance_scale(guider: Mapping[str, Any], where: str) -> float:
             "guider/guider_config.json, if the model serves so."
         )
     return float(guider.get("guidance_scale", 7.5)) if guider.get("enabled", True) else 1.0
-
-
-def _encoders(text: TextEncoder) -> dict[str, Any]:
-    return text.pipeline_parts() if isinstance(text, TransformersText) else {}
 
 
 def _unpadded(texts: Tensor, counts: Tensor) -> list[Tensor]:

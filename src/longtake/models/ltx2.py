@@ -16,7 +16,7 @@ from longtake.config import ModelSection
 from longtake.errors import RecipeError
 from longtake.flow.shift import MuLine, ShiftRule
 from longtake.models import base, codec, diffusers_family, pretrained
-from longtake.models.text import TextEncoder, TransformersText
+from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
 _CONNECTORS = "connectors"
@@ -82,7 +82,7 @@ class LTX2(diffusers_family.DiffusersFamily):
         return ("first",) if named == _I2V else (), ("first",)
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
-        parts = text.pipeline_parts() if isinstance(text, TransformersText) else {}
+        parts = text.pipeline_parts()
         if text.embed_dim is None or _CONNECTORS not in parts:
             raise RecipeError(
                 f"{self.label} is conditioned on a Gemma 3 and on the {_CONNECTORS} of its "
@@ -148,11 +148,10 @@ class LTX2(diffusers_family.DiffusersFamily):
         width = config.caption_channels
         if not config.use_prompt_embeddings:  # LTX-2.3
             width = config.audio_num_attention_heads * config.audio_attention_head_dim
+        free = self.loss_weights(noisy_latents, conditioning)
         video_timesteps = timesteps
-        if "first_latents" in conditioning:
-            free = torch.ones_like(noisy_latents[:, 0], dtype=timesteps.dtype)
-            free[:, 0] = 0
-            video_timesteps = free.flatten(1) * timesteps[:, None]
+        if free is not None:
+            video_timesteps = free.flatten(1).to(timesteps) * timesteps[:, None]
         inputs = {
             "hidden_states": noisy_latents.flatten(2).mT,
             "audio_hidden_states": audio,
@@ -172,18 +171,8 @@ class LTX2(diffusers_family.DiffusersFamily):
             inputs, lambda tokens: tokens.mT.unflatten(2, tuple(sizes))
         )
 
-    def with_given(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor:
-        first = conditioning.get("first_latents")
-        if first is None:
-            return latents
-        return torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)
-
-    def loss_weights(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
-        if "first_latents" not in conditioning:
-            return None
-        weights = torch.ones_like(latents[:, :1])
-        weights[:, :, 0] = 0
-        return weights
+    def frames_in_place(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
+        return conditioning.get("first_latents")
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
         """The video's tokens; every rank attends to all of the text."""

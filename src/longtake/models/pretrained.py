@@ -12,7 +12,7 @@ import re
 import shutil
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.shift import MuLine, ShiftRule
-from longtake.formatting import did_you_mean
+from longtake.formatting import did_you_mean, printable
 
 _REPOSITORY_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REACH_SECONDS = 10
@@ -230,12 +230,27 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
             )
         folder = _download(where, [f"{subfolder}/{files}", *_OBJECTIVE_FILES])
     if not (folder / subfolder).is_dir():
-        present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-        raise ModelError(
-            f"{where} has no subfolder {subfolder}; it has {', '.join(present) or 'none'}. Name "
-            "another model, or the right model.subfolder, in the recipe."
-        )
+        raise _without_part(where, folder, subfolder)
     return folder
+
+
+def _without_part(where: str, folder: Path, subfolder: str) -> ModelError:
+    named: Any = None
+    with suppress(ModelError):  # such as no file
+        config = read_config(folder / "config.json")
+        named = config.get("_class_name") or config.get("model_type")
+    if named:
+        return ModelError(
+            f"{where} is one part of a release ({printable(named)}), and the whole is wanted. "
+            f"Name the folder or repository that has model_index.json and {subfolder}."
+        )
+    present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    other = ", or the right model.subfolder in a recipe" if "transformer" in subfolder else ""
+    return ModelError(
+        f"{where} has no subfolder {subfolder}; it has {', '.join(present) or 'no subfolders'}. "
+        "Expected a release in diffusers' layout, with model_index.json and a subfolder for each "
+        f"part. Name one{other}."
+    )
 
 
 def _download(repository: str, patterns: list[str]) -> Path:
@@ -423,6 +438,8 @@ def part_config(where: str, subfolder: str) -> dict[str, Any]:
     try:
         folder = locate(where, subfolder, files="config.json")
     except ModelError as error:
+        if not _REPOSITORY_ID.fullmatch(where) or Path(where).is_dir():
+            raise
         raise ModelError(f"{error} Known without a download are: {', '.join(SHIPPED)}.") from error
     return read_config(folder / subfolder / "config.json")
 
@@ -442,10 +459,14 @@ def read_config(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{path} cannot be read: {error}. Expected what save_pretrained writes."
+            f"{path} cannot be read: {error}. Expected what save_pretrained writes: save or "
+            "download it again."
         ) from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path} holds no configuration. Expected what save_pretrained writes.")
+        raise ModelError(
+            f"{path} holds no configuration. Expected what save_pretrained writes: save or "
+            "download it again."
+        )
     return values
 
 
@@ -550,13 +571,13 @@ def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> 
 
 
 def refuse_untrained(
-    release: Release, variants: Mapping[float, str], section: ModelSection
+    release: Release, channel_ratios: Collection[float], section: ModelSection
 ) -> None:
     """Refuse a release whose objective or inputs are none that its family trains."""
     where = str(section.pretrained)
     refuse_other_objectives(release.scheduler, where)
     refuse_wrong_expert(release.pipeline, section)
-    refuse_further_inputs(release, variants, where)
+    refuse_further_inputs(release, channel_ratios, where)
 
 
 def has_two_transformers(pipeline: Mapping[str, Any]) -> bool:
@@ -573,8 +594,8 @@ def refuse_wrong_expert(pipeline: Mapping[str, Any], section: ModelSection) -> N
             return
         raise ModelError(
             f'model.expert = "{section.expert}", but the model_index.json of {where} names one '
-            "transformer and no boundary_ratio. Leave model.expert out, or name a release with two "
-            "transformers, such as Wan-AI/Wan2.2-T2V-A14B-Diffusers."
+            "transformer and no boundary_ratio. Leave it (--expert) out, or name a release with "
+            "two transformers, such as Wan-AI/Wan2.2-T2V-A14B-Diffusers."
         )
     if not has_two:
         raise ModelError(
@@ -596,18 +617,20 @@ def refuse_wrong_expert(pipeline: Mapping[str, Any], section: ModelSection) -> N
         )
 
 
-def refuse_further_inputs(release: Release, variants: Mapping[float, str], where: str) -> None:
-    """Refuse a transformer that takes more channels than it returns (image, mask, control)."""
+def refuse_further_inputs(release: Release, channel_ratios: Collection[float], where: str) -> None:
+    """Refuse a transformer that takes more channels than it returns (image, mask, control).
+
+    `channel_ratios`: in_channels / out_channels that its family trains besides 1.
+    """
     takes, returns = release.config.get("in_channels"), release.config.get("out_channels")
     if not takes or not returns or takes <= returns:  # FLUX's out_channels is None if equal
         return
-    name = str(release.config.get("_class_name"))
-    variant = variants.get(takes / returns, f"a variant of {name} with further inputs")
-    if not variant:
+    if takes / returns in channel_ratios:
         return
-    index = release.pipeline
+    name, index = str(release.config.get("_class_name")), release.pipeline
     of_pipeline = f", {index['_class_name']}" if "_class_name" in index else ""
     raise ModelError(
-        f"{where} is {variant} (in_channels {takes}, out_channels {returns}{of_pipeline}). "
+        f"{where} is a variant of {name} with further inputs, which longtake does not train "
+        f"(in_channels {takes}, out_channels {returns}{of_pipeline}). "
         "Start from a kind that longtake trains: docs/guides/families.md lists them."
     )

@@ -48,7 +48,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
     )
     makes_videos = False
     has_text_lengths = True
-    variants: ClassVar[Mapping[float, str]] = {_PATCH: ""}
+    channel_ratios: ClassVar[tuple[float, ...]] = (_PATCH,)
     template_tokens = 34 + 5
     """Around a caption: those that the pipeline drops, and those that end it."""
     other_models: ClassVar[Mapping[str, str]] = {**VARIANTS, **_EDITS}

@@ -112,6 +112,15 @@ KINDS = (  # the first that fits
         _AT_480,
     ),
     Kind(
+        "Wan 2.1, from a first and a last frame and text to video",
+        "wan",
+        _WAN,
+        lambda facts: _takes_more(facts) and facts.get("pos_embed_seq_len") is not None,
+        "first frame",
+        _AT_480,
+        16.0,
+    ),
+    Kind(
         "Wan 2.1, from a first frame and text to video",
         "wan",
         _WAN,
@@ -178,6 +187,17 @@ _REFUSED = (
         "a ControlNet pipeline",
         lambda facts: "ControlNet" in str(facts["pipeline"]) or "controlnet" in facts,
         "Start from its base model, and train the control as a module of your own "
+        "(docs/guides/modules.md).",
+    ),
+    _Refused(
+        "FLUX.1 Fill, a model for inpainting",
+        lambda facts: facts["transformer"] == _FLUX and facts.get("in_channels") == 384,
+        "Start from FLUX.1, or from FLUX.1 Kontext to edit pictures.",
+    ),
+    _Refused(
+        "FLUX.1 Depth or Canny, with a control picture as further channels",
+        lambda facts: facts["transformer"] == _FLUX and facts.get("in_channels") == 128,
+        "Start from FLUX.1, and train the control as a module of your own "
         "(docs/guides/modules.md).",
     ),
     _Refused("FLUX.3", _named("Flux3"), "Start from FLUX.2."),
@@ -269,13 +289,13 @@ def recognise(section: ModelSection, families: Collection[str]) -> Kind | None:
         if refused.fits(facts):
             raise ModelError(
                 f"{where} is {_with_class(refused.title, facts)}, which longtake does not train. "
-                f"{refused.instead} {_trained(families)}"
+                f"{refused.instead} {trained(families)}"
             )
     kind = next((e for e in KINDS if e.transformer == facts["transformer"] and e.fits(facts)), None)
     if kind is not None and kind.family not in families:
         raise ModelError(
             f"{where} is {_with_class(kind.title, facts)}, which this version of longtake does not "
-            f"train. {_trained(families)}"
+            f"train. {trained(families)}"
         )
     return kind
 
@@ -285,7 +305,8 @@ def _with_class(title: str, facts: Facts) -> str:
     return f"{title} ({named})" if named else title
 
 
-def _trained(families: Collection[str]) -> str:
+def trained(families: Collection[str]) -> str:
+    """A sentence that says which families there are."""
     here = dict.fromkeys(kind.family for kind in KINDS if kind.family in families)
     return f"This version trains releases of {', '.join(here)}."
 

@@ -78,6 +78,10 @@ class TextEncoder(Protocol):
         """The frozen modules, which take memory; none where the model embeds ids itself."""
         ...
 
+    def pipeline_parts(self) -> dict[str, Any]:
+        """Encoders, tokenizers and processors, by their folders in a pipeline of diffusers."""
+        ...
+
     def to(self, device: torch.device) -> None:
         """Move to a device."""
         ...
@@ -122,6 +126,9 @@ class WordIds:
 
     def modules(self) -> list[nn.Module]:
         return []
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        return {}
 
     def to(self, device: torch.device) -> None:
         self._device = device

@@ -49,7 +49,7 @@ class Wan(diffusers_family.DiffusersFamily):
     }
     block_outputs: ClassVar[tuple[str, ...]] = ("tokens",)
     attentions: ClassVar[tuple[str, ...]] = ("attn1", "attn2")
-    variants: ClassVar[Mapping[float, str]] = {36 / 16: ""}
+    channel_ratios: ClassVar[tuple[float, ...]] = (36 / 16,)
     encodes_inputs_itself = True
     continues = ("first",)
     time_scale = 1000.0
@@ -127,8 +127,7 @@ class Wan(diffusers_family.DiffusersFamily):
             mask[:, -1, -1] = 1
         found = {"first_latents": torch.cat([mask, latents], dim=1)}
         found |= super().encode_inputs(codec, text, others, bucket)
-        parts = text.pipeline_parts() if isinstance(text, TransformersText) else {}
-        if "image_encoder" not in parts:
+        if "image_encoder" not in text.pipeline_parts():
             return found
         embeds = [_clip_embeds(text, given[name]) for name in frames]
         return found | {"first_embeds": torch.cat(embeds, dim=1).to(latents.device)}
@@ -142,9 +141,9 @@ class Wan(diffusers_family.DiffusersFamily):
         found = {"first_latents": torch.empty(shape, device="meta")}
         others = {name: each for name, each in given.items() if name not in ("first", "last")}
         found |= super().outline_inputs(codec, text, others, bucket)
-        parts = text.pipeline_parts() if isinstance(text, TransformersText) else {}
-        if "image_encoder" in parts:
-            config = parts["image_encoder"].config
+        encoder = text.pipeline_parts().get("image_encoder")
+        if encoder is not None:
+            config = encoder.config
             tokens = (len(given) - len(others)) * (
                 (config.image_size // config.patch_size) ** 2 + 1
             )
@@ -162,16 +161,16 @@ class Wan(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        first = conditioning.get("first_latents")
         text = conditioning["prompt_embeds"].to(noisy_latents.dtype)
-        if first is not None and first.shape[1] != noisy_latents.shape[1]:
-            noisy_latents = torch.cat([noisy_latents, first.to(noisy_latents)], dim=1)
-        elif first is not None:
+        free = self.loss_weights(noisy_latents, conditioning)
+        if free is not None:
             noisy_latents = self.with_given(noisy_latents, conditioning)
-            free = torch.ones_like(noisy_latents[:, 0], dtype=timesteps.dtype)
-            free[:, : first.shape[2]] = 0
             _, rows, columns = model.config.patch_size
-            timesteps = free[:, :, ::rows, ::columns].flatten(1) * timesteps[:, None]
+            free = free[:, 0, :, ::rows, ::columns].flatten(1).to(timesteps)
+            timesteps = free * timesteps[:, None]
+        elif "first_latents" in conditioning:
+            first = conditioning["first_latents"].to(noisy_latents)
+            noisy_latents = torch.cat([noisy_latents, first], dim=1)
         inputs = {
             "hidden_states": noisy_latents,
             "timestep": timesteps,
@@ -184,19 +183,10 @@ class Wan(diffusers_family.DiffusersFamily):
             inputs["encoder_hidden_states_image"] = embeds
         return diffusers_family.TransformerCall(inputs, lambda velocity: velocity)
 
-    def with_given(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor:
+    def frames_in_place(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
+        """TI2V-5B's; other kinds have a mask in more channels than the latents."""
         first = conditioning.get("first_latents")
-        if first is None or first.shape[1] != latents.shape[1]:
-            return latents
-        return torch.cat([first.to(latents), latents[:, :, first.shape[2] :]], dim=2)
-
-    def loss_weights(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
-        first = conditioning.get("first_latents")
-        if first is None or first.shape[1] != latents.shape[1]:
-            return None
-        weights = torch.ones_like(latents[:, :1])
-        weights[:, :, : first.shape[2]] = 0
-        return weights
+        return first if first is not None and first.shape[1] == latents.shape[1] else None
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
         """The video's tokens; every rank attends to all of the text."""
