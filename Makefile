@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no
 	--durations 40 --junitxml build/tests.xml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test drills goldens fuzz reference clean
+.PHONY: help demo check test drills goldens fuzz reference screenshots clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -46,6 +46,9 @@ fuzz: $(READY)  ## damaged and hostile inputs for every command, 2,000 new ones 
 
 reference: $(READY)  ## write docs/reference from the code
 	$(BIN)/python docs/reference/generate.py
+
+screenshots: demo  ## take the pictures of the board in docs/ of the demo's run, in Chromium
+	LONGTAKE_SCREENSHOT_RUNS=runs $(BIN)/python -m pytest -q tests/board -k pictures_of_the_documentation
 
 clean:  ## remove the virtual environment and every cache (runs stay)
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .goldens

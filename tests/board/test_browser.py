@@ -1,12 +1,14 @@
 """Pages of runs, comparisons and reports in a real browser."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from tests.board.conftest import serving
 
 from longtake.board.report import write_report
@@ -14,6 +16,7 @@ from longtake.run_dir import RunDirectory
 
 Serve = Callable[[Path], str]
 OpenPage = Callable[..., Any]
+_SCREENSHOT_RUNS, _DOCS = "LONGTAKE_SCREENSHOT_RUNS", Path(__file__).parents[2] / "docs"
 DRAWN = "#charts[data-drawn='24']"
 
 
@@ -153,3 +156,22 @@ def test_a_report_works_from_a_file(
     page.wait_for_function(
         "document.querySelector('.panel-loss .readout').textContent.includes('sigma')"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("board-run", "/run/overview/{run}"), ("board-samples", "/run/samples/{run}?preset=demo")],
+)
+def test_pictures_of_the_documentation_show_a_run(
+    runs: Path, serve: Serve, open_page: OpenPage, tmp_path: Path, name: str, path: str
+) -> None:
+    """`make screenshots` takes them of the demo, and writes them to docs/."""
+    folder, out, run = os.environ.get(_SCREENSHOT_RUNS), tmp_path, "run"
+    if folder is not None:
+        runs, out, run = Path(folder).resolve(), _DOCS, "demo"
+    page = open_page(f"{serve(runs)}{path.format(run=run)}", 1280, 800)
+    page.wait_for_load_state("networkidle")
+    page.wait_for_timeout(500)
+    page.screenshot(path=out / f"{name}.png")
+    with Image.open(out / f"{name}.png") as picture:
+        assert len(picture.convert("RGB").getcolors(2**20)) > 50
