@@ -8,7 +8,6 @@ import errno
 import os
 import weakref
 import zlib
-from collections.abc import Callable
 from typing import IO, Any, Final
 
 import numpy as np
@@ -52,30 +51,62 @@ _OFFSETS: Final = {name: place[1] for name, place in (_BLOCK.fields or {}).items
 _COPIED_BYTES = 2**20
 
 
+class _Blocks:
+    """Blocks in a file, the first of which begins at a byte of it."""
+
+    def __init__(self, file: IO[bytes], first_byte: int) -> None:
+        self.first_byte = first_byte
+        self.descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def read(self, number: int, name: str, place: int, out: Column) -> None:
+        begin = self.first_byte + number * _BLOCK.itemsize + _OFFSETS[name]
+        octets = out.view(np.uint8).data
+        if os.preadv(self.descriptor, [octets], begin + place * out.itemsize) != len(octets):
+            raise OSError(errno.EIO, "the cache of metrics is shorter than it was")
+
+    def write(self, number: int, block: Column) -> None:
+        octets = block.reshape(1).view(np.uint8).data
+        begin, done = self.first_byte + number * _BLOCK.itemsize, 0
+        while done < len(octets):
+            done += os.pwrite(self.descriptor, octets[done:], begin + done)
+
+
 class ColumnStore:
     """Rows that are appended, and read column by column.
 
-    Rows that are there do not change while more are appended.
+    Rows that are there do not change while more are appended, and are read meanwhile.
     """
 
     def __init__(self) -> None:
         self.num_rows = 0
-        self._blocks: list[Column] = []  # those that are not in the file
-        self._num_in_file = 0
-        self._descriptor, self._first_byte = -1, 0
-        self._close: Callable[[], object] | None = None
+        self._blocks: dict[int, Column] = {}  # by their numbers; the others are in the file
+        self._file: _Blocks | None = None
+        self._takes_more = False  # the file, that is
 
     def append(self, rows: Column) -> None:
         done = 0
         while done < len(rows):
-            place = self.num_rows % _BLOCK_ROWS
+            number, place = divmod(self.num_rows, _BLOCK_ROWS)
             if place == 0:
-                self._blocks.append(np.zeros((), _BLOCK))
+                self._blocks[number] = np.zeros((), _BLOCK)
             some = rows[done : done + _BLOCK_ROWS - place]
             for name in _NAMES:
-                self._blocks[-1][name][place : place + len(some)] = some[name]
+                self._blocks[number][name][place : place + len(some)] = some[name]
             self.num_rows += len(some)
             done += len(some)
+            if place + len(some) == _BLOCK_ROWS:
+                self._move(number)
+
+    def _move(self, number: int) -> None:
+        """Move a full block to the file; if there is no room, it stays in memory."""
+        if self._file is not None and self._takes_more:
+            try:
+                self._file.write(number, self._blocks[number])
+            except OSError:
+                self._takes_more = False
+            else:
+                del self._blocks[number]
 
     def read(self, name: str, first: int, last: int) -> Column:
         """A column's rows from `first` to before `last`; they are not kept in memory.
@@ -95,7 +126,7 @@ class ColumnStore:
     def write(self, file: IO[bytes]) -> int:
         """Write all blocks from the file's position on; returns their checksum."""
         checksum = 0
-        for number in range(self._num_in_file + len(self._blocks)):
+        for number in range(-(-self.num_rows // _BLOCK_ROWS)):
             block = np.zeros((), _BLOCK)
             for name in _NAMES:
                 self._read(number, name, 0, block[name])
@@ -104,11 +135,16 @@ class ColumnStore:
             file.write(octets)
         return checksum
 
+    def spill_to(self, file: IO[bytes]) -> None:
+        """Keep blocks that become full in an empty file, instead of in memory."""
+        if self._file is None:
+            self._file, self._takes_more = _Blocks(file, 0), True
+
     def keep_in(self, file: IO[bytes], first_byte: int) -> None:
         """Read full blocks from a file, to which `write` has written, and forget them here."""
+        self._file, self._takes_more = _Blocks(file, first_byte), False
         num_full = self.num_rows // _BLOCK_ROWS
-        self._blocks = self._blocks[num_full - self._num_in_file :]
-        self._open(file, first_byte, num_full)
+        self._blocks = {n: block for n, block in self._blocks.items() if n >= num_full}
 
     @classmethod
     def load(cls, file: IO[bytes], num_rows: int, checksum: int) -> "ColumnStore | None":
@@ -119,29 +155,20 @@ class ColumnStore:
             found, size = zlib.crc32(data, found), size + len(data)
         if size != -(-num_rows // _BLOCK_ROWS) * _BLOCK.itemsize or found != checksum:
             return None
-        store._open(file, first_byte, -(-num_rows // _BLOCK_ROWS))
+        store._file = _Blocks(file, first_byte)
         store.num_rows = num_rows
         if num_rows % _BLOCK_ROWS:  # the last block is not full: more rows may come
-            block = np.zeros((), _BLOCK)
+            block, last = np.zeros((), _BLOCK), num_rows // _BLOCK_ROWS
             for name in _NAMES:
-                store._read(store._num_in_file - 1, name, 0, block[name])
-            store._blocks, store._num_in_file = [block], store._num_in_file - 1
+                store._read(last, name, 0, block[name])
+            store._blocks[last] = block
         return store
-
-    def _open(self, file: IO[bytes], first_byte: int, num_in_file: int) -> None:
-        if self._close is not None:
-            self._close()
-        self._descriptor, self._first_byte = os.dup(file.fileno()), first_byte
-        self._close = weakref.finalize(self, os.close, self._descriptor)
-        self._num_in_file = num_in_file
 
     def _read(self, number: int, name: str, place: int, out: Column) -> None:
         """Fill `out` with rows of one block, from its row `place` on."""
-        if number >= self._num_in_file:
-            block = self._blocks[number - self._num_in_file]
+        block = self._blocks.get(number)
+        if block is not None:
             out[:] = block[name][place : place + len(out)]
             return
-        begin = self._first_byte + number * _BLOCK.itemsize + _OFFSETS[name]
-        octets = out.view(np.uint8).data
-        if os.preadv(self._descriptor, [octets], begin + place * out.itemsize) != len(octets):
-            raise OSError(errno.EIO, "the cache of metrics is shorter than it was")
+        assert self._file is not None
+        self._file.read(number, name, place, out)

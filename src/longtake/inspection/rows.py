@@ -9,12 +9,15 @@ import json
 import os
 import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 import numpy as np
@@ -42,8 +45,8 @@ _COUNTS = (
 _SPARSE: Final = ("verdict", "store_bytes", "store_seconds", "store_retries", "peak_memory_bytes")
 """Fields that some lines have and others have not."""
 _VERDICTS: Final = {None, "skip", "roll_back", "stop"}
-_BLOCK_BYTES = 2**22
-_ARROW_BLOCK_BYTES = 2**20
+_BLOCK_BYTES = 2**21
+_NUM_THREADS = 2  # that parse; numpy and Arrow work beside each other
 _CACHED_BYTES = 2**24  # fewer new bytes are read again each time: that takes 0.1 s
 _MAX_CACHES = 32
 _LOOKED_AT_BYTES = 2**16
@@ -241,8 +244,10 @@ def _updated(path: Path, file: BufferedReader, before: _Source) -> _Source:
     first, end, num_skipped = known["end"], known["end"], known["num_skipped"]
     if (known["size"], known["mtime_ns"]) != (status.st_size, status.st_mtime_ns):
         known["hash"] = ""  # unusable, until all is read
-        for offset, block, after in _blocks(file, first, status.st_size):
-            found, num_bad = _parse(offset, block)
+        if status.st_size - first >= _CACHED_BYTES:
+            with suppress(OSError, RuntimeError), TemporaryFile(dir=_cache_folder(path)) as spilled:
+                source.store.spill_to(spilled)
+        for found, num_bad, after in _parsed(file, first, status.st_size):
             source.store.append(found)
             num_skipped, end = num_skipped + num_bad, after
         source.known = _Known(
@@ -261,27 +266,43 @@ def _updated(path: Path, file: BufferedReader, before: _Source) -> _Source:
     return source
 
 
+def _parsed(file: BufferedReader, offset: int, size: int) -> Iterator[tuple[Column, int, int]]:
+    """The rows of each block, how many of its lines are no records, and the offset after it."""
+    blocks = _blocks(file, offset, size)
+    if size - offset <= _BLOCK_BYTES:
+        yield from ((*_parse(begin, block), after) for begin, block, after in blocks)
+        return
+    with ThreadPoolExecutor(_NUM_THREADS, "longtake-rows") as pool:
+        pending = deque[tuple[Future[tuple[Column, int]], int]]()
+        for begin, block, after in blocks:
+            pending.append((pool.submit(_parse, begin, block), after))
+            if len(pending) > _NUM_THREADS:
+                done, end = pending.popleft()
+                yield *done.result(), end
+        for done, end in pending:
+            yield *done.result(), end
+
+
 def _blocks(file: BufferedReader, offset: int, size: int) -> Iterator[tuple[int, bytes, int]]:
     """Blocks of complete lines: the offset, the bytes, and the offset after them.
 
     Of a line that is longer than a block, only the beginning is in its block.
     """
-    file.seek(offset)
-    rest = b""
-    while data := file.read(min(_BLOCK_BYTES, size - offset - len(rest))):
-        block = rest + data if rest else data
+    while offset < size:
+        file.seek(offset)
+        block = file.read(min(_BLOCK_BYTES, size - offset))
         length = block.rfind(b"\n") + 1
         if length:
             yield offset, block[:length], offset + length
-            offset, rest = offset + length, block[length:]
+            offset += length
         elif len(block) < _BLOCK_BYTES:
-            rest = block
+            return
         else:
             after = offset + len(block) + _length_of_rest(file, size - offset - len(block))
             if after > size:
                 return
             yield offset, block[: fsio.MAX_LINE_BYTES + 1] + b"\n", after
-            offset, rest = after, b""
+            offset = after
 
 
 def _length_of_rest(file: BufferedReader, limit: int) -> int:
@@ -349,7 +370,7 @@ def _is_safe_for_arrow(block: bytes, octets: Column, starts: Column, ends: Colum
         return False
     if not ((octets[starts] == ord("{")).all() and (octets[ends - 1] == ord("}")).all()):
         return False
-    opening = np.flatnonzero((octets | 0x20) == ord("{"))  # and "[", which differs in that bit
+    opening = np.flatnonzero((octets == ord("{")) | (octets == ord("[")))
     per_line = np.diff(np.searchsorted(opening, ends), prepend=0)
     return int(per_line.max()) <= fsio.MAX_LINE_DEPTH
 
@@ -400,7 +421,7 @@ def _parse_by_arrow(block: bytes, num_lines: int) -> tuple[Column, Column] | tup
 def _read_json(block: bytes, schema: pa.Schema) -> pa.Table:
     return arrow_json.read_json(
         pa.BufferReader(block),
-        arrow_json.ReadOptions(block_size=_ARROW_BLOCK_BYTES),
+        arrow_json.ReadOptions(use_threads=False, block_size=len(block)),
         arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error"),
     )
 
@@ -488,6 +509,12 @@ def _cache_path(path: Path) -> Path:
     return folder / "longtake" / "metrics" / f"{name}.rows"
 
 
+def _cache_folder(path: Path) -> Path:
+    folder = _cache_path(path).parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
 def _read_cache(path: Path, file: BufferedReader, status: os.stat_result) -> _Source | None:
     """What an earlier process read of this file; None: there is no usable cache."""
     with suppress(OSError, RuntimeError, errors.RecordError, ValueError):
@@ -529,9 +556,7 @@ def _hash_of_ends(file: BufferedReader, end: int) -> str:
 
 def _write_cache(path: Path, source: _Source) -> None:
     """Write the cache, and from then on read full blocks from it."""
-    cache_path = _cache_path(path)
-    folder = cache_path.parent
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    cache_path, folder = _cache_path(path), _cache_folder(path)
     with (
         fsio.atomic_write(cache_path, by_many=True) as partial,
         partial.open("x+b") as cache,
