@@ -330,6 +330,7 @@ def make_app(
             HTTPException: _show_http_error,
             errors.LongtakeError: _show_failure,
             OSError: _show_failure,
+            Exception: _show_failure,
         },
     )
     app.state.board = Board(folder)
