@@ -1,11 +1,13 @@
 """Opens files below a folder without following links, whatever is replaced meanwhile."""
 
-import errno
 import os
-import stat
-from io import BufferedReader
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
+
+from longtake.fsio import open_below, open_folder_below
+
+__all__ = ["MEDIA_TYPES", "is_folder_below", "open_below", "read_end"]
 
 MEDIA_TYPES: Final = {
     ".mp4": "video/mp4",
@@ -17,32 +19,11 @@ MEDIA_TYPES: Final = {
 """What pages show, by the suffix of its name."""
 
 
-def open_below(top: Path, name: str) -> BufferedReader:
-    """Open a regular file by its path below a folder; no part of the path may be a link.
-
-    Each part is opened from the one before it, so that a link that is made meanwhile is not
-    followed either. `top` itself may be reached by links.
-
-    Raises:
-        OSError: it is no regular file below the folder, or cannot be read.
-    """
-    parts = PurePosixPath(name).parts
-    if not parts or ".." in parts or name.startswith("/") or "\0" in name:
-        raise OSError(errno.EACCES, "it is not below the folder", name)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    folder = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for part in parts[:-1]:
-            inner = os.open(part, flags | os.O_DIRECTORY, dir_fd=folder)
-            os.close(folder)
-            folder = inner
-        descriptor = os.open(parts[-1], flags | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
-    finally:
-        os.close(folder)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", name)
-    return os.fdopen(descriptor, "rb")
+def is_folder_below(top: Path, name: str) -> bool:
+    """Whether a folder is there, and no part of its path below `top` is a link."""
+    with suppress(OSError, ValueError), open_folder_below(top, PurePosixPath(name).parts):
+        return True
+    return False
 
 
 def read_end(top: Path, name: str, num_bytes: int) -> str:

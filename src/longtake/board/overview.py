@@ -1,13 +1,16 @@
 """The page of a run: its numbers over the steps, what happened, and where its hours went."""
 
 import shlex
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from longtake import config, errors, process
 from longtake.board import svg
-from longtake.board.files import read_end
+from longtake.board.files import is_folder_below, read_end
 from longtake.board.pages import STATES, Links, percent, render
 from longtake.board.plots import DEFAULT_PIXELS, marks_payload, panels_of, series_payload
 from longtake.board.reader import RunFacts
@@ -208,12 +211,20 @@ def logs_of(facts: RunFacts) -> list[str]:
     """Paths below the run of what its processes said, the newest launch's first."""
     run, found = facts.run, ["evaluate.log"]
     for node in all_nodes(run):
-        folders = sorted(node.logs_path.glob("*"), reverse=True)
-        paths = [node.log_path, *(path for each in folders for path in sorted(each.glob("*.log")))]
-        found += [path.relative_to(run.path).as_posix() for path in paths]
+        found.append(node.log_path.relative_to(run.path).as_posix())
+        for folder in sorted(node.logs_path.glob("*"), reverse=True):
+            name = folder.relative_to(run.path).as_posix()
+            if is_folder_below(run.path, name):
+                found += [f"{name}/{path.name}" for path in sorted(folder.glob("*.log"))]
         if len(found) > _MOST_LOGS:
             break
-    return [name for name in found[:_MOST_LOGS] if (run.path / name).is_file()]
+    return [name for name in found[:_MOST_LOGS] if _is_log(run.path / name)]
+
+
+def _is_log(path: Path) -> bool:
+    with suppress(OSError):
+        return stat.S_ISREG(path.lstat().st_mode)
+    return False
 
 
 def read_log(facts: RunFacts, name: str | None) -> dict[str, str] | None:

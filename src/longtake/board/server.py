@@ -1,12 +1,15 @@
 """`longtake board`: a read-only web server over a folder of runs.
 
-It answers GET alone, from this machine unless --host says otherwise, and opens no file outside the folder.
+It answers GET alone, from this machine unless --host says otherwise, and opens no file outside of
+the folder.
 """
 
 import gzip
 import hmac
 import ipaddress
 import json
+import os
+import re
 import secrets
 import socket
 from collections import OrderedDict
@@ -14,6 +17,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from http import HTTPStatus
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from threading import Event, Lock
 from types import FrameType
@@ -24,16 +29,16 @@ import anyio
 import uvicorn
 from anyio import to_thread
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from longtake import errors
+from longtake import errors, fsio
 from longtake.board import assets, overview, runs_page
-from longtake.board.files import MEDIA_TYPES, open_below
+from longtake.board.files import MEDIA_TYPES, is_folder_below, open_below
 from longtake.board.pages import ServerLinks, render
 from longtake.board.plots import series_payload
 from longtake.board.reader import RunReader
@@ -85,7 +90,7 @@ class Board:
         """
         with self._lock:
             known = self._readers.get(name)
-            if known is not None and known.run.path.is_dir():
+            if known is not None and is_folder_below(self.folder, name):
                 self._readers.move_to_end(name)
                 return known
         if name not in self.run_names():
@@ -170,10 +175,20 @@ def show_media(request: Request) -> Response:
         file = open_below(_board(request).folder, name)
     except OSError as error:
         raise HTTPException(404, f"{name} cannot be shown: {error.strerror}.") from error
-    # By its descriptor: what is sent is the file that was checked, whatever is renamed meanwhile.
-    path = f"/proc/self/fd/{file.fileno()}"
-    headers = {"cache-control": "private, max-age=60"}
-    return FileResponse(path, 200, headers, kind, background=BackgroundTask(file.close))
+    return _FileAnswer(file, kind)
+
+
+class _FileAnswer(FileResponse):
+    """An open file. What is sent is the file that was checked, whatever is renamed meanwhile."""
+
+    def __init__(self, file: BufferedReader, kind: str) -> None:
+        path, headers = f"/proc/self/fd/{file.fileno()}", {"cache-control": "private, max-age=60"}
+        super().__init__(path, 200, headers, kind, stat_result=os.fstat(file.fileno()))
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
 
 
 def show_static(request: Request) -> Response:
@@ -222,6 +237,9 @@ def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float
     Nothing is read while no page listens; the browser connects again by itself.
     """
     board = _board(request)
+    kind, headers = "text/event-stream", {"cache-control": "no-store"}
+    if request.method == "HEAD":
+        return Response(None, 200, headers, kind)
     if board.num_streams >= _MOST_STREAMS:
         raise HTTPException(503, f"{_MOST_STREAMS} pages are open; close some of them.")
 
@@ -243,19 +261,22 @@ def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float
         finally:
             board.num_streams -= 1
 
-    return StreamingResponse(
-        events(), headers={"cache-control": "no-store"}, media_type="text/event-stream"
-    )
+    return StreamingResponse(events(), headers=headers, media_type=kind)
 
 
 # --- Who may ask ------------------------------------------------------------------------------
 
 
+_HOST: Final = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:[0-9]{1,5})?")
+
+
 class Guard:
     """Refuses other methods, other hosts' names and, where there is a token, who has none."""
 
-    def __init__(self, app: Starlette, hosts: frozenset[str], token: str | None, port: int) -> None:
-        self.app, self.hosts, self.token = app, hosts, token
+    def __init__(
+        self, app: Starlette, folder: Path, hosts: frozenset[str], token: str | None, port: int
+    ) -> None:
+        self.app, self.folder, self.hosts, self.token = app, folder, hosts, token
         self.cookie = f"longtake_board_{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -272,16 +293,17 @@ class Guard:
             await send(message)
 
         refused = self._refusal(request)
-        await (refused or self.app)(scope, receive, send_with_headers)
+        with fsio.reading_below(self.folder):
+            await (refused or self.app)(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
         if request.method not in ("GET", "HEAD"):
             return _error(request, 405, "The board only answers GET.")
-        host = request.headers.get("host", "").rpartition("]")
-        name = f"{host[0]}{host[1]}" or host[2].partition(":")[0]
-        if name.lower() not in self.hosts:
+        host = request.headers.get("host", "")
+        found = _HOST.fullmatch(host)
+        if found is None or found["name"].lower() not in self.hosts:
             return _error(
-                request, 421, f"The board is not known as {name!r}. Open it by the printed address."
+                request, 421, f"The board is not known as {host!r}. Open it by the printed address."
             )
         if self.token is None or request.url.path.startswith("/static/"):
             return None
@@ -301,7 +323,9 @@ def _error(request: Request, status: int, sentence: str) -> Response:
 
 def _show_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _error(request, error.status_code, error.detail)
+    is_said = error.detail != HTTPStatus(error.status_code).phrase
+    sentence = error.detail if is_said else f"There is no page {request.url.path}."
+    return _error(request, error.status_code, sentence)
 
 
 def _show_failure(request: Request, error: Exception) -> Response:
@@ -309,6 +333,15 @@ def _show_failure(request: Request, error: Exception) -> Response:
     if not isinstance(error, errors.LongtakeError):
         sentence = f"This page failed: {type(error).__name__}: {sentence}"
     return _error(request, 500, sentence)
+
+
+class _Text(StringConvertor):
+    """The rest of a path, in which a run's name may have a newline."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("text", _Text())
 
 
 def make_app(
@@ -319,12 +352,12 @@ def make_app(
         routes=[
             Route("/", show_runs),
             Route("/compare", show_comparison),
-            Route("/run/{page}/{run:path}", show_page),
-            Route("/series/{run:path}", show_series),
-            Route("/media/{path:path}", show_media),
+            Route("/run/{page}/{run:text}", show_page),
+            Route("/series/{run:text}", show_series),
+            Route("/media/{path:text}", show_media),
             Route("/static/{digest}/{name}", show_static),
             Route("/live", stream_runs),
-            Route("/live/{run:path}", stream_run),
+            Route("/live/{run:text}", stream_run),
         ],
         exception_handlers={
             HTTPException: _show_http_error,
@@ -334,7 +367,8 @@ def make_app(
         },
     )
     app.state.board = Board(folder)
-    return Guard(app, hosts, token, port)
+    app.router.redirect_slashes = False
+    return Guard(app, folder, hosts, token, port)
 
 
 class _Server(uvicorn.Server):

@@ -519,7 +519,7 @@ def _read_cache(path: Path, file: BufferedReader, status: os.stat_result) -> _So
     """What an earlier process read of this file; None: there is no usable cache."""
     with suppress(OSError, RuntimeError, errors.RecordError, ValueError):
         cache_path = _cache_path(path)
-        with fsio.open_regular(cache_path) as cache:
+        with fsio.open_regular(cache_path, anywhere=True) as cache:
             if os.fstat(cache.fileno()).st_uid != os.getuid():
                 return None
             header = fsio.parse_record(cache.read(_HEADER_BYTES), _CacheHeader, cache_path)
