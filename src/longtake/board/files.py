@@ -5,7 +5,12 @@ import os
 import stat
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, TypeVar
+
+from longtake import fsio
+from longtake.errors import RecordError
+
+_T = TypeVar("_T")
 
 MEDIA_TYPES: Final = {
     ".mp4": "video/mp4",
@@ -43,6 +48,25 @@ def open_below(top: Path, name: str) -> BufferedReader:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", name)
     return os.fdopen(descriptor, "rb")
+
+
+def read_below(top: Path, name: str, kind: fsio.Kind[_T], max_bytes: int = 2**26) -> _T | None:
+    """The record in a JSON file below a folder; None if there is no file.
+
+    Raises:
+        RecordError: the file cannot be read, has more than `max_bytes`, or holds no such record.
+    """
+    try:
+        with open_below(top, name) as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        if fsio.is_missing(error):
+            return None
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise RecordError(top / name, why or str(error)) from error
+    if len(data) > max_bytes:
+        raise RecordError(top / name, f"it has more than {max_bytes:,} bytes")
+    return fsio.parse_record(data, kind, top / name)
 
 
 def read_end(top: Path, name: str, num_bytes: int) -> str:

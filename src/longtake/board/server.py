@@ -31,7 +31,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longtake import errors
-from longtake.board import assets, overview, runs_page
+from longtake.board import assets, nodes_page, overview, plan_page, runs_page
 from longtake.board.files import MEDIA_TYPES, open_below
 from longtake.board.pages import PAGES, ServerLinks, render
 from longtake.board.plots import series_payload
@@ -412,4 +412,8 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-_RENDER: dict[str, Render] = {"overview": overview.render_overview}
+_RENDER: dict[str, Render] = {
+    "overview": overview.render_overview,
+    "nodes": nodes_page.render_nodes,
+    "plan": plan_page.render_plan,
+}
