@@ -17,7 +17,7 @@ _ROW, _BAR = 22, 14
 _LEAST_SPAN = 0.02
 """Of a number: less is not drawn as if it were much."""
 _GAP = 0.1
-"""Of the x axis, and five times the usual distance: a line does not join what is further apart."""
+"""Of the x axis, and five times the usual distance: a line does not cross what is wider."""
 
 
 @dataclass(frozen=True)
@@ -210,4 +210,4 @@ def stacks(
     if limit is not None:
         x, end = label_width + across * limit / most, len(rows) * _ROW
         found.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{end}" class="limit"/>')
-    return svg.picture(width, len(rows) * _ROW, "".join(found), "bars")
+    return svg.picture(width, len(rows) * _ROW, "".join(found), "stacks")

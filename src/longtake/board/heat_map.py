@@ -42,7 +42,7 @@ PHASE_LETTERS: Final = {
 
 
 @dataclass(frozen=True)
-class Measure:
+class RankNumber:
     """A number of ranks that a map can show."""
 
     key: str
@@ -58,21 +58,21 @@ def _seconds(value: float) -> str:
 
 
 MEASURES: Final = (
-    Measure("work", "own work for a step", lambda it: it.work_seconds, _seconds, "higher", 0.1),
-    Measure("step", "time of a step", lambda it: it.step_seconds, _seconds, "higher", 0.1),
-    Measure(
+    RankNumber("work", "own work for a step", lambda it: it.work_seconds, _seconds, "higher", 0.1),
+    RankNumber("step", "time of a step", lambda it: it.step_seconds, _seconds, "higher", 0.1),
+    RankNumber(
         *("temperature", "GPU temperature"),
         lambda it: it.of_gpu("gpu_temperature_celsius"),
         lambda x: f"{x:.0f} °C",
         *("higher", 0.1),
     ),
-    Measure(
+    RankNumber(
         *("power", "GPU power"),
         lambda it: it.of_gpu("gpu_power_watts"),
         lambda x: f"{x:.0f} W",
         *("lower", 0.1),
     ),
-    Measure(
+    RankNumber(
         *("clock", "GPU clock"),
         lambda it: it.of_gpu("gpu_sm_clock_mhz"),
         lambda x: f"{x:.0f} MHz",
@@ -85,7 +85,7 @@ MEASURES: Final = (
 class HeatMap:
     """A drawn map with its legend."""
 
-    measure: Measure
+    measure: RankNumber
     blocks: list[Markup]
     legend: Markup
     least: str
@@ -95,7 +95,7 @@ class HeatMap:
     num_without: int  # ranks of which the number is not known
 
 
-def heat_map(nodes: Sequence[NodeNow], measure: Measure) -> HeatMap | None:
+def heat_map(nodes: Sequence[NodeNow], measure: RankNumber) -> HeatMap | None:
     """The map of a measure; None: it is known of no rank."""
     ranks = [rank for node in nodes for rank in node.ranks]
     known = [(rank, value) for rank in ranks if (value := measure.value(rank)) is not None]
@@ -127,10 +127,10 @@ class _Scale:
     middle: float
     high: float
     far: float  # from the middle to the bad side: an outlier
-    sign: int  # 1: higher is worse
+    sign: int  # 1: higher is worse; -1: lower
 
     @classmethod
-    def of(cls, values: Numbers, measure: Measure) -> "_Scale":
+    def of(cls, values: Numbers, measure: RankNumber) -> "_Scale":
         middle = float(np.median(values))
         room = measure.least_spread * abs(middle)
         spread = _SIGMAS * float(np.median(np.abs(values - middle)))
@@ -151,7 +151,7 @@ class _Scale:
         return self.sign * (value - self.middle) > self.far
 
 
-def _blocks(nodes: Sequence[NodeNow], measure: Measure, scale: _Scale) -> Iterator[Markup]:
+def _blocks(nodes: Sequence[NodeNow], measure: RankNumber, scale: _Scale) -> Iterator[Markup]:
     """Pictures beside each other, so that a narrow page has them below each other."""
     across = max((len(node.ranks) for node in nodes), default=1) or 1
     if across <= _NARROW and len(nodes) > _MANY_HOSTS:
@@ -171,7 +171,7 @@ def _cell_size(num_hosts: int, across: int) -> int:
 
 
 def _table(
-    nodes: Sequence[NodeNow], across: int, num_hosts: int, measure: Measure, scale: _Scale
+    nodes: Sequence[NodeNow], across: int, num_hosts: int, measure: RankNumber, scale: _Scale
 ) -> Markup:
     """A row for each host, a cell for each of its ranks."""
     size = _cell_size(num_hosts, across)
@@ -185,7 +185,7 @@ def _table(
     return svg.picture(label + across * size + 1, len(nodes) * size, "".join(parts), "heat")
 
 
-def _grid(nodes: Sequence[NodeNow], across: int, measure: Measure, scale: _Scale) -> Markup:
+def _grid(nodes: Sequence[NodeNow], across: int, measure: RankNumber, scale: _Scale) -> Markup:
     """Hosts of few ranks: ten beside each other, named by the first of a row."""
     size, label = 12, _label_width(nodes)
     parts = []
@@ -207,8 +207,8 @@ def _label_width(nodes: Sequence[NodeNow]) -> float:
 
 def _host_label(node: NodeNow, right: float, y: float) -> str:
     name = node.host if len(node.host) <= 18 else f"…{node.host[-17:]}"
-    kind = "bad" if node.state in ("silent", "unread") else "pale"
-    mark = "" if kind == "pale" else "? "
+    is_bad = node.state in ("silent", "unread")
+    kind, mark = ("bad host", "? ") if is_bad else ("pale host", "")
     title = f"<title>{svg.text(f'{node.host}: {node.state}')}</title>"
     return (
         f'<text x="{right - 5}" y="{y:g}" text-anchor="end" class="{kind}">'
@@ -217,7 +217,7 @@ def _host_label(node: NodeNow, right: float, y: float) -> str:
 
 
 def _cell(
-    x: float, y: float, size: int, rank: RankNow, node: NodeNow, measure: Measure, scale: _Scale
+    x: float, y: float, size: int, rank: RankNow, node: NodeNow, measure: RankNumber, scale: _Scale
 ) -> str:
     value = measure.value(rank)
     kind = "none" if value is None else f"{scale.colour(value)}"
@@ -249,7 +249,7 @@ def _mark(x: float, y: float, size: float) -> str:
     )
 
 
-def said_of_rank(rank: RankNow, measure: Measure, value: float | None) -> str:
+def said_of_rank(rank: RankNow, measure: RankNumber, value: float | None) -> str:
     parts = [f"rank {rank.rank} on {rank.host}"]
     if rank.step is not None:
         parts.append(f"step {rank.step:,}")

@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,17 +12,9 @@ import numpy as np
 from markupsafe import Markup
 
 from longtake import errors, node_events, process
-from longtake.board import charts, svg
+from longtake.board import charts, heat_map, svg
 from longtake.board.charts import Numbers
 from longtake.board.files import read_end
-from longtake.board.heat_map import (
-    MEASURES,
-    PHASE_LETTERS,
-    HeatMap,
-    Measure,
-    heat_map,
-    outlier_key,
-)
 from longtake.board.node_reader import DRAWN, HealthHistory, NodeNow, RankNow, read_nodes
 from longtake.board.overview import status_line
 from longtake.board.pages import Links, render
@@ -31,6 +23,7 @@ from longtake.board.stall_view import read_stalls
 from longtake.formatting import for_seconds, format_short_duration
 from longtake.inspection.nodes import COLUMNS, node_facts
 from longtake.monitor import node_health
+from longtake.monitor.outliers import SIGNALS
 from longtake.node_dir import NodeDirectory
 
 _MOST_COMPARED = 500
@@ -41,6 +34,9 @@ _BINS = 120
 _MOST_ROWS, _MOST_MARKED, _MOST_FAILURES, _MOST_LOG_ENDS, _LOG_BYTES = 2000, 40, 50, 5, 2**12
 _MANY_RANKS = 16
 _EVENT_SECONDS = 86400.0
+_ENOUGH_NODES = 4
+_SIGMAS, _OUTLYING, _LEAST_SHARE = 1.4826, 6.0, 0.1
+"""A median absolute deviation in standard deviations; so many are far, and at least that share."""
 PHASE_COLOURS: Final = {
     "data": "4",
     "forward": "1",
@@ -81,10 +77,10 @@ def render_nodes(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str
         num_ranks=len(ranks),
         states=Counter(node.state for node in nodes),
         phases=_phases_now(ranks),
-        letters=PHASE_LETTERS,
+        letters=heat_map.PHASE_LETTERS,
         maps=shown.maps,
         choices=shown.known,
-        outlier_key=outlier_key(),
+        outlier_key=heat_map.outlier_key(),
         times=_phase_times(ranks),
         table=_table(nodes, health),
         columns=[label for label in COLUMNS if any(label in node.numbers for node in nodes)],
@@ -107,16 +103,18 @@ def render_nodes(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str
 
 @dataclass(frozen=True)
 class _Shown:
-    maps: list[HeatMap]
-    known: list[Measure]  # those that can be chosen
+    maps: list[heat_map.HeatMap]
+    known: list[heat_map.RankNumber]  # those that can be chosen
 
 
 def _measures(nodes: Sequence[NodeNow], chosen: str | None, *, is_static: bool) -> _Shown:
     """The chosen map; all of them on a page that cannot be asked again."""
     ranks = [rank for node in nodes for rank in node.ranks]
-    known = [each for each in MEASURES if any(each.value(rank) is not None for rank in ranks)]
+    known = [
+        each for each in heat_map.MEASURES if any(each.value(rank) is not None for rank in ranks)
+    ]
     wanted = [each for each in known if each.key == chosen] or known[:1]
-    drawn = (heat_map(nodes, each) for each in (known if is_static else wanted))
+    drawn = (heat_map.heat_map(nodes, each) for each in (known if is_static else wanted))
     return _Shown([each for each in drawn if each is not None], known)
 
 
@@ -131,7 +129,7 @@ def _phases_now(ranks: Sequence[RankNow]) -> list[dict[str, Any]]:
         found.append(
             {
                 "phase": phase,
-                "letter": PHASE_LETTERS.get(phase, "?"),
+                "letter": heat_map.PHASE_LETTERS.get(phase, "?"),
                 "count": count,
                 "who": named if count <= 3 and len(ranks) > 3 else "",
                 "longest": for_seconds(longest),
@@ -259,6 +257,10 @@ def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
         if newest["event"] == "degraded" and isinstance(causes, Mapping):
             outliers[host] = [str(text)[:300] for text in list(causes.values())[:20]]
             flagged[host] = {_column_of(str(key)) for key in causes}
+    for host, label, said in _far_from_others(nodes):
+        if label not in flagged.setdefault(host, set()):
+            flagged[host].add(label)
+            outliers.setdefault(host, []).append(said)
     there = {str(each.get("host", "")) for each in facts.events if "event" in each}
     events, kinds = list[tuple[str, str]](), set[str]()
     for node in nodes:
@@ -268,6 +270,23 @@ def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
                     events.append((each.time, str(each)))
                     kinds.add(each.kind)
     return Health(outliers, flagged, _newest(events), _has_clock(kinds), False, "")
+
+
+def _far_from_others(nodes: Sequence[NodeNow]) -> Iterator[tuple[str, str, str]]:
+    """Nodes of which a number is now far worse than on most: host, column and a sentence."""
+    for label, (name, worst, text, prefixes) in COLUMNS.items():
+        values = {node.host: node.numbers[label] for node in nodes if label in node.numbers}
+        if not prefixes or len(values) < _ENOUGH_NODES:
+            continue
+        sign = 1 if worst((0.0, 1.0)) else -1
+        found = np.array(list(values.values()))
+        middle = float(np.median(found))
+        spread = _SIGMAS * float(np.median(np.abs(found - middle)))
+        least = next((each.least for each in SIGNALS if each.name == name), 0.0)
+        far = max(_OUTLYING * spread, _LEAST_SHARE * abs(middle), least)
+        for host, value in values.items():
+            if sign * (value - middle) > far:
+                yield host, label, f"{label} {text(value)} against {text(middle)} median"
 
 
 def _newest(events: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
