@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from longtake.cli.runs import doing, spelled
 from longtake.cli.say import SafeConsole
 from longtake.data.catalog import Catalog
 from longtake.formatting import printable
+from longtake.monitor.sentences import doing, spelled
 
 Call = Callable[..., tuple[int, str, str]]
 _HOSTILE = "a\x1b]0;owned\x07\nforged line\x9b31m\u202egnp"

@@ -12,7 +12,9 @@ from tests.monitor.build import make_heartbeat
 from longtake.heartbeat import Heartbeat, Phase, PhaseTiming, Role, read_heartbeats
 from longtake.monitor.observe import (
     LivenessTracker,
+    PhaseMeans,
     PhaseTimeouts,
+    Snapshot,
     WatchSettings,
     alert_of,
     has_moved,
@@ -266,3 +268,28 @@ def test_a_dead_rank_s_flight_recorder_goes_with_its_record(stage: Any) -> None:
     stage.end(second)
     remove_heartbeats(read_heartbeats(stage.folder()))
     assert list(stage.folder().iterdir()) == []
+
+
+def _trained(steps: int, forward: float, **changes: Any) -> Heartbeat:
+    timings = {"forward": PhaseTiming(steps, 1.0, forward), "data": PhaseTiming(steps, 1.0, 0.5)}
+    facts = {"timings": timings, "work_count": steps, "work_seconds": forward, "step": steps}
+    return make_heartbeat(**facts, **changes)
+
+
+def test_means_of_phases_are_of_the_steps_of_the_last_seconds() -> None:
+    means = PhaseMeans()
+    (first,) = means.update(Snapshot(0.0, [_trained(10, 10.0)], []))
+    assert first["phases"] == {"forward": 1.0, "data": 0.05}
+    (soon,) = means.update(Snapshot(1.0, [_trained(11, 20.0)], []))
+    assert (soon["step"], soon["phases"]) == (11, first["phases"])
+    (later,) = means.update(Snapshot(11.0, [_trained(20, 40.0)], []))
+    assert (later["steps"], later["work_seconds"]) == (10, 3.0)
+    assert later["phases"] == {"forward": 3.0}
+
+
+def test_means_of_phases_outlive_their_rank_but_not_its_launch() -> None:
+    means = PhaseMeans()
+    before = means.update(Snapshot(0.0, [_trained(10, 10.0, rank=1)], []))
+    assert means.update(Snapshot(1.0, [], [])) == before
+    (after,) = means.update(Snapshot(2.0, [_trained(0, 0.0, pid=2, launch="two")], []))
+    assert (after["rank"], "phases" in after) == (0, False)

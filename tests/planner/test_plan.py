@@ -288,3 +288,27 @@ def test_what_was_planned_is_kept(
     source.write_text("changed = True")
     assert again() == 1
     plan._code_checksum.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (["recompute.policy=all"], ["none", "all"]),
+        (["recompute.memory=48GiB"], list(POLICIES)),
+    ],
+)
+def test_the_policies_that_were_compared_are_kept_with_the_plan(
+    small_recipe: _Make, settings: list[str], names: list[str]
+) -> None:
+    recipe = small_recipe(*_SMALL, *settings)
+    run = RunDirectory(recipe.out)
+    run.path.mkdir()
+    made = plan.plan_for_training(recipe, "fp32", run, _ALONE)
+    assert [each.name for each in made.compared] == names
+    assert made.memory is not None
+    assert made.fixed is not None
+    assert made.fixed.weights < made.memory.step_peak_bytes <= made.compared[0].step_peak_bytes
+    plan.keep_plan(made, recipe, "fp32", run, _ALONE)
+    again = plan.plan_for_training(recipe, "fp32", run, _ALONE)
+    assert list(again.compared) == list(made.compared)
+    assert (again.fixed, again.options) == (made.fixed, made.options)

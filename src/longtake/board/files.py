@@ -3,7 +3,12 @@
 import os
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, TypeVar
+
+from longtake import fsio
+from longtake.errors import RecordError
+
+_T = TypeVar("_T")
 
 from longtake.fsio import open_below, open_folder_below
 
@@ -24,6 +29,25 @@ def is_folder_below(top: Path, name: str) -> bool:
     with suppress(OSError, ValueError), open_folder_below(top, PurePosixPath(name).parts):
         return True
     return False
+
+
+def read_below(top: Path, name: str, kind: fsio.Kind[_T], max_bytes: int = 2**26) -> _T | None:
+    """The record in a JSON file below a folder; None if there is no file.
+
+    Raises:
+        RecordError: the file cannot be read, has more than `max_bytes`, or holds no such record.
+    """
+    try:
+        with open_below(top, name) as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        if fsio.is_missing(error):
+            return None
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise RecordError(top / name, why or str(error)) from error
+    if len(data) > max_bytes:
+        raise RecordError(top / name, f"it has more than {max_bytes:,} bytes")
+    return fsio.parse_record(data, kind, top / name)
 
 
 def read_end(top: Path, name: str, num_bytes: int) -> str:

@@ -3,11 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from longtake.board import overview
+from longtake.board import nodes_page, overview, plan_page
 from longtake.board.pages import Links, PageName
 from longtake.board.reader import RunFacts
 
 Render = Callable[[RunFacts, Links, Mapping[str, str]], str]
 
-RENDER: Final[dict[PageName, Render]] = {"overview": overview.render_overview}
+RENDER: Final[dict[PageName, Render]] = {
+    "overview": overview.render_overview,
+    "nodes": nodes_page.render_nodes,
+    "plan": plan_page.render_plan,
+}
 """From facts and the URL's query to HTML."""

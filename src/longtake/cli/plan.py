@@ -13,6 +13,7 @@ from rich.table import Table
 from longtake.cli import say
 from longtake.cli.cost import cost_facts, cost_report
 from longtake.formatting import escape, format_duration, format_short_duration, format_size
+from longtake.planner.words import ACTIVATION_WORDS, FIXED_WORDS, POLICY_WORDS, WEIGHT_WORDS
 from longtake.progress import phase_lines
 
 if TYPE_CHECKING:
@@ -30,29 +31,6 @@ _MOST_NAMES = 12
 _LITTLE_WAITING = 0.001
 _MUCH_MORE_THAN_ONE_GIB = 4
 """Below it "the next GiB" would be another GPU."""
-_POLICIES = {
-    "none": "nothing is recomputed",
-    "all": "every block is",
-    "all-but-first": "every block but the first is",
-    "alternate": "every second block is",
-    "save-attention": "all but attention is",
-    "all+stream": "every block is, and weights are streamed: the least",
-    "best": "the fastest mixture that fits",
-}
-_ACTIVATIONS = {
-    "keep": "kept",
-    "save-attention": "attention's output kept, the rest computed again",
-    "recompute": "computed again",
-    "offload": "in the computer's memory",
-    "offload-input": "computed again, from inputs in the computer's memory",
-}
-_WEIGHTS = {
-    "keep": "on the GPU",
-    "stream": "in the computer's memory, copied one block ahead",
-    "int8": "on the GPU, in 8 bits (int8)",
-    "fp8": "on the GPU, in 8 bits (fp8)",
-    "nf4": "on the GPU, in 4 bits (nf4)",
-}
 _PHASES = {
     "text": ("text encoder", "a caption: to fill a cache, and to sample"),
     "encode": ("codec, encoding", "a clip: to fill a cache"),
@@ -546,16 +524,8 @@ def _of_device(facts: Mapping[str, Any]) -> str:
 
 
 def _fixed(facts: Mapping[str, Any]) -> Table:
-    words = {
-        "weights": "the model's weights",
-        "gradients": "gradients of what trains",
-        "optimizer": "optimizer states",
-        "ema": "running averages of what trains (EMA)",
-        "encoders": "codec and text encoders; with data.cache they are not needed",
-        "inputs": "latents, noise and conditioning of a micro-batch",
-    }
     table = _table("in memory whatever is recomputed", "", "")
-    for name, meaning in words.items():
+    for name, meaning in FIXED_WORDS.items():
         value = facts["fixed_gib"][name]
         if value or name not in ("encoders", "ema"):
             table.add_row(name, _size(value), meaning)
@@ -570,10 +540,10 @@ def _policies(facts: Mapping[str, Any]) -> Table:
     unit, scale = ("GiB", 1) if most >= 1 else ("MiB", 2**10)
     table = _table(f"policy, {unit}", "forward", "peak", "with optimizer", "time", "fits", "")
     for row in facts["policies"]:
-        table.add_row(*_cells(row, scale), _POLICIES[row["name"]])
+        table.add_row(*_cells(row, scale), POLICY_WORDS[row["name"]])
     if best := facts["best"]:
         row = {**best, "name": "best", "peak_gib": best["traced_gib"]}
-        table.add_row(*_cells(row, scale), _POLICIES["best"], style="bold")
+        table.add_row(*_cells(row, scale), POLICY_WORDS["best"], style="bold")
     return table
 
 
@@ -693,7 +663,7 @@ def _mixture(blocks: Sequence[Mapping[str, Any]]) -> Table:
     for column in ("blocks", "", "activations", "frozen weights"):
         table.add_column(column, justify="left" if column else "right")
     for row in blocks:
-        words = _ACTIVATIONS[row["activations"]], _WEIGHTS[row["weights"]]
+        words = ACTIVATION_WORDS[row["activations"]], WEIGHT_WORDS[row["weights"]]
         table.add_row(row["blocks"], str(row["count"]), *words)
     return table
 

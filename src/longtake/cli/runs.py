@@ -1,9 +1,8 @@
 """The verbs that read a run: `show`, `health`, `stacks`, `watch` and `bundle`; `stacks`' tree."""
 
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,62 +13,23 @@ from rich.tree import Tree
 
 from longtake import errors, progress
 from longtake.cli import say
-from longtake.formatting import printable
+from longtake.monitor.sentences import (
+    ROLES,
+    doing,
+    is_halted,
+    is_library,
+    own_call,
+    spelled,
+    state_of,
+    unread,
+    who,
+    worth_showing,
+)
 from longtake.stacks import common_calls
 
 _PIPE_WIDTH = 120
-_ROLES = {
-    "rank": ("rank", "ranks"),
-    "decode": ("decoding process", "decoding processes"),
-    "agent": ("process of torchrun", "processes of torchrun"),
-    "helper": ("other process", "other processes"),
-}
 _MOST_CALLS, _MOST_CALLS_OF_WAITING, _MOST_NATIVE_CALLS = 16, 2, 8
 _MOST_GROUPS, _MOST_THREADS = 12, 6
-_DOING = {
-    "start": "starting",
-    "rendezvous": "meeting the other ranks",
-    "open": "opening data and run directory",
-    "plan": "planning the memory",
-    "build": "building the model",
-    "load": "loading its state",
-    "cache": "filling the cache",
-    "data": "at data",
-    "forward": "in forward",
-    "backward": "in backward",
-    "collective": "in a collective",
-    "optimizer": "in the optimizer",
-    "checkpoint": "saving a checkpoint",
-    "save": "waiting for a checkpoint",
-    "sampling": "sampling presets",
-    "rollback": "going back",
-    "idle": "idle",
-    "decode": "decoding",
-    "ended": "at its end",
-}
-_HALTED = {
-    "T": "stopped by a signal",
-    "t": "stopped by a debugger",
-    "D": "waits for a disk or a device",
-    "Z": "dead",
-}
-_WRAPPERS = ("_call_impl", "_wrapped_call_impl", "wrapper", "inner", "_fn", "decorate_context")
-"""Last parts of names of calls that only lead to the next one."""
-_STARTERS = (
-    "<frozen runpy>",
-    "<frozen importlib",
-    "/runpy.py",
-    "/site-packages/typer/",
-    "/site-packages/click/",
-    "/longtake/cli/",
-    "/longtake/__main__.py",
-    "/threading.py",
-)
-"""Files of calls that a program or a thread begins with."""
-_MOST_LIBRARY_CALLS = 6
-_MOST_CLIPS = 2
-_LONGEST_NAME = 70
-_WORTH_SAYING_SECONDS = 0.5
 
 
 def show(
@@ -284,7 +244,7 @@ def _title(facts: Mapping[str, Any]) -> str:
 def _add_role(tree: Tree, role: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """The calls that all of a role are in are printed once, and then where they differ."""
     count = sum(each["count"] for each in groups)
-    title = Text(f"{count} {_ROLES[role][count != 1]}", style="bold")
+    title = Text(f"{count} {ROLES[role][count != 1]}", style="bold")
     if shared := _shared(groups) if len(groups) > 1 else 0:
         title.append(f", all in {spelled(groups[0]['stack'][-shared])}", style="not bold")
     branch = tree.add(title)
@@ -320,7 +280,11 @@ def _add_group(branch: Tree, group: Mapping[str, Any], shared: int) -> None:
     stack = group["stack"][: len(group["stack"]) - shared]
     waits = group["role"] == "agent" or all(each["phase"] == "idle" for each in members)
     most = _MOST_CALLS_OF_WAITING if waits else _MOST_CALLS
-    lines = list(_calls(group["native"], stack, most) if stack else _unread(members[0]))
+    lines = list(
+        _calls(group["native"], stack, most)
+        if stack
+        else [Text(f"  {unread(members[0])}", style="dim")]
+    )
     branch.add(Text("\n").join([head, *lines, *_threads(group["threads"])]))
 
 
@@ -338,145 +302,12 @@ def _calls(
         yield Text(f"  … and {len(shown) - most} more", style="dim")
 
 
-def _unread(member: Mapping[str, Any]) -> Iterator[Text]:
-    waits = re.search(r"^wchan: (\w*[a-z]\w*)", member["raw"], re.MULTILINE)
-    where = f"in the kernel's {waits[1]}" if waits else f"state {member['state']}"
-    yield Text(f"  its stacks could not be read; it is {where}", style="dim")
-
-
 def _threads(threads: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
     """Other threads, a line each: the innermost call that is not Python's own."""
     there = [each for each in threads if each["stack"]]
     for each in there[:_MOST_THREADS]:
-        stack = each["stack"]
-        own = (c for c in stack if not is_library(c) or "/site-packages/" in c["file"])
-        call = next(own, stack[0])
+        call = own_call(each["stack"])
         times = f" (in {each['count']})" if each["count"] > 1 else ""
         yield Text(f"  thread {', '.join(each['names'][:3])}{times}: {spelled(call)}", style="dim")
     if len(there) > _MOST_THREADS:
         yield Text(f"  and {len(there) - _MOST_THREADS} other kinds of threads", style="dim")
-
-
-# --- How processes and calls are put in words -----------------------------------------------------
-
-
-def who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
-    """Which processes these are, as `ranks 0-2 (on gpu01)`."""
-    ranks = sorted({each["rank"] for each in members if each["rank"] is not None})
-    of_ranks = f"{'rank' if len(ranks) == 1 else 'ranks'} {_ranges(ranks)}" if ranks else ""
-    if role == "decode":
-        of_ranks = f"{len(members)} of {of_ranks}" if len(members) > 1 else f"of {of_ranks}"
-    elif role != "rank" and of_ranks:
-        of_ranks = f"of {of_ranks}"
-    hosts = {each["host"] for each in members}
-    where = f"on {next(iter(hosts))}" if len(hosts) == 1 else f"on {len(hosts)} nodes"
-    if len(members) == 1:
-        where = f"process {members[0]['pid']} {where}"
-    if of_ranks:
-        return f"{of_ranks} ({where})"
-    return where if len(members) == 1 else f"{len(members)} {where}"
-
-
-def doing(members: Sequence[Mapping[str, Any]]) -> str:
-    """What they say they do, and for how long; of those that say nothing, what was started."""
-    if members[0]["phase"] is None:
-        program, space, arguments = str(members[0]["command"]).partition(" ")
-        name = Path(program).name if program.startswith("/") else program
-        return _shortened(f"{name}{space}{arguments}", _LONGEST_NAME)
-    phases = sorted({str(each["phase"]) for each in members})
-    words = " or ".join(_DOING.get(phase, phase) for phase in phases)
-    clips = list(dict.fromkeys(each["path_of_clip"] for each in members if each["path_of_clip"]))
-    if clips and "decode" in phases:
-        more = f" and {len(clips) - _MOST_CLIPS} more" if len(clips) > _MOST_CLIPS else ""
-        words += f" {', '.join(map(place, clips[:_MOST_CLIPS]))}{more}"
-    if max(each["seconds"] for each in members) >= _WORTH_SAYING_SECONDS:
-        words += f" for {_span([each['seconds'] for each in members], '.1f')} s"
-    has_steps = members[0]["role"] == "rank" and any(each["step"] for each in members)
-    return f"{words}, step {_span([each['step'] for each in members], 'd')}" if has_steps else words
-
-
-def state_of(members: Sequence[Mapping[str, Any]]) -> str:
-    """Whether they can run, and whether they do; nothing of those that have nothing to do."""
-    first = members[0]
-    if first["state"] in _HALTED:
-        return _HALTED[str(first["state"])]
-    if first["has_moved"] is None or first["phase"] in (None, "idle"):
-        return ""
-    moved = sum(bool(each["has_moved"]) for each in members)
-    if moved:
-        return "moving" if moved == len(members) else f"{moved} of {len(members)} moving"
-    shares = [each["cpu_share"] for each in members]
-    busy = f"busy with {_span(shares, '.1f')} processors" if max(shares) >= 0.1 else "not computing"
-    return f"not moving, {busy}"
-
-
-def is_halted(members: Sequence[Mapping[str, Any]]) -> bool:
-    return members[0]["state"] in _HALTED
-
-
-def worth_showing(stack: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A stack without what only leads to the next call, and with few calls of libraries.
-
-    Kept are the innermost call, libraries' calls that it is in, and all calls of other code.
-    """
-    begun = list(stack)
-    while len(begun) > 1 and any(name in begun[-1]["file"] for name in _STARTERS):
-        begun.pop()
-    calls = [
-        call
-        for call in begun[1:]
-        if not (is_library(call) and call["function"].rpartition(".")[2] in _WRAPPERS)
-    ]
-    inner = list(takewhile(is_library, calls))
-    outer = [call for call in calls[len(inner) :] if not is_library(call)]
-    if len(inner) > _MOST_LIBRARY_CALLS:
-        inner = [*inner[: _MOST_LIBRARY_CALLS - 1], inner[-1]]
-    return [*begun[:1], *inner, *outer]
-
-
-def is_library(call: Mapping[str, Any]) -> bool:
-    file = call["file"]
-    is_installed = "/site-packages/" in file or "/lib/python3." in file or file.startswith("<")
-    return is_installed and "/longtake/" not in file
-
-
-def spelled(call: Mapping[str, Any]) -> str:
-    """A call as `function (file:line)`."""
-    line = f":{call['line']}" if call["line"] else ""
-    return f"{_shortened(call['function'], _LONGEST_NAME)} ({place(call['file'])}{line})"
-
-
-def place(file: str) -> str:
-    """A file by the shortest path by which it is known; of what was compiled, its name."""
-    file = printable(file)
-    if ".so" in Path(file).suffixes:
-        return Path(file).name
-    for mark in ("/site-packages/", "/src/longtake/", "/lib/python3."):
-        if mark in file:
-            below = file.rpartition(mark)[2]
-            if mark == "/lib/python3.":
-                return below.partition("/")[2]
-            return f"longtake/{below}" if mark == "/src/longtake/" else below
-    here = f"{Path.cwd()}/"
-    return file.removeprefix(here) if len(here) > 2 else file
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    said = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(said if len(said) <= 6 else [*said[:5], f"… ({len(numbers)} in all)"])
-
-
-def _span(values: Sequence[float], form: str) -> str:
-    least, most = f"{min(values):{form}}", f"{max(values):{form}}"
-    return least if least == most else f"{least} to {most}"
-
-
-def _shortened(text: str, length: int) -> str:
-    text = printable(text)
-    return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -26,7 +26,7 @@ _RECENT_WINDOWS, _PAST_WINDOWS = 48, 12  # compared; and those that stand for th
 _ENOUGH_WINDOWS = _PAST_WINDOWS + 4  # until the past is known, and something adds up
 _SHOWN_WINDOWS = 6  # a value in the table is their median
 _TAIL_BYTES = 2**20
-_SILENT_SECONDS = 60.0
+SILENT_SECONDS = 60.0
 _PIPE_WIDTH = 120
 _TEMPERATURE = outliers.HealthSignal(
     *("gpu_temperature_celsius", "GPU", "temperature", "°C", "higher", 0.1), needs=outliers.USE
@@ -46,10 +46,10 @@ def _most(values: Sequence[float]) -> float:
     return max(values)
 
 
-_Column = tuple[str, Callable[[Sequence[float]], float], Callable[[float], str], tuple[str, ...]]
+Column = tuple[str, Callable[[Sequence[float]], float], Callable[[float], str], tuple[str, ...]]
 # Of each: the number, which of a node's devices stands for it, how it is printed, and the
 # beginnings of the signals that mark it.
-_COLUMNS: dict[str, _Column] = {
+COLUMNS: dict[str, Column] = {
     "power": ("gpu_power_watts", _least, lambda x: f"{x:.0f} W", ("gpu_power",)),
     "temperature": ("gpu_temperature_celsius", _most, lambda x: f"{x:.0f} °C", ("gpu_temp",)),
     "clock": ("gpu_sm_clock_mhz", _least, lambda x: f"{x:.0f} MHz", ("gpu_sm",)),
@@ -60,6 +60,11 @@ _COLUMNS: dict[str, _Column] = {
     "disk write": ("disk_write_seconds", _most, lambda x: f"{x * 1e3:.3g} ms", ("disk_",)),
     "disk free": ("disk_free_bytes", _least, lambda x: format_size(int(x)), ()),
     "step": ("step_work_seconds", _most, lambda x: f"{x:.3g} s", ("step_work",)),
+}
+_KNOWN = {
+    *(name for each in _SIGNALS for name in (each.name, each.needs, each.unless)),
+    *(name for name, _, _, _ in COLUMNS.values()),
+    *("link_up", "steps_per_second"),
 }
 
 
@@ -116,10 +121,16 @@ def _read(path: Path, offset: int, limit: int | None) -> list[dict[str, float]]:
     records: list[dict[str, Any]] = []
     with suppress(OSError):
         records, _ = fsio.read_new_records(path, dict[str, Any], offset, *most)
-    return [
-        {name: float(x) for name, x in each.items() if type(x) in (int, float) and abs(x) < 1e300}
-        for each in records
-    ]
+    return [numbers_of(each) for each in records]
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of health.jsonl that are compared or shown."""
+    return {
+        name: float(x)
+        for name, x in record.items()
+        if name.partition(":")[0] in _KNOWN and type(x) in (int, float) and abs(x) < 1e300
+    }
 
 
 def compare(windows: Mapping[str, Windows]) -> dict[str, list[outliers.Outlier]]:
@@ -142,7 +153,7 @@ def _facts(
     seconds: float,
 ) -> dict[str, Any]:
     heartbeat, silent = node.read_heartbeat(), _silent_seconds(node)
-    state = "running" if silent is not None and silent <= _SILENT_SECONDS else "silent"
+    state = "running" if silent is not None and silent <= SILENT_SECONDS else "silent"
     events = node_events.of_node(node, heartbeat)
     kept = [each for each in events if each.seconds_ago <= seconds or not each.is_over]
     up = outliers.by_device(recent[-1], "link_up") if recent else {}
@@ -178,7 +189,7 @@ def _silent_seconds(node: node_dir.NodeDirectory) -> float | None:
 
 
 def _numbers(recent: Windows) -> Iterator[tuple[str, float]]:
-    for label, (name, worst, _, _) in _COLUMNS.items():
+    for label, (name, worst, _, _) in COLUMNS.items():
         found = [outliers.by_device(each, name) for each in recent[-_SHOWN_WINDOWS:]]
         devices = {device for each in found for device in each}
         medians = [statistics.median(e[d] for e in found if d in e) for d in devices]
@@ -208,7 +219,7 @@ def print_nodes(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def _table(nodes: Sequence[Mapping[str, Any]]) -> Table:
-    shown = [label for label in _COLUMNS if any(label in each["numbers"] for each in nodes)]
+    shown = [label for label in COLUMNS if any(label in each["numbers"] for each in nodes)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("node", "", *shown):
         table.add_column(name, justify="right" if name in shown else "left", no_wrap=True)
@@ -221,7 +232,7 @@ def _table(nodes: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _cell(node: Mapping[str, Any], label: str) -> str:
-    _, _, text, prefixes = _COLUMNS[label]
+    _, _, text, prefixes = COLUMNS[label]
     value = node["numbers"].get(label)
     said = "-" if value is None else text(value)
     if label == "link" and node["links_down"]:

@@ -5,6 +5,7 @@ was not seen yet, or is rare and long, has a constant limit.
 """
 
 import json
+import math
 import os
 import select
 import time
@@ -327,3 +328,50 @@ class PhaseTimeouts:
 def has_moved(before: Heartbeat, after: Heartbeat) -> bool:
     is_same = (before.phase, before.step, before.detail) == (after.phase, after.step, after.detail)
     return not is_same or after.seconds < before.seconds
+
+
+# --- Where the time of a step goes.
+
+_MEAN_SECONDS = 10.0  # of the steps that a mean is of, at least
+
+
+class PhaseMeans:
+    """Mean seconds of each phase in a step, by rank; of a rank that has ended the last ones."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, int], tuple[float, Heartbeat]] = {}
+        self._known: dict[int, dict[str, Any]] = {}
+        self._launch = ""
+
+    def update(self, snapshot: Snapshot) -> list[dict[str, Any]]:
+        """JSON values of each rank: `rank`, `local_rank`, `step`, and what the last steps took.
+
+        `steps` of them give `work_seconds` (own work for a step) and `phases`.
+        """
+        launch = snapshot.launch or self._launch
+        if launch != self._launch:
+            self._known, self._since, self._launch = {}, {}, launch
+        for each in (*snapshot.dead, *snapshot.living):
+            if each.role == "rank" and each.launch in ("", launch):
+                self._add(each, snapshot.now)
+        return [dict(self._known[rank]) for rank in sorted(self._known)]  # written by a thread
+
+    def _add(self, heartbeat: Heartbeat, now: float) -> None:
+        at, before = self._since.get(_identity(heartbeat), (-math.inf, None))
+        steps = heartbeat.work_count - (before.work_count if before else 0)
+        names = ("rank", "local_rank", "step")
+        known = self._known.setdefault(heartbeat.rank, {})
+        known |= {name: getattr(heartbeat, name) for name in names}
+        if steps <= 0 or now - at < _MEAN_SECONDS:
+            return
+        self._since[_identity(heartbeat)] = now, heartbeat
+        work = heartbeat.work_seconds - (before.work_seconds if before else 0.0)
+        earlier = before.timings if before else {}
+        taken = {
+            phase: timing.total - (earlier[phase].total if phase in earlier else 0.0)
+            for phase, timing in heartbeat.timings.items()
+        }
+        known["steps"], known["work_seconds"] = steps, round(work / steps, 6)
+        known["phases"] = {
+            phase: round(seconds / steps, 6) for phase, seconds in taken.items() if seconds > 0
+        }

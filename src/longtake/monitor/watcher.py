@@ -135,6 +135,7 @@ class _Watcher:
         self._exporter = self._open_exporter()
         self._scanner = observe.HeartbeatScanner(target.folder)
         self._liveness, self._stale = observe.LivenessTracker(), observe.StaleHeartbeats()
+        self._phase_means = observe.PhaseMeans()
         self._stalls = StallDetector(target, self._reporter, self._timeouts, self._service)
         self._num_heartbeats = 0
         self._written_at = self._ranks_at = time.monotonic()
@@ -238,6 +239,7 @@ class _Watcher:
             "launch": self._timeouts.launch,
             "ranks": [self._entry(each, snapshot.now) for each in snapshot.ranks],
             "workers": [self._entry(each, snapshot.now) for each in workers],
+            "phase_means": self._phase_means.update(snapshot),
             "health": self._health.latest(),
             "addresses": self._health.addresses(),
             "stalls": self._service.num_stalls,

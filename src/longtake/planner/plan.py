@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +31,14 @@ from longtake.planner.forecast import (
     policy_traps,
     suggest_changes,
 )
-from longtake.planner.memory import MetaStep, PolicyForecast, outline_step, policy_forecast
+from longtake.planner.memory import (
+    MetaStep,
+    PolicyForecast,
+    StaticMemory,
+    outline_step,
+    policy_forecast,
+    static_memory,
+)
 from longtake.planner.trace import StepTrace
 from longtake.run_dir import RunDirectory
 from longtake.trust import training_classes
@@ -53,6 +60,8 @@ class MemoryPlan:
     notes: Sequence[str]  # traps that cost memory or time, but keep nothing from training
     budget_bytes: int | None = None  # what tensors may take of the device
     encodes_ahead: bool = False  # see `training.encode_ahead`
+    compared: Sequence[PolicyForecast] = ()  # the policies of which this is the choice
+    fixed: StaticMemory | None = None  # in memory whatever is recomputed, by what it is
 
 
 def plan_for_training(
@@ -162,9 +171,10 @@ def _best_plan(known: Forecast) -> MemoryPlan:
     if known.best is None:
         raise _does_not_fit(known)
     notes = [str(trap) for trap in known.gradients.traps]
-    return _plan(
+    found = _plan(
         known.step, "best", known.best.options, notes, known.best_policy, known.best.traced
     )
+    return replace(found, compared=tuple(known.policies))
 
 
 def _named_plan(step: MetaStep) -> MemoryPlan:
@@ -189,7 +199,12 @@ def _named_plan(step: MetaStep) -> MemoryPlan:
         )
         raise _does_not_fit(known)
     notes += [str(trap) for trap in policy_traps(step, traces)]
-    return _plan(step, policy, options, notes, memory, traces[policy])
+    compared = tuple(
+        policy_forecast(name, trace, step, trace.seconds / traces["none"].seconds - 1)
+        for name, trace in traces.items()
+    )
+    found = _plan(step, policy, options, notes, memory, traces[policy])
+    return replace(found, compared=compared)
 
 
 def _plan(
@@ -201,6 +216,7 @@ def _plan(
     trace: StepTrace | None = None,
 ) -> MemoryPlan:
     ahead = encoding_ahead(step, memory)
+    fixed = None if trace is None else static_memory(step, trace.input_bytes, trace.weight_bytes)
     return MemoryPlan(
         policy=policy,
         options=options,
@@ -210,6 +226,7 @@ def _plan(
         notes=notes,
         budget_bytes=None if trace is None else step.device.budget_bytes,
         encodes_ahead=ahead is not None and ahead.is_chosen,
+        fixed=fixed,
     )
 
 

@@ -1,0 +1,274 @@
+"""Heat maps of ranks: hosts down, ranks across, one sequential scale, and a mark at outliers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from markupsafe import Markup
+
+from longtake.board import svg
+from longtake.board.charts import Numbers
+from longtake.board.node_reader import NodeNow, RankNow
+from longtake.board.pages import number
+from longtake.formatting import for_seconds
+
+COLOURS: Final = 7
+_ROWS, _LEAST_ROWS = 32, 8  # hosts below each other
+_NARROW = 2  # ranks of a host; hosts of no more stand beside each other if there are many
+_MANY_HOSTS = 40
+_ACROSS, _DOWN = 10, 10  # hosts of a block then
+_SIGMAS, _OUTLYING = 1.4826, 6.0  # a median absolute deviation in standard deviations; that far
+PHASE_LETTERS: Final = {
+    "start": "S",
+    "rendezvous": "M",
+    "open": "S",
+    "plan": "S",
+    "build": "S",
+    "load": "S",
+    "cache": "S",
+    "data": "D",
+    "forward": "F",
+    "backward": "B",
+    "collective": "C",
+    "optimizer": "O",
+    "checkpoint": "K",
+    "save": "K",
+    "rollback": "R",
+    "sampling": "P",
+    "idle": "-",
+    "ended": "E",
+}
+
+
+@dataclass(frozen=True)
+class RankNumber:
+    """A number of ranks that a map can show."""
+
+    key: str
+    title: str
+    value: Callable[[RankNow], float | None]
+    said: Callable[[float], str]
+    worse: str  # higher or lower
+    least_spread: float  # of the median: differences below it mean nothing
+
+
+def _seconds(value: float) -> str:
+    return f"{number(value, 3)} s" if value >= 1 else f"{number(1e3 * value, 3)} ms"
+
+
+MEASURES: Final = (
+    RankNumber("work", "own work for a step", lambda it: it.work_seconds, _seconds, "higher", 0.1),
+    RankNumber("step", "time of a step", lambda it: it.step_seconds, _seconds, "higher", 0.1),
+    RankNumber(
+        *("temperature", "GPU temperature"),
+        lambda it: it.of_gpu("gpu_temperature_celsius"),
+        lambda x: f"{x:.0f} °C",
+        *("higher", 0.1),
+    ),
+    RankNumber(
+        *("power", "GPU power"),
+        lambda it: it.of_gpu("gpu_power_watts"),
+        lambda x: f"{x:.0f} W",
+        *("lower", 0.1),
+    ),
+    RankNumber(
+        *("clock", "GPU clock"),
+        lambda it: it.of_gpu("gpu_sm_clock_mhz"),
+        lambda x: f"{x:.0f} MHz",
+        *("lower", 0.04),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A drawn map with its legend."""
+
+    measure: RankNumber
+    blocks: list[Markup]
+    legend: Markup
+    least: str
+    middle: str
+    most: str
+    outliers: list[str]  # in words, the worst first
+    num_without: int  # ranks of which the number is not known
+
+
+def heat_map(nodes: Sequence[NodeNow], measure: RankNumber) -> HeatMap | None:
+    """The map of a measure; None: it is known of no rank."""
+    ranks = [rank for node in nodes for rank in node.ranks]
+    known = [(rank, value) for rank in ranks if (value := measure.value(rank)) is not None]
+    if not known:
+        return None
+    values = np.array([value for _, value in known])
+    scale = _Scale.of(values, measure)
+    outlying = sorted(
+        ((rank, value) for rank, value in known if scale.is_outlying(value)),
+        key=lambda each: -abs(each[1] - scale.middle),
+    )
+    return HeatMap(
+        measure=measure,
+        blocks=list(_blocks(nodes, measure, scale)),
+        legend=_legend(),
+        least=measure.said(scale.low),
+        middle=measure.said(scale.middle),
+        most=measure.said(scale.high),
+        outliers=[
+            f"rank {rank.rank} on {rank.host}: {measure.said(value)}" for rank, value in outlying
+        ],
+        num_without=len(ranks) - len(known),
+    )
+
+
+@dataclass(frozen=True)
+class _Scale:
+    low: float
+    middle: float
+    high: float
+    far: float  # from the middle to the bad side: an outlier
+    sign: int  # 1: higher is worse; -1: lower
+
+    @classmethod
+    def of(cls, values: Numbers, measure: RankNumber) -> "_Scale":
+        middle = float(np.median(values))
+        room = measure.least_spread * abs(middle)
+        spread = _SIGMAS * float(np.median(np.abs(values - middle)))
+        low, high = np.percentile(values, [2, 98])
+        return cls(
+            low=min(float(low), middle - room),
+            middle=middle,
+            high=max(float(high), middle + room),
+            far=max(_OUTLYING * spread, room),
+            sign=1 if measure.worse == "higher" else -1,
+        )
+
+    def colour(self, value: float) -> int:
+        share = (value - self.low) / max(self.high - self.low, 1e-12)
+        return min(COLOURS - 1, max(0, int(share * COLOURS)))
+
+    def is_outlying(self, value: float) -> bool:
+        return self.sign * (value - self.middle) > self.far
+
+
+def _blocks(nodes: Sequence[NodeNow], measure: RankNumber, scale: _Scale) -> Iterator[Markup]:
+    """Pictures beside each other, so that a narrow page has them below each other."""
+    across = max((len(node.ranks) for node in nodes), default=1) or 1
+    if across <= _NARROW and len(nodes) > _MANY_HOSTS:
+        per_block = _ACROSS * _DOWN
+        for first in range(0, len(nodes), per_block):
+            yield _grid(nodes[first : first + per_block], across, measure, scale)
+        return
+    rows = min(_ROWS, max(_LEAST_ROWS, -(-len(nodes) // 4)))
+    for first in range(0, len(nodes), rows):
+        yield _table(nodes[first : first + rows], across, len(nodes), measure, scale)
+
+
+def _cell_size(num_hosts: int, across: int) -> int:
+    if num_hosts <= 16 and across <= 16:
+        return 24
+    return 14 if num_hosts <= 48 else 10
+
+
+def _table(
+    nodes: Sequence[NodeNow], across: int, num_hosts: int, measure: RankNumber, scale: _Scale
+) -> Markup:
+    """A row for each host, a cell for each of its ranks."""
+    size = _cell_size(num_hosts, across)
+    label = _label_width(nodes)
+    parts = []
+    for row, node in enumerate(nodes):
+        y = row * size
+        parts.append(_host_label(node, label, y + size / 2 + 4))
+        for place, rank in enumerate(sorted(node.ranks, key=lambda each: each.local_rank)):
+            parts.append(_cell(label + place * size, y, size, rank, node, measure, scale))
+    return svg.picture(label + across * size + 1, len(nodes) * size, "".join(parts), "heat")
+
+
+def _grid(nodes: Sequence[NodeNow], across: int, measure: RankNumber, scale: _Scale) -> Markup:
+    """Hosts of few ranks: ten beside each other, named by the first of a row."""
+    size, label = 12, _label_width(nodes)
+    parts = []
+    for place, node in enumerate(nodes):
+        row, column = divmod(place, _ACROSS)
+        y = row * size
+        if not column:
+            parts.append(_host_label(node, label, y + size / 2 + 4))
+        for local, rank in enumerate(node.ranks):
+            x = label + (column * across + local) * size
+            parts.append(_cell(x, y, size, rank, node, measure, scale))
+    rows = -(-len(nodes) // _ACROSS)
+    return svg.picture(label + _ACROSS * across * size + 1, rows * size, "".join(parts), "heat")
+
+
+def _label_width(nodes: Sequence[NodeNow]) -> float:
+    return 18 + 6.5 * min(18, max(len(node.host) for node in nodes))
+
+
+def _host_label(node: NodeNow, right: float, y: float) -> str:
+    name = node.host if len(node.host) <= 18 else f"…{node.host[-17:]}"
+    is_bad = node.state in ("silent", "unread")
+    kind, mark = ("bad host", "? ") if is_bad else ("pale host", "")
+    title = f"<title>{svg.text(f'{node.host}: {node.state}')}</title>"
+    return (
+        f'<text x="{right - 5}" y="{y:g}" text-anchor="end" class="{kind}">'
+        f"{mark}{svg.text(name)}{title}</text>"
+    )
+
+
+def _cell(
+    x: float, y: float, size: int, rank: RankNow, node: NodeNow, measure: RankNumber, scale: _Scale
+) -> str:
+    value = measure.value(rank)
+    kind = "none" if value is None else f"{scale.colour(value)}"
+    is_old = " old" if node.state == "silent" else ""
+    title = svg.text(said_of_rank(rank, measure, value))
+    found = (
+        f'<rect x="{x:g}" y="{y:g}" width="{size - 1}" height="{size - 1}" '
+        f'class="heat-{kind}{is_old}"><title>{title}</title></rect>'
+    )
+    middle = x + (size - 1) / 2
+    letter = PHASE_LETTERS.get(rank.phase, "")
+    if size >= 20 and letter:
+        dark = " on" if value is not None and scale.colour(value) >= COLOURS // 2 else ""
+        found += (
+            f'<text x="{middle:g}" y="{y + 15}" text-anchor="middle" '
+            f'class="letter{dark}">{letter}</text>'
+        )
+    if value is not None and scale.is_outlying(value):
+        found += _mark(x, y, size - 1)
+    return found
+
+
+def _mark(x: float, y: float, size: float) -> str:
+    """A frame and a corner, which tell without colour."""
+    corner = max(4.0, 0.45 * size)
+    return (
+        f'<path class="outlier" d="M{x:g} {y:g}h{size:g}v{size:g}h-{size:g}z"/>'
+        f'<path class="corner" d="M{x + size:g} {y:g}h-{corner:g}l{corner:g} {corner:g}z"/>'
+    )
+
+
+def said_of_rank(rank: RankNow, measure: RankNumber, value: float | None) -> str:
+    parts = [f"rank {rank.rank} on {rank.host}"]
+    if rank.step is not None:
+        parts.append(f"step {rank.step:,}")
+    if rank.phase:
+        since = "" if rank.seconds is None else f" for {for_seconds(rank.seconds)}"
+        parts.append(f"{rank.phase}{since}")
+    said = "not known" if value is None else measure.said(value)
+    return f"{', '.join(parts)}: {measure.title} {said}"
+
+
+def _legend() -> Markup:
+    cells = "".join(
+        f'<rect x="{place * 22}" y="0" width="21" height="10" class="heat-{place}"/>'
+        for place in range(COLOURS)
+    )
+    return svg.picture(22 * COLOURS, 10, cells, "scale")
+
+
+def outlier_key() -> Markup:
+    return svg.picture(
+        13, 13, f'<rect width="12" height="12" class="heat-5"/>{_mark(0, 0, 12)}', "scale"
+    )

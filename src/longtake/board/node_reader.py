@@ -1,0 +1,308 @@
+"""What a page knows of a run's nodes: heartbeats as they are now, and numbers over the past.
+
+Of many nodes only the ends of health.jsonl are read, and few lines of what lies before; a page that
+is opened again reads what is new.
+"""
+
+import os
+import threading
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from io import BufferedReader
+from typing import Annotated, Any, Final, NotRequired
+
+import numpy as np
+import pydantic_core
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from longtake import fsio
+from longtake.board.charts import Numbers
+from longtake.board.files import open_below, read_below
+from longtake.errors import RecordError
+from longtake.formatting import natural_key
+from longtake.inspection.nodes import COLUMNS, SILENT_SECONDS, numbers_of
+from longtake.monitor.outliers import by_device
+from longtake.node_dir import NodeDirectory, nodes_path
+from longtake.run_dir import RunDirectory
+
+_HEARTBEAT_BYTES = 2**22
+_MOST_NODES, _MOST_RANKS = 20_000, 100_000
+_MOST_PROBLEMS = 5
+
+_Name = Annotated[str, Field(max_length=300)]
+_Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class _Rank(TypedDict):
+    """An entry of `ranks`."""
+
+    rank: fsio.Count
+    local_rank: NotRequired[fsio.Count]
+    step: fsio.Count
+    phase: _Name
+    seconds: NotRequired[_Seconds]
+
+
+class _Means(TypedDict):
+    """An entry of `phase_means`."""
+
+    rank: fsio.Count
+    local_rank: fsio.Count
+    step: fsio.Count
+    work_seconds: NotRequired[_Seconds]
+    phases: NotRequired[dict[_Name, _Seconds]]
+
+
+class _Beat(TypedDict):
+    """What is used of nodes/<host>/heartbeat.json."""
+
+    ranks: NotRequired[list[_Rank]]
+    phase_means: NotRequired[list[_Means]]
+    health: NotRequired[dict[str, Any]]
+    ended: NotRequired[bool]
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """A rank, as its node's watcher saw it last."""
+
+    host: str
+    rank: int
+    local_rank: int
+    step: int | None
+    phase: str  # empty: it has ended, or is not known
+    seconds: float | None  # in the phase
+    work_seconds: float | None  # its own work for a step
+    step_seconds: float | None  # from step to step
+    phases: Mapping[str, float]  # mean seconds by phase in a step
+    health: Mapping[str, float]  # of its node
+
+    def of_gpu(self, name: str) -> float | None:
+        """A number of the GPU that has the local rank's number."""
+        return self.health.get(f"{name}:{self.local_rank}")
+
+
+@dataclass(frozen=True)
+class NodeNow:
+    """A node, as its watcher saw it last."""
+
+    host: str
+    state: str  # running, silent, ended or unread
+    silent_seconds: float | None
+    ranks: Sequence[RankNow]
+    health: Mapping[str, float]
+    numbers: Mapping[str, float]  # by column of the table, of the worst device
+    links_down: Sequence[str]
+
+
+def read_nodes(run: RunDirectory, *, is_live: bool) -> tuple[list[NodeNow], list[str]]:
+    """All nodes in the order of their names, and sentences about what cannot be read.
+
+    Of a run that is not trained now a node that writes nothing is not silent: it has ended.
+    """
+    found, problems, num_ranks = list[NodeNow](), list[str](), 0
+    for host in hosts_of(run):
+        node = NodeDirectory(run, host)
+        beat: _Beat = {}
+        try:
+            name = node.heartbeat_path.relative_to(run.path).as_posix()
+            beat = read_below(run.path, name, _Beat, _HEARTBEAT_BYTES) or {}
+        except RecordError as error:
+            problems.append(" ".join(str(error).split()))
+        now = _node_now(node, beat, is_live)
+        num_ranks += len(now.ranks)
+        found.append(now)
+        if num_ranks > _MOST_RANKS:
+            problems.append(f"Only the first {len(found):,} nodes are shown.")
+            break
+    left = len(problems) - _MOST_PROBLEMS
+    return found, problems[:_MOST_PROBLEMS] + ([f"And {left} more files."] if left > 0 else [])
+
+
+def hosts_of(run: RunDirectory) -> list[str]:
+    names = list[str]()
+    with suppress(OSError), os.scandir(nodes_path(run)) as entries:
+        names = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+    return sorted(names, key=natural_key)[:_MOST_NODES]
+
+
+def _node_now(node: NodeDirectory, beat: _Beat, is_live: bool) -> NodeNow:
+    silent = None
+    with suppress(OSError):
+        silent = max(0.0, time.time() - node.heartbeat_path.lstat().st_mtime)
+    state = "unread" if not beat else "ended" if beat.get("ended") else "running"
+    if state == "running" and (silent is None or silent > SILENT_SECONDS):
+        state = "silent" if is_live else "ended"
+    health = numbers_of(beat.get("health", {}))
+    links = by_device(health, "link_up")
+    return NodeNow(
+        host=node.host,
+        state=state,
+        silent_seconds=silent,
+        ranks=tuple(_ranks(node.host, beat, health)),
+        health=health,
+        numbers=dict(columns_of(health)),
+        links_down=sorted(device for device, is_up in links.items() if not is_up),
+    )
+
+
+def _is_sane(number: float) -> bool:
+    return -1e300 < number < 1e300
+
+
+def _ranks(host: str, beat: _Beat, health: Mapping[str, float]) -> Iterator[RankNow]:
+    """Ranks that live, and those that have ended, as far as the watcher wrote of them."""
+    work, speed = by_device(health, "step_work_seconds"), by_device(health, "steps_per_second")
+    living = {each["rank"]: each for each in beat.get("ranks", ())}
+    means = {each["rank"]: each for each in beat.get("phase_means", ())}
+    measured = {int(each) for each in work if each.isdecimal() and len(each) < 10}
+    for place, rank in enumerate(sorted({*living, *means} or measured)):
+        now, mean = living.get(rank), means.get(rank)
+        known: Mapping[str, Any] = now or mean or {}
+        steps = speed.get(str(rank), 0.0)
+        yield RankNow(
+            host=host,
+            rank=rank,
+            local_rank=int(known.get("local_rank", place)),
+            step=known.get("step"),
+            phase=now["phase"] if now else "",
+            seconds=now.get("seconds") if now else None,
+            work_seconds=work.get(str(rank), mean.get("work_seconds") if mean else None),
+            step_seconds=1 / steps if steps > 0 else None,
+            phases=mean.get("phases", {}) if mean else {},
+            health=health,
+        )
+
+
+def columns_of(health: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """What each column of the table shows: the worst device's number."""
+    for label, (name, worst, _, _) in COLUMNS.items():
+        if values := list(by_device(health, name).values()):
+            yield label, worst(values)
+
+
+# --- The past ---------------------------------------------------------------------------------
+
+DRAWN: Final = ("power", "temperature", "clock", "link", "disk write", "step")
+"""The columns that are drawn over time."""
+_NAMES: Final = {COLUMNS[label][0]: label for label in DRAWN}
+_END_BYTES, _LEAST_END_BYTES = 8 * 2**20, 2**13  # read of all nodes at first; of one at least
+_SPREAD_LINES, _MOST_SPREAD = 2000, 60  # before the end, of all nodes; of one at most
+_LINE_BYTES = 2**16
+_KEPT_POINTS, _LEAST_KEPT = 300_000, 64  # of all nodes; of one at least
+
+
+@dataclass
+class _Past:
+    """What was read of one node's health.jsonl."""
+
+    offset: int = 0
+    inode: int = 0
+    times: "array[float]" = field(default_factory=lambda: array("d"))
+    values: dict[str, "array[float]"] = field(
+        default_factory=lambda: {label: array("d") for label in DRAWN}
+    )
+
+    def add(self, line: bytes) -> None:
+        record: Any = None
+        with suppress(ValueError):
+            record = pydantic_core.from_json(line, allow_inf_nan=False)
+        at = _time_of(record) if isinstance(record, dict) else None
+        if at is None:
+            return
+        self.times.append(at)
+        found: dict[str, list[float]] = {}
+        for key, value in record.items():
+            label = _NAMES.get(key.partition(":")[0])
+            if label and type(value) in (int, float) and _is_sane(value):
+                found.setdefault(label, []).append(value)
+        for label, values in self.values.items():
+            own = found.get(label)
+            values.append(COLUMNS[label][1](own) if own else np.nan)
+
+    def thin(self, most: int) -> None:
+        """Remove every second point of the older half."""
+        if len(self.times) <= most:
+            return
+        half = len(self.times) // 2
+        for each in (self.times, *self.values.values()):
+            each[:half] = each[:half:2]
+
+
+def _time_of(record: Mapping[str, Any]) -> float | None:
+    text = record.get("time")
+    with suppress(ValueError, OverflowError):
+        if isinstance(text, str) and len(text) < 64:
+            at = datetime.fromisoformat(text).timestamp()
+            return at if 0 <= at < 1e11 else None
+    return None
+
+
+class HealthHistory:
+    """Numbers of a run's nodes over time; what was read once is not read again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[str, _Past] = {}
+        self.is_thin = False
+        """Of some nodes not every line was read."""
+
+    def update(self, run: RunDirectory, hosts: Sequence[str]) -> None:
+        with self._lock:
+            count = max(1, len(hosts))
+            end = max(_LEAST_END_BYTES, _END_BYTES // count)
+            spread = min(_MOST_SPREAD, _SPREAD_LINES // count)
+            for host in hosts:
+                with suppress(OSError):
+                    self._read(run, host, end, spread)
+                past = self._of.get(host)
+                if past is not None:
+                    past.thin(max(_LEAST_KEPT, _KEPT_POINTS // count))
+
+    def _read(self, run: RunDirectory, host: str, end: int, spread: int) -> None:
+        name = f"{nodes_path(run).name}/{host}/{NodeDirectory(run, host).health_path.name}"
+        with open_below(run.path, name) as file:
+            status = os.fstat(file.fileno())
+            past = self._of.get(host)
+            if past is None or past.inode != status.st_ino or status.st_size < past.offset:
+                past = self._of[host] = _Past(inode=status.st_ino)
+            begin = max(past.offset, status.st_size - end)
+            if begin > past.offset:
+                self.is_thin = True
+                for line in _spread(file, past.offset, begin, spread):
+                    past.add(line)
+                file.seek(begin - 1)
+                begin += len(file.readline(_LINE_BYTES)) - 1
+            file.seek(begin)
+            data = file.read(status.st_size - begin)
+        whole = data.rfind(b"\n") + 1
+        for line in data[:whole].splitlines():
+            past.add(line)
+        past.offset = begin + whole
+
+    def of(self, host: str, label: str) -> tuple[Numbers, Numbers]:
+        """Times and numbers of a column, in the order of time."""
+        with self._lock:
+            past = self._of.get(host)
+            if past is None:
+                return np.empty(0), np.empty(0)
+            times, values = np.array(past.times), np.array(past.values[label])
+        order = np.argsort(times, kind="stable")
+        return times[order], values[order]
+
+
+def _spread(file: BufferedReader, first: int, end: int, count: int) -> Iterable[bytes]:
+    """Whole lines at even distances."""
+    for number in range(count):
+        file.seek(first + (end - first) * number // count)
+        if number or first:
+            file.readline(_LINE_BYTES)
+        line = file.readline(_LINE_BYTES)
+        if file.tell() > end:
+            return
+        yield line

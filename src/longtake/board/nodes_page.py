@@ -1,0 +1,497 @@
+"""The page of a run's nodes: ranks as a heat map, numbers over time, outliers, stalls, failures."""
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import numpy as np
+from markupsafe import Markup
+
+from longtake import errors, node_events, process
+from longtake.board import charts, heat_map, svg
+from longtake.board.charts import Numbers
+from longtake.board.files import read_end
+from longtake.board.node_reader import DRAWN, HealthHistory, NodeNow, RankNow, read_nodes
+from longtake.board.overview import status_line
+from longtake.board.pages import Links, render
+from longtake.board.reader import RunFacts, links_of
+from longtake.board.stall_view import read_stalls
+from longtake.formatting import for_seconds, format_short_duration
+from longtake.inspection.nodes import COLUMNS, node_facts
+from longtake.monitor import node_health
+from longtake.monitor.outliers import SIGNALS
+from longtake.node_dir import NodeDirectory
+
+_MOST_COMPARED = 500
+"""Nodes times all their numbers: up to so many are compared as by `longtake health`, which takes
+half a second; of more the watchers' words count."""
+_MOST_LINES, _MOST_NAMED = 8, 4
+_BINS = 120
+_MOST_ROWS, _MOST_MARKED, _MOST_FAILURES, _MOST_LOG_ENDS, _LOG_BYTES = 2000, 40, 50, 5, 2**12
+_MANY_RANKS = 16
+_EVENT_SECONDS = 86400.0
+_ENOUGH_NODES = 4
+_SIGMAS, _OUTLYING, _LEAST_SHARE = 1.4826, 6.0, 0.1
+"""A median absolute deviation in standard deviations; so many are far, and at least that share."""
+PHASE_COLOURS: Final = {
+    "data": "4",
+    "forward": "1",
+    "backward": "5",
+    "collective": "2",
+    "optimizer": "3",
+    "checkpoint": "6",
+    "save": "7",
+    "sampling": "8",
+}
+
+
+def render_nodes(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
+    """The page's HTML.
+
+    Args:
+        facts: of the run.
+        links: how the page refers to others.
+        query: `show`, the number that the heat map shows (`heat_map.MEASURES`); `stall`, the token
+            of the stall whose stacks are shown.
+    """
+    is_live = facts.summary.state in ("running", "stalled")
+    nodes, problems = read_nodes(facts.run, is_live=is_live)
+    health = _health(facts, nodes)
+    stalls, unread = read_stalls(facts, query.get("stall"))
+    shown = _measures(nodes, query.get("show"), is_static=not links.series(facts.name))
+    path = shlex.quote(str(facts.run.path))
+    ranks = [rank for node in nodes for rank in node.ranks]
+    return render(
+        "nodes.html",
+        links,
+        page="nodes",
+        facts=facts,
+        status=status_line(facts.summary),
+        problems=[*problems, *unread],
+        nodes=nodes,
+        is_live=is_live,
+        num_ranks=len(ranks),
+        states=Counter(node.state for node in nodes),
+        phases=_phases_now(ranks),
+        letters=heat_map.PHASE_LETTERS,
+        maps=shown.maps,
+        choices=shown.known,
+        outlier_key=heat_map.outlier_key(),
+        times=_phase_times(ranks),
+        table=_table(nodes, health),
+        columns=[label for label in COLUMNS if any(label in node.numbers for node in nodes)],
+        plots=_plots(facts, nodes, health),
+        is_thin=_history(facts).is_thin,
+        health=health,
+        advice=node_health.CLOCK_ADVICE,
+        stalls=stalls,
+        failures=_failures(facts),
+        commands={
+            "health": f"{process.command()} health {path}",
+            "stacks": f"{process.command()} stacks {path}",
+            "watch": f"{process.command()} watch {path}",
+        },
+    )
+
+
+# --- Now --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shown:
+    maps: list[heat_map.HeatMap]
+    known: list[heat_map.RankNumber]  # those that can be chosen
+
+
+def _measures(nodes: Sequence[NodeNow], chosen: str | None, *, is_static: bool) -> _Shown:
+    """The chosen map; all of them on a page that cannot be asked again."""
+    ranks = [rank for node in nodes for rank in node.ranks]
+    known = [
+        each for each in heat_map.MEASURES if any(each.value(rank) is not None for rank in ranks)
+    ]
+    wanted = [each for each in known if each.key == chosen] or known[:1]
+    drawn = (heat_map.heat_map(nodes, each) for each in (known if is_static else wanted))
+    return _Shown([each for each in drawn if each is not None], known)
+
+
+def _phases_now(ranks: Sequence[RankNow]) -> list[dict[str, Any]]:
+    """How many ranks are in each phase; of few, which."""
+    counts = Counter(rank.phase for rank in ranks if rank.phase)
+    found = []
+    for phase, count in counts.most_common():
+        own = [rank for rank in ranks if rank.phase == phase]
+        longest = max((rank.seconds or 0.0 for rank in own), default=0.0)
+        named = ", ".join(f"rank {rank.rank} on {rank.host}" for rank in own[:3])
+        found.append(
+            {
+                "phase": phase,
+                "letter": heat_map.PHASE_LETTERS.get(phase, "?"),
+                "count": count,
+                "who": named if count <= 3 and len(ranks) > 3 else "",
+                "longest": for_seconds(longest),
+            }
+        )
+    return found
+
+
+def _phase_times(ranks: Sequence[RankNow]) -> dict[str, Any] | None:
+    """Where the time of a step goes: a bar for each rank, or for the mean and the slowest."""
+    known = [rank for rank in ranks if rank.phases]
+    if not known:
+        return None
+    sums = Counter[str]()
+    for rank in known:
+        sums.update(rank.phases)
+    names = [name for name, _ in sums.most_common()]
+    order = [name for name in PHASE_COLOURS if name in names]
+    order += [name for name in names if name not in order][:8]
+    mean = {name: sums[name] / len(known) for name in order}
+    if len(known) <= _MANY_RANKS:
+        rows = [_phase_bar(f"rank {rank.rank}", rank.phases, order) for rank in known]
+    else:
+        slowest = sorted(known, key=lambda rank: -_own_work(rank))
+        rows = [_phase_bar(f"mean of {len(known):,}", mean, order)]
+        rows += [_phase_bar(f"rank {rank.rank}", rank.phases, order) for rank in slowest[:5]]
+    return {
+        "picture": charts.stacks(rows, label_width=110, room=90),
+        "rows": [_phase_row(name, mean[name], known) for name in order],
+        "is_of_all": len(known) <= _MANY_RANKS,
+    }
+
+
+def _own_work(rank: RankNow) -> float:
+    return rank.work_seconds or sum(
+        seconds for name, seconds in rank.phases.items() if name not in ("collective", "data")
+    )
+
+
+def _phase_bar(label: str, phases: Mapping[str, float], order: Sequence[str]) -> charts.Stack:
+    parts = [
+        svg.Bar(name, phases[name], _milliseconds(phases[name]), PHASE_COLOURS.get(name, "rule"))
+        for name in order
+        if phases.get(name)
+    ]
+    return charts.Stack(label, parts, _milliseconds(sum(part.value for part in parts)))
+
+
+def _phase_row(name: str, mean: float, ranks: Sequence[RankNow]) -> dict[str, str]:
+    least = min(ranks, key=lambda rank: rank.phases.get(name, 0.0))
+    most = max(ranks, key=lambda rank: rank.phases.get(name, 0.0))
+    return {
+        "name": name,
+        "colour": PHASE_COLOURS.get(name, "rule"),
+        "mean": _milliseconds(mean),
+        "least": f"{_milliseconds(least.phases.get(name, 0.0))} (rank {least.rank})",
+        "most": f"{_milliseconds(most.phases.get(name, 0.0))} (rank {most.rank})",
+    }
+
+
+def _milliseconds(seconds: float) -> str:
+    return format_short_duration(seconds)
+
+
+# --- Health -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Health:
+    """What is worse than usual, and what happened."""
+
+    outliers: dict[str, list[str]]  # sentences by host
+    flagged: dict[str, set[str]]  # columns of the table by host
+    events: list[tuple[str, str]]  # time and sentence, the newest first
+    has_clock_event: bool
+    is_compared: bool  # here, and not by the watchers
+    problem: str
+
+
+def _health(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
+    cost = len(nodes) * sum(len(node.health) for node in nodes)
+    if 0 < cost <= _MOST_COMPARED and next(links_of(facts.run), None) is None:
+        version = tuple(_signature(facts, node.host) for node in nodes)
+        return facts.kept("health", version, lambda: _compared(facts))
+    return _watched(facts, nodes)
+
+
+def _signature(facts: RunFacts, host: str) -> tuple[int, ...]:
+    node, found = NodeDirectory(facts.run, host), []
+    for path in (node.health_path, node.events_path):
+        with suppress(OSError):
+            status = path.lstat()
+            found += [status.st_mtime_ns, status.st_size]
+    return tuple(found)
+
+
+def _compared(facts: RunFacts) -> Health:
+    """As `longtake health` compares them."""
+    try:
+        found = node_facts(facts.run, _EVENT_SECONDS)["nodes"]
+    except (errors.LongtakeError, OSError, ValueError, KeyError) as error:
+        return Health({}, {}, [], False, True, " ".join(str(error).split()))
+    outliers = {
+        node["host"]: [each["sentence"] for each in node["outliers"]]
+        for node in found
+        if node["outliers"]
+    }
+    flagged = {
+        node["host"]: {_column_of(each["number"]) for each in node["outliers"]} for node in found
+    }
+    events = [(each["time"], each["sentence"]) for node in found for each in node["events"]]
+    kinds = {each["kind"] for node in found for each in node["events"]}
+    return Health(outliers, flagged, _newest(events), _has_clock(kinds), True, "")
+
+
+def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
+    """As the nodes' watchers found, each by its neighbours."""
+    last: dict[str, dict[str, Any]] = {}
+    for event in facts.events:
+        if event["event"] in ("degraded", "recovered", "watcher_started"):
+            last[str(event.get("host", ""))] = event
+    outliers, flagged = dict[str, list[str]](), dict[str, set[str]]()
+    for host, newest in last.items():
+        causes = newest.get("causes")
+        if newest["event"] == "degraded" and isinstance(causes, Mapping):
+            outliers[host] = [str(text)[:300] for text in list(causes.values())[:20]]
+            flagged[host] = {_column_of(str(key)) for key in causes}
+    for host, label, said in _far_from_others(nodes):
+        if label not in flagged.setdefault(host, set()):
+            flagged[host].add(label)
+            outliers.setdefault(host, []).append(said)
+    there = {str(each.get("host", "")) for each in facts.events if "event" in each}
+    events, kinds = list[tuple[str, str]](), set[str]()
+    for node in nodes:
+        if node.host in there:
+            with suppress(errors.LongtakeError, OSError, ValueError, TypeError):
+                for each in node_events.of_node(NodeDirectory(facts.run, node.host)):
+                    events.append((each.time, str(each)))
+                    kinds.add(each.kind)
+    return Health(outliers, flagged, _newest(events), _has_clock(kinds), False, "")
+
+
+def _far_from_others(nodes: Sequence[NodeNow]) -> Iterator[tuple[str, str, str]]:
+    """Nodes of which a number is now far worse than on most: host, column and a sentence."""
+    for label, (name, worst, text, prefixes) in COLUMNS.items():
+        values = {node.host: node.numbers[label] for node in nodes if label in node.numbers}
+        if not prefixes or len(values) < _ENOUGH_NODES:
+            continue
+        sign = 1 if worst((0.0, 1.0)) else -1
+        found = np.array(list(values.values()))
+        middle = float(np.median(found))
+        spread = _SIGMAS * float(np.median(np.abs(found - middle)))
+        least = next((each.least for each in SIGNALS if each.name == name), 0.0)
+        far = max(_OUTLYING * spread, _LEAST_SHARE * abs(middle), least)
+        for host, value in values.items():
+            if sign * (value - middle) > far:
+                yield host, label, f"{label} {text(value)} against {text(middle)} median"
+
+
+def _newest(events: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return sorted(events, reverse=True)[:200]
+
+
+def _has_clock(kinds: set[str]) -> bool:
+    return any(kind.startswith("clock_") for kind in kinds)
+
+
+def _column_of(signal: str) -> str:
+    """The column of the table that a signal marks; empty: none."""
+    for label, (_, _, _, prefixes) in COLUMNS.items():
+        if prefixes and signal.startswith(prefixes):
+            return label
+    return ""
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """A row of the table of nodes."""
+
+    host: str
+    state: str
+    is_bad: bool  # of the state
+    cells: list[tuple[str, bool]]  # texts, and whether they are marked
+    is_marked: bool
+
+
+def _table(nodes: Sequence[NodeNow], health: Health) -> dict[str, Any]:
+    """Rows that are marked first if there are many, and what is usual."""
+    columns = [label for label in COLUMNS if any(label in node.numbers for node in nodes)]
+    rows = [_node_row(node, columns, health) for node in nodes[:_MOST_ROWS]]
+    marked = [row for row in rows if row.is_marked]
+    is_long = len(rows) > 24
+    return {
+        "rows": [] if is_long else rows,
+        "marked": marked[:_MOST_MARKED] if is_long else [],
+        "rest": rows if is_long else [],
+        "usual": _usual(nodes, columns) if len(nodes) > 2 else [],
+        "num_left": max(0, len(nodes) - _MOST_ROWS),
+    }
+
+
+def _node_row(node: NodeNow, columns: Sequence[str], health: Health) -> NodeRow:
+    flagged, cells = health.flagged.get(node.host, set()), []
+    for label in columns:
+        value = node.numbers.get(label)
+        text = "-" if value is None else COLUMNS[label][2](value)
+        is_down = label == "link" and bool(node.links_down)
+        text = f"{len(node.links_down)} down, {text}" if is_down else text
+        cells.append((text, label in flagged or is_down))
+    state = node.state
+    if state == "silent" and node.silent_seconds is not None:
+        state = f"silent for {for_seconds(node.silent_seconds)}"
+    is_bad = node.state in ("silent", "unread")
+    is_marked = is_bad or bool(flagged) or any(each for _, each in cells)
+    return NodeRow(node.host, state, is_bad, cells, is_marked)
+
+
+def _usual(nodes: Sequence[NodeNow], columns: Sequence[str]) -> list[tuple[str, list[str]]]:
+    rows = []
+    for name, percent in (("median", 50), ("5 %", 5), ("95 %", 95)):
+        cells = []
+        for label in columns:
+            values = [node.numbers[label] for node in nodes if label in node.numbers]
+            cells.append(COLUMNS[label][2](float(np.percentile(values, percent))))
+        rows.append((name, cells))
+    return rows
+
+
+# --- Over time --------------------------------------------------------------------------------
+
+
+def _history(facts: RunFacts) -> HealthHistory:
+    return facts.kept("health history", None, HealthHistory)
+
+
+def _plots(facts: RunFacts, nodes: Sequence[NodeNow], health: Health) -> list[dict[str, Any]]:
+    """A plot for each column of which numbers were recorded."""
+    history, hosts = _history(facts), [node.host for node in nodes]
+    if hosts:
+        history.update(facts.run, hosts)
+    found = []
+    for label in DRAWN:
+        series = {host: history.of(host, label) for host in hosts}
+        known = {host: each for host, each in series.items() if np.isfinite(each[1]).any()}
+        named = [host for host in known if label in health.flagged.get(host, set())]
+        if (picture := _plot(known, named, label)) is not None:
+            many = len(known) > _MOST_LINES
+            shown = named[:_MOST_NAMED] if many else list(known)
+            words = list(enumerate(shown, start=2 if many else 1))
+            found.append({"label": label, "picture": picture, "names": words, "is_many": many})
+    return found
+
+
+def _plot(
+    series: Mapping[str, tuple[Numbers, Numbers]], named: Sequence[str], label: str
+) -> Markup | None:
+    """A line for each of few nodes; of many the median, a band, the ends and what is named."""
+    axes = charts.Axes("", _clock_time(series), _in_unit(label))
+    if len(series) <= _MOST_LINES:
+        lines = [
+            charts.Line(host, *each, str(place))
+            for place, (host, each) in enumerate(series.items(), start=1)
+        ]
+        return charts.line_plot(lines, axes)
+    times, table = _binned(series)
+    low, middle, high = np.nanpercentile(table, [5, 50, 95], axis=0)
+    lines = [
+        charts.Line("least of all nodes", times, np.nanmin(table, axis=0), "pale"),
+        charts.Line("greatest of all nodes", times, np.nanmax(table, axis=0), "pale"),
+        charts.Line("median of all nodes", times, middle, "1"),
+    ]
+    lines += [
+        charts.Line(host, *series[host], str(place))
+        for place, host in enumerate(named[:_MOST_NAMED], start=2)
+    ]
+    return charts.line_plot(lines, axes, [charts.Band("5 to 95 % of all nodes", times, low, high)])
+
+
+def _binned(series: Mapping[str, tuple[Numbers, Numbers]]) -> tuple[Numbers, Numbers]:
+    """Middles of equal spans of time, and of each node the number that is furthest from its median.
+
+    Spans without a number of any node are left out; a spike stays.
+    """
+    first = min(float(times[0]) for times, _ in series.values())
+    last = max(float(times[-1]) for times, _ in series.values())
+    width = max(last - first, 1e-9) / _BINS
+    table = np.full((len(series), _BINS), np.nan)
+    for row, (times, values) in enumerate(series.values()):
+        is_number = np.isfinite(values)
+        bins = np.minimum(_BINS - 1, (times[is_number] - first) // width).astype(np.int64)
+        own: Numbers = values[is_number]
+        order = np.argsort(np.abs(own - np.median(own)), kind="stable")
+        table[row, bins[order]] = own[order]  # of equal bins the last counts
+    has_numbers = np.isfinite(table).any(axis=0)
+    middles = np.asarray(first + width * (np.arange(_BINS) + 0.5), np.float64)
+    return middles[has_numbers], table[:, has_numbers]
+
+
+def _clock_time(series: Mapping[str, tuple[Numbers, Numbers]]) -> Any:
+    ends = [float(end) for times, _ in series.values() for end in (times[0], times[-1])]
+    is_long = max(ends, default=0.0) - min(ends, default=0.0) > 12 * 3600
+    form = "%m-%d %H:%M" if is_long else "%H:%M:%S"
+    return lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime(f"{form} UTC")
+
+
+def _in_unit(label: str) -> Any:
+    """A tick in the unit of its column."""
+    if label in ("step", "disk write"):
+        return format_short_duration
+    return COLUMNS[label][2]
+
+
+# --- Failures ---------------------------------------------------------------------------------
+
+
+def _failures(facts: RunFacts) -> list[dict[str, str]]:
+    """Ranks that failed or were ended, and launches that began again, the newest first."""
+    found, ends = list[dict[str, str]](), 0
+    kinds = ("rank_failed", "killed_rank", "restarted_worker", "resumed")
+    for event in reversed(facts.events):
+        if event["event"] not in kinds:
+            continue
+        log, end = _log_name(facts, str(event.get("log") or "")), ""
+        if log and ends < _MOST_LOG_ENDS:
+            ends += 1
+            with suppress(OSError):
+                end = read_end(facts.run.path, log, _LOG_BYTES)
+        rank = event.get("rank")
+        said = event.get("error") or event.get("reason") or ""
+        found.append(
+            {
+                "time": str(event["time"]),
+                "what": _FAILURE_WORDS[event["event"]],
+                "level": "bad" if event["event"] == "rank_failed" else "",
+                "who": f"rank {rank} on {event.get('host', '?')}" if rank is not None else "",
+                "where": _where(event),
+                "said": str(said),
+                "log": log or str(event.get("log") or ""),
+                "end": end,
+            }
+        )
+        if len(found) == _MOST_FAILURES:
+            break
+    return found
+
+
+_FAILURE_WORDS: Final = {
+    "rank_failed": "failed",
+    "killed_rank": "ended by its watcher",
+    "restarted_worker": "decode worker ended by its watcher",
+    "resumed": "run resumed",
+}
+
+
+def _where(event: Mapping[str, Any]) -> str:
+    step, phase = event.get("step"), event.get("phase")
+    parts = [f"step {step:,}"] if isinstance(step, int) else []
+    return ", ".join([*parts, str(phase)] if phase else parts)
+
+
+def _log_name(facts: RunFacts, path: str) -> str:
+    """The path below the run of a log that a rank's launcher wrote; empty: it is elsewhere."""
+    _, mark, below = path.rpartition("/nodes/")
+    name = f"nodes/{below}" if mark else ""
+    return name if name and "/logs/" in name and (facts.run.path / name).is_file() else ""

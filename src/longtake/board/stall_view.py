@@ -1,0 +1,366 @@
+"""Stalls of a run as a page shows them: the diagnosis, what was done, and stacks as a tree."""
+
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Final, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from longtake import fsio
+from longtake.board.files import read_below
+from longtake.board.node_reader import hosts_of
+from longtake.board.reader import RunFacts
+from longtake.errors import RecordError
+from longtake.formatting import for_seconds
+from longtake.monitor import sentences
+from longtake.monitor.dumps import group_processes
+from longtake.node_dir import NodeDirectory, NodeDump, diagnosis_path
+from longtake.run_dir import RunDirectory
+
+_MOST_STALLS, _MOST_GROUPS, _MOST_CALLS, _MOST_THREADS = 100, 60, 40, 30
+_DIAGNOSIS_BYTES, _DUMP_BYTES = 2**22, 2**25
+_READ_BYTES, _READ_NODES = 12 * 2**20, 64  # of dumps; more takes longer than a page should
+_STATES: Final = {
+    "stuck": "it does not move",
+    "slow": "it moves, for longer than ever",
+    "lost": "a process died, or its node does not answer",
+    "link": "all ranks wait at the same place: the network",
+    "unknown": "no process could be read",
+    "cleared": "it moved on meanwhile",
+}
+
+_Text = Annotated[str, Field(max_length=20_000)]
+_Name = Annotated[str, Field(max_length=4096)]
+
+
+class _Suspect(TypedDict):
+    """`monitor.diagnosis.Suspect`."""
+
+    host: _Name
+    pid: fsio.Count
+    role: _Name
+    rank: fsio.Count | None
+    function: NotRequired[_Name]
+    file: NotRequired[_Name]
+    line: NotRequired[fsio.Count]
+    clip: NotRequired[_Name]
+    clip_path: NotRequired[_Name]
+
+
+class _Waiting(TypedDict):
+    doing: _Name
+    ranks: list[fsio.Count]
+    host_count: NotRequired[fsio.Count]
+
+
+class _Diagnosis(TypedDict):
+    """What is used of stalls/<token>.json."""
+
+    token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]
+    time: fsio.Time
+    kind: _Name
+    step: fsio.Count
+    phase: _Name
+    seconds: NotRequired[fsio.Finite | None]
+    limit: NotRequired[fsio.Finite | None]
+    suspects: list[_Suspect]
+    waiting: list[_Waiting]
+    silent_nodes: list[_Name]
+    sentence: _Text
+
+
+class _Pulse(TypedDict):
+    """`Heartbeat.as_dict` in a dump."""
+
+    role: _Name
+    pid: fsio.Count
+    rank: fsio.Count | None
+    step: fsio.Count
+    steps_done: fsio.Count
+    phase: _Name
+    seconds: fsio.Finite
+    detail: _Name
+    path_of_clip: _Name
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a stack in words."""
+
+    text: str
+    kind: str  # own, library or native
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes whose main threads are in the same calls."""
+
+    who: str
+    doing: str
+    state: str
+    is_halted: bool
+    is_cause: bool
+    count: int
+    calls: Sequence[Call]  # the innermost first
+    num_more_calls: int
+    unread: str  # why there are no calls
+    threads: Sequence[tuple[str, Sequence[Call]]]  # names, and calls
+    num_more_threads: int
+
+
+@dataclass(frozen=True)
+class StackTree:
+    """The groups of a stall's dumps, the cause first."""
+
+    groups: Sequence[Group]
+    num_left: int  # processes of groups that are not shown
+    num_processes: int
+    gone: Sequence[str]
+    num_read: int  # nodes
+    num_nodes: int  # that have a dump
+    problems: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A stall in words."""
+
+    token: str
+    time: str
+    kind: str
+    meaning: str
+    sentence: str
+    cause: str  # the process, and where it is; empty: none is known
+    clip: str
+    facts: str
+    ended: str
+    is_open: bool
+    done: Sequence[str]
+    waiting: Sequence[str]
+    tree: StackTree | None  # None: not asked for
+
+
+def read_stalls(facts: RunFacts, chosen: str | None) -> tuple[list[Stall], list[str]]:
+    """Stalls of a run, the newest first; stacks are read of the chosen one, or of the newest."""
+    found, problems = list[_Diagnosis](), list[str]()
+    for name in _names(facts.run):
+        try:
+            record = read_below(facts.run.path, name, _Diagnosis, _DIAGNOSIS_BYTES)
+        except RecordError as error:
+            problems.append(" ".join(str(error).split()))
+            continue
+        if record is not None:
+            found.append(record)
+    found.sort(key=lambda each: datetime.fromisoformat(each["time"]).timestamp(), reverse=True)
+    tokens = [each["token"] for each in found]
+    shown = chosen if chosen in tokens else next(iter(tokens), None)
+    stalls = [
+        _stall(each, facts, tree_of(facts, each) if each["token"] == shown else None)
+        for each in found[:_MOST_STALLS]
+    ]
+    return stalls, problems[:5]
+
+
+def _names(run: RunDirectory) -> list[str]:
+    folder = diagnosis_path(run, "any").parent
+    found = list[tuple[float, str]]()
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".json") and entry.is_file(follow_symlinks=False):
+                found.append((entry.stat(follow_symlinks=False).st_mtime, entry.name))
+    found.sort(reverse=True)
+    return [f"{folder.name}/{name}" for _, name in found[: 2 * _MOST_STALLS]]
+
+
+def _stall(record: _Diagnosis, facts: RunFacts, tree: StackTree | None) -> Stall:
+    of_token = [each for each in facts.events if each.get("token") == record["token"]]
+    cleared = next((each for each in of_token if each["event"] == "stall_cleared"), None)
+    did = ("restarted_worker", "killed_rank")
+    done = [str(each.get("reason", "")) for each in of_token if each["event"] in did]
+    is_open = cleared is None and not done and record["kind"] != "cleared"
+    is_open = is_open and facts.summary.state == "stalled"
+    first = next(iter(record["suspects"]), None)
+    return Stall(
+        token=record["token"],
+        time=record["time"],
+        kind=record["kind"],
+        meaning=_STATES.get(record["kind"], ""),
+        sentence=record["sentence"],
+        cause=_cause(first) if first else "",
+        clip=(first.get("clip_path") or first.get("clip") or "") if first else "",
+        facts=_facts(record),
+        ended=_ended(record, cleared, done, is_open),
+        is_open=is_open,
+        done=done,
+        waiting=[_waiting(each) for each in record["waiting"][:20]],
+        tree=tree,
+    )
+
+
+def _cause(suspect: _Suspect) -> str:
+    """The process that others wait for, and its innermost call outside of libraries."""
+    host = suspect["host"]
+    if suspect["role"] == "node":
+        return host
+    rank = "" if suspect["rank"] is None else f"rank {suspect['rank']}"
+    who = f"decode worker of {rank}" if suspect["role"] == "decode" else rank
+    who = f"{host}: {who} (process {suspect['pid']})"
+    call = {name: suspect.get(name, "") for name in ("function", "file")}
+    where = sentences.spelled({**call, "line": suspect.get("line", 0)})
+    return f"{who} in {where}" if call["function"] else who
+
+
+def _facts(record: _Diagnosis) -> str:
+    text = f"step {record['step']:,}, {record['phase']}"
+    seconds, limit = record.get("seconds"), record.get("limit")
+    if seconds is not None and limit is not None:
+        text += f"; alarm after {for_seconds(seconds)}, the limit being {for_seconds(limit)}"
+    if record["silent_nodes"]:
+        text += f"; no answer from {', '.join(record['silent_nodes'][:8])}"
+    return text
+
+
+def _ended(
+    record: _Diagnosis, cleared: Mapping[str, Any] | None, done: Sequence[str], is_open: bool
+) -> str:
+    if cleared is not None:
+        seconds = cleared.get("seconds")
+        lasted = f" after {for_seconds(seconds)}" if isinstance(seconds, int | float) else ""
+        return f"It cleared{lasted}."
+    if record["kind"] == "cleared":
+        return "It was no stall: the process moved on while it was looked at."
+    if done:
+        return "A process was ended for it."
+    return "It lasts." if is_open else "No record says that it cleared: the launch ended with it."
+
+
+def _waiting(waiting: _Waiting) -> str:
+    ranks = [{"rank": each, "host": "", "pid": 0} for each in waiting["ranks"]]
+    named = sentences.who("rank", ranks).partition(" (")[0] if ranks else "no rank"
+    return f"{named}: waiting for {waiting['doing']}"
+
+
+# --- Stacks -----------------------------------------------------------------------------------
+
+
+def tree_of(facts: RunFacts, record: _Diagnosis) -> StackTree:
+    """The processes of all nodes, or of so many as can be read in time, those of suspects first."""
+    suspects = [each["host"] for each in record["suspects"]]
+    hosts = sorted(hosts_of(facts.run), key=lambda host: host not in suspects)
+    paths, version, total, num_nodes = list[str](), list[Hashable](), 0, 0
+    for host in hosts:
+        path = NodeDirectory(facts.run, host).dump_path(record["token"])
+        with suppress(OSError):
+            status = path.lstat()
+            num_nodes += 1
+            if len(paths) < _READ_NODES and (total + status.st_size <= _READ_BYTES or not paths):
+                total += status.st_size
+                paths.append(path.relative_to(facts.run.path).as_posix())
+                version.append((host, status.st_mtime_ns, status.st_size))
+    return facts.kept(
+        f"stacks of {record['token']}",
+        (num_nodes, *version),
+        lambda: _read_tree(facts.run, paths, num_nodes, record),
+    )
+
+
+def _read_tree(
+    run: RunDirectory, paths: Sequence[str], num_nodes: int, record: _Diagnosis
+) -> StackTree:
+    dumps, problems = list[NodeDump](), list[str]()
+    for path in paths:
+        try:
+            found = read_below(run.path, path, NodeDump, _DUMP_BYTES)
+        except RecordError as error:
+            problems.append(" ".join(str(error).split()))
+            continue
+        if found is not None:
+            dumps.append(_cleaned(found))
+    grouped = group_processes(dumps)
+    first = next(iter(record["suspects"]), None)
+    blamed = (first["host"], first["pid"]) if first else None
+    groups = [
+        (any((each["host"], each["pid"]) == blamed for each in group["members"]), group)
+        for group in grouped["groups"]
+    ]
+    groups.sort(key=lambda each: (not each[0], -each[1]["count"]))
+    left = groups[_MOST_GROUPS:]
+    return StackTree(
+        groups=[_group(group, is_cause) for is_cause, group in groups[:_MOST_GROUPS]],
+        num_left=sum(group["count"] for _, group in left),
+        num_processes=sum(group["count"] for _, group in groups),
+        gone=[
+            f"{sentences.who(each['role'], [each])}, {sentences.doing([each])}"
+            for each in grouped["missing"][:_MOST_GROUPS]
+        ],
+        num_read=len(dumps),
+        num_nodes=num_nodes,
+        problems=problems[:5],
+    )
+
+
+def _cleaned(dump: NodeDump) -> NodeDump:
+    """A dump without heartbeats that are no such records."""
+    for seen in dump["rounds"]:
+        for process in seen["processes"]:
+            if not _is_pulse(process["heartbeat"]):
+                process["heartbeat"] = None
+    dump["missing"] = [each for each in dump["missing"] if _is_pulse(each)]
+    dump["rounds"] = [each for each in dump["rounds"] if each["processes"]]
+    return dump
+
+
+def _is_pulse(record: object) -> bool:
+    with suppress(RecordError):
+        fsio.check_record(record, _Pulse, Path("heartbeat"))
+        return True
+    return False
+
+
+def _group(group: Mapping[str, Any], is_cause: bool) -> Group:
+    members = group["members"]
+    known = [each for each in members if each["phase"] is not None] or members
+    stack = sentences.worth_showing(group["stack"]) if group["stack"] else []
+    calls = [
+        Call(sentences.spelled(each), "native")
+        for each in group["native"]
+        if not each["function"].startswith("0x")
+    ][:8]
+    calls += [_call(each) for each in stack[:_MOST_CALLS]]
+    threads = [each for each in group["threads"] if each["stack"]]
+    return Group(
+        who=_who(group["role"], members),
+        doing=sentences.doing(known),
+        state=sentences.state_of(known),
+        is_halted=sentences.is_halted(members),
+        is_cause=is_cause,
+        count=group["count"],
+        calls=calls,
+        num_more_calls=max(0, len(stack) - _MOST_CALLS),
+        unread="" if group["stack"] else sentences.unread(members[0]),
+        threads=[_thread(each) for each in threads[:_MOST_THREADS]],
+        num_more_threads=max(0, len(threads) - _MOST_THREADS),
+    )
+
+
+def _who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
+    named = sentences.who(role, members)
+    kind = sentences.ROLES[role][len(members) != 1]
+    return named if role == "rank" else f"{kind}: {named}"
+
+
+def _call(call: Mapping[str, Any]) -> Call:
+    kind = "library" if sentences.is_library(call) else "own"
+    return Call(sentences.spelled(call), kind)
+
+
+def _thread(thread: Mapping[str, Any]) -> tuple[str, Sequence[Call]]:
+    times = f" (in {thread['count']})" if thread["count"] > 1 else ""
+    names = ", ".join(str(each) for each in thread["names"][:3])
+    shown = sentences.worth_showing(thread["stack"])
+    return f"{names}{times}", [_call(each) for each in shown[:_MOST_CALLS]]

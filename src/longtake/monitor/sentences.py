@@ -1,0 +1,195 @@
+"""How processes and the calls that they are in are put in words."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from longtake.formatting import printable
+
+ROLES = {
+    "rank": ("rank", "ranks"),
+    "decode": ("decoding process", "decoding processes"),
+    "agent": ("process of torchrun", "processes of torchrun"),
+    "helper": ("other process", "other processes"),
+}
+_DOING = {
+    "start": "starting",
+    "rendezvous": "meeting the other ranks",
+    "open": "opening data and run directory",
+    "plan": "planning the memory",
+    "build": "building the model",
+    "load": "loading its state",
+    "cache": "filling the cache",
+    "data": "at data",
+    "forward": "in forward",
+    "backward": "in backward",
+    "collective": "in a collective",
+    "optimizer": "in the optimizer",
+    "checkpoint": "saving a checkpoint",
+    "save": "waiting for a checkpoint",
+    "sampling": "sampling presets",
+    "rollback": "going back",
+    "idle": "idle",
+    "decode": "decoding",
+    "ended": "at its end",
+}
+_HALTED = {
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "D": "waits for a disk or a device",
+    "Z": "dead",
+}
+_WRAPPERS = ("_call_impl", "_wrapped_call_impl", "wrapper", "inner", "_fn", "decorate_context")
+"""Last parts of names of calls that only lead to the next one."""
+_STARTERS = (
+    "<frozen runpy>",
+    "<frozen importlib",
+    "/runpy.py",
+    "/site-packages/typer/",
+    "/site-packages/click/",
+    "/longtake/cli/",
+    "/longtake/__main__.py",
+    "/threading.py",
+)
+"""Files of calls that a program or a thread begins with."""
+_MOST_LIBRARY_CALLS = 6
+_MOST_CLIPS = 2
+_LONGEST_NAME = 70
+_WORTH_SAYING_SECONDS = 0.5
+
+
+def who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
+    """Which processes these are, as `ranks 0-2 (on gpu01)`."""
+    ranks = sorted({each["rank"] for each in members if each["rank"] is not None})
+    of_ranks = f"{'rank' if len(ranks) == 1 else 'ranks'} {_ranges(ranks)}" if ranks else ""
+    if role == "decode":
+        of_ranks = f"{len(members)} of {of_ranks}" if len(members) > 1 else f"of {of_ranks}"
+    elif role != "rank" and of_ranks:
+        of_ranks = f"of {of_ranks}"
+    hosts = {each["host"] for each in members}
+    where = f"on {next(iter(hosts))}" if len(hosts) == 1 else f"on {len(hosts)} nodes"
+    if len(members) == 1:
+        where = f"process {members[0]['pid']} {where}"
+    if of_ranks:
+        return f"{of_ranks} ({where})"
+    return where if len(members) == 1 else f"{len(members)} {where}"
+
+
+def doing(members: Sequence[Mapping[str, Any]]) -> str:
+    """What they say they do, and for how long; of those that say nothing, what was started."""
+    if members[0]["phase"] is None:
+        program, space, arguments = str(members[0]["command"]).partition(" ")
+        name = Path(program).name if program.startswith("/") else program
+        return _shortened(f"{name}{space}{arguments}", _LONGEST_NAME)
+    phases = sorted({str(each["phase"]) for each in members})
+    words = " or ".join(_DOING.get(phase, phase) for phase in phases)
+    clips = list(dict.fromkeys(each["path_of_clip"] for each in members if each["path_of_clip"]))
+    if clips and "decode" in phases:
+        more = f" and {len(clips) - _MOST_CLIPS} more" if len(clips) > _MOST_CLIPS else ""
+        words += f" {', '.join(map(place, clips[:_MOST_CLIPS]))}{more}"
+    if max(each["seconds"] for each in members) >= _WORTH_SAYING_SECONDS:
+        words += f" for {_span([each['seconds'] for each in members], '.1f')} s"
+    has_steps = members[0]["role"] == "rank" and any(each["step"] for each in members)
+    return f"{words}, step {_span([each['step'] for each in members], 'd')}" if has_steps else words
+
+
+def state_of(members: Sequence[Mapping[str, Any]]) -> str:
+    """Whether they can run, and whether they do; nothing of those that have nothing to do."""
+    first = members[0]
+    if first["state"] in _HALTED:
+        return _HALTED[str(first["state"])]
+    if first["has_moved"] is None or first["phase"] in (None, "idle"):
+        return ""
+    moved = sum(bool(each["has_moved"]) for each in members)
+    if moved:
+        return "moving" if moved == len(members) else f"{moved} of {len(members)} moving"
+    shares = [each["cpu_share"] for each in members]
+    busy = f"busy with {_span(shares, '.1f')} processors" if max(shares) >= 0.1 else "not computing"
+    return f"not moving, {busy}"
+
+
+def is_halted(members: Sequence[Mapping[str, Any]]) -> bool:
+    return members[0]["state"] in _HALTED
+
+
+def unread(member: Mapping[str, Any]) -> str:
+    """Why there are no calls of a process, and where it is."""
+    waits = re.search(r"^wchan: (\w*[a-z]\w*)", member["raw"], re.MULTILINE)
+    where = f"in the kernel's {waits[1]}" if waits else f"state {member['state']}"
+    return f"its stacks could not be read; it is {where}"
+
+
+def own_call(stack: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The innermost call that is not Python's own; the innermost of all, if all are."""
+    own = (c for c in stack if not is_library(c) or "/site-packages/" in c["file"])
+    return next(own, stack[0])
+
+
+def worth_showing(stack: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A stack without what only leads to the next call, and with few calls of libraries.
+
+    Kept are the innermost call, libraries' calls that it is in, and all calls of other code.
+    """
+    begun = list(stack)
+    while len(begun) > 1 and any(name in begun[-1]["file"] for name in _STARTERS):
+        begun.pop()
+    calls = [
+        call
+        for call in begun[1:]
+        if not (is_library(call) and call["function"].rpartition(".")[2] in _WRAPPERS)
+    ]
+    inner = list(takewhile(is_library, calls))
+    outer = [call for call in calls[len(inner) :] if not is_library(call)]
+    if len(inner) > _MOST_LIBRARY_CALLS:
+        inner = [*inner[: _MOST_LIBRARY_CALLS - 1], inner[-1]]
+    return [*begun[:1], *inner, *outer]
+
+
+def is_library(call: Mapping[str, Any]) -> bool:
+    file = call["file"]
+    is_installed = "/site-packages/" in file or "/lib/python3." in file or file.startswith("<")
+    return is_installed and "/longtake/" not in file
+
+
+def spelled(call: Mapping[str, Any]) -> str:
+    """A call as `function (file:line)`."""
+    line = f":{call['line']}" if call["line"] else ""
+    return f"{_shortened(call['function'], _LONGEST_NAME)} ({place(call['file'])}{line})"
+
+
+def place(file: str) -> str:
+    """A file by the shortest path by which it is known; of what was compiled, its name."""
+    file = printable(file)
+    if ".so" in Path(file).suffixes:
+        return Path(file).name
+    for mark in ("/site-packages/", "/src/longtake/", "/lib/python3."):
+        if mark in file:
+            below = file.rpartition(mark)[2]
+            if mark == "/lib/python3.":
+                return below.partition("/")[2]
+            return f"longtake/{below}" if mark == "/src/longtake/" else below
+    here = f"{Path.cwd()}/"
+    return file.removeprefix(here) if len(here) > 2 else file
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    said = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(said if len(said) <= 6 else [*said[:5], f"… ({len(numbers)} in all)"])
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    least, most = f"{min(values):{form}}", f"{max(values):{form}}"
+    return least if least == most else f"{least} to {most}"
+
+
+def _shortened(text: str, length: int) -> str:
+    text = printable(text)
+    return text if len(text) <= length else f"{text[: length - 1]}…"

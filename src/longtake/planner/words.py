@@ -1,0 +1,36 @@
+"""What a plan's policies, options and parts of memory are called; torch-free."""
+
+from typing import Final
+
+POLICY_WORDS: Final = {
+    "none": "nothing is recomputed",
+    "all": "every block is",
+    "all-but-first": "every block but the first is",
+    "alternate": "every second block is",
+    "save-attention": "all but attention is",
+    "all+stream": "every block is, and weights are streamed: the least",
+    "best": "the fastest mixture that fits",
+}
+ACTIVATION_WORDS: Final = {
+    "keep": "kept",
+    "save-attention": "attention's output kept, the rest computed again",
+    "recompute": "computed again",
+    "offload": "in the computer's memory",
+    "offload-input": "computed again, from inputs in the computer's memory",
+}
+WEIGHT_WORDS: Final = {
+    "keep": "on the GPU",
+    "stream": "in the computer's memory, copied one block ahead",
+    "int8": "on the GPU, in 8 bits (int8)",
+    "fp8": "on the GPU, in 8 bits (fp8)",
+    "nf4": "on the GPU, in 4 bits (nf4)",
+}
+FIXED_WORDS: Final = {
+    "weights": "the model's weights",
+    "gradients": "gradients of what trains",
+    "optimizer": "optimizer states",
+    "ema": "running averages of what trains (EMA)",
+    "encoders": "codec and text encoders; with data.cache they are not needed",
+    "inputs": "latents, noise and conditioning of a micro-batch",
+}
+"""What is in memory whatever is recomputed."""
