@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longtake import errors
 from longtake.board import assets, overview, runs_page
+from longtake.board.data_page import render_data
 from longtake.board.files import MEDIA_TYPES, open_below
 from longtake.board.pages import PAGES, ServerLinks, render
 from longtake.board.plots import series_payload
@@ -412,4 +413,7 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-_RENDER: dict[str, Render] = {"overview": overview.render_overview}
+_RENDER: dict[str, Render] = {
+    "overview": overview.render_overview,
+    "data": render_data,
+}
