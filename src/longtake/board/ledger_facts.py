@@ -97,15 +97,15 @@ def _read_ledger(run: RunDirectory, data: data_facts.DataFacts) -> LedgerFacts:
 
 
 def _audited(run: RunDirectory, total: int) -> LedgerFacts:
+    is_short = True
     with suppress(OSError):
         is_short = run.metrics_path.stat().st_size <= _MOST_AUDITED_METRICS
-        found = audit(run, with_metrics=is_short)
-        notes = list(_audit_notes(found))
-        if not is_short:
-            notes.append("Whether two launches trained at the same time is found by the command.")
-        rows = [_audited_row(each) for each in alike(found.epochs)]
-        return LedgerFacts(rows, _audit_verdict(found), found.ok, total, notes)
-    raise errors.RunError(f"{run.metrics_path} cannot be read.")
+    found = audit(run, with_metrics=is_short)
+    notes = list(_audit_notes(found))
+    if not is_short:
+        notes.append("Whether two launches trained at the same time is found by the command.")
+    rows = [_audited_row(each) for each in alike(found.epochs)]
+    return LedgerFacts(rows, _audit_verdict(found), found.ok, total, notes)
 
 
 def _audit_verdict(found: Audit) -> str:

@@ -61,13 +61,10 @@ def read_part(path: Path, most_clips: int, most_bytes: int = _MOST_BYTES) -> Cat
         pq.ParquetFile(path, page_checksum_verification=True, buffer_size=_BUFFER_BYTES) as file,
     ):
         schema, counts = tables.disk_schema(file.schema_arrow), _clips_by_group(file)
-        clips = _clips(file, schema, counts, path, most_clips, most_bytes)
+        clips = list(_clips(file, schema, counts, path, most_clips, most_bytes))
         set_aside = _set_aside(file, counts, path)
         num_rows, num_clips = file.metadata.num_rows, sum(counts)
-        names = [name for name in schema.names if name != "reason"]
-        table = pa.concat_tables(
-            [schema.empty_table().select(names), *clips], promote_options="permissive"
-        )
+        table = pa.concat_tables(clips) if clips else schema.empty_table().drop_columns(["reason"])
         stored = (schema.metadata or {}).get(tables.FINGERPRINT_KEY, b"").decode(errors="replace")
         table = table.replace_schema_metadata(None)
     return CatalogPart(Catalog(table, set_aside, stored or "-"), num_clips, num_rows - num_clips)
@@ -148,9 +145,9 @@ def _clips(
 
 def _without_frames(rows: pa.Table) -> pa.Table:
     """Lists of timestamps and keyframes may be as long as the videos: only lengths are kept."""
-    keyframes = rows["keyframes"].combine_chunks()
+    keyframes = tables.one_array(rows["keyframes"])
     counted = pa.ListArray.from_arrays(_offsets(keyframes), _nothing(keyframes))
-    pts = rows["pts"].combine_chunks()
+    pts = tables.one_array(rows["pts"])
     empty = pa.array([[] if each else None for each in pts.is_valid().to_pylist()], pts.type)
     rows = rows.set_column(rows.column_names.index("keyframes"), "keyframes", counted)
     return rows.set_column(rows.column_names.index("pts"), "pts", empty)
