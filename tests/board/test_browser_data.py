@@ -25,15 +25,10 @@ def test_which_verdict_is_open_stands_in_the_address(page_url: str, open_page: A
     assert page.locator("details[data-step][open]").get_attribute("data-step") == "20"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_fits_a_phone(scheme: str, page_url: str, open_page: Any) -> None:
-    page = open_page(f"{page_url}?step=9", 390, 844, color_scheme=scheme)
+def test_the_page_fits_a_phone(page_url: str, open_page: Any) -> None:
+    page = open_page(f"{page_url}?step=9", 390, 844)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.locator("svg.stages line.now").count() == 1
     assert page.locator("section h2").count() == 6
-
-
-def test_ids_are_unique(page_url: str, open_page: Any) -> None:
-    page = open_page(page_url)
     ids = page.evaluate("[...document.querySelectorAll('[id]')].map((each) => each.id)")
     assert len(ids) == len(set(ids))

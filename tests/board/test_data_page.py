@@ -358,9 +358,7 @@ def test_clips_of_a_catalog_that_another_wrote_are_not_opened(
     rejected: tuple[RunDirectory, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = rejected
-    path = _only(run.catalogs_path, "*.parquet")
-    if os.getuid():
-        pytest.skip("only root can give a file to another user")
-    os.chown(path, 65534, 65534)
+    monkeypatch.setattr("longtake.trust.is_own", lambda run: True)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)
     monkeypatch.setattr(stills, "_DECODER", None)
     assert "copies of its catalogs were not written by you" in _page(run)

@@ -149,6 +149,11 @@ class StageStrip:
     """Batches in all."""
     is_exact: bool
 
+    def stage_at(self, batch: int) -> str:
+        """The stage that has most of the batches there."""
+        span = min(len(self.shares[0]) - 1, batch * len(self.shares[0]) // self.end)
+        return max(zip(self.shares, self.names, strict=True), key=lambda each: each[0][span])[1]
+
 
 @dataclass(frozen=True)
 class DataFacts:

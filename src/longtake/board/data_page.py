@@ -61,7 +61,7 @@ def render_data(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
         catalogs=[CatalogView.of(each) for each in data.catalogs],
         data=data,
         plan=data.summary,
-        stages=[] if data.summary is None else stages_of(data),
+        stages=[] if data.summary is None else stages_of(data, current),
         strip=None if data.strip is None else pictures.strip(data.strip, current),
         current=current,
         histograms=[(each, histogram_of(each)) for each in data.histograms],
@@ -181,8 +181,9 @@ class StageView:
     is_open: bool
 
 
-def stages_of(data: data_facts.DataFacts) -> list[StageView]:
+def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView]:
     assert data.summary is not None
+    now = data.strip.stage_at(current or 0) if data.strip else None
     entries = data.summary["stages"]
     names = list(dict.fromkeys(each["stage"] for each in entries))
     shapes = [bucket for each in entries for bucket in each["buckets"]]
@@ -209,7 +210,7 @@ def stages_of(data: data_facts.DataFacts) -> list[StageView]:
             StageView(
                 *(entry, place, scale, buckets, _dropped(entry, scale)),
                 [(why, n, entry["examples"][why]) for why, n in entry["dropped"].items() if n],
-                place == 0,
+                entry["stage"] == now,
             )
         )
     return found
