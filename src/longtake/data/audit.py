@@ -74,8 +74,10 @@ class _Expected:
     skipped: list[pa.Array] = field(default_factory=list)
 
 
-def audit(run: RunDirectory) -> Audit:
+def audit(run: RunDirectory, *, with_metrics: bool = True) -> Audit:
     """Compare a run's ledger with its plans.
+
+    `with_metrics`: also look in metrics.jsonl, of which every line is read, for two writers.
 
     Raises:
         DataError: there is no ledger, or a catalog that was trained on is not kept.
@@ -100,7 +102,7 @@ def audit(run: RunDirectory) -> Audit:
         consumed.end_step,
         consumed.num_abandoned,
         len(skipped),
-        tuple(_two_writers(run)),
+        tuple(_two_writers(run)) if with_metrics else (),
     )
 
 

@@ -122,7 +122,7 @@ def read(path: Path) -> pa.Table:
     """Read all rows; a large table is mapped from a deleted temporary file."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         groups = range(file.metadata.num_row_groups)
-        schema = _disk_schema(file.schema_arrow)
+        schema = disk_schema(file.schema_arrow)
         folder = f"{path.resolve().parent}/"
         if file.metadata.num_rows > _MAP_ABOVE_ROWS:
             return _mapped(file, schema, folder)
@@ -130,7 +130,7 @@ def read(path: Path) -> pa.Table:
         return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
 
 
-def _disk_schema(found: pa.Schema) -> pa.Schema:
+def disk_schema(found: pa.Schema) -> pa.Schema:
     missing = [name for name in CLIP_SCHEMA.names if name not in found.names]
     if missing:
         raise LookupError(f"it has no column {missing[0]}")
@@ -146,7 +146,12 @@ def _disk_schema(found: pa.Schema) -> pa.Schema:
 
 
 def _read_group(file: pq.ParquetFile, index: int, schema: pa.Schema, folder: str) -> pa.Table:
-    table = file.read_row_group(index).select(schema.names).cast(schema)
+    return with_whole_paths(file.read_row_group(index), schema, folder)
+
+
+def with_whole_paths(rows: pa.Table, schema: pa.Schema, folder: str) -> pa.Table:
+    """Rows as they are stored, with the schema in memory and absolute paths."""
+    table = rows.select(schema.names).cast(schema)
     for name in _path_columns(table):
         paths = table[name]
         absolute = pc.binary_join_element_wise(folder, paths, "")
@@ -508,8 +513,8 @@ class Catalog:
         Raises:
             DataError: the file is missing, is no catalog, is damaged, or of another version.
         """
-        _check_version(path)
-        with _damage_named(path):
+        check_version(path)
+        with damage_named(path):
             table = read(path)
             marks = table.schema.metadata
             table = table.replace_schema_metadata(None)
@@ -519,7 +524,7 @@ class Catalog:
                 table.slice(num_clips).select(ASIDE_SCHEMA.names),
                 marks.get(FINGERPRINT_KEY, b"").decode() or None,
             )
-            _check_rows(catalog.table, catalog.set_aside)
+            check_rows(catalog.table, catalog.set_aside)
             fingerprint = fingerprint_of(catalog.table)
             _check_fingerprint(catalog.stored_fingerprint, fingerprint)
         return replace(catalog, stored_fingerprint=fingerprint)
@@ -583,15 +588,15 @@ class StoredCatalog:
         Raises:
             DataError: it is missing, damaged, or of another version; see `Catalog.load`.
         """
-        _check_version(path)
+        check_version(path)
         self._path, self.num_clips, num_rows, last = path, 0, 0, b""
-        with _damage_named(path):
+        with damage_named(path):
             with pq.ParquetFile(path) as file:
-                self.schema = _disk_schema(file.schema_arrow)
+                self.schema = disk_schema(file.schema_arrow)
             for table in self._groups():
                 num_clips = table["reason"].null_count
                 clips, aside = table.slice(0, num_clips), table.slice(num_clips)
-                _check_rows(clips, aside)
+                check_rows(clips, aside)
                 identities = clips["identity"]
                 if num_clips and (self.num_clips < num_rows or identities[0].as_py() <= last):
                     raise ValueError(_IN_DISORDER)
@@ -634,7 +639,7 @@ class StoredCatalog:
                 yield from column.chunks
 
 
-def _check_rows(clips: pa.Table, set_aside: pa.Table) -> None:
+def check_rows(clips: pa.Table, set_aside: pa.Table) -> None:
     if set_aside["reason"].null_count or not is_ascending(one_array(clips["identity"])):
         raise ValueError(_IN_DISORDER)
     check_values(clips)
@@ -651,14 +656,14 @@ def _check_fingerprint(stored: str | None, found: str) -> None:
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def damage_named(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, LookupError, ValueError, TypeError, pa.ArrowException) as error:
         raise DataError(f"The catalog {path} is damaged: {error}. {_REMEDY}") from error
 
 
-def _check_version(path: Path) -> None:
+def check_version(path: Path) -> None:
     try:
         open_regular(path).close()
     except OSError as error:

@@ -276,6 +276,145 @@ def damage(ledger: Path) -> str | None:
     return None
 
 
+def newest_history(ledger: Path) -> Sequence[PlanRecord]:
+    """What the newest launch says of the run's plans.
+
+    Raises:
+        DataError: there is no ledger, or that launch's file is damaged.
+    """
+    folders = _launch_folders(ledger)
+    if not folders:
+        raise DataError(f"{ledger.parent} has no ledger.")
+    return _launch(folders[-1])["history"]
+
+
+# --- Counting ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EpochCount:
+    """Samples of one epoch of one stream."""
+
+    stream: str
+    epoch: int
+    seen: int
+    rejected: int
+    repeated: int | None  # of those seen, how many were not the first of their clip; None: unknown
+
+
+@dataclass(frozen=True)
+class RecordCounts:
+    """What the records of a ledger add up to, without a comparison with plans."""
+
+    epochs: tuple[EpochCount, ...]
+    num_records: int  # in all files
+    share: float  # of the records, that was read: below 1, counts are estimates
+
+
+def num_records(ledger: Path) -> int:
+    """By the sizes of its files."""
+    files = (path for folder in _launch_folders(ledger) for path in folder.glob("rank_*.bin"))
+    return sum(path.stat().st_size for path in files) // _RECORD.itemsize
+
+
+def count_records(ledger: Path, most: int) -> RecordCounts:
+    """Count samples by stream and epoch, of all records or of blocks evenly spread over them.
+
+    Args:
+        ledger: the folder of all launches.
+        most: records that are read.
+
+    Raises:
+        DataError: there is no ledger, or it is damaged where it was read.
+    """
+    folders, total = _launch_folders(ledger), num_records(ledger)
+    launches, every = _launches(folders), max(1, -(-total // most))
+    streams = tuple(dict.fromkeys(name for each in launches for name in each["streams"]))
+    keys, identities, num_read = list[NDArray[np.int64]](), list[Any](), 0
+    for number, (folder, launch) in enumerate(zip(folders, launches, strict=True)):
+        later = [other["start_step"] for other in launches[number + 1 :]]
+        paths = sorted(folder.glob("rank_*.bin"))
+        until = min([_whole_until(paths, launch), *later])
+        for records in _blocks(paths, every, number):
+            num_read += len(records)
+            some = records[(records["stream"] != _NOTHING) & (records["step"] < until)]
+            _refuse_unknown_streams(some, launch, folder)
+            identity, _, stream, epoch, is_rejected = _unpacked(some, launch["streams"], streams)
+            keys.append((stream << 32) + (epoch << 1) + is_rejected)
+            identities.append(identity if every == 1 else identity[:0])
+    key = np.concatenate([*keys, np.empty(0, np.int64)])
+    identity = np.concatenate([*identities, np.empty(0, np.uint64)])
+    scale = total / num_read if every > 1 and num_read else 1.0
+    counts = tuple(_counts(key, identity if every == 1 else None, streams, scale))
+    return RecordCounts(counts, total, 1.0 if every == 1 else num_read / max(1, total))
+
+
+_BLOCK_RECORDS = 2**14
+_SAMPLED_RECORDS = 2**10  # of a block where not all are read
+_MOST_ENDS = 2000  # files of a launch whose ends are read
+
+
+def _whole_until(paths: Sequence[Path], launch: _Launch) -> int:
+    """The step up to which every rank has records."""
+    if len(paths) < launch["world_size"]:
+        return launch["start_step"]
+    ends = []
+    for path in paths[: min(_MOST_ENDS, launch["world_size"])]:
+        first = max(0, path.stat().st_size // _RECORD.itemsize - _BLOCK_RECORDS)
+        records = _block(path, first)
+        if not len(records):
+            return launch["start_step"]
+        ends.append(int(records["step"].max()) + 1)
+    return min(ends)
+
+
+def _blocks(paths: Sequence[Path], every: int, offset: int) -> Iterator[NDArray[np.void]]:
+    number, count = offset, _BLOCK_RECORDS if every == 1 else _SAMPLED_RECORDS
+    for path in paths:
+        for first in range(0, path.stat().st_size // _RECORD.itemsize, count):
+            if number % every == 0:
+                yield _block(path, first, count)
+            number += 1
+
+
+def _block(path: Path, first: int, count: int = _BLOCK_RECORDS) -> NDArray[np.void]:
+    try:
+        with fsio.open_regular(path) as file:
+            file.seek(first * _RECORD.itemsize)
+            data = file.read(count * _RECORD.itemsize)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return _checked(data, path, first)
+
+
+def _counts(
+    keys: NDArray[np.int64],
+    identities: NDArray[np.uint64] | None,
+    streams: Sequence[str],
+    scale: float,
+) -> Iterator[EpochCount]:
+    """Of each stream and epoch; keys have the lowest bit set where a sample was rejected."""
+    found = dict(zip(*(each.tolist() for each in np.unique(keys, return_counts=True)), strict=True))
+    repeats: dict[int, int] = {}
+    if identities is not None:
+        order = np.lexsort((identities, keys))
+        keys, identities = keys[order], identities[order]
+        is_repeat = (np.diff(keys) == 0) & (np.diff(identities) == 0)
+        again = np.unique(keys[1:][is_repeat], return_counts=True)
+        repeats = dict(zip(*(each.tolist() for each in again), strict=True))
+    for key in sorted({each & ~1 for each in found}):
+        yield EpochCount(
+            stream=streams[key >> 32],
+            epoch=(key & 0xFFFFFFFF) >> 1,
+            seen=round(scale * found.get(key, 0)),
+            rejected=round(scale * found.get(key | 1, 0)),
+            repeated=None if identities is None else repeats.get(key, 0),
+        )
+
+
+# --- Reading ----------------------------------------------------------------------------------
+
+
 def _launches(folders: Sequence[Path]) -> list[_Launch]:
     """What each launch says; those before the first and between them must be there."""
     there = {_number(folder) for folder in folders}
@@ -338,12 +477,16 @@ def _records(folder: Path, launch: _Launch) -> tuple[NDArray[np.void], int]:
     whole_until = min(ends) if len(ends) == launch["world_size"] else launch["start_step"]
     records = np.concatenate([*by_rank, np.empty(0, _RECORD)])
     records = records[records["stream"] != _NOTHING]
+    _refuse_unknown_streams(records, launch, folder)
+    return records, whole_until
+
+
+def _refuse_unknown_streams(records: NDArray[np.void], launch: _Launch, folder: Path) -> None:
     if ((records["stream"] & ~np.uint8(_REJECTED)) >= len(launch["streams"])).any():
         raise DataError(
             f"{folder}/rank_….bin is damaged: a record names a stream that launch.json does not "
             "list. Restore the file; without it the ledger proves nothing."
         )
-    return records, whole_until
 
 
 def _records_of(path: Path) -> NDArray[np.void]:
@@ -352,6 +495,11 @@ def _records_of(path: Path) -> NDArray[np.void]:
         data = fsio.read_regular(path, _MOST_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return _checked(data, path)
+
+
+def _checked(data: bytes, path: Path, first: int = 0) -> NDArray[np.void]:
+    """Records of a file, of which `data` has those from number `first` on."""
     records = np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
     octets = records.view(np.uint8).reshape(-1, _RECORD.itemsize)
     written = np.flatnonzero(octets.any(axis=1))
@@ -363,9 +511,9 @@ def _records_of(path: Path) -> NDArray[np.void]:
     if len(damaged):
         more = f", and so do those of {len(damaged) - 1} others" * (len(damaged) > 1)
         raise DataError(
-            f"{path} is damaged: the checksum of record {damaged[0]} (from byte "
-            f"{damaged[0] * _RECORD.itemsize:,} on) differs{more}. What was trained then is not "
-            "known: restore the file."
+            f"{path} is damaged: the checksum of record {first + damaged[0]} (from byte "
+            f"{(first + damaged[0]) * _RECORD.itemsize:,} on) differs{more}. What was trained then "
+            "is not known: restore the file."
         )
     return records[: len(octets)]
 

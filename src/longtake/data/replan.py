@@ -578,7 +578,7 @@ def _rebuild(
     kept: Path | None,
 ) -> tuple[Plan, bool]:
     """The plan that a record describes, and whether the present catalogs give it."""
-    section = data.model_copy(update=_parsed_order(entry))
+    section = data.model_copy(update=parsed_order(entry))
     batch_size, policy = entry["batch_size"], entry["policy"]
     for use_kept in (False, True):
         then = _catalogs_of(entry, catalogs, kept, use_kept=use_kept)
@@ -620,7 +620,7 @@ def _describe(
             if path is not None and path.exists():
                 difference = str(compare(Catalog.load(path), catalogs[source]))
             lines.append(f"the catalog {data.sources()[source]}: {difference}")
-    order, before = _order(data), _order(data.model_copy(update=_parsed_order(last)))
+    order, before = _order(data), _order(data.model_copy(update=parsed_order(last)))
     for key in order:
         if order[key] != before[key]:
             lines.append(f"data.{key} was {before[key]!r} and is {order[key]!r}")
@@ -664,7 +664,8 @@ def _order(data: DataSection) -> dict[str, Any]:
     return data.model_dump(mode="json", include=_ORDER_KEYS)
 
 
-def _parsed_order(entry: PlanRecord) -> dict[str, Any]:
+def parsed_order(entry: PlanRecord) -> dict[str, Any]:
+    """The keys of `data` that a plan was made with, for `DataSection.model_copy`."""
     then = dict.fromkeys(entry["catalogs"], "kept")  # weights name the catalogs of that time
     try:
         section = DataSection.model_validate({"catalogs": then, **entry["order"]})

@@ -5,6 +5,7 @@ import { startCopying } from "./page.js";
 import { startCharts } from "./charts.js";
 import { startRuns } from "./runs.js";
 import { startComparison } from "./compare.js";
+import { startDataPage } from "./data.js";
 
 startToken();
 startLive();
@@ -12,3 +13,4 @@ startCopying();
 startCharts();
 startRuns();
 startComparison();
+startDataPage();

@@ -1,0 +1,170 @@
+"""The batches around the guard's verdicts: which clips the step had, the worst first."""
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from longtake import errors, fsio, process
+from longtake.board.data_facts import sentence, versions
+from longtake.board.ledger_facts import clips_of
+from longtake.board.reader import RunFacts, said_of_link
+from longtake.inspection.facts import verdicts
+from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
+
+MOST_VERDICTS: Final = 20
+MOST_CLIPS: Final = 12
+"""Of a batch, that are listed."""
+_MOST_BYTES: Final = 8 * 2**20
+"""Of all reports that are read for a page, beside the one that is asked for."""
+_MOST_ASKED_BYTES: Final = 64 * 2**20
+_REPORT_NAME = re.compile(r"guard/step_\d{1,12}_\d{1,6}\.json")
+
+
+@dataclass(frozen=True)
+class BatchClip:
+    """A clip of a step that the guard looked at."""
+
+    identity: str
+    caption: str
+    loss: float
+    sigma: float
+    epoch: int
+    path: str | None
+
+
+@dataclass(frozen=True)
+class VerdictBatch:
+    """What the guard said of a step, and its clips, the highest loss first."""
+
+    step: int
+    kind: str
+    reason: str
+    message: str
+    number: int | None
+    """Of its batch."""
+    clips: list[BatchClip] | None
+    """None: they were not read."""
+    num_clips: int
+    why: str
+    """Why there are no clips; or what is wrong with them."""
+    command: str
+    is_open: bool
+
+
+@dataclass(frozen=True)
+class _Reported:
+    samples: list[ReportedSample]
+    """Those that are listed."""
+    num_samples: int
+
+
+def batches_around_verdicts(facts: RunFacts, step: int | None) -> tuple[list[VerdictBatch], int]:
+    """The newest verdicts' batches, and how many verdicts there are; one step's is open."""
+    found = [each for each in verdicts(facts.events) if isinstance(each["step"], int)]
+    newest = found[-MOST_VERDICTS:][::-1]
+    if step is not None and all(each["step"] != step for each in newest):
+        newest += [each for each in found if each["step"] == step][-1:]
+    left = _MOST_BYTES
+    read = list[tuple[Mapping[str, Any], _Reported | None, str]]()
+    for event in newest:
+        path, is_asked = _report_path(facts.run, event), event["step"] == step
+        size = _size(path)
+        why, reported = "", None
+        if path is None or size is None:
+            why = "The guard's report of it is missing."
+        elif size > (_MOST_ASKED_BYTES if is_asked else left):
+            why = "Its report is large, and read only if this step is opened by its link."
+        else:
+            left -= size
+            try:
+                reported = _read_report(facts, path, event["step"])
+            except (errors.LongtakeError, OSError) as error:
+                why = sentence(error)
+        read.append((event, reported, why))
+    paths, trouble = _paths(facts, [each for _, each, _ in read if each])
+    return [_batch(facts, *each, step, paths, trouble) for each in read], len(found)
+
+
+def _size(path: Path | None) -> int | None:
+    with suppress(OSError):
+        return None if path is None else path.lstat().st_size
+    return None
+
+
+def _report_path(run: RunDirectory, event: Mapping[str, Any]) -> Path | None:
+    name = event.get("report")
+    if isinstance(name, str) and _REPORT_NAME.fullmatch(name):
+        return run.path / name
+    found = sorted(run.guard_path.glob(f"step_{event['step'] - 1:08d}_*.json"))
+    return found[-1] if found else None
+
+
+def _read_report(facts: RunFacts, path: Path, step: int) -> _Reported:
+    """The worst clips of a report's own step.
+
+    Raises:
+        RecordError: it cannot be read, or is a link.
+    """
+    if path.is_symlink() or path.parent.is_symlink():
+        raise errors.DataError(said_of_link(path))
+
+    def read() -> _Reported:
+        report = fsio.require_record(path, GuardReport)
+        samples = [each for each in report["samples"] if each["step"] + 1 == step]
+        samples.sort(key=_badness, reverse=True)
+        return _Reported(samples[:MOST_CLIPS], len(samples))
+
+    return facts.kept(f"report {path.name} {step}", versions([path]), read)
+
+
+def _badness(sample: ReportedSample) -> tuple[bool, float]:
+    loss = float(sample["loss"])
+    return math.isnan(loss), loss
+
+
+def _paths(facts: RunFacts, reports: list[_Reported]) -> tuple[dict[str, str], str]:
+    """Where the listed clips lie, by identity; and why none is known."""
+    names = {sample["identity"] for report in reports for sample in report.samples}
+    if not names:
+        return {}, ""
+    try:
+        found = clips_of(facts, "batches", names)
+    except (errors.LongtakeError, OSError) as error:
+        return {}, sentence(error)
+    return {name: clip.path for name, clip in found.items()}, ""
+
+
+def _batch(
+    facts: RunFacts,
+    event: Mapping[str, Any],
+    reported: _Reported | None,
+    why: str,
+    step: int | None,
+    paths: Mapping[str, str],
+    trouble: str,
+) -> VerdictBatch:
+    path, number = shlex.quote(str(facts.run.path)), event.get("batch")
+    clips = None if reported is None else list(_clips(reported, paths))
+    if reported is not None and not reported.num_samples:
+        why = "The guard's report lists no clip of this step."
+    return VerdictBatch(
+        *(event["step"], event["verdict"], event["reason"], event["message"]),
+        number if isinstance(number, int) else None,
+        clips,
+        0 if reported is None else reported.num_samples,
+        why or trouble,
+        f"{process.command()} show {path} --around {event['step']}",
+        event["step"] == step,
+    )
+
+
+def _clips(reported: _Reported, paths: Mapping[str, str]) -> Iterator[BatchClip]:
+    for each in reported.samples:
+        identity, path = each["identity"], paths.get(each["identity"])
+        numbers = float(each["loss"]), float(each["sigma"])
+        yield BatchClip(identity, each["caption"], *numbers, each["epoch"], path)

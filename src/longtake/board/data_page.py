@@ -1,0 +1,268 @@
+"""The page of a run's data: catalog, buckets, stages, ledger, and batches around verdicts."""
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from markupsafe import Markup
+
+from longtake import errors, process
+from longtake.board import batch_facts, data_facts, ledger_facts, stills
+from longtake.board import data_pictures as pictures
+from longtake.board.overview import status_line
+from longtake.board.pages import Links, render
+from longtake.board.reader import RunFacts
+from longtake.data.clip import Clip
+
+_MOST_ROWS: Final = 10  # reasons, sizes, and values of one kind, that are listed
+_MOST_EPOCHS: Final = 60
+_MUCH_IS_CUT: Final = 0.25
+VERDICTS: Final = {"skip": "update skipped", "roll_back": "rolled back", "stop": "stopped"}
+SCORE_NAMES: Final = {
+    "duration_seconds": "length, seconds",
+    "num_frames": "frames",
+    "fps": "frames per second",
+    "width": "width, pixels",
+    "height": "height, pixels",
+    "aspect": "width / height",
+}
+_COUNTED: Final = {
+    "aspects": "Aspect ratios",
+    "codecs": "Codecs",
+    "pixel_formats": "Pixel formats",
+    "color_transfers": "Colour transfer",
+}
+
+
+def render_data(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
+    """The page's HTML.
+
+    Args:
+        facts: of the run.
+        links: how the page refers to others.
+        query: `step`, of the verdict that is open.
+    """
+    asked = query.get("step", "")
+    step = int(asked) if asked.isascii() and asked.isdecimal() and len(asked) <= 15 else None
+    data = data_facts.read_data(facts)
+    current = current_batch(facts)
+    batches, num_verdicts = batch_facts.batches_around_verdicts(facts, step)
+    ledger, trouble = _ledger(facts, data)
+    path = shlex.quote(str(facts.run.path))
+    return render(
+        "data.html",
+        links,
+        page="data",
+        facts=facts,
+        status=status_line(facts.summary),
+        about=pictures.about,
+        catalogs=[CatalogView.of(each) for each in data.catalogs],
+        data=data,
+        plan=data.summary,
+        stages=[] if data.summary is None else stages_of(data, current),
+        strip=None if data.strip is None else pictures.strip(data.strip, current),
+        current=current,
+        histograms=[(each, histogram_of(each)) for each in data.histograms],
+        colour=pictures.colour,
+        score_names=SCORE_NAMES,
+        ledger=ledger,
+        epochs=[] if ledger is None else ledger.rows[-_MOST_EPOCHS:],
+        ledger_problem=trouble,
+        rejected=rejected_view(facts),
+        batches=batches,
+        num_verdicts=num_verdicts,
+        step=step,
+        verdicts=VERDICTS,
+        audit_command=f"{process.command()} data audit {path}",
+        around_command=f"{process.command()} show {path} --around {step}",
+        show_command=show_command(facts, data),
+    )
+
+
+def current_batch(facts: RunFacts) -> int | None:
+    """How many batches of the data the run has passed; None: none yet."""
+    kept = facts.rows.kept
+    if not len(kept):
+        return None
+    return max(0, int(kept.column("batch")[-1])) + 1
+
+
+def show_command(facts: RunFacts, data: data_facts.DataFacts) -> str:
+    """The command that prints catalog and plan, with all clips."""
+    run = facts.run.path
+    path = run / (data.catalogs[0].file if data.catalogs else "catalogs")
+    words = ["data", "show", str(path)]
+    if len(data.catalogs) == 1:  # of several, a recipe names the original files
+        words.append(str(facts.run.recipe_path))
+    return f"{process.command()} {shlex.join(words)}"
+
+
+# --- Catalogs ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CatalogView:
+    """A catalog as the page shows it."""
+
+    facts: data_facts.CatalogFacts
+    sizes: Markup
+    lengths: Markup | str | None
+    counted: list[tuple[str, list[tuple[str, int]]]]
+    numbers: list[tuple[str, dict[str, Any]]]
+    special: list[tuple[str, int]]
+    rejections: list[dict[str, Any]]
+    num_other_reasons: int
+
+    @classmethod
+    def of(cls, facts: data_facts.CatalogFacts) -> "CatalogView":
+        stats = facts.stats
+        sizes = [(f"{each['width']}x{each['height']}", each["clips"]) for each in stats["sizes"]]
+        special = {
+            "HDR": stats["hdr"],
+            "variable frame rate": stats["variable_frame_rate"],
+            "decoded from the beginning for want of timestamps": stats["unreliable_timestamps"],
+            "transcoded by data prepare": stats["prepared"],
+        }
+        numbers = [*stats["numbers"].items(), *stats["attributes"].items()]
+        return cls(
+            facts,
+            pictures.counted_bars(sizes[:_MOST_ROWS], facts.scale),
+            None if facts.seconds is None else histogram_of(facts.seconds),
+            [(title, _most(stats[name])) for name, title in _COUNTED.items()],
+            [(name.replace("_", " "), each) for name, each in numbers if each["known"]],
+            [(name, count) for name, count in special.items() if count],
+            facts.rejections[:_MOST_ROWS],
+            max(0, len(facts.rejections) - _MOST_ROWS),
+        )
+
+
+def histogram_of(found: data_facts.Histogram) -> Markup | str:
+    """A picture; words, if all clips have one value."""
+    if len(found.counts) > 1:
+        return pictures.histogram(found)
+    value = (found.edges[0] + found.edges[-1]) / 2
+    clips = pictures.about(found.counts[0], found.scale)
+    return f"{value:.4g} for all {clips} clips of which it is known"
+
+
+def _most(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return [(name or "unspecified", count) for name, count in list(counts.items())[:_MOST_ROWS]]
+
+
+# --- Buckets ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BucketView:
+    """A bucket as the page shows it."""
+
+    facts: Mapping[str, Any]
+    box: Markup
+    clips: Markup
+    share: float
+    batches: float
+    cut: Markup | None
+    is_cut_much: bool
+
+
+@dataclass(frozen=True)
+class StageView:
+    """One catalog in one stage."""
+
+    facts: Mapping[str, Any]
+    place: int
+    """Of the stage in the curriculum."""
+    scale: float
+    buckets: list[BucketView]
+    dropped: Markup | None
+    examples: list[tuple[str, int, list[str]]]
+    is_open: bool
+
+
+def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView]:
+    assert data.summary is not None
+    now = data.strip.stage_at(current or 0) if data.strip else None
+    entries = data.summary["stages"]
+    names = list(dict.fromkeys(each["stage"] for each in entries))
+    shapes = [bucket for each in entries for bucket in each["buckets"]]
+    largest = max((max(each["width"], each["height"]) for each in shapes), default=1)
+    longest = max((each["num_frames"] for each in shapes), default=1)
+    found = []
+    for entry in entries:
+        scale, selected = data.scale(entry["source"]), max(1, entry["selected"])
+        most = max((each["kept"] for each in entry["buckets"]), default=1)
+        buckets = [
+            BucketView(
+                each,
+                pictures.box(each, largest, longest),
+                pictures.bar(each["kept"], most),
+                each["kept"] / selected,
+                each["batches_per_epoch"] * scale,
+                None if each["share_cut"] is None else pictures.cut(each["share_cut"]),
+                (each["share_cut"] or 0.0) > _MUCH_IS_CUT,
+            )
+            for each in entry["buckets"]
+        ]
+        place = names.index(entry["stage"])
+        found.append(
+            StageView(
+                *(entry, place, scale, buckets, _dropped(entry, scale)),
+                [(why, n, entry["examples"][why]) for why, n in entry["dropped"].items() if n],
+                entry["stage"] == now,
+            )
+        )
+    return found
+
+
+def _dropped(entry: Mapping[str, Any], scale: float) -> Markup | None:
+    rows = [(why, count) for why, count in entry["dropped"].items() if count]
+    if not rows:
+        return None
+    return pictures.counted_bars([("kept", entry["selected"]), *rows], scale, "2", "good")
+
+
+# --- The ledger, and clips that could not be decoded ------------------------------------------
+
+
+def _ledger(
+    facts: RunFacts, data: data_facts.DataFacts
+) -> tuple[ledger_facts.LedgerFacts | None, str]:
+    try:
+        return ledger_facts.read_ledger(facts, data), ""
+    except (errors.LongtakeError, OSError) as error:
+        return None, data_facts.sentence(error)
+
+
+@dataclass(frozen=True)
+class RejectedView:
+    """Clips that could not be decoded, the newest with their stills."""
+
+    clips: list[tuple[ledger_facts.RejectedClip, Clip | None, stills.Still | None]]
+    others: list[ledger_facts.RejectedClip]
+    reasons: list[tuple[str, int]]
+    why_no_stills: str
+    problem: str
+    num_clips: int
+
+
+def rejected_view(facts: RunFacts) -> RejectedView:
+    rejected, problem, why = ledger_facts.rejected_clips(facts), "", ""
+    shown = rejected[: stills.MOST_STILLS]
+    known, found = dict[str, Clip](), dict[str, stills.Still]()
+    if shown:
+        try:
+            known = ledger_facts.clips_of(facts, "rejected", [each.identity for each in shown])
+            why = stills.why_none(facts.run, data_facts.catalog_files(facts.run)) or ""
+            found = {} if why else stills.stills_of(list(known.values()))
+        except (errors.LongtakeError, OSError) as error:
+            problem = data_facts.sentence(error)
+    clips = [
+        (each, clip, found.get(clip.identity) if clip else None)
+        for each in shown
+        for clip in (known.get(each.identity),)
+    ]
+    reasons = Counter(each.reason for each in rejected).most_common(_MOST_ROWS)
+    others = rejected[len(shown) :][:200]
+    return RejectedView(clips, others, reasons, why, problem, len(rejected))

@@ -1,0 +1,235 @@
+"""What the data page knows of a run's ledger, and clips by their identity."""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from longtake import errors
+from longtake.board import data_facts
+from longtake.board.data_facts import sentence, versions
+from longtake.board.reader import RunFacts
+from longtake.data import ledger
+from longtake.data.audit import Audit, EpochAudit, audit
+from longtake.data.catalog_part import find_clips
+from longtake.data.clip import Clip
+from longtake.formatting import plural
+from longtake.run_dir import RunDirectory
+
+MOST_RECORDS: Final = 1_000_000
+"""Of the ledger, that are read."""
+MOST_AUDITED: Final = 200_000
+"""Records of a ledger that is compared with its plans."""
+_MOST_AUDITED_METRICS: Final = 16 * 2**20
+_MOST_GROUPS: Final = 16
+_NUM_EXAMPLES: Final = 3
+_IDENTITY = re.compile("([0-9a-f]{2}){7,64}")
+
+
+@dataclass(frozen=True)
+class EpochRow:
+    """Epochs of a stream of which the same is to be said."""
+
+    stage: str
+    source: str
+    epochs: str
+    seen: int
+    repeated: int | None
+    missing: int | None
+    rejected: int
+    skipped: int | None
+    words: str
+    is_exact: bool | None
+    """None: it was not compared with the plan."""
+
+
+@dataclass(frozen=True)
+class LedgerFacts:
+    """What the ledger says of each epoch."""
+
+    rows: list[EpochRow]
+    verdict: str
+    is_exact: bool | None
+    num_records: int
+    notes: list[str]
+    is_estimate: bool = False
+
+
+def read_ledger(facts: RunFacts, data: data_facts.DataFacts) -> LedgerFacts | None:
+    """None: there is no ledger.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    run = facts.run
+    files = data_facts.ledger_files(run)
+    if not files:
+        return None
+    copies = data_facts.catalog_files(run)
+    version = versions([*files, *copies, run.recipe_path])
+    return facts.kept("ledger", version, lambda: _read_ledger(run, data))
+
+
+def _read_ledger(run: RunDirectory, data: data_facts.DataFacts) -> LedgerFacts:
+    total = ledger.num_records(run.ledger_path)
+    clips = sum(each.num_clips for each in data.catalogs) * max(1, data.num_plans)
+    said = (
+        f"The ledger has {total:,} records: whether a clip is missing is computed by the command."
+    )
+    if total <= MOST_AUDITED and clips <= data_facts.MOST_PLANNED and data.catalogs:
+        try:
+            return _audited(run, total)
+        except errors.RunError as error:
+            said = sentence(error)
+    counts = ledger.count_records(run.ledger_path, MOST_RECORDS)
+    is_estimate = counts.share < 1
+    rows = [_counted_row(each, is_estimate) for each in counts.epochs]
+    if is_estimate:
+        said += (
+            f" The numbers here are estimates from {counts.share:.1%} of the records, chosen "
+            "evenly; whether a clip was repeated is computed by the command, too."
+        )
+    repeated = sum(each.repeated or 0 for each in counts.epochs)
+    verdict = f"{plural(repeated, 'sample')} repeated a clip within its epoch." if repeated else ""
+    return LedgerFacts(rows, verdict, False if repeated else None, total, [said], is_estimate)
+
+
+def _audited(run: RunDirectory, total: int) -> LedgerFacts:
+    is_short = True
+    with suppress(OSError):
+        is_short = run.metrics_path.stat().st_size <= _MOST_AUDITED_METRICS
+    found = audit(run, with_metrics=is_short)
+    notes = list(_audit_notes(found))
+    if not is_short:
+        notes.append("Whether two launches trained at the same time is found by the command.")
+    rows = [_audited_row(each) for each in alike(found.epochs)]
+    return LedgerFacts(rows, _audit_verdict(found), found.ok, total, notes)
+
+
+def _audit_verdict(found: Audit) -> str:
+    if found.two_writers:
+        return "Not exact: what two launches wrote cannot be separated."
+    if not found.ok:
+        return "Not exact: clips were repeated, missed or out of place."
+    return "Every clip was trained exactly as often as it should have been."
+
+
+def _audit_notes(found: Audit) -> Iterator[str]:
+    steps = found.end_step - found.num_skipped
+    yield f"{steps:,} steps; {found.num_abandoned:,} samples of abandoned steps do not count."
+    if found.num_skipped:
+        samples = sum(epoch.skipped for epoch in found.epochs)
+        yield (
+            f"The guard skipped {found.num_skipped:,} batches of {samples:,} samples for good: "
+            "they were not trained in their epochs, and are not missing there."
+        )
+    for where in found.two_writers[:_NUM_EXAMPLES]:
+        yield f"Two launches trained this run at the same time: {where}."
+
+
+def alike(epochs: Sequence[EpochAudit]) -> list[list[EpochAudit]]:
+    """Runs of epochs of which the same is to be said."""
+    found: list[list[EpochAudit]] = []
+    for epoch in epochs:
+        if found and replace(epoch, epoch=0) == replace(found[-1][0], epoch=0):
+            found[-1].append(epoch)
+        else:
+            found.append([epoch])
+    return found
+
+
+def _audited_row(epochs: Sequence[EpochAudit]) -> EpochRow:
+    first, last = epochs[0], epochs[-1]
+    number = str(first.epoch) if first is last else f"{first.epoch} to {last.epoch}, each"
+    return EpochRow(
+        *(first.stage, first.source, number, first.seen, first.repeated, first.missing),
+        *(first.rejected, first.skipped, epoch_words(first, len(epochs)), first.is_exact),
+    )
+
+
+def epoch_words(epoch: EpochAudit, count: int = 1) -> str:
+    """What the audit found of an epoch, or of several alike ones."""
+    named = f"epoch {epoch.epoch}" if count == 1 else f"these {count} epochs"
+    if not epoch.is_exact:
+        wrong = {
+            "repeated": epoch.repeated,
+            "missing": epoch.missing,
+            "not planned": epoch.unplanned,
+        }
+        said = ", ".join(f"{number:,} {what}" for what, number in wrong.items() if number)
+        return f"{said}: clips whose identity begins with {', '.join(epoch.examples)}"
+    but = []
+    if epoch.skipped:
+        but.append(f"{epoch.skipped:,} that the guard skipped")
+    if epoch.rejected:
+        but.append(f"{epoch.rejected:,} that could not be decoded")
+    rest = f", but for {' and '.join(but)}" if but else ""
+    if epoch.is_over:
+        return f"each clip of {named} was seen once{rest}"
+    return f"{named} is not over: {epoch.seen:,} clips were seen once so far{rest}"
+
+
+def _counted_row(found: ledger.EpochCount, is_estimate: bool) -> EpochRow:
+    stage, _, source = found.stream.rpartition("/")
+    words = f"{found.repeated:,} repeated" if found.repeated else "no clip was seen twice"
+    if found.repeated is None:
+        words = "not compared with the plan"
+    return EpochRow(
+        *(stage, source, str(found.epoch), found.seen, found.repeated, None, found.rejected, None),
+        *(words, False if found.repeated and not is_estimate else None),
+    )
+
+
+# --- Clips by identity ------------------------------------------------------------------------
+
+
+def clips_of(facts: RunFacts, what: str, identities: Collection[str]) -> dict[str, Clip]:
+    """Clips of the run's catalogs by identities, or by beginnings of these, where they are there.
+
+    Raises:
+        DataError: a catalog is a link, or damaged.
+    """
+    wanted = frozenset(each for each in identities if _IDENTITY.fullmatch(each))
+    files = data_facts.catalog_files(facts.run)
+    version = versions(files), wanted
+    return facts.kept(f"clips of {what}", version, lambda: _find(files, wanted))
+
+
+def _find(files: Sequence[Path], wanted: Collection[str]) -> dict[str, Clip]:
+    left, found = {bytes.fromhex(each)[: ledger.IDENTITY_BYTES]: each for each in wanted}, {}
+    for path in files[: data_facts.MOST_CATALOGS]:
+        if not left:
+            break
+        for clip in find_clips(path, left, _MOST_GROUPS):
+            name = left.pop(bytes.fromhex(clip.identity)[: ledger.IDENTITY_BYTES], None)
+            if name is not None:
+                found[name] = clip
+    return found
+
+
+@dataclass(frozen=True)
+class RejectedClip:
+    """A clip that could not be decoded."""
+
+    identity: str
+    reason: str
+    step: int | None
+    """The number of its batch."""
+
+
+def rejected_clips(facts: RunFacts) -> list[RejectedClip]:
+    """Each once, the newest first, by the run's events."""
+    found = dict[str, RejectedClip]()
+    for event in facts.events:
+        identity = event.get("identity")
+        if event["event"] != "sample_rejected" or not isinstance(identity, str):
+            continue
+        if _IDENTITY.fullmatch(identity):
+            reason = str(event.get("reason") or "unknown")
+            step = event.get("step")
+            found.pop(identity, None)
+            number = step if isinstance(step, int) else None
+            found[identity] = RejectedClip(identity, reason, number)
+    return list(found.values())[::-1]

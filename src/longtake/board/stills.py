@@ -1,0 +1,239 @@
+"""Stills of training clips that could not be decoded: the last frame that can be.
+
+Clips lie outside of the folder of runs. So they are opened only for runs that this user began on
+this host, by the supervised process that training decodes with, and a page has a small copy inside.
+"""
+
+import base64
+import hashlib
+import io
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from longtake import errors, fsio, trust
+from longtake.data.clip import Clip
+from longtake.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    from longtake.data.decode_worker import DecodePool
+
+MOST_STILLS: Final = 12
+_WIDTH, _HEIGHT, _QUALITY = 192, 128, 70
+_MOST_PICTURE_BYTES: Final = 24 * 2**10
+_CLIP_SECONDS: Final = 10.0  # without a sign of progress
+_MOST_TRIES: Final = 8  # frames of a clip that are looked for
+_MOST_KEPT: Final = 2000
+_WAIT_SECONDS: Final = 0.7
+
+
+class _KeptStill(TypedDict):
+    """A file of the cache."""
+
+    frame: fsio.Count | None
+    reason: str
+    picture: Annotated[str, Field(max_length=2 * _MOST_PICTURE_BYTES)]
+
+
+@dataclass(frozen=True)
+class Still:
+    """The last frame of a clip that can be decoded; or why there is none."""
+
+    picture: str | None
+    """As a data: URI."""
+    words: str
+
+
+PENDING: Final = Still(None, "The still is being decoded: load the page again in some seconds.")
+
+
+def why_none(run: RunDirectory, files: Iterable[Path]) -> str | None:
+    """Why no clip of a run is opened; None: its clips may be.
+
+    `files` are the catalogs that say where the clips lie.
+    """
+    if not trust.is_own(run):
+        return (
+            "No stills: this run was not begun by you on this host, and its records could name any "
+            "file of yours."
+        )
+    with suppress(OSError):
+        if all(path.lstat().st_uid == os.getuid() for path in files):
+            return None
+    return "No stills: the run's copies of its catalogs were not written by you."
+
+
+def stills_of(clips: Sequence[Clip], wait_seconds: float = _WAIT_SECONDS) -> dict[str, Still]:
+    """The still of each clip by its identity; those that are not decoded in time are pending."""
+    found, missing = dict[str, Still](), list[Clip]()
+    for clip in clips[:MOST_STILLS]:
+        if clip.media.is_remote:
+            found[clip.identity] = Still(
+                None, "It lies in an object store, which is not read here."
+            )
+        elif (kept := _read_kept(clip)) is not None:
+            found[clip.identity] = kept
+        else:
+            missing.append(clip)
+    if missing:
+        done = _DECODER.add(missing)
+        done.wait(wait_seconds)
+        for clip in missing:
+            found[clip.identity] = _read_kept(clip) or PENDING
+    return found
+
+
+# --- Cache ------------------------------------------------------------------------------------
+
+
+def _folder() -> Path:
+    top = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake" / "stills"
+
+
+def _kept_path(clip: Clip) -> Path:
+    """Another one for another file at the clip's place."""
+    parts: list[object] = [clip.identity, clip.path]
+    with suppress(OSError):
+        status = clip.media.file.stat()
+        parts += [status.st_ino, status.st_size, status.st_mtime_ns]
+    return _folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+
+
+_in_memory: dict[str, _KeptStill] = {}  # of the newest stills, where the cache cannot be written
+
+
+def _read_kept(clip: Clip) -> Still | None:
+    if (kept := _in_memory.get(_kept_path(clip).name)) is not None:
+        return _still(kept, clip)
+    with suppress(errors.RecordError, OSError):
+        kept = fsio.read_record(_kept_path(clip), _KeptStill, 4 * _MOST_PICTURE_BYTES)
+        if kept is not None:
+            return _still(kept, clip)
+    return None
+
+
+def _still(kept: _KeptStill, clip: Clip) -> Still:
+    if kept["frame"] is None:
+        return Still(None, f"No frame can be decoded: {kept['reason']}")
+    words = f"frame {kept['frame'] + 1:,} of {clip.num_frames:,}"
+    if kept["reason"]:
+        words = f"the last good frame, {words}; then: {kept['reason']}"
+    with suppress(ValueError):
+        base64.b64decode(kept["picture"], validate=True)
+        return Still(f"data:image/jpeg;base64,{kept['picture']}", words)
+    return Still(None, words)
+
+
+def _keep(clip: Clip, kept: _KeptStill) -> None:
+    path = _kept_path(clip)
+    while len(_in_memory) >= 4 * MOST_STILLS:
+        del _in_memory[next(iter(_in_memory))]
+    _in_memory[path.name] = kept
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fsio.write_json(path, kept, by_many=True)
+        by_age = sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+        for old in by_age[:-_MOST_KEPT]:
+            old.unlink(missing_ok=True)
+
+
+# --- Decoding ---------------------------------------------------------------------------------
+
+
+class _Decoder:
+    """Decodes in a thread, one clip after the other, while some are left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting = dict[str, Clip]()
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, clips: Iterable[Clip]) -> threading.Event:
+        """An event that is set when nothing is left."""
+        with self._lock:
+            self._waiting |= {str(_kept_path(clip)): clip for clip in clips}
+            if self._thread is None:
+                self._done = threading.Event()
+                self._thread = threading.Thread(target=self._run, name="stills", daemon=True)
+                self._thread.start()
+            return self._done
+
+    def _run(self) -> None:
+        from longtake.data.decode_worker import DecodePool  # PyAV, which few pages need
+
+        try:
+            with DecodePool(1, _CLIP_SECONDS) as pool:
+                for clip in self._clips():
+                    _keep(clip, _decode(clip, pool))
+        finally:
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+                    self._waiting.clear()
+                    self._done.set()
+
+    def _clips(self) -> Iterator[Clip]:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    self._done.set()
+                    return
+                name = next(iter(self._waiting))
+                clip = self._waiting[name]
+            try:
+                yield clip
+            finally:
+                with self._lock:
+                    self._waiting.pop(name, None)
+
+
+_DECODER: Final = _Decoder()
+
+
+def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:
+    """The last frame that can be decoded, found by halves, and why the one after it cannot be."""
+    good: tuple[int, str] | None = None
+    last, reason, frame = clip.num_frames, "", clip.num_frames - 1
+    for _ in range(_MOST_TRIES):
+        try:
+            good = frame, _jpeg(_picture(clip, frame, pool))
+        except errors.LongtakeError as error:
+            reason = error.reason if isinstance(error, errors.ClipError) else str(error)
+            last = frame
+        first = good[0] + 1 if good else 0
+        if first >= last:
+            break
+        frame = first if good is None and last <= 2 else (first + last - 1) // 2
+    if good is None:
+        return {"frame": None, "reason": reason, "picture": ""}
+    return {"frame": good[0], "reason": reason, "picture": good[1]}
+
+
+def _picture(clip: Clip, frame: int, pool: "DecodePool") -> Any:
+    """[H, W, 3] uint8."""
+    from longtake.data.buckets import window_of
+    from longtake.data.window import Crop
+
+    scale = min(1.0, _WIDTH / clip.width, _HEIGHT / clip.height)
+    height, width = max(1, round(clip.height * scale)), max(1, round(clip.width * scale))
+    whole = Crop(height, width, top=0, left=0)
+    window = window_of(clip, range(frame, frame + 1), whole, height, width)
+    return pool.submit(window).result()[:, 0].transpose(1, 2, 0)
+
+
+def _jpeg(picture: Any) -> str:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "JPEG", quality=_QUALITY)
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,93 @@
+"""A part of a catalog says what the whole one says, and clips are found without reading all."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.data.build import clip
+
+from longtake.data import catalog as tables
+from longtake.data.catalog import Catalog, Duplicate, Rejection
+from longtake.data.catalog_part import find_clips, read_part
+from longtake.data.clip import Clip, Media, Timing
+from longtake.data.summary import catalog_stats
+from longtake.errors import DataError
+
+
+def _clips(count: int) -> list[Clip]:
+    clips = []
+    for number in range(count):
+        one = clip(number, keyframes=tuple(range(number % 5)), attributes={"nouns": float(number)})
+        if number % 7 == 0:
+            one = replace(one, timing=Timing(0, 0, tuple(range(0, 24, 3))), caption="")
+        clips.append(one)
+    return clips
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """300 clips, 20 rejected files and 5 copies, in groups of 64 rows."""
+    monkeypatch.setattr(tables, "ROWS_PER_GROUP", 64)
+    monkeypatch.setattr("longtake.data.catalog_part._ROWS_AT_A_TIME", 16)
+    rejected = [Rejection(str(tmp_path / f"{n}.mp4"), f"reason {n % 3}") for n in range(20)]
+    copies = [Duplicate(str(tmp_path / f"copy_{n}.mp4"), clip(n).identity) for n in range(5)]
+    Catalog.of(_clips(300), rejected, copies).save(tmp_path / "c.parquet")
+    return tmp_path / "c.parquet"
+
+
+def test_a_part_with_all_clips_says_what_the_catalog_says(path: Path) -> None:
+    part = read_part(path, 1000)
+    assert catalog_stats(part.catalog) == catalog_stats(Catalog.load(path))
+    assert (part.is_whole, part.num_clips, part.num_set_aside, part.scale) == (True, 300, 25, 1.0)
+
+
+def test_a_part_has_the_first_clips_and_counts_the_others(path: Path) -> None:
+    part, whole = read_part(path, 40), Catalog.load(path)
+    assert (len(part.catalog), part.num_clips, part.num_set_aside, part.scale) == (40, 300, 25, 7.5)
+    assert part.catalog.identities.equals(whole.identities.slice(0, 40))
+    assert [part.catalog.clip(row).path for row in range(40)] == [
+        whole.clip(row).path for row in range(40)
+    ]
+    assert part.catalog.rejected == whole.rejected
+
+
+def test_long_lists_of_timestamps_end_a_part_early(path: Path) -> None:
+    part = read_part(path, 1000, most_bytes=1)
+    assert 0 < len(part.catalog) < 300
+    assert not part.is_whole
+
+
+def test_a_catalog_without_clips_is_a_part(tmp_path: Path) -> None:
+    Catalog.of([], [Rejection("/a.mp4", "empty")]).save(tmp_path / "c.parquet")
+    part = read_part(tmp_path / "c.parquet", 10)
+    assert (len(part.catalog), part.num_clips, part.num_set_aside) == (0, 0, 1)
+    assert catalog_stats(part.catalog)["clips"] == 0
+
+
+def test_clips_are_found_by_identity_or_its_beginning(path: Path) -> None:
+    whole = Catalog.load(path)
+    wanted = [whole.clip(row) for row in (0, 150, 299)]
+    names = [bytes.fromhex(each.identity)[: 7 if n else 16] for n, each in enumerate(wanted)]
+    assert find_clips(path, [*names, b"\0" * 16], most_groups=8) == wanted
+    assert find_clips(path, names, most_groups=1) == wanted[:1]
+    assert find_clips(path, [], most_groups=8) == []
+
+
+def test_what_is_no_catalog_or_damaged_is_named(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[200:400] = bytes(200)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="is damaged"):
+        read_part(path, 1000)
+    path.write_text("nothing")
+    with pytest.raises(DataError, match="is not a catalog"):
+        read_part(path, 1000)
+    with pytest.raises(DataError, match="does not exist"):
+        find_clips(path.with_name("other.parquet"), [b"1234567"], 8)
+
+
+def test_paths_of_spans_are_whole(tmp_path: Path) -> None:
+    media = Media(str(tmp_path / "film.mp4"), span=(1.5, 2.5))
+    Catalog.of([clip(1, media=media)]).save(tmp_path / "c.parquet")
+    (found,) = find_clips(tmp_path / "c.parquet", [bytes.fromhex(clip(1).identity)], 1)
+    assert found.path == f"{tmp_path}/film.mp4#t=1.5,2.5"
