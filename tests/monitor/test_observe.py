@@ -272,7 +272,12 @@ def test_a_dead_rank_s_flight_recorder_goes_with_its_record(stage: Any) -> None:
 
 def _trained(steps: int, forward: float, **changes: Any) -> Heartbeat:
     timings = {"forward": PhaseTiming(steps, 1.0, forward), "data": PhaseTiming(steps, 1.0, 0.5)}
-    facts = {"timings": timings, "work_count": steps, "work_seconds": forward, "step": steps}
+    facts: dict[str, Any] = {
+        "timings": timings,
+        "work_count": steps,
+        "work_seconds": forward,
+        "step": steps,
+    }
     return make_heartbeat(**facts, **changes)
 
 

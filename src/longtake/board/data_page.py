@@ -11,7 +11,7 @@ from markupsafe import Markup
 from longtake import errors, process
 from longtake.board import batch_facts, data_facts, ledger_facts, stills
 from longtake.board import data_pictures as pictures
-from longtake.board.overview import status_line
+from longtake.board.overview import status_of
 from longtake.board.pages import Links, render
 from longtake.board.reader import RunFacts
 from longtake.data.clip import Clip
@@ -56,7 +56,7 @@ def render_data(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
         links,
         page="data",
         facts=facts,
-        status=status_line(facts.summary),
+        status=status_of(facts),
         about=pictures.about,
         catalogs=[CatalogView.of(each) for each in data.catalogs],
         data=data,

@@ -1,5 +1,6 @@
 """Opens files below a folder without following links, whatever is replaced meanwhile."""
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -7,12 +8,11 @@ from typing import Final, TypeVar
 
 from longtake import fsio
 from longtake.errors import RecordError
-
-_T = TypeVar("_T")
-
 from longtake.fsio import open_below, open_folder_below
 
-__all__ = ["MEDIA_TYPES", "is_folder_below", "open_below", "read_end"]
+__all__ = ["MEDIA_TYPES", "is_folder_below", "open_below", "read_below", "read_end"]
+
+_T = TypeVar("_T")
 
 MEDIA_TYPES: Final = {
     ".mp4": "video/mp4",

@@ -16,7 +16,7 @@ from longtake.board import charts, heat_map, svg
 from longtake.board.charts import Numbers
 from longtake.board.files import read_end
 from longtake.board.node_reader import DRAWN, HealthHistory, NodeNow, RankNow, read_nodes
-from longtake.board.overview import status_line
+from longtake.board.overview import status_of
 from longtake.board.pages import Links, render
 from longtake.board.reader import RunFacts, links_of
 from longtake.board.stall_view import read_stalls
@@ -70,7 +70,7 @@ def render_nodes(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str
         links,
         page="nodes",
         facts=facts,
-        status=status_line(facts.summary),
+        status=status_of(facts),
         problems=[*problems, *unread],
         nodes=nodes,
         is_live=is_live,

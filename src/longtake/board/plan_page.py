@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from longtake import fsio, process
 from longtake.board import charts, svg
 from longtake.board.files import read_below
-from longtake.board.overview import status_line
+from longtake.board.overview import status_of
 from longtake.board.pages import Links, number, render
 from longtake.board.reader import RunFacts
 from longtake.errors import RecordError
@@ -148,7 +148,7 @@ def render_plan(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
         links,
         page="plan",
         facts=facts,
-        status=status_line(facts.summary),
+        status=status_of(facts),
         plan=plan,
         shown=values,
         problem=problem,
