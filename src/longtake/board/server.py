@@ -9,6 +9,7 @@ import ipaddress
 import json
 import secrets
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ from urllib.parse import quote
 
 import anyio
 import uvicorn
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
@@ -31,18 +32,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longtake import errors
-from longtake.board import assets, overview, runs_page
+from longtake.board import assets, overview, posters, runs_page, samples_page
 from longtake.board.files import MEDIA_TYPES, open_below
 from longtake.board.pages import PAGES, ServerLinks, render
 from longtake.board.plots import series_payload
 from longtake.board.reader import RunFacts, RunReader
 from longtake.inspection.run_list import RunSummary, find_runs, list_runs, summarize
+from longtake.run_dir import RunDirectory
 
 DEFAULT_PORT: Final = 8420
 _POLL_SECONDS = 1.0
 _LIST_SECONDS = 5.0
 _MOST_STREAMS = 64
 _MOST_READERS = 16
+_LISTED_SECONDS = 10.0
+_POSTERS_AT_ONCE = CapacityLimiter(4)
+"""Decoding takes long: with threads of its own, it keeps no page waiting."""
 _GZIPPED_BYTES = 2048
 _STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _POLICY: Final = "; ".join(
@@ -70,6 +75,7 @@ class Board:
         self.links = ServerLinks()
         self._readers: OrderedDict[str, RunReader] = OrderedDict()
         self._lock = Lock()
+        self._listed: tuple[float, list[str]] | None = None
         self.num_streams = 0
 
     def reader(self, name: str) -> RunReader:
@@ -86,7 +92,8 @@ class Board:
         if name not in self.run_names():
             raise HTTPException(404, f"There is no run {name or '.'} in {self.folder}.")
         with self._lock:
-            found = self._readers.setdefault(name, RunReader(self.folder, name))
+            own = RunReader(self.folder, name, partial(self.other_runs, name))
+            found = self._readers.setdefault(name, own)
             while len(self._readers) > _MOST_READERS:
                 self._readers.popitem(last=False)
             return found
@@ -94,6 +101,14 @@ class Board:
     def run_names(self) -> list[str]:
         """Paths of the runs below the folder; empty: the folder itself."""
         return [self._name(path) for path in find_runs(self.folder)]
+
+    def other_runs(self, name: str) -> dict[str, RunDirectory]:
+        """Runs besides the one of that name, by theirs; looked for again after a while."""
+        now = time.monotonic()
+        if self._listed is None or now - self._listed[0] > _LISTED_SECONDS:
+            self._listed = now, self.run_names()
+        names = (each for each in self._listed[1] if each != name)
+        return {each: RunDirectory(self.folder / each) for each in names}
 
     def _name(self, path: Path) -> str:
         name = path.relative_to(self.folder).as_posix()
@@ -172,6 +187,23 @@ def show_media(request: Request) -> Response:
     path = f"/proc/self/fd/{file.fileno()}"
     headers = {"cache-control": "private, max-age=60"}
     return FileResponse(path, 200, headers, kind, background=BackgroundTask(file.close))
+
+
+async def show_poster(request: Request) -> Response:
+    """A still of a video below the folder; of one that cannot be decoded, a picture that says so."""
+    name, top = request.path_params["path"], _board(request).folder
+    if PurePosixPath(name).suffix.lower() not in MEDIA_TYPES:
+        raise HTTPException(404, "Only stills of videos of runs are served.")
+    try:
+        found = await to_thread.run_sync(posters.still, top, name, limiter=_POSTERS_AT_ONCE)
+    except OSError as error:
+        raise HTTPException(404, f"{name} cannot be shown: {error.strerror}.") from error
+    if found.problem:
+        return Response(found.data, 200, {"cache-control": "no-store"}, found.kind)
+    headers = {"cache-control": "private, max-age=86400", "etag": f'"{found.tag}"'}
+    if request.headers.get("if-none-match") == headers["etag"]:
+        return Response(None, 304, headers)
+    return Response(found.data, 200, headers, found.kind)
 
 
 def show_static(request: Request) -> Response:
@@ -316,6 +348,7 @@ def make_app(
             Route("/run/{page}/{run:path}", show_page),
             Route("/series/{run:path}", show_series),
             Route("/media/{path:path}", show_media),
+            Route("/poster/{path:path}", show_poster),
             Route("/static/{digest}/{name}", show_static),
             Route("/live", stream_runs),
             Route("/live/{run:path}", stream_run),
@@ -412,4 +445,7 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-_RENDER: dict[str, Render] = {"overview": overview.render_overview}
+_RENDER: dict[str, Render] = {
+    "overview": overview.render_overview,
+    "samples": samples_page.render_samples,
+}

@@ -3,8 +3,10 @@ import { startToken } from "./token.js";
 import { startLive } from "./live.js";
 import { startCopying } from "./page.js";
 import { startCharts } from "./charts.js";
+import { startSamples } from "./samples.js";
 
 startToken();
 startLive();
 startCopying();
 startCharts();
+startSamples();
