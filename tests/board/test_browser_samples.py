@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.board.sampled_run import FPS, FRAMES, STEPS, add_results, make_run
+from tests.board.sampled_run import FPS, FRAMES, STEPS, add_result, add_results, make_run, square
 
 WIDTHS = (1280, 390)
-SEEN = """() => [...document.querySelectorAll('#samples video')].filter((video) => {
+SEEN = """() => [...document.querySelectorAll('#samples-page video')].filter((video) => {
   const box = video.getBoundingClientRect();
   return box.width && box.bottom > 0 && box.top < innerHeight && box.right > 0
     && box.left < innerWidth && getComputedStyle(video).visibility === 'visible';
@@ -35,9 +35,10 @@ def url(tmp_path_factory: pytest.TempPathFactory, serve: Callable[[Path], str]) 
 
 @pytest.fixture
 def open_samples(open_page: Any, url: str) -> Callable[..., Any]:
-    def open_samples(query: str = "?preset=shapes", **context: Any) -> Any:
-        page = open_page(url + query, **context)
-        page.wait_for_selector("#samples[data-started]")
+    def open_samples(query: str = "?preset=shapes", *, plays: bool = False, **more: Any) -> Any:
+        motion = "no-preference" if plays else "reduce"
+        page = open_page(url + query, reduced_motion=motion, **more)
+        page.wait_for_selector("#samples-page[data-started]")
         return page
 
     return open_samples
@@ -54,7 +55,7 @@ def playing(page: Any) -> list[list[Any]]:
 
 
 def stepped(page: Any, step: int) -> None:
-    page.wait_for_selector(f"#samples[data-step='{step}']")
+    page.wait_for_selector(f"#samples-page[data-step='{step}']")
 
 
 def shown(page: Any, places: str = ".samples-layers") -> list[str]:
@@ -82,10 +83,9 @@ def until_shown(page: Any, expected: list[str], places: str = ".samples-layers")
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_videos_of_the_grid_play_in_step(open_samples: Any, width: int) -> None:
-    page = open_samples(width=width)
+    page = open_samples(width=width, plays=True)
     before = playing(page)
     page.wait_for_timeout(1000)
-    page.wait_for_function(f"() => new Set(({SEEN})().map((it) => it.currentTime)).size > 0")
     after = page.evaluate(STATES)
     assert len(after) >= 4
     assert before != after
@@ -100,7 +100,7 @@ def test_videos_of_the_grid_play_in_step(open_samples: Any, width: int) -> None:
 
 
 def test_space_pauses_all_at_one_frame_and_the_frame_slider_moves_all(open_samples: Any) -> None:
-    page = open_samples()
+    page = open_samples(plays=True)
     playing(page)
     page.keyboard.press(" ")
     page.wait_for_function(f"() => ({SEEN})().every((it) => it.paused && !it.seeking)")
@@ -108,7 +108,7 @@ def test_space_pauses_all_at_one_frame_and_the_frame_slider_moves_all(open_sampl
     page.locator("#samples-frame").fill("7")
     expected = 7.5 / FPS
     page.wait_for_function(
-        f"() => ({SEEN})().every((it) => Math.abs(it.currentTime - {expected}) < 0.01)"
+        f"() => ({SEEN})().every((it) => Math.abs(it.currentTime - {expected}) < {0.25 / FPS})"
     )
     assert page.locator("#samples-frame-note").inner_text() == f"frame 8 of {FRAMES}"
     page.keyboard.press(".")
@@ -118,14 +118,14 @@ def test_space_pauses_all_at_one_frame_and_the_frame_slider_moves_all(open_sampl
 
 
 def test_a_slower_speed_is_that_of_all(open_samples: Any) -> None:
-    page = open_samples()
+    page = open_samples(plays=True)
     playing(page)
     page.locator("#samples-speed").select_option("0.25")
-    page.wait_for_function(f"() => ({SEEN})().every((it) => it.playbackRate === 0.25)")
+    page.wait_for_function(f"() => ({SEEN})().every((it) => it.playbackRate < 0.3)")
 
 
 def test_who_wants_little_motion_sees_stills_until_play_is_pressed(open_samples: Any) -> None:
-    page = open_samples(reduced_motion="reduce")
+    page = open_samples()
     page.wait_for_function(f"() => ({SEEN})().every((it) => it.poster)")
     assert [state[1:] for state in page.evaluate(STATES)] == [[0, True]] * 10
     stills = page.evaluate(f"() => ({SEEN})().map((it) => it.poster)")
@@ -163,8 +163,8 @@ def test_neighbours_are_loaded_before_they_are_shown(open_samples: Any) -> None:
     page = open_samples("?preset=shapes&view=single&step=120")
     shown(page)
     page.wait_for_function(
-        "() => [...document.querySelectorAll('.samples-layers video')].length === 6"
-        " && [...document.querySelectorAll('.samples-layers video')].every((it) => it.readyState >= 2)"
+        "() => { const all = [...document.querySelectorAll('.samples-layers video')]; "
+        "return all.length === 6 && all.every((it) => it.readyState >= 2); }"
     )
 
 
@@ -180,7 +180,9 @@ def test_a_cell_opens_its_prompt_alone(open_samples: Any) -> None:
 def test_c_compares_with_the_checkpoint_before(open_samples: Any) -> None:
     page = open_samples("?preset=shapes&step=80")
     page.keyboard.press("c")
-    until_shown(page, [f"shapes/step_000000{step}/0{n}_s0.mp4" for n in (0, 1) for step in (80, 40)])
+    until_shown(
+        page, [f"shapes/step_000000{step}/0{n}_s0.mp4" for n in (0, 1) for step in (80, 40)]
+    )
     note = page.locator("#samples-compared").inner_text()
     assert note == "A: shapes, ema/main, step 80. B: shapes, ema/main, step 40."
 
@@ -190,7 +192,10 @@ def test_raw_weights_are_compared_by_a_divider_that_keys_move(
     open_samples: Any, width: int
 ) -> None:
     page = open_samples("?preset=shapes&view=compare&mode=swipe&with=preset:raw", width=width)
-    until_shown(page, [f"{preset}/step_00000200/0{n}_s0.mp4" for n in (0, 1) for preset in ("shapes", "raw")])
+    until_shown(
+        page,
+        [f"{preset}/step_00000200/0{n}_s0.mp4" for n in (0, 1) for preset in ("shapes", "raw")],
+    )
     divider = page.locator(".samples-divider").first
     divider.fill("25")
     clip = "all => all.map((each) => each.style.clipPath)"
@@ -198,7 +203,7 @@ def test_raw_weights_are_compared_by_a_divider_that_keys_move(
     divider.focus()
     page.keyboard.press("ArrowRight")
     assert page.eval_on_selector_all(".side-b", clip) == ["inset(0px 0px 0px 25.5%)"] * 2
-    assert page.locator("#samples").get_attribute("data-step") == "200"
+    assert page.locator("#samples-page").get_attribute("data-step") == "200"
     box = divider.bounding_box()
     page.mouse.move(box["x"] + 0.255 * box["width"], box["y"] + 20)
     page.mouse.down()
@@ -209,7 +214,8 @@ def test_raw_weights_are_compared_by_a_divider_that_keys_move(
 
 
 def test_the_difference_is_drawn_and_grows_with_the_factor(open_samples: Any) -> None:
-    page = open_samples("?preset=shapes&view=compare&mode=difference&with=preset:raw&prompt=0")
+    query = "?preset=shapes&view=compare&mode=difference&with=preset:raw&prompt=0"
+    page = open_samples(query, plays=True)
     canvas = page.locator(".samples-pair canvas")
     page.wait_for_selector(".samples-pair canvas[data-frame]")
     page.locator("#samples-gain").select_option("1")
@@ -218,6 +224,8 @@ def test_the_difference_is_drawn_and_grows_with_the_factor(open_samples: Any) ->
     page.locator("#samples-gain").select_option("2")
     page.wait_for_timeout(300)
     twice = canvas.evaluate(PIXELS)
+    frame = canvas.get_attribute("data-frame")
+    page.wait_for_selector(f".samples-pair canvas[data-frame]:not([data-frame='{frame}'])")
     assert 40 < plain[0] < 80
     assert plain[0] * 1.7 < twice[0] <= plain[0] * 2.3
     assert max(plain[1:]) < 30
@@ -237,6 +245,19 @@ def test_choosing_another_run_loads_it(open_samples: Any) -> None:
     until_shown(page, ["shapes/step_00000080/00_s0.mp4"] * 2)
     assert "B: twin, shapes, step 80." in page.locator("#samples-compared").inner_text()
     assert "with=run%3Atwin" in page.url
+
+
+def test_a_newer_checkpoint_is_said_while_the_page_is_open(
+    tmp_path: Path, serve: Callable[[Path], str], open_page: Any
+) -> None:
+    run = make_run(tmp_path / "live")
+    add_result(run, "shapes", 40, videos=[square(0, (90, 0, 0))], prompts=["a square"])
+    page = open_page(f"{serve(tmp_path)}/run/samples/live")
+    page.wait_for_selector("#samples-page[data-started]")
+    assert page.locator("#samples-new").is_hidden()
+    add_result(run, "shapes", 80, videos=[square(0, (0, 90, 0))], prompts=["a square"])
+    page.locator("#samples-new a").click()
+    page.wait_for_selector("#samples-page[data-step='80']")
 
 
 def test_question_mark_shows_the_keys(open_samples: Any) -> None:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -232,18 +233,16 @@ def _read_kept(tag: str) -> bytes | None:
     return None
 
 
-_num_kept = 0
+_keeps = count()
 
 
 def _keep(tag: str, data: bytes) -> None:
-    global _num_kept  # noqa: PLW0603 - counts what this process wrote
     folder = cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with fsio.atomic_write(folder / tag, by_many=True) as partial:
         partial.write_bytes(data)
-    if _num_kept % _PRUNED_EVERY == 0:
+    if next(_keeps) % _PRUNED_EVERY == 0:
         with os.scandir(folder) as entries:
             by_age = sorted((each.stat().st_mtime, each.path) for each in entries)
         for _, path in by_age[:-_MAX_STILLS]:
             Path(path).unlink(missing_ok=True)
-    _num_kept += 1

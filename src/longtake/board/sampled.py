@@ -43,15 +43,15 @@ class _Spread(TypedDict):
     high: fsio.Finite
 
 
-class Reference(TypedDict):
+class ReferenceRanges(TypedDict):
     """What is used of reference.json."""
 
     num_clips: fsio.Count
     measures: dict[str, _Spread]
 
 
-_REFERENCE: Final = TypeAdapter(Reference)
-NO_REFERENCE: Final = Reference(num_clips=0, measures={})
+_REFERENCE: Final = TypeAdapter(ReferenceRanges)
+NO_REFERENCE: Final = ReferenceRanges(num_clips=0, measures={})
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SampledPreset:
     results: tuple[Result, ...]
     """By ascending steps."""
     scenes: tuple[Scene, ...]
-    reference: Reference
+    reference: ReferenceRanges
     failed: Sequence[Mapping[str, Any]]
     """`step`, `reason` and `attempts` of what could not be sampled."""
     problems: tuple[str, ...]
@@ -120,8 +120,9 @@ class SampledPreset:
     def setting(self, name: str) -> float | None:
         """A number of the newest settings; None: it is none, or not positive."""
         value = self.newest.settings.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return value if is_number and 0 < value < 1e6 else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return value if 0 < value < 1e6 else None
 
 
 def preset_names(run: RunDirectory) -> list[str]:
@@ -187,9 +188,7 @@ def _steps(run: RunDirectory, preset: str) -> Iterator[int]:
             yield int(found[1])
 
 
-def _read(
-    run: RunDirectory, name: str, kind: fsio.Kind[R], use: Callable[[R], T], kept: Keep
-) -> T:
+def _read(run: RunDirectory, name: str, kind: fsio.Kind[R], use: Callable[[R], T], kept: Keep) -> T:
     """What `use` makes of a record, read again where the file has changed; follows no link.
 
     Raises:
@@ -274,7 +273,7 @@ def _preset_record(run: RunDirectory, preset: str) -> dict[str, Any]:
     return {}
 
 
-def _reference(run: RunDirectory, preset: str, kept: Keep) -> Reference:
+def _reference(run: RunDirectory, preset: str, kept: Keep) -> ReferenceRanges:
     with suppress(OSError, errors.RecordError):
         name = f"evaluations/{preset}/reference.json"
         return _read(run, name, _REFERENCE, lambda found: found, kept)

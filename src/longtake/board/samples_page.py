@@ -30,9 +30,10 @@ from longtake.evaluation.compare import Scene
 from longtake.formatting import natural_key
 from longtake.run_dir import RunDirectory
 
-COLUMNS: Final = 12
-"""Checkpoints across, unless the query says otherwise."""
-COLUMN_CHOICES: Final = (4, 8, 12, 24)
+COLUMNS: Final = 6
+"""Checkpoints across, unless the query says otherwise: what a browser decodes at once."""
+COLUMNS_OF_TINY: Final = 12
+COLUMN_CHOICES: Final = (4, 6, 8, 12, 24)
 VIEWS: Final = ("grid", "single", "compare")
 MODES: Final = ("side", "swipe", "difference")
 TINY_SIDE: Final = 128
@@ -158,20 +159,21 @@ def _choice(preset: SampledPreset, query: Mapping[str, str]) -> Choice:
         if step != wanted:
             notes.append(f"Step {wanted:,} was not sampled; the nearest is {step:,}.")
     prompt, count = _number(query.get("prompt")), _number(query.get("columns"))
+    usual = COLUMNS_OF_TINY if _is_tiny(preset) else COLUMNS
     return Choice(
         preset.name,
         step,
         _one_of(VIEWS, query.get("view")),
         _one_of(MODES, query.get("mode")),
         query.get("with", "")[:1000],
-        min(max(count or COLUMNS, 3), max(COLUMN_CHOICES)),
+        min(max(count or usual, 3), max(COLUMN_CHOICES)),
         prompt if prompt is not None and prompt < len(preset.scenes) else None,
         tuple(notes),
     )
 
 
 def _one_of(known: Sequence[str], wanted: str | None) -> str:
-    return wanted if wanted in known else known[0]
+    return wanted if wanted is not None and wanted in known else known[0]
 
 
 def columns(steps: Sequence[int], chosen: int, count: int) -> list[int]:
@@ -204,9 +206,7 @@ def _row(
     }
 
 
-def _cell(
-    facts: RunFacts, links: Links, preset: SampledPreset, number: int, step: int
-) -> Cell:
+def _cell(facts: RunFacts, links: Links, preset: SampledPreset, number: int, step: int) -> Cell:
     result = preset.result(step)
     file = result.files.get(preset.scenes[number]) if result else None
     if file is None:
@@ -336,7 +336,9 @@ def _runs_with(facts: RunFacts, preset: str) -> Mapping[str, RunDirectory]:
     }
 
 
-def _other(facts: RunFacts, preset: SampledPreset, against: str) -> tuple[str, SampledPreset] | None:
+def _other(
+    facts: RunFacts, preset: SampledPreset, against: str
+) -> tuple[str, SampledPreset] | None:
     """The name of the run and the preset that `with` means; None: it is of the preset itself."""
     kind, _, name = against.partition(":")
     if not name:  # a name without its kind: of a run, or of weights
@@ -436,10 +438,8 @@ def _command(facts: RunFacts, preset: SampledPreset) -> dict[str, Any]:
     }
 
 
-def sample_options(
-    settings: Mapping[str, Any], weights: str, recipe: Recipe | None
-) -> list[str]:
-    """Options of `longtake sample` for settings; those that are the recipe's anyway are left out."""
+def sample_options(settings: Mapping[str, Any], weights: str, recipe: Recipe | None) -> list[str]:
+    """Options of `longtake sample` for settings that are not those of the recipe."""
     usual: dict[str, Any] = {}
     if recipe is not None:
         usual = recipe.sampling.model_dump(mode="json")

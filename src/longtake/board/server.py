@@ -190,7 +190,7 @@ def show_media(request: Request) -> Response:
 
 
 async def show_poster(request: Request) -> Response:
-    """A still of a video below the folder; of one that cannot be decoded, a picture that says so."""
+    """A still of a video below the folder, or a drawn picture that says why there is none."""
     name, top = request.path_params["path"], _board(request).folder
     if PurePosixPath(name).suffix.lower() not in MEDIA_TYPES:
         raise HTTPException(404, "Only stills of videos of runs are served.")

@@ -105,7 +105,9 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
             run,
             now.kind,
             rows,
-            can_sample=any(each["damage"] is None and not each["abandoned"] for each in checkpoints),
+            can_sample=any(
+                each["damage"] is None and not each["abandoned"] for each in checkpoints
+            ),
             presets=[each["preset"] for each in evaluations if each["steps"]],
         ),
     }

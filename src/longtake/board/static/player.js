@@ -2,7 +2,12 @@
 
 const MOST_LOADED_UNSEEN = 48;
 const SEEK_PAUSE_MS = 300;
+const LONGEST_SEEK_PAUSE_MS = 4000;
+const JUDGED_MS = 700;
+const LOADING_MS = 1500;
+const LEAST_RATE = 0.07;
 const LONGEST_TICK_MS = 250;
+const MOST_NUDGE = 0.12;
 
 export class Player {
   constructor(fps, frames) {
@@ -10,6 +15,8 @@ export class Player {
     this.frames = frames;
     this.time = 0.5 / fps;
     this.rate = 1;
+    this.pace = 1;
+    this.judgedAt = 0;
     this.isPlaying = false;
     this.hasPlayed = false;
     this.known = new Map();
@@ -36,7 +43,7 @@ export class Player {
 
   add(video, isSeen = false) {
     if (this.known.has(video)) return;
-    const state = { isSeen, seekedAt: -Infinity, shown: null, source: video.getAttribute("src"), isStarting: false };
+    const state = { isSeen, seekedAt: -Infinity, patience: SEEK_PAUSE_MS, shown: null, source: video.getAttribute("src"), isStarting: false };
     this.known.set(video, state);
     state.onLoaded = () => {
       if (!this.frames && Number.isFinite(video.duration)) this.frames = Math.max(1, Math.round(video.duration * this.fps));
@@ -113,6 +120,7 @@ export class Player {
     if (this.isPlaying) return;
     this.isPlaying = true;
     this.last = performance.now();
+    this.judgedAt = this.last + LOADING_MS;
     this.loadSeen();
     requestAnimationFrame(this.tick);
     this.say();
@@ -132,6 +140,30 @@ export class Player {
 
   setRate(rate) {
     this.rate = rate;
+    this.pace = 1;
+    this.say();
+  }
+
+  // The speed at which videos play: less than was asked for where they cannot be decoded so fast.
+  get speed() {
+    return Math.max(LEAST_RATE, this.rate * this.pace);
+  }
+
+  // Many large videos may be too much for a machine: they are then all slower, but in step.
+  judge(now) {
+    if (now - this.judgedAt < JUDGED_MS) return;
+    this.judgedAt = now;
+    const ready = [...this.known].filter(([video, state]) => state.isSeen && video.readyState > 0);
+    if (ready.length < 2) return;
+    const late = ready.filter(([video]) => video.readyState < 2 || Math.abs(this.off(video)) > 1 / this.fps);
+    if (late.length > 0.2 * ready.length) this.pace = Math.max(0.1, this.pace * 0.7);
+    else if (late.length < 0.05 * ready.length) this.pace = Math.min(1, this.pace * 1.08);
+  }
+
+  // By how many seconds a video is behind the clock.
+  off(video) {
+    const off = this.target(video) - video.currentTime;
+    return off - this.length * Math.round(off / this.length);
   }
 
   // Stops at a frame.
@@ -151,10 +183,11 @@ export class Player {
     const passed = Math.min(LONGEST_TICK_MS, Math.max(0, now - this.last));
     this.last = now;
     const frame = this.frame;
-    this.time += (passed / 1000) * this.rate;
+    this.time += (passed / 1000) * this.speed;
     const isNewRound = this.time >= this.length;
     if (isNewRound) this.time %= this.length;
-    this.followAll(isNewRound);
+    this.followAll(isNewRound && this.pace === 1);
+    this.judge(now);
     if (isNewRound || frame !== this.frame) this.say();
     requestAnimationFrame(this.tick);
   }
@@ -177,14 +210,17 @@ export class Player {
       if (Math.abs(video.currentTime - target) > 0.2 / this.fps && !video.seeking) video.currentTime = target;
       return;
     }
-    if (video.playbackRate !== this.rate) video.playbackRate = this.rate;
-    let off = target - video.currentTime;
-    off -= this.length * Math.round(off / this.length);
-    const now = performance.now();
-    const isDue = isAtOnce || now - state.seekedAt > SEEK_PAUSE_MS;
-    if (Math.abs(off) > 0.5 / this.fps && isDue && !video.seeking) {
+    const off = this.off(video);
+    // What is less than half a frame is made up for by a slightly other speed.
+    const nudge = Math.round(Math.min(MOST_NUDGE, Math.max(-MOST_NUDGE, 2 * off)) * 25) / 25;
+    const rate = Math.max(LEAST_RATE, this.speed * (1 + nudge));
+    if (video.playbackRate !== rate) video.playbackRate = rate;
+    const since = performance.now() - state.seekedAt;
+    if (Math.abs(off) > 0.5 / this.fps && (isAtOnce || since > state.patience) && !video.seeking) {
       video.currentTime = target;
-      state.seekedAt = now;
+      state.seekedAt = performance.now();
+      // Seeking is dear: a video that is late again and again is moved less often.
+      state.patience = since < 2 * state.patience ? Math.min(LONGEST_SEEK_PAUSE_MS, 2 * state.patience) : SEEK_PAUSE_MS;
     }
     if (video.paused && !state.isStarting) {
       state.isStarting = true;

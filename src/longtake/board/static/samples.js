@@ -8,10 +8,10 @@ import { Pair, Stage, resizeMedia } from "./stages.js";
 const TINY_SIDE = 128;
 const SPARK_PADDING = 4;
 const LOCAL = ["before", "first"];
-const SIDES = { tiny: 256, large: 400, one: 768, least: 240, around: 250, cell: 64, mostCell: 240 };
+const SIDES = { tiny: 256, large: 400, one: 768, least: 240, around: 250, cell: 64, mostCell: 240, short: 90 };
 
 export function startSamples() {
-  const section = document.getElementById("samples");
+  const section = document.getElementById("samples-page");
   const data = embedded("samples-data");
   if (section && data) new Samples(section, data);
 }
@@ -109,7 +109,9 @@ class Samples {
       slider.max = Math.max(0, frames - 1);
       slider.value = frame;
       this.control("play").textContent = isPlaying ? "pause" : "play";
-      this.control("frame-note").textContent = `frame ${frame + 1} of ${Math.max(1, frames)}`;
+      const { speed, pace } = this.player;
+      const slow = isPlaying && pace < 0.8 ? `, slowed to ${speed.toFixed(2)}: the browser decodes no faster` : "";
+      this.control("frame-note").textContent = `frame ${frame + 1} of ${Math.max(1, frames)}${slow}`;
       for (const each of this.figures) if (each.isSeen && each.pair) each.pair.draw();
     };
     this.player.onChange(say);
@@ -304,7 +306,9 @@ class Samples {
     const first = this.control("grid").querySelector("th");
     const room = (this.control("grid").clientWidth - first.offsetWidth) / this.data.columns.length - 10;
     const side = Math.min(SIDES.mostCell, Math.max(SIDES.cell, room));
-    for (const each of this.cells.values()) resizeMedia(each, this.fit(side, side, side));
+    const size = this.fit(side, side, side);
+    for (const each of this.cells.values()) resizeMedia(each, size);
+    this.control("grid").classList.toggle("is-short", size[1] < SIDES.short);
   }
 
   // Width and height of a clip: tiny ones are enlarged by whole factors, others shrunk.
@@ -346,7 +350,7 @@ class Samples {
     this.sayCompared(step);
     this.sayCommand();
     section.dataset.step = String(step);
-    setParameters(this.parameters());
+    if (section.dataset.started) setParameters(this.parameters());
   }
 
   sayMeasures(step) {
@@ -378,7 +382,10 @@ class Samples {
     const name = (each) => each.title || `${each.preset}, ${each.weights || "weights not known"}`;
     const isNear = !LOCAL.includes(this.against) && own !== step ? ", the nearest that was sampled" : "";
     const how = this.mode === "difference" ? ` The picture is |A - B|, ${this.gain} times as bright; where it is black they are equal.` : "";
-    note.textContent = `A: ${name(this.data)}, step ${spellStep(step)}. B: ${name(videos)}, step ${spellStep(own)}${isNear}.${how}`;
+    const differs = (...keys) => keys.some((key) => videos[key] !== this.data[key]);
+    const scaled = differs("width", "height") ? " B is scaled to the size of A." : "";
+    const timed = differs("fps", "frames") ? " They have other numbers of frames." : "";
+    note.textContent = `A: ${name(this.data)}, step ${spellStep(step)}. B: ${name(videos)}, step ${spellStep(own)}${isNear}.${scaled}${timed}${how}`;
   }
 
   sayCommand() {
