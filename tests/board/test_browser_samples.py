@@ -99,7 +99,7 @@ def test_videos_of_the_grid_play_in_step(open_samples: Any, width: int) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_space_pauses_all_at_one_frame_and_the_frame_slider_moves_all(open_samples: Any) -> None:
+def test_space_the_frame_slider_and_the_speed_are_those_of_all_videos(open_samples: Any) -> None:
     page = open_samples(plays=True)
     playing(page)
     page.keyboard.press(" ")
@@ -113,14 +113,9 @@ def test_space_pauses_all_at_one_frame_and_the_frame_slider_moves_all(open_sampl
     assert page.locator("#samples-frame-note").inner_text() == f"frame 8 of {FRAMES}"
     page.keyboard.press(".")
     assert page.locator("#samples-frame-note").inner_text() == f"frame 9 of {FRAMES}"
-    page.keyboard.press(" ")
-    playing(page)
-
-
-def test_a_slower_speed_is_that_of_all(open_samples: Any) -> None:
-    page = open_samples(plays=True)
-    playing(page)
     page.locator("#samples-speed").select_option("0.25")
+    page.locator("#samples-play").click()
+    playing(page)
     page.wait_for_function(f"() => ({SEEN})().every((it) => it.playbackRate < 0.3)")
 
 
@@ -159,22 +154,28 @@ def test_keys_and_the_slider_step_through_checkpoints_and_the_url_follows(
     assert page.locator("#samples-stages").is_visible()
 
 
-def test_neighbours_are_loaded_before_they_are_shown(open_samples: Any) -> None:
+def test_pixels_are_sharp_and_neighbours_loaded_before_they_are_shown(open_samples: Any) -> None:
     page = open_samples("?preset=shapes&view=single&step=120")
     shown(page)
+    found = page.locator(".samples-layers .is-current").first.evaluate(
+        "it => [getComputedStyle(it).imageRendering, it.offsetWidth, it.offsetHeight]"
+    )
+    assert found == ["pixelated", 256, 256]
     page.wait_for_function(
         "() => { const all = [...document.querySelectorAll('.samples-layers video')]; "
         "return all.length === 6 && all.every((it) => it.readyState >= 2); }"
     )
 
 
-def test_a_cell_opens_its_prompt_alone(open_samples: Any) -> None:
+def test_a_cell_opens_its_prompt_alone_and_a_key_shows_the_keys(open_samples: Any) -> None:
     page = open_samples()
     page.locator("td[data-step='80'][data-scene='1'] video").click()
     until_shown(page, ["shapes/step_00000080/01_s0.mp4"])
     assert {"view=single", "prompt=1", "step=80"} <= set(page.url.partition("?")[2].split("&"))
     page.locator("#samples-all").click()
     page.wait_for_function("() => document.querySelectorAll('.samples-figure').length === 2")
+    page.keyboard.press("?")
+    assert page.locator("#samples-keys-note").is_visible()
 
 
 def test_c_compares_with_the_checkpoint_before(open_samples: Any) -> None:
@@ -258,20 +259,3 @@ def test_a_newer_checkpoint_is_said_while_the_page_is_open(
     add_result(run, "shapes", 80, videos=[square(0, (0, 90, 0))], prompts=["a square"])
     page.locator("#samples-new a").click()
     page.wait_for_selector("#samples-page[data-step='80']")
-
-
-def test_question_mark_shows_the_keys(open_samples: Any) -> None:
-    page = open_samples()
-    page.keyboard.press("?")
-    assert page.locator("#samples-keys-note").is_visible()
-    page.keyboard.press("?")
-    assert page.locator("#samples-keys-note").is_hidden()
-
-
-def test_a_tiny_clip_is_shown_with_sharp_pixels(open_samples: Any) -> None:
-    page = open_samples("?preset=shapes&view=single")
-    shown(page)
-    found = page.locator(".samples-layers .is-current").first.evaluate(
-        "it => [getComputedStyle(it).imageRendering, it.offsetWidth, it.offsetHeight]"
-    )
-    assert found == ["pixelated", 256, 256]
