@@ -9,7 +9,7 @@ from typing import Final
 
 SCRIPTS: Final = ("uPlot.iife.min.js",)
 """Classic scripts that come before the module."""
-STYLES: Final = ("uPlot.min.css", "board.css", "data.css", "nodes.css")
+STYLES: Final = ("uPlot.min.css", "board.css", "samples.css", "data.css", "nodes.css")
 MODULE: Final = "board.js"
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(?P<name>\w+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(async )?function|const|let|class)", re.MULTILINE)

@@ -50,6 +50,9 @@ class Links(Protocol):
     def media(self, run: str, path: str) -> str | None:
         """URL of a file by its path below the run; None: it is not to be had."""
 
+    def poster(self, run: str, path: str) -> str | None:
+        """URL of a video's still by its path below the run; None: it is not to be had."""
+
     def series(self, run: str) -> str:
         """URL of the numbers that plots draw; empty: they are in the page."""
 
@@ -73,6 +76,9 @@ class ServerLinks:
 
     def media(self, run: str, path: str) -> str | None:
         return f"/media/{quote(f'{run}/{path}' if run else path)}"
+
+    def poster(self, run: str, path: str) -> str | None:
+        return f"/poster/{quote(f'{run}/{path}' if run else path)}"
 
     def series(self, run: str) -> str:
         return f"/series/{quote(run)}"

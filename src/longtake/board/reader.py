@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,8 @@ class RunFacts:
     """A sentence for each file that cannot be read."""
     kept: "Keep"
     """Keeps what takes long to compute between pages: see `RunReader.kept`."""
+    neighbours: "Neighbours"
+    """Other runs below the same folder by their names; there are none in a report."""
 
     @property
     def title(self) -> str:
@@ -54,6 +56,9 @@ class RunFacts:
         return int(kept.step[-1]) if len(kept) else 0
 
 
+Neighbours = Callable[[], Mapping[str, RunDirectory]]
+
+
 class Keep(Protocol):
     def __call__(self, what: str, version: Hashable, read: Callable[[], T]) -> T: ...
 
@@ -61,8 +66,8 @@ class Keep(Protocol):
 class RunReader:
     """Reads one run for several threads; facts of files that have not changed are kept."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+    def __init__(self, folder: Path, name: str, neighbours: Neighbours = dict) -> None:
+        self.folder, self.name, self.neighbours = folder, name, neighbours
         self.run = RunDirectory(folder / name)
         self._lock = threading.Lock()
         self._rows: MetricRows | None = None
@@ -125,6 +130,7 @@ class RunReader:
             *(run, self.name, summary, recipe, record, rows, events, marks, hours),
             tuple(problems),
             self.kept,
+            self.neighbours,
         )
 
     def _recipe(self) -> Recipe:

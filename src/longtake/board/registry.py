@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from longtake.board import data_page, nodes_page, overview, plan_page
+from longtake.board import data_page, nodes_page, overview, plan_page, samples_page
 from longtake.board.pages import Links, PageName
 from longtake.board.reader import RunFacts
 
@@ -11,6 +11,7 @@ Render = Callable[[RunFacts, Links, Mapping[str, str]], str]
 
 RENDER: Final[dict[PageName, Render]] = {
     "overview": overview.render_overview,
+    "samples": samples_page.render_samples,
     "data": data_page.render_data,
     "nodes": nodes_page.render_nodes,
     "plan": plan_page.render_plan,

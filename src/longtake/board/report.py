@@ -10,7 +10,7 @@ from typing import Final
 from markupsafe import Markup
 
 from longtake import errors, fsio
-from longtake.board import assets, overview
+from longtake.board import assets, overview, posters
 from longtake.board.files import MEDIA_TYPES, open_below
 from longtake.board.pages import PageName, render
 from longtake.board.reader import RunFacts, RunReader
@@ -60,6 +60,10 @@ class ReportLinks:
         data = self._chosen.get(path)
         return None if data is None else data_url(PurePosixPath(path).suffix, data)
 
+    def poster(self, run: str, path: str) -> str | None:
+        data = posters.poster_bytes(self.run.run.path, path)
+        return None if data is None else f"data:{posters.kind_of(data)};base64,{_base64(data)}"
+
     def series(self, run: str) -> str:
         return ""
 
@@ -72,7 +76,11 @@ class ReportLinks:
 
 def data_url(suffix: str, data: bytes) -> str:
     kind = MEDIA_TYPES[suffix.lower()]
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return f"data:{kind};base64,{_base64(data)}"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def newest_first(facts: RunFacts) -> Iterable[str]:

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -27,7 +28,7 @@ from urllib.parse import quote
 
 import anyio
 import uvicorn
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
@@ -37,13 +38,14 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from longtake import errors, fsio
-from longtake.board import assets, overview, runs_page
+from longtake.board import assets, overview, posters, runs_page
 from longtake.board.files import MEDIA_TYPES, is_folder_below, open_below
 from longtake.board.pages import ServerLinks, render
 from longtake.board.plots import series_payload
 from longtake.board.reader import RunReader
 from longtake.board.registry import RENDER
 from longtake.inspection.run_list import RunSummary, find_runs, list_runs, summarize
+from longtake.run_dir import RunDirectory
 
 DEFAULT_PORT: Final = 8420
 _POLL_SECONDS = 1.0
@@ -52,6 +54,9 @@ _ALIVE_SECONDS = 15.0  # a proxy or a browser may end a connection that says not
 _LIST_SECONDS = 5.0
 _MOST_STREAMS = 64
 _MOST_READERS = 16
+_LISTED_SECONDS = 10.0
+_POSTERS_AT_ONCE = CapacityLimiter(4)
+"""Decoding takes long: with threads of its own, it keeps no page waiting."""
 _GZIPPED_BYTES = 2048
 _STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _POLICY: Final = "; ".join(
@@ -79,6 +84,7 @@ class Board:
         self.links = ServerLinks()
         self._readers: OrderedDict[str, RunReader] = OrderedDict()
         self._lock = Lock()
+        self._listed: tuple[float, list[str]] | None = None
         self.num_streams = 0
         self.stopping = Event()
 
@@ -96,7 +102,8 @@ class Board:
         if name not in self.run_names():
             raise HTTPException(404, f"There is no run {name or '.'} in {self.folder}.")
         with self._lock:
-            found = self._readers.setdefault(name, RunReader(self.folder, name))
+            own = RunReader(self.folder, name, partial(self.other_runs, name))
+            found = self._readers.setdefault(name, own)
             while len(self._readers) > _MOST_READERS:
                 self._readers.popitem(last=False)
             return found
@@ -104,6 +111,14 @@ class Board:
     def run_names(self) -> list[str]:
         """Paths of the runs below the folder; empty: the folder itself."""
         return [self._name(path) for path in find_runs(self.folder)]
+
+    def other_runs(self, name: str) -> dict[str, RunDirectory]:
+        """Runs besides the one of that name, by theirs; looked for again after a while."""
+        now = time.monotonic()
+        if self._listed is None or now - self._listed[0] > _LISTED_SECONDS:
+            self._listed = now, self.run_names()
+        names = (each for each in self._listed[1] if each != name)
+        return {each: RunDirectory(self.folder / each) for each in names}
 
     def _name(self, path: Path) -> str:
         name = path.relative_to(self.folder).as_posix()
@@ -189,6 +204,23 @@ class _FileAnswer(FileResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._file:
             await super().__call__(scope, receive, send)
+
+
+async def show_poster(request: Request) -> Response:
+    """A still of a video below the folder, or a drawn picture that says why there is none."""
+    name, top = request.path_params["path"], _board(request).folder
+    if PurePosixPath(name).suffix.lower() not in MEDIA_TYPES:
+        raise HTTPException(404, "Only stills of videos of runs are served.")
+    try:
+        found = await to_thread.run_sync(posters.still, top, name, limiter=_POSTERS_AT_ONCE)
+    except OSError as error:
+        raise HTTPException(404, f"{name} cannot be shown: {error.strerror}.") from error
+    if found.problem:
+        return Response(found.data, 200, {"cache-control": "no-store"}, found.kind)
+    headers = {"cache-control": "private, max-age=86400", "etag": f'"{found.tag}"'}
+    if request.headers.get("if-none-match") == headers["etag"]:
+        return Response(None, 304, headers)
+    return Response(found.data, 200, headers, found.kind)
 
 
 def show_static(request: Request) -> Response:
@@ -355,6 +387,7 @@ def make_app(
             Route("/run/{page}/{run:text}", show_page),
             Route("/series/{run:text}", show_series),
             Route("/media/{path:text}", show_media),
+            Route("/poster/{path:text}", show_poster),
             Route("/static/{digest}/{name}", show_static),
             Route("/live", stream_runs),
             Route("/live/{run:text}", stream_run),

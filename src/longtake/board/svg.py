@@ -1,6 +1,6 @@
 """Bars and strips as SVG in a page: they need no script, and work in a report too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Final
@@ -74,6 +74,81 @@ def strip(parts: Sequence[Bar], width: int = 640, height: int = 22) -> Markup:
         )
         left += length
     return picture(width, height, "".join(found), "strip")
+
+
+SPARK_PADDING: Final = 4
+
+
+def sparkline(
+    steps: Sequence[int],
+    values: Sequence[float | None],
+    *,
+    band: tuple[float, float] | None = None,
+    marks: Mapping[int, str] | None = None,
+    now: int | None = None,
+    size: tuple[int, int] = (200, 40),
+) -> Markup:
+    """A line through values over steps.
+
+    Args:
+        steps: ascending.
+        values: one for each step; None leaves a gap.
+        band: an expected range, drawn behind the line.
+        marks: text of steps that are marked above the line.
+        now: the step of the upright line; a script may move it.
+        size: width and height.
+    """
+    width, height = size
+    known = [value for value in (*values, *(band or ())) if value is not None]
+    if not known:
+        return picture(width, height, "", "sparkline")
+    (first, last), (low, high) = (steps[0], steps[-1]), (min(known), max(known))
+    room = width - 2 * SPARK_PADDING, height - 2 * SPARK_PADDING
+
+    def at(step: int) -> float:
+        return SPARK_PADDING + room[0] * ((step - first) / (last - first) if last > first else 0.5)
+
+    def up(value: float) -> float:
+        return SPARK_PADDING + room[1] * ((high - value) / (high - low) if high > low else 0.5)
+
+    parts = []
+    if band is not None:
+        top, bottom = up(band[1]), up(band[0])
+        parts.append(
+            f'<rect x="0" y="{top:.1f}" width="{width}" height="{max(1.0, bottom - top):.1f}" '
+            f'class="spark-band"><title>98 % of the training clips</title></rect>'
+        )
+    if now is not None:
+        parts.append(
+            f'<line x1="{at(now):.1f}" x2="{at(now):.1f}" y1="0" y2="{height}" class="spark-now"/>'
+        )
+    for points in _unbroken(steps, values):
+        text_points = " ".join(f"{at(step):.1f},{up(value):.1f}" for step, value in points)
+        parts.append(f'<polyline points="{text_points}" class="spark-line"/>')
+        if len(points) == 1:
+            (step, value) = points[0]
+            parts.append(f'<circle cx="{at(step):.1f}" cy="{up(value):.1f}" r="2" class="fill-1"/>')
+    for step, words in (marks or {}).items():
+        x = at(step)
+        parts.append(
+            f'<path d="M{x - 4:.1f} 0h8l-4 6z" class="fill-warn"><title>step {step:,}: '
+            f"{text(words)}</title></path>"
+        )
+    return picture(width, height, "".join(parts), "sparkline")
+
+
+def _unbroken(
+    steps: Sequence[int], values: Sequence[float | None]
+) -> Iterator[list[tuple[int, float]]]:
+    points: list[tuple[int, float]] = []
+    for step, value in zip(steps, values, strict=True):
+        if value is not None:
+            points.append((step, value))
+        elif points:
+            yield points
+            points = []
+    if points:
+        yield points
 
 
 def _title(bar: Bar) -> str:

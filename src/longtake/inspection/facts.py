@@ -6,7 +6,7 @@ import re
 import shlex
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -337,11 +337,14 @@ def _preset_facts(directory: EvaluationDirectory, preset: str) -> dict[str, Any]
         **({"held_out": newest["held_out"]} if newest and "held_out" in newest else {}),
         "alarms": [alarm["message"] for alarm in alarms if alarm["kind"] == "drift"],
         "unlike": [alarm["measure"] for alarm in alarms if alarm["kind"] == "range"],
-        "failed": _failed(directory, preset, set(steps)),
+        "failed": failed_claims(directory, preset, set(steps)),
     }
 
 
-def _failed(directory: EvaluationDirectory, preset: str, done: set[int]) -> list[dict[str, Any]]:
+def failed_claims(
+    directory: EvaluationDirectory, preset: str, done: Collection[int]
+) -> list[dict[str, Any]]:
+    """Step, reason and number of attempts of what could not be sampled, and was not done since."""
     found = []
     for claim in sorted((directory.path / "claims" / preset).glob("step_*")):
         failed = [each for each in lease.history(claim) if each["ended"] == "failed"]

@@ -6,6 +6,7 @@ import { startCharts } from "./charts.js";
 import { startRuns } from "./runs.js";
 import { startComparison } from "./compare.js";
 import { startDataPage } from "./data.js";
+import { startSamples } from "./samples.js";
 
 startToken();
 startLive();
@@ -14,3 +15,4 @@ startCharts();
 startRuns();
 startComparison();
 startDataPage();
+startSamples();

@@ -1,0 +1,248 @@
+"""Stills of videos: decoded once by a process of their own, as no file is trusted, and kept.
+
+They lie in the user's cache folder, named by path, inode, size and time of what they show.
+"""
+
+import atexit
+import hashlib
+import io
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from PIL import Image
+
+from longtake import errors, fsio
+from longtake.board.files import open_below
+from longtake.board.svg import picture, text
+from longtake.data.clip import Media
+from longtake.data.decode import decoded, opened, read_image, rgb, rotation_of
+from longtake.data.workers import Task, WorkerPool
+from longtake.formatting import first_line
+
+MAX_SIDE: Final = 384
+"""Pixels; larger stills are shrunk."""
+_LOSSLESS_SIDE = 128
+_JPEG_QUALITY = 82
+_SECONDS, _MEMORY_GIB = 10.0, 0.5
+"""What decoding one frame may cost."""
+_MAX_STILLS, _PRUNED_EVERY = 4000, 200
+_MAX_KNOWN_PROBLEMS = 1000
+_IDLE_SECONDS = 30.0
+_MAX_STILL_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Still:
+    """A picture to show in place of a video."""
+
+    data: bytes
+    kind: str  # media type
+    tag: str  # another one for another video
+    problem: str | None = None  # why the video's own frame is not shown
+
+
+def poster_bytes(top: Path, name: str) -> bytes | None:
+    """The first frame of a video below a folder, as PNG or JPEG; None: it cannot be had."""
+    try:
+        found = still(top, name)
+    except OSError:
+        return None
+    return None if found.problem else found.data
+
+
+def still(top: Path, name: str) -> Still:
+    """The first frame of a video below a folder; a drawn picture if it cannot be decoded.
+
+    Raises:
+        OSError: as `open_below`.
+    """
+    with open_below(top, name) as file:
+        status = os.fstat(file.fileno())
+        tag = _tag(top, name, status)
+        if kept := _read_kept(tag):
+            return Still(kept, kind_of(kept), tag)
+        problem = _problems.get(tag)
+        if problem is None:
+            try:
+                data = _decoder.first_frame(file.fileno())
+            except errors.ClipError as error:
+                problem = _problems[tag] = error.reason
+                while len(_problems) > _MAX_KNOWN_PROBLEMS:
+                    _problems.popitem(last=False)
+            except (errors.LongtakeError, OSError, RuntimeError) as error:
+                problem = first_line(error)  # of this machine, not of the file
+            else:
+                with suppress(OSError):
+                    _keep(tag, data)
+                return Still(data, kind_of(data), tag)
+        return Still(drawn(problem), "image/svg+xml", tag, problem)
+
+
+def kind_of(data: bytes) -> str:
+    return "image/png" if data.startswith(b"\x89PNG") else "image/jpeg"
+
+
+def drawn(reason: str) -> bytes:
+    """A picture that says why there is no other."""
+    words, lines = f"No still: {reason}".split(), [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > 30:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word[:30]}".strip()
+    spans = "".join(
+        f'<text x="8" y="{20 + 16 * place}" font-family="sans-serif" font-size="11" fill="#666d77">'
+        f"{text(line)}</text>"
+        for place, line in enumerate(lines[:7])
+    )
+    svg = picture(200, 130, f'<rect width="200" height="130" fill="#8884"/>{spans}', "still")
+    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).encode()
+
+
+# --- Decoding ---------------------------------------------------------------------------------
+
+
+class PosterTask(Task[Path, bytes]):
+    """Decodes the first frame of a file, and encodes it as a small picture."""
+
+    doing = "decoding a still"
+    silence_seconds = _SECONDS
+    memory_gib = _MEMORY_GIB
+
+    def do(self, item: Path, progress: Callable[[], object]) -> bytes:
+        return _as_picture(_first_frame(Media(str(item))))
+
+    def lost(self, item: Path, reason: str) -> bytes:
+        raise errors.ClipError(str(item), reason)
+
+
+def _first_frame(media: Media) -> Image.Image:
+    with media.file.open("rb") as file:
+        start = file.read(8)
+    if start.startswith((b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF")):
+        return Image.fromarray(read_image(media))
+    with opened(media) as (container, stream):
+        for frame in decoded(media, container, stream):
+            turned = rotation_of(media, frame)
+            return Image.fromarray(rgb(frame)).rotate(turned, expand=True)
+    raise errors.ClipError(str(media), "it has no frame")
+
+
+def _as_picture(image: Image.Image) -> bytes:
+    is_small = max(image.size) <= _LOSSLESS_SIDE
+    image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.BICUBIC)
+    found = io.BytesIO()
+    if is_small:
+        image.save(found, "PNG")
+    else:
+        image.save(found, "JPEG", quality=_JPEG_QUALITY)
+    return found.getvalue()
+
+
+class _Decoder:
+    """One process that decodes, which ends when it has had nothing to do for a while."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: WorkerPool[Path, bytes] | None = None
+        self._num_waiting = 0
+        self._timer: threading.Timer | None = None
+
+    def first_frame(self, descriptor: int) -> bytes:
+        """Of an open file: what is decoded is what was opened, whatever is renamed meanwhile.
+
+        Raises:
+            ClipError: it cannot be decoded within the limits.
+            DataError: no process can be started.
+        """
+        with self._lock:
+            if self._timer:
+                self._timer.cancel()
+            if self._pool is None:
+                self._pool = WorkerPool(PosterTask(), 1)
+            self._num_waiting += 1
+            pool = self._pool
+        try:
+            item = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+            found: bytes = pool.submit(item).result()
+        except errors.DataError:
+            self._close(pool)
+            raise
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                if not self._num_waiting:
+                    self._timer = threading.Timer(_IDLE_SECONDS, self._close_idle)
+                    self._timer.daemon = True
+                    self._timer.start()
+        return found
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            if self._num_waiting or self._pool is None:
+                return
+            pool, self._pool = self._pool, None
+        pool.close()
+
+    def _close(self, pool: WorkerPool[Path, bytes]) -> None:
+        with self._lock:
+            if self._pool is pool:
+                self._pool = None
+        pool.close()
+
+    def close(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        if self._pool:
+            self._close(self._pool)
+
+
+_decoder: Final = _Decoder()
+_problems: Final[OrderedDict[str, str]] = OrderedDict()
+atexit.register(_decoder.close)
+
+
+# --- The cache --------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    top = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake" / "posters"
+
+
+def _tag(top: Path, name: str, status: os.stat_result) -> str:
+    parts = (top.resolve(), name, status.st_ino, status.st_size, status.st_mtime_ns)
+    return hashlib.sha256("\0".join(map(str, parts)).encode(errors="replace")).hexdigest()[:32]
+
+
+def _read_kept(tag: str) -> bytes | None:
+    with suppress(OSError, RuntimeError):
+        descriptor = os.open(cache_folder() / tag, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+                found = file.read(_MAX_STILL_BYTES)
+                return found if found.startswith((b"\x89PNG", b"\xff\xd8")) else None
+    return None
+
+
+_keeps = count()
+
+
+def _keep(tag: str, data: bytes) -> None:
+    folder = cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with fsio.atomic_write(folder / tag, by_many=True) as partial:
+        partial.write_bytes(data)
+    if next(_keeps) % _PRUNED_EVERY == 0:
+        with os.scandir(folder) as entries:
+            by_age = sorted((each.stat().st_mtime, each.path) for each in entries)
+        for _, path in by_age[:-_MAX_STILLS]:
+            Path(path).unlink(missing_ok=True)

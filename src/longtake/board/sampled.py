@@ -1,0 +1,311 @@
+"""What was sampled of a run: its presets, and of each the results of checkpoints.
+
+A result that was read is kept until its scores.json changes. Of a result whose scores.json is gone
+or damaged, the videos are known by their names alone.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import PurePosixPath
+from typing import Any, Final, TypeVar
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from longtake import errors, fsio
+from longtake.board.files import open_below
+from longtake.board.reader import Keep
+from longtake.evaluation.compare import Scene, files_by_scene
+from longtake.evaluation_dir import SCORES, Alarm, EvaluationDirectory, Scores
+from longtake.formatting import natural_key
+from longtake.inspection.facts import failed_claims
+from longtake.run_dir import RunDirectory
+
+MOST_STEPS: Final = 2000
+MOST_SCENES: Final = 96
+_MOST_RECORD_BYTES = 2**24
+_NOT_PRESETS = ("claims", "servers")
+_STEP = re.compile(r"step_(\d{8,15})")
+_FILE = re.compile(r"(\d{1,6})_s(-?\d{1,20})\.(mp4|png)")
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class _Spread(TypedDict):
+    low: fsio.Finite
+    median: fsio.Finite
+    high: fsio.Finite
+
+
+class ReferenceRanges(TypedDict):
+    """What is used of reference.json."""
+
+    num_clips: fsio.Count
+    measures: dict[str, _Spread]
+
+
+_REFERENCE: Final = TypeAdapter(ReferenceRanges)
+NO_REFERENCE: Final = ReferenceRanges(num_clips=0, measures={})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was sampled of one checkpoint."""
+
+    preset: str
+    step: int
+    files: Mapping[Scene, str]
+    """Names in the result's folder."""
+    weights: str = ""
+    """`model`, or `ema/` and the name of a profile; empty: not known."""
+    time: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """Means over the videos."""
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    """Loss by sigma, and their `mean`."""
+    alarms: Sequence[Alarm] = ()
+    is_whole: bool = True
+    """False: its scores.json cannot be read."""
+
+
+@dataclass(frozen=True)
+class SampledPreset:
+    """A preset's results."""
+
+    run: RunDirectory
+    name: str
+    results: tuple[Result, ...]
+    """By ascending steps."""
+    scenes: tuple[Scene, ...]
+    reference: ReferenceRanges
+    failed: Sequence[Mapping[str, Any]]
+    """`step`, `reason` and `attempts` of what could not be sampled."""
+    problems: tuple[str, ...]
+
+    @property
+    def steps(self) -> list[int]:
+        return [each.step for each in self.results]
+
+    @property
+    def newest(self) -> Result:
+        """The newest result with scores.json, or the newest."""
+        whole = [each for each in self.results if each.is_whole]
+        return (whole or self.results)[-1]
+
+    @property
+    def weights(self) -> str:
+        return self.newest.weights
+
+    def result(self, step: int) -> Result | None:
+        return next((each for each in self.results if each.step == step), None)
+
+    def folder(self, step: int) -> str:
+        """From the run to a result."""
+        return f"evaluations/{self.name}/step_{step:08d}"
+
+    def files_there(self, step: int) -> set[str]:
+        """Names of what a result's folder has; links are left out."""
+        path = EvaluationDirectory(self.run).result_path(self.name, step)
+        with suppress(OSError), os.scandir(path) as entries:
+            return {each.name for each in entries if each.is_file(follow_symlinks=False)}
+        return set()
+
+    def setting(self, name: str) -> float | None:
+        """A number of the newest settings; None: it is none, or not positive."""
+        value = self.newest.settings.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return value if 0 < value < 1e6 else None
+
+
+def preset_names(run: RunDirectory) -> list[str]:
+    """Presets that have results, or claims."""
+    path = run.path / "evaluations"
+    with_claims = set(_folders(path / "claims"))
+    names = [name for name in _folders(path) if name not in _NOT_PRESETS]
+    sampled = {name for name in names if next(_steps(run, name), None) is not None}
+    return sorted(sampled | with_claims, key=natural_key)
+
+
+def has_results(run: RunDirectory, preset: str) -> bool:
+    is_name = fsio.is_file_name(preset) and preset not in _NOT_PRESETS
+    return is_name and next(_steps(run, preset), None) is not None
+
+
+def read_preset(run: RunDirectory, name: str, kept: Keep) -> SampledPreset:
+    """The results of a preset; what cannot be read is left out, and `problems` says why."""
+    problems, results = list[str](), list[Result]()
+    steps = sorted(_steps(run, name))
+    if len(steps) > MOST_STEPS:
+        problems.append(f"The newest {MOST_STEPS:,} of {len(steps):,} sampled checkpoints.")
+    loose = []
+    for step in steps[-MOST_STEPS:]:
+        found = _read_result(run, name, step, kept)
+        if isinstance(found, Result):
+            results.append(found)
+        else:
+            loose.append(step)
+            problems.append(f"Step {step:,} of {name} has no measures: {found}")
+    scenes = _all_scenes(results)
+    results += [_loose_result(run, name, step, results) for step in loose]
+    results = [each for each in results if each.files]
+    scenes = list(dict.fromkeys((*scenes, *_all_scenes(results))))
+    if len(scenes) > MOST_SCENES:
+        problems.append(f"The first {MOST_SCENES} of {len(scenes):,} prompts and seeds.")
+    return SampledPreset(
+        run,
+        name,
+        tuple(sorted(results, key=lambda each: each.step)),
+        tuple(scenes[:MOST_SCENES]),
+        _reference(run, name, kept),
+        _failed(run, name, {each.step for each in results}, kept),
+        tuple(problems),
+    )
+
+
+def _folders(path: os.PathLike[str]) -> list[str]:
+    with suppress(OSError), os.scandir(path) as entries:
+        names = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+        return [each for each in names if _is_text(each)]
+    return []
+
+
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def _steps(run: RunDirectory, preset: str) -> Iterator[int]:
+    for name in _folders(run.path / "evaluations" / preset):
+        found = _STEP.fullmatch(name)
+        if found and name == f"step_{int(found[1]):08d}":
+            yield int(found[1])
+
+
+def _read(run: RunDirectory, name: str, kind: fsio.Kind[R], use: Callable[[R], T], kept: Keep) -> T:
+    """What `use` makes of a record, read again where the file has changed; follows no link.
+
+    Raises:
+        RecordError: it is no such record.
+        OSError: it cannot be read.
+    """
+    with open_below(run.path, name) as file:
+        status = os.fstat(file.fileno())
+        if status.st_size > _MOST_RECORD_BYTES:
+            raise errors.RecordError(run.path / name, "it is too large")
+
+        def read() -> T | errors.RecordError:
+            try:
+                return use(fsio.parse_record(file.read(), kind, run.path / name))
+            except errors.RecordError as error:
+                return error
+
+        version = (status.st_ino, status.st_size, status.st_mtime_ns)
+        found = kept(f"{run.path}/{name}", version, read)
+    if isinstance(found, errors.RecordError):
+        raise found
+    return found
+
+
+def _read_result(run: RunDirectory, preset: str, step: int, kept: Keep) -> Result | str:
+    """The result, or a sentence that says why there is none."""
+    name = f"evaluations/{preset}/step_{step:08d}/scores.json"
+    try:
+        found = _read(run, name, SCORES, _as_result, kept)
+    except OSError as error:
+        return f"scores.json cannot be read ({error.strerror})."
+    except errors.RecordError as error:
+        return " ".join(str(error).split())
+    if (found.preset, found.step) != (preset, step):
+        return "its scores.json is of another result."
+    return found
+
+
+def _as_result(scores: Scores) -> Result:
+    return Result(
+        scores["preset"],
+        scores["step"],
+        files_by_scene(scores),
+        scores["weights"],
+        scores["time"],
+        scores["settings"],
+        _finite(scores["measures"]),
+        _finite(scores.get("held_out", {})),
+        tuple(scores["alarms"]),
+    )
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _all_scenes(results: Sequence[Result]) -> list[Scene]:
+    """The newest result's first, in their order."""
+    return list(dict.fromkeys(scene for each in reversed(results) for scene in each.files))
+
+
+def _loose_result(run: RunDirectory, preset: str, step: int, others: Sequence[Result]) -> Result:
+    """A result by the names of its files; prompts are those of other results, or of the preset."""
+    known = {file: scene for each in others for scene, file in each.files.items()}
+    record = _preset_record(run, preset)
+    folder = SampledPreset(run, preset, (), (), NO_REFERENCE, (), ())
+    found = {}
+    for file in sorted(folder.files_there(step)):
+        if parts := _FILE.fullmatch(file):
+            prompts, number = record.get("prompts"), int(parts[1])
+            prompt = file
+            if isinstance(prompts, list) and number < len(prompts):
+                prompt = str(prompts[number])
+            found[known.get(file) or Scene(prompt, int(parts[2]))] = file
+    return Result(preset, step, found, is_whole=False)
+
+
+def _preset_record(run: RunDirectory, preset: str) -> dict[str, Any]:
+    name = f"evaluations/{preset}/preset.json"
+    with suppress(OSError, errors.RecordError), open_below(run.path, name) as file:
+        return fsio.parse_record(file.read(_MOST_RECORD_BYTES), dict[str, Any], run.path / name)
+    return {}
+
+
+def _reference(run: RunDirectory, preset: str, kept: Keep) -> ReferenceRanges:
+    with suppress(OSError, errors.RecordError):
+        name = f"evaluations/{preset}/reference.json"
+        return _read(run, name, _REFERENCE, lambda found: found, kept)
+    return NO_REFERENCE
+
+
+def _failed(
+    run: RunDirectory, preset: str, done: Collection[int], kept: Keep
+) -> Sequence[Mapping[str, Any]]:
+    folder = EvaluationDirectory(run).path / "claims" / preset
+    version = list[Hashable]([len(done)])
+    with suppress(OSError), os.scandir(folder) as entries:
+        for each in entries:
+            if each.is_symlink():
+                return ()
+            version.append((each.name, each.stat().st_mtime_ns))
+
+    def read() -> Sequence[Mapping[str, Any]]:
+        with suppress(OSError, ValueError, errors.LongtakeError):
+            return failed_claims(EvaluationDirectory(run), preset, done)
+        return ()
+
+    return kept(f"{run.path}/claims/{preset}", tuple(version), read)
+
+
+@cache
+def units() -> Mapping[str, str]:
+    """Of the measures that longtake has itself."""
+    from longtake.evaluation.measures import MEASURES  # scipy takes long to import
+
+    return {name: known.unit for name, known in MEASURES.items()}
+
+
+def is_video(file: str) -> bool:
+    return PurePosixPath(file).suffix.lower() == ".mp4"

@@ -1,0 +1,471 @@
+"""The page of a run's samples: prompts down, checkpoints across, one checkpoint, or two compared.
+
+The grid, the measures and what scripts need are in the HTML; other views are made by samples.js.
+"""
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from markupsafe import Markup
+
+from longtake import process
+from longtake.board import svg
+from longtake.board.overview import status_of
+from longtake.board.pages import Links, render, rounded
+from longtake.board.reader import RunFacts, links_of
+from longtake.board.sampled import (
+    Result,
+    SampledPreset,
+    has_results,
+    is_video,
+    preset_names,
+    read_preset,
+    units,
+)
+from longtake.config import Recipe
+from longtake.evaluation.compare import Scene
+from longtake.formatting import natural_key
+from longtake.run_dir import RunDirectory
+
+COLUMNS: Final = 6
+"""Checkpoints across, unless the query says otherwise: what a browser decodes at once."""
+COLUMNS_OF_TINY: Final = 12
+COLUMN_CHOICES: Final = (4, 6, 8, 12, 24)
+VIEWS: Final = ("grid", "single", "compare")
+MODES: Final = ("side", "swipe", "difference")
+TINY_SIDE: Final = 128
+"""Pixels of the longer side, below which clips are enlarged by whole factors, never blurred."""
+_CELL_SIDE = 96
+_MOST_OFFERED = 200
+_MOST_PROMPT = 2000
+_EARLIER: Final = {"before": "the checkpoint before", "first": "the first checkpoint"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A prompt and seed at a checkpoint; `url` is None where there is no file."""
+
+    step: int
+    scene: int
+    url: str | None
+    poster: str | None
+    is_video: bool
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measure over the checkpoints."""
+
+    name: str
+    unit: str
+    values: list[float | None]
+    """One for each checkpoint."""
+    band: tuple[float, float] | None
+    marks: dict[int, str]
+    picture: Markup
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the query asks for, as far as there is that."""
+
+    preset: str
+    step: int
+    view: str
+    mode: str
+    against: str
+    columns: int
+    prompt: int | None
+    notes: tuple[str, ...] = ()
+
+
+def render_samples(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
+    """The page's HTML.
+
+    Args:
+        facts: of the run.
+        links: how the page refers to others.
+        query: `preset`, `step`, `view` (grid, single or compare), `with` (what the step is compared
+            with: `preset:NAME`, `run:NAME`, `before` or `first`), `mode` (side, swipe or
+            difference), `prompt` (a number, from 0) and `columns`.
+    """
+    run, path = facts.run, shlex.quote(str(facts.run.path))
+    is_safe = next(links_of(run), None) is None
+    names = preset_names(run) if is_safe else []
+    status = status_of(facts)
+    common: dict[str, Any] = {"page": "samples", "facts": facts, "status": status}
+    presets = {name: read_preset(run, name, facts.kept) for name in names}
+    failed = [(name, each) for name, preset in presets.items() for each in preset.failed]
+    common |= {"failed": failed, "command": f"{process.command()} evaluate {path}"}
+    sampled = [each for each in presets.values() if each.results]
+    if not sampled:
+        return render("samples.html", links, **common, sampled=None)
+    preset = _chosen_preset(sampled, query)
+    choice = _choice(preset, query)
+    shown = columns(preset.steps, choice.step, choice.columns)
+    measured = measures_of(preset, choice.step)
+    payload = _payload(facts, links, preset, choice, shown, measured)
+    return render(
+        "samples.html",
+        links,
+        **common,
+        sampled=preset,
+        presets=sampled,
+        choice=choice,
+        notes=[*choice.notes, *preset.problems],
+        columns=shown,
+        column_choices=sorted({*COLUMN_CHOICES, choice.columns}),
+        rows=[_row(facts, links, preset, number, shown) for number in range(len(preset.scenes))],
+        cell_size=cell_size(preset.setting("height"), preset.setting("width"), _CELL_SIDE),
+        is_tiny=_is_tiny(preset),
+        measures=measured,
+        index=preset.steps.index(choice.step),
+        places=[preset.steps.index(step) for step in shown],
+        result=preset.result(choice.step),
+        offered=_offered(facts, presets, preset) if links.series(facts.name) else _earlier(preset),
+        earlier=_EARLIER,
+        payload=payload,
+        modes=MODES,
+        views=VIEWS,
+    )
+
+
+def _chosen_preset(sampled: Sequence[SampledPreset], query: Mapping[str, str]) -> SampledPreset:
+    """The one of the query; else the one with the query's step that was sampled last."""
+    step = _number(query.get("step"))
+    return max(
+        sampled,
+        key=lambda each: (each.name == query.get("preset"), step in each.steps, each.steps[-1]),
+    )
+
+
+def _number(text: str | None) -> int | None:
+    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) <= 15
+    return int(text) if is_number and text else None
+
+
+def _choice(preset: SampledPreset, query: Mapping[str, str]) -> Choice:
+    notes, asked = [], query.get("preset")
+    if asked and asked != preset.name:
+        notes.append(f"There is no sample of a preset {asked[:200]}; this is {preset.name}.")
+    wanted = _number(query.get("step"))
+    step = preset.steps[-1]
+    if wanted is not None:
+        step = min(preset.steps, key=lambda each: (abs(each - wanted), each))
+        if step != wanted:
+            notes.append(f"Step {wanted:,} was not sampled; the nearest is {step:,}.")
+    prompt, count = _number(query.get("prompt")), _number(query.get("columns"))
+    usual = COLUMNS_OF_TINY if _is_tiny(preset) else COLUMNS
+    return Choice(
+        preset.name,
+        step,
+        _one_of(VIEWS, query.get("view")),
+        _one_of(MODES, query.get("mode")),
+        query.get("with", "")[:1000],
+        min(max(count or usual, 3), max(COLUMN_CHOICES)),
+        prompt if prompt is not None and prompt < len(preset.scenes) else None,
+        tuple(notes),
+    )
+
+
+def _one_of(known: Sequence[str], wanted: str | None) -> str:
+    return wanted if wanted is not None and wanted in known else known[0]
+
+
+def columns(steps: Sequence[int], chosen: int, count: int) -> list[int]:
+    """At most `count` steps: the first, the chosen, the newest, and others evenly between."""
+    if len(steps) <= count:
+        return list(steps)
+    places = {round(place * (len(steps) - 1) / (count - 1)) for place in range(count)}
+    wanted = steps.index(chosen)
+    if wanted not in places:
+        inner = places - {0, len(steps) - 1}
+        places -= {min(inner, key=lambda place: abs(place - wanted))} if inner else set()
+        places.add(wanted)
+    return [steps[place] for place in sorted(places)]
+
+
+# --- The grid ---------------------------------------------------------------------------------
+
+
+def _row(
+    facts: RunFacts, links: Links, preset: SampledPreset, number: int, steps: Iterable[int]
+) -> dict[str, Any]:
+    scene = preset.scenes[number]
+    cells = [_cell(facts, links, preset, number, step) for step in steps]
+    return {
+        "number": number,
+        "prompt": _shown_prompt(scene),
+        "seed": scene.seed,
+        "pictures": _pictures(facts, links, preset, scene),
+        "cells": cells,
+    }
+
+
+def _cell(facts: RunFacts, links: Links, preset: SampledPreset, number: int, step: int) -> Cell:
+    result = preset.result(step)
+    file = result.files.get(preset.scenes[number]) if result else None
+    if file is None:
+        return Cell(step, number, None, None, False, "not sampled")
+    path, there = f"{preset.folder(step)}/{file}", _files_there(facts, preset, step)
+    if file not in there:
+        return Cell(step, number, None, None, is_video(file), f"{file} is gone")
+    url = links.media(facts.name, path)
+    poster = links.poster(facts.name, path) if is_video(file) else None
+    what = "only a still, as" if poster else "left out, as"
+    missing = "" if url else f"{what} this page would be too large"
+    return Cell(step, number, url, poster, is_video(file), missing)
+
+
+def _files_there(facts: RunFacts, preset: SampledPreset, step: int) -> set[str]:
+    path, version = preset.run.path / preset.folder(step), None
+    with suppress(OSError):
+        version = path.stat().st_mtime_ns
+    return facts.kept(f"{path}:files", version, lambda: preset.files_there(step))
+
+
+def _pictures(
+    facts: RunFacts, links: Links, preset: SampledPreset, scene: Scene
+) -> list[dict[str, str]]:
+    """Copies of the inputs that a prompt was sampled with."""
+    number = next(
+        (file.partition("_")[0] for each in preset.results for file in _file_of(each, scene)), ""
+    )
+    found = []
+    for name, _ in scene.pictures if number.isdecimal() else ():
+        path = f"evaluations/{preset.name}/pictures/{int(number):02d}_{name}.png"
+        is_there = "/" not in name and (preset.run.path / path).is_file()
+        if is_there and (url := links.media(facts.name, path)):
+            found.append({"name": name, "url": url})
+    return found
+
+
+def _file_of(result: Result, scene: Scene) -> list[str]:
+    file = result.files.get(scene)
+    return [file] if file else []
+
+
+def _shown_prompt(scene: Scene) -> str:
+    return scene.prompt if len(scene.prompt) <= _MOST_PROMPT else f"{scene.prompt[:_MOST_PROMPT]}…"
+
+
+def _is_tiny(preset: SampledPreset) -> bool:
+    sides = preset.setting("height"), preset.setting("width")
+    return all(side is not None and side < TINY_SIDE for side in sides)
+
+
+def cell_size(height: float | None, width: float | None, side: int) -> tuple[int, int] | None:
+    """Width and height in pixels; a tiny clip's are a multiple of its own. None: not known."""
+    if height is None or width is None:
+        return None
+    longer = max(height, width)
+    factor = max(1, side // longer) if longer < TINY_SIDE else 1.5 * side / longer
+    return max(1, round(width * factor)), max(1, round(height * factor))
+
+
+# --- Measures ---------------------------------------------------------------------------------
+
+
+def measures_of(preset: SampledPreset, now: int) -> list[Measured]:
+    """The means of all measures, then the loss on held-out clips, over the checkpoints."""
+    results = [each for each in preset.results if each.is_whole]
+    names = dict.fromkeys(name for each in reversed(results) for name in each.measures)
+    losses = dict.fromkeys(name for each in results for name in each.held_out)
+    by_sigma = sorted((name for name in losses if name != "mean"), key=natural_key)
+    found = [_measured(preset, name, now) for name in names]
+    for name in [*(["mean"] if "mean" in losses else []), *by_sigma]:
+        title = "held-out loss" if name == "mean" else f"held-out loss, sigma {name}"
+        values = [each.held_out.get(name) for each in preset.results]
+        drawing = svg.sparkline(preset.steps, values, now=now)
+        found.append(Measured(title, "", _rounded(values), None, {}, drawing))
+    return found
+
+
+def _measured(preset: SampledPreset, name: str, now: int) -> Measured:
+    values = [each.measures.get(name) for each in preset.results]
+    spread = preset.reference["measures"].get(name)
+    band = (spread["low"], spread["high"]) if spread and spread["low"] <= spread["high"] else None
+    marks = {
+        each.step: alarm["message"]
+        for each in preset.results
+        for alarm in each.alarms
+        if alarm["measure"] == name and alarm["kind"] == "drift"
+    }
+    drawing = svg.sparkline(preset.steps, values, band=band, marks=marks, now=now)
+    return Measured(name, units().get(name, ""), _rounded(values), band, marks, drawing)
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return rounded((float("nan") if value is None else value for value in values), digits=5)
+
+
+# --- What is compared -------------------------------------------------------------------------
+
+
+def _earlier(preset: SampledPreset) -> list[tuple[str, str]]:
+    return list(_EARLIER.items()) if len(preset.steps) > 1 else []
+
+
+def _offered(
+    facts: RunFacts, presets: Mapping[str, SampledPreset], preset: SampledPreset
+) -> list[tuple[str, str]]:
+    """What `with` may be, and how it is called."""
+    scenes = set(preset.scenes)
+    alike = [
+        (f"preset:{name}", f"{name} ({each.weights or 'weights not known'})")
+        for name, each in presets.items()
+        if name != preset.name and scenes & set(each.scenes)
+    ]
+    runs = [
+        (f"run:{name}", f"run {name or '.'}")
+        for name, run in _runs_with(facts, preset.name).items()
+    ]
+    return [*_earlier(preset), *alike, *runs[:_MOST_OFFERED]]
+
+
+def _runs_with(facts: RunFacts, preset: str) -> Mapping[str, RunDirectory]:
+    """Other runs that have results of a preset."""
+    return {
+        name: run
+        for name, run in facts.neighbours().items()
+        if has_results(run, preset) and next(links_of(run), None) is None
+    }
+
+
+def _other(
+    facts: RunFacts, preset: SampledPreset, against: str
+) -> tuple[str, SampledPreset] | None:
+    """The name of the run and the preset that `with` means; None: it is of the preset itself."""
+    kind, _, name = against.partition(":")
+    if not name:  # a name without its kind: of a run, or of weights
+        kind, name = "run" if against in facts.neighbours() else "preset", against
+    if kind == "run":
+        run = _runs_with(facts, preset.name).get(name)
+        return None if run is None else (name, read_preset(run, preset.name, facts.kept))
+    for each in preset_names(facts.run):
+        if each != preset.name and has_results(facts.run, each):
+            found = read_preset(facts.run, each, facts.kept)
+            if name in (each, found.weights) and set(found.scenes) & set(preset.scenes):
+                return facts.name, found
+    return None
+
+
+# --- What the script needs --------------------------------------------------------------------
+
+
+def _payload(
+    facts: RunFacts,
+    links: Links,
+    preset: SampledPreset,
+    choice: Choice,
+    shown: list[int],
+    measured: Sequence[Measured],
+) -> dict[str, Any]:
+    other = _other(facts, preset, choice.against) if choice.against else None
+    return {
+        **_videos(facts.name, links, preset, preset.scenes),
+        "columns": shown,
+        "measures": [{"name": each.name, "values": each.values} for each in measured],
+        "alarms": [[alarm["message"] for alarm in each.alarms] for each in preset.results],
+        "command": _command(facts, preset),
+        "choice": asdict(choice),
+        "other": other and _other_videos(links, preset, *other),
+        "sample": facts.summary.sample,
+    }
+
+
+def _other_videos(
+    links: Links, preset: SampledPreset, name: str, other: SampledPreset
+) -> dict[str, Any]:
+    title = f"{name or other.run.path.name}, {other.name}"
+    return {"title": title, **_videos(name, links, other, preset.scenes)}
+
+
+def _videos(
+    run: str, links: Links, preset: SampledPreset, scenes: Sequence[Scene]
+) -> dict[str, Any]:
+    """Files of all checkpoints in the order of the scenes; sets of names that are equal once."""
+    sets: dict[tuple[str | None, ...], int] = {}
+    steps, can_load = [], bool(links.series(run))
+    for each in preset.results:
+        files = tuple(each.files.get(scene) for scene in scenes)
+        folder = preset.folder(each.step)
+        steps.append(
+            {
+                "step": each.step,
+                "set": sets.setdefault(files, len(sets)),
+                "media": links.media(run, folder) if can_load else None,
+                "poster": links.poster(run, folder) if can_load else None,
+            }
+        )
+    return {
+        "run": run,
+        "preset": preset.name,
+        "weights": preset.weights,
+        "fps": preset.setting("fps") or 8,
+        "frames": int(preset.setting("num_frames") or 0),
+        "width": int(preset.setting("width") or 0),
+        "height": int(preset.setting("height") or 0),
+        "scenes": [{"prompt": _shown_prompt(each), "seed": each.seed} for each in scenes],
+        "steps": steps,
+        "sets": [list(files) for files in sets],
+    }
+
+
+def _checkpoints(run: RunDirectory) -> list[int]:
+    with suppress(OSError):
+        return run.checkpoint_folders()
+    return []
+
+
+def _command(facts: RunFacts, preset: SampledPreset) -> dict[str, Any]:
+    """Parts of the command that samples a video again; a step and a file's name stand between."""
+    run = shlex.quote(str(facts.run.path))
+    prompts = [
+        f"--prompt {shlex.quote(scene.prompt)} --seed {scene.seed}"
+        + "".join(f" --conditioning {shlex.quote(f'{name}=FILE')}" for name, _ in scene.pictures)
+        for scene in preset.scenes
+    ]
+    return {
+        "before": f"{process.command()} sample {run}",
+        "options": " ".join(sample_options(preset.newest.settings, preset.weights, facts.recipe)),
+        "prompts": prompts,
+        "checkpoints": _checkpoints(facts.run),
+    }
+
+
+def sample_options(settings: Mapping[str, Any], weights: str, recipe: Recipe | None) -> list[str]:
+    """Options of `longtake sample` for settings that are not those of the recipe."""
+    usual: dict[str, Any] = {}
+    if recipe is not None:
+        usual = recipe.sampling.model_dump(mode="json")
+        usual |= recipe.data.buckets[0].model_dump(include={"num_frames", "height", "width"})
+    names = {
+        "solver": "solver",
+        "num_inference_steps": "steps",
+        "guidance_scale": "guidance",
+        "guidance_scale_2": "guidance-2",
+        "shift": "shift",
+        "num_frames": "frames",
+        "height": "height",
+        "width": "width",
+        "fps": "fps",
+        "negative_prompt": "negative",
+        "other_expert": "other-expert",
+    }
+    options = [
+        f"--{option} {shlex.quote(str(value))}"
+        for name, option in names.items()
+        if isinstance(value := settings.get(name), int | float | str) and value != usual.get(name)
+    ]
+    kept = recipe.ema.sampled() if recipe is not None else None
+    if weights == "model" and (recipe is None or kept):
+        options.append("--no-ema")
+    profile = weights.removeprefix("ema/")
+    if weights.startswith("ema/") and profile != kept:
+        options.append(f"--profile {shlex.quote(profile)}")
+    return options
