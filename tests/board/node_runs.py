@@ -3,13 +3,13 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from longtake import config
-from longtake.node_dir import NodeDirectory
+from longtake.node_dir import NodeDirectory, diagnosis_path
 from longtake.run_dir import RunDirectory
 
 
@@ -104,4 +104,87 @@ def beat_of(ranks: range, health: Mapping[str, float]) -> dict[str, Any]:
         "health": dict(health),
         "ended": False,
         "stall": "",
+    }
+
+
+def add_stall(
+    run: RunDirectory,
+    nodes: Sequence[NodeDirectory],
+    cause: int,
+    *,
+    token: str = "stall_x_1_0",  # noqa: S107 - a name
+    time: str = "2026-03-01T12:00:00+00:00",
+    function: str = "asleep",
+    sentence: str = "It hangs.",
+) -> str:
+    """A stall that the rank of one node caused, with a dump of each node; returns its token."""
+    for number, node in enumerate(nodes):
+        own = _call(function, "/own/model.py", 54)
+        waiting = _call("all_reduce", "/x/site-packages/torch/distributed/c10d.py", 9)
+        frames = [own if number == cause else waiting, _call("train", "/own/train.py", 7)]
+        node.dump_path(token).parent.mkdir(parents=True, exist_ok=True)
+        node.dump_path(token).write_text(json.dumps(_dump(node.host, token, number, frames)))
+    path = diagnosis_path(run, token)
+    path.parent.mkdir(exist_ok=True)
+    suspect = {"host": nodes[cause].host, "pid": 100 + cause, "role": "rank", "rank": cause}
+    suspect |= {"function": function, "file": "/own/model.py", "line": 54}
+    waiting_ranks = [each for each in range(len(nodes)) if each != cause]
+    record = {
+        "token": token,
+        "time": time,
+        "kind": "stuck",
+        "step": 23,
+        "phase": "forward",
+        "seconds": 6.2,
+        "limit": 6.0,
+        "suspects": [suspect],
+        "waiting": [{"doing": "a collective", "ranks": waiting_ranks, "host_count": 1}],
+        "silent_nodes": [],
+        "sentence": sentence,
+    }
+    path.write_text(json.dumps(record))
+    return token
+
+
+def _call(function: str, file: str, line: int) -> dict[str, Any]:
+    return {"function": function, "file": file, "line": line}
+
+
+def _dump(host: str, token: str, rank: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    pulse = {
+        "role": "rank",
+        "pid": 100 + rank,
+        "rank": rank,
+        "step": 23,
+        "steps_done": 23,
+        "phase": "forward",
+        "seconds": 6.0,
+        "detail": "",
+        "path_of_clip": "",
+    }
+    saver = {
+        "name": "saver",
+        "frames": [_call("_worker", "/usr/lib/python3.11/concurrent/futures/thread.py", 81)],
+    }
+    process = {
+        "pid": 100 + rank,
+        "ppid": 1,
+        "role": "rank",
+        "rank": rank,
+        "command": "python",
+        "state": "S",
+        "cpu_seconds": 1.0,
+        "method": "py-spy",
+        "raw": "",
+        "heartbeat": pulse,
+        "threads": [{"name": "MainThread", "frames": frames}, saver],
+    }
+    return {
+        "token": token,
+        "time": "2026-03-01T12:00:00+00:00",
+        "host": host,
+        "reason": "stall",
+        "launch": "x",
+        "rounds": [{"seconds": 0.0, "processes": [process]}],
+        "missing": [],
     }

@@ -53,7 +53,7 @@ class Axes:
 
 
 def line_plot(lines: Sequence[Line], axes: Axes, bands: Sequence[Band] = ()) -> Markup | None:
-    """The plot, with the least and the greatest number of each pixel; None: there are no numbers.
+    """The plot, with the least and the greatest number of each pixel; None: there is no line.
 
     A spike of one number is drawn however many numbers share its pixel.
     """
@@ -62,7 +62,7 @@ def line_plot(lines: Sequence[Line], axes: Axes, bands: Sequence[Band] = ()) -> 
     ys += [each.low for each in bands] + [each.high for each in bands]
     x, y = np.concatenate([*xs, np.empty(0)]), np.concatenate([*ys, np.empty(0)])
     y = y[np.isfinite(y)]
-    if not len(x) or not len(y):
+    if not len(y) or x.min() == x.max():
         return None
     space = _Space.around(x, y, axes)
     parts = [*_grid(space, axes)]
@@ -92,7 +92,7 @@ class _Space:
         room = max(0.05 * (high - low), _LEAST_SPAN * max(abs(low), abs(high)) / 2, 1e-12)
         width, height = axes.width - _LEFT - _RIGHT, axes.height - _TOP - _BOTTOM
         floor = low - room if low < 0 else max(0.0, low - room)
-        return cls((first, max(last, first + 1)), (floor, high + room), width, height)
+        return cls((first, last), (floor, high + room), width, height)
 
     def columns(self, x: Numbers) -> NDArray[Any]:
         first, last = self.x
@@ -152,8 +152,6 @@ def _path(line: Line, space: _Space) -> Iterator[str]:
         yield f"{'M' if begins else 'L'}{at} {near:.1f}"
         if far != near:
             yield f"L{at} {far:.1f}"
-        elif len(starts) == 1:
-            yield "h3"  # a point has no length to be seen by
         before = far
 
 

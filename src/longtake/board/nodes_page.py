@@ -35,6 +35,7 @@ _MOST_ROWS, _MOST_MARKED, _MOST_FAILURES, _MOST_LOG_ENDS, _LOG_BYTES = 2000, 40,
 _MANY_RANKS = 16
 _EVENT_SECONDS = 86400.0
 _ENOUGH_NODES = 4
+_OF_HEALTH = ("degraded", "clock_stepped", "clock_slewed")
 _SIGMAS, _OUTLYING, _LEAST_SHARE = 1.4826, 6.0, 0.1
 """A median absolute deviation in standard deviations; so many are far, and at least that share."""
 PHASE_COLOURS: Final = {
@@ -160,6 +161,7 @@ def _phase_times(ranks: Sequence[RankNow]) -> dict[str, Any] | None:
         "picture": charts.stacks(rows, label_width=110, room=90),
         "rows": [_phase_row(name, mean[name], known) for name in order],
         "is_of_all": len(known) <= _MANY_RANKS,
+        "is_of_one": len(known) == 1,
     }
 
 
@@ -261,7 +263,7 @@ def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
         if label not in flagged.setdefault(host, set()):
             flagged[host].add(label)
             outliers.setdefault(host, []).append(said)
-    there = {str(each.get("host", "")) for each in facts.events if "event" in each}
+    there = {str(each.get("host", "")) for each in facts.events if each["event"] in _OF_HEALTH}
     events, kinds = list[tuple[str, str]](), set[str]()
     for node in nodes:
         if node.host in there:
@@ -409,7 +411,7 @@ def _plot(
 
 
 def _binned(series: Mapping[str, tuple[Numbers, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Middles of equal spans of time, and of each node the number that is furthest from its median.
+    """Middles of equal spans of time, and of each node the number that is furthest from its mean.
 
     Spans without a number of any node are left out; a spike stays.
     """
@@ -421,7 +423,7 @@ def _binned(series: Mapping[str, tuple[Numbers, Numbers]]) -> tuple[Numbers, Num
         is_number = np.isfinite(values)
         bins = np.minimum(_BINS - 1, (times[is_number] - first) // width).astype(np.int64)
         own: Numbers = values[is_number]
-        order = np.argsort(np.abs(own - np.median(own)), kind="stable")
+        order = np.argsort(np.abs(own - own.mean()), kind="stable")
         table[row, bins[order]] = own[order]  # of equal bins the last counts
     has_numbers = np.isfinite(table).any(axis=0)
     middles = np.asarray(first + width * (np.arange(_BINS) + 0.5), np.float64)
