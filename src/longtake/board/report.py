@@ -15,10 +15,12 @@ from longtake.board.files import MEDIA_TYPES, open_below
 from longtake.board.pages import PageName, render
 from longtake.board.reader import RunFacts, RunReader
 from longtake.board.registry import RENDER
+from longtake.board.samples_page import COLUMNS_OF_TINY, columns
 from longtake.evaluation_dir import EvaluationDirectory
 
 DEFAULT_MEDIA_MIB: Final = 24
 _MIB = 2**20
+_MOST_STILLS = 256
 
 
 @dataclass
@@ -31,6 +33,7 @@ class ReportLinks:
     layout: str = "bare.html"
     num_left_out: int = 0
     _chosen: dict[str, bytes] = field(default_factory=dict)
+    _num_stills: int = 0
 
     def __post_init__(self) -> None:
         left = self.media_bytes
@@ -61,6 +64,9 @@ class ReportLinks:
         return None if data is None else data_url(PurePosixPath(path).suffix, data)
 
     def poster(self, run: str, path: str) -> str | None:
+        if self._num_stills == _MOST_STILLS:
+            return None
+        self._num_stills += 1
         data = posters.poster_bytes(self.run.run.path, path)
         return None if data is None else f"data:{posters.kind_of(data)};base64,{_base64(data)}"
 
@@ -89,11 +95,11 @@ def newest_first(facts: RunFacts) -> Iterable[str]:
     That is the newest checkpoint of each preset, then the first, then those between.
     """
     directory = EvaluationDirectory(facts.run)
-    by_preset = {preset: directory.steps(preset) for preset in directory.presets()}
+    by_preset = {name: steps for name in directory.presets() if (steps := directory.steps(name))}
     ranked = [
         (rank, preset, step)
         for preset, steps in by_preset.items()
-        for rank, step in enumerate(_spread(steps))
+        for rank, step in enumerate(_spread(columns(steps, steps[-1], COLUMNS_OF_TINY)))
     ]
     for _, preset, step in sorted(ranked):
         scores = directory.scores(preset, step)

@@ -68,6 +68,8 @@ class Result:
     settings: Mapping[str, Any] = field(default_factory=dict)
     measures: Mapping[str, float] = field(default_factory=dict)
     """Means over the videos."""
+    adherence: Mapping[Scene, float] = field(default_factory=dict)
+    """Of each video, where it is measured: whether it shows what the prompt asks for."""
     held_out: Mapping[str, float] = field(default_factory=dict)
     """Loss by sigma, and their `mean`."""
     alarms: Sequence[Alarm] = ()
@@ -228,14 +230,18 @@ def _read_result(run: RunDirectory, preset: str, step: int, kept: Keep) -> Resul
 
 
 def _as_result(scores: Scores) -> Result:
+    files = files_by_scene(scores)
+    of_file = {each["file"]: each["measures"] for each in scores["videos"]}
+    adherence = {scene: of_file[file].get("adherence") for scene, file in files.items()}
     return Result(
         scores["preset"],
         scores["step"],
-        files_by_scene(scores),
+        files,
         scores["weights"],
         scores["time"],
         scores["settings"],
         _finite(scores["measures"]),
+        {scene: value for scene, value in adherence.items() if value is not None},
         _finite(scores.get("held_out", {})),
         tuple(scores["alarms"]),
     )

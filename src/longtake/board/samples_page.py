@@ -129,6 +129,7 @@ def render_samples(facts: RunFacts, links: Links, query: Mapping[str, str]) -> s
         offered=_offered(facts, presets, preset) if links.series(facts.name) else _earlier(preset),
         earlier=_EARLIER,
         payload=payload,
+        galleries=[] if links.series(facts.name) else _galleries(facts, links, sampled, preset),
         modes=MODES,
         views=VIEWS,
     )
@@ -204,6 +205,30 @@ def _row(
         "pictures": _pictures(facts, links, preset, scene),
         "cells": cells,
     }
+
+
+def _galleries(
+    facts: RunFacts, links: Links, sampled: Sequence[SampledPreset], shown: SampledPreset
+) -> list[dict[str, Any]]:
+    """The newest results of the other presets, for a page that cannot be asked for them."""
+    found = []
+    for preset in sampled:
+        result = preset.results[-1]
+        if preset.name != shown.name:
+            rows = [
+                _row(facts, links, preset, number, [result.step])
+                | {"is_right": _is_right(result, scene)}
+                for number, scene in enumerate(preset.scenes)
+            ]
+            about = {"name": preset.name, "step": result.step, "measures": result.measures}
+            found.append({**about, "rows": rows, "is_tiny": _is_tiny(preset)})
+    return found
+
+
+def _is_right(result: Result, scene: Scene) -> bool | None:
+    """Whether a video shows what its prompt asks for, where that is measured."""
+    adherence = result.adherence.get(scene)
+    return None if adherence is None else adherence >= 1
 
 
 def _cell(facts: RunFacts, links: Links, preset: SampledPreset, number: int, step: int) -> Cell:
