@@ -11,7 +11,6 @@ from urllib.parse import quote, urlencode
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from numpy.typing import ArrayLike
 
 from longtake.board import assets
 from longtake.formatting import format_duration, format_size, plural, printable_lines
@@ -159,9 +158,9 @@ def embedded(value: Any) -> Markup:
     return Markup(text)  # noqa: S704 - no character of it is special in HTML
 
 
-def rounded(values: ArrayLike, digits: int = 6) -> list[float | None]:
+def rounded(values: Iterable[float], digits: int = 6) -> list[float | None]:
     """Numbers for JSON, with few digits; None stands for what is not finite."""
-    numbers = np.asarray(values, np.float64)
+    numbers = np.asarray(values if isinstance(values, np.ndarray) else [*values], np.float64)
     is_finite = np.isfinite(numbers)
     with np.errstate(all="ignore"):
         magnitudes = np.floor(np.log10(np.abs(numbers)))
