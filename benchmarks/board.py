@@ -5,7 +5,7 @@
 Writes a run of that many steps with 200 checkpoints, 24 prompts sampled from each, and health
 records of 125 nodes with 8 ranks each; serves it with `longtake board`, and measures from outside:
 the start, the cold index, each page with the index warm, the server's memory, how soon a new step
-is told and drawn, and how much longer the steps of a training take while a page of it is open. The
+is sent and drawn, and how much longer the steps of a training take while a page of it is open. The
 page is drawn by Chromium where Playwright and Chromium are there. Needs about 1.5 GB below
 `--folder`. Writes benchmarks/results/board.md.
 """
@@ -151,8 +151,8 @@ def _write_samples(run: RunDirectory, saved: Sequence[int]) -> None:
             "seconds": {"sample": 9.0, "measure": 1.0},
         }
         write_json(result / "scores.json", scores)
-        told = {"preset": "large", "step": step}
-        ServerDirectory(run, "server-1").append_event("evaluation_finished", **told)
+        server = ServerDirectory(run, "server-1")
+        server.append_event("evaluation_finished", preset="large", step=step)
 
 
 def _write_node(run: RunDirectory, number: int, steps: int) -> None:
@@ -354,8 +354,8 @@ class _Client:
     run: str
     is_open: threading.Event = field(default_factory=threading.Event)
     ends: threading.Event = field(default_factory=threading.Event)
-    told: dict[int, float] = field(default_factory=dict)
-    """When each number of steps was told."""
+    heard: dict[int, float] = field(default_factory=dict)
+    """When each number of steps was sent."""
 
     def listen(self, *, fetches: bool) -> None:
         """Until `ends`; while `is_open` is not set, there is no connection."""
@@ -371,16 +371,16 @@ class _Client:
                 line = lines.readline()
                 if line.startswith(b"data: "):
                     steps = json.loads(line[6:])["steps"]
-                    if steps not in self.told and fetches:
+                    if steps not in self.heard and fetches:
                         fetching.request("GET", path, headers={"accept-encoding": "gzip"})
                         fetching.getresponse().read()
-                    self.told.setdefault(steps, time.perf_counter())
+                    self.heard.setdefault(steps, time.perf_counter())
             stream.close()
             fetching.close()
 
 
 def _new_steps(folder: Path) -> Iterator[_Row]:
-    """How long after a line was appended it is told, and drawn."""
+    """How long after a line was appended it is sent, and drawn."""
     run = RunDirectory(folder / "live")
     with _serving(folder) as server:
         server.get("/run/overview/live")
@@ -388,24 +388,24 @@ def _new_steps(folder: Path) -> Iterator[_Row]:
         client.is_open.set()
         thread = threading.Thread(target=client.listen, kwargs={"fetches": False}, daemon=True)
         thread.start()
-        while not client.told:
+        while not client.heard:
             time.sleep(0.01)
         with _drawing(f"http://127.0.0.1:{server.port}/run/overview/live") as is_drawn:
-            told, drawn = [], []
+            sent, drawn = [], []
             for _ in range(_NEW_STEPS):
-                step = max(client.told) + 1
+                step = max(client.heard) + 1
                 time.sleep(0.3)
                 begun = time.perf_counter()
                 _append(run, 1)
                 if is_drawn is not None:
                     is_drawn(step)
                     drawn.append(1e3 * (time.perf_counter() - begun))
-                while step not in client.told:
+                while step not in client.heard:
                     time.sleep(0.005)
-                told.append(1e3 * (client.told[step] - begun))
+                sent.append(1e3 * (client.heard[step] - begun))
         client.ends.set()
         thread.join(30)
-    yield _Row("a new step is told by the stream of the run", told, "< 3,000")
+    yield _Row("a new step is sent by the stream of the run", sent, "< 3,000")
     if drawn:
         yield _Row("a new step is drawn by Chromium", drawn, "< 3,000")
 

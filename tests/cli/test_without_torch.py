@@ -4,16 +4,21 @@ The watcher has to run when CUDA fails, and a help text has to open at once.
 """
 
 import ast
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import psutil
 
+from longtake.board.pages import PAGES
 from longtake.data.clip import Media
 from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
@@ -116,6 +121,21 @@ assert not {"torch", "diffusers", "transformers"} & set(sys.modules)
 """
     for options, said in (((), "sample"), (("--around", "2"), "The clips of step 2")):
         assert said in _run_python(code, "show", str(place / "run"), *options)
+
+
+def test_a_board_loads_no_torch(place: Path) -> None:
+    command = [sys.executable, "-m", "longtake", "board", str(place), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as board:
+        try:
+            assert board.stderr is not None
+            found = re.search(r"http://\S+", board.stderr.readline())
+            assert found is not None
+            for path in ("", *(f"run/{page}/run" for page in PAGES), "series/run"):
+                with suppress(HTTPError), urlopen(f"{found[0]}{path}", timeout=_SECONDS) as answer:  # noqa: S310 - our own
+                    assert answer.read()
+            assert "libtorch" not in _loaded(board.pid)
+        finally:
+            board.terminate()
 
 
 def test_a_watcher_loads_no_torch(tmp_path: Path) -> None:

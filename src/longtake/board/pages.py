@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Final, Literal, Protocol
 from urllib.parse import quote, urlencode
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -31,6 +32,9 @@ STATES: Final = {
     "diverged": "diverged",
     "finished": "finished",
 }
+
+
+_LARGEST_SCALE = 1e300
 
 
 class Links(Protocol):
@@ -69,19 +73,19 @@ class ServerLinks:
         return "/"
 
     def live(self, run: str | None) -> str:
-        return "/live" if run is None else f"/live/{quote(run)}"
+        return "/live" if run is None else f"/live/{_quoted(run)}"
 
     def page(self, page: PageName, run: str, **query: object) -> str:
-        return f"/run/{page}/{quote(run)}" + _query(query)
+        return f"/run/{page}/{_quoted(run)}" + _query(query)
 
     def media(self, run: str, path: str) -> str | None:
-        return f"/media/{quote(f'{run}/{path}' if run else path)}"
+        return f"/media/{_quoted(f'{run}/{path}' if run else path)}"
 
     def poster(self, run: str, path: str) -> str | None:
         return f"/poster/{quote(f'{run}/{path}' if run else path)}"
 
     def series(self, run: str) -> str:
-        return f"/series/{quote(run)}"
+        return f"/series/{_quoted(run)}"
 
     def static(self, name: str) -> str:
         return assets.static_url(name)
@@ -89,7 +93,12 @@ class ServerLinks:
 
 def _query(values: Mapping[str, object]) -> str:
     given = {name: value for name, value in values.items() if value is not None}
-    return f"?{urlencode(given)}" if given else ""
+    return f"?{urlencode(given, errors='replace')}" if given else ""
+
+
+def _quoted(path: str) -> str:
+    """A path in a URL; a name that is not UTF-8 leads nowhere."""
+    return quote(path, errors="replace")
 
 
 def render(template: str, links: Links, **values: Any) -> str:
@@ -151,8 +160,21 @@ def embedded(value: Any) -> Markup:
 
 def rounded(values: Iterable[float], digits: int = 6) -> list[float | None]:
     """Numbers for JSON, with few digits; None stands for what is not finite."""
-    form = f"%.{digits}g"
-    return [float(form % value) if math.isfinite(value) else None for value in values]
+    numbers = np.asarray(values if isinstance(values, np.ndarray) else [*values], np.float64)
+    is_finite = np.isfinite(numbers)
+    with np.errstate(all="ignore"):
+        magnitudes = np.floor(np.log10(np.abs(numbers)))
+        places = np.where(np.isfinite(magnitudes), digits - 1 - magnitudes, 0)
+        scales = 10.0 ** np.abs(places)  # as 1e-5 has no exact double, and 1e5 has
+        is_small = places >= 0
+        short = np.round(np.where(is_small, numbers * scales, numbers / scales))
+        short = np.where(is_small, short / scales, short * scales)
+        # Of the least and greatest doubles the scale is no double.
+        short = np.where(np.isfinite(short) & (scales < _LARGEST_SCALE), short, numbers)
+    found: list[float | None] = short.tolist()
+    if is_finite.all():
+        return found
+    return [x if ok else None for x, ok in zip(found, is_finite.tolist(), strict=True)]
 
 
 def chunks(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:

@@ -115,9 +115,9 @@ def as_json(series: Series) -> dict[str, Any]:
         "name": series.name,
         "label": series.label,
         "unit": series.unit,
-        "mean": rounded(series.mean.tolist()),
-        "low": rounded(series.low.tolist()) if is_range else None,
-        "high": rounded(series.high.tolist()) if is_range else None,
+        "mean": rounded(series.mean),
+        "low": rounded(series.low) if is_range else None,
+        "high": rounded(series.high) if is_range else None,
         "bad": bad,
         "sparse": is_sparse,
     }

@@ -4,6 +4,7 @@ It answers GET alone, from this machine unless --host says otherwise, and opens 
 the folder.
 """
 
+import ctypes
 import gzip
 import hmac
 import ipaddress
@@ -58,6 +59,7 @@ _LISTED_SECONDS = 10.0
 _POSTERS_AT_ONCE = CapacityLimiter(4)
 """Decoding takes long: with threads of its own, it keeps no page waiting."""
 _GZIPPED_BYTES = 2048
+_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 2**20  # M_MMAP_THRESHOLD; glibc would raise it up to 32 MiB
 _STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _POLICY: Final = "; ".join(
     (
@@ -129,7 +131,7 @@ class Board:
 
 
 def _html(text: str, request: Request, status: int = 200) -> Response:
-    return _compressed(text.encode(), "text/html; charset=utf-8", request, status)
+    return _compressed(text.encode(errors="replace"), "text/html; charset=utf-8", request, status)
 
 
 def _json(value: Any, request: Request) -> Response:
@@ -170,9 +172,9 @@ def show_page(request: Request) -> Response:
 
 
 def show_series(request: Request) -> Response:
-    facts = _board(request).reader(request.path_params["run"]).facts()
+    rows = _board(request).reader(request.path_params["run"]).rows()
     try:
-        return _json(series_payload(facts.rows, request.query_params), request)
+        return _json(series_payload(rows, request.query_params), request)
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
 
@@ -483,6 +485,7 @@ def serve(folder: Path, host: str, sock: socket.socket, token: str | None) -> No
     """Answer until Ctrl-C or SIGTERM."""
     port = sock.getsockname()[1]
     app = make_app(folder, hosts=known_hosts(host), token=token, port=port)
+    _give_back_memory()
     config = uvicorn.Config(
         app,
         log_level="error",
@@ -493,6 +496,12 @@ def serve(folder: Path, host: str, sock: socket.socket, token: str | None) -> No
         ws="none",
     )
     _Server(config, app.app.state.board).run(sockets=[sock])
+
+
+def _give_back_memory() -> None:
+    """Let glibc return a long run's columns to the system as soon as they are freed."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def new_token() -> str:
