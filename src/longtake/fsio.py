@@ -307,6 +307,20 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def cache_folder(name: str) -> Path:
+    """A folder for what can be computed again, in the user's cache folder; it need not exist."""
+    top = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake" / name
+
+
+def remove_oldest(folder: Path, num_kept: int) -> None:
+    """Remove the oldest files of a folder of a cache, if there are more; OSError: it cannot be."""
+    with os.scandir(folder) as entries:
+        by_age = sorted((each.stat().st_mtime, each.path) for each in entries)
+    for _, path in by_age[:-num_kept]:
+        Path(path).unlink(missing_ok=True)
+
+
 def is_linked(path: Path, top: Path) -> bool:
     return any(each.is_symlink() for each in (path, *path.parents) if each.is_relative_to(top))
 

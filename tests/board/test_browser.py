@@ -170,8 +170,8 @@ def test_pictures_of_the_documentation_show_a_run(
     if folder is not None:
         runs, out, run = Path(folder).resolve(), _DOCS, "demo"
     page = open_page(f"{serve(runs)}{path.format(run=run)}", 1280, 800)
-    page.wait_for_load_state("networkidle")
-    page.wait_for_timeout(500)
+    page.wait_for_selector("#charts[data-drawn], #samples-page, .empty")
+    page.wait_for_timeout(1500)  # videos that are seen have begun
     page.screenshot(path=out / f"{name}.png")
     with Image.open(out / f"{name}.png") as picture:
         assert len(picture.convert("RGB").getcolors(2**20) or ()) > 50

@@ -12,7 +12,7 @@ from longtake import errors, process
 from longtake.board import batch_facts, data_facts, ledger_facts, stills
 from longtake.board import data_pictures as pictures
 from longtake.board.overview import status_of
-from longtake.board.pages import Links, render
+from longtake.board.pages import PageLinks, render
 from longtake.board.reader import RunFacts
 from longtake.data.clip import Clip
 
@@ -36,7 +36,7 @@ _COUNTED: Final = {
 }
 
 
-def render_data(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
+def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
     """The page's HTML.
 
     Args:

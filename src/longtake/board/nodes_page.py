@@ -17,7 +17,7 @@ from longtake.board.charts import Numbers
 from longtake.board.files import read_end
 from longtake.board.node_reader import DRAWN, HealthHistory, NodeNow, RankNow, read_nodes
 from longtake.board.overview import status_of
-from longtake.board.pages import Links, render
+from longtake.board.pages import PageLinks, render
 from longtake.board.reader import RunFacts, links_of
 from longtake.board.stall_view import read_stalls
 from longtake.formatting import for_seconds, format_short_duration
@@ -50,7 +50,7 @@ PHASE_COLOURS: Final = {
 }
 
 
-def render_nodes(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
+def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
     """The page's HTML.
 
     Args:

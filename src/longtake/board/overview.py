@@ -11,7 +11,7 @@ from typing import Any, Final
 from longtake import config, errors, process
 from longtake.board import svg
 from longtake.board.files import is_folder_below, read_end
-from longtake.board.pages import STATES, Links, percent, render
+from longtake.board.pages import STATES, PageLinks, percent, render
 from longtake.board.plots import DEFAULT_PIXELS, marks_payload, panels_of, series_payload
 from longtake.board.reader import RunFacts
 from longtake.config import Recipe
@@ -69,7 +69,7 @@ def said_of_speed(step_seconds: float) -> str:
     return f"{step_seconds:.3g} s a step"
 
 
-def render_overview(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
+def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
     """The page's HTML.
 
     Args:
@@ -139,7 +139,7 @@ def _memory(events: list[dict[str, Any]]) -> dict[str, float] | None:
     return None
 
 
-def samples_of(facts: RunFacts, links: Links) -> list[dict[str, Any]]:
+def samples_of(facts: RunFacts, links: PageLinks) -> list[dict[str, Any]]:
     """Each sampled checkpoint, and the page that shows it."""
     directory, found = EvaluationDirectory(facts.run), dict[int, str]()
     for preset in directory.presets():

@@ -37,7 +37,7 @@ STATES: Final = {
 _LARGEST_SCALE = 1e300
 
 
-class Links(Protocol):
+class PageLinks(Protocol):
     """How a page refers to others, to files of a run, and to data that it loads later."""
 
     layout: str
@@ -65,7 +65,7 @@ class Links(Protocol):
 
 
 class ServerLinks:
-    """Links between pages that the server has."""
+    """PageLinks between pages that the server has."""
 
     layout = "run_base.html"
 
@@ -101,7 +101,7 @@ def _quoted(path: str) -> str:
     return quote(path, errors="replace")
 
 
-def render(template: str, links: Links, **values: Any) -> str:
+def render(template: str, links: PageLinks, **values: Any) -> str:
     """A page's HTML; all text is escaped, and control characters are spelled."""
     return environment().get_template(template).render(links=links, **values)
 

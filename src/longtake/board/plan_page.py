@@ -19,7 +19,7 @@ from longtake import fsio, process
 from longtake.board import charts, svg
 from longtake.board.files import read_below
 from longtake.board.overview import status_of
-from longtake.board.pages import Links, number, render
+from longtake.board.pages import PageLinks, number, render
 from longtake.board.reader import RunFacts
 from longtake.errors import RecordError
 from longtake.formatting import format_size
@@ -138,7 +138,7 @@ class _Measured(TypedDict):
     error: fsio.Finite
 
 
-def render_plan(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
+def render_plan(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
     """The page's HTML; `query` is not used."""
     plan, problem = read_plan(facts)
     path = shlex.quote(str(facts.run.recipe_path))

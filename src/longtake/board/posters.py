@@ -33,6 +33,7 @@ _LOSSLESS_SIDE = 128
 _JPEG_QUALITY = 82
 _SECONDS, _MEMORY_GIB = 10.0, 0.5
 """What decoding one frame may cost."""
+_FOLDER = "posters"
 _MAX_STILLS, _PRUNED_EVERY = 4000, 200
 _MAX_KNOWN_PROBLEMS = 1000
 _IDLE_SECONDS = 30.0
@@ -40,7 +41,7 @@ _MAX_STILL_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Still:
+class Poster:
     """A picture to show in place of a video."""
 
     data: bytes
@@ -58,7 +59,7 @@ def poster_bytes(top: Path, name: str) -> bytes | None:
     return None if found.problem else found.data
 
 
-def still(top: Path, name: str) -> Still:
+def still(top: Path, name: str) -> Poster:
     """The first frame of a video below a folder; a drawn picture if it cannot be decoded.
 
     Raises:
@@ -68,7 +69,7 @@ def still(top: Path, name: str) -> Still:
         status = os.fstat(file.fileno())
         tag = _tag(top, name, status)
         if kept := _read_kept(tag):
-            return Still(kept, kind_of(kept), tag)
+            return Poster(kept, kind_of(kept), tag)
         problem = _problems.get(tag)
         if problem is None:
             try:
@@ -82,8 +83,8 @@ def still(top: Path, name: str) -> Still:
             else:
                 with suppress(OSError):
                     _keep(tag, data)
-                return Still(data, kind_of(data), tag)
-        return Still(drawn(problem), "image/svg+xml", tag, problem)
+                return Poster(data, kind_of(data), tag)
+        return Poster(drawn(problem), "image/svg+xml", tag, problem)
 
 
 def kind_of(data: bytes) -> str:
@@ -212,11 +213,6 @@ atexit.register(_decoder.close)
 # --- The cache --------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    top = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake" / "posters"
-
-
 def _tag(top: Path, name: str, status: os.stat_result) -> str:
     parts = (top.resolve(), name, status.st_ino, status.st_size, status.st_mtime_ns)
     return hashlib.sha256("\0".join(map(str, parts)).encode(errors="replace")).hexdigest()[:32]
@@ -224,7 +220,9 @@ def _tag(top: Path, name: str, status: os.stat_result) -> str:
 
 def _read_kept(tag: str) -> bytes | None:
     with suppress(OSError, RuntimeError):
-        descriptor = os.open(cache_folder() / tag, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(
+            fsio.cache_folder(_FOLDER) / tag, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        )
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
@@ -237,12 +235,9 @@ _keeps = count()
 
 
 def _keep(tag: str, data: bytes) -> None:
-    folder = cache_folder()
+    folder = fsio.cache_folder(_FOLDER)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with fsio.atomic_write(folder / tag, by_many=True) as partial:
         partial.write_bytes(data)
     if next(_keeps) % _PRUNED_EVERY == 0:
-        with os.scandir(folder) as entries:
-            by_age = sorted((each.stat().st_mtime, each.path) for each in entries)
-        for _, path in by_age[:-_MAX_STILLS]:
-            Path(path).unlink(missing_ok=True)
+        fsio.remove_oldest(folder, _MAX_STILLS)

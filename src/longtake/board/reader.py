@@ -165,7 +165,7 @@ def _signature(paths: list[Path]) -> tuple[Hashable, ...]:
 
 
 def links_of(run: RunDirectory) -> Iterator[Path]:
-    """Links in the folders of a run from which records are read; they are not followed."""
+    """PageLinks in the folders of a run from which records are read; they are not followed."""
     left = _MOST_LINKS_LOOKED_AT
     for name in _LINK_FREE:
         folders = [run.path / name]

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from longtake.board import data_page, nodes_page, overview, plan_page, samples_page
-from longtake.board.pages import Links, PageName
+from longtake.board.pages import PageLinks, PageName
 from longtake.board.reader import RunFacts
 
-Render = Callable[[RunFacts, Links, Mapping[str, str]], str]
+Render = Callable[[RunFacts, PageLinks, Mapping[str, str]], str]
 
 RENDER: Final[dict[PageName, Render]] = {
     "overview": overview.render_overview,

@@ -25,7 +25,7 @@ _MOST_STILLS = 256
 
 @dataclass
 class ReportLinks:
-    """Links inside of one file: videos and pictures are in it, as far as there is room."""
+    """PageLinks inside of one file: videos and pictures are in it, as far as there is room."""
 
     run: RunFacts
     media_bytes: int

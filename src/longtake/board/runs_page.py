@@ -7,7 +7,7 @@ from typing import Any
 
 from longtake import config
 from longtake.board.overview import said_of_speed, spelled, status_line
-from longtake.board.pages import Links, render
+from longtake.board.pages import PageLinks, render
 from longtake.board.plots import PANELS, series_payload
 from longtake.board.reader import RunFacts
 from longtake.inspection.run_list import RunSummary
@@ -28,12 +28,12 @@ class ListedRun:
     is_video: bool
 
 
-def render_runs(folder: Path, summaries: Sequence[RunSummary], links: Links) -> str:
+def render_runs(folder: Path, summaries: Sequence[RunSummary], links: PageLinks) -> str:
     listed = [_listed(folder, each, links) for each in summaries]
     return render("runs.html", links, folder=folder, runs=listed, said_of_speed=said_of_speed)
 
 
-def _listed(folder: Path, summary: RunSummary, links: Links) -> ListedRun:
+def _listed(folder: Path, summary: RunSummary, links: PageLinks) -> ListedRun:
     name = "" if summary.path == "." else summary.path
     sample, url = summary.sample, None
     if sample is not None:
@@ -49,7 +49,7 @@ def _listed(folder: Path, summary: RunSummary, links: Links) -> ListedRun:
     )
 
 
-def render_comparison(folder: Path, runs: Sequence[RunFacts], links: Links) -> str:
+def render_comparison(folder: Path, runs: Sequence[RunFacts], links: PageLinks) -> str:
     """Curves of some runs over each other, and the recipe keys in which they differ."""
     return render(
         "compare.html",

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from longtake import process
 from longtake.board import svg
 from longtake.board.overview import status_of
-from longtake.board.pages import Links, render, rounded
+from longtake.board.pages import PageLinks, render, rounded
 from longtake.board.reader import RunFacts, links_of
 from longtake.board.sampled import (
     Result,
@@ -83,7 +83,7 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def render_samples(facts: RunFacts, links: Links, query: Mapping[str, str]) -> str:
+def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
     """The page's HTML.
 
     Args:
@@ -194,7 +194,7 @@ def columns(steps: Sequence[int], chosen: int, count: int) -> list[int]:
 
 
 def _row(
-    facts: RunFacts, links: Links, preset: SampledPreset, number: int, steps: Iterable[int]
+    facts: RunFacts, links: PageLinks, preset: SampledPreset, number: int, steps: Iterable[int]
 ) -> dict[str, Any]:
     scene = preset.scenes[number]
     cells = [_cell(facts, links, preset, number, step) for step in steps]
@@ -208,7 +208,7 @@ def _row(
 
 
 def _galleries(
-    facts: RunFacts, links: Links, sampled: Sequence[SampledPreset], shown: SampledPreset
+    facts: RunFacts, links: PageLinks, sampled: Sequence[SampledPreset], shown: SampledPreset
 ) -> list[dict[str, Any]]:
     """The newest results of the other presets, for a page that cannot be asked for them."""
     found = []
@@ -231,7 +231,7 @@ def _is_right(result: Result, scene: Scene) -> bool | None:
     return None if adherence is None else adherence >= 1
 
 
-def _cell(facts: RunFacts, links: Links, preset: SampledPreset, number: int, step: int) -> Cell:
+def _cell(facts: RunFacts, links: PageLinks, preset: SampledPreset, number: int, step: int) -> Cell:
     result = preset.result(step)
     file = result.files.get(preset.scenes[number]) if result else None
     if file is None:
@@ -254,7 +254,7 @@ def _files_there(facts: RunFacts, preset: SampledPreset, step: int) -> set[str]:
 
 
 def _pictures(
-    facts: RunFacts, links: Links, preset: SampledPreset, scene: Scene
+    facts: RunFacts, links: PageLinks, preset: SampledPreset, scene: Scene
 ) -> list[dict[str, str]]:
     """Copies of the inputs that a prompt was sampled with."""
     number = next(
@@ -384,7 +384,7 @@ def _other(
 
 def _payload(
     facts: RunFacts,
-    links: Links,
+    links: PageLinks,
     preset: SampledPreset,
     choice: Choice,
     shown: list[int],
@@ -404,14 +404,14 @@ def _payload(
 
 
 def _other_videos(
-    links: Links, preset: SampledPreset, name: str, other: SampledPreset
+    links: PageLinks, preset: SampledPreset, name: str, other: SampledPreset
 ) -> dict[str, Any]:
     title = f"{name or other.run.path.name}, {other.name}"
     return {"title": title, **_videos(name, links, other, preset.scenes)}
 
 
 def _videos(
-    run: str, links: Links, preset: SampledPreset, scenes: Sequence[Scene]
+    run: str, links: PageLinks, preset: SampledPreset, scenes: Sequence[Scene]
 ) -> dict[str, Any]:
     """Files of all checkpoints in the order of the scenes; sets of names that are equal once."""
     sets: dict[tuple[str | None, ...], int] = {}

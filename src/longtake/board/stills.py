@@ -93,18 +93,16 @@ def stills_of(clips: Sequence[Clip], wait_seconds: float = _WAIT_SECONDS) -> dic
 # --- Cache ------------------------------------------------------------------------------------
 
 
-def _folder() -> Path:
-    top = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake" / "stills"
-
-
 def _kept_path(clip: Clip) -> Path:
     """Another one for another file at the clip's place."""
     parts: list[object] = [clip.identity, clip.path]
     with suppress(OSError):
         status = clip.media.file.stat()
         parts += [status.st_ino, status.st_size, status.st_mtime_ns]
-    return _folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+    return (
+        fsio.cache_folder("stills")
+        / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+    )
 
 
 _in_memory: dict[str, _KeptStill] = {}  # of the newest stills, where the cache cannot be written
@@ -140,9 +138,7 @@ def _keep(clip: Clip, kept: _KeptStill) -> None:
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fsio.write_json(path, kept, by_many=True)
-        by_age = sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
-        for old in by_age[:-_MOST_KEPT]:
-            old.unlink(missing_ok=True)
+        fsio.remove_oldest(path.parent, _MOST_KEPT)
 
 
 # --- Decoding ---------------------------------------------------------------------------------

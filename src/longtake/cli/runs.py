@@ -13,18 +13,7 @@ from rich.tree import Tree
 
 from longtake import errors, progress
 from longtake.cli import say
-from longtake.monitor.sentences import (
-    ROLES,
-    doing,
-    is_halted,
-    is_library,
-    own_call,
-    spelled,
-    state_of,
-    unread,
-    who,
-    worth_showing,
-)
+from longtake.monitor import sentences
 from longtake.stacks import common_calls
 
 _PIPE_WIDTH = 120
@@ -227,7 +216,12 @@ def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
     for role, groups in groupby(facts["groups"], key=lambda each: str(each["role"])):
         _add_role(tree, role, list(groups))
     for each in facts["missing"]:
-        tree.add(Text(f"gone: {who(each['role'], [each])}, {doing([each])}", style="red"))
+        tree.add(
+            Text(
+                f"gone: {sentences.who(each['role'], [each])}, {sentences.doing([each])}",
+                style="red",
+            )
+        )
     for host in facts["silent"]:
         tree.add(Text(f"{host}: its watcher lives, but did not answer within 10 s", style="red"))
     console.print(tree)
@@ -244,9 +238,9 @@ def _title(facts: Mapping[str, Any]) -> str:
 def _add_role(tree: Tree, role: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """The calls that all of a role are in are printed once, and then where they differ."""
     count = sum(each["count"] for each in groups)
-    title = Text(f"{count} {ROLES[role][count != 1]}", style="bold")
+    title = Text(f"{count} {sentences.ROLES[role][count != 1]}", style="bold")
     if shared := _shared(groups) if len(groups) > 1 else 0:
-        title.append(f", all in {spelled(groups[0]['stack'][-shared])}", style="not bold")
+        title.append(f", all in {sentences.spelled(groups[0]['stack'][-shared])}", style="not bold")
     branch = tree.add(title)
     for each in groups[:_MOST_GROUPS]:
         _add_group(branch, each, shared)
@@ -266,24 +260,26 @@ def _shared(groups: Sequence[Mapping[str, Any]]) -> int:
         if each["stack"]
     ]
     shared = min(len(common_calls(stacks)), min(map(len, stacks), default=1) - 1)
-    while shared and is_library(groups[0]["stack"][-shared]):
+    while shared and sentences.is_library(groups[0]["stack"][-shared]):
         shared -= 1
     return shared
 
 
 def _add_group(branch: Tree, group: Mapping[str, Any], shared: int) -> None:
     members = group["members"]
-    head = Text(who(group["role"], members), style="cyan")
-    head.append(f"  {doing(members)}", style="bold default")
-    if state := state_of(members):
-        head.append(f"  {state}", style="bold red" if is_halted(members) else "dim default")
+    head = Text(sentences.who(group["role"], members), style="cyan")
+    head.append(f"  {sentences.doing(members)}", style="bold default")
+    if state := sentences.state_of(members):
+        head.append(
+            f"  {state}", style="bold red" if sentences.is_halted(members) else "dim default"
+        )
     stack = group["stack"][: len(group["stack"]) - shared]
     waits = group["role"] == "agent" or all(each["phase"] == "idle" for each in members)
     most = _MOST_CALLS_OF_WAITING if waits else _MOST_CALLS
     lines = list(
         _calls(group["native"], stack, most)
         if stack
-        else [Text(f"  {unread(members[0])}", style="dim")]
+        else [Text(f"  {sentences.unread(members[0])}", style="dim")]
     )
     branch.add(Text("\n").join([head, *lines, *_threads(group["threads"])]))
 
@@ -293,11 +289,11 @@ def _calls(
 ) -> Iterator[Text]:
     named = [call for call in native if not call["function"].startswith("0x")]
     for call in named[:_MOST_NATIVE_CALLS]:
-        yield Text(f"  {spelled(call)}", style="magenta")
-    shown = worth_showing(stack)
+        yield Text(f"  {sentences.spelled(call)}", style="magenta")
+    shown = sentences.worth_showing(stack)
     for number, call in enumerate(shown[:most]):
-        style = "bold yellow" if number == 0 else ("dim" if is_library(call) else "")
-        yield Text(f"  {spelled(call)}", style=style)
+        style = "bold yellow" if number == 0 else ("dim" if sentences.is_library(call) else "")
+        yield Text(f"  {sentences.spelled(call)}", style=style)
     if shown[most:]:
         yield Text(f"  … and {len(shown) - most} more", style="dim")
 
@@ -306,8 +302,11 @@ def _threads(threads: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
     """Other threads, a line each: the innermost call that is not Python's own."""
     there = [each for each in threads if each["stack"]]
     for each in there[:_MOST_THREADS]:
-        call = own_call(each["stack"])
+        call = sentences.own_call(each["stack"])
         times = f" (in {each['count']})" if each["count"] > 1 else ""
-        yield Text(f"  thread {', '.join(each['names'][:3])}{times}: {spelled(call)}", style="dim")
+        yield Text(
+            f"  thread {', '.join(each['names'][:3])}{times}: {sentences.spelled(call)}",
+            style="dim",
+        )
     if len(there) > _MOST_THREADS:
         yield Text(f"  and {len(there) - _MOST_THREADS} other kinds of threads", style="dim")

@@ -25,20 +25,10 @@ from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.data import stores
+from longtake.data import decode, stores
 from longtake.data.catalog import TRUSTED, Catalog, Rejection, Stamp
 from longtake.data.catalog_writer import CatalogWriter
 from longtake.data.clip import Clip, Item, Media
-from longtake.data.decode import (
-    MEMORY_GIB,
-    Probe,
-    ProbeTask,
-    content_hash,
-    decoded,
-    opened,
-    read_image,
-    span_identity,
-)
 from longtake.data.index import KnownFiles, ProbeJournal, catalog_before, check_out, probe_all
 from longtake.data.tasks import run_tasks
 from longtake.data.workers import Task
@@ -216,7 +206,7 @@ class TranscodeTask(Task[Clip, ClipError | None]):
 
     folder: Path  # files are below the first two digits of the clip's identity
     settings: Settings
-    decoding_gib: float = MEMORY_GIB  # for decoding one clip
+    decoding_gib: float = decode.MEMORY_GIB  # for decoding one clip
     doing = "transcoding"
 
     @property
@@ -274,7 +264,7 @@ def _write_image(
     clip: Clip, target: Path, settings: Settings, progress: Callable[[], object]
 ) -> None:
     height, width = scaled_size(clip.height, clip.width, settings.sizes)
-    picture = Image.fromarray(read_image(clip.media))
+    picture = Image.fromarray(decode.read_image(clip.media))
     picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     with atomic_write(target, by_many=True) as aside:
         picture.save(aside, quality=95, subsampling=0)
@@ -284,7 +274,7 @@ def _is_indexed(clip: Clip, progress: Callable[[], object]) -> bool:
     """Whether the file still has the content that the clip's identity was made of."""
     span = clip.media.span
     if span is None:
-        return content_hash(clip.media, progress) == clip.identity
+        return decode.content_hash(clip.media, progress) == clip.identity
     path = clip.media.file
     try:
         status = path.stat()
@@ -293,10 +283,10 @@ def _is_indexed(clip: Clip, progress: Callable[[], object]) -> bool:
     film = (str(path), status.st_size, status.st_mtime_ns)
     if film not in _film_hashes:
         _film_hashes.clear()
-        _film_hashes[film] = content_hash(clip.media.whole, progress)
+        _film_hashes[film] = decode.content_hash(clip.media.whole, progress)
     guess = round(span[0] * clip.fps)  # the number of the first frame, at an even rate
     return any(
-        span_identity(_film_hashes[film], first, clip.num_frames) == clip.identity
+        decode.span_identity(_film_hashes[film], first, clip.num_frames) == clip.identity
         for distance in range(_MAX_UNEVEN)
         for first in {guess - distance, guess + distance}
     )
@@ -321,10 +311,10 @@ def _write_from(
     progress: Callable[[], object],
 ) -> None:
     size = scaled_size(clip.height, clip.width, settings.sizes)
-    with opened(clip.media, clip.stream_index) as (container, stream):
+    with decode.opened(clip.media, clip.stream_index) as (container, stream):
         if keyframe is not None:
             container.seek(keyframe, stream=stream)
-        shown = decoded(clip.media, container, stream, keyframe=keyframe)
+        shown = decode.decoded(clip.media, container, stream, keyframe=keyframe)
         if clip.media.span is not None:
             shown = _within(clip, shown)
         frames = _scaled(clip, shown, size, progress)
@@ -431,7 +421,7 @@ def prepare(
     on: str | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    memory_gib: float = MEMORY_GIB,
+    memory_gib: float = decode.MEMORY_GIB,
 ) -> PrepareReport:
     """Transcode every clip of a catalog, and write a catalog of the results.
 
@@ -469,7 +459,7 @@ def prepare(
     written = {str(task.target(clip)): clip for clip in clips if clip.identity not in failed}
     writer, journal = CatalogWriter(), ProbeJournal(out)
 
-    def accept(items: Sequence[Item], stamp: Stamp | None, found: Probe | ClipError) -> None:
+    def accept(items: Sequence[Item], stamp: Stamp | None, found: decode.Probe | ClipError) -> None:
         media = items[0].media
         clip = written[media.path]
         checked = _checked(clip, media, found, settings)
@@ -486,7 +476,7 @@ def prepare(
             accept,
             known=known,
             journal=journal,
-            task=ProbeTask(),
+            task=decode.ProbeTask(),
             on=on,
             workers=workers,
             progress=lambda done, total: report(total + done, 2 * len(clips)),
@@ -516,7 +506,7 @@ def prepare(
 
 
 def _checked(
-    clip: Clip, media: Media, found: Probe | ClipError, settings: Settings
+    clip: Clip, media: Media, found: decode.Probe | ClipError, settings: Settings
 ) -> Clip | ClipError:
     """The prepared clip, if it has all frames."""
     if isinstance(found, ClipError):

@@ -11,13 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from longtake.config import DataSection, Stage
-from longtake.data.buckets import (
-    ONLY_STILLS,
-    BucketAssignment,
-    Rows,
-    frame_counts,
-    sort_into_buckets,
-)
+from longtake.data import buckets
 from longtake.data.catalog import Catalog
 from longtake.data.order import shares
 from longtake.errors import DataError
@@ -40,7 +34,7 @@ _COMPARE = {
 
 @dataclass(frozen=True)
 class Selection:
-    members: BucketAssignment
+    members: buckets.BucketAssignment
     dropped: Counter[str]  # clips by reason, in the order in which reasons are tried
 
 
@@ -51,7 +45,7 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
         dropped[reason] += num_left - len(kept)
         num_left = len(kept)
     shapes = stage.buckets or data.buckets
-    members, unfit = sort_into_buckets(
+    members, unfit = buckets.sort_into_buckets(
         catalog,
         kept,
         shapes,
@@ -67,7 +61,9 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
     return Selection(members, dropped)
 
 
-def drop_in_turn(catalog: Catalog, stage: Stage, data: DataSection) -> Iterator[tuple[str, Rows]]:
+def drop_in_turn(
+    catalog: Catalog, stage: Stage, data: DataSection
+) -> Iterator[tuple[str, buckets.Rows]]:
     """Each reason to drop clips, in order, and the clips that are left then."""
     kept = everyone = captioned_rows(catalog)
     yield NO_CAPTION, kept
@@ -81,7 +77,7 @@ def drop_in_turn(catalog: Catalog, stage: Stage, data: DataSection) -> Iterator[
         yield "the hardest", kept
 
 
-def captioned_rows(catalog: Catalog) -> Rows:
+def captioned_rows(catalog: Catalog) -> buckets.Rows:
     rows, first, count = np.empty(len(catalog), np.uint32), 0, 0
     for captions in catalog.table["caption"].chunks:
         found = np.flatnonzero(pc.not_equal(captions, "").to_numpy(zero_copy_only=False))
@@ -129,7 +125,9 @@ def _only_score(catalog: Catalog) -> str:
     )
 
 
-def _meets(catalog: Catalog, condition: str, rows: Rows, data: DataSection) -> NDArray[np.bool_]:
+def _meets(
+    catalog: Catalog, condition: str, rows: buckets.Rows, data: DataSection
+) -> NDArray[np.bool_]:
     """Which of some clips meet a condition; quantiles are those of these clips."""
     name, operator, text = parse_condition(condition)
     column = values(catalog, name, data)[rows]
@@ -158,7 +156,9 @@ def _bound(column: NDArray[Any], condition: str, text: str) -> float:
         ) from None
 
 
-def _hardest(catalog: Catalog, rows: Rows, share: float, data: DataSection) -> NDArray[np.bool_]:
+def _hardest(
+    catalog: Catalog, rows: buckets.Rows, share: float, data: DataSection
+) -> NDArray[np.bool_]:
     """Marks the `share` of clips with the highest difficulty; at equal ones the later rows."""
     difficulty = values(catalog, "difficulty", data)[rows]
     is_hardest = np.zeros(len(rows), bool)
@@ -171,7 +171,7 @@ def _hardest(catalog: Catalog, rows: Rows, share: float, data: DataSection) -> N
 def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Counter[str]) -> str:
     reasons = ", ".join(f"{count} ({reason})" for reason, count in dropped.items())
     shapes = ", ".join(map(str, stage.buckets or data.buckets))
-    longest = int(frame_counts(catalog, data.fps).max()) if len(catalog) else 0
+    longest = int(buckets.frame_counts(catalog, data.fps).max()) if len(catalog) else 0
     rate = "" if data.fps is None else f" at data.fps = {data.fps:g}"
     which = f"Stage {stage.name}: none" if data.stages else "None"
     stills = " Or set data.stills_from_videos = true to train on single frames of videos."
@@ -180,7 +180,7 @@ def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Co
         f"{reasons or 'it is empty'}. The buckets are {shapes}; the longest clip has {longest} "
         f"frames{rate}. Index clips with captions (longtake data index … --captions FILE.jsonl), "
         "lower data.buckets' num_frames, data.frame_stride or data.fps, or relax the stage's "
-        "`where`." + (stills if ONLY_STILLS in dropped else "")
+        "`where`." + (stills if buckets.ONLY_STILLS in dropped else "")
     )
 
 

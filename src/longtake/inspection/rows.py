@@ -503,10 +503,8 @@ class _CacheHeader(TypedDict):
 
 def _cache_path(path: Path) -> Path:
     """In the user's cache folder: inspection writes nothing in a run directory."""
-    top = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(top) if top.startswith("/") else Path.home() / ".cache"
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
-    return folder / "longtake" / "metrics" / f"{name}.rows"
+    return fsio.cache_folder("metrics") / f"{name}.rows"
 
 
 def _cache_folder(path: Path) -> Path:
@@ -574,6 +572,4 @@ def _write_cache(path: Path, source: _Source) -> None:
         cache.write(json.dumps(header).encode().ljust(_HEADER_BYTES))
         cache.flush()
         source.store.keep_in(cache, _HEADER_BYTES)
-    by_age = sorted(folder.glob("*.rows"), key=lambda each: each.stat().st_mtime)
-    for old in by_age[:-_MAX_CACHES]:
-        old.unlink(missing_ok=True)
+    fsio.remove_oldest(folder, _MAX_CACHES)

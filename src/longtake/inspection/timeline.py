@@ -13,13 +13,7 @@ from numpy.typing import NDArray
 
 from longtake import errors
 from longtake.formatting import plural
-from longtake.inspection.facts import (
-    INCIDENT_EVENTS,
-    incident_step,
-    incidents,
-    settings_changes,
-    step_of,
-)
+from longtake.inspection import facts
 from longtake.inspection.rows import MetricRows
 from longtake.inspection.series import abandoned_spans
 from longtake.inspection.tables import said
@@ -141,14 +135,14 @@ def timeline(
 
 def _placed(events: Sequence[Event], rows: MetricRows) -> Iterator[tuple[Event, int | None]]:
     """Each event with its step; what is known to be the same only once."""
-    for known in (*settings_changes(events, rows), *incidents(events, rows)):
+    for known in (*facts.settings_changes(events, rows), *facts.incidents(events, rows)):
         yield known, known["at"]
     for event in events:
-        if event["event"] not in (*INCIDENT_EVENTS, "settings_changed"):
-            step = step_of(event, rows)
+        if event["event"] not in (*facts.INCIDENT_EVENTS, "settings_changed"):
+            step = facts.step_of(event, rows)
             if event["event"] == "rolled_back":
                 step = event["from_step"]
-            yield event, incident_step(event, rows) if step is None and len(rows) else step
+            yield event, facts.incident_step(event, rows) if step is None and len(rows) else step
 
 
 def _look(event: Event) -> _Look:
@@ -331,7 +325,7 @@ def _seconds_of_steps(
     firsts, lasts = abandoned_spans(rows)
     launches = np.array([period.rows.start for period in periods])
     saved = [event["step"] for event in events if event["event"] == "checkpoint"]
-    stalls = [each["at"] for each in incidents(events, rows) if each.get("lasted_seconds")]
+    stalls = [each["at"] for each in facts.incidents(events, rows) if each.get("lasted_seconds")]
     after = {
         "starting": np.unique(launches[launches < len(rows)]),
         "rolled back": lasts[lasts + 1 < len(rows)] + 1,

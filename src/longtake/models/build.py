@@ -9,17 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from longtake.config import (
-    EXPERT_FOLDERS,
-    Bucket,
-    ConditioningSection,
-    FlowSection,
-    ModelSection,
-    Quantization,
-    Recipe,
-    Shift,
-    TextSection,
-)
+from longtake import config
 from longtake.errors import RecipeError
 from longtake.flow import path, timesteps
 from longtake.flow.shift import ClipSize, ShiftRule, named_rule
@@ -72,13 +62,15 @@ class Components:
         added_module.condition(self.model, noisy_latents, sigmas, conditioning)
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
-    def shift_rule(self, shift: Shift | None) -> ShiftRule:
+    def shift_rule(self, shift: config.Shift | None) -> ShiftRule:
         """What a recipe's value means; unset and `release` are the pretrained model's own."""
         if shift is None or shift == "release":
             return self.defaults.shift
         return named_rule(shift)
 
-    def shift(self, shift: Shift | None, bucket: Bucket, num_steps: int | None = None) -> float:
+    def shift(
+        self, shift: config.Shift | None, bucket: config.Bucket, num_steps: int | None = None
+    ) -> float:
         """The shift of sigmas, as a number, for clips of one shape.
 
         Args:
@@ -93,7 +85,7 @@ class Components:
         steps = num_steps or self.defaults.num_inference_steps
         return self.shift_rule(shift).factor(size, steps)
 
-    def sigma_range(self, flow: FlowSection) -> tuple[float, float]:
+    def sigma_range(self, flow: config.FlowSection) -> tuple[float, float]:
         """Lowest and highest sigma that is trained."""
         return flow.sigma_range if self.experts is None else self.experts.sigmas_within(flow)
 
@@ -136,7 +128,7 @@ def _num_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
-Kinds = Mapping[str, Quantization]
+Kinds = Mapping[str, config.Quantization]
 """What the frozen linear layers of blocks are quantised to, by the blocks' names."""
 _KINDS = "quantized.json"
 
@@ -146,7 +138,7 @@ of `model.pretrained`, from a checkpoint, or drawn from the seed."""
 
 
 def assemble(
-    recipe: Recipe,
+    recipe: config.Recipe,
     captions: Iterable[str],
     made: Path | None,
     *,
@@ -200,7 +192,7 @@ def assemble(
     return parts
 
 
-def build_other(recipe: Recipe, parts: Components, *, weights: bool = True) -> nn.Module:
+def build_other(recipe: config.Recipe, parts: Components, *, weights: bool = True) -> nn.Module:
     """The release's transformer that the recipe does not train, on the CPU; frozen.
 
     Without `weights` it is on the meta device.
@@ -214,7 +206,9 @@ def build_other(recipe: Recipe, parts: Components, *, weights: bool = True) -> n
     return model.eval().requires_grad_(False)
 
 
-def build_frozen_parts(recipe: Recipe, made: Path, *, with_text: bool) -> tuple[Codec, TextEncoder]:
+def build_frozen_parts(
+    recipe: config.Recipe, made: Path, *, with_text: bool
+) -> tuple[Codec, TextEncoder]:
     """Codec and text encoder of a run that has begun, on the CPU; `made` as for `assemble`.
 
     If not `with_text` the text encoder cannot encode.
@@ -228,7 +222,7 @@ def build_frozen_parts(recipe: Recipe, made: Path, *, with_text: bool) -> tuple[
         return codec, outline_text(section, chosen)
 
 
-def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
+def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> None:
     """Download what a recipe names by repository ids, for the other processes on this node.
 
     That is both transformers of a release with two, where the other one is sampled with.
@@ -240,7 +234,7 @@ def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
     if recipe.model.pretrained is not None:
         folders = [recipe.model.folder()]
         if recipe.model.expert is not None and recipe.sampling.every is not None:
-            folders = list(EXPERT_FOLDERS.values())
+            folders = list(config.EXPERT_FOLDERS.values())
         for folder in folders:
             pretrained.locate(recipe.model.pretrained, folder)
     if not frozen_parts:
@@ -260,7 +254,7 @@ def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
                 pretrained.locate(where, subfolder)
 
 
-def chosen_family(section: ModelSection) -> Family:
+def chosen_family(section: config.ModelSection) -> Family:
     """The family that a section names; ModelError if its release is of another, or two experts."""
     recognition.refuse_other_family(section, FAMILIES)
     if section.pretrained is not None:
@@ -268,7 +262,7 @@ def chosen_family(section: ModelSection) -> Family:
     return family(section.family)
 
 
-def text_section(recipe: Recipe) -> TextSection:
+def text_section(recipe: config.Recipe) -> config.TextSection:
     """The recipe's text section, with the family's `max_tokens` if it is unset."""
     section = recipe.text
     if section.max_tokens is not None or section.pretrained is None:
@@ -277,7 +271,7 @@ def text_section(recipe: Recipe) -> TextSection:
     return section.model_copy(update={"max_tokens": tokens})
 
 
-def source_of(recipe: Recipe, *, resumed: bool, is_sharded: bool) -> Source:
+def source_of(recipe: config.Recipe, *, resumed: bool, is_sharded: bool) -> Source:
     is_whole = recipe.trainable.base() == "full" and not family(recipe.model.family).untrained
     if resumed and is_whole:  # a checkpoint has what is trained
         return "checkpoint"
@@ -290,7 +284,7 @@ def source_of(recipe: Recipe, *, resumed: bool, is_sharded: bool) -> Source:
 
 def _build(
     chosen: Family,
-    recipe: Recipe,
+    recipe: config.Recipe,
     shapes: Sequence[LatentShape],
     text: TextEncoder,
     weights: Source,
@@ -314,7 +308,7 @@ def _build(
     return chosen.build(section, shapes, text), deferred_init.NOTHING_DEFERRED
 
 
-def outline(recipe: Recipe) -> Components:
+def outline(recipe: config.Recipe) -> Components:
     """All parts on torch's meta device: shapes and dtypes at any size, in seconds.
 
     Needs neither weights nor a catalog; a vocabulary of the catalog's words is taken at its
@@ -338,7 +332,7 @@ def outline(recipe: Recipe) -> Components:
     return parts
 
 
-def _check_sigma_range(parts: Components, recipe: Recipe) -> None:
+def _check_sigma_range(parts: Components, recipe: config.Recipe) -> None:
     """Refuse a range of sigmas that nothing lies in, at the shift of each bucket."""
     flow, trained = recipe.flow, parts.sigma_range(recipe.flow)
     if trained != (0.0, 1.0):
@@ -347,7 +341,7 @@ def _check_sigma_range(parts: Components, recipe: Recipe) -> None:
             timesteps.range_share(*spread, parts.shift(flow.shift, bucket), trained)
 
 
-def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
+def _check(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
     """The shapes of the latents, which the family can take."""
     _check_time_and_audio(recipe, chosen)
     given = recipe.model_inputs()
@@ -391,7 +385,9 @@ def _or_frames(name: str, chosen: Family) -> str:
     )
 
 
-def _refuse_frames(given: Mapping[str, ConditioningSection], recipe: Recipe, codec: Codec) -> None:
+def _refuse_frames(
+    given: Mapping[str, config.ConditioningSection], recipe: config.Recipe, codec: Codec
+) -> None:
     """Refuse first frames of a video that are all of it, or that the codec cannot encode alone."""
     for name, section in given.items():
         if section.frames is None:
@@ -405,12 +401,12 @@ def _refuse_frames(given: Mapping[str, ConditioningSection], recipe: Recipe, cod
                 )
             size = {"height": bucket.height, "width": bucket.width}
             try:
-                codec.latent_shape(Bucket(num_frames=section.frames, **size))
+                codec.latent_shape(config.Bucket(num_frames=section.frames, **size))
             except RecipeError as error:
                 raise RecipeError(f"{key} cannot be encoded alone. {error}") from None
 
 
-def _check_time_and_audio(recipe: Recipe, chosen: Family) -> None:
+def _check_time_and_audio(recipe: config.Recipe, chosen: Family) -> None:
     named, audio = f"The family {recipe.model.family}", recipe.model.audio
     if audio is not None and not chosen.has_audio:
         raise RecipeError(f"{named} has no audio. Remove model.audio, which is {audio!r}.")
@@ -430,7 +426,7 @@ def _check_time_and_audio(recipe: Recipe, chosen: Family) -> None:
 def _finish(
     model: nn.Module,
     chosen: Family,
-    recipe: Recipe,
+    recipe: config.Recipe,
     codec: Codec,
     unfilled: deferred_init.DeferredWeights = deferred_init.NOTHING_DEFERRED,
     quantized: Kinds | None = None,
@@ -442,7 +438,7 @@ def _finish(
 
 
 def _kinds(
-    recipe: Recipe, names: Sequence[str], quantized: Kinds | None, made: Path | None
+    recipe: config.Recipe, names: Sequence[str], quantized: Kinds | None, made: Path | None
 ) -> Kinds:
     """What each block is quantised to; a run that chose for itself keeps to its choice."""
     if recipe.model.quantize == "none":
@@ -462,7 +458,7 @@ def _quantize(model: nn.Module, chosen: Family, quantized: Kinds) -> None:
             quantize_linears(block, quantized[name])
 
 
-def with_exact_weights(recipe: Recipe) -> Recipe:
+def with_exact_weights(recipe: config.Recipe) -> config.Recipe:
     """The same model and text encoders, none of them quantised."""
     exact = {"quantize": "none"}
     pooled = recipe.text.pooled and recipe.text.pooled.model_copy(update=exact)
@@ -480,12 +476,14 @@ def keep_kinds(quantized: Kinds, made: Path) -> None:
     write_json(made / _KINDS, quantized)
 
 
-def read_kinds(made: Path) -> dict[str, Quantization] | None:
+def read_kinds(made: Path) -> dict[str, config.Quantization] | None:
     """What the blocks of a run that chose for itself are quantised to; None: it has not chosen."""
-    return read_record(made / _KINDS, dict[str, Quantization])
+    return read_record(made / _KINDS, dict[str, config.Quantization])
 
 
-def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> LatentShape:
+def latent_shape(
+    codec: Codec, bucket: config.Bucket, patch: Sequence[int] = NO_PATCH
+) -> LatentShape:
     """Shape of the latents of one clip in a bucket.
 
     Args:
@@ -499,7 +497,7 @@ def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) 
     return LatentShape(codec.channels, *codec.latent_shape(bucket, patch))
 
 
-def refuse_sharing(parts: Components, recipe: Recipe) -> None:
+def refuse_sharing(parts: Components, recipe: config.Recipe) -> None:
     """Refuse a recipe whose ranks cannot share the model's tokens (`parallel.context`).
 
     Raises:
@@ -559,7 +557,7 @@ def flow_losses(
 
 
 def training_conditioning(
-    parts: Components, recipe: Recipe, conditioning: Conditioning
+    parts: Components, recipe: config.Recipe, conditioning: Conditioning
 ) -> Conditioning:
     if fps := fps_of(conditioning, parts.family, recipe):
         conditioning = conditioning | fps
@@ -573,7 +571,7 @@ def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
     return {"guidance": torch.full((len(like),), scale, device=like.device)}
 
 
-def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Conditioning:
+def fps_of(conditioning: Conditioning, chosen: Family, recipe: config.Recipe) -> Conditioning:
     """Frames per second of what is trained and sampled, of a model that takes them."""
     if not chosen.takes_fps or recipe.data.fps is None:
         return {}
@@ -582,7 +580,7 @@ def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Condit
 
 
 def outline_conditioning(
-    parts: Components, recipe: Recipe, bucket: Bucket, batch_size: int = 1
+    parts: Components, recipe: config.Recipe, bucket: config.Bucket, batch_size: int = 1
 ) -> Conditioning:
     """A model's conditioning in training, on the meta device, for samples of a bucket."""
     one = parts.text.outline(picture_sizes(parts.family, recipe, bucket))
@@ -591,13 +589,15 @@ def outline_conditioning(
     return training_conditioning(parts, recipe, batch)
 
 
-def picture_sizes(chosen: Family, recipe: Recipe, bucket: Bucket) -> list[tuple[int, int]]:
+def picture_sizes(
+    chosen: Family, recipe: config.Recipe, bucket: config.Bucket
+) -> list[tuple[int, int]]:
     """Height and width of each picture that is encoded together with a caption."""
     sizes = dict.fromkeys(recipe.model_inputs(), (bucket.height, bucket.width))
     return list(chosen.seen_with_text(sizes).values())
 
 
-def forward_flops(parts: Components, recipe: Recipe, bucket: Bucket) -> int:
+def forward_flops(parts: Components, recipe: config.Recipe, bucket: config.Bucket) -> int:
     """Floating-point operations of one forward pass over one sample."""
     inputs = {
         "noisy_latents": torch.empty(1, *latent_shape(parts.codec, bucket), device="meta"),

@@ -14,14 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 import longtake
 from longtake import config, errors
 from longtake.formatting import first_line, format_size
-from longtake.models.build import (
-    Components,
-    Kinds,
-    latent_shape,
-    outline,
-    outline_conditioning,
-    picture_sizes,
-)
+from longtake.models import build
 from longtake.models.lora_files import read_lora
 from longtake.models.numerics import autocast, count_weights
 from longtake.models.trainable import lora_layers
@@ -128,7 +121,7 @@ def forecast(
     *,
     world_size: int = 1,
     per_node: int | None = None,
-    quantized: Kinds | None = None,
+    quantized: build.Kinds | None = None,
 ) -> Forecast:
     """Trace a recipe's step under every policy, find the best that fits, and look for traps.
 
@@ -482,7 +475,7 @@ def forecast_phases(
         step: of the recipe.
         options: how blocks are run in training; None: with weights as the recipe has them.
     """
-    components = outline(step.recipe)
+    components = build.outline(step.recipe)
     memory.quantize_as_given(components, step.recipe)
     blocks = components.family.blocks(components.model)
     base = step.tracer.subject.weights[0]
@@ -533,7 +526,7 @@ def forecast_phases(
 def _model_alone(
     mode: fake_tensors.CachedFakeMode,
     step: memory.MetaStep,
-    components: Components,
+    components: build.Components,
     held: Sequence[BlockWeights],
 ) -> tuple[InferenceTrace, bool]:
     """A forward pass where only videos are sampled; whether weights are streamed for it.
@@ -560,11 +553,11 @@ def _model_alone(
 
 
 def _phase_traces(
-    mode: fake_tensors.CachedFakeMode, step: memory.MetaStep, components: Components
+    mode: fake_tensors.CachedFakeMode, step: memory.MetaStep, components: build.Components
 ) -> Iterator[tuple[str, Callable[[], InferenceTrace]]]:
     codec, text, device = components.codec, components.text, step.device
     if text.modules():
-        pictures = picture_sizes(components.family, step.recipe, step.bucket)
+        pictures = build.picture_sizes(components.family, step.recipe, step.bucket)
         yield "text", lambda: encoding.text_trace(mode, text, device, pictures)
     if codec.modules():
         largest = encoding.encoded_bucket(components.family, step.recipe, step.bucket)
@@ -573,12 +566,12 @@ def _phase_traces(
         yield "decode", partial(trace, step.bucket, encoding.decode_video, device)
 
 
-def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
+def _denoise(components: build.Components, step: memory.MetaStep) -> Tensor:
     """One forward pass over one video, as sampling in two passes makes it."""
-    shape = latent_shape(components.codec, step.bucket)
+    shape = build.latent_shape(components.codec, step.bucket)
     conditioning = {
         name: torch.empty(each.shape, dtype=each.dtype)
-        for name, each in outline_conditioning(components, step.recipe, step.bucket).items()
+        for name, each in build.outline_conditioning(components, step.recipe, step.bucket).items()
     }
     precision = "fp32" if step.recipe.model.dtype == "bf16" else step.precision
     with autocast(precision, torch.device("cpu")):

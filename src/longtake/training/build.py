@@ -21,13 +21,7 @@ from longtake.models.streamed import StreamedBlocks
 from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages
 from longtake.parallel import collectives, context_parallel, fsdp, mesh
-from longtake.planner.activation_checkpointing import (
-    KEEP,
-    OFFLOADED,
-    RECOMPUTED,
-    Options,
-    run_block,
-)
+from longtake.planner import activation_checkpointing
 from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
 from longtake.training import latent_cache, runtime
@@ -45,7 +39,7 @@ def build_components(
     loader: Loader,
     watcher: runtime.NodeWatcher,
     source: models.Source,
-    options: Options,
+    options: activation_checkpointing.Options,
 ) -> models.Components:
     """Build model, codec and text encoder; all ranks call it.
 
@@ -90,7 +84,7 @@ def build_components(
     return parts
 
 
-def quantized_by(options: Options) -> models.Kinds:
+def quantized_by(options: activation_checkpointing.Options) -> models.Kinds:
     kinds = get_args(Quantization)
     return {name: each.weights for name, each in options.items() if each.weights in kinds}  # type: ignore[misc]
 
@@ -154,7 +148,7 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
 def build_state(
     session: Session,
     parts: models.Components,
-    options: Options = MappingProxyType({}),
+    options: activation_checkpointing.Options = MappingProxyType({}),
     *,
     encodes_ahead: bool = False,
 ) -> TrainingState:
@@ -188,13 +182,19 @@ def build_state(
     return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()), inputs)
 
 
-def streamed_by(recipe: Recipe, options: Options, parts: models.Components) -> list[nn.Module]:
+def streamed_by(
+    recipe: Recipe, options: activation_checkpointing.Options, parts: models.Components
+) -> list[nn.Module]:
     """The blocks that are streamed, in their order."""
     blocks = parts.family.blocks(parts.model)
     if recipe.model.stream == "all":
         return list(blocks)
     names = {module: name for name, module in parts.model.named_modules()}
-    return [each for each in blocks if options.get(names[each], KEEP).weights == "stream"]
+    return [
+        each
+        for each in blocks
+        if options.get(names[each], activation_checkpointing.KEEP).weights == "stream"
+    ]
 
 
 def count_flops(parts: models.Components, recipe: Recipe) -> dict[Bucket, int]:
@@ -268,7 +268,9 @@ def _missing_compiler(device: torch.device) -> str:
     return "" if has_cpp_compiler() else "C++ compiler (g++ or clang++)"
 
 
-def compile_blocks(options: Options, parts: models.Components, recipe: Recipe) -> None:
+def compile_blocks(
+    options: activation_checkpointing.Options, parts: models.Components, recipe: Recipe
+) -> None:
     """Compile each block of a model, with its activation checkpointing.
 
     Call it before the model is sharded: the gathering of weights is not compiled. Recomputation is,
@@ -289,16 +291,20 @@ def compile_blocks(options: Options, parts: models.Components, recipe: Recipe) -
     for name, option in options.items():
         block: Any = names[name]
         if block in streamed:
-            if option.activations in RECOMPUTED:  # else views of weights would be saved, and go
+            if (
+                option.activations in activation_checkpointing.RECOMPUTED
+            ):  # else views of weights would be saved, and go
                 block.forward = torch.compile(block.forward, dynamic=False)
             if option.activations == "save-attention":  # attention is compiled, too
                 option = replace(option, activations="recompute")
             run_by_torch[name] = option
-        elif option.activations in OFFLOADED:
+        elif option.activations in activation_checkpointing.OFFLOADED:
             run_by_torch[name] = option
             block.compile(dynamic=False)
         else:
-            block.forward = partial(run_block, option.activations, block.forward)
+            block.forward = partial(
+                activation_checkpointing.run_block, option.activations, block.forward
+            )
             block.compile(dynamic=False)
     run_blocks(run_by_torch, parts)
 
