@@ -213,8 +213,7 @@ atexit.register(_decoder.close)
 
 
 def cache_folder() -> Path:
-    top = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake" / "posters"
+    return fsio.cache_folder() / "posters"
 
 
 def _tag(top: Path, name: str, status: os.stat_result) -> str:

@@ -94,8 +94,7 @@ def stills_of(clips: Sequence[Clip], wait_seconds: float = _WAIT_SECONDS) -> dic
 
 
 def _folder() -> Path:
-    top = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake" / "stills"
+    return fsio.cache_folder() / "stills"
 
 
 def _kept_path(clip: Clip) -> Path:
