@@ -39,9 +39,10 @@ from longtake.inspection.timeline import goodput, timeline
 from longtake.run_dir import RunDirectory
 found = {}
 def timed(name, function):
-    begun = time.perf_counter()
+    begun, used = time.perf_counter(), time.process_time()
     result = function()
     found[name] = (time.perf_counter() - begun) * 1e3
+    found[name + " CPU"] = (time.process_time() - used) * 1e3
     found[name + " MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     return result
 run, new, names = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2]), list(NAMES)
@@ -127,10 +128,12 @@ def _measured(run: RunDirectory, new: Path, runs: Path, what: str) -> Iterator[t
 def _report(arguments: argparse.Namespace, found: dict[str, float]) -> str:
     seconds = found["cold: rows"] / 1e3
     rate = found["cold: lines"] / seconds
+    per_core = 1e3 * found["cold: lines"] / found["cold: rows CPU"]
     load = os.getloadavg()[0]
     busy = f" The load average was {load:.1f}." if load > (os.cpu_count() or 1) else ""
     lines = [
-        f"| `read_rows`, no cache ({rate:,.0f} lines/s) | {found['cold: rows']:,.0f} | "
+        f"| `read_rows`, no cache ({rate:,.0f} lines/s; {per_core:,.0f} in a second of one core) "
+        f"| {found['cold: rows']:,.0f} | "
         f"{found['cold: rows MB']:.0f} |"
     ]
     for name, words in _ROWS.items():

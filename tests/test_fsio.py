@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typing_extensions import TypedDict
 
+from longtake import fsio
 from longtake.errors import DataError, RecordError
 from longtake.fsio import (
     Count,
@@ -297,3 +298,32 @@ def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "another")
     with pytest.raises(DataError, match=f"{path} cannot be written.*run the same command again"):
         Journal(path, tuple[int, float]).add((0, 0.5))
+
+
+def test_readers_stay_below_a_folder_and_follow_no_links_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    top, elsewhere = tmp_path / "top", tmp_path / "elsewhere"
+    for folder in (top / "inside", elsewhere, fsio.cache_folder()):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("content")
+    (top / "file").symlink_to(elsewhere / "file")
+    (top / "folder").symlink_to(elsewhere)
+    refused = {
+        top / "file": "it is a symbolic link",
+        top / "folder" / "file": "folder is a symbolic link",
+        top / ".." / "elsewhere" / "file": "it is not below the folder",
+        elsewhere / "file": "it is not in",
+        fsio.cache_folder() / ".." / ".." / "elsewhere" / "file": "it is not in",
+    }
+    with fsio.reading_below(top):
+        for path in (top / "inside" / "file", fsio.cache_folder() / "file"):
+            assert fsio.read_regular(path) == b"content"
+        for path, why in refused.items():
+            with pytest.raises(OSError, match=why):
+                fsio.open_regular(path)
+        with pytest.raises(FileNotFoundError):
+            fsio.open_regular(top / "none")
+    for path in refused:
+        assert fsio.read_regular(path) == b"content"

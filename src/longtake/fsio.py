@@ -307,12 +307,6 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def cache_folder(name: str) -> Path:
-    """A folder for what can be computed again, in the user's cache folder; it need not exist."""
-    top = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake" / name
-
-
 def remove_oldest(folder: Path, num_kept: int) -> None:
     """Remove the oldest files of a folder of a cache, if there are more; OSError: it cannot be."""
     with os.scandir(folder) as entries:
@@ -383,7 +377,10 @@ def _starts_like(path: Path, suffix: str) -> bool:
 
 @contextmanager
 def reading_below(top: Path) -> Iterator[None]:
-    """Within it `open_regular` opens files below a folder only, and follows no links there."""
+    """Within it `open_regular` opens files below a folder only, and follows no links there.
+
+    Files in `cache_folder` are opened too: they are this program's own.
+    """
     token = _only_below.set(top)
     try:
         yield
@@ -391,17 +388,32 @@ def reading_below(top: Path) -> Iterator[None]:
         _only_below.reset(token)
 
 
-def open_regular(path: Path, *, anywhere: bool = False) -> BufferedReader:
+def cache_folder() -> Path:
+    """Longtake's in the user's cache folder.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    top = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake"
+
+
+def _is_cached(path: Path) -> bool:
+    with suppress(RuntimeError):
+        return path.is_relative_to(cache_folder()) and ".." not in path.parts
+    return False
+
+
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read; links are followed, except within `reading_below`.
 
-    A named pipe or a device would make a reader wait forever. `anywhere`: it is a file of this
-    program, and `reading_below` does not matter.
+    A named pipe or a device would make a reader wait forever.
 
     Raises:
         OSError: it cannot be opened, or is a folder, a named pipe, a device or a socket.
     """
     top = _only_below.get()
-    if top is not None and not anywhere:
+    if top is not None and not _is_cached(path):
         if not path.is_relative_to(top):
             raise OSError(errno.EACCES, f"it is not in {top}", str(path))
         return open_below(top, str(path.relative_to(top)))

@@ -221,7 +221,7 @@ def _tag(top: Path, name: str, status: os.stat_result) -> str:
 def _read_kept(tag: str) -> bytes | None:
     with suppress(OSError, RuntimeError):
         descriptor = os.open(
-            fsio.cache_folder(_FOLDER) / tag, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            fsio.cache_folder() / _FOLDER / tag, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         )
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -235,7 +235,7 @@ _keeps = count()
 
 
 def _keep(tag: str, data: bytes) -> None:
-    folder = fsio.cache_folder(_FOLDER)
+    folder = fsio.cache_folder() / _FOLDER
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with fsio.atomic_write(folder / tag, by_many=True) as partial:
         partial.write_bytes(data)

@@ -100,7 +100,8 @@ def _kept_path(clip: Clip) -> Path:
         status = clip.media.file.stat()
         parts += [status.st_ino, status.st_size, status.st_mtime_ns]
     return (
-        fsio.cache_folder("stills")
+        fsio.cache_folder()
+        / "stills"
         / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
     )
 

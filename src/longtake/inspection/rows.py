@@ -504,7 +504,7 @@ class _CacheHeader(TypedDict):
 def _cache_path(path: Path) -> Path:
     """In the user's cache folder: inspection writes nothing in a run directory."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
-    return fsio.cache_folder("metrics") / f"{name}.rows"
+    return fsio.cache_folder() / "metrics" / f"{name}.rows"
 
 
 def _cache_folder(path: Path) -> Path:
@@ -517,7 +517,7 @@ def _read_cache(path: Path, file: BufferedReader, status: os.stat_result) -> _So
     """What an earlier process read of this file; None: there is no usable cache."""
     with suppress(OSError, RuntimeError, errors.RecordError, ValueError):
         cache_path = _cache_path(path)
-        with fsio.open_regular(cache_path, anywhere=True) as cache:
+        with fsio.open_regular(cache_path) as cache:
             if os.fstat(cache.fileno()).st_uid != os.getuid():
                 return None
             header = fsio.parse_record(cache.read(_HEADER_BYTES), _CacheHeader, cache_path)
