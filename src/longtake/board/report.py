@@ -175,9 +175,10 @@ def write_report(path: Path, out: Path, media_mib: float = DEFAULT_MEDIA_MIB) ->
             "recipe that was trained."
         )
     fsio.check_picture_name(out, (".html",))
-    facts = reader.facts()
-    links = ReportLinks(facts, int(media_mib * _MIB))
-    text = render_report(facts, links)
+    with fsio.reading_below(reader.folder):
+        facts = reader.facts()
+        links = ReportLinks(facts, int(media_mib * _MIB))
+        text = render_report(facts, links)
     try:
         fsio.write_text(out, text)
     except OSError as error:
