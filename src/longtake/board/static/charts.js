@@ -251,7 +251,7 @@ class Panel {
         xAxis(axis, isTime),
         yAxis(axis, unit, isLog),
       ],
-      series: plotted, bands, legend: { show: false }, padding: [8, 12, 0, 0],
+      series: plotted, bands, legend: { show: false }, padding: [8, 20, 0, 0],
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
       hooks: {
         ready: [() => this.charts.placeLanes()],

@@ -37,7 +37,7 @@ class ComparedPanel {
     const unit = own[0].unit;
     const axis = axisStyle();
     const options = {
-      width: this.canvas.clientWidth || 300, height: 220, legend: { show: false }, padding: [8, 12, 0, 0],
+      width: this.canvas.clientWidth || 300, height: 220, legend: { show: false }, padding: [8, 20, 0, 0],
       scales: { x: { time: false }, y: { distr: this.isLog ? 3 : 1 } },
       axes: [
         xAxis(axis, false),
