@@ -10,7 +10,7 @@ import pytest
 from longtake.board import overview, report
 from longtake.board.pages import ServerLinks, embedded, number, percent
 from longtake.board.plots import panels_of, series_payload
-from longtake.board.reader import NO_ROWS, RunReader
+from longtake.board.reader import NO_ROWS, RunList, RunReader
 from longtake.board.runs_page import differing_keys, render_comparison, render_runs
 from longtake.inspection.run_list import list_runs
 from longtake.run_dir import RunDirectory
@@ -217,3 +217,14 @@ def test_a_report_is_one_file_without_links_to_elsewhere(
 def test_the_newest_and_the_oldest_samples_come_first() -> None:
     assert report._spread([10, 20, 30, 40, 50]) == [50, 10, 30, 20, 40]
     assert report._spread([]) == []
+
+
+def test_a_list_reads_a_run_that_has_ended_again_if_it_has_changed(told: RunDirectory) -> None:
+    runs = RunList(told.path.parent)
+    (before,) = runs.summaries()
+    (same,) = runs.summaries()
+    assert same is before
+    told.append_event("resumed", step=24)
+    told.append_event("finished", step=24, seconds=1.0)
+    (after,) = runs.summaries()
+    assert (before.state, after.state) == ("interrupted", "finished")

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 from longtake import errors, node_dir
 from longtake.config import Recipe
 from longtake.inspection.rows import MetricRows, read_rows
-from longtake.inspection.run_list import RunSummary, summarize
+from longtake.inspection.run_list import RunSummary, list_runs, summarize
 from longtake.inspection.timeline import Mark, TimePart, all_events, goodput, timeline
 from longtake.run_dir import RunDirectory
 
@@ -20,6 +20,8 @@ _LINK_FREE: Final = ("", "evaluations", "guard", "nodes", "stalls", "requests", 
 """Folders of a run whose entries must not be links, as records are read in them."""
 
 NO_ROWS: Final = read_rows(RunDirectory(Path(os.devnull) / "none"))
+
+_ENDED: Final = ("finished", "interrupted", "diverged", "dead")
 
 T = TypeVar("T")
 
@@ -151,6 +153,31 @@ class RunReader:
         nodes = [node.events_path for node in node_dir.all_nodes(self.run)]
         servers = sorted((self.run.path / "evaluations" / "servers").glob("*/events.jsonl"))
         return [self.run.events_path, self.run.rollbacks_path, *nodes, *servers]
+
+
+class RunList:
+    """The runs of a folder; one that has ended is read again only if its files have changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[Path, tuple[Hashable, RunSummary]] = {}
+
+    def summaries(self) -> list[RunSummary]:
+        """As `list_runs`."""
+        return list_runs(self._folder, self._summary)
+
+    def _summary(self, folder: Path, path: Path) -> RunSummary:
+        run, presets = RunDirectory(path), list[Path]()
+        with suppress(OSError), os.scandir(path / "evaluations") as entries:
+            presets = sorted(Path(each.path) for each in entries)
+        records = [run.recipe_path, run.record_path, run.events_path, run.metrics_path]
+        version = _signature([*records, run.rollbacks_path, run.lease_path, *presets])
+        known = self._known.get(path)
+        if known is not None and known[0] == version and known[1].state in _ENDED:
+            return known[1]
+        found = summarize(folder, path)
+        self._known[path] = version, found
+        return found
 
 
 def _signature(paths: list[Path]) -> tuple[Hashable, ...]:

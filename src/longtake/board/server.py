@@ -43,9 +43,9 @@ from longtake.board import assets, overview, posters, runs_page
 from longtake.board.files import MEDIA_TYPES, is_folder_below, open_below
 from longtake.board.pages import ServerLinks, render
 from longtake.board.plots import series_payload
-from longtake.board.reader import RunReader
+from longtake.board.reader import RunList, RunReader
 from longtake.board.registry import RENDER
-from longtake.inspection.run_list import RunSummary, find_runs, list_runs, summarize
+from longtake.inspection.run_list import RunSummary, find_runs, summarize
 from longtake.run_dir import RunDirectory
 
 DEFAULT_PORT: Final = 8420
@@ -84,6 +84,7 @@ class Board:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.links = ServerLinks()
+        self.runs = RunList(folder)
         self._readers: OrderedDict[str, RunReader] = OrderedDict()
         self._lock = Lock()
         self._listed: tuple[float, list[str]] | None = None
@@ -154,7 +155,7 @@ def _board(request: Request) -> Board:
 
 def show_runs(request: Request) -> Response:
     board = _board(request)
-    return _html(runs_page.render_runs(board.folder, list_runs(board.folder), board.links), request)
+    return _html(runs_page.render_runs(board.folder, board.runs.summaries(), board.links), request)
 
 
 def show_comparison(request: Request) -> Response:
@@ -250,7 +251,7 @@ async def stream_run(request: Request) -> Response:
 
 
 def _all_lives(board: Board) -> dict[str, Any]:
-    found = list_runs(board.folder)
+    found = board.runs.summaries()
     return {"runs": [_as_live(each) for each in found]}
 
 

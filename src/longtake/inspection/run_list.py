@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,10 +83,13 @@ class RunSummary:
     """The first video or picture of the newest sampled checkpoint: from the folder to it."""
 
 
-def list_runs(folder: Path) -> list[RunSummary]:
+def list_runs(
+    folder: Path, read: Callable[[Path, Path], RunSummary] | None = None
+) -> list[RunSummary]:
     """The runs in a folder, and in folders below it, by their paths; at most `MAX_RUNS`.
 
-    Links are not followed. The folder itself may be a run.
+    Links are not followed. The folder itself may be a run. `read` is `summarize`, or one that
+    remembers.
 
     Raises:
         RunError: the folder cannot be read.
@@ -98,7 +101,7 @@ def list_runs(folder: Path) -> list[RunSummary]:
     except OSError as error:
         raise errors.RunError(f"{folder} cannot be read: {error.strerror or error}.") from error
     found = sorted(find_runs(folder), key=lambda path: natural_key(str(path)))
-    return [summarize(folder, path) for path in found]
+    return [(read or summarize)(folder, path) for path in found]
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
