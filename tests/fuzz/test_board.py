@@ -23,8 +23,8 @@ from tests.fuzz.oracle import CANARY
 from longtake.process import program
 
 _SEED = int(os.environ.get("LONGTAKE_FUZZ_SEED", "2"))
-_NUM_CASES = int(os.environ.get("LONGTAKE_FUZZ_CASES", "120")) // 2
-_MANY_CASES = 500
+_NUM_CASES = int(os.environ.get("LONGTAKE_FUZZ_CASES", "120")) // 6
+_MANY_CASES = 160
 _SECONDS = 60.0
 _PAGES = ("overview", "samples", "data", "nodes", "plan")
 _PATHS = (
