@@ -12,6 +12,11 @@ export function startLive() {
   const url = element ? element.dataset.live : "";
   if (!url) return;
   onLive((now) => showStatus(element, now));
+  followEvents(url, (now) => { for (const listener of listeners) listener(now); });
+}
+
+// Calls back with what a stream of events says; while nobody sees the page, it is closed.
+export function followEvents(url, listener) {
   let source = null;
   const connect = () => {
     if (document.hidden) {
@@ -19,10 +24,7 @@ export function startLive() {
       source = null;
     } else if (!source) {
       source = new EventSource(url);
-      source.onmessage = (message) => {
-        const now = JSON.parse(message.data);
-        for (const listener of listeners) listener(now);
-      };
+      source.onmessage = (message) => listener(JSON.parse(message.data));
     }
   };
   document.addEventListener("visibilitychange", connect);

@@ -1,4 +1,5 @@
 // The list of runs: filtered, sorted, kept up to date, and selected for a comparison.
+import { followEvents } from "./live.js";
 import { make, parameter, setParameters } from "./page.js";
 
 export function startRuns() {
@@ -9,6 +10,9 @@ export function startRuns() {
   startSelection(rows);
   startSorting(table, rows);
   followList(table, rows);
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) {
+    for (const video of table.querySelectorAll("video")) video.removeAttribute("autoplay");
+  }
 }
 
 function startFilter(rows) {
@@ -64,18 +68,7 @@ function followList(table, rows) {
   const url = table.dataset.liveList;
   if (!url) return;
   const known = new Map(rows.map((row) => [row.dataset.run, row]));
-  let source = null;
-  const connect = () => {
-    if (document.hidden) {
-      if (source) source.close();
-      source = null;
-    } else if (!source) {
-      source = new EventSource(url);
-      source.onmessage = (message) => showList(JSON.parse(message.data).runs, known);
-    }
-  };
-  document.addEventListener("visibilitychange", connect);
-  connect();
+  followEvents(url, (message) => showList(message.runs, known));
 }
 
 function showList(runs, known) {
