@@ -16,6 +16,7 @@ from tests.board.conftest import serving
 from longtake.board import server
 from longtake.board.files import open_below
 from longtake.board.pages import PAGES, ServerLinks
+from longtake.board.reader import RunList
 from longtake.errors import RunError
 from longtake.run_dir import RunDirectory
 
@@ -201,7 +202,7 @@ def test_a_page_that_fails_says_so_in_a_sentence(
     def fail(*_: Any) -> str:
         raise KeyError("<script>no</script>")
 
-    monkeypatch.setattr(server, "list_runs", fail)
+    monkeypatch.setattr(RunList, "summaries", fail)
     answer = client.get("/")
     assert answer.status_code == 500
     assert "This page failed: KeyError" in answer.text

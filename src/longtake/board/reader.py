@@ -167,17 +167,33 @@ class RunList:
         return list_runs(self._folder, self._summary)
 
     def _summary(self, folder: Path, path: Path) -> RunSummary:
-        run, presets = RunDirectory(path), list[Path]()
-        with suppress(OSError), os.scandir(path / "evaluations") as entries:
-            presets = sorted(Path(each.path) for each in entries)
+        run = RunDirectory(path)
         records = [run.recipe_path, run.record_path, run.events_path, run.metrics_path]
-        version = _signature([*records, run.rollbacks_path, run.lease_path, *presets])
+        records += [run.rollbacks_path, run.lease_path, *_newest_results(path / "evaluations")]
+        version = _signature(records)
         known = self._known.get(path)
         if known is not None and known[0] == version and known[1].state in _ENDED:
             return known[1]
         found = summarize(folder, path)
         self._known[path] = version, found
         return found
+
+
+def _newest_results(evaluations: Path) -> list[Path]:
+    """Folders of presets, and the newest result of each with its scores."""
+    found = list[Path]()
+    for preset in _entries(evaluations):
+        newest = max(
+            (each for each in _entries(preset) if each.name[:5] == "step_"), default=preset
+        )
+        found += [preset, newest, newest / "scores.json"]
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return sorted(Path(each.path) for each in entries)
+    return []
 
 
 def _signature(paths: list[Path]) -> tuple[Hashable, ...]:
