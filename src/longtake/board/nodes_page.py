@@ -18,7 +18,7 @@ from longtake.board.files import read_end
 from longtake.board.node_reader import DRAWN, HealthHistory, NodeNow, RankNow, read_nodes
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, render
-from longtake.board.reader import RunFacts, links_of
+from longtake.board.reader import RunFacts
 from longtake.board.stall_view import read_stalls
 from longtake.formatting import for_seconds, format_short_duration
 from longtake.inspection.nodes import COLUMNS, node_facts
@@ -213,7 +213,7 @@ class Health:
 
 def _health(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
     cost = len(nodes) * sum(len(node.health) for node in nodes)
-    if 0 < cost <= _MOST_COMPARED and next(links_of(facts.run), None) is None:
+    if 0 < cost <= _MOST_COMPARED and not facts.has_links:
         version = tuple(_signature(facts, node.host) for node in nodes)
         return facts.kept("health", version, lambda: _compared(facts))
     return _watched(facts, nodes)

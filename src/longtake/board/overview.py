@@ -19,7 +19,7 @@ from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import for_seconds, format_duration
 from longtake.inspection.facts import next_commands
 from longtake.inspection.run_list import RunSummary
-from longtake.inspection.timeline import Mark, share_of_training
+from longtake.inspection.timeline import share_of_training
 from longtake.node_dir import all_nodes
 
 _LOG_BYTES = 2**14
@@ -237,7 +237,3 @@ def read_log(facts: RunFacts, name: str | None) -> dict[str, str] | None:
         return {"name": name, "text": read_end(facts.run.path, name, _LOG_BYTES)}
     except OSError as error:
         return {"name": name, "text": f"{name} cannot be read: {error.strerror}."}
-
-
-def is_alarming(mark: Mark) -> bool:
-    return mark.level != "info"

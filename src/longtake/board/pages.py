@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any, Final, Literal, Protocol
@@ -175,7 +175,3 @@ def rounded(values: Iterable[float], digits: int = 6) -> list[float | None]:
     if is_finite.all():
         return found
     return [x if ok else None for x, ok in zip(found, is_finite.tolist(), strict=True)]
-
-
-def chunks(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
-    return (items[first : first + size] for first in range(0, len(items), size))

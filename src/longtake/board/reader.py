@@ -43,6 +43,8 @@ class RunFacts:
     goodput: list[TimePart]
     problems: tuple[str, ...]
     """A sentence for each file that cannot be read."""
+    has_links: bool
+    """Whether a folder of records has a link in it: then none of its records is read."""
     kept: "Keep"
     """Keeps what takes long to compute between pages: see `RunReader.kept`."""
     neighbours: "Neighbours"
@@ -142,6 +144,7 @@ class RunReader:
         return RunFacts(
             *(run, self.name, summary, recipe, record, rows, events, marks, hours),
             tuple(problems),
+            not is_readable,
             self.kept,
             self.neighbours,
         )

@@ -94,8 +94,7 @@ def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) 
             difference), `prompt` (a number, from 0) and `columns`.
     """
     run, path = facts.run, shlex.quote(str(facts.run.path))
-    is_safe = next(links_of(run), None) is None
-    names = preset_names(run) if is_safe else []
+    names = [] if facts.has_links else preset_names(run)
     status = status_of(facts)
     common: dict[str, Any] = {"page": "samples", "facts": facts, "status": status}
     presets = {name: read_preset(run, name, facts.kept) for name in names}

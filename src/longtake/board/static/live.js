@@ -1,4 +1,4 @@
-// What is new of a run: one stream of events a page, closed while nobody sees the page.
+// What is new of a run: one stream of events a page, closed while the page is hidden.
 
 const listeners = new Set();
 
@@ -15,7 +15,7 @@ export function startLive() {
   followEvents(url, (now) => { for (const listener of listeners) listener(now); });
 }
 
-// Calls back with what a stream of events says; while nobody sees the page, it is closed.
+// Calls back with what a stream of events says; it is closed while the page is hidden.
 export function followEvents(url, listener) {
   let source = null;
   const connect = () => {
