@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longtake import config
 from longtake.config import Recipe
@@ -221,12 +221,16 @@ def test_without_frozen_parts_words_keep_their_vocabulary(tmp_path: Path) -> Non
     assert torch.equal(ids, whole.text.encode(_CAPTIONS)["token_ids"])
 
 
-class _Located:
+class _Located(nn.Module):
     """Stands in for a part; says how many are on the device whenever one is moved."""
 
     there: ClassVar[set["_Located"]] = set()
 
-    def to(self, device: torch.device) -> None:
+    def modules(self) -> Any:
+        """None."""
+        return []
+
+    def to(self, device: torch.device) -> None:  # type: ignore[override]
         """Move it."""
         (self.there.discard if device.type == "cpu" else self.there.add)(self)
         assert len(self.there) <= 1
@@ -443,3 +447,16 @@ def test_weights_in_bf16_are_not_cast_again(
         flow_losses(parts, examples, precision, torch.device("cpu")) for precision in precisions
     )
     assert (not torch.equal(exact, mixed)) == is_cast
+
+
+def test_a_part_without_weights_is_left_alone() -> None:
+    """With a cache training has no text encoder. The meta device stands for a GPU."""
+    parts = assemble(_recipe(), _CAPTIONS, None)
+    without_text = replace(parts, text=outline(_recipe()).text)
+    without_text.bring(None, torch.device("meta"))
+    replace(without_text, stays=frozenset({"model"})).bring("codec", torch.device("meta"))
+    held = (without_text.text.modules(), [parts.model], parts.codec.modules())
+    places = [
+        {each.device.type for one in modules for each in one.parameters()} for modules in held
+    ]
+    assert places == [{"meta"}, {"cpu"}, {"meta"}]

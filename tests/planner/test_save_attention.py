@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
 
 from longtake.models.numerics import autocast
 from longtake.parallel import attention
+from longtake.planner import activation_checkpointing
 from longtake.planner.activation_checkpointing import Activations, run_block
 from longtake.planner.kernels import as_on_cuda
 
@@ -110,9 +112,23 @@ def test_a_second_backward_pass_computes_attention_again() -> None:
     assert all(map(torch.equal, *outcomes))
 
 
-def test_torchs_function_is_back_after_an_error() -> None:
+def _checkpoint_of_torch_2_11(block: Any, *args: Any, context_fn: Any, **_: Any) -> Any:
+    """It leaves the forward pass's context only if the block returns."""
+    context = context_fn()[0]
+    context.__enter__()
+    output = block(*args)
+    context.__exit__(None, None, None)
+    return output
+
+
+@pytest.mark.parametrize("run_by", [checkpoint, _checkpoint_of_torch_2_11])
+def test_torchs_function_is_back_after_an_error(
+    run_by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_checkpointing, "checkpoint", run_by)
     plain, choose = F.scaled_dot_product_attention, attention.choose_kernel
     with pytest.raises(TypeError), as_on_cuda():
         run_block("save-attention", _block({}), torch.ones(1))
     assert F.scaled_dot_product_attention is plain
     assert attention.choose_kernel is choose
+    assert attention.THIS_THREAD.obtain is None

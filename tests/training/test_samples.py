@@ -15,6 +15,7 @@ from longtake.evaluation.evaluator import CheckpointEvaluator, SampleEvaluator
 from longtake.evaluation.options import ServerOptions, ServerReport
 from longtake.evaluation.server import EvaluationServer
 from longtake.evaluation_dir import EvaluationDirectory, Scores
+from longtake.models.build import Components, Part
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import own_name
@@ -94,11 +95,19 @@ def test_a_failed_sample_is_an_event_and_training_continues(
             raise OSError(28, "No space left on device")
         return sample(*given)
 
+    def cannot_move(parts: Components, part: Part | None, device: torch.device) -> None:
+        if part is None and fails.pop(0):
+            raise RuntimeError("out of memory")
+
+    fails = [False, False, True, False]  # prompts at launch, then after steps 4, 8 and 12
     monkeypatch.setattr(SampleEvaluator, "__call__", fails_once)
+    monkeypatch.setattr(Components, "bring", cannot_move)
     _train(recipe)
-    (failed,) = events(recipe, "sampling_failed")
+    failed, moved = events(recipe, "sampling_failed")
     assert (failed["step"], failed["preset"]) == (4, "tiny")
     assert "No space left" in failed["reason"]
+    assert (moved["step"], moved["preset"]) == (8, "presets")
+    assert "out of memory" in moved["reason"]
     assert [each["step"] for each in _results(recipe)] == [8, 12]
     assert len(rows(recipe, "step")) == 12
     assert {each["weights"] for each in _results(recipe)} == {"model"}

@@ -97,7 +97,7 @@ class Components:
     def bring(self, part: Part | None, device: torch.device) -> None:
         """Move one part to a device and the others to the CPU: one of them is there at a time.
 
-        None: none of them is.
+        None: none of them is. A part without weights, on the meta device, is left there.
         """
         if device.type == "cpu":
             return
@@ -105,8 +105,9 @@ class Components:
             self.other.bring(torch.device("cpu"))
         held: dict[Part, nn.Module | Codec | TextEncoder]
         held = {"text": self.text, "model": self.model, "codec": self.codec}
-        for other in PARTS:
-            if other != part and other not in self.stays:
+        for other, modules in self._modules().items():
+            has_weights = not any(tensor.is_meta for each in modules for tensor in _tensors(each))
+            if other != part and other not in self.stays and has_weights:
                 held[other].to(torch.device("cpu"))
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -116,16 +117,18 @@ class Components:
             self.other.bring(device)
 
     def part_bytes(self) -> dict[Part, int]:
-        modules = {
-            "text": self.text.modules(),
-            "model": [self.model],
-            "codec": self.codec.modules(),
+        return {
+            part: sum(tensor.nbytes for each in modules for tensor in _tensors(each))
+            for part, modules in self._modules().items()
         }
-        return {part: sum(map(_num_bytes, modules[part])) for part in PARTS}
+
+    def _modules(self) -> dict[Part, Sequence[nn.Module]]:
+        codec = self.codec.modules()
+        return {"text": self.text.modules(), "model": [self.model], "codec": codec}
 
 
-def _num_bytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 Kinds = Mapping[str, config.Quantization]

@@ -5,6 +5,7 @@ inside unless a tensor argument carries one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -81,8 +82,13 @@ def _keep(block: Block, *args: Any, **kwargs: Any) -> Any:
 
 
 def _save_attention(block: Block, *args: Any, **kwargs: Any) -> Any:
-    contexts = _contexts if torch.compiler.is_compiling() else KeptAttention().contexts
-    return checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(block, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+    forward, again = KeptAttention().contexts()
+    with forward:  # torch 2.11's checkpoint would not leave it after an error in the block
+        return checkpoint(
+            block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs
+        )
 
 
 def _contexts() -> Any:

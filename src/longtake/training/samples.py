@@ -166,8 +166,10 @@ class TrainingSampler:
 
         A failure is an event of the run.
         """
-        session, step = self._session, state.global_step
-        tasks = self._pending(step) if session.world.is_first else []
+        session, step, tasks = self._session, state.global_step, list[claims.EvaluationTask]()
+        if session.world.is_first:
+            with self._failure_is_event("presets", step, recorder):
+                tasks = self._pending(step)
         tasks = collectives.from_first(tasks, session.world, session.world.patient_group)
         model, ema = state.components.model, state.ema
         for weights in dict.fromkeys(task.preset.weights for task in tasks):
@@ -180,7 +182,21 @@ class TrainingSampler:
                     self._lead(mine, sampler, recorder, stop)
                 else:
                     _follow(sampler)
-        self._parts.bring(None, session.world.device)
+        with self._failure_is_event("presets", step, recorder):
+            self._parts.bring(None, session.world.device)
+
+    @contextmanager
+    def _failure_is_event(
+        self, name: str, step: int, recorder: Recorder, lost: Sequence[Exception] = ()
+    ) -> Iterator[None]:
+        """Training continues after any error inside, unless the other ranks are `lost` with it."""
+        try:
+            yield
+        except Exception as error:
+            if lost:
+                raise
+            if self._session.world.is_first:
+                recorder.sampling_failed(name, step, f"{type(error).__name__}: {error}")
 
     def _sampler(self, step: int, weights: str, model: nn.Module | None = None) -> SharedSampler:
         session, world = self._session, self._session.world
@@ -223,7 +239,10 @@ class TrainingSampler:
         stop: process.StopSignal,
     ) -> None:
         for task in tasks:
-            if not stop.wanted:
+            if stop.wanted:
+                break
+            name, lost = task.preset.name, sampler.lost
+            with self._failure_is_event(name, task.step, recorder, lost):
                 self._sample_preset(task, sampler, recorder, stop)
         collectives.from_first(None, self._session.world, self._session.world.patient_group)
 
@@ -234,11 +253,7 @@ class TrainingSampler:
         recorder: Recorder,
         stop: process.StopSignal,
     ) -> None:
-        try:
-            claim = self._claims.take(task)
-        except OSError as error:
-            recorder.sampling_failed(task.preset.name, task.step, str(error))
-            return
+        claim = self._claims.take(task)
         if claim is None:  # an evaluation server has been faster
             return
 
