@@ -30,6 +30,8 @@ MAX_LINE_BYTES: Final = 64 * 2**10
 MAX_LINE_DEPTH: Final = 8
 MAX_FILE_BYTES: Final = 256 * 2**20
 MAX_FILE_DEPTH: Final = 32
+CACHE_MARK: Final = "longtake_cache.json"
+"""The file that marks the folder of a cache."""
 
 _IS_LINK = "it is a symbolic link; links are not followed when writing"
 _PICTURE_STARTS = {
@@ -327,6 +329,46 @@ def make_writable(folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
+
+
+def claim_folder(folder: Path, names: Sequence[str] = ()) -> None:
+    """Make the folder of a cache and mark it as longtake's, or find the mark.
+
+    Files of others may have the names that a cache uses. So a folder without a mark that holds
+    anything is refused before anything in it is overwritten or removed.
+
+    Args:
+        folder: of the cache; it may be reached by a link.
+        names: of what the cache keeps in it, which may be no links.
+
+    Raises:
+        DataError: it holds files and no mark, or one of `names` is a link.
+        OSError: it cannot be made or written to.
+    """
+    make_writable(folder)
+    refuse_links(folder, (CACHE_MARK, *names))
+    if not is_there(folder / CACHE_MARK):
+        found = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+        if found and not is_there(folder / CACHE_MARK):  # another process may have marked it
+            raise DataError(
+                f"{folder} is no cache of longtake: it has no file {CACHE_MARK}, and holds "
+                f"{found[0][:200]!r}. Nothing in it was changed; name an empty or a new folder."
+            )
+        write_once(folder / CACHE_MARK, {"made_by": "longtake"})
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """Refuse links in a folder whose files longtake removes or writes to.
+
+    Raises:
+        DataError: one of the names is that of a link.
+    """
+    for name in names:
+        if (folder / name).is_symlink():
+            raise DataError(
+                f"{folder / name} is a symbolic link, which is not followed in a cache. Remove it, "
+                "or choose another folder for the cache."
+            )
 
 
 def is_there(path: Path | str) -> bool:

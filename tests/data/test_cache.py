@@ -159,7 +159,7 @@ def test_what_a_family_makes_of_several_inputs_is_named_by_all_of_them(
 
 
 def test_content_is_hashed_once_for_all_processes(tmp_path: Path) -> None:
-    file, folder = tmp_path / "a.png", tmp_path / "hashes"
+    file, folder = tmp_path / "a.png", tmp_path / "cache" / "hashes"
     file.write_bytes(b"abc")
     first = ContentHashes(folder).of(str(file))
     stamp = file.stat()
@@ -179,29 +179,49 @@ def test_hashes_that_cannot_be_kept_are_made_again(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"abc")
     (tmp_path / "file").touch()
     hashes = ContentHashes(tmp_path / "file" / "hashes")
-    assert hashes.of(str(tmp_path / "a.png")) == ContentHashes(tmp_path).of(str(tmp_path / "a.png"))
+    others = ContentHashes(tmp_path / "cache" / "hashes")
+    assert hashes.of(str(tmp_path / "a.png")) == others.of(str(tmp_path / "a.png"))
 
 
 def test_what_killed_processes_left_is_tidied_up_when_it_is_old(
     tmp_path: Path, data: DataSection
 ) -> None:
     cache = _cache(tmp_path, data)
-    aside = cache.folder / "aside"
-    (aside / "parts").mkdir()
-    for name in ("old", "young", "parts/half"):
-        (aside / name).write_bytes(b"half")
-    for name in ("old", "parts"):
-        os.utime(aside / name, (0, 0))
-    packs = cache.folder / "latents"
+    aside, packs = cache.folder / "aside", cache.folder / "latents"
+    old = [aside / f"sign-{1:016x}", aside / f"parts-{2:016x}"]
+    old.append(packs / f".{3:016x}.partial.safetensors")
+    others = [aside / "notes.txt", packs / ".half.partial.safetensors", packs / "lora.safetensors"]
+    young = [packs / f".{4:016x}.partial.safetensors"]
     packs.mkdir()
-    for name in (".old.partial.safetensors", ".young.partial.safetensors", "pack.safetensors"):
-        (packs / name).write_bytes(b"half")
-    for name in (".old.partial.safetensors", "pack.safetensors"):
-        os.utime(packs / name, (0, 0))
+    old[1].mkdir()
+    (old[1] / "half").write_bytes(b"half")
+    for path in (old[0], old[2], *others, *young):
+        path.write_bytes(b"half")
+    for path in (*old, *others):
+        os.utime(path, (0, 0))
     make_folder(cache.folder)
-    assert [path.name for path in aside.iterdir()] == ["young"]
-    left = sorted(path.name for path in packs.iterdir())
-    assert left == [".young.partial.safetensors", "pack.safetensors"]
+    assert [path for path in (*old, *others, *young) if path.exists()] == [*others, *young]
+
+
+def test_a_folder_that_others_use_becomes_no_cache(tmp_path: Path) -> None:
+    """Nothing in it is removed, though its files have the names of a cache's."""
+    theirs = tmp_path / "theirs" / "latents" / "lora.safetensors"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"of another tool")
+    with pytest.raises(DataError, match=r"theirs is no cache of longtake.*holds 'latents'"):
+        make_folder(tmp_path / "theirs")
+    assert [path for path in (tmp_path / "theirs").rglob("*") if path.is_file()] == [theirs]
+
+
+def test_a_link_in_a_cache_is_not_followed(tmp_path: Path, data: DataSection) -> None:
+    cache, theirs = _cache(tmp_path, data), tmp_path / "theirs" / f"parts-{1:016x}"
+    theirs.mkdir(parents=True)
+    os.utime(theirs, (0, 0))
+    (cache.folder / "aside").rmdir()
+    (cache.folder / "aside").symlink_to(theirs.parent)
+    with pytest.raises(DataError, match="aside is a symbolic link"):
+        make_folder(cache.folder)
+    assert theirs.exists()
 
 
 def test_a_cache_that_cannot_be_written_says_so(

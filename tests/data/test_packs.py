@@ -165,9 +165,11 @@ def test_a_pack_that_was_cut_off_is_refused_by_name(tmp_path: Path) -> None:
             assert not index.holds(_entry(3))
             (reason,) = index.refused.values()
             assert list(index.refused) == [cut]
-            assert f"has {length:,} of {size:,} bytes" in reason or length < size
-            assert not cut.exists()
-            with pytest.raises(ClipError, match="does not hold number 3"):
+            if is_known := is_indexed or f"has {length:,} of {size:,} bytes" in reason:
+                assert "was moved to" in reason
+                assert (folder / "damaged" / f"latents.{pack.name}").stat().st_size == length
+            assert cut.exists() != is_known
+            with pytest.raises(ClipError, match="number 3"):
                 running.read(_entry(3))
             _write(folder, range(8))
             _assert_all_there(running, range(8))
@@ -270,7 +272,9 @@ def test_a_pack_of_another_format_is_left_alone(tmp_path: Path) -> None:
         {"of": [[[[]]]]},
     ],
 )
-def test_a_header_that_lies_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_header_that_lies_is_not_used_and_its_file_stays(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
     _write(tmp_path, range(1))
     (pack,) = _packs(tmp_path)
     data = pack.read_bytes()
@@ -283,8 +287,16 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, change: dict[str, object]
     text = json.dumps(header).encode()
     pack.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     index = PackIndex(tmp_path)
-    assert index.refused == {pack: "has no header that can be read"}
+    assert index.refused == {pack: "has no header of a pack, and was left where it is"}
+    assert pack.exists()
     assert not index.holds(_entry(0))
+
+
+def test_a_linked_folder_of_a_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "others").mkdir()
+    (tmp_path / "damaged").symlink_to(tmp_path / "others")
+    with pytest.raises(DataError, match="damaged is a symbolic link, which is not followed"):
+        PackIndex(tmp_path)
 
 
 _WRITER = """

@@ -197,7 +197,7 @@ def test_further_inputs_are_those_of_local_files(
     for one, other in zip(read(here, 0), read(there, 1), strict=True):
         assert one.inputs.keys() == other.inputs.keys() == inputs.keys()
         assert all(np.array_equal(one.inputs[name], other.inputs[name]) for name in inputs)
-    hashes = ContentHashes(tmp_path / "hashes")
+    hashes = ContentHashes(tmp_path / "cache" / "hashes")
     pose = "s3://posed/set/pose/3.png"
     assert hashes.of(pose) == hashes.of(str(tmp_path / "set/pose/3.png")) == hashes.of(pose)
     store.client_of(server).delete_object(Bucket="posed", Key="set/pose/3.png")
@@ -426,6 +426,31 @@ def test_the_cache_keeps_what_was_used_last_within_its_size(tmp_path: Path) -> N
         use(number)
     assert filled == [1, 2, 3, 4, 2]  # 2 made room for 4, and 3 for 2
     assert sum(each.stat().st_size for each in tmp_path.glob("*.clip")) <= 1000
+
+
+def test_a_cache_of_clips_leaves_files_of_others_alone(tmp_path: Path) -> None:
+    """Of a folder without its mark, behind a link, and with names that it does not make."""
+    folder, thesis = tmp_path / "cache", tmp_path / "thesis.tex"
+    thesis.write_text("mine")
+    folder.mkdir()
+    (folder / "total").write_text("mine")
+    cache, media = stores.ClipCache(folder, 100), Media("s3://bucket/1")
+    with pytest.raises(DataError, match="cache is no cache of longtake"):
+        cache.open(media, 10, lambda file: None)
+    assert (folder / "total").read_text() == "mine"
+    (folder / "total").unlink()
+    os.close(cache.open(media, 90, lambda file: None)[0])
+    others = [folder / "film.clip", folder / "film.part"]
+    for each in others:
+        each.write_text("mine")
+        os.utime(each, (0, 0))
+    os.close(cache.open(Media("s3://bucket/2"), 90, lambda file: None)[0])
+    assert all(each.exists() for each in others)
+    (folder / "total").unlink()
+    (folder / "total").symlink_to(thesis)
+    with pytest.raises(DataError, match="total is a symbolic link"):
+        cache.open(Media("s3://bucket/3"), 90, lambda file: None)
+    assert thesis.read_text() == "mine"
 
 
 def test_many_fill_the_cache_at_once(tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ def test_missing_files_are_counted_and_shown(folder: Path, suffix: str) -> None:
     [
         ("t.csv", "url,caption\na.mp4,x\n", "no column of paths; its columns are url, caption"),
         ("t.csv", "path,caption\na.mp4\n", "line 2.*1 columns instead of the header's 2"),
-        ("t.csv", 'path,caption\na.mp4,"x\nb.png,y\n', "after row 0: unexpected end of data"),
+        ("t.csv", f"path,caption\na.mp4,{'x' * 200_000}\n", "in row 1: field larger than"),
+        ("t.csv", 'path,caption\na.mp4,"x\nb.png,y\n', "in row 1: unexpected end of data"),
         ("t.csv", f"path,caption\na.mp4,{'x' * 2**18}\n", "line 2.*field larger than"),
         ("t.csv", "path,path\na.mp4,a.mp4\n", "several columns 'path'"),
         ("t.csv", "path,caption\n,x\n", "row 1 has no path"),

@@ -8,6 +8,7 @@
     CACHE/hashes/5b27….jsonl    content hashes of further inputs, by path
     CACHE/encoders/90c1….jsonl  content hashes of encoders' weights, by path
     CACHE/aside/                encoders with random weights while a cache is filled
+    CACHE/longtake_cache.json   marks the folder as longtake's
 
 A key is a hash of the content, the window and the encoder's fingerprint, so several recipes and
 processes share a folder.
@@ -15,8 +16,8 @@ processes share a folder.
 
 import hashlib
 import json
+import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,9 +44,10 @@ from longtake.data.packs import CACHE_KINDS, PACK_FORMAT, CacheEntry, PackIndex,
 from longtake.data.window import Window
 from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, RecordError
-from longtake.fsio import make_writable, read_records
+from longtake.fsio import claim_folder, make_writable, read_records, remove_tree
 
 _OLD_SECONDS = 24 * 3600
+_LEFT_BEHIND = re.compile(r"(parts|sign)-[0-9a-f]{16}|\.[0-9a-f]{16}\.partial\.safetensors")
 _THREADS = 4
 
 _Stamp = tuple[int, int]
@@ -334,6 +336,7 @@ class ContentHashes:
             known[path] = stamp, content
             with suppress(OSError):  # then somebody reads it again
                 if not self._mine.exists():
+                    claim_folder(self._folder.parent, [self._folder.name])
                     make_writable(self._folder)
                 with self._mine.open("ab") as file:
                     file.write(json.dumps([path, *stamp, content]).encode() + b"\n")
@@ -354,16 +357,17 @@ def make_folder(folder: Path) -> None:
     """Make a cache's folder where it is not there, and tidy up after processes that were killed.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: it cannot be written, holds files of others, or links.
     """
-    aside = folder / "aside"
+    places = [folder / name for name in ("aside", *CACHE_KINDS)]
     try:
-        make_writable(aside)
-        half = (path for kind in CACHE_KINDS for path in (folder / kind).glob(".*.partial.*"))
-        for left in (*aside.iterdir(), *half):
-            with suppress(FileNotFoundError):  # somebody else tidies up, too
-                if time.time() - left.stat().st_mtime > _OLD_SECONDS:
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+        claim_folder(folder, [path.name for path in places])
+        make_writable(folder / "aside")
+        for left in (path for place in places if place.is_dir() for path in place.iterdir()):
+            with suppress(FileNotFoundError):  # another process tidies up, too
+                is_old = time.time() - left.lstat().st_mtime > _OLD_SECONDS
+                if is_old and _LEFT_BEHIND.fullmatch(left.name):
+                    remove_tree(left) if left.is_dir() else left.unlink()
     except OSError as error:
         raise cannot_write(folder, error) from error
 

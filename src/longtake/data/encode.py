@@ -8,6 +8,7 @@ original.
 import hashlib
 import json
 import math
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -167,6 +168,7 @@ _VISIBLE_SECONDS = 90.0  # until a network disk shows a file that another machin
 _ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.5 GiB of 3840x2160
 _MAX_GOP, _MAX_FPS = 10_000, 1000
 _MAX_UNEVEN = 100_000  # frames by which a span may begin elsewhere than at an even rate
+_HALF_WRITTEN = re.compile(r"\.[0-9a-f]{32}\.")
 _FORMAT = 1  # part of every name: raise it when other pixels would be written
 
 
@@ -542,7 +544,8 @@ def _transcode_all(
                 _wait_until_visible(task.target(missing[number]))
             report(done, 2 * len(clips))
     for left in task.folder.glob("??/.*.partial.*"):  # of processes that were killed
-        left.unlink(missing_ok=True)
+        if _HALF_WRITTEN.match(left.name):
+            left.unlink(missing_ok=True)
     return failed
 
 

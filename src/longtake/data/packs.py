@@ -3,6 +3,7 @@
 FOLDER/latents/90c1….safetensors    a pack; a tensor is called <key of its entry>.<name>
 FOLDER/index/5b27….safetensors      where entries are, sorted by key: 32 bytes an entry, mapped
 FOLDER/damaged/90c1….07b1…          empty: this entry of this pack is damaged
+FOLDER/damaged/latents.90c1….safetensors  a pack that cannot be used, for whoever looks at the disk
 """
 
 import json
@@ -39,7 +40,9 @@ _REFRESH_SECONDS = 60.0  # how often a writer looks for packs of other processes
 _INDEX_SECONDS = 30 * 24 * 3600.0  # after which no process maps an old index any more
 _THREADS = 16
 _SUFFIX = ".safetensors"
+_FOLDERS = (*CACHE_KINDS, "index", "damaged")
 _KEY = re.compile("[0-9a-f]{32}")
+_INDEX_NAME = re.compile(rf"[0-9a-f]{{16}}{re.escape(_SUFFIX)}")
 _FACTS = "longtake"  # the key of what a file says about itself
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _TYPES = {
@@ -117,7 +120,7 @@ class PackIndex:
         verify: compare the checksum of each entry that is read.
 
     Raises:
-        DataError: packs are of a format that this longtake does not know.
+        DataError: packs are of a format that this longtake does not know, or a folder is a link.
     """
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
@@ -136,6 +139,7 @@ class PackIndex:
         self._runs: list[_Run] = []
         self._num_saved = 0  # runs that are in an index file
         self._listed_at = 0.0
+        fsio.refuse_links(folder, _FOLDERS)
         self._load()
         self.refresh()
 
@@ -187,7 +191,7 @@ class PackIndex:
             for number, (name, size) in enumerate(zip(self._packs, self._sizes, strict=True)):
                 self._is_there[number] = found.get(name) == size
                 if name in found and not self._is_there[number]:
-                    self._drop(name, f"has {found[name]:,} of {size:,} bytes")
+                    self._put_aside(name, f"has {found[name]:,} of {size:,} bytes")
             self._take_in([name for name in found if name not in self._numbers])
             self._listed_at = time.monotonic()
             for marker in _names(self.folder / "damaged"):
@@ -220,8 +224,9 @@ class PackIndex:
                 for name in _COLUMNS:
                     column = (getattr(run, name) for run in runs)
                     (pack if name == "pack" else np.concatenate([*column])[order]).tofile(file)
-            for other in folder.glob(f"*{_SUFFIX}"):
-                if time.time() - other.stat().st_mtime > _INDEX_SECONDS:
+            for other in folder.iterdir():
+                is_old = time.time() - other.lstat().st_mtime > _INDEX_SECONDS
+                if is_old and _INDEX_NAME.fullmatch(other.name):
                     other.unlink(missing_ok=True)
 
     def _load(self) -> None:
@@ -298,18 +303,20 @@ class PackIndex:
         name = self._packs[place.pack]
         if isinstance(error, DamagedPackError):
             self._is_there[place.pack] = False
-            self._drop(name, str(error).removeprefix("it "))
+            self._put_aside(name, str(error).removeprefix("it "))
             return
         self._damaged.add((place.pack, entry.key))
         with suppress(OSError):
             (self.folder / "damaged").mkdir(exist_ok=True)
             (self.folder / "damaged" / f"{Path(name).name}.{entry.key}").touch()
 
-    def _drop(self, name: str, reason: str) -> None:
-        path = self._path(name)
-        self.refused[path] = reason
+    def _put_aside(self, name: str, reason: str) -> None:
+        """Move a pack that was read before, or says that it is one, to the damaged ones."""
+        path, folder = self._path(name), self.folder / "damaged"
+        self.refused[path] = f"{reason}, and was moved to {folder}; its entries are computed again"
         with suppress(OSError):
-            path.unlink()
+            folder.mkdir(exist_ok=True)
+            path.rename(folder / f"{name.replace('/', '.')}{_SUFFIX}")
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{_SUFFIX}"
@@ -344,8 +351,10 @@ class PackIndex:
             self.refused[path] = f"cannot be read: {error.strerror or error}"
             return None
         except _MALFORMED as error:
-            whole = isinstance(error, DamagedPackError)
-            self._drop(name, str(error) if whole else "has no header that can be read")
+            if isinstance(error, DamagedPackError):
+                self._put_aside(name, str(error))
+            else:  # it may be somebody else's file
+                self.refused[path] = "has no header of a pack, and was left where it is"
             return None
 
     def _take_in(self, names: Sequence[str]) -> None:

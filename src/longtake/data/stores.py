@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from longtake import fsio
 from longtake.config import StoreSection
 from longtake.data.clip import Media
 from longtake.errors import ClipError, DataError
@@ -39,6 +40,8 @@ _POLL_SECONDS = 0.25
 _PARALLEL = 32  # questions about objects
 _ASKED_AT_ONCE = 10_000  # held in memory
 _LEFT_SHARE = 0.9  # of the cache's room, when the least recently used files have been deleted
+_CLIP_NAME = re.compile(r"[0-9a-f]{32}\.clip")
+_PART_NAME = re.compile(r"[0-9a-f]{16}\.part")
 _PART_SECONDS = 24 * 3600.0  # an older unfinished file is that of a killed process
 _REFUSED = (401, 403)
 _MISSING = (404, 410)
@@ -407,7 +410,7 @@ class ClipCache:
                 os.utime(descriptor)
                 return descriptor, num_bytes
             os.close(descriptor)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        fsio.claim_folder(self.folder, ["total"])
         part = self.folder / f"{secrets.token_hex(8)}.part"
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -425,7 +428,7 @@ class ClipCache:
 
     def _admit(self, part: Path, name: str, num_bytes: int) -> None:
         """Make room for a file, and name it while no other process counts files."""
-        with (self.folder / "total").open("a+") as file:
+        with open(self.folder / "total", "a+", opener=fsio.no_follow) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             known = file.read(32)
@@ -445,9 +448,9 @@ class ClipCache:
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     is_old = time.time() - status.st_mtime > _PART_SECONDS
-                    if entry.name.endswith(".clip"):
+                    if _CLIP_NAME.fullmatch(entry.name):
                         found.append((status.st_mtime_ns, status.st_size, entry.path))
-                    elif entry.name.endswith(".part") and is_old:
+                    elif _PART_NAME.fullmatch(entry.name) and is_old:
                         Path(entry.path).unlink(missing_ok=True)
         total = sum(size for _, size, _ in found)
         if total + num_bytes <= self.max_bytes:

@@ -9,6 +9,7 @@ import codecs
 import csv
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
@@ -135,7 +136,10 @@ def _batches(values: Iterable[_T]) -> Iterator[list[_T]]:
 
 def _read_list(path: Path, at: str) -> Iterator[Item]:
     try:
-        with fsio.open_regular(path) as binary, codecs.getreader("utf-8-sig")(binary) as file:
+        with (
+            fsio.open_regular(path) as binary,
+            io.TextIOWrapper(binary, encoding="utf-8-sig") as file,
+        ):
             folder = str(path.resolve().parent)
             for line in map(str.strip, file):
                 if line:
@@ -310,7 +314,11 @@ def _csv_columns(path: Path) -> Iterator[tuple[list[str], int, dict[str, Sequenc
 
 
 def _csv_rows(path: Path) -> Iterator[list[str]]:
-    with fsio.open_regular(path) as binary, codecs.getreader("utf-8-sig")(binary) as file:
+    # newline="" as csv asks; a codec's reader would take minutes for a line of some megabytes.
+    with (
+        fsio.open_regular(path) as binary,
+        io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file,
+    ):
         reader = csv.reader(file, strict=True)  # an unclosed quote must not swallow rows
         num_rows, num_columns = -1, 0
         try:
@@ -321,7 +329,7 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
                     num_rows += 1
                     yield row
         except csv.Error as error:
-            start = f", in the row that begins after row {num_rows}" if num_columns else ""
+            start = f", in row {num_rows + 1}" if num_columns else ""
             raise _unreadable(path, f"line {reader.line_num}{start}: {error}") from error
 
 

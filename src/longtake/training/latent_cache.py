@@ -189,7 +189,7 @@ def fill_cache(
         report.add(each)
     report.refuse_too_many(recipe.data.max_quarantined_clips)
     for path, reason in report.refused.items():
-        shown.print(escape(f"  damaged: {path} {reason}; its entries were computed again"))
+        shown.print(escape(f"  not used: {path} {reason}"))
 
     def save_index() -> None:
         cache.packs.refresh()
@@ -221,7 +221,7 @@ def _open(recipe: Recipe, made: Path, world: World) -> Cache:
 
 def _refuse_other_folders(cache: Cache, world: World) -> None:
     """Make sure that all ranks see the same folder: each fills only its share."""
-    sign = cache.folder / "aside" / from_first(secrets.token_hex(8), world)
+    sign = cache.folder / "aside" / f"sign-{from_first(secrets.token_hex(8), world)}"
     first_does(sign.touch, world)
     seen = gather_objects((socket.gethostname(), sign.exists()), world)
     if world.is_first:
