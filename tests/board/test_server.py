@@ -1,17 +1,24 @@
 """What the server answers: to whom, with which headers, and nothing that lies elsewhere."""
 
+import asyncio
 import json
 import os
 import shutil
 import socket
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from tests.board.conftest import serving
+from uvicorn.server import ServerState
 
 from longtake.board import server
 from longtake.board.files import open_below
@@ -685,3 +692,46 @@ def test_a_stream_goes_on_when_its_run_is_removed(runs: Path) -> None:
         (runs / "run").rename(runs.parent / "taken away")
         assert next(events)["problem"]
         assert _raw(address, "/")[0].split()[1] == b"200"
+
+
+def test_pages_that_ask_at_once_are_not_all_granted_a_stream(runs: Path) -> None:
+    """Streams count from when they are granted, not from when their first event is read."""
+    with serving(runs) as address, ExitStack() as stack:
+        host, port = address.removeprefix("http://").rstrip("/").split(":")
+        pages = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", int(port)), 30))
+            for _ in range(68)
+        ]
+        for each in pages:
+            each.sendall(f"GET /live HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        answers = Counter(each.recv(12).split()[1] for each in pages)
+    assert answers == {b"200": 64, b"503": 4}
+
+
+@pytest.mark.parametrize(("most", "seconds"), [(2, 60.0), (100, 0.01)])
+def test_requests_that_are_sent_half_keep_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, most: int, seconds: float
+) -> None:
+    """The oldest are closed for newer ones, and each after a while."""
+    monkeypatch.setattr(server, "_most_waiting", lambda: most)
+    monkeypatch.setattr(server, "_REQUEST_SECONDS", seconds)
+    half = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+
+    async def ask() -> None:
+        config = uvicorn.Config(PlainTextResponse("whole"), ws="none", lifespan="off")
+        loop, state = asyncio.get_running_loop(), ServerState()
+        made = partial(server._Connection, config, state, {})
+        listening = await loop.create_server(made, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        async with listening:
+            opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            for _, writer in opened:
+                writer.write(half)
+            assert await opened[0][0].read() == b""
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(half + b"\r\n")
+            assert (await reader.read(12)).endswith(b" 200")
+            for _, each in (*opened, (reader, writer)):
+                each.close()
+
+    asyncio.run(ask())

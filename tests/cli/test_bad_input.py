@@ -256,3 +256,17 @@ def test_flipped_metadata_of_weights_is_damage(run: Path, call: Call, tmp_path: 
     code, _, stderr = call("sample", run, "--prompt", "x", "--out", tmp_path / "o.mp4")
     assert code == 2
     assert ".metadata has other bytes than were saved" in stderr
+
+
+def test_a_damaged_newest_checkpoint_is_named_where_an_older_one_is_sampled(
+    run: Path, call: Call, tmp_path: Path
+) -> None:
+    newest = run / "checkpoints" / "step_00000003"
+    shutil.copytree(run / "checkpoints" / "step_00000002", newest)
+    (newest / "COMMITTED").write_text('{"format": 2')
+    options = ["--prompt", "x", "--steps", "1", "--out", tmp_path / "o.mp4"]
+    code, _, stderr = call("sample", run, *options)
+    assert code == 0
+    assert f"{newest} is not whole (COMMITTED cannot be read" in " ".join(stderr.split())
+    _, _, stderr = call("sample", run, *options, "--step", "2")
+    assert "passed over" not in stderr

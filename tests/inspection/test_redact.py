@@ -41,13 +41,42 @@ def _redacted(*texts: str, **known: object) -> list[str]:
         f"-----BEGIN OPENSSH PRIVATE KEY-----\n{_PLANTED}\n-----END OPENSSH PRIVATE KEY-----",
         f"wandb: using {_WANDB_KEY}",
         "key AKIAIOSFODNN7EXAMPLE of",
+        f"s3://AKIA:with/slash+{_PLANTED}@bucket/clips",
+        f"AccountName=films;AccountKey={_PLANTED}==;EndpointSuffix=core",
+        f"account_key='{_PLANTED}'",
+        f"SharedAccessKey={_PLANTED}",
+        f"python x.py --wandb-key {_PLANTED}q",
+        f"python x.py --key {_PLANTED}q",
+        f"{{'key': '{_PLANTED}q', 'client_kwargs': {{}}}}",
+        f"posting to https://discord.com/api/webhooks/1234/{_PLANTED}",
+        f"posting to https://films.webhook.office.com/webhookb2/{_PLANTED}",
+        f"posting to http://chat.example.org:8065/hooks/{_PLANTED}",
+        f"posting to https://api.telegram.org/bot12:{_PLANTED.replace('.', '_')}/sendMessage",
+        f"password=SecretStr('{_PLANTED}')",
+        f"Key(value=SecretStr('{_PLANTED}'))",
+        f"Cookie: theme=dark; longtake_board_8420={_PLANTED}",
+        f"set-cookie: a=1; session={_PLANTED}; Path=/",
+        f"longtake_board_8420={_PLANTED}",
     ],
 )
 def test_secrets_are_removed(text: str) -> None:
     [shown] = _redacted(text)
     assert _PLANTED not in shown
     assert not re.search(r"kJ8sd|kLq|0123456789abcdef|AKIAI", shown)
-    assert "<secret-1>" in shown or "<command-1>" in shown
+    assert re.search(r"<secret-\d>", shown)
+
+
+@pytest.mark.parametrize(
+    "remote",
+    ["git@example.com:team/film.git", "ssh://git@example.com/film.git", "me@host:film.git"],
+)
+def test_the_repository_of_a_git_remote_is_removed(remote: str) -> None:
+    assert _redacted(f"origin {remote} (fetch)") == ["origin <address-1> (fetch)"]
+
+
+def test_a_key_that_names_a_parameter_stays() -> None:
+    text = "missing key: transformer_blocks.0.attn.to_q.weight"
+    assert _redacted(text) == [text]
 
 
 def test_a_secret_is_removed_wherever_it_occurs_and_has_one_name() -> None:

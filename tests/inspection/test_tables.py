@@ -35,6 +35,14 @@ def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
     assert lines[place + 1] == f"    {told.resume_command()}"
 
 
+def test_a_run_that_was_killed_before_its_first_launch_was_recorded_is_shown(
+    told: RunDirectory,
+) -> None:
+    record = json.loads((told.path / "run.json").read_text())
+    (told.path / "run.json").write_text(json.dumps(record | {"launches": []}))
+    assert _printed(print_run, run_facts(told))[0].startswith(f"{told.path}: tubelet, step 24")
+
+
 def test_the_newest_step_says_what_stores_gave(told: RunDirectory) -> None:
     *before, last = told.metrics_path.read_text().splitlines(keepends=True)
     fetched = {"store_bytes": 3 * 10**6, "store_seconds": 0.5, "store_retries": 2}

@@ -4,6 +4,7 @@ It answers GET alone, from this machine unless --host says otherwise, and opens 
 the folder.
 """
 
+import asyncio
 import ctypes
 import gzip
 import hmac
@@ -11,6 +12,7 @@ import ipaddress
 import json
 import os
 import re
+import resource
 import secrets
 import socket
 import time
@@ -24,7 +26,7 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from threading import Event, Lock
 from types import FrameType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from urllib.parse import quote
 
 import anyio
@@ -37,6 +39,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from longtake import errors, fsio
 from longtake.board import assets, overview, posters, runs_page
@@ -54,6 +57,7 @@ _TICK_SECONDS = 0.2
 _ALIVE_SECONDS = 15.0  # a proxy or a browser may end a connection that says nothing
 _LIST_SECONDS = 5.0
 _MOST_STREAMS = 64
+_REQUEST_SECONDS = 20.0  # for the headers of a request to arrive
 _MOST_READERS = 16
 _LISTED_SECONDS = 10.0
 _POSTERS_AT_ONCE = CapacityLimiter(4)
@@ -279,24 +283,35 @@ def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float
         raise HTTPException(503, f"{_MOST_STREAMS} pages are open; close some of them.")
 
     async def events() -> AsyncIterator[bytes]:
-        board.num_streams += 1
-        try:
-            last, silent = "", 0.0
-            while not board.stopping.is_set() and not await request.is_disconnected():
-                with suppress(errors.LongtakeError, OSError):
-                    found = await to_thread.run_sync(read)
-                    text = json.dumps(found, separators=(",", ":"), sort_keys=True)
-                    if text != last or silent >= _ALIVE_SECONDS:
-                        yield f"data: {text}\n\n".encode()
-                        last, silent = text, 0.0
-                end = anyio.current_time() + seconds
-                while not board.stopping.is_set() and anyio.current_time() < end:
-                    await anyio.sleep(_TICK_SECONDS)
-                silent += seconds
-        finally:
-            board.num_streams -= 1
+        last, silent = "", 0.0
+        while not board.stopping.is_set() and not await request.is_disconnected():
+            with suppress(errors.LongtakeError, OSError):
+                found = await to_thread.run_sync(read)
+                text = json.dumps(found, separators=(",", ":"), sort_keys=True)
+                if text != last or silent >= _ALIVE_SECONDS:
+                    yield f"data: {text}\n\n".encode()
+                    last, silent = text, 0.0
+            end = anyio.current_time() + seconds
+            while not board.stopping.is_set() and anyio.current_time() < end:
+                await anyio.sleep(_TICK_SECONDS)
+            silent += seconds
 
-    return StreamingResponse(events(), headers=headers, media_type=kind)
+    return _EventStream(board, events(), headers=headers, media_type=kind)
+
+
+class _EventStream(StreamingResponse):
+    """A stream that counts from when it is granted, so that many requests at once are not all."""
+
+    def __init__(self, board: Board, events: AsyncIterator[bytes], **options: Any) -> None:
+        super().__init__(events, **options)
+        self._board = board
+        board.num_streams += 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._board.num_streams -= 1
 
 
 # --- Who may ask ------------------------------------------------------------------------------
@@ -407,6 +422,51 @@ def make_app(
     return Guard(app, folder, hosts, token, port)
 
 
+class _Connection(H11Protocol):
+    """Closes connections whose requests do not arrive: uvicorn waits for them without a limit.
+
+    A request has so many seconds. Of connections that wait for one, the oldest is closed when there
+    are too many, so that they never use up the descriptors that a process may have.
+    """
+
+    waiting: ClassVar[dict["_Connection", asyncio.TimerHandle]] = {}  # oldest first
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._note_state()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._note_state()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note_state()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _note_state(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self not in self.waiting and not self.transport.is_closing():
+            self.waiting[self] = self.loop.call_later(_REQUEST_SECONDS, self.transport.close)
+            if len(self.waiting) > _most_waiting():
+                oldest = next(iter(self.waiting))
+                oldest._stop_waiting()
+                oldest.transport.close()
+
+    def _stop_waiting(self) -> None:
+        if timer := self.waiting.pop(self, None):
+            timer.cancel()
+
+
+def _most_waiting() -> int:
+    """A quarter of the files that this process may open."""
+    return max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+
 class _Server(uvicorn.Server):
     """Ends the streams of events at the first signal, as it would wait for them."""
 
@@ -494,6 +554,7 @@ def serve(folder: Path, host: str, sock: socket.socket, token: str | None) -> No
         lifespan="off",
         timeout_graceful_shutdown=2,
         server_header=False,
+        http=_Connection,
         ws="none",
     )
     _Server(config, app.app.state.board).run(sockets=[sock])

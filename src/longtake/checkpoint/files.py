@@ -306,6 +306,17 @@ def newest_whole(run: RunDirectory, part: str = "") -> Path | None:
     return next(whole, None)
 
 
+def passed_over(run: RunDirectory, step: int) -> list[str]:
+    """A sentence for each committed checkpoint after a step that is not whole."""
+    newer = (run.checkpoint_path(each) for each in run.checkpoint_steps() if each > step)
+    damaged = ((path, find_damage(path, checksums=False)) for path in newer)
+    return [describe_damage(path, reason) for path, reason in damaged if reason]
+
+
+def describe_damage(path: Path, reason: str) -> str:
+    return f"{path} is not whole ({reason}) and was passed over"
+
+
 class LatestCheckpoint(NamedTuple):
     """The checkpoint that a run resumes from."""
 

@@ -235,6 +235,7 @@ def sample(
             trust=trust,
             other_expert=other_expert,
         )
+    _say_passed_over(run, step, sampler.step)
     written = write_samples(
         sampler, prompt, seed, settings, bucket, out, batch, say.console(), inputs
     )
@@ -243,6 +244,17 @@ def sample(
     else:
         files = f"{', '.join(written['videos'])} and {written['sheet']}"
         say.line(f"Step {sampler.step}, {sampler.weights}: {files}")
+
+
+def _say_passed_over(path: Path, asked: int | None, step: int) -> None:
+    """Say which newer checkpoints are damaged, if the newest one was asked for."""
+    from longtake.checkpoint.files import passed_over
+    from longtake.sampling.checkpoints import find_run
+
+    run = find_run(path)
+    if asked is None and run.path == path:
+        for sentence in passed_over(run, step):
+            say.complain(f"{sentence}.")
 
 
 def export(
@@ -281,6 +293,7 @@ def export(
         )
         enter("writing the export")
         remarks = write(sampler, out, wanted)
+    _say_passed_over(run, step, sampler.step)
     if as_json:
         facts = {"step": sampler.step, "weights": sampler.weights, "format": wanted}
         say.result({**facts, "out": str(out), "remarks": remarks})

@@ -16,10 +16,13 @@ from urllib.parse import quote
 _MIN_SECRET_LENGTH = 8  # a shorter value is only removed where it was found
 _SECRET_WORD = re.compile(
     r"(?:^|[_.-])(?:token|secret|passw(?:or)?d|pass|passphrase|pwd|credentials?|auth|authorization"
-    r"|api[_-]?key|apikey|access[_-]?key(?:[_-]?id)?|private[_-]?key|signature|cookie|webhook"
-    r"|machine)(?:$|[_.-])"
+    r"|api[_-]?key|apikey|(?:shared[_-]?)?access[_-]?key(?:[_-]?id)?|private[_-]?key|account[_-]?key"
+    r"|signature|cookie|longtake[_-]board|webhook|machine)(?:$|[_.-])"
 )
 """In the name of a key, an option or a variable; `machine` is what identifies a machine."""
+_OTHER_KEY = re.compile(r"(?:^|[_.-])key$")  # such as --wandb-key, or key of an fsspec store
+_MIN_OTHER_KEY_LENGTH = 16
+_IS_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")  # a parameter, such as blocks.0.to_q.weight
 _KEY = re.compile(
     # A letter after a backslash is an escape, such as the n of \n.
     r"(?:(?<![\w.\\-])|(?<=\\[nrt]))(?:--(?P<option>[A-Za-z][\w.-]*+)\\*[\"']?(?:,\s*|=|[ \t]+)"
@@ -44,11 +47,20 @@ _TOKENS = (
     r"(?<=[Bb]asic )[\w+/=]{16,}",
     r"(?<=-u )[^\s:\"']+:[^\s\"']+",  # curl's
     r"(?<=\bpassword )[^\s\"']{6,}",  # as .netrc writes it
+    r"(?<=api\.telegram\.org/bot)[\w:-]+",
 )
 _TOKEN = re.compile("|".join(f"(?:{each})" for each in _TOKENS))
-_URL_LOGIN = re.compile(r"(?<=://)[^\s/@\"']+@")
+_URL_LOGIN = re.compile(r"(?<=://)[^\s\"'<>]+@")  # to the last @, as a secret may contain a slash
 _URL_QUERY = re.compile(r"(?P<url>://[^\s?#\"'<>\\]++)\?[^\s\"'<>\\]+")
-_WEBHOOK = re.compile(r"(?<=https://hooks\.)(?P<host>[\w.-]+)/[^\s\"'\\]+")
+_WEBHOOK = re.compile(
+    r"(?<=://)(?=[^\s\"'\\]*hook)(?P<host>[\w.-]+(?::\d+)?)/[^\s\"'\\]+", re.IGNORECASE
+)
+_HIDDEN = re.compile(r"\bSecret(?:Str|Bytes)\(b?\\*[\"'](?P<value>[^\"'\\]+)")  # pydantic's
+_COOKIES = re.compile(r"(?<=cookie:)[ \t]*[^\s\"'\\][^\r\n\"'\\]*", re.IGNORECASE)
+_GIT_REMOTE = re.compile(
+    r"\b(?:ssh|git)(?:\+\w+)?://[^\s\"'\\]+|(?<![\w.+-])(?:git@[\w.-]+:|[\w.+-]+@[\w.-]+:(?=\S+\.git\b))"
+    r"[^\s\"'\\]+"
+)
 _HOME = re.compile(r"(?<![\w.])/(?:home|Users)/(?P<user>[^/\s\"'\\:<>]+)")
 _ADDRESS = re.compile(r"(?<![\w.+-])[\w.+-]++@[A-Za-z][\w-]*(?:\.[\w-]+)*")
 _IPV4 = re.compile(r"(?<![\w.])(?!127\.0\.0\.1\b|0\.0\.0\.0\b)\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
@@ -97,7 +109,7 @@ class Redactor:
         self._hosts |= {os.uname().nodename}
         self._users |= {environment[name] for name in ("USER", "LOGNAME") if environment.get(name)}
         for name, value in environment.items():
-            if _is_secret_key(name) and not _NOT_SECRET.fullmatch(value):
+            if _is_secret(name, value):
                 self._secrets.add(value)
 
     def add_owner(self, uid: int) -> None:
@@ -114,6 +126,7 @@ class Redactor:
         self._secrets |= {value for _, _, value in self._keyed_secrets(text)}
         for found in _HOOK.finditer(text):  # its addresses may be secret, as those of a web hook
             self._secrets |= {found["command"], *_URL.findall(found["command"])}
+        self._secrets |= {found["value"] for found in _HIDDEN.finditer(text)}
         for found in _HOST_KEYS.finditer(text):
             self._hosts.add(found[1] or found[2])
         self._users |= {found["user"] for found in _HOME.finditer(text)}
@@ -126,7 +139,9 @@ class Redactor:
         text = self._replace("secret", known - self._key_names, text, "{}")
         for start, end, value in reversed(list(self._keyed_secrets(text))):
             text = text[:start] + self._name("secret", value) + text[end:]
-        text = _TOKEN.sub(lambda found: self._name("secret", found[0]), text)
+        for pattern in (_COOKIES, _TOKEN):
+            text = pattern.sub(lambda found: self._name("secret", found[0]), text)
+        text = _GIT_REMOTE.sub(lambda found: self._name("address", found[0]), text)
         text = _URL_LOGIN.sub(lambda found: self._name("secret", found[0]) + "@", text)
         text = _URL_QUERY.sub(
             lambda found: f"{found['url']}?{self._name('secret', found[0])}", text
@@ -144,11 +159,11 @@ class Redactor:
         """Start, end and text of values whose key is that of a secret."""
         for key in _KEY.finditer(text):
             found = _VALUE.match(text, key.end())
-            if found is None or not _is_secret_key(key["option"] or key["key"]):
+            if found is None:
                 continue
             group = "bare" if found["quoted"] is None else "quoted"
             value = found[group]
-            if value and value not in self._keep and not _NOT_SECRET.fullmatch(value):
+            if value not in self._keep and _is_secret(key["option"] or key["key"], value):
                 yield *found.span(group), value
 
     def _replace(self, kind: str, values: Iterable[str], text: str, pattern: str) -> str:
@@ -171,6 +186,10 @@ class Redactor:
         return names[value]
 
 
-def _is_secret_key(key: str) -> bool:
+def _is_secret(key: str, value: str) -> bool:
+    if not value or _NOT_SECRET.fullmatch(value):
+        return False
     parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()
+    if _OTHER_KEY.search(parts) and len(value) >= _MIN_OTHER_KEY_LENGTH:
+        return _IS_PATH.fullmatch(value) is None
     return _SECRET_WORD.search(parts) is not None

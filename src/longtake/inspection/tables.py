@@ -54,7 +54,7 @@ def print_run(console: Console, facts: Mapping[str, Any]) -> None:
         for number, line in enumerate(lines):
             grid.add_row(f"  {name}" if number == 0 else "", escape(line))
     _print(console, grid)
-    if facts["starts"]:
+    if facts["starts"] and facts["launches"]:
         _print(console, _start_table(facts["starts"][-1], facts["launches"][-1]["world_size"]))
     _print(console, "\nType next" if facts["next"] else "")
     for way in facts["next"]:

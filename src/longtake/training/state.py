@@ -152,7 +152,7 @@ def find_resume_point(
         for each, reason in damaged:
             run.append_event("checkpoint_damaged", step=step, path=each.name, reason=reason)
     warnings = [
-        f"{each} is not whole ({reason}) and was passed over; training resumes from step {step}"
+        f"{files.describe_damage(each, reason)}; training resumes from step {step}"
         for each, reason in damaged
     ]
     if trainer is not None:
