@@ -39,7 +39,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from longtake import errors, fsio
 from longtake.board import assets, overview, posters, runs_page
@@ -448,7 +448,8 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _note_state(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle is not None and not cycle.response_complete:
             self._stop_waiting()
         elif self not in self.waiting and not self.transport.is_closing():
             self.waiting[self] = self.loop.call_later(_REQUEST_SECONDS, self.transport.close)
