@@ -22,7 +22,7 @@ from tests.data.build import oracle_of
 from longtake.config import DataSection
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
-from longtake.data.encode import write_video
+from longtake.data.encode import write_image, write_video
 from longtake.data.index import index
 from longtake.data.loader import PREFETCH_BATCHES, Batch, Loader
 from longtake.data.replan import SkippedRanges
@@ -412,9 +412,30 @@ def test_a_batch_of_which_nothing_can_be_decoded_weighs_nothing(path: Path, tmp_
     assert any(not batch.weights.any() for batch in batches)
     assert sum(len(batch.rejected) for batch in batches) == 12
     Path(clips[0].path).unlink()
-    message = r"No clip in the bucket of 5 frames of 16x24 could be decoded.* No such file"
+    message = r"Not one clip could be decoded.* No such file"
     with pytest.raises(DataError, match=message):
         list(_loader(part, batch_size=2).batches(8))
+
+
+def test_a_broken_clip_that_is_alone_in_its_bucket_costs_its_update_only(tmp_path: Path) -> None:
+    for number in range(3):
+        height = 48 if number == 2 else 24
+        picture = np.full((height, 24, 3), 80 * number, np.uint8)
+        write_image(tmp_path / f"{number}.png", picture)
+        (tmp_path / f"{number}.txt").write_text("grey")
+    out = tmp_path / "catalog.parquet"
+    index([tmp_path], captions=None, out=out)
+    (alone,) = (clip for clip in Catalog.load(out).clips() if clip.height == 48)
+    shapes = [{"num_frames": 1, "height": height, "width": 24} for height in (24, 48)]
+    values = {"buckets": shapes, "stages": [{"name": "s", "epochs": 1}]}
+    expected = [batch.step for batch in _loader(out, batch_size=2, **values)]
+    Path(alone.path).write_bytes(b"broken")
+    batches = list(_loader(out, batch_size=2, **values))
+    assert [batch.step for batch in batches] == expected
+    (batch,) = (each for each in batches if each.rejected)
+    assert batch.rejected == ((alone.identity, 0),)
+    assert not batch.weights.any()
+    assert batch.videos.shape[-2:] == (24, 24)  # of a clip that can be decoded
 
 
 def test_too_many_failures_stop_the_run(path: Path, tmp_path: Path) -> None:

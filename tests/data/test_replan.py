@@ -293,7 +293,7 @@ def test_the_stage_a_run_is_in_cannot_vanish(tmp_path: Path) -> None:
     with pytest.raises(DataChangedError, match=r"in stage a, which is no longer among .*: c, b"):
         run.resume(stages=[{"name": "c", "steps": 5}, {"name": "b"}])
     run.step = 6
-    assert run.resume().batch(6).stage == "b"
+    assert run.resume(stages=[{"name": "b"}]).batch(6).stage == "b"
 
 
 def test_scores_that_select_otherwise_are_a_change(tmp_path: Path) -> None:
@@ -479,6 +479,39 @@ def test_a_stage_that_is_over_does_not_come_again(clips: Catalog, tmp_path: Path
     everyone = _once(*identities_of(clips))
     assert run.step == 20
     assert run.seen == {("a/catalog", 0): everyone, ("b/catalog", 0): everyone}
+
+
+@pytest.mark.parametrize(
+    ("stages", "named"),
+    [
+        ([{"name": "a", "epochs": 3}, {"name": "b", "epochs": 1}], "epochs = 3 to stage a"),
+        ([{"name": "a", "steps": 11}, {"name": "b", "epochs": 1}], "steps = 11 to stage a"),
+        ([{"name": "new", "epochs": 1}, {"name": "b", "epochs": 1}], "a stage new"),
+    ],
+)
+def test_nothing_is_added_before_the_stage_that_a_run_is_in(
+    clips: Catalog, tmp_path: Path, stages: list[dict[str, Any]], named: str
+) -> None:
+    run = _Run(tmp_path, clips, 2, stages=[_stage("a", epochs=1), _stage("b", epochs=1)])
+    run.train(13)
+    with pytest.raises(DataChangedError, match=f"{named}.*run is in stage b.*another name at the"):
+        run.resume(stages=stages)
+
+
+def test_stills_from_videos_may_change_though_old_records_lack_the_key(tmp_path: Path) -> None:
+    still = {"num_frames": 1, "height": 16, "width": 16}
+    clips = catalog_of(
+        range(12),
+        kind=lambda number: "image" if number < 6 else "video",
+        num_frames=lambda number: 1 if number < 6 else 8,
+    )
+    run = _Run(tmp_path, clips, 2, buckets=[still], max_crop=0.9, stages=[_ONCE])
+    run.train(2)
+    del run.plans.history[0]["order"]["stills_from_videos"]
+    run.resume(stills_from_videos=True)
+    run.train()
+    everyone = _once(*identities_of(clips))
+    assert run.seen == {("only/catalog", epoch): everyone for epoch in range(3)}
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,9 @@ class CachedBuffer:
     def wait(self, place: int) -> None:
         self._filled[place] = self._pending.pop(place).result()
 
+    def reshaped(self, shape: Bucket) -> "CachedBuffer":
+        return CachedBuffer(self._source, shape, len(self._filled))
+
     def copy(self, source: int, place: int) -> None:
         self._filled[place] = self._filled[source]
 

@@ -31,7 +31,7 @@ from longtake.data.conditioning import (
     empty_conditioning,
 )
 from longtake.data.decode_worker import DecodePool
-from longtake.data.plan import PlannedBatch, refuse_without_conditioning
+from longtake.data.plan import Part, PlannedBatch, Stream, refuse_without_conditioning
 from longtake.data.stages import StagePosition
 from longtake.data.stores import NOTHING, Fetched
 from longtake.data.window import Window
@@ -176,6 +176,9 @@ class PixelBuffer:
                     self._source.cache.keep(wanted, pixels)
         if errors:
             raise errors[0]
+
+    def reshaped(self, shape: Bucket) -> "PixelBuffer":
+        return PixelBuffer(self._source, shape, len(self._videos))
 
     def copy(self, source: int, place: int) -> None:
         for pixels in (self._videos, *self._inputs.values()):
@@ -421,7 +424,7 @@ class Loader:
 
         Raises:
             DataError: more clips failed than `data.max_quarantined_clips` allows, or not one clip
-                of a bucket can be decoded.
+                can be decoded.
         """
         end = self._end(end_step)
         prefetch, self._prefetch = self._prefetch, None
@@ -541,7 +544,9 @@ class Loader:
             for place, sample in enumerate(pending.samples)
         ]
         filled = next((place for place, sample in enumerate(found) if sample), 0)
-        filler = found[filled] or self._filler(planned, buffer, filled)
+        filler = found[filled]
+        if filler is None:
+            filler, planned, buffer = self._filler(planned, buffer, filled)
         for place, sample in enumerate(found):
             if sample is None and place != filled:
                 buffer.copy(filled, place)
@@ -592,26 +597,50 @@ class Loader:
             return None
         return None if is_out else sample
 
-    def _filler(self, planned: PlannedBatch, buffer: BatchBuffer, place: int) -> _Sample:
-        """Fetch any decodable clip of the batch, or else of its bucket."""
-        for row in self._candidates(planned):
-            clip = self._clip(planned.catalog, row)
-            if not self._is_quarantined(clip):
-                sample = self._fetch(clip, planned, planned.epoch, buffer, place)
-                if self._fetched(sample, buffer, place):
-                    return sample
-                self._refuse_too_many()
-        first = next(iter({**self.quarantined, **self._failures}.values()), "")
-        raise DataError(
-            f"No clip in the bucket of {planned.bucket} could be decoded. One: {first}. {_REMEDY}"
-        )
+    def _filler(
+        self, planned: PlannedBatch, buffer: BatchBuffer, place: int
+    ) -> tuple[_Sample, PlannedBatch, BatchBuffer]:
+        """Fetch any decodable clip of the batch, or else of its bucket, or else of another one.
 
-    def _candidates(self, planned: PlannedBatch) -> Iterator[np.uint32]:
-        yield from planned.rows
-        for stream in self.plan_history.plan_at(planned.step).streams():
-            for part in stream.parts:
-                if part.catalog is planned.catalog and planned.bucket in part.members.shapes:
-                    yield from part.members.candidates(part.members.shapes.index(planned.bucket))
+        Where no clip of its bucket can be decoded, the batch is made in the shape of another: no
+        rank has a sample then, and the update is skipped.
+        """
+        for stream, catalog, bucket, row in self._candidates(planned):
+            clip = self._clip(catalog, row)
+            if self._is_quarantined(clip):
+                continue
+            if bucket != planned.bucket:
+                planned = replace(planned, bucket=bucket)
+                buffer = buffer.reshaped(bucket)
+            of_stream = planned if stream is None else replace(planned, source=stream.source)
+            sample = self._fetch(clip, of_stream, planned.epoch, buffer, place)
+            if self._fetched(sample, buffer, place):
+                return sample, planned, buffer
+            self._refuse_too_many()
+        first = next(iter({**self.quarantined, **self._failures}.values()), "")
+        raise DataError(f"Not one clip could be decoded. One: {first}. {_REMEDY}")
+
+    def _candidates(
+        self, planned: PlannedBatch
+    ) -> Iterator[tuple[Stream | None, Catalog, Bucket, np.uint32]]:
+        yield from ((None, planned.catalog, planned.bucket, row) for row in planned.rows)
+        streams = self.plan_history.plan_at(planned.step).streams()
+        found = [
+            (stream, part, bucket)
+            for stream in streams
+            for part in stream.parts
+            for bucket in range(len(part.members.shapes))
+        ]
+
+        def distance(each: tuple[Stream, Part, int]) -> tuple[bool, bool, bool]:
+            stream, part, bucket = each
+            is_other_shape = part.members.shapes[bucket] != planned.bucket
+            is_other_catalog = part.catalog is not planned.catalog
+            return is_other_shape, is_other_catalog, stream.stage != planned.stage
+
+        for stream, part, bucket in sorted(found, key=distance):
+            for row in part.members.candidates(bucket):
+                yield stream, part.catalog, part.members.shapes[bucket], row
 
     def _clip(self, catalog: Catalog, row: np.uint32) -> Clip:
         # making a clip's record takes longer than all other work for a sample here

@@ -8,7 +8,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Self
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, ValidationError
 from typing_extensions import TypedDict
 
-from longtake.config import DataSection, Stage
+from longtake.config import DECIDES_ORDER, DataSection, Stage
 from longtake.data.buckets import BucketAssignment, Rows
 from longtake.data.catalog import Catalog
 from longtake.data.order import EpochSpan
@@ -46,10 +46,8 @@ from longtake.fsio import Span as SpanRecord
 
 ORDER_VERSION = 2  # of the functions that order clips; another version gives another order
 
-_ORDER_KEYS = {
-    *("buckets", "frame_stride", "fps", "max_crop"),
-    *("stages", "weights", "repeats", "difficulty"),
-}
+# Records that were written before a key existed lack it: the key's default is what they mean.
+_ORDER_KEYS = {key.removeprefix("data.") for key in DECIDES_ORDER if key.startswith("data.")}
 _EXAMPLES = 3
 
 Span = tuple[int, int]  # [first, end)
@@ -178,7 +176,7 @@ def replan(
 
     `finish` ends open epochs as they were and begins the next ones on the new catalogs; `merge`
     trains in the rest of an open epoch exactly those clips of the new catalog that it has not
-    consumed; `restart` begins the next epochs. A finished stage is repeated only if it is longer.
+    consumed; `restart` begins the next epochs. Of finished stages only the last one may be longer.
     """
     progress = _progress_by_stage(plans, step)
     following = _remaining_stages(plans, step, data)
@@ -245,6 +243,31 @@ def _remaining_stages(plans: Sequence[Plan], step: int, data: DataSection) -> tu
             "--set out=FOLDER."
         )
     return data.curriculum()[names.index(current) :]
+
+
+def _refuse_earlier_stages(
+    plans: Sequence[Plan], step: int, last: "PlanRecord", data: DataSection
+) -> None:
+    """Refuse work that the recipe adds before the run's current stage: it would never be done."""
+    before = {
+        stage.name: stage for stage in data.model_copy(update=parsed_order(last)).curriculum()
+    }
+    current = _remaining_stages(plans, step, data)[0].name
+    for stage in takewhile(lambda stage: stage.name != current, data.curriculum()):
+        old = before.get(stage.name)
+        added = f"a stage {stage.name}" if old is None else ""
+        for unit in ("epochs", "steps"):
+            now, then = getattr(stage, unit), getattr(old, unit, None)
+            if old is not None and now is not None and (then is None or now > then):
+                added = f"{unit} = {now} to stage {stage.name}" + (
+                    f" (before: {then})" if then else ""
+                )
+        if added:
+            raise DataChangedError(
+                f"The recipe gives {added}, but the run is in stage {current}, and no earlier one "
+                "is trained again. Give what is to be added to a stage of another name at the end "
+                "of data.stages, or change it back."
+            )
 
 
 def _with_ramp(stage: Stage, ramp_steps: int) -> Stage:
@@ -522,6 +545,7 @@ def resume(
         return plan_history
     if data.on_change == "refuse":
         raise DataChangedError(_refusal(changes, step))
+    _refuse_earlier_stages(plan_history.plans, step, history[-1], data)
     plan = replan(plan_history.plans, step, data.on_change, catalogs, data, batch_size, seed)
     entry = _entry(plan, data.on_change, catalogs, data)
     return PlanHistory((*plan_history.plans, plan), (*history, entry), "\n  ".join(changes))

@@ -130,10 +130,17 @@ def drop_undecodable(batch: Batch, world: mesh.World) -> Batch:
     if world.sequence_group is None:
         return batch
     everyone = collectives.gather_in_group(
-        (batch.weights.tolist(), batch.rejected), world.sequence_group
+        (batch.weights.tolist(), batch.rejected, str(batch.bucket)), world.sequence_group
     )
-    weights = [min(of_one_place) for of_one_place in zip(*(w for w, _ in everyone), strict=True)]
-    rejected = dict.fromkeys(sample for _, samples in everyone for sample in samples)
+    weights_of_ranks, rejected_of_ranks, buckets = zip(*everyone, strict=True)
+    if len(set(buckets)) > 1:
+        raise errors.DataError(
+            f"Batch {batch.step} could not be decoded on some of the ranks that share its tokens "
+            f"(their shapes: {', '.join(buckets)}). Can all nodes read the same files? Start the "
+            "same command again: it resumes from the newest checkpoint."
+        )
+    weights = [min(of_one_place) for of_one_place in zip(*weights_of_ranks, strict=True)]
+    rejected = dict.fromkeys(sample for samples in rejected_of_ranks for sample in samples)
     return replace(batch, weights=torch.tensor(weights), rejected=tuple(rejected))
 
 
