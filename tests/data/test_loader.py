@@ -427,7 +427,7 @@ def test_a_broken_clip_that_is_alone_in_its_bucket_costs_its_update_only(tmp_pat
     index([tmp_path], captions=None, out=out)
     (alone,) = (clip for clip in Catalog.load(out).clips() if clip.height == 48)
     shapes = [{"num_frames": 1, "height": height, "width": 24} for height in (24, 48)]
-    values = {"buckets": shapes, "stages": [{"name": "s", "epochs": 1}]}
+    values: dict[str, Any] = {"buckets": shapes, "stages": [{"name": "s", "epochs": 1}]}
     expected = [batch.step for batch in _loader(out, batch_size=2, **values)]
     Path(alone.path).write_bytes(b"broken")
     batches = list(_loader(out, batch_size=2, **values))
