@@ -226,7 +226,7 @@ class _Located(nn.Module):
 
     there: ClassVar[set["_Located"]] = set()
 
-    def modules(self) -> Any:
+    def modules(self, remove_duplicate: bool = True) -> Any:
         """None."""
         return []
 
