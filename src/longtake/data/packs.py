@@ -3,7 +3,7 @@
 FOLDER/latents/90c1….safetensors    a pack; a tensor is called <key of its entry>.<name>
 FOLDER/index/5b27….safetensors      where entries are, sorted by key: 32 bytes an entry, mapped
 FOLDER/damaged/90c1….07b1…          empty: this entry of this pack is damaged
-FOLDER/damaged/latents.90c1….safetensors  a pack that cannot be used, for whoever looks at the disk
+FOLDER/damaged/latents.90c1….safetensors  a pack that cannot be used, kept for a person to look at
 """
 
 import json
