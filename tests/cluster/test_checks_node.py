@@ -103,6 +103,13 @@ def test_a_variable_that_one_node_lacks() -> None:
     assert "NCCL_IB_HCA is absent instead of mlx5" in result.findings[0].what
 
 
+def test_a_fault_of_torch_on_the_gpus_of_some_nodes_is_a_note() -> None:
+    usual: dict[str, Any] = {"versions": {}, "variables": {}, "gpus": 1, "faults": []}
+    result = judge_environment({"a": usual, "b": usual | {"faults": ["cuDNN's is wrong"]}}, None)
+    assert severities(result) == [("note", ("b",))]
+    assert "2.14.1" in result.findings[0].advice
+
+
 def test_packages_that_longtake_needs_matter_more() -> None:
     usual: dict[str, Any] = {
         "versions": {"av": "17", "cowsay": "1"},

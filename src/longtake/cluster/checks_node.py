@@ -27,6 +27,7 @@ from longtake import __version__, config, process, stacks
 from longtake.cluster import findings
 from longtake.formatting import format_size
 from longtake.health import clock, network, system
+from longtake.parallel import attention_rules
 from longtake.trust import training_classes
 
 _GIB = 2**30
@@ -336,7 +337,10 @@ def measure_environment(context: findings.CheckContext) -> findings.Facts:
         **_gpu_versions(),
     }
     variables["interpreter"] = sys.executable
-    return {"versions": versions, "variables": variables, "gpus": torch.cuda.device_count()}
+    gpus = range(torch.cuda.device_count())
+    notes = {attention_rules.cudnn_note(torch.cuda.get_device_capability(gpu)) for gpu in gpus}
+    faults = sorted(filter(None, notes))
+    return {"versions": versions, "variables": variables, "gpus": len(gpus), "faults": faults}
 
 
 def judge_environment(
@@ -355,6 +359,9 @@ def judge_environment(
             command=_variable_command,
         )
     )
+    for fault in sorted({fault for each in facts.values() for fault in each.get("faults", ())}):
+        nodes = [node for node, each in facts.items() if fault in each.get("faults", ())]
+        result.find("note", nodes, fault, advice=attention_rules.INSTALL)
     if not any(each["gpus"] for each in facts.values()):
         result.skip("driver, CUDA and NCCL", "no GPU")
     return result

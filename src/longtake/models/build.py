@@ -28,6 +28,7 @@ from longtake.models.conditioning import outline_inputs
 from longtake.models.experts import Experts, OtherExpert, read_experts
 from longtake.models.quantized import quantize_linears
 from longtake.models.text import TextEncoder, build_text, outline_text
+from longtake.parallel import attention_rules
 
 Part = Literal["text", "model", "codec"]
 PARTS: tuple[Part, ...] = ("text", "model", "codec")
@@ -166,6 +167,7 @@ def assemble(
         RecipeError: the recipe's parts do not fit together.
         ModelError: weights cannot be loaded.
     """
+    attention_rules.guard_attention()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         chosen, section = chosen_family(recipe.model), recipe.codec

@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
+from longtake.parallel import attention_rules
+
 _aten = torch.ops.aten
 _FLASH_CHANNELS = 8  # of other multiples torch pads heads for FlashAttention
 _BIAS_ALIGNMENT = 8  # of a bias's rows, which torch pads for the memory-efficient kernel
@@ -95,15 +97,13 @@ def choose_kernel(
         sizes = {(each.dim(), each.shape[1], each.shape[-1], each.stride(-1)) for each in inputs}
         is_plain = len(sizes) == 1 and query.dim() == 4 and query.stride(-1) == 1
         return FLASH_ON_CPU if is_plain else None
-    number = torch._fused_sdp_choice(query, key, value, attn_mask=mask, **how)
-    backend, on_cuda = SDPBackend(number), query.device.type == "cuda"
-    if backend == SDPBackend.FLASH_ATTENTION and not on_cuda:
+    backend = attention_rules.backend_of(query, key, value, mask, how)
+    if backend == SDPBackend.FLASH_ATTENTION and query.device.type == "cpu":
         return FLASH_ON_CPU
     if backend == SDPBackend.FLASH_ATTENTION and query.shape[-1] % _FLASH_CHANNELS == 0:
         return FLASH
-    if backend == SDPBackend.CUDNN_ATTENTION and mask is None:
-        return CUDNN
-    return EFFICIENT if backend == SDPBackend.EFFICIENT_ATTENTION and on_cuda else None
+    others = {SDPBackend.CUDNN_ATTENTION: CUDNN, SDPBackend.EFFICIENT_ATTENTION: EFFICIENT}
+    return others.get(backend)
 
 
 def as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -20,7 +20,7 @@ from longtake.models import numerics, pretrained
 from longtake.models.streamed import StreamedBlocks
 from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages
-from longtake.parallel import collectives, context_parallel, fsdp, mesh
+from longtake.parallel import attention_rules, collectives, context_parallel, fsdp, mesh
 from longtake.planner import activation_checkpointing
 from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
@@ -283,6 +283,8 @@ def compile_blocks(
     wanted = _PROGRAMS_PER_SHAPE * len(recipe.data.shapes())
     config.recompile_limit = max(config.recompile_limit, wanted)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
+    # Compiled code that torch has kept names the kernels of attention.
+    torch.compiler.config.cache_key_tag = attention_rules.fingerprint()
     # A mode around attention is entered and left in a recomputed block: it has no other effect.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explain_limit)

@@ -10,11 +10,10 @@ import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import torch
 
-from longtake import errors, heartbeat, node_dir, node_events, process
+from longtake import errors, fsio, heartbeat, node_dir, node_events, process
 from longtake.config import Recipe
 from longtake.failures import FailureKind, error_line, failure_of, find_failed_rank
 from longtake.formatting import format_size
@@ -176,9 +175,7 @@ def keep_compiled_code() -> None:
     Does nothing if the environment names a folder. Ranks and runs may share one: torch finds
     compiled code by source, shapes, versions and processor.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "longtake" / "compiled"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(fsio.cache_folder() / "compiled"))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from longtake import fsio, heartbeat
 from longtake.data.loader import Loader
 from longtake.formatting import escape, format_size, plural
 from longtake.models.numerics import count_weights
-from longtake.parallel import collectives, mesh
+from longtake.parallel import attention_rules, collectives, mesh
 from longtake.planner.plan import MemoryPlan
 from longtake.run_dir import BEGINNINGS, EventKind, Metrics, RunDirectory, last_ending
 from longtake.training.session import Session, TrainingState
@@ -28,12 +28,6 @@ PARTS: dict[heartbeat.Phase, str] = {
     "data": "first_batch",
 }
 """Names of the heartbeat's phases before the first step; all later ones are the `first_step`."""
-_ATTENTION_NAMES = {
-    SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
-    SDPBackend.CUDNN_ATTENTION: "cuDNN",
-    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
-    SDPBackend.MATH: "math",
-}
 
 
 def announce(
@@ -69,8 +63,12 @@ def announce(
     )
     for line in _describe_changes(session, loader, step, lost):
         console.print(f"  {escape(line)}", highlight=False)
-    slow = slow_attention(attention, world.device)
-    for warning in (*warnings, *filter(None, [slow]), *fsio.skipped_lines()):
+    notes = list[str]()
+    if attention is not None:
+        capability = torch.cuda.get_device_capability(world.device)
+        about = [slow_attention(attention, capability), attention_rules.cudnn_note(capability)]
+        notes += filter(None, about)
+    for warning in (*warnings, *notes, *fsio.skipped_lines()):
         console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
 
 
@@ -148,17 +146,16 @@ def attention_backend(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     heads = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16, device=device)
-    chosen = SDPBackend(torch._fused_sdp_choice(heads, heads, heads))
-    return _ATTENTION_NAMES.get(chosen, chosen.name)
+    return attention_rules.NAMES[attention_rules.backend_of(heads, heads, heads, None, {})]
 
 
-def slow_attention(backend: str | None, device: torch.device) -> str:
+def slow_attention(backend: str | None, capability: tuple[int, int]) -> str:
     """A warning if a Hopper GPU runs another kernel than cuDNN's; else empty."""
-    if backend in (None, "cuDNN") or torch.cuda.get_device_capability(device) != (9, 0):
+    if backend in (None, attention_rules.NAMES[SDPBackend.CUDNN_ATTENTION]) or capability != (9, 0):
         return ""
     return (
         f"attention runs by {backend}; on this GPU cuDNN's kernel is about 1.6 times as fast. "
-        "PyTorch uses it with cuDNN above 9.15, which its wheels for CUDA 13 bring."
+        f"{attention_rules.INSTALL} It uses that kernel, and its backward pass is right."
     )
 
 

@@ -1,0 +1,226 @@
+"""Which of torch's attention kernels may train, and in what layout their backward pass is called.
+
+Both hold for every attention of this process: they are rules of torch's dispatcher, and not of
+`torch.nn.functional`. Families, modules of the user's own, compiled code, and attention that is
+kept or shared all end in the same operations.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import Library, get_kernel
+from torch.nn.attention import SDPBackend
+
+REPAIRED_IN = "2.14.1"
+"""The first torch without both faults of cuDNN's backward pass of attention. It kept compiled
+graphs by the layouts of query, key and value, and not by that of the output's gradient, which it
+then read with the gaps of another one, or beyond its end. With a mask the gradient of the queries
+may be NaN (pytorch issue 196678)."""
+INSTALL = f"Install PyTorch {REPAIRED_IN} or newer with CUDA 13."
+NAMES = {
+    SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.MATH: "math",
+}
+_SWITCHES: Mapping[SDPBackend, tuple[Any, Any]] = {
+    SDPBackend.FLASH_ATTENTION: (
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.enable_flash_sdp,
+    ),
+    SDPBackend.CUDNN_ATTENTION: (
+        torch.backends.cuda.cudnn_sdp_enabled,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ),
+    SDPBackend.EFFICIENT_ATTENTION: (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+}
+Layout = tuple[tuple[int, int], ...]
+"""Dimensions from the outermost in memory, each with its stride over that of a tensor without gaps;
+without dimensions of size 1."""
+Refused = frozenset[SDPBackend]
+
+
+class AttentionKind(NamedTuple):
+    """What a kernel's code path depends on, beside lengths and numbers of samples and heads."""
+
+    dtype: str
+    widths: tuple[int, int]  # of keys and of values
+    layouts: tuple[Layout, Layout, Layout]  # of query, key and value
+    mask: str  # its dtype; "" without
+    is_causal: bool
+    shares_keys: bool  # several heads of the queries have the same keys
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Which kernel computes a kind of attention on this machine."""
+
+    chosen: SDPBackend
+    refused: Refused = frozenset()
+
+
+CHOICES: dict[AttentionKind, KernelChoice] = {}
+"""What was found before training; see `longtake.planner.attention_check`."""
+
+
+def has_cudnn_faults() -> bool:
+    return torch.__version__ < REPAIRED_IN
+
+
+def cudnn_note(capability: tuple[int, int]) -> str:
+    """What this torch does on a GPU that chooses cuDNN first (Hopper, Blackwell); else empty."""
+    if capability < (9, 0) or not has_cudnn_faults():
+        return ""
+    return (
+        f"PyTorch {torch.__version__}'s cuDNN attention has a faulty backward pass on this GPU "
+        f"(repaired in {REPAIRED_IN}): longtake hands it gradients of one layout and computes "
+        "masked attention by another kernel. Other programs may train on wrong gradients here."
+    )
+
+
+def kind_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
+) -> AttentionKind:
+    """Of query, key and value [B, H, T, D]."""
+    return AttentionKind(
+        _name(query.dtype),
+        (key.shape[-1], value.shape[-1]),
+        (_layout(query), _layout(key), _layout(value)),
+        "" if mask is None else _name(mask.dtype),
+        is_causal,
+        query.shape[-3] != key.shape[-3],
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layout(tensor: Tensor) -> Layout:
+    strides, found, packed = tensor.stride(), list[tuple[int, int]](), 1
+    used = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
+    for dim in sorted(used, key=lambda each: strides[each]):
+        found.append((dim, math.ceil(strides[dim] / packed)))
+        packed = max(packed, strides[dim] * tensor.shape[dim])
+    return tuple(reversed(found))
+
+
+def refusals(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
+) -> Refused:
+    """The kernels that must not compute an attention that trains."""
+    known = {SDPBackend.CUDNN_ATTENTION} if mask is not None and has_cudnn_faults() else set()
+    if CHOICES:
+        found = CHOICES.get(kind_of(query, key, value, mask, is_causal=is_causal))
+        known |= frozenset() if found is None else found.refused
+    return frozenset(known)
+
+
+@contextmanager
+def without(kernels: Refused) -> Iterator[None]:
+    """Torch chooses none of these kernels; in other threads of this process neither."""
+    changed = [_SWITCHES[each][1] for each in kernels if _SWITCHES[each][0]()]
+    for enable in changed:
+        enable(False)
+    try:
+        yield
+    finally:
+        for enable in changed:
+            enable(True)
+
+
+def backend_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Mapping[str, Any]
+) -> SDPBackend:
+    """The kernel that computes an attention that trains."""
+    is_causal = bool(how.get("is_causal"))
+    with without(refusals(query, key, value, mask, is_causal=is_causal)):
+        return SDPBackend(torch._fused_sdp_choice(query, key, value, attn_mask=mask, **how))
+
+
+@cache
+def guard_attention() -> None:
+    """Keep every attention of this process that trains on a GPU from kernels with faults."""
+    if torch.cuda.is_available():
+        # Kept for as long as the process lives.
+        _LIBRARIES.append(obey_refusals("AutogradCUDA"))
+        if has_cudnn_faults():
+            operation = "_scaled_dot_product_cudnn_attention_backward"
+            _LIBRARIES.append(give_whole_gradients(operation, "CUDA"))
+
+
+_LIBRARIES: list[Any] = []
+
+
+def obey_refusals(dispatch_key: str) -> Any:
+    """Have attention that trains use no refused kernel, for as long as the result lives."""
+    name = "scaled_dot_product_attention"
+    torchs = get_kernel(f"aten::{name}", dispatch_key)
+
+    def attend(
+        keys: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **how: Any,
+    ) -> Any:
+        trains = torch.is_grad_enabled() and (
+            query.requires_grad or key.requires_grad or value.requires_grad
+        )
+        refused = Refused()
+        if trains:
+            refused = refusals(query, key, value, attn_mask, is_causal=is_causal)
+        with without(refused):
+            return torchs.call_boxed(
+                keys, query, key, value, attn_mask, dropout_p, is_causal, **how
+            )
+
+    return replace_kernel(name, attend, dispatch_key)
+
+
+def give_whole_gradients(operation: str, dispatch_key: str) -> Any:
+    """Have a kernel's backward pass get the output's gradient in the output's own layout."""
+    torchs = get_kernel(f"aten::{operation}", dispatch_key)
+
+    def backward(
+        keys: Any,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *rest: Any,
+        **how: Any,
+    ) -> Any:
+        output: Tensor = rest[0]
+        if gradient.stride() != output.stride():
+            gradient = torch.empty_like(output).copy_(gradient)
+        return torchs.call_boxed(keys, gradient, query, key, value, *rest, **how)
+
+    return replace_kernel(operation, backward, dispatch_key)
+
+
+def replace_kernel(operation: str, function: Any, dispatch_key: str) -> Any:
+    """Call a function with torch's key set in place of a kernel, while the result lives."""
+    library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        library.impl(operation, function, dispatch_key, with_keyset=True, allow_override=True)
+    return library
+
+
+def fingerprint() -> str:
+    """Changes whenever compiled code might hold another kernel."""
+    return repr((has_cudnn_faults(), sorted(CHOICES.items())))
