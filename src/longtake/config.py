@@ -644,7 +644,8 @@ class TrainableSection(_Section):
     """LoRA's scale is alpha / rank; unset: alpha = rank."""
     init_from: _Path | None = None
     """A safetensors file with LoRA of this model to begin with, with the names of diffusers, peft,
-    ComfyUI or kohya's scripts; its rank may be lower than `rank`."""
+    ComfyUI, DiffSynth, VideoX-Fun, LyCORIS or kohya's scripts; its rank may be lower than
+    `rank`."""
     dtype: Literal["model", "fp32", "bf16"] = "model"
     """What trained LoRA and module weights are kept in; `model`: what the model is in."""
     modules: dict[_PresetName, ModuleSection] = Field(default_factory=dict)

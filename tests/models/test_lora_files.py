@@ -1,11 +1,17 @@
 """LoRA files of other tools as the start of a run."""
 
+import copy
+import json
+import os
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from safetensors.torch import save_file
+from peft import LoraConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from tests.build import TINY_WAN, MakeRecipe
 from torch import Tensor
 
@@ -15,7 +21,7 @@ from longtake.errors import ModelError, RecipeError
 from longtake.evaluation.export import Format, export
 from longtake.models.build import Components, assemble, outline
 from longtake.models.lora_files import StoredLora, load_lora, read_lora
-from longtake.models.trainable import lora_layers, lora_state
+from longtake.models.trainable import adapter_layers, lora_layers, lora_state, plain_copy
 from longtake.models.wan import original_name
 from longtake.sampling.sampler import Sampler
 
@@ -199,3 +205,180 @@ def test_a_file_that_is_none_is_refused(small_recipe: MakeRecipe, tmp_path: Path
     for path in (file, tmp_path / "missing.safetensors", tmp_path / "header.safetensors"):
         with pytest.raises(ModelError, match="cannot be read"):
             read_lora(path, meta.model, meta.family)
+
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"lora_alpha": 16},
+    "rslora": {"lora_alpha": 8, "use_rslora": True},
+    "alpha_pattern": {"lora_alpha": 8, "alpha_pattern": {"to_q": 32, "attn1.to_k": 2}},
+    "rank_pattern": {"lora_alpha": 8, "rank_pattern": {"to_q": 4}},
+    "dora": {"lora_alpha": 16, "use_dora": True},
+}
+
+
+def _save_by_peft(model: Any, other: Any, folder: Path) -> None:
+    other.load_state_dict({f"base_model.model.{k}": v for k, v in model.state_dict().items()})
+    other.save_pretrained(str(folder))
+
+
+def _save_by_pipeline(model: Any, folder: Path) -> None:
+    metadata = model.peft_config["default"].to_dict()
+    weights = get_peft_model_state_dict(model)
+    diffusers.WanPipeline.save_lora_weights(
+        folder, transformer_lora_layers=weights, transformer_lora_adapter_metadata=metadata
+    )
+
+
+def _save_by_model(model: Any, folder: Path) -> None:
+    model.save_lora_adapter(folder)
+
+
+@pytest.mark.parametrize("kind", list(_SETTINGS))
+def test_files_of_peft_and_diffusers_begin_at_the_strength_that_peft_merges(
+    small_recipe: MakeRecipe, tmp_path: Path, kind: str
+) -> None:
+    ours = "dora" if kind == "dora" else "lora"
+    recipe = small_recipe(*TINY_WAN, f"trainable={{kind='{ours}', rank=8}}")
+    parts, generator = assemble(recipe, ["a b"], None), torch.Generator().manual_seed(5)
+    settings = LoraConfig(r=8, target_modules=parts.family.lora_targets, **_SETTINGS[kind])
+    theirs: Any = plain_copy(parts.model)
+    theirs.add_adapter(settings)
+    for name, weight in theirs.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            weight.data = torch.randn(weight.shape, generator=generator) / 6
+    _save_by_model(theirs, tmp_path / "model")
+    _save_by_pipeline(theirs, tmp_path / "pipeline")
+    _save_by_peft(theirs, get_peft_model(plain_copy(parts.model), settings), tmp_path / "peft")
+    merged = copy.deepcopy(theirs)
+    for _, layer in adapter_layers(merged):
+        layer.merge()
+    for file in sorted(tmp_path.glob("*/*.safetensors")):
+        load_lora(read_lora(file, parts.model, parts.family), parts.model)
+        found = plain_copy(parts.model)
+        for name, layer in adapter_layers(merged):
+            expected = layer.get_base_layer().weight
+            torch.testing.assert_close(found.get_submodule(name).weight, expected, msg=str(file))
+
+
+def _exported_state(recipe: Recipe) -> dict[str, Tensor]:
+    return {f"transformer.{k}": v for k, v in lora_state(_trained(recipe).model).items()}
+
+
+def test_what_a_file_says_of_its_strength_is_understood_or_refused_by_name(
+    small_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    recipe = small_recipe(*_LORA, "trainable.targets=['attn1.to_q']")
+    state, meta, number = _exported_state(recipe), outline(recipe), 0
+    first = next(iter(state))
+
+    def refused(
+        beside: str | None = None,
+        header: dict[str, Any] | str | None = None,
+        change: dict[str, Tensor] | None = None,
+    ) -> str:
+        nonlocal number
+        number += 1
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if beside is not None:
+            (folder / "adapter_config.json").write_text(beside)
+        text = header if isinstance(header, str) else json.dumps(header)
+        metadata = None if header is None else {"lora_adapter_metadata": text}
+        save_file(state | (change or {}), folder / "a.safetensors", metadata)
+        with pytest.raises((RecipeError, ModelError)) as caught:
+            read_lora(folder / "a.safetensors", meta.model, meta.family)
+        assert len(str(caught.value)) < 1000
+        return str(caught.value)
+
+    for name, value in {
+        "lora_bias": True,
+        "fan_in_fan_out": True,
+        "bias": "all",
+        "init_lora_weights": "pissa",
+        "peft_type": "LOHA",
+        "an_option_of_next_year": 3,
+        "use_rslora": "yes",
+        "alpha_pattern": {".*(to_q)+": 3},
+        "rank_pattern": 7,
+    }.items():
+        assert f"{name} = {value}"[:40] in refused(header={"lora_alpha": 4, name: value})
+    assert "lack lora_alpha" in refused(json.dumps({"r": 4}))
+    assert "rank 8 for" in refused(json.dumps({"r": 8, "lora_alpha": 8}))
+    assert "lacks lora magnitude" in refused(header={"lora_alpha": 4, "use_dora": True})
+    for alpha in (float("nan"), float("inf"), 1e308, 0, -3, "4", True):
+        assert "alpha is" in refused(header={"transformer.lora_alpha": alpha})
+    assert "alpha is nan" in refused(
+        change={first.replace("lora_A.weight", "alpha"): torch.tensor(float("nan"))}
+    )
+    for damaged in ('{"lora_alpha": 16', "[16]", "[" * 100_000):
+        assert "adapter_config.json cannot be read" in refused(damaged)
+        assert "header" in refused(header=damaged)
+    for value in (float("nan"), float("inf")):
+        assert "finite" in refused(change={first: state[first].clone().fill_(value)})
+    assert "torch.int8" in refused(change={first: state[first].to(torch.int8)})
+    assert "do not: xxxx" in refused(change={"x" * 2**20: torch.zeros(1)})
+    for name in ("a.safetensors", "adapter_config.json"):
+        folder = tmp_path / f"fifo_{name}"
+        folder.mkdir()
+        save_file(state, folder / "a.safetensors")
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        with pytest.raises(ModelError, match="named pipe"):
+            read_lora(folder / "a.safetensors", meta.model, meta.family)
+
+
+def test_names_of_other_trainers_that_are_plain_renamings_are_read(
+    small_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    recipe = small_recipe(*_LORA)
+    parts, file = _trained(recipe), tmp_path / "theirs.safetensors"
+    expected = lora_state(parts.model)
+    for front, is_flat, down, up in (
+        ("", False, "lora_A.default", "lora_B.default"),  # DiffSynth
+        ("", False, "lora_A", "lora_B"),
+        ("lora_unet__", True, "lora_down", "lora_up"),  # VideoX-Fun
+        ("lycoris_", True, "lora_down", "lora_up"),
+    ):
+        stored = {}
+        for name, value in expected.items():
+            layer, kind = original_name(name.rsplit(".", 2)[0]), down if "lora_A" in name else up
+            stored[f"{front}{layer.replace('.', '_') if is_flat else layer}.{kind}.weight"] = value
+        save_file(stored, file)
+        torch.testing.assert_close(_started(recipe, file), expected, rtol=0, atol=0)
+    save_file({"lycoris_blocks_0_self_attn_q.lokr_w1": torch.zeros(2, 2)}, file)
+    with pytest.raises(RecipeError, match=r"lycoris_blocks_0_self_attn_q\.lokr_w1"):
+        _started(recipe, file)
+
+
+def test_of_a_file_for_both_experts_the_half_of_the_recipes_expert_is_read(
+    small_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    recipe = small_recipe(*_LORA, "trainable.targets=['attn1.to_q']")
+    parts, file = outline(recipe), tmp_path / "both.safetensors"
+    high = _exported_state(recipe)
+    low = {f"transformer_2.{k.removeprefix('transformer.')}": v + 1 for k, v in high.items()}
+    alphas = {"transformer.lora_alpha": 4, "transformer_2.lora_alpha": 8}
+    save_file(high | low, file, {"lora_adapter_metadata": json.dumps(alphas)})
+    for expert, weights, scale in (("high", high, 1), ("low", low, 2)):
+        found = read_lora(file, parts.model, parts.family, expert)  # type: ignore[arg-type]
+        assert {each.scale for each in found.values()} == {scale}
+        assert torch.equal(found["blocks.0.attn1.to_q"].down, next(iter(weights.values())))
+    with pytest.raises(RecipeError, match=r"Set model\.expert"):
+        read_lora(file, parts.model, parts.family)
+
+
+def test_dora_for_comfyui_has_the_trained_strength_there_and_starts_a_run(
+    small_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    recipe = small_recipe(*TINY_WAN, "trainable={kind='dora', rank=4, alpha=8}")
+    parts, file = _trained(recipe), tmp_path / "dora.safetensors"
+    plain, trained = copy.deepcopy(parts.model), plain_copy(parts.model)
+    export(Sampler(parts, recipe, 0, torch.device("cpu"), "fp32"), file, "comfyui")
+    stored = load_file(file)
+    for name, layer in adapter_layers(plain):
+        key, weight = f"diffusion_model.{original_name(name)}", layer.get_base_layer().weight
+        changed = weight + stored[f"{key}.lora_B.weight"] @ stored[f"{key}.lora_A.weight"]
+        # ComfyUI, comfy/weight_adapter/base.py, weight_decompose with a column as dora_scale
+        there = changed * stored[f"{key}.dora_scale"] / weight.norm(dim=1, keepdim=True)
+        torch.testing.assert_close(there, trained.get_submodule(name).weight)
+    torch.testing.assert_close(_started(recipe, file), lora_state(parts.model))

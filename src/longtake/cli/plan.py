@@ -185,6 +185,7 @@ def _facts(
             "layers": start.num_layers,
             "trained_layers": start.num_trained,
             "rank": start.rank,
+            "expert": recipe.model.expert and recipe.model.folder(),
         },
         "stages": _stages(recipe, known, data_plan),
         "data_warnings": warnings,
@@ -432,9 +433,10 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield escape(_of_model(facts))
     yield escape(_of_device(facts))
     if (start := facts["init_from"]) is not None:
+        of_expert = f" of {start['expert']}" if start["expert"] else ""
         yield escape(
             f"Begins with {start['file']}: LoRA of rank {start['rank']} for {start['layers']} of "
-            f"{start['trained_layers']} layers."
+            f"{start['trained_layers']} layers{of_expert}."
         )
     if len(facts["stages"]) > 1:
         yield _stage_table(facts["stages"])

@@ -12,13 +12,22 @@ from longtake import errors, fsio
 from longtake.config import EXPERT_FOLDERS, Expert, Recipe
 from longtake.models.added_module import added_modules
 from longtake.models.experts import ExpertPair
-from longtake.models.trainable import adapter_config, lora_state, plain_copy
+from longtake.models.lora_files import COMFYUI_DORA
+from longtake.models.trainable import (
+    adapter_config,
+    dora_norm_ratio,
+    lora_layers,
+    lora_state,
+    plain_copy,
+)
 from longtake.sampling.sampler import Sampler
 
 
-def _save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+def _save_weights(
+    weights: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
     whole = {name: value.detach().contiguous() for name, value in weights.items()}
-    save_file(whole, path, {"format": "pt"})
+    save_file(whole, path, {"format": "pt", **(metadata or {})})
 
 
 def _save_added_modules(model: nn.Module, folder: Path) -> None:
@@ -90,23 +99,21 @@ def _expert_alone(sampler: Sampler) -> list[str]:
     ]
 
 
-def _dora_for_comfyui(name: str, value: Tensor) -> tuple[str, Tensor]:
-    """ComfyUI calls DoRA's magnitude `dora_scale`, and has it as a column."""
-    layer, _, last = name.rpartition(".")
-    is_magnitude = last == "lora_magnitude_vector"
-    return (f"{layer}.dora_scale", value[:, None]) if is_magnitude else (name, value)
-
-
 def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
     """Write a safetensors file, in the dtype that the weights are kept in; what to know of it."""
     parts = sampler.components
     lora = lora_state(parts.model)
-    weights = lora or plain_copy(parts.model).state_dict()
+    weights, metadata = lora or plain_copy(parts.model).state_dict(), {}
+    for name, layer in lora_layers(parts.model):
+        # ComfyUI has DoRA's magnitude as a column, and divides by other norms than peft.
+        if (magnitude := weights.pop(f"{name}.lora_magnitude_vector", None)) is not None:
+            scale = magnitude.float() * dora_norm_ratio(layer)
+            weights[f"{name}.dora_scale"] = scale.to(magnitude.dtype)[:, None]
+            metadata = COMFYUI_DORA
     name_of = parts.family.comfyui_name
     named = {name_of(name, is_lora=bool(lora)): value for name, value in weights.items()}
-    named = dict(_dora_for_comfyui(*each) for each in named.items())
     assert len(named) == len(weights), "two weights have one name"
-    _save_weights(named, path)
+    _save_weights(named, path, metadata)
     remarks = ["ComfyUI looks for it in models/loras."]
     if not lora:
         rest = "codec and text encoder are not in it."

@@ -1,9 +1,14 @@
-"""Starts LoRA from a file: names of diffusers, peft, ComfyUI and kohya's scripts."""
+"""Starts LoRA from a file: names of diffusers, peft, ComfyUI, kohya's scripts and their kin.
 
-import json
+A file is of others: whatever it says of its strength is applied, or refused by name.
+"""
+
+import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +16,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from longtake.errors import ModelError, RecipeError
-from longtake.fsio import read_json
+from longtake import fsio
+from longtake.config import EXPERT_FOLDERS, Expert
+from longtake.errors import ModelError, RecipeError, RecordError
+from longtake.formatting import first_line, printable
 from longtake.models.base import Family
-from longtake.models.trainable import ADAPTER, lora_layers
+from longtake.models.trainable import ADAPTER, dora_norm_ratio, lora_layers
 
 _SUFFIXES = {
     ".lora_A.weight": "down",
     ".lora_B.weight": "up",
+    ".lora_A.default.weight": "down",  # DiffSynth
+    ".lora_B.default.weight": "up",
     ".lora_down.weight": "down",
     ".lora_up.weight": "up",
     ".alpha": "alpha",
@@ -28,7 +37,40 @@ _SUFFIXES = {
 }
 _OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
 _PREFIXES = ("transformer.", "base_model.model.", "")
-_MAX_NAMED = 3
+_FLAT_PREFIXES = ("lora_unet_", "lora_unet__", "lycoris_")  # kohya, VideoX-Fun, LyCORIS
+_MAX_NAMED, _MAX_NAME_LETTERS = 3, 120
+_MAX_CONVERTED = 20_000  # tensors; diffusers' converters take long for more
+_MAX_ALPHA = 1e6  # as of trainable.alpha
+
+COMFYUI_DORA = {"longtake.dora_scale": "comfyui"}
+"""In the header of files whose `dora_scale` is for ComfyUI, which divides by the norms of W."""
+
+# Settings of peft's LoraConfig that change nothing of what a trained LoRA computes. Of others only
+# those in `_Settings` are applied; any other that is set is refused.
+_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "target_modules",
+    "task_type",
+}
+_EXPECTED: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # Others, such as PiSSA, change the frozen weights too.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
+_LAYER_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -37,38 +79,56 @@ class StoredLora:
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]
-    alpha: float | None  # None: the rank, that is a scale of 1
-    magnitude: Tensor | None  # of DoRA
+    scale: float
+    magnitude: Tensor | None  # [out] of DoRA
+    is_for_comfyui: bool = False
+    """Whether the magnitude is to be divided by `dora_norm_ratio`."""
 
     @property
     def rank(self) -> int:
         return len(self.down)
 
-    @property
-    def scale(self) -> float:
-        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a file says of its strength beside the weights, by peft's names."""
+
+    lora_alpha: Any = None  # None: the rank, that is a scale of 1
+    r: Any = None
+    alpha_pattern: Mapping[str, Any] | None = None  # by names that layers' names end with
+    rank_pattern: Mapping[str, Any] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
 
 
-def read_lora(path: Path, model: nn.Module, family: Family) -> dict[str, StoredLora]:
+def read_lora(
+    path: Path, model: nn.Module, family: Family, expert: Expert | None = None
+) -> dict[str, StoredLora]:
     """The LoRA of each layer of a model that a file has, by the layer's name.
 
-    The model may be on the meta device.
+    The model may be on the meta device. Of a file for both experts of a release, the half of
+    `expert` is read.
 
     Raises:
-        ModelError: the file cannot be read.
-        RecipeError: it has no LoRA of this model, or one of a higher rank than the model's.
+        ModelError: the file, or adapter_config.json beside it, cannot be read.
+        RecipeError: it has no LoRA of this model, or one of a higher rank than the model's; or what
+            it says of its strength is not understood.
     """
-    stored, alpha = _read(path)
+    stored, header = _read(path)
+    stored, half = _choose_half(path, stored, expert)
+    settings = _check_settings(path, _read_settings(path, header, half))
     layers = dict(lora_layers(model))
     names = dict(_names_of_layers(layers, family))
-    found, unknown = _sorted(stored, names)
-    if unknown and (converted := _converted(stored, family)) is not None:
-        other, still_unknown = _sorted(converted, names)
-        if len(still_unknown) < len(unknown):
-            found, unknown = other, still_unknown
+    found, unknown = _sort_by_layer(stored, names)
+    if unknown and len(stored) <= _MAX_CONVERTED:
+        converted = _convert_by_diffusers(stored, family)
+        if converted is not None:
+            other, still_unknown = _sort_by_layer(converted, names)
+            if len(still_unknown) < len(unknown):
+                found, unknown = other, still_unknown
     if unknown:
         fitting = sum(map(len, found.values()))
-        named = ", ".join(unknown[:_MAX_NAMED])
+        named = ", ".join(map(_shorten, unknown[:_MAX_NAMED]))
         raise RecipeError(
             f"trainable.init_from {path}: {fitting} of its {fitting + len(unknown)} weights fit "
             f"the layers that this recipe trains with LoRA; the first that do not: {named}. Is it "
@@ -79,10 +139,12 @@ def read_lora(path: Path, model: nn.Module, family: Family) -> dict[str, StoredL
             f"trainable.init_from {path}: none of its {len(stored)} weights is LoRA of this model. "
             "LoRA of text encoders is not trained here."
         )
-    whole = {name: _whole(path, name, parts, alpha) for name, parts in found.items()}
-    for name, lora in whole.items():
-        _refuse_other_shapes(path, name, lora, layers[name])
-    return whole
+    is_for_comfyui = COMFYUI_DORA.items() <= header.items()
+    complete = {}
+    for name, parts in found.items():
+        complete[name] = _join(path, name, parts, settings, is_for_comfyui=is_for_comfyui)
+        _refuse_other_shapes(path, name, complete[name], layers[name])
+    return complete
 
 
 @torch.no_grad()
@@ -100,31 +162,110 @@ def load_lora(lora: Mapping[str, StoredLora], model: nn.Module) -> None:
         up.zero_()
         up[:, : stored.rank] = (stored.up if scale == 1 else stored.up.float() * scale).to(up.dtype)
         if stored.magnitude is not None:
-            layer.lora_magnitude_vector[ADAPTER].weight.copy_(stored.magnitude.flatten())
+            ratio = dora_norm_ratio(layer) if stored.is_for_comfyui else 1.0
+            magnitude = stored.magnitude.flatten().float() / ratio
+            layer.lora_magnitude_vector[ADAPTER].weight.copy_(magnitude)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], float | None]:
-    """The tensors of a file, and alpha where its header, or peft's file beside it, says so."""
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file, and the words in its header."""
     try:
+        fsio.open_regular(path).close()  # a named pipe would make safetensors wait forever
         with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"trainable.init_from {path} cannot be read: {error}. Expected a safetensors file with "
-            "LoRA."
+            f"trainable.init_from {path} cannot be read: {first_line(error)}. Expected a "
+            "safetensors file with LoRA."
         ) from error
-    settings: Mapping[str, Any] = read_json(path.with_name("adapter_config.json"))
-    alpha = settings.get("lora_alpha")
+
+
+def _choose_half(
+    path: Path, stored: dict[str, Tensor], expert: Expert | None
+) -> tuple[dict[str, Tensor], str]:
+    """The tensors of one expert, as `transformer.`, and what the file calls that expert."""
+    halves = {folder: f"{folder}." for folder in EXPERT_FOLDERS.values()}
+    if not any(name.startswith(halves["transformer_2"]) for name in stored):
+        return stored, "transformer"
+    if expert is None:
+        raise RecipeError(
+            f"trainable.init_from {path} has LoRA of the low-noise expert of a release with two "
+            "(transformer_2). Set model.expert, if the release has two."
+        )
+    mine = halves.pop(EXPERT_FOLDERS[expert])
+    half = {
+        f"transformer.{name.removeprefix(mine)}" if name.startswith(mine) else name: value
+        for name, value in stored.items()
+        if not name.startswith(tuple(halves.values()))
+    }
+    return half, EXPERT_FOLDERS[expert]
+
+
+def _read_settings(path: Path, header: Mapping[str, str], half: str) -> Mapping[str, Any]:
+    """Peft's settings, of the header or of the file beside it; empty if there are none."""
+    saved, beside = header.get("lora_adapter_metadata"), path.with_name("adapter_config.json")
     try:
-        if (saved := header.get("lora_adapter_metadata")) is not None:
-            alpha = json.loads(saved).get("transformer.lora_alpha", alpha)
-        return stored, None if alpha is None else float(alpha)
-    except (AttributeError, TypeError, ValueError) as error:
+        if saved is None:
+            return fsio.read_record(beside, dict[str, Any]) or {}
+        settings = fsio.parse_record(saved.encode(), dict[str, Any], path)
+    except RecordError as error:
+        where = f"in {beside}" if saved is None else "in its header (lora_adapter_metadata)"
         raise ModelError(
-            f"trainable.init_from {path}: its alpha cannot be read: {error}. Expected JSON such as "
-            '{"transformer.lora_alpha": 16} in its header.'
+            f"trainable.init_from {path}: its settings {where} cannot be read: {first_line(error)}."
+            ' Expected JSON such as {"lora_alpha": 16}; without it the strength is not known.'
         ) from error
+    if any("." in name for name in settings):  # those of a pipeline are by component
+        front = f"{half}."
+        settings = {
+            name.removeprefix(front): value
+            for name, value in settings.items()
+            if name.startswith(front)
+        }
+    return settings
+
+
+def _check_settings(path: Path, settings: Mapping[str, Any]) -> _Settings:
+    known = {field.name for field in fields(_Settings)}
+    understood = {name: value for name, value in settings.items() if name in known}
+    refused = [
+        name
+        for name, value in settings.items()
+        if value and name not in known | _WITHOUT_EFFECT and value not in _EXPECTED.get(name, ())
+    ]
+    for name in ("use_rslora", "use_dora"):
+        if not isinstance(understood.get(name, False), bool):
+            refused.append(name)
+    for name in ("alpha_pattern", "rank_pattern"):
+        pattern = understood.get(name) or {}
+        if not isinstance(pattern, dict) or not all(map(_LAYER_NAME.fullmatch, pattern)):
+            refused.append(name)
+    if refused:
+        named = ", ".join(f"{_shorten(name)} = {_shorten(settings[name])}" for name in refused)
+        raise RecipeError(
+            f"trainable.init_from {path}: of its settings {named} is not understood, and could "
+            "change its strength. Expected LoRA or DoRA of peft with lora_alpha, alpha_pattern and "
+            "rank_pattern by layers' names, and use_rslora."
+        )
+    if settings and understood.get("lora_alpha") is None:
+        raise RecipeError(
+            f"trainable.init_from {path}: its settings lack lora_alpha, and so its strength is not "
+            "known. Add it where the file was trained, or remove adapter_config.json if it is of "
+            "another file."
+        )
+    return _Settings(**understood)
+
+
+def _of_layer(pattern: Mapping[str, Any] | None, layer: str, otherwise: Any) -> Any:
+    """The value of the first name that a layer's name ends with, as peft looks it up."""
+    ends = (value for name, value in (pattern or {}).items() if f".{layer}".endswith(f".{name}"))
+    return next(ends, otherwise)
+
+
+def _shorten(text: object) -> str:
+    """Text of a file, for a message."""
+    shown = "".join(islice(str(text), _MAX_NAME_LETTERS + 1))
+    cut = len(shown) > _MAX_NAME_LETTERS
+    return printable(shown[:_MAX_NAME_LETTERS]) + ("..." if cut else "")
 
 
 def _names_of_layers(layers: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
@@ -137,11 +278,11 @@ def _names_of_layers(layers: Mapping[str, Any], family: Family) -> Iterator[tupl
         for prefix in _PREFIXES:
             yield f"{prefix}{name}", name
         for original in originals:
-            yield f"diffusion_model.{original}", name
-            yield f"lora_unet_{original.replace('.', '_')}", name
+            yield from ((front + original, name) for front in ("", "diffusion_model."))
+            yield from ((front + original.replace(".", "_"), name) for front in _FLAT_PREFIXES)
 
 
-def _sorted(
+def _sort_by_layer(
     stored: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """The weights of each layer by kind, and the names of those that belong to no layer."""
@@ -157,7 +298,7 @@ def _sorted(
     return found, unknown
 
 
-def _converted(stored: Mapping[str, Tensor], family: Family) -> dict[str, Tensor] | None:
+def _convert_by_diffusers(stored: Mapping[str, Tensor], family: Family) -> dict[str, Tensor] | None:
     """The weights under diffusers' names, by its own converters; None if these do not know them."""
     import diffusers
 
@@ -169,8 +310,18 @@ def _converted(stored: Mapping[str, Tensor], family: Family) -> dict[str, Tensor
     return converted
 
 
-def _whole(path: Path, name: str, parts: Mapping[str, Tensor], alpha: float | None) -> StoredLora:
+def _join(
+    path: Path,
+    name: str,
+    parts: Mapping[str, Tensor],
+    settings: _Settings,
+    *,
+    is_for_comfyui: bool,
+) -> StoredLora:
+    """The LoRA of one layer, with the strength that it was trained at."""
     missing = [kind for kind in ("down", "up") if kind not in parts]
+    if settings.use_dora and "magnitude" not in parts:
+        missing.append("magnitude")
     if missing:
         raise RecipeError(f"trainable.init_from {path}: of {name} it lacks lora {missing[0]}.")
     down, up, magnitude = parts["down"], parts["up"], parts.get("magnitude")
@@ -181,8 +332,33 @@ def _whole(path: Path, name: str, parts: Mapping[str, Tensor], alpha: float | No
             f"trainable.init_from {path}: of {name} it has {shapes}. Expected down [rank, in], up "
             "[out, rank] and one number as alpha."
         )
-    own = float(parts["alpha"]) if "alpha" in parts else alpha
-    return StoredLora(down, up, own, magnitude)
+    rank = len(down)
+    if "alpha" in parts:
+        alpha: Any = parts["alpha"].item()
+        divisor = float(rank)
+    else:
+        alpha = _of_layer(settings.alpha_pattern, name, settings.lora_alpha)
+        alpha = rank if alpha is None else alpha
+        divisor = math.sqrt(rank) if settings.use_rslora else float(rank)
+        stated = _of_layer(settings.rank_pattern, name, settings.r)
+        if stated not in (None, rank):
+            raise RecipeError(
+                f"trainable.init_from {path}: its settings have rank {_shorten(stated)} for "
+                f"{name}, and its weights have rank {rank}. Are they of another file?"
+            )
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= _MAX_ALPHA:
+        raise RecipeError(
+            f"trainable.init_from {path}: of {name} alpha is {_shorten(alpha)}. Expected a number "
+            f"above 0, at most {_MAX_ALPHA:g}."
+        )
+    for kind, value in parts.items():
+        if kind != "alpha" and not (value.is_floating_point() and value.float().isfinite().all()):
+            raise RecipeError(
+                f"trainable.init_from {path}: of {name} the weights {kind} ({value.dtype}) are not "
+                "all finite floating-point numbers. The file is damaged, or its training diverged; "
+                "take another one."
+            )
+    return StoredLora(down, up, alpha / divisor, magnitude, is_for_comfyui)
 
 
 def _refuse_other_shapes(path: Path, name: str, lora: StoredLora, layer: Any) -> None:
@@ -203,8 +379,8 @@ def _refuse_other_shapes(path: Path, name: str, lora: StoredLora, layer: Any) ->
         return
     if not getattr(layer, "lora_magnitude_vector", None):
         raise RecipeError(f'trainable.init_from {path} holds DoRA. Set trainable.kind = "dora".')
-    if lora.magnitude.numel() != sizes[0]:
+    if lora.magnitude.shape not in ((sizes[0],), (sizes[0], 1)):  # [1, in]: of columns
         raise RecipeError(
-            f"trainable.init_from {path}: DoRA of {name} has {lora.magnitude.numel()} lengths of "
-            f"rows, and the layer has {sizes[0]} rows."
+            f"trainable.init_from {path}: DoRA of {name} has magnitudes of shape "
+            f"{list(lora.magnitude.shape)}, and the layer has {sizes[0]} rows, which get one each."
         )

@@ -201,12 +201,31 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
     if not hasattr(layer, "lora_A"):
         update: Tensor = layer.get_delta_weight(ADAPTER)
         return weight + update.float()
-    a, b = layer.lora_A[ADAPTER].weight.float(), layer.lora_B[ADAPTER].weight.float()
-    weight = weight + layer.scaling[ADAPTER] * (b @ a)
+    weight = weight + _lora_update(layer)
     if ADAPTER in layer.lora_magnitude_vector:
         magnitude = layer.lora_magnitude_vector[ADAPTER].weight.float()
         weight = weight * (magnitude / torch.linalg.norm(weight, dim=1))[:, None]
     return weight
+
+
+def _lora_update(layer: Any) -> Tensor:
+    a, b = layer.lora_A[ADAPTER].weight.float(), layer.lora_B[ADAPTER].weight.float()
+    update: Tensor = layer.scaling[ADAPTER] * (b @ a)
+    return update
+
+
+@torch.no_grad()
+def dora_norm_ratio(layer: Any) -> Tensor:
+    """[out] fp32: |W| / |W + BA| by rows.
+
+    DoRA divides W + BA by |W + BA|, in peft and so in training; ComfyUI divides it by |W|
+    (`weight_decompose` in comfy/weight_adapter/base.py). Magnitudes times this ratio make both the
+    same, because W is frozen.
+    """
+    weight: Tensor = layer.get_base_layer().weight.float()
+    changed = weight + _lora_update(layer)
+    ratio: Tensor = weight.norm(dim=1) / changed.norm(dim=1)
+    return ratio
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

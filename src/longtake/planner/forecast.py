@@ -458,7 +458,7 @@ def stored_start(step: memory.MetaStep) -> StoredStart | None:
     parts, file = step.components, step.recipe.trainable.init_from
     if file is None:
         return None
-    found = read_lora(file, parts.model, parts.family)
+    found = read_lora(file, parts.model, parts.family, step.recipe.model.expert)
     ranks = [each.rank for each in found.values()]
     return StoredStart(len(found), len(list(lora_layers(parts.model))), max(ranks))
 

@@ -71,7 +71,7 @@ def refuse_wrong_start(recipe: config.Recipe, parent: Parent | None) -> None:
         )
     if file is not None:
         parts = outline(recipe)
-        read_lora(file, parts.model, parts.family)
+        read_lora(file, parts.model, parts.family, recipe.model.expert)
     if parent is not None:
         _refuse_another_model(recipe, parent)
 

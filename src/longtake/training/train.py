@@ -197,7 +197,9 @@ def _build(
     parts = build.build_components(session, loader, watcher, source, plan.options)
     watcher.start()
     if point.path is None and (file := recipe.trainable.init_from) is not None:
-        lora_files.load_lora(lora_files.read_lora(file, parts.model, parts.family), parts.model)
+        expert = recipe.model.expert
+        stored = lora_files.read_lora(file, parts.model, parts.family, expert)
+        lora_files.load_lora(stored, parts.model)
     sampler = samples.open_sampler(session, parts, loader, evaluate)
     sample_flops = build.count_flops(parts, recipe)  # before the weights are sharded
     if build.compiles_blocks(recipe, world.device):
