@@ -1409,7 +1409,7 @@ def kept(recipe: Recipe) -> Recipe:
 
 def flat(recipe: Recipe) -> dict[str, object]:
     """All values by their dotted keys, such as `training.steps`."""
-    return dict(_flatten(recipe.model_dump()))
+    return dict(flatten(recipe.model_dump()))
 
 
 def defaults(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, object]:
@@ -1445,22 +1445,22 @@ def _is_longer(old: Recipe, new: Recipe) -> bool:
 
 
 def decides_order(key: str) -> bool:
-    return _is_among(key, DECIDES_ORDER)
+    return is_among(key, DECIDES_ORDER)
 
 
 def _may_change(key: str, on_change: str) -> bool:
-    is_free = _is_among(key, MAY_CHANGE_ON_RESUME)
+    is_free = is_among(key, MAY_CHANGE_ON_RESUME)
     return is_free or (on_change != "refuse" and decides_order(key))
 
 
-def _is_among(key: str, keys: Sequence[str]) -> bool:
+def is_among(key: str, keys: Sequence[str]) -> bool:
     return any(key == each or key.startswith(f"{each}.") for each in keys)
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -28,7 +28,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import chain, count
@@ -44,9 +44,16 @@ from longtake.process import command, host_identity
 LAUNCH_VARIABLE = "LONGTAKE_LAUNCH"
 """In a rank's environment: which `longtake launch`, on all of its nodes, started it."""
 
+COMPUTING_PACKAGES = (
+    *("torch", "torchao", "triton", "diffusers", "transformers", "tokenizers", "peft"),
+    *("safetensors", "numpy", "scipy", "av", "pillow"),
+)
+"""Packages in whose versions numbers that are trained with may differ."""
+
 EventKind = Literal[
     "launched",
     "resumed",
+    "ranks_differ",
     "startup_timing",
     "data_changed",
     "stage",
@@ -597,10 +604,18 @@ def beside(path: Path) -> Path:
     raise AssertionError("there are more numbers")
 
 
+def package_versions() -> dict[str, str]:
+    """Versions of the installed packages that compute what is trained."""
+    found = {}
+    for name in COMPUTING_PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 def _versions() -> dict[str, str]:
-    packages = ("torch", "diffusers", "transformers", "av", "numpy")
-    found = {name: metadata.version(name) for name in packages}
-    return {"longtake": __version__, "python": sys.version.split()[0], **found, **_revision()}
+    python = sys.version.split()[0]
+    return {"longtake": __version__, "python": python, **package_versions(), **_revision()}
 
 
 def _revision() -> dict[str, str]:

@@ -118,7 +118,7 @@ def test_packages_that_longtake_needs_matter_more() -> None:
     }
     other = usual | {"versions": {"av": "16", "cowsay": "2"}}
     result = judge_packages({"a": usual, "b": usual, "c": other}, None)
-    assert sorted(severities(result)) == [("note", ("c",)), ("warning", ("c",))]
+    assert sorted(severities(result)) == [("error", ("c",)), ("note", ("c",))]
 
 
 def test_other_code_is_an_error() -> None:

@@ -1,7 +1,6 @@
 """Checks of a node by itself: name, limits, stack dumps, time, compute; its software and recipe."""
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -13,13 +12,11 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections import defaultdict
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -27,7 +24,8 @@ from longtake import __version__, config, process, stacks
 from longtake.cluster import findings
 from longtake.formatting import format_size
 from longtake.health import clock, network, system
-from longtake.parallel import attention_rules
+from longtake.parallel import attention_rules, equality
+from longtake.run_dir import COMPUTING_PACKAGES
 from longtake.trust import training_classes
 
 _GIB = 2**30
@@ -507,12 +505,13 @@ def measure_packages(context: findings.CheckContext) -> findings.Facts:
 def judge_packages(
     facts: findings.FactsByNode, recipe: config.Recipe | None
 ) -> findings.CheckResult:
-    """Differences of packages that longtake needs are warnings, others notes."""
+    """Of packages that compute: errors; of others that longtake needs: warnings, or else notes."""
     versions = {node: each["versions"] for node, each in facts.items()}
     names = {name for each in versions.values() for name in each}
     needed = {name for each in facts.values() for name in each["needed"]}
     needed |= {name for name in names if _COMES_WITH_TORCH.fullmatch(name)}
     exceptions: dict[str, findings.Severity] = dict.fromkeys(needed, "warning")
+    exceptions |= dict.fromkeys(COMPUTING_PACKAGES, "error")  # `train` refuses such ranks
     return findings.same_everywhere(
         *("packages", versions, "note", _PACKAGE_ADVICE, exceptions),
         command=lambda each: pip_command(each.name, str(each.majority)),
@@ -580,7 +579,6 @@ def _digest(content: bytes) -> str:
 
 # --- Recipe ---------------------------------------------------------------------------------------
 
-_MAY_BE_SECRET = {"watch.hook"}  # only its digest leaves the node
 _RECIPE_ADVICE = "Copy the recipe to all nodes, or keep it on a disk that all of them share."
 
 
@@ -591,10 +589,7 @@ def measure_recipe(context: findings.CheckContext) -> findings.Facts:
     if context.recipe is None:
         return {"problem": context.recipe_problem}
     text = config.dump(context.recipe)
-    keys = _flatten(tomllib.loads(text))
-    for name in _MAY_BE_SECRET & keys.keys():
-        keys[name] = f"set (sha256 {_digest(keys[name].encode())})"
-    return {"keys": keys, "digest": _digest(text.encode())}
+    return {"keys": equality.recipe_keys(context.recipe), "digest": _digest(text.encode())}
 
 
 def judge_recipe(facts: findings.FactsByNode, recipe: config.Recipe | None) -> findings.CheckResult:
@@ -611,13 +606,3 @@ def judge_recipe(facts: findings.FactsByNode, recipe: config.Recipe | None) -> f
             what = f"the recipe cannot be used: {problem}"
             result.find("error", (node,), what, "", _RECIPE_ADVICE)
     return result
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = json.dumps(value)
-    return flat

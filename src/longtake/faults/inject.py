@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from longtake import config
 from longtake.data import workers
 from longtake.data.loader import Batch
 from longtake.faults import faulty_processes, sandbox
@@ -128,6 +129,19 @@ def lose_gradient(trigger: Trigger, step: StepFunctions, rank: int | None = None
     return step._replace(compute=compute)
 
 
+def give_other_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
+    """Let rank 1 read a recipe with twice the learning rate."""
+    load = config.load
+
+    def load_other(path: Path, overrides: Sequence[str] = ()) -> config.Recipe:
+        rate = load(path, overrides).optimizer.learning_rate
+        return load(path, [*overrides, f"optimizer.learning_rate={2 * rate}"])
+
+    if os.environ.get("RANK") == str(_RANK):
+        vars(config).update(load=load_other)
+    return step
+
+
 def freeze_worker(trigger: Trigger, step: StepFunctions, how: str) -> StepFunctions:
     vars(workers).update(PROGRAM=(faulty_processes.PROGRAM, "worker", how, str(trigger.at)))
     return step
@@ -206,6 +220,7 @@ INJECTIONS: dict[sandbox.InjectionKind, Callable[[Trigger, StepFunctions], StepF
     "raise-norm": raise_norm,
     "lose-gradient": lose_gradient,
     "lose-gradient-on-rank-1": partial(lose_gradient, rank=1),
+    "other-rate-on-rank-1": give_other_rate,
     "freeze-worker-in-c": partial(freeze_worker, how="in-c"),
     "freeze-worker-holding-gil": partial(freeze_worker, how="holding-gil"),
     "hang-rank-1-asleep": partial(hang_rank, how=faulty_processes.asleep),

@@ -68,6 +68,7 @@ InjectionKind = Literal[
     "raise-norm",
     "lose-gradient",
     "lose-gradient-on-rank-1",
+    "other-rate-on-rank-1",
     "freeze-worker-in-c",
     "freeze-worker-holding-gil",
     "hang-rank-1-asleep",

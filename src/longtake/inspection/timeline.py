@@ -35,6 +35,7 @@ _LOOKS: Final[dict[str, _Look]] = {
     "begun_from": _Look("launch", "launches", "info"),
     "launched": _Look("launch", "launches", "info"),
     "resumed": _Look("restart", "launches", "info"),
+    "ranks_differ": _Look("ranks", "launches", "warn"),
     "finished": _Look("end", "launches", "info"),
     "interrupted": _Look("end", "launches", "info"),
     "rank_failed": _Look("failure", "launches", "error"),

@@ -12,6 +12,7 @@ from longtake.config import Recipe
 from longtake.models.build import Components
 from longtake.models.numerics import Precision
 from longtake.optim.update import Averages
+from longtake.parallel.equality import RankDifference
 from longtake.parallel.mesh import World
 from longtake.run_dir import Parent, RunDirectory
 from longtake.training.inputs import InputQueue
@@ -28,6 +29,8 @@ class Session:
     precision: Precision
     parent: Parent | None = None
     """The run whose weights this one begins with."""
+    differences: tuple[RankDifference, ...] = ()
+    """What is not the same on all ranks, and only may matter."""
 
 
 @dataclass

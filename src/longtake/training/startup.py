@@ -48,6 +48,9 @@ def announce(
     run.record_launch(start_step=step, **facts)
     kind: EventKind = "resumed" if step else "launched"
     run.append_event(kind, step=step, lost_steps=lost, seconds=parts_so_far(), **facts)
+    if session.differences:
+        differing = {each.name: each.values for each in session.differences}
+        run.append_event("ranks_differ", step=step, differences=differing)
     if loader.plan_history.changes:
         plan = {"policy": recipe.data.on_change, "plan_version": loader.plan_history.plan.version}
         run.append_event("data_changed", step=step, **plan, changes=loader.plan_history.changes)

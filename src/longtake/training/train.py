@@ -24,6 +24,7 @@ from longtake.lease import Lease
 from longtake.models import captions, lora_files, numerics, pretrained
 from longtake.models.build import source_of, text_section
 from longtake.optim.build import refuse_missing_torchao
+from longtake.parallel import equality
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.planner.devices import peak_flops
@@ -99,6 +100,7 @@ def train(
         runtime.watcher_process(recipe) as watcher,
         join(recipe.training.device, recipe.parallel, records) as world,
     ):
+        differences = equality.compare_with_first(equality.software(recipe, world.device), world)
         refuse_idle_ranks(recipe, world.data_size)
         refuse_missing_torchao(recipe.optimizer)
         tracker.refuse_missing_packages(recipe.tracking)
@@ -123,7 +125,9 @@ def train(
                     watcher.start()
                     precision = _choose_precision(recipe, point, world)
                     begun_from = from_first(parents.parent_of(run, parent), world)
-                    session = Session(recipe, run, world, console, precision, begun_from)
+                    session = Session(
+                        recipe, run, world, console, precision, begun_from, tuple(differences)
+                    )
                     try:
                         built = _build(session, point, loader, watcher, follower, evaluate)
                         break
@@ -181,6 +185,7 @@ def _build(
     warnings = [*point.warnings, *review(plan_of_data, recipe.data, steps)]
     compiler = build.uncompiled(recipe, world.device)
     warnings += filter(None, [wandb.missing_key(recipe.tracking), compiler])
+    warnings += map(str, session.differences)
     if recipe.data.cache is None:
         loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
     heartbeat.set_phase("plan")

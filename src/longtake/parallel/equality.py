@@ -1,0 +1,183 @@
+"""What all ranks of a launch must have in common, compared with rank 0 before the first step."""
+
+import hashlib
+import json
+import os
+import platform
+import socket
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from longtake import config, errors, process, run_dir
+from longtake.parallel import collectives
+from longtake.parallel.mesh import World
+
+Group = Literal["recipe", "code", "version", "setting", "weights"]
+Facts = dict[tuple[Group, str], str]
+"""Values by their group and name."""
+
+ABSENT = "absent"
+_CODE = "longtake's code"
+_MAY_BE_SECRET = ("watch.hook",)  # only its digest leaves the node
+_MAX_NAMED = 6
+_MAX_VALUE = 120  # characters of a value in a message
+
+_RECIPE_MAY_DIFFER = (
+    "watch",
+    "tracking",
+    "evaluation",
+    "data.catalog",  # what catalogs hold is compared by itself
+    "data.catalogs",
+    "data.cache",
+    "data.store",
+    "data.workers",
+    "data.frame_cache_gib",
+    "data.sample_memory_gib",
+)
+"""Keys (or sections) of the recipe that a node may have for itself."""
+_DECIDING_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE")
+_VARIABLES = (
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NCCL_NVLS_ENABLE"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ATEN_CPU_CAPABILITY"),
+)
+_MAY_DIFFER = frozenset((*_VARIABLES, "python", "GPU", "threads", "vector instructions"))
+"""Names of other facts that change bits at most, or speed."""
+
+_REMEDIES: Mapping[Group, str] = {
+    "recipe": "Start all nodes with one recipe: copy it, or keep it on a disk that they share.",
+    "code": "Copy the folder of the package longtake from one node to the others.",
+    "version": "Install the same versions on all nodes: longtake preflight prints the commands.",
+    "setting": "Set it for all nodes in one place, such as the job's script.",
+    "weights": "Copy the files from one node to the others.",
+}
+
+
+# --- Facts ------------------------------------------------------------------------------------
+
+
+def software(recipe: config.Recipe, device: torch.device) -> Facts:
+    """This rank's recipe, code, versions of what computes, and settings of arithmetic."""
+    found: Facts = {("code", _CODE): process.code_digest("")}
+    found |= {("recipe", key): value for key, value in recipe_keys(recipe).items()}
+    found |= {("version", name): each for name, each in _versions(device).items()}
+    found |= {("setting", name): each for name, each in _settings(device).items()}
+    return found
+
+
+def recipe_keys(recipe: config.Recipe) -> dict[str, str]:
+    """Values as JSON by dotted keys, with defaults; of what may be a secret a digest."""
+    values = json.loads(recipe.model_dump_json(exclude_none=True))
+    keys = {key: json.dumps(value) for key, value in config.flatten(values)}
+    for name in keys.keys() & set(_MAY_BE_SECRET):
+        keys[name] = f"set (sha256 {_digest(keys[name].encode())})"
+    return keys
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    found = {"python": platform.python_version(), **run_dir.package_versions()}
+    if device.type == "cuda":
+        found["CUDA"] = str(torch.version.cuda)
+        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _settings(device: torch.device) -> dict[str, str]:
+    names = (*_DECIDING_VARIABLES, *_VARIABLES)
+    found: dict[str, Any] = {name: os.environ[name] for name in names if name in os.environ}
+    found["precision of fp32 matmuls"] = torch.get_float32_matmul_precision()
+    found["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
+    if device.type == "cuda":
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        found["TF32 of cuDNN"] = cudnn.allow_tf32
+        found["deterministic cuDNN"] = cudnn.deterministic
+        found["bf16 sums of bf16 matmuls"] = matmul.allow_bf16_reduced_precision_reduction
+        found["GPU"] = torch.cuda.get_device_name(device)
+    else:
+        found["threads"] = torch.get_num_threads()
+        found["vector instructions"] = torch.backends.cpu.get_cpu_capability()
+    return {name: str(value) for name, value in found.items()}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+# --- Comparison -------------------------------------------------------------------------------
+
+
+class RankDifference(NamedTuple):
+    """A fact that is not the same on all ranks."""
+
+    group: Group
+    name: str
+    values: dict[str, str]  # places by value in words, rank 0's first
+
+    @property
+    def decides(self) -> bool:
+        """Whether ranks would train something else; otherwise at most bits or the speed differ."""
+        if self.group != "recipe":
+            return self.name not in _MAY_DIFFER
+        return not config.is_among(self.name, _RECIPE_MAY_DIFFER)
+
+    def __str__(self) -> str:
+        return f"{self.name} is " + " and ".join(
+            f"{_shortened(value)} on {places}" for value, places in self.values.items()
+        )
+
+
+def compare_with_first(facts: Facts, world: World) -> list[RankDifference]:
+    """Compare the ranks' facts; all ranks call it, and get the same differences.
+
+    Raises:
+        RunError: on every rank; facts that decide what is trained differ.
+    """
+    if world.mesh is None:
+        return []
+    first = collectives.from_first(facts, world)
+    keys = [each for each in first | facts if first.get(each) != facts.get(each)]
+    mine = {each: facts.get(each, ABSENT) for each in keys}
+    everyone = collectives.gather_objects((socket.gethostname(), mine), world)
+    differences = differences_of(first, everyone)
+    if deciding := [each for each in differences if each.decides]:
+        more = len(deciding) - _MAX_NAMED
+        listed = "; ".join(map(str, deciding[:_MAX_NAMED])) + (f"; and {more} more" * (more > 0))
+        remedies = dict.fromkeys(_REMEDIES[each.group] for each in deciding)
+        raise errors.RunError(
+            f"The {world.size} ranks would not train the same: {listed}. {' '.join(remedies)}"
+        )
+    return differences
+
+
+def differences_of(
+    first: Facts, everyone: Sequence[tuple[str, Mapping[tuple[Group, str], str]]]
+) -> list[RankDifference]:
+    """Differences from rank 0's facts, of each rank's host and the facts in which it differs."""
+    found = []
+    for key in dict.fromkeys(key for _, differing in everyone for key in differing):
+        own = first.get(key, ABSENT)
+        ranks: dict[str, dict[str, list[int]]] = {own: defaultdict(list)}
+        for rank, (host, differing) in enumerate(everyone):
+            ranks.setdefault(differing.get(key, own), defaultdict(list))[host].append(rank)
+        found.append(RankDifference(*key, {each: _places(ranks[each]) for each in ranks}))
+    return found
+
+
+def _places(ranks: Mapping[str, Sequence[int]]) -> str:
+    """Hosts with their ranks, in words."""
+    words = [
+        f"{host} (rank {of_host[0]})"
+        if len(of_host) == 1
+        else f"{host} (ranks {', '.join(map(str, of_host[:_MAX_NAMED]))}"
+        f"{', ...' * (len(of_host) > _MAX_NAMED)})"
+        for host, of_host in ranks.items()
+    ]
+    more = len(words) - _MAX_NAMED
+    return ", ".join(words[:_MAX_NAMED]) + (f" and {more} more nodes" * (more > 0))
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= _MAX_VALUE else f"{value[:_MAX_VALUE]}..."
