@@ -48,6 +48,7 @@ from longtake.training.record import keep_recorder
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import Monitors
 from longtake.training.statistics import GuardRunner, NormStats
+from longtake.training.threads import CpuThreads
 
 _RESULTS = Path(__file__).parent / "results" / "fsdp_overhead.md"
 _FOREVER = 10**6
@@ -268,7 +269,8 @@ def _longtake(
         Ledger(folder, world.rank, streams) as ledger,
         heartbeat_session(writer),
     ):
-        monitors = Monitors(guard, norms, saver, recorder, StopSignal())
+        threads = CpuThreads(world)
+        monitors = Monitors(guard, norms, saver, recorder, StopSignal(), threads)
         train_steps(session, replace(state, global_step=0), loader, ledger, monitors)
     rows = list(run.metrics())[-steps:] if world.is_first else []
     assert not world.is_first or len(rows) >= min(before, steps)

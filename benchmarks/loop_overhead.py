@@ -45,6 +45,7 @@ from longtake.training.record import keep_recorder
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import Monitors
 from longtake.training.statistics import GuardRunner, NormStats
+from longtake.training.threads import CpuThreads
 
 _RESULTS = Path(__file__).parent / "results" / "loop_overhead.md"
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
@@ -230,7 +231,8 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
         keep_recorder(session, None, 0, {}) as recorder,
         Ledger(folder, 0, streams) as ledger,
     ):
-        monitors = Monitors(guard, norms, saver, recorder, StopSignal())
+        threads = CpuThreads(_ALONE)
+        monitors = Monitors(guard, norms, saver, recorder, StopSignal(), threads)
         train_steps(session, to_here, loader, ledger, monitors)
     rows = list(run.metrics())
     assert len(rows) >= min(before, steps)

@@ -55,7 +55,7 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "network interface of NCCL; preflight reports it",
     "NETRC": "file with W&B's key, if it is not `~/.netrc`",
     "NO_COLOR": "any value: no colours in the terminal; read by rich",
-    "OMP_NUM_THREADS": "threads of a rank; unset, the launcher divides the cores among the ranks",
+    "OMP_NUM_THREADS": "CPU threads of a rank; unset, ranks divide the cores, one measures",
     "ONEDNN_MAX_CPU_ISA": 'limits the CPU\'s instructions; `precision = "auto"` follows it',
     "PYTORCH_ALLOC_CONF": "settings of PyTorch's CUDA allocator; unset: expandable segments",
     "RANK": "set by the launcher: rank among all ranks",

@@ -74,6 +74,7 @@ EventKind = Literal[
     "begun_from",
     "memory_planned",
     "memory_measured",
+    "threads_chosen",
     "sampled",
     "sampling_failed",
     "interrupted",

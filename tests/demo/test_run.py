@@ -234,9 +234,9 @@ def test_another_seed_after_a_stop_before_training_has_its_own_clips(
 ) -> None:
     out = tmp_path / "run"
     console = Console(quiet=True)
-    demo._make_catalog(RunDirectory(out), 0, console)
+    demo.make_catalog(RunDirectory(out), 0, console)
     first = (out / "data" / "catalog.parquet").read_bytes()
-    demo._make_catalog(RunDirectory(out), 1, console)
+    demo.make_catalog(RunDirectory(out), 1, console)
     assert (out / "data" / "catalog.parquet").read_bytes() != first
 
 

@@ -29,7 +29,7 @@ def test_a_seventh_of_the_demo_learns_colours_and_directions(
     quiet = Console(quiet=True)
     unwatched = ("watch.enabled=false", "tracking.tensorboard=false")
     recipe = config.changed(demo.demo_recipe(tmp_path, steps=200, seed=0), unwatched)
-    demo._make_catalog(RunDirectory(tmp_path), 0, quiet)
+    demo.make_catalog(RunDirectory(tmp_path), 0, quiet)
     train(recipe, quiet)
     sampler = load_sampler(tmp_path, device="cpu")
     captions = held_out_captions() * 2

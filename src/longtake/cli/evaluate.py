@@ -1,5 +1,6 @@
 """The verbs `evaluate` and `compare`: sample checkpoints, and videos of them side by side."""
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -66,6 +67,8 @@ def evaluate(
     could not be evaluated. Ctrl-C or SIGTERM ends it (exit code 130 or 143); what it had begun is
     left to others.
     """
+    # Its threads that wait leave their cores to a training; read when PyTorch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from longtake.evaluation.options import ServerOptions, parse_backlog
     from longtake.evaluation.server import evaluate as serve
 

@@ -390,7 +390,10 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 pass_fds=inherited,
-                env=process.environment(**dict.fromkeys(_THREAD_VARIABLES, str(start.num_threads))),
+                env=process.environment(
+                    **dict.fromkeys(_THREAD_VARIABLES, str(start.num_threads)),
+                    OMP_WAIT_POLICY="PASSIVE",  # a thread that waits leaves its core to others
+                ),
                 cwd=start.cwd,
             )
         except OSError:

@@ -129,7 +129,7 @@ def run_demo(
         steps = run.recipe().training.steps
         console.print(f"{out} holds a demo of {steps} steps and resumes it.", markup=False)
     _refuse_other_settings(run, demo_recipe(out, steps or DEFAULT_STEPS, seed))
-    _make_catalog(run, seed, console)
+    make_catalog(run, seed, console)
     if minutes is not None and not run.exists():
         steps = _steps_within(minutes, out, seed, console)
         if steps is None:
@@ -170,7 +170,7 @@ def _refuse_other_settings(run: RunDirectory, recipe: config.Recipe) -> None:
         )
 
 
-def _make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
+def make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
     """Write the clips and index them, as `longtake data index` does a user's."""
     catalog = _catalog_path(run.path)
     if run.exists() and catalog.exists():

@@ -43,6 +43,7 @@ _LOOKS: Final[dict[str, _Look]] = {
     "stage": _Look("stage", "stages", "info"),
     "epoch": _Look("epoch", "stages", "info"),
     "settings_changed": _Look("settings", "stages", "info"),
+    "threads_chosen": _Look("threads", "nodes", "info"),
     "data_changed": _Look("data", "data", "warn"),
     "captions_truncated": _Look("captions", "data", "warn"),
     "sample_rejected": _Look("rejected", "data", "warn"),

@@ -54,6 +54,7 @@ def train_steps(
     """
     recipe, world = session.recipe, session.world
     guard, norms, saver = monitors.guard, monitors.norms, monitors.saver
+    threads = monitors.threads
     recorder = monitors.recorder
     end = loader.end_after(recipe.training.steps - state.global_step)
     for local_batch in recorder.timed(loader.batches(end)):
@@ -61,10 +62,11 @@ def train_steps(
         heartbeat.begin_step(state.global_step, str(local_batch.bucket))
         batch = drop_undecodable(local_batch, world)
         seed_step(recipe.seed, state.global_step, world.rank)
-        with recorder.measured(batch):
+        with recorder.measured(batch), threads.measured(batch):
             losses = compute_gradients(session, state, batch)  # forward, backward, accumulate
             encode_ahead(session, state, loader)
             state.inputs.draw_ahead(loader)
+        recorder.threads_chosen(state.global_step, threads.choice)
 
         local = local_facts(loader, monitors.stop.reason, saver.failed, saver.is_due)
         summary = reduce_statistics(session, losses, batch, state, norms, local)  # one all-reduce

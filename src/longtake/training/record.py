@@ -27,6 +27,7 @@ from longtake.progress import StepProgress, step_progress
 from longtake.run_dir import LAUNCH_VARIABLE, EventKind, Metrics, RunDirectory
 from longtake.training.session import Session
 from longtake.training.startup import report_start
+from longtake.training.threads import ThreadChoice
 
 _LEASE_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
@@ -205,6 +206,26 @@ class Recorder:
     def sampling_failed(self, preset: str, step: int, reason: str) -> None:
         self._run.append_event("sampling_failed", step=step, preset=preset, reason=reason)
         self._progress.say(f"{preset} of step {step} was not sampled: {reason}")
+
+    def threads_chosen(self, step: int, choice: ThreadChoice | None) -> None:
+        """Record and show which number of threads computes from here on, if it was chosen anew."""
+        if choice is None:
+            return
+        self._run.append_event(
+            "threads_chosen",
+            step=step,
+            threads=choice.number,
+            before=choice.before,
+            seconds={str(number): round(each, 6) for number, each in choice.seconds.items()},
+            bitwise=choice.is_first,
+        )
+        if not choice.is_first:
+            times = ", ".join(f"{each:.3g} s with {n}" for n, each in choice.seconds.items())
+            self._progress.say(
+                f"step {step + 1}: steps had become slower or faster, so that numbers of CPU "
+                f"threads were tried ({times}): {choice.number} from here on. Results are no "
+                "longer bitwise those of an undisturbed run; OMP_NUM_THREADS fixes the number."
+            )
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from torch.distributed.checkpoint import state_dict
 
@@ -30,6 +30,7 @@ from longtake.training.record import Recorder
 from longtake.training.samples import TrainingSampler
 from longtake.training.session import Session, TrainingState
 from longtake.training.statistics import GuardRunner, NormStats
+from longtake.training.threads import CpuThreads, SavedThreads
 
 # Flat, so that states of several optimizers can be saved together and resharded.
 FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -50,6 +51,7 @@ class Monitors:
     saver: store.Saver
     recorder: Recorder
     stop: process.StopSignal
+    threads: CpuThreads
     sampler: TrainingSampler | None = None  # of what `sampling.every` asks for
 
 
@@ -60,6 +62,7 @@ class SavedTrainer(files.SampledTrainer):
     guard: HistoryColumns
     last_update: dict[str, float]
     num_rollbacks: fsio.Count
+    threads: NotRequired[SavedThreads]
 
 
 # --- Save -------------------------------------------------------------------------------------
@@ -81,6 +84,7 @@ def save_checkpoint(
         "guard": monitors.guard.history.as_json(),
         "last_update": sum_over_ranks(monitors.norms.last_update(), session.world),
         "num_rollbacks": len(session.run.rollbacks()),
+        "threads": monitors.threads.state(),
         "recipe": recipe_fingerprint(session.recipe),
     }
     monitors.saver.save(state.global_step, state_parts(state), trainer)

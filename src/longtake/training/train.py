@@ -47,6 +47,7 @@ from longtake.training.state import (
     roll_back,
     sample_presets,
 )
+from longtake.training.threads import CpuThreads
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class _Built(NamedTuple):
     state: TrainingState
     guard: statistics.GuardRunner
     norms: statistics.NormStats
+    threads: CpuThreads
     sample_flops: dict[Bucket, int]
     sampler: samples.TrainingSampler | None
     ledger: Path
@@ -179,12 +181,13 @@ def _build(
     """Plan, build and load all that is trained, in the order in which each can be refused."""
     recipe, run, world, precision = session.recipe, session.run, session.world, session.precision
     _refuse_other_plans(loader, world)
+    threads = CpuThreads(world, None if point.trainer is None else point.trainer.get("threads"))
     plan_of_data = loader.plan_history.plan
     first_does(lambda: refuse_missing_conditioning(plan_of_data, recipe.data), world)
     steps = recipe.training.steps
     warnings = [*point.warnings, *review(plan_of_data, recipe.data, steps)]
     compiler = build.uncompiled(recipe, world.device)
-    warnings += filter(None, [wandb.missing_key(recipe.tracking), compiler])
+    warnings += filter(None, [wandb.missing_key(recipe.tracking), compiler, threads.difference()])
     warnings += map(str, session.differences)
     if recipe.data.cache is None:
         loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
@@ -207,6 +210,7 @@ def _build(
         lora_files.load_lora(stored, parts.model)
     sampler = samples.open_sampler(session, parts, loader, evaluate)
     sample_flops = build.count_flops(parts, recipe)  # before the weights are sharded
+    threads.set_work(sample_flops, recipe.training.global_batch_size)
     if build.compiles_blocks(recipe, world.device):
         build.compile_blocks(plan.options, parts, recipe)
     else:
@@ -234,7 +238,7 @@ def _build(
         if truncated is not None and facts is not None:
             run.append_event("captions_truncated", step=state.global_step, **facts)
         startup.announce_plan(session, plan, state.global_step)
-    return _Built(plan, state, guard, norms, sample_flops, sampler, ledger)
+    return _Built(plan, state, guard, norms, threads, sample_flops, sampler, ledger)
 
 
 def _refuse_other_plans(loader: Loader, world: World) -> None:
@@ -316,7 +320,9 @@ def _monitors(session: Session, built: _Built, lease: Lease | None) -> Iterator[
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
         record.keep_recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
     ):
-        yield Monitors(built.guard, built.norms, saver, recorder, stop, built.sampler)
+        yield Monitors(
+            built.guard, built.norms, saver, recorder, stop, built.threads, built.sampler
+        )
 
 
 def _train_with_rollbacks(

@@ -1,0 +1,184 @@
+"""How many threads a training on a CPU computes with: measured in its first steps, and again later.
+
+Two threads take less time than one where they have the cores for themselves. Where they share them,
+each waits for another that has no core, and steps take several times as long. Sums in another
+number of threads differ in their last bits, so the number is saved with each checkpoint.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from typing_extensions import TypedDict
+
+from longtake import process
+from longtake.config import Bucket
+from longtake.data.loader import Batch
+from longtake.fsio import Count, Finite
+from longtake.parallel.mesh import World
+
+_FLOPS_PER_THREAD = 2e7  # of a step: with fewer, threads wait for each other longer than they work
+_WARM_UP = 2  # steps that allocate memory and are not measured
+_TRIALS = 3  # steps with each number
+_WINDOW = 16  # steps whose median is compared with what was measured when the number was chosen
+_CHANGE = 1.5  # by which that median differs when numbers are tried again
+_PAUSE = 64  # steps between two trials
+_GAIN = 0.9  # of the present number's time; another is chosen if it takes less than that
+
+
+class SavedThreads(TypedDict):
+    """What a checkpoint has of them."""
+
+    number: Count
+    seconds: Finite  # of a unit of work when the number was chosen; 0: not measured
+
+
+@dataclass(frozen=True)
+class ThreadChoice:
+    """A number of threads that was chosen by trying several."""
+
+    before: int
+    number: int
+    seconds: dict[int, float]  # median of a step by number of threads
+    is_first: bool  # in the first steps of a run; a later one changes the last bits of its results
+
+
+@dataclass
+class ThreadTuner:
+    """Chooses among numbers of threads by the seconds of steps.
+
+    Args:
+        numbers: to choose among, the present one first.
+        usual: seconds of a unit of work with the present one, of an earlier launch; 0: unknown, so
+            numbers are tried in the first steps.
+    """
+
+    numbers: Sequence[int]
+    usual: float = 0.0
+    number: int = field(init=False)  # of the next step
+    present: int = field(init=False)  # that was chosen
+    _trial: list[int] = field(init=False, default_factory=list)  # numbers of the steps to come
+    _tried: dict[int, list[float]] = field(init=False, default_factory=dict)
+    _recent: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_WINDOW))
+    _num_steps: int = field(init=False, default=0)  # since the last trial, or the beginning
+    _is_first: bool = field(init=False, default=True)
+
+    def __post_init__(self) -> None:
+        self.number = self.present = self.numbers[0]
+        self._is_first = not self.usual
+
+    def step_done(self, seconds: float, work: float) -> ThreadChoice | None:
+        """Take in a step's time and amount of work; the choice, if the step was a trial's last."""
+        unit = seconds / work
+        if self._trial:
+            self._tried.setdefault(self._trial.pop(0), []).append(unit)
+            choice = None if self._trial else self._choose(work)
+            self.number = self._trial[0] if self._trial else self.present
+            return choice
+        self._num_steps += 1
+        self._recent.append(unit)
+        if self._is_due():
+            self._trial = list(self.numbers) * _TRIALS
+            self.number = self._trial[0]
+        return None
+
+    def _is_due(self) -> bool:
+        if not self.usual:
+            return self._num_steps >= _WARM_UP
+        if self._num_steps < _PAUSE:
+            return False
+        ratio = median(self._recent) / self.usual
+        return not 1 / _CHANGE < ratio < _CHANGE
+
+    def _choose(self, work: float) -> ThreadChoice:
+        found = {number: median(each) for number, each in self._tried.items()}
+        before, best = self.present, min(found, key=lambda number: found[number])
+        self.present = best if found[best] < _GAIN * found[before] else before
+        self.usual = found[self.present]
+        seconds = {number: each * work for number, each in sorted(found.items())}
+        choice = ThreadChoice(before, self.present, seconds, self._is_first)
+        self._tried, self._num_steps, self._is_first = {}, 0, False
+        self._recent.clear()
+        return choice
+
+
+class CpuThreads:
+    """Sets the number of threads of each step; does nothing on a GPU.
+
+    The number is fixed where OMP_NUM_THREADS is set, and where several ranks share the cores.
+
+    Args:
+        world: of the ranks.
+        saved: what the checkpoint has that training resumes from, if it does.
+    """
+
+    def __init__(self, world: World, saved: SavedThreads | None = None) -> None:
+        self.choice: ThreadChoice | None = None  # made in the last step
+        self._tuner: ThreadTuner | None = None
+        self._saved = saved
+        self._is_cpu = world.device.type == "cpu"
+        self._sample_flops: Mapping[Bucket, int] = {}
+        if self._is_cpu and world.size == 1 and "OMP_NUM_THREADS" not in os.environ:
+            most = process.num_cores()
+            number = min(most, saved["number"]) if saved and saved["number"] else most
+            usual = saved["seconds"] if saved and saved["number"] == number else 0.0
+            self._tuner = ThreadTuner(_numbers(most, number), usual)
+            torch.set_num_threads(number)  # that of the plan, too
+
+    def set_work(self, sample_flops: Mapping[Bucket, int], batch_size: int) -> None:
+        """Leave out numbers that are of no use to a model of this size.
+
+        Args:
+            sample_flops: operations of a step on one clip of each shape; empty: they are unknown.
+            batch_size: clips of a step.
+        """
+        self._sample_flops = sample_flops
+        if self._tuner is not None and not self._saved and sample_flops:
+            flops = max(sample_flops.values()) * batch_size
+            most = max(1, int(flops / _FLOPS_PER_THREAD))
+            numbers = [number for number in self._tuner.numbers if number <= most]
+            self._tuner = ThreadTuner(numbers)
+            torch.set_num_threads(numbers[0])
+
+    @contextmanager
+    def measured(self, batch: Batch) -> Iterator[None]:
+        """Compute a step in the block, with its number of threads."""
+        self.choice = None
+        if self._tuner is None or len(self._tuner.numbers) == 1:
+            yield
+            return
+        if self._tuner.number != torch.get_num_threads():
+            torch.set_num_threads(self._tuner.number)
+        bucket, begun = batch.bucket, time.perf_counter()
+        yield
+        pixels = bucket.num_frames * bucket.height * bucket.width
+        work = self._sample_flops.get(bucket, pixels) * len(batch.seeds)
+        self.choice = self._tuner.step_done(time.perf_counter() - begun, work)
+
+    def state(self) -> SavedThreads:
+        """What a resumed run needs."""
+        if self._tuner is None:
+            return SavedThreads(number=torch.get_num_threads(), seconds=0.0)
+        return SavedThreads(number=self._tuner.present, seconds=self._tuner.usual)
+
+    def difference(self) -> str | None:
+        """A warning if a resumed run's results differ in their last bits from here on."""
+        now = torch.get_num_threads()
+        if self._saved is None or self._saved["number"] == now or not self._is_cpu:
+            return None
+        before = self._saved["number"]
+        return (
+            f"steps are computed here by {now} CPU threads, and before by {before}: results are no "
+            f"longer bitwise those of an undisturbed run. OMP_NUM_THREADS={before} keeps them so"
+        )
+
+
+def _numbers(most: int, present: int) -> list[int]:
+    """The present number, and halves of the largest down to 1."""
+    halves = [most >> shift for shift in range(most.bit_length())]
+    return [present, *(number for number in halves if number != present)]
