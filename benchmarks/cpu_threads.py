@@ -71,7 +71,8 @@ def _step_seconds(top: Path, steps: int, number: int | None, busy: int) -> float
     with _busy(busy):
         subprocess.run(command, env=environment, check=True, capture_output=True)  # noqa: S603
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return 1e3 * statistics.median(row["step_seconds"] for row in rows[steps // 2 :])
+    seconds: list[float] = [row["step_seconds"] for row in rows[steps // 2 :]]
+    return 1e3 * statistics.median(seconds)
 
 
 @contextmanager
