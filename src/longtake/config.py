@@ -641,7 +641,8 @@ class TrainableSection(_Section):
     `transformer_blocks.*.attn.to_q`. Unset: the family's attention projections."""
     rank: int = Field(16, gt=0, le=2**14)
     alpha: float | None = Field(None, gt=0, le=1e6)
-    """LoRA's scale is alpha / rank; unset: alpha = rank."""
+    """LoRA's scale is alpha / rank; unset: alpha = rank. LoKr of two full matrices has the scale
+    1."""
     init_from: _Path | None = None
     """A safetensors file with LoRA of this model to begin with, with the names of diffusers, peft,
     ComfyUI, DiffSynth, VideoX-Fun, LyCORIS or kohya's scripts; its rank may be lower than
@@ -783,7 +784,8 @@ class FlowSection(_Section):
     """Scale of the mode distribution."""
     shift: Shift = 1.0
     """Moves the sampled sigmas toward noise: a factor, or a rule that follows the resolution.
-    `release`: the factor with which the pretrained model is sampled."""
+    `release`: the factor with which the pretrained model is sampled, up to the tokens that its rule
+    was made for; LTX-2 draws as its own trainer does. `flux` ends at 4096 tokens in training."""
     loss_mask: str | None = None
     """The name of a mask in `data.conditioning` that weights the loss: 1 where it is white, and
     `loss_mask_floor` where it is black. It is not given to the model."""

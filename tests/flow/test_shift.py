@@ -61,3 +61,14 @@ def test_flux2s_shift_follows_the_steps_up_to_4300_tokens() -> None:
     assert beyond[0] == beyond[1]
     line = factors[MuLine()]
     assert line[0] == line[1] < line[2] == line[3]
+
+
+def test_in_training_a_rule_ends_at_the_tokens_that_it_was_made_for() -> None:
+    """2048 x 2048 pixels have 16,384 tokens; a factor and Open-Sora's rule know no such end."""
+    small, large = ClipSize(1024, 512, 512, 1), ClipSize(16_384, 2048, 2048, 1)
+    for by, most in ((MuLine(), 4096), (MuLine(1024, 0.95, 8192, 2.05), 8192), ("flux2", 4096)):
+        rule = ShiftRule(by)  # type: ignore[arg-type]
+        assert rule.within_range(small) == small
+        assert rule.within_range(large) == large._replace(num_tokens=most)
+    assert ShiftRule(3.0).within_range(large) == large
+    assert ShiftRule("opensora").within_range(large) == large

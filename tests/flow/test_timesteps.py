@@ -25,6 +25,7 @@ from longtake.flow.timesteps import (
     range_share,
     sample_sigmas,
     shift_sigmas,
+    stretched_logit_normal,
 )
 
 KINDS: tuple[SigmaKind, ...] = get_args(SigmaKind)
@@ -324,3 +325,36 @@ def test_the_whole_range_changes_no_bit() -> None:
 def test_a_range_without_sigmas_is_refused() -> None:
     with pytest.raises(RecipeError, match="less than a millionth of the sigmas of logit_normal"):
         sample_sigmas(torch.zeros(1), "logit_normal", std=0.01, sigma_range=(0.9, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("mean", "quantiles"),
+    [(1.5458333, (0.051, 0.354, 0.757, 0.935)), (2.05, (0.059, 0.417, 0.812, 0.952))],
+)
+def test_the_stretched_logit_normal_is_that_of_ltx2s_trainer(
+    mean: float, quantiles: tuple[float, ...]
+) -> None:
+    """Quantiles of 1, 10, 50 and 90 % of its own sampler, at 2,688 and at 4,096 tokens or more."""
+    uniform = torch.tensor([0.01, 0.1, 0.5, 0.9])
+    found = stretched_logit_normal(uniform, mean, 1.0, 0.1)
+    assert_close(found, torch.tensor(quantiles), rtol=0, atol=1.5e-3)
+
+
+def test_the_stretched_logit_normal_is_what_its_formula_draws() -> None:
+    mean, std, share, drawn = 1.2, 0.8, 0.3, 400_000
+    generator = torch.Generator().manual_seed(3)
+    normal = torch.randn(drawn, generator=generator, dtype=torch.float64)
+    first, last = logit_normal(torch.tensor([0.005, 0.999], dtype=torch.float64), mean, std)
+    folded = ((torch.sigmoid(mean + std * normal) - first) / (last - first)).abs().clamp(max=1)
+    chosen, uniform = torch.rand(2, drawn, generator=generator, dtype=torch.float64)
+    expected = torch.where(chosen < share, uniform, folded).sort().values
+    levels = (torch.arange(drawn, dtype=torch.float64)[::4000] + 0.5) / drawn
+    found = sample_sigmas(
+        levels, "logit_normal", mean=mean - math.log(2), std=std, shift=2.0, uniform_share=share
+    )
+    assert_close(found, expected[::4000], rtol=0, atol=5e-3)
+    assert found.diff().min() > 0
+    ends = sample_sigmas(
+        torch.tensor([0.0, 1 - 2**-24]), "logit_normal", sigma_range=(0.2, 0.7), uniform_share=share
+    )
+    assert_close(ends, torch.tensor([0.2, 0.7]))

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import ModelError, RecipeError
+from longtake.flow.shift import MuLine, ShiftRule
+from longtake.flow.timesteps import sample_sigmas, stretched_logit_normal
+from longtake.models.base import family
 from longtake.models.build import (
     Components,
     FlowBatch,
@@ -26,12 +29,14 @@ from longtake.models.build import (
     outline,
     outline_conditioning,
     refuse_sharing,
+    review_model,
     text_section,
     training_conditioning,
     with_exact_weights,
 )
 from longtake.models.numerics import Precision, count_weights
 from longtake.models.quantized import QuantizedLinear
+from longtake.models.trainable import adapter_layers
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
 _PICTURE = {"kind": "picture", "path": "{stem}.png"}
@@ -460,3 +465,44 @@ def test_a_part_without_weights_is_left_alone() -> None:
         {each.device.type for one in modules for each in one.parameters()} for modules in held
     ]
     assert places == [{"meta"}, {"cpu"}, {"meta"}]
+
+
+def test_training_follows_a_releases_rule_only_within_its_range() -> None:
+    """LTX-2 draws as its own trainer does; sampling follows the line beyond its end."""
+    recipe = _recipe(flow={"shift": "release"})
+    bucket, uniform = recipe.data.buckets[0], torch.rand(64, generator=torch.Generator())
+    ltx2 = family("ltx2").defaults(recipe.model)
+    assert ltx2.uniform_share == 0.1
+    line = ShiftRule(MuLine(1, 0.95, 2, 2.05), 0.1)  # the bucket has more than 2 tokens
+    parts = replace(outline(recipe), defaults=replace(ltx2, shift=line))
+    assert parts.shift("release", bucket, 30) > 2 * parts.shift("release", bucket)
+    found = parts.sample_sigmas(uniform, recipe.flow, bucket)
+    torch.testing.assert_close(found, stretched_logit_normal(uniform, 2.05, 1.0, 0.1))
+    assert not review_model(parts, recipe)
+    plain = recipe.flow.model_copy(update={"shift": 3.0})
+    found = parts.sample_sigmas(uniform, plain, bucket)
+    assert torch.equal(found, sample_sigmas(uniform, "logit_normal", shift=3.0))
+
+
+def test_a_recipe_that_trains_hardly_anything_but_noise_is_named() -> None:
+    recipe = _recipe(flow={"shift": 50.0})
+    (sentence,) = review_model(outline(recipe), recipe)
+    for fact in ("1 frame of 24x16", "0.830", "second last of", "flow.shift (50.0)"):
+        assert fact in sentence
+    for flow in ({"shift": 9.0}, {"shift": 50.0, "sigma_range": [0.9, 1.0]}):
+        recipe = _recipe(flow=flow)
+        assert not review_model(outline(recipe), recipe)
+
+
+def test_lokr_of_two_full_matrices_has_the_scale_1_as_in_lycoris() -> None:
+    settings = {"kind": "lokr", "rank": 10_000, "alpha": 1.0}
+    recipe = _recipe(trainable=settings)
+    parts = outline(recipe)
+    layers = [layer for _, layer in adapter_layers(parts.model)]
+    assert {layer.scaling["default"] for layer in layers} == {1.0}
+    (sentence,) = review_model(parts, recipe)
+    assert f"trainable.alpha = 1 has no effect on {len(layers)} of {len(layers)}" in sentence
+    recipe = _recipe(trainable=settings | {"rank": 2})
+    parts = outline(recipe)
+    assert {layer.scaling["default"] for _, layer in adapter_layers(parts.model)} == {0.5}
+    assert not review_model(parts, recipe)

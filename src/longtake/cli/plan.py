@@ -169,6 +169,7 @@ def _facts(
 ) -> dict[str, Any]:
     """What the verb tells of one process, as JSON."""
     from longtake.data.plan import review_catalogs
+    from longtake.models.build import review_model
     from longtake.planner.forecast import stored_start, suggest_changes
 
     start = stored_start(known.step)
@@ -189,6 +190,7 @@ def _facts(
         },
         "stages": _stages(recipe, known, data_plan),
         "data_warnings": warnings,
+        "warnings": review_model(known.step.components, recipe),
     }
 
 
@@ -464,6 +466,8 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield from _gradients(facts)
     for warning in facts["data_warnings"]:
         yield f"[yellow]data[/yellow] {escape(warning)}"
+    for warning in facts["warnings"]:
+        yield f"[yellow]note[/yellow] {escape(warning)}"
     yield f"[dim]Predicted in {facts['seconds']:.1f} s; nothing was run on a GPU.[/dim]"
 
 

@@ -6,6 +6,9 @@ from typing import Literal, NamedTuple
 
 ShiftName = Literal["flux", "opensora"]
 
+FLUX2_MAX_TOKENS = 4096
+"""1024 x 1024 pixels: `max_image_seq_len` in the scheduler_config.json of FLUX.2's releases."""
+
 
 class ClipSize(NamedTuple):
     """What a shift can follow."""
@@ -20,7 +23,7 @@ class ClipSize(NamedTuple):
 
 @dataclass(frozen=True)
 class MuLine:
-    """The logarithm mu of the shift as a line over tokens, not clamped beyond its two points.
+    """The logarithm mu of the shift as a line over tokens, not clamped beyond its two points here.
 
     Diffusers' dynamic shifting; the values are FLUX.1's.
     """
@@ -53,6 +56,20 @@ class ShiftRule:
         if self.by == "opensora":
             return opensora_shift(size.height, size.width, size.num_latent_frames)
         return float(self.by)
+
+    def within_range(self, size: ClipSize) -> ClipSize:
+        """A size of no more tokens than the rule was made for.
+
+        Training takes the factor of this size. Beyond, the rule only says how to sample: trained by
+        it, a model would see hardly anything but noise.
+        """
+        if isinstance(self.by, MuLine):
+            most = max(self.by.base_tokens, self.by.max_tokens)
+        elif self.by == "flux2":
+            most = FLUX2_MAX_TOKENS
+        else:
+            return size
+        return size._replace(num_tokens=min(size.num_tokens, most))
 
     def __str__(self) -> str:
         said = f"{self.by:g}" if isinstance(self.by, int | float) else str(self.by)

@@ -36,6 +36,7 @@ def sample_sigmas(
     scale: float = 1.29,
     shift: float = 1.0,
     sigma_range: tuple[float, float] = (0.0, 1.0),
+    uniform_share: float = 0.0,
 ) -> Tensor:
     """One sigma in [0, 1] for each uniform number in [0, 1), of the same shape and dtype.
 
@@ -48,14 +49,15 @@ def sample_sigmas(
         shift: applied last; above 1 means more noise, 1 changes nothing.
         sigma_range: lowest and highest sigma after the shift. The distribution is restricted to it:
             inside, sigmas are as likely relative to each other as without it.
+        uniform_share: of `logit_normal`; above 0 it is `stretched_logit_normal`.
 
     Raises:
         RecipeError: the kind is unknown, or a number is out of range.
     """
-    distribution = (kind, mean, std, scale, shift)
+    distribution = (kind, mean, std, scale, shift, uniform_share)
     if sigma_range == (0.0, 1.0):
         return _quantile(uniform, *distribution)
-    below, within = range_share(*distribution, sigma_range)
+    below, within = range_share(*distribution[:5], sigma_range, uniform_share)
     restricted = _quantile(below + within * uniform.double(), *distribution)
     return restricted.clamp(*sigma_range).to(uniform.dtype)
 
@@ -68,6 +70,7 @@ def range_share(
     scale: float,
     shift: float,
     sigma_range: tuple[float, float],
+    uniform_share: float = 0.0,
 ) -> tuple[float, float]:
     """Which shares of a distribution lie below a range, and in it; arguments as `sample_sigmas`.
 
@@ -78,7 +81,7 @@ def range_share(
     low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
     for _ in range(_BISECTIONS):  # quantile functions rise
         middle = (low + high) / 2
-        is_below = _quantile(middle, kind, mean, std, scale, shift) < wanted
+        is_below = _quantile(middle, kind, mean, std, scale, shift, uniform_share) < wanted
         low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
     # The ends of a range that ends at 0 or 1 are exact.
     first, last = torch.where(wanted >= 1, 1.0, torch.where(wanted <= 0, 0.0, low)).tolist()
@@ -92,8 +95,16 @@ def range_share(
 
 
 def _quantile(
-    uniform: Tensor, kind: SigmaKind, mean: float, std: float, scale: float, shift: float
+    uniform: Tensor,
+    kind: SigmaKind,
+    mean: float,
+    std: float,
+    scale: float,
+    shift: float,
+    uniform_share: float,
 ) -> Tensor:
+    if uniform_share and kind == "logit_normal":
+        return stretched_logit_normal(uniform, mean + math.log(shift), std, uniform_share)
     match kind:
         case "uniform":
             sigmas = uniform
@@ -119,6 +130,35 @@ def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
     if not std > 0:
         raise RecipeError(f"A logit-normal standard deviation of {std} is not above 0. Try 1.0.")
     return torch.sigmoid(mean + std * torch.special.ndtri(uniform))
+
+
+def stretched_logit_normal(
+    uniform: Tensor, mean: float, std: float, uniform_share: float
+) -> Tensor:
+    """LTX-2's distribution in training: a logit-normal over all of [0, 1], with a uniform share.
+
+    sigma = |(x - a) / (b - a)|, at most 1, where x is logit-normal and a and b are its quantiles of
+    0.5 % and 99.9 %; `uniform_share` of the sigmas are uniform. So low sigmas are trained however
+    large the mean. Source: `ShiftedLogitNormalTimestepSampler` in Lightricks/LTX-2,
+    packages/ltx-trainer/src/ltx_trainer/timestep_samplers.py, with a share of 0.1; it folds at
+    0.001 instead of 0, and draws where this inverts the share of sigmas below one.
+    """
+    levels = torch.tensor([0.005, 0.999], dtype=torch.float64)
+    first, last = logit_normal(levels, mean, std)
+
+    def share_below(stretched: Tensor) -> Tensor:
+        sigmas = (first + stretched * (last - first)).clamp(0, 1)
+        share: Tensor = torch.special.ndtr((torch.logit(sigmas) - mean) / std)
+        return share
+
+    wanted = uniform.double()
+    low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        folded = share_below(middle) - share_below(-middle)
+        is_below = (1 - uniform_share) * folded + uniform_share * middle < wanted
+        low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
+    return low.to(uniform.dtype)
 
 
 def mode(uniform: Tensor, scale: float = 1.29) -> Tensor:

@@ -129,6 +129,9 @@ class Defaults:
     num_inference_steps: int = 30
     caption_dropout: float = 0.1  # of a model that is sampled with classifier-free guidance
     max_tokens: int = 512  # of a pretrained text encoder
+    uniform_share: float = 0.0
+    """Of the sigmas trained by the release's shift: if above 0, the others are stretched over
+    [0, 1], as `stretched_logit_normal` says."""
 
 
 class Family(ABC):

@@ -1,6 +1,6 @@
 """Builds the family, transformer, codec and text encoder that a recipe names; their objective."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -78,13 +78,31 @@ class Components:
             shift: of the recipe.
             bucket: the clips' shape.
             num_steps: of sampling, which FLUX.2's rule follows. None, in training: those with
-                which the release is sampled, so that no key of sampling changes what is trained.
+                which the release is sampled, so that no key of sampling changes what is trained;
+                and a rule is not followed beyond the tokens that it was made for.
         """
         shape = latent_shape(self.codec, bucket)
         num_tokens = self.family.num_tokens(self.model, shape)
         size = ClipSize(num_tokens, bucket.height, bucket.width, shape.num_frames)
-        steps = num_steps or self.defaults.num_inference_steps
-        return self.shift_rule(shift).factor(size, steps)
+        rule = self.shift_rule(shift)
+        if num_steps is None:
+            return rule.factor(rule.within_range(size), self.defaults.num_inference_steps)
+        return rule.factor(size, num_steps)
+
+    def sample_sigmas(
+        self, uniform: Tensor, flow: config.FlowSection, bucket: config.Bucket
+    ) -> Tensor:
+        """The sigmas that are trained for clips of one shape, as `timesteps.sample_sigmas`."""
+        return timesteps.sample_sigmas(
+            uniform,
+            flow.timestep_sampling,
+            mean=flow.logit_mean,
+            std=flow.logit_std,
+            scale=flow.mode_scale,
+            shift=self.shift(flow.shift, bucket),
+            sigma_range=self.sigma_range(flow),
+            uniform_share=self.defaults.uniform_share if flow.shift == "release" else 0.0,
+        )
 
     def sigma_range(self, flow: config.FlowSection) -> tuple[float, float]:
         """Lowest and highest sigma that is trained."""
@@ -339,11 +357,50 @@ def outline(recipe: config.Recipe) -> Components:
 
 def _check_sigma_range(parts: Components, recipe: config.Recipe) -> None:
     """Refuse a range of sigmas that nothing lies in, at the shift of each bucket."""
-    flow, trained = recipe.flow, parts.sigma_range(recipe.flow)
-    if trained != (0.0, 1.0):
-        spread = (flow.timestep_sampling, flow.logit_mean, flow.logit_std, flow.mode_scale)
-        for bucket in recipe.data.shapes():
-            timesteps.range_share(*spread, parts.shift(flow.shift, bucket), trained)
+    for flow, bucket in _trained_shapes(recipe):
+        parts.sample_sigmas(torch.zeros(1), flow, bucket)
+
+
+def _trained_shapes(recipe: config.Recipe) -> Iterator[tuple[config.FlowSection, config.Bucket]]:
+    for stage in recipe.data.curriculum():
+        flow = recipe.in_stage(stage.name).flow
+        yield from ((flow, bucket) for bucket in stage.buckets or recipe.data.buckets)
+
+
+_FEW = 0.01
+_LEAST_NOISE = 0.5
+"""Logit-normal sigmas by the releases' own shifts have 1 % below 0.2 to 0.47, and serve well."""
+
+
+def review_model(parts: Components, recipe: config.Recipe) -> list[str]:
+    """What of a recipe trains other than one would think, in sentences; on any device."""
+    warnings = []
+    settings, section = recipe.sampling, recipe.trainable
+    steps = settings.num_inference_steps or parts.defaults.num_inference_steps
+    terminal = parts.shift_rule(settings.shift).terminal
+    for flow, bucket in _trained_shapes(recipe):
+        if parts.sigma_range(flow)[0] > 0 or steps < 2:
+            continue  # low sigmas are left out on purpose
+        uniform = torch.tensor([_FEW], dtype=torch.float64)
+        lowest = parts.sample_sigmas(uniform, flow, bucket).item()
+        shift = parts.shift(settings.shift, bucket, steps)
+        sampled = timesteps.build_sigmas(steps, shift, terminal)[-3]  # the last one is 0
+        if lowest > max(sampled, _LEAST_NOISE):
+            warnings.append(
+                f"Of the sigmas trained on clips of {bucket} 99 % lie above {lowest:.3f}, but the "
+                f"second last of {steps} sampled steps is at sigma {sampled:.3f}, where hardly "
+                f"anything is trained. Lower flow.shift ({flow.shift}) or flow.logit_mean."
+            )
+            break
+    layers = [layer for _, layer in trainable.adapter_layers(parts.model)]
+    full = [layer for layer in layers if section.kind == "lokr" and trainable.is_full_lokr(layer)]
+    if full and section.alpha not in (None, section.rank):
+        warnings.append(
+            f"trainable.alpha = {section.alpha:g} has no effect on {len(full)} of {len(layers)} "
+            f"layers: with trainable.rank = {section.rank} their LoKr is of two full matrices, "
+            "whose scale is 1, as in LyCORIS."
+        )
+    return warnings
 
 
 def _check(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:

@@ -75,7 +75,7 @@ class LTX2(diffusers_family.DiffusersFamily):
     num_inference_steps = 30
 
     def defaults(self, section: ModelSection) -> base.Defaults:
-        return replace(super().defaults(section), max_tokens=1024)
+        return replace(super().defaults(section), max_tokens=1024, uniform_share=0.1)
 
     def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
         named = pretrained.read_release(section).pipeline.get("_class_name")

@@ -133,6 +133,9 @@ def add_lora(
         layer.cast_input_dtype_enabled = layer.get_base_layer().weight.dtype != dtype
         if section.kind == "lokr":
             layer.forward = MethodType(_call_lokr, layer)
+            # As in LyCORIS (lycoris/modules/lokr.py): without a low-rank factor alpha has no part.
+            if is_full_lokr(layer):
+                layer.scaling[ADAPTER] = 1.0
 
 
 def _call_lokr(layer: Any, inputs: Tensor) -> Tensor:
@@ -141,6 +144,11 @@ def _call_lokr(layer: Any, inputs: Tensor) -> Tensor:
     update = layer.get_delta_weight(ADAPTER)
     given = inputs.to(update.dtype) if layer.cast_input_dtype_enabled else inputs
     return plain + nn.functional.linear(given, update).to(plain.dtype)
+
+
+def is_full_lokr(layer: Any) -> bool:
+    """Whether a layer's LoKr is the product of two full matrices."""
+    return ADAPTER in layer.lokr_w1 and ADAPTER in layer.lokr_w2
 
 
 def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from longtake.config import Bucket, Recipe
 from longtake.data.loader import Batch, Loader
-from longtake.flow.timesteps import sample_sigmas
 from longtake.models.build import Components, FlowBatch, latent_shape, training_conditioning
 from longtake.models.codec import encode_videos
 from longtake.models.conditioning import encode_inputs
@@ -204,15 +203,7 @@ class InputQueue:
         draws = [self._draw(seed, shape) for seed in batch.seeds]
         uniform = torch.stack([each.uniform for each in draws])  # [B, 2]
         flow = recipe.flow
-        sigmas = sample_sigmas(
-            uniform[:, 0],
-            flow.timestep_sampling,
-            mean=flow.logit_mean,
-            std=flow.logit_std,
-            scale=flow.mode_scale,
-            shift=parts.shift(flow.shift, batch.bucket),
-            sigma_range=parts.sigma_range(flow),
-        ).float()
+        sigmas = parts.sample_sigmas(uniform[:, 0], flow, batch.bucket).float()
         dropout = recipe.data.caption_dropout
         dropout = parts.defaults.caption_dropout if dropout is None else dropout
         is_dropped = uniform[:, 1] < dropout

@@ -22,7 +22,7 @@ from longtake.data.plan import refuse_missing, refuse_missing_conditioning, revi
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
 from longtake.models import captions, lora_files, numerics, pretrained
-from longtake.models.build import source_of, text_section
+from longtake.models.build import review_model, source_of, text_section
 from longtake.optim.build import refuse_missing_torchao
 from longtake.parallel import equality
 from longtake.parallel.collectives import first_does, from_first, gather_objects
@@ -204,6 +204,7 @@ def _build(
     source = source_of(recipe, resumed=resumed, is_sharded=world.is_sharded)
     parts = build.build_components(session, loader, watcher, source, plan.options)
     watcher.start()
+    warnings += review_model(parts, recipe)
     if point.path is None and (file := recipe.trainable.init_from) is not None:
         expert = recipe.model.expert
         stored = lora_files.read_lora(file, parts.model, parts.family, expert)
