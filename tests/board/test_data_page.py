@@ -106,7 +106,9 @@ def test_the_ledger_is_audited_as_data_audit_does(
             tuple(getattr(each, name) for name in names) for each in numbers
         ]
     words = _words(_page(run))
-    assert "✓ Every clip was trained exactly as often as it should have been." in words
+    assert (
+        "✓ By the ledger, every clip was trained exactly as often as it should have been." in words
+    )
     assert f"longtake data audit {run.path}" in words
 
 
@@ -145,7 +147,7 @@ def test_stages_after_a_change_of_the_data_are_those_that_were_trained(tmp_path:
     assert (data.num_plans, data.problems) == (2, [])
     assert data.strip is not None
     assert data.strip.shares[0][:6] == [1.0] * 6  # of 5 batches for 3 spans; 22 clips have 6
-    assert "✓ Every clip" in _page(run.directory)
+    assert "✓ By the ledger, every clip" in _page(run.directory)
 
 
 def test_of_a_large_catalog_a_part_is_shown_as_an_estimate(
@@ -161,7 +163,7 @@ def test_of_a_large_catalog_a_part_is_shown_as_an_estimate(
     words = _words(_page(curriculum))
     assert "Of 20 clips of 41, chosen evenly" in words
     assert "Where stages have a number of epochs, the borders are estimates." in words
-    assert "✓ Every clip" in words  # the audit is of all
+    assert "✓ By the ledger, every clip" in words  # the audit is of all
 
 
 def test_a_large_ledger_is_only_counted(

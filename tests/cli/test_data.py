@@ -35,7 +35,7 @@ def catalog(shapes_catalog: Path, tmp_path: Path) -> Path:
 def test_a_run_is_audited(place: Path, call: Call) -> None:
     code, out, err = call("data", "audit", place / "run")
     assert (code, out) == (0, "")
-    assert "Every clip was trained exactly as often as it should have been." in err
+    assert "every clip was trained exactly as often as it should have been." in err
     code, out, err = call("data", "audit", place / "run", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)

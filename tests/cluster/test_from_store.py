@@ -190,4 +190,4 @@ def _expect_told(site: TrainingSite, host: str, set_back: str) -> None:
         rf"{date}, because at [\d:]+ UTC a rank failed on {host}: rank 1",
         audited,
     )
-    assert "Every clip was trained exactly as often as it should have been." in audited
+    assert "every clip was trained exactly as often as it should have been." in audited

@@ -200,6 +200,29 @@ def test_a_clip_that_cannot_be_decoded_is_found_out_when_its_turn_comes(
     assert len(plain[0].quarantined) == 1
 
 
+def test_a_clip_whose_file_has_changed_fails_though_the_cache_holds_it(
+    clips: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(clips, folder := tmp_path / "clips")  # with the files' times
+    index([folder], captions=None, out=folder / "catalog.parquet", workers=0)
+    data = _section(folder)
+    plan, cache = _loader(data).plan_history.plan, _cache(data, tmp_path)
+    _fill(cache, data)
+    (folder / "1.mp4").touch()
+    assert not find_missing(cache, plan).changed
+    shutil.copyfile(folder / "3.mp4", folder / "2.mp4")
+    missing = find_missing(_cache(data, tmp_path), plan)
+    assert not missing.clips
+    (failure,) = set(missing.changed.values())
+    assert failure.path == str(folder / "2.mp4")
+    assert "has changed since it was indexed" in failure.reason
+    loader = _loader(data)
+    loader.read_from(cache, missing.changed)
+    for _ in loader.batches(4):
+        pass
+    assert set(loader.failures) == {failure.identity}
+
+
 def _steps(ranks: list[Loader]) -> Any:
     """Each step's shares; what one rank cannot have, it tells the others."""
     for shares in zip(*(rank.batches(12) for rank in ranks), strict=True):

@@ -238,9 +238,9 @@ def test_a_span_of_a_film_becomes_a_clip_of_its_own(videos: Path, gop: int) -> N
     shutil.copyfile(videos / "b.mp4", film)
     shutil.rmtree(out)
     changed = prepare(catalog, out, settings=settings, workers=0)
-    assert [each.reason for each in changed.rejected] == [
-        "is not what was indexed; index again"
-    ] * 3
+    reasons = [each.reason for each in changed.rejected]
+    assert len(reasons) == 3
+    assert all("has changed since it was indexed" in reason for reason in reasons)
 
 
 def test_captions_scores_and_origin_go_along(videos: Path) -> None:
@@ -306,7 +306,8 @@ def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path) -> 
     report = prepare(videos / "catalog.parquet", out, settings=settings, workers=0)
     assert report.prepared == 1
     reasons = {Path(each.path).name: each.reason for each in report.rejected}
-    assert reasons == {"a.mp4": "does not exist", "b.mp4": "is not what was indexed; index again"}
+    assert reasons["a.mp4"] == "does not exist"
+    assert "has changed since it was indexed" in reasons["b.mp4"]
     (videos / "c.png").unlink()
     shutil.rmtree(out)
     with pytest.raises(DataError, match=r"None of 3 clips could be prepared.*\n.*a\.mp4: does not"):

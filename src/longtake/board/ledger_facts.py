@@ -113,7 +113,7 @@ def _audit_verdict(found: Audit) -> str:
         return "Not exact: what two launches wrote cannot be separated."
     if not found.ok:
         return "Not exact: clips were repeated, missed or out of place."
-    return "Every clip was trained exactly as often as it should have been."
+    return "By the ledger, every clip was trained exactly as often as it should have been."
 
 
 def _audit_notes(found: Audit) -> Iterator[str]:

@@ -681,7 +681,7 @@ def _say_audit(found: "Audit", again: "Sequence[Mapping[str, Any]]") -> None:
         )
     for where in found.two_writers[:_MOST_SHOWN]:
         say.line(f"Two launches trained this run at the same time: {where}.")
-    exact = "Every clip was trained exactly as often as it should have been."
+    exact = "By the ledger, every clip was trained exactly as often as it should have been."
     if found.two_writers:
         say.line(
             "NOT EXACT: what two launches wrote cannot be separated. Resume from a checkpoint "

@@ -115,6 +115,9 @@ class Cache:
     def _hashes(self) -> "ContentHashes":
         return ContentHashes(self.folder / "hashes")
 
+    def hash_of_file(self, path: str) -> str:
+        return self._hashes.of(path)
+
     def parts(self, clip: Clip, window: Window, captions: Iterable[str] = ()) -> list[SamplePart]:
         """All that a sample consists of, but captions that are encoded without pictures.
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtake.config import Bucket
-from longtake.data import buckets, decode_worker, tasks
+from longtake.data import buckets, content, decode_worker, tasks
 from longtake.data.cache import Cache, CacheFailure, SamplePart
 from longtake.data.caption_text import caption_variants
 from longtake.data.catalog import Catalog
@@ -45,6 +45,7 @@ _THREADS = 16
 _CHUNK = 4096
 _FIRST_ITEMS = 32  # of a share, until it is known how many bytes one has
 _MAX_ITEMS = 4096
+_MAX_CHECKED = 20_000  # files whose clips are all in the cache, at launch
 _NUM_SHARES = 64
 _CAPTIONS_AT_ONCE = 32
 _T = TypeVar("_T")
@@ -86,6 +87,7 @@ class Missing:
     clips: list[_Row]  # of which at least one window or further input is missing
     captions: list[str]
     present: Counter[str]  # entries that are there, by kind
+    changed: dict[str, CacheFailure] = field(default_factory=dict)  # since they were indexed
 
 
 @dataclass
@@ -163,17 +165,19 @@ def find_missing(
     """
     rows = list(islice(_rows(plan), share.start, share.stop, share.step))
     captions = [] if cache.with_text else _captions(plan, cache)[share]
-    missing = Missing([], [], Counter())
+    missing, held = Missing([], [], Counter()), list[_Row]()
+    limit = _MAX_CHECKED // (share.step or 1)
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(rows), _CHUNK):
             chunk = rows[start : start + _CHUNK]
             looks = pool.map(lambda row: _look(cache, row.item(), without), chunk)
             for row, (present, is_missing) in zip(chunk, looks, strict=True):
                 missing.present.update(present)
-                if is_missing:
-                    missing.clips.append(row)
+                (missing.clips if is_missing else held).append(row)
             if progress:
                 progress(start + len(chunk), len(rows))
+        for changed in pool.map(lambda row: _changes(cache, row.item(), without), held[:limit]):
+            missing.changed.update(changed)
         entries = pool.map(lambda caption: cache.packs.holds(cache.prompt(caption)), captions)
         missing.captions.extend(
             caption for caption, there in zip(captions, entries, strict=True) if not there
@@ -371,6 +375,20 @@ def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Count
             present.update([entry.kind] if entry else [])
             is_missing |= entry is None
     return present, is_missing
+
+
+def _changes(cache: Cache, item: CacheItem, without: Container[str]) -> dict[str, CacheFailure]:
+    """The windows of a clip whose file has changed since it was indexed, as failures."""
+    clip = item.clip
+    if clip.media.is_remote or clip.identity in without:
+        return {}
+    try:
+        content.check_unchanged(clip.media, hash_of_file=cache.hash_of_file)
+    except ClipError as error:
+        failure = CacheFailure(clip.identity, clip.path, error.reason)
+        windows = buckets.all_windows(clip, item.shape, cache.data)
+        return {cache.latents(window).key: failure for window in windows}
+    return {}
 
 
 def _held(cache: Cache, part: SamplePart) -> CacheEntry | None:

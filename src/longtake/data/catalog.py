@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from longtake.data.clip import Clip, Media, Timing
+from longtake.data.clip import Clip, Indexed, Media, Timing
 from longtake.errors import DataError
 from longtake.fsio import atomic_write, is_missing, open_regular
 
@@ -277,8 +277,15 @@ def clip_of(row: dict[str, Any], attribute_names: Iterable[str]) -> Clip:
         media = replace(media, span=(start, end))
     if media.is_remote and row["file_mtime_ns"] is not None:
         media = replace(media, stamp=row["file_mtime_ns"])
-    del row["file_bytes"], row["file_mtime_ns"]
     row["identity"] = row["identity"].hex()
+    indexed = Indexed(
+        identity=row["identity"],
+        num_frames=row["num_frames"],
+        fps=row["fps"],
+        file_bytes=row.pop("file_bytes"),
+        mtime_ns=row.pop("file_mtime_ns"),
+    )
+    media = replace(media, indexed=indexed)
     row["keyframes"] = tuple(row["keyframes"])
     row["timing"] = None if first is None else Timing(first, step, tuple(listed or ()))
     row["attributes"] = {name: each for name, each in attributes.items() if each is not None}
@@ -493,7 +500,8 @@ class Catalog:
         if not len(other) or not pc.any(is_there).as_py():
             return self
         inputs = [each for each in _path_columns(table)[1:] if each in other.table.column_names]
-        for name in ("path", "member", "offset", "num_bytes", *inputs):
+        stamp = "file_bytes", "file_mtime_ns"
+        for name in ("path", "member", "offset", "num_bytes", *stamp, *inputs):
             moved = pc.if_else(is_there, other.table[name].take(rows), table[name])
             table = table.set_column(table.column_names.index(name), name, moved)
         return Catalog(table, self.set_aside, self.fingerprint)

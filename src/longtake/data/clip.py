@@ -12,6 +12,17 @@ Given = str | tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Indexed:
+    """What a catalog knows of a clip's content: see `longtake.data.content`."""
+
+    identity: str
+    num_frames: int
+    fps: float
+    file_bytes: int | None  # of the file or tar; None: not known
+    mtime_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Media:
     """Where a clip's bytes lie: a file or a member of an uncompressed tar, here or in a store."""
 
@@ -22,6 +33,7 @@ class Media:
     span: tuple[float, float | None] | None = None  # seconds from the first frame; None: all of it
     stamp: int = 0  # of an object: another one when it has changed; 0: not known
     local: str = field(default="", compare=False)  # where an object's bytes were fetched to
+    indexed: Indexed | None = field(default=None, compare=False)  # of a catalog's clip
 
     def __str__(self) -> str:
         name = f"{self.path}/{self.member}" if self.member else self.path
@@ -33,7 +45,7 @@ class Media:
     @property
     def whole(self) -> "Media":
         """All of the file, if this is a span of it."""
-        return self if self.span is None else replace(self, span=None)
+        return self if self.span is None else replace(self, span=None, indexed=None)
 
     def cut(self, span: tuple[float, float | None] | None) -> "Media":
         return self if span is None else replace(self, span=span)

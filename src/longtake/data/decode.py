@@ -4,7 +4,6 @@ Files are hostile until proven good. One thread decodes one file, nothing but lo
 (FFmpeg lets a local playlist refer to nothing else), and every failure is a ClipError.
 """
 
-import hashlib
 import io
 import math
 import os
@@ -31,7 +30,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from longtake.data import stores
+from longtake.data import content, stores
 from longtake.data.clip import Item, Kind, Media, Timing
 from longtake.data.workers import SILENCE_SECONDS, Task
 from longtake.errors import ClipError
@@ -352,7 +351,6 @@ _COLOR_TRANSFERS = {
     17: "smpte428",
     18: "hlg",
 }
-_READ_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -409,7 +407,7 @@ class Probe:
         listed = timing.listed[first:last]
         return replace(
             self,
-            identity=span_identity(self.identity, first, num_frames),
+            identity=content.span_identity(self.identity, first, num_frames),
             num_frames=num_frames,
             fps=rate,
             duration_seconds=float(ends - seconds[first]),
@@ -417,12 +415,6 @@ class Probe:
             keyframes=tuple(frame - first for frame in self.keyframes if first <= frame < last),
             seek_pts=timing.of(before[-1]) if before and before[-1] > 0 else None,
         )
-
-
-def span_identity(file: str, first: int, num_frames: int) -> str:
-    """Of frames of a file with this identity."""
-    facts = f"{file}:{first}:{first + num_frames}".encode()
-    return hashlib.blake2b(facts, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -482,38 +474,7 @@ def probe(
 def content_hash(media: Media, progress: Callable[[], object] = lambda: None) -> str:
     """BLAKE2b-128 of the bytes as 32 hex digits; where they lie plays no part."""
     with stores.local(media) as here:
-        return _hash_of_file(here, progress)
-
-
-def _hash_of_file(media: Media, progress: Callable[[], object]) -> str:
-    path = media.file
-    digest, num_read = hashlib.blake2b(digest_size=16), 0
-    try:
-        if not path.is_file():  # reading a pipe or a device would never end
-            raise ClipError(str(media), "is not a file" if path.exists() else "does not exist")
-        for piece in _pieces(media):
-            digest.update(piece)
-            num_read += len(piece)
-            progress()
-    except OSError as error:
-        raise ClipError(str(media), f"cannot be read: {reason_of(error)}") from error
-    if num_read < (media.num_bytes or 0):
-        raise ClipError(str(media), f"ends after {num_read} of {media.num_bytes} bytes")
-    if not num_read:
-        raise ClipError(str(media), "is empty (0 bytes)")
-    return digest.hexdigest()
-
-
-def _pieces(media: Media) -> Iterator[bytes]:
-    with media.file.open("rb") as file:
-        file.seek(media.offset)
-        left = media.num_bytes
-        while left is None or left > 0:
-            piece = file.read(_READ_BYTES if left is None else min(left, _READ_BYTES))
-            if not piece:
-                return
-            left = None if left is None else left - len(piece)
-            yield piece
+        return content.content_hash(here, progress)
 
 
 _Read = tuple[VideoFrame, list[int | None], tuple[int, ...], float | None]

@@ -26,11 +26,18 @@ from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.data import decode, stores
+from longtake.data import content, decode, stores
 from longtake.data.catalog import TRUSTED, Catalog, Rejection, Stamp
 from longtake.data.catalog_writer import CatalogWriter
 from longtake.data.clip import Clip, Item, Media
-from longtake.data.index import KnownFiles, ProbeJournal, catalog_before, check_out, probe_all
+from longtake.data.index import (
+    KnownFiles,
+    ProbeJournal,
+    catalog_before,
+    check_out,
+    probe_all,
+    stamp_of,
+)
 from longtake.data.tasks import run_tasks
 from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
@@ -167,13 +174,12 @@ CATALOG_NAME = "catalog.parquet"
 _VISIBLE_SECONDS = 90.0  # until a network disk shows a file that another machine has written
 _ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.5 GiB of 3840x2160
 _MAX_GOP, _MAX_FPS = 10_000, 1000
-_MAX_UNEVEN = 100_000  # frames by which a span may begin elsewhere than at an even rate
 _HALF_WRITTEN = re.compile(r"\.[0-9a-f]{32}\.")
 _FORMAT = 1  # part of every name: raise it when other pixels would be written
 
 
-_film_hashes: dict[tuple[str, int, int], str] = {}
-"""That of the film whose span was written last, by path, size and modification time."""
+_film_hashes: dict[tuple[str, int, int, int], str] = {}
+"""That of the film whose span was written last, by path, offset, size and modification time."""
 
 
 @dataclass(frozen=True)
@@ -220,8 +226,8 @@ class TranscodeTask(Task[Clip, ClipError | None]):
         try:
             if not target.exists():
                 with stores.local(item.media) as media:
-                    if not _is_indexed(replace(item, media=media), progress):
-                        raise ClipError(item.path, "is not what was indexed; index again")
+                    if not _is_indexed(media, progress):
+                        raise content.changed(item.media, "another content")
                     target.parent.mkdir(exist_ok=True)
                     write = _write_image if item.kind == "image" else _write_video
                     write(replace(item, media=media), target, self.settings, progress)
@@ -272,26 +278,14 @@ def _write_image(
         picture.save(aside, quality=95, subsampling=0)
 
 
-def _is_indexed(clip: Clip, progress: Callable[[], object]) -> bool:
+def _is_indexed(media: Media, progress: Callable[[], object]) -> bool:
     """Whether the file still has the content that the clip's identity was made of."""
-    span = clip.media.span
-    if span is None:
-        return decode.content_hash(clip.media, progress) == clip.identity
-    path = clip.media.file
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ClipError(clip.path, f"cannot be read: {error.strerror}") from error
-    film = (str(path), status.st_size, status.st_mtime_ns)
+    status = stamp_of(str(media.file)) or Stamp(0, 0)  # reading it will fail with the reason
+    film = (str(media.file), media.offset, status.num_bytes, status.mtime_ns)
     if film not in _film_hashes:
         _film_hashes.clear()
-        _film_hashes[film] = decode.content_hash(clip.media.whole, progress)
-    guess = round(span[0] * clip.fps)  # the number of the first frame, at an even rate
-    return any(
-        decode.span_identity(_film_hashes[film], first, clip.num_frames) == clip.identity
-        for distance in range(_MAX_UNEVEN)
-        for first in {guess - distance, guess + distance}
-    )
+        _film_hashes[film] = content.content_hash(media, progress)
+    return content.is_indexed(media, _film_hashes[film])
 
 
 def _write_video(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 
-from longtake.data import buckets, decode, duplicates, tasks
+from longtake.data import buckets, content, decode, duplicates, tasks
 from longtake.data.catalog import CLIP_SCHEMA, Catalog, Rejection
 from longtake.data.clip import Clip
 from longtake.data.window import Crop, Window, read_window
@@ -168,6 +168,7 @@ class OwnScore(Task[Clip, float | ClipError]):
 
     def do(self, item: Clip, progress: Callable[[], object]) -> float | ClipError:
         try:
+            content.check_unchanged(item.media, progress)
             value = self.function(item)
         except ClipError as error:
             return error

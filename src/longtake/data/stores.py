@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from longtake import fsio
 from longtake.config import StoreSection
+from longtake.data import content
 from longtake.data.clip import Media
 from longtake.errors import ClipError, DataError
 
@@ -165,11 +166,13 @@ def local(media: Media) -> Iterator[Media]:
     """Fetch the bytes of a clip if they lie in a store; its `file` is there inside.
 
     Raises:
-        ClipError: there is no such object, or it has changed.
+        ClipError: there is no such object, or the clip has changed since it was indexed.
         UnreachableError: the store does not answer, after all retries.
         DataError: the store refuses the credentials, or its client is not installed.
     """
     if not media.is_remote or media.local:
+        if not media.is_remote:
+            content.check_unchanged(media, _fetching.get().progress)
         yield media
         return
     descriptor, num_bytes = _obtain(media)
@@ -212,6 +215,10 @@ def _fetch(media: Media, num_bytes: int, descriptor: int) -> None:
         written = 0
         while written < len(data):
             written += os.pwrite(descriptor, data[written:], position + written)
+    if media.indexed is not None:  # a stamp is not enough: pieces may come from two versions
+        here = replace(media, offset=0, num_bytes=num_bytes, local=f"/proc/self/fd/{descriptor}")
+        if not content.is_indexed(here, content.content_hash(here, _fetching.get().progress)):
+            raise content.changed(media, "another content")
 
 
 def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:

@@ -166,6 +166,7 @@ def fill_cache(
         )
     refused = cache.packs.refused
     mine, device = cache_fill.CacheReport(missing.present, refused=refused), world.device
+    mine.failures |= missing.changed
     if on is not None:
         _encode_on(cache, missing, recipe, made, shown, mine, on, workers)
     if missing.captions and on is None:
@@ -188,6 +189,8 @@ def fill_cache(
     for each in gather_objects(mine, world, patiently=True):
         report.add(each)
     report.refuse_too_many(recipe.data.max_quarantined_clips)
+    for failure in dict.fromkeys(report.failures.values()):
+        shown.print(escape(f"  {failure.path}: {failure.reason}"))
     for path, reason in report.refused.items():
         shown.print(escape(f"  not used: {path} {reason}"))
 

@@ -1,0 +1,110 @@
+"""Whether a clip's bytes are still those that were indexed: by size and time, else by content.
+
+Files are often copied without their times, so another time alone is no change: the content is
+hashed, once per process.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from longtake.data.clip import Media
+from longtake.errors import ClipError
+
+_READ_BYTES = 4 * 2**20
+_MAX_UNEVEN = 100_000  # frames by which a span may begin elsewhere than at an even rate
+_MAX_KNOWN = 100_000
+
+_hashes: dict[tuple[object, ...], str] = {}  # of files by their place, size and time
+
+
+def check_unchanged(
+    media: Media,
+    progress: Callable[[], object] = lambda: None,
+    hash_of_file: Callable[[str], str] | None = None,
+) -> None:
+    """Raise ClipError if a local file is no longer what was indexed.
+
+    Nothing is known of media that no catalog names; a missing file is left to its reader.
+    `hash_of_file` remembers the hashes of whole files longer than this process does.
+    """
+    indexed = media.indexed
+    if indexed is None or indexed.file_bytes is None:
+        return
+    try:
+        status = os.stat(media.path)  # noqa: PTH116 - for every window, as `fsio.is_there`
+    except OSError:
+        return
+    if status.st_size != indexed.file_bytes:
+        raise changed(media, f"{status.st_size:,} bytes instead of {indexed.file_bytes:,}")
+    if status.st_mtime_ns == indexed.mtime_ns:
+        return
+    key = media.path, media.offset, media.num_bytes, status.st_size, status.st_mtime_ns
+    if (found := _hashes.get(key)) is None:
+        if hash_of_file and media.num_bytes is None:
+            found = hash_of_file(media.path)
+        else:
+            found = content_hash(media, progress)
+        if len(_hashes) >= _MAX_KNOWN:
+            _hashes.clear()
+        _hashes[key] = found
+    if not is_indexed(media, found):
+        raise changed(media, "another content")
+
+
+def changed(media: Media, how: str) -> ClipError:
+    reason = f"has changed since it was indexed ({how}). Run longtake data index again"
+    return ClipError(str(media), reason)
+
+
+def is_indexed(media: Media, found: str) -> bool:
+    """Whether the catalog's clip is of a file (or member) with this hash."""
+    indexed = media.indexed
+    assert indexed is not None
+    if media.span is None:
+        return found == indexed.identity
+    guess = round(media.span[0] * indexed.fps)  # the number of the first frame, at an even rate
+    return any(
+        span_identity(found, first, indexed.num_frames) == indexed.identity
+        for distance in range(_MAX_UNEVEN)
+        for first in {guess - distance, guess + distance}
+    )
+
+
+def span_identity(file: str, first: int, num_frames: int) -> str:
+    """Of frames of a file with this identity."""
+    facts = f"{file}:{first}:{first + num_frames}".encode()
+    return hashlib.blake2b(facts, digest_size=16).hexdigest()
+
+
+def content_hash(media: Media, progress: Callable[[], object] = lambda: None) -> str:
+    """BLAKE2b-128 of the bytes of a file on disk as 32 hex digits; its name plays no part."""
+    path = media.file
+    digest, num_read = hashlib.blake2b(digest_size=16), 0
+    try:
+        if not path.is_file():  # reading a pipe or a device would never end
+            raise ClipError(str(media), "is not a file" if path.exists() else "does not exist")
+        for piece in _pieces(path, media):
+            digest.update(piece)
+            num_read += len(piece)
+            progress()
+    except OSError as error:
+        raise ClipError(str(media), f"cannot be read: {error.strerror or error}") from error
+    if num_read < (media.num_bytes or 0):
+        raise ClipError(str(media), f"ends after {num_read} of {media.num_bytes} bytes")
+    if not num_read:
+        raise ClipError(str(media), "is empty (0 bytes)")
+    return digest.hexdigest()
+
+
+def _pieces(path: Path, media: Media) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(media.offset)
+        left = media.num_bytes
+        while left is None or left > 0:
+            piece = file.read(_READ_BYTES if left is None else min(left, _READ_BYTES))
+            if not piece:
+                return
+            left = None if left is None else left - len(piece)
+            yield piece
