@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no
 	--durations 40 --junitxml build/tests.xml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test drills goldens fuzz reference screenshots clean
+.PHONY: help demo check test gpu drills goldens fuzz reference screenshots clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -31,6 +31,12 @@ check: $(READY)  ## format, lint, types, the import contract and limits of struc
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks.structure --check
+
+# On a machine with an environment of its own, as its torch: make gpu PY=python3
+PY ?= $(BIN)/python
+
+gpu: $(if $(filter $(BIN)/python,$(PY)),$(READY))  ## tests and measurements on a CUDA GPU in eight minutes (benchmarks/results/gpu_*.md)
+	PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -W ignore benchmarks/gpu.py
 
 goldens: $(READY)  ## compare results with those of an earlier commit (GOLDENS="--only one-rank"; CONTRIBUTING.md)
 	$(BIN)/python -m tests.goldens compare $(GOLDENS)

@@ -11,8 +11,9 @@ Three parts, each predicted without weights or values and then run:
 
 After small and large the optimizer's update. Memory is `torch.cuda.max_memory_allocated`; times are
 medians of three runs after one warm-up. A policy that is predicted not to fit is left out. Prints
-the tables and writes them to benchmarks/results/gpu_plan.md. Under eight minutes on one GPU of 80
-GB.
+the tables and writes them to benchmarks/results/gpu_plan.md, line by line. Each part has a process
+of its own: after an error of CUDA nothing else runs in its process. Under eight minutes on one GPU
+of 80 GB.
 
 It needs torch, diffusers, transformers, peft, accelerate, safetensors, tokenizers, pydantic,
 tomli-w, numpy and scipy, and no clips and no weights. Without a GPU it ends with a message.
@@ -22,9 +23,11 @@ import argparse
 import gc
 import itertools
 import statistics
+import subprocess
+import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -97,11 +100,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--budget", type=float, default=44.5, help="GiB, of the large model's best")
     parser.add_argument("--only", nargs="+", choices=_SECTIONS, default=_SECTIONS)
+    parser.add_argument("--part", choices=_SECTIONS, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         _skip("torch finds no CUDA GPU here")
         return
-    begun, gpu, device = time.perf_counter(), device_for("cuda"), torch.device("cuda")
+    if asked.part is not None:
+        for line in _part(asked.part, int(asked.budget * _GIB)):
+            print(line, flush=True)  # noqa: T201
+        return
+    begun, gpu = time.perf_counter(), device_for("cuda")
     lines = [
         "# Predicted against measured on a GPU",
         "",
@@ -110,18 +118,33 @@ def main() -> None:
         "tensors, beside weights, in GiB; times are those of forward and backward pass.",
         "",
     ]
-    if "kernels" in asked.only:
-        lines += _kernels(gpu, device)
-    if "small" in asked.only:
-        for case in itertools.product(_SMALL, ("full", "lora"), ("bf16", "autocast")):
-            lines += [f"## Small {', '.join(case)}", "", *_model(_small(*case), gpu, device)]
-    if "large" in asked.only:
-        recipe = config.load(_EXAMPLES / _LARGE, ("training.global_batch_size=1",))
-        budget = int(asked.budget * _GIB)
-        lines += ["## FLUX.1 Kontext, LoRA, bf16", "", *_model(recipe, gpu, device, budget)]
+    for part in asked.only:
+        command = [sys.executable, __file__, "--part", part, "--budget", str(asked.budget)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own program
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)  # noqa: T201
+                lines.append(line.rstrip("\n"))
+                _RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        if process.returncode:
+            lines += ["", f"The part {part} ended early, with {process.returncode}.", ""]
     lines += [f"{time.perf_counter() - begun:.0f} s for everything.", ""]
     _RESULTS.write_text("\n".join(lines), encoding="utf-8")
-    print("\n".join(lines))  # noqa: T201
+
+
+def _part(part: str, budget_bytes: int) -> Iterator[str]:
+    """The lines of a part, as they come."""
+    gpu, device = device_for("cuda"), torch.device("cuda")
+    if part == "kernels":
+        yield from _kernels(gpu, device)
+    if part == "small":
+        for case in itertools.product(_SMALL, ("full", "lora"), ("bf16", "autocast")):
+            yield from (f"## Small {', '.join(case)}", "")
+            yield from _model(_small(*case), gpu, device)
+    if part == "large":
+        recipe = config.load(_EXAMPLES / _LARGE, ("training.global_batch_size=1",))
+        yield from ("## FLUX.1 Kontext, LoRA, bf16", "")
+        yield from _model(recipe, gpu, device, budget_bytes)
 
 
 def _skip(reason: str) -> None:
@@ -169,7 +192,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 def _model(
     recipe: Recipe, gpu: DeviceBudget, device: torch.device, budget_bytes: int | None = None
-) -> list[str]:
+) -> Iterator[str]:
     """Every policy of a recipe, and its update; `best` for the middle of the range."""
     planned = outline_step(recipe, gpu)
     surveyed = sweep_policies(planned.tracer)
@@ -183,19 +206,16 @@ def _model(
         cases[f"best for {budget_bytes / _GIB:.2f} GiB: {counts}"] = best.options, best.traced
     step = _on_device(outline_step(recipe, gpu), device)
     num_parameters = sum(p.numel() for p in step.components.model.parameters())
-    lines = [
-        f"{num_parameters / 1e9:.2f} billion parameters, "
-        f"{surveyed.traces['none'].weight_bytes / _GIB:.3f} GiB.",
-        "",
-        *_policies(cases, surveyed, step, device, room=gpu.total_bytes),
-        "",
-        *_update(step, device),
-        "",
-    ]
+    size = surveyed.traces["none"].weight_bytes / _GIB
+    yield f"{num_parameters / 1e9:.2f} billion parameters, {size:.3f} GiB."
+    yield ""
+    yield from _policies(cases, surveyed, step, device, room=gpu.total_bytes)
+    yield ""
+    yield from _update(step, device)
+    yield ""
     del step
     gc.collect()
     torch.cuda.empty_cache()
-    return lines
 
 
 def _policies(
@@ -204,17 +224,22 @@ def _policies(
     step: MetaStep,
     device: torch.device,
     room: int | None,
-) -> list[str]:
-    lines = [_COLUMNS, "|" + "---|" * (_COLUMNS.count("|") - 1)]
+) -> Iterator[str]:
+    yield _COLUMNS
+    yield "|" + "---|" * (_COLUMNS.count("|") - 1)
     without = None
     for name, (options, trace) in cases.items():
         if room is not None and trace.peak_bytes > _SHARE_OF_MEMORY * room:
-            lines.append(f"| {name} | {trace.peak_bytes / _GIB:.3f} with weights: does not fit |")
+            yield f"| {name} | {trace.peak_bytes / _GIB:.3f} with weights: does not fit |"
             continue
-        run = _run(_once(step, options, device), device)
+        try:
+            run = _run(_once(step, options, device), device)
+        except torch.OutOfMemoryError as error:
+            step.components.model.zero_grad(set_to_none=True)
+            yield f"| {name} | {str(error).strip().splitlines()[0][:100]} |"
+            continue
         without = run if name == "none" else without
-        lines.append(_line(name, trace, run, surveyed.overhead(trace), without))
-    return lines
+        yield _line(name, trace, run, surveyed.overhead(trace), without)
 
 
 _COLUMNS = (
@@ -350,15 +375,15 @@ def _kernels_of_flux(length: int = 8704, num_heads: int = 24) -> dict[str, Kerne
     }
 
 
-def _kernels(gpu: DeviceBudget, device: torch.device) -> list[str]:
-    lines = ["## Kernels, bf16", "", _KERNEL_COLUMNS, "|" + "---|" * 9]
+def _kernels(gpu: DeviceBudget, device: torch.device) -> Iterator[str]:
+    yield from ("## Kernels, bf16", "", _KERNEL_COLUMNS, "|" + "---|" * 9)
     for name, kernel in _kernels_of_flux().items():
         try:
-            lines.append(_kernel_line(name, kernel, gpu, device))
+            yield _kernel_line(name, kernel, gpu, device)
         except RuntimeError as error:  # a backend that this GPU does not have
-            lines.append(f"| {name} | {str(error).strip().splitlines()[0]} |")
+            yield f"| {name} | {str(error).strip().splitlines()[0]} |"
         torch.cuda.empty_cache()
-    return [*lines, ""]
+    yield ""
 
 
 _BF16 = torch.bfloat16

@@ -14,7 +14,8 @@ first:
 
 On several GPUs a last case shards Wan over them (the script starts itself by torchrun). After each
 row all results are written to benchmarks/results/gpu_train.md, so that an interrupted run keeps
-them. It needs no clips and no weights, and ends within eight minutes. Without a GPU it ends with a
+them. Each case has a process of its own: after an error of CUDA nothing else runs in its process.
+It needs no clips and no weights, and ends within eight minutes. Without a GPU it ends with a
 message; `--tiny` runs every path with small sizes on the CPU, and writes nothing.
 """
 
@@ -43,6 +44,7 @@ from longtake.data.stages import StagePosition
 from longtake.flow.timesteps import sample_sigmas
 from longtake.models.build import forward_flops, outline
 from longtake.models.numerics import autocast
+from longtake.parallel.fsdp import gradients_of_any_dtype
 from longtake.parallel.mesh import World, join
 from longtake.planner.activation_checkpointing import Options, caller, options_of
 from longtake.planner.devices import CPU, DeviceBudget, device_for
@@ -61,6 +63,7 @@ _SHARE_OF_MEMORY = 0.9
 _TIMED = 4
 _LEAST_SECONDS = {"eager": 25.0, "compiled": 90.0, "case": 30.0}
 """Minimum time that must be left to begin another."""
+_ROW = "row: "
 _NOTHING = """# Training steps on a GPU
 
 `python benchmarks/gpu_train.py`
@@ -130,7 +133,7 @@ _TINY = {
              {"num_frames": 5, "height": 32, "width": 32}, 2, _ON_CPU),
     ),
     "flux": (
-        Case("tiny FLUX", _KONTEXT, {**_FLUX, "dtype": "fp32", "config": {
+        Case("tiny FLUX", _KONTEXT, {**_FLUX, "config": {
                 "attention_head_dim": 32, "num_attention_heads": 2, "num_layers": 1,
                 "num_single_layers": 1, "guidance_embeds": True, "axes_dims_rope": [8, 12, 12]}},
              {"num_frames": 1, "height": 32, "width": 32}, 2, _ON_CPU),
@@ -146,9 +149,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes, on the CPU")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=2, metavar=("KIND", "NUMBER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank_of is not None:
         _as_rank(asked.rank_of, asked.tiny)
+        return
+    if asked.case is not None:
+        _as_case(asked)
         return
     if not asked.tiny and not torch.cuda.is_available():
         _skip("torch finds no CUDA GPU here")
@@ -159,7 +166,7 @@ def main() -> None:
         for name in asked.only:
             cases = (_TINY if asked.tiny else _CASES)[name]
             if kind < len(cases) and until - time.monotonic() > _LEAST_SECONDS["case"]:
-                for row in _measured(cases[kind], until, asked):
+                for row in _in_own_process(name, kind, until, asked):
                     report.add(cases[kind].name, row)
     if asked.tiny or torch.cuda.device_count() > 1:
         for row in _on_all_gpus(asked.tiny, until):
@@ -181,6 +188,33 @@ class Row(NamedTuple):
     mfu: float
     peak_bytes: int
     note: str = ""
+
+
+def _in_own_process(name: str, kind: int, until: float, asked: argparse.Namespace) -> Iterator[Row]:
+    """The rows of a case, as its process prints them; the reason if it ends early."""
+    minutes = (until - time.monotonic()) / 60
+    command = [sys.executable, __file__, "--case", name, str(kind), "--minutes", f"{minutes:.3f}"]
+    command += [
+        flag for flag, is_set in (("--tiny", asked.tiny), ("--eager", asked.eager)) if is_set
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own program
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(_ROW):
+                yield Row(*json.loads(line.removeprefix(_ROW)))
+            else:
+                print(line, end="", flush=True)  # noqa: T201
+    if process.returncode:
+        yield Row("(the rest)", 0.0, 0.0, 0.0, 0, f"its process ended with {process.returncode}")
+
+
+def _as_case(asked: argparse.Namespace) -> None:
+    name, kind = asked.case
+    until = time.monotonic() + 60 * asked.minutes
+    for row in _measured((_TINY if asked.tiny else _CASES)[name][int(kind)], until, asked):
+        print(f"{_ROW}{json.dumps(row)}", flush=True)  # noqa: T201
+        if row.note.startswith("CUDA error"):
+            return  # the process can do nothing more on this GPU
 
 
 class _Report:
@@ -249,7 +283,7 @@ def _measured(case: Case, until: float, asked: argparse.Namespace) -> Iterator[R
     session = _session(step, world)
     state = build_state(session, step.components)
     flops = _step_flops(step.recipe, step)
-    bench = Bench(step, session, state, _batch(step, device), gpu, flops)
+    bench = Bench(step, session, state, _batch(step), gpu, flops)
     for name, options in plans.items():
         theirs = {"none": "diffusers", "all": "diffusers, checkpointing"}
         if name in theirs and options is not None and _is_time(until, "eager"):
@@ -332,8 +366,8 @@ def _step_flops(recipe: Recipe, step: MetaStep) -> float:
     """FLOPs of a step, counted without weights: a compiled or sharded model cannot be."""
     parts = outline(recipe)
     forward = forward_flops(parts, recipe, step.bucket)
-    passes = 3 if recipe.trainable.base() == "full" else 2
-    return step.global_batch_size * passes * forward
+    trains_all = recipe.trainable.base() == "full"
+    return step.global_batch_size * forward.for_training(trains_all=trains_all)
 
 
 def _ours(name: str, options: Options | None, bench: Bench) -> Row:
@@ -359,12 +393,17 @@ def _diffusers_step(bench: Bench, options: Options) -> Callable[[], None]:
     trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=recipe.optimizer.learning_rate, weight_decay=1e-4)
     is_fp32 = parts.dtype == torch.float32  # else the arithmetic is bf16 by itself
-    latents, conditioning = bench.batch.latents, dict(bench.batch.conditioning)
-    assert latents is not None
+    assert bench.batch.latents is not None
+    latents = bench.batch.latents.to(device)  # theirs are there already; ours are copied every step
+    conditioning = {name: each.to(device) for name, each in bench.batch.conditioning.items()}
     if parts.family.distils_guidance(parts.model):
         conditioning["guidance"] = torch.full((len(latents),), recipe.model.guidance, device=device)
 
     def one() -> None:
+        with gradients_of_any_dtype(parts.model):  # theirs have the weights' dtype
+            step()
+
+    def step() -> None:
         noise = torch.randn_like(latents)
         uniform = torch.rand(len(latents), dtype=torch.float64)
         sigmas = sample_sigmas(uniform, "logit_normal", mean=0.0, std=1.0, scale=1.0, shift=3.0)
@@ -389,10 +428,9 @@ def _run_by(options: Options, bench: Bench) -> None:
     bench.step.tracer.subject.call_blocks_by(call)
 
 
-def _batch(step: MetaStep, device: torch.device) -> Batch:
-    """Latents and embeddings of the samples of a micro-batch, as a cache provides them."""
-    with torch.device(device):
-        examples = step.tracer.subject.make_inputs()
+def _batch(step: MetaStep) -> Batch:
+    """Latents and embeddings of the samples of a micro-batch, on the CPU, as a cache has them."""
+    examples = step.tracer.subject.make_inputs()
     size = step.micro_batch_size
     conditioning = {
         name: each for name, each in examples.conditioning.items() if name != "guidance"
@@ -470,7 +508,7 @@ def _as_rank(out: Path, is_tiny: bool) -> None:
         session = _session(step, world)
         state = build_state(session, step.components)
         flops = _step_flops(recipe, step)
-        bench = Bench(step, session, state, _batch(step, world.device), gpu, flops)
+        bench = Bench(step, session, state, _batch(step), gpu, flops)
         row = _ours(f"longtake, all, {world.size} GPUs", _all(step), bench)
         if world.is_first:
             out.write_text(json.dumps(row), encoding="utf-8")

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from longtake import config
 from longtake.config import Recipe
 from longtake.models import numerics
-from longtake.models.numerics import choose_precision, count_flops, main_dtype, training_flops
+from longtake.models.numerics import choose_precision, count_flops, main_dtype
 from longtake.run_dir import RunDirectory
 from longtake.training.train import train
 
@@ -46,7 +46,7 @@ class _Attention(nn.Module):
 
 def test_a_model_on_the_cpu_counts_its_projections_and_its_attention() -> None:
     """16 tokens of width 8: two projections of 2 T D^2 and an attention of 4 T^2 D."""
-    counted = count_flops(_Attention(), {"tokens": torch.zeros(1, 1, 16, 8)})
+    counted = count_flops(_Attention(), {"tokens": torch.zeros(1, 1, 16, 8)}).total
     assert counted == 2 * (2 * 16 * 8 * 8) + 4 * 16 * 16 * 8
 
 
@@ -54,14 +54,14 @@ def test_counting_leaves_the_module_as_it_was() -> None:
     """Weights stay on their device with their values, and no gradient appears."""
     module = nn.Linear(3, 2)
     before = module.weight.detach().clone()
-    assert count_flops(module, {"input": torch.zeros(5, 3)}) == 2 * 5 * 3 * 2
+    assert count_flops(module, {"input": torch.zeros(5, 3)}).total == 2 * 5 * 3 * 2
     assert torch.equal(module.weight, before)
     assert module.weight.grad is None
 
 
 def test_a_model_without_memory_can_be_counted() -> None:
     module = nn.Linear(10**6, 10**6, bias=False, device="meta")
-    assert count_flops(module, {"input": torch.empty(1, 10**6, device="meta")}) == 2 * 10**12
+    assert count_flops(module, {"input": torch.empty(1, 10**6, device="meta")}).total == 2 * 10**12
 
 
 def test_a_video_family_counts_like_its_real_run() -> None:
@@ -87,7 +87,7 @@ def test_a_video_family_counts_like_its_real_run() -> None:
     }
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(**inputs)
-    assert count_flops(model, inputs) == counter.get_total_flops() > 0
+    assert count_flops(model, inputs).total == counter.get_total_flops() > 0
 
 
 def test_training_costs_three_forward_passes() -> None:
@@ -100,7 +100,23 @@ def test_training_costs_three_forward_passes() -> None:
     tokens = torch.zeros(3, 4, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         module(tokens).sum().backward()
-    assert training_flops(count_flops(module, {"input": tokens})) == counter.get_total_flops()
+    assert count_flops(module, {"input": tokens}).for_training() == counter.get_total_flops()
+
+
+def test_attention_costs_three_forward_passes_beside_frozen_weights_too() -> None:
+    """Its backward pass has no weights to leave out: torch's own count of both passes."""
+
+    class Attention(nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(query, key, key)
+
+    query, key = (torch.zeros(1, 2, n, 16, requires_grad=True) for n in (12, 20))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        Attention()(query, key).sum().backward()
+    flops = count_flops(Attention(), {"query": query, "key": key})
+    assert flops.for_training(trains_all=False) == counter.get_total_flops() == 3 * flops.total
+    linear = count_flops(nn.Linear(4, 8), {"input": torch.zeros(3, 4)})
+    assert linear.for_training(trains_all=False) == 2 * linear.total
 
 
 def test_the_dit_paper_s_table(anchors: Any) -> None:
@@ -138,7 +154,7 @@ def _dit_flops(size: str, patch: int, latent_size: int) -> int:
             "timestep": torch.zeros(1, dtype=torch.long),
             "class_labels": torch.zeros(1, dtype=torch.long),
         }
-    return count_flops(model, inputs)
+    return count_flops(model, inputs).total
 
 
 _CPU = torch.device("cpu")

@@ -60,6 +60,7 @@ def _random_costs(seed: int, link: float = math.inf) -> BlockCosts:
         values[:, 3] = values[:, 0]  # whether weights are streamed or not
         return values
 
+    offloaded = numbers.uniform(0, 60, shape) * _MIB * offloads
     return BlockCosts(
         names=_BLOCKS,
         saved=of_options(numbers.uniform(0, 100, shape) * _MIB),
@@ -69,7 +70,8 @@ def _random_costs(seed: int, link: float = math.inf) -> BlockCosts:
         backward_seconds=of_options(np.sort(numbers.uniform(0.1, 1, shape))),
         away=streamed,
         streamed=streamed,
-        offloaded=numbers.uniform(0, 60, shape) * _MIB * offloads,
+        offloaded=offloaded,
+        pinned=1.4 * offloaded,
         link=link,
         options=_OPTIONS,
         at_forward=numbers.uniform(200, 250, len(_BLOCKS)) * _MIB,

@@ -659,8 +659,10 @@ def picture_sizes(
     return list(chosen.seen_with_text(sizes).values())
 
 
-def forward_flops(parts: Components, recipe: config.Recipe, bucket: config.Bucket) -> int:
-    """Floating-point operations of one forward pass over one sample."""
+def forward_flops(
+    parts: Components, recipe: config.Recipe, bucket: config.Bucket
+) -> numerics.ForwardFlops:
+    """Operations of one forward pass over one sample."""
     inputs = {
         "noisy_latents": torch.empty(1, *latent_shape(parts.codec, bucket), device="meta"),
         "sigmas": torch.empty(1, device="meta"),

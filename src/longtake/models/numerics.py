@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,8 +114,25 @@ def count_weights(model: nn.Module) -> int:
     return sum(away) + sum(parameter.numel() for parameter in model.parameters())
 
 
-def count_flops(module: nn.Module, inputs: Mapping[str, object]) -> int:
-    """Floating-point operations of one forward pass, without running it; a multiply-add is two.
+class ForwardFlops(NamedTuple):
+    """Floating-point operations of one forward pass; a multiply-add is two."""
+
+    total: int
+    of_activations: int  # products of two activations: attention, which has no weights
+
+    def for_training(self, *, trains_all: bool = True) -> int:
+        """Operations of a training step: three times those of the forward pass.
+
+        The backward pass has two products for each of the forward pass: the gradients of inputs and
+        of weights. Where nearly all weights are frozen (LoRA, an added module) the second is
+        missing, so that a product with weights counts twice; one of two activations needs both.
+        Recomputed activations do not count, so that utilisation (MFU) does not rise with them.
+        """
+        return 3 * self.total if trains_all else 2 * self.total + self.of_activations
+
+
+def count_flops(module: nn.Module, inputs: Mapping[str, object]) -> ForwardFlops:
+    """Count the operations of one forward pass, without running it.
 
     Matrix products, convolutions and attention count, elementwise operations do not. Weights and
     inputs are replaced by meta tensors: the module is unchanged, and its size does not matter. On a
@@ -130,14 +147,7 @@ def count_flops(module: nn.Module, inputs: Mapping[str, object]) -> int:
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
         functional_call(module, weights, kwargs=shapes)
-    return int(counter.get_total_flops())
-
-
-def training_flops(forward: int, *, trains_all: bool = True) -> int:
-    """Floating-point operations of a training step: three times those of the forward pass.
-
-    The backward pass has two products for each of the forward pass: the gradients of inputs and of
-    weights. Where nearly all weights are frozen (LoRA, an added module) the second is missing:
-    twice. Recomputed activations do not count, so that utilisation (MFU) does not rise with them.
-    """
-    return (3 if trains_all else 2) * forward
+    by_operation = counter.get_flop_counts().get("Global", {})
+    # Linear layers are mm and addmm; attention on the meta device is two batches of products.
+    between = (count for operation, count in by_operation.items() if "bmm" in str(operation))
+    return ForwardFlops(int(counter.get_total_flops()), int(sum(between)))

@@ -17,6 +17,11 @@ Key = tuple[int, int, torch.dtype]
 """A storage, its version (what was changed in place is another content), and a type."""
 
 
+def pinned_bytes(num_bytes: int) -> int:
+    """Page-locked memory that torch takes for a tensor: the next power of 2."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
 class SavedTensor(NamedTuple):
     """What autograd holds instead of a tensor: how it lies in a storage that is away."""
 
@@ -61,6 +66,12 @@ class ActivationOffload:
     def last_bytes(self) -> int:
         """What the block that ran last has on the host."""
         return 0 if self._last is None else self._last.num_bytes
+
+    def last_host_bytes(self, *, on_cpu: bool) -> int:
+        """The memory that these take; for CUDA, torch rounds page-locked tensors up."""
+        if self._last is None or on_cpu:
+            return self.last_bytes
+        return self._last.pinned_bytes
 
     def to_host(self, tensor: Tensor) -> Any:
         """A copy, which may not be whole before `sent`."""
@@ -108,6 +119,10 @@ class OffloadedBlock:
     @property
     def num_bytes(self) -> int:
         return sum(copy.nbytes for copy in self._away.values())
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(pinned_bytes(copy.nbytes) for copy in self._away.values())
 
     def pack(self, tensor: Tensor) -> SavedTensor | Tensor:
         if not _has_storage(tensor):

@@ -9,6 +9,7 @@ from typing import Literal
 
 import psutil
 import torch
+from torch.backends import cudnn
 
 from longtake import config, errors
 from longtake.formatting import nearest
@@ -46,6 +47,11 @@ class DeviceBudget:
     def flops(self, dtype: torch.dtype) -> float:
         return self.bf16_flops if dtype.itemsize < 4 else self.fp32_flops
 
+    def convolution_flops(self, dtype: torch.dtype) -> float:
+        """Like `flops`; cuDNN rounds fp32 convolutions to TF32, at half the rate of bf16."""
+        is_rounded = dtype == torch.float32 and self.target == "cuda" and cudnn.allow_tf32
+        return max(self.fp32_flops, self.bf16_flops / 2) if is_rounded else self.flops(dtype)
+
     @property
     def budget_bytes(self) -> int | None:
         if self.memory_bytes is None:
@@ -73,38 +79,71 @@ _SHARE_OF_HOST_MEMORY = 0.6
 """Of this computer's, what may be pinned; the rest is left to loaders, caches and the system."""
 _USUAL_BYTES = 24 * 2**30
 """Of a GPU that is not here, where its memory is not given."""
-_PCIE_5 = 63e9
+_PCIE_4, _PCIE_5, _NVLINK_C2C = 31.5e9, 63e9, 450e9
 _ALMOST = 0.99
 """A GPU of 48 GiB has a little less."""
 _NCCL_BYTES = 3 * 2**29
 """What NCCL's buffers take of a GPU where there are several ranks: 0.5 to 1.5 GiB."""
 
+
+def _gpu(
+    name: str,
+    bf16_tflops: float,
+    fp32_tflops: float,
+    gigabytes_per_second: float,
+    mebibytes: int,
+    host_bandwidth: float = _PCIE_4,
+) -> DeviceBudget:
+    flops = float(round(bf16_tflops * 1e12)), float(round(fp32_tflops * 1e12))
+    sizes = float(round(gigabytes_per_second * 1e9)), mebibytes * _MIB
+    return DeviceBudget(name, "cuda", *flops, *sizes, host_bandwidth=host_bandwidth)
+
+
 # NVIDIA's data sheets and architecture whitepapers: dense bf16 with fp32 accumulation (half of what
 # is given with sparsity), fp32, memory bandwidth; memory as nvidia-smi shows it.
-#   Ampere: A100 data sheet (2021), GA102 whitepaper (RTX 3090), A10 and RTX A6000 data sheets
-#   Ada: Ada whitepaper (RTX 4090), L4, L40S and RTX 6000 Ada data sheets
-#   Hopper: H100 and H200 data sheets; Blackwell: HGX B200 data sheet, RTX Blackwell whitepaper
+#   Ampere: A100 data sheet (2021), GA102 whitepaper (RTX 30), A10, A40 and RTX A6000 data sheets
+#   Ada: Ada whitepaper (RTX 40), L4, L40, L40S and RTX 6000 Ada data sheets
+#   Hopper: H100 (SXM, PCIe, NVL), H200 (SXM, NVL), H20 and GH200 data sheets
+#   Blackwell: HGX B200 and B300, GB200 and RTX PRO 6000 data sheets, RTX Blackwell whitepaper
+# A800 and H800 are A100 and H100 with fewer links to other GPUs.
 # The link to the computer is PCIe 4.0 x16 (16 GT/s on 16 lanes with 128b/130b coding, PCI-SIG: 31.5
 # GB/s in each direction), or PCIe 5.0 x16, twice that, where `_PCIE_5` is named (the same sheets).
+# GH200 and GB200 have NVLink-C2C: 900 GB/s in both directions together.
 _ALL = (
-    DeviceBudget("a6000", "cuda", 154.8e12, 38.7e12, 768e9, 49140 * _MIB),
-    DeviceBudget("h100", "cuda", 989.4e12, 66.9e12, 3.35e12, 81559 * _MIB, host_bandwidth=_PCIE_5),
-    DeviceBudget(
-        "h100-pcie", "cuda", 756e12, 51.2e12, 2.0e12, 81559 * _MIB, host_bandwidth=_PCIE_5
-    ),
-    DeviceBudget("h200", "cuda", 989.4e12, 66.9e12, 4.8e12, 143771 * _MIB, host_bandwidth=_PCIE_5),
-    DeviceBudget("b200", "cuda", 2250e12, 75e12, 7.7e12, 183359 * _MIB, host_bandwidth=_PCIE_5),
-    DeviceBudget("a100-40gb", "cuda", 312e12, 19.5e12, 1.555e12, 40960 * _MIB),
-    DeviceBudget("a100-80gb", "cuda", 312e12, 19.5e12, 2.039e12, 81920 * _MIB),
-    DeviceBudget("a10", "cuda", 125e12, 31.2e12, 600e9, 23028 * _MIB),
-    DeviceBudget("l4", "cuda", 121e12, 30.3e12, 300e9, 23034 * _MIB),
-    DeviceBudget("l40s", "cuda", 362.05e12, 91.6e12, 864e9, 46068 * _MIB),
-    DeviceBudget("rtx-6000-ada", "cuda", 364.2e12, 91.1e12, 960e9, 49140 * _MIB),
-    DeviceBudget("rtx3090", "cuda", 71e12, 35.6e12, 936e9, 24576 * _MIB),
-    DeviceBudget("rtx4090", "cuda", 165.2e12, 82.6e12, 1.008e12, 24564 * _MIB),
-    DeviceBudget(
-        "rtx5090", "cuda", 209.5e12, 104.8e12, 1.792e12, 32607 * _MIB, host_bandwidth=_PCIE_5
-    ),
+    _gpu("a6000", 154.8, 38.7, 768, 49140),
+    _gpu("h100", 989.4, 66.9, 3350, 81559, _PCIE_5),
+    _gpu("h100-pcie", 756, 51.2, 2000, 81559, _PCIE_5),
+    _gpu("h100-nvl", 835, 60, 3900, 95830, _PCIE_5),
+    _gpu("h800", 989.4, 66.9, 3350, 81559, _PCIE_5),
+    _gpu("h20", 148, 44, 4000, 97871, _PCIE_5),
+    _gpu("gh200", 989.4, 66.9, 4000, 97871, _NVLINK_C2C),
+    _gpu("h200", 989.4, 66.9, 4800, 143771, _PCIE_5),
+    _gpu("h200-nvl", 835, 60, 4800, 143771, _PCIE_5),
+    _gpu("b200", 2250, 75, 7700, 183359, _PCIE_5),
+    _gpu("gb200", 2500, 80, 8000, 189471, _NVLINK_C2C),
+    _gpu("b300", 2250, 75, 8000, 275040, _PCIE_5),
+    _gpu("a100-40gb", 312, 19.5, 1555, 40960),
+    _gpu("a100-80gb", 312, 19.5, 2039, 81920),
+    _gpu("a800", 312, 19.5, 2039, 81920),
+    _gpu("a10", 125, 31.2, 600, 23028),
+    _gpu("l4", 121, 30.3, 300, 23034),
+    _gpu("l40s", 362.05, 91.6, 864, 46068),
+    _gpu("l40", 181.05, 90.5, 864, 46068),
+    _gpu("a40", 149.7, 37.4, 696, 46068),
+    _gpu("rtx-6000-ada", 364.2, 91.1, 960, 49140),
+    _gpu("rtx-pro-6000", 503.8, 126, 1792, 97887, _PCIE_5),
+    _gpu("rtx3090", 71, 35.6, 936, 24576),
+    _gpu("rtx4090", 165.2, 82.6, 1008, 24564),
+    _gpu("rtx5090", 209.5, 104.8, 1792, 32607, _PCIE_5),
+    _gpu("rtx4080", 97.5, 48.7, 716.8, 16376),
+    _gpu("rtx4080-super", 104.4, 52.2, 736, 16376),
+    _gpu("rtx5080", 112.6, 56.3, 960, 16303, _PCIE_5),
+    _gpu("rtx5070-ti", 87.9, 43.9, 896, 16303, _PCIE_5),
+    _gpu("rtx4070-ti", 80.2, 40.1, 504, 12282),
+    _gpu("rtx4070", 58.3, 29.1, 504, 12282),
+    _gpu("rtx5070", 61.7, 30.9, 672, 12227, _PCIE_5),
+    _gpu("rtx3060", 25.5, 12.7, 360, 12288),
+    _gpu("rtx3080", 59.5, 29.8, 760, 10240),
 )
 DEVICES = {device.name: device for device in _ALL}
 _FLOPS_PER_BYTE = 200

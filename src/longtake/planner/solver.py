@@ -15,6 +15,7 @@ import numpy as np
 
 from longtake.models.streamed import NUM_BUFFERS
 from longtake.planner import activation_checkpointing
+from longtake.planner.activation_offload import pinned_bytes
 from longtake.planner.block_weights import Floats, WeightCosts, buffer_bytes, link_seconds
 from longtake.planner.trace import StepTrace, Tracer
 
@@ -57,6 +58,7 @@ class BlockCosts:
     away: Floats  # weights that are not on the device, or in fewer bits
     streamed: Floats  # of these, what is copied to buffers there for each pass
     offloaded: Floats  # of what it saves, what is copied to the host and back
+    pinned: Floats  # what that takes there
     options: tuple[
         activation_checkpointing.BlockOption, ...
     ]  # of the columns; the first keeps everything, or most
@@ -81,7 +83,7 @@ class BlockCosts:
         return self.other_seconds + float(forward.sum() + backward.sum()) + waits
 
     def host_bytes(self, options: activation_checkpointing.Options) -> float:
-        return float(((self.streamed + self.offloaded) * self._chosen(options)).sum())
+        return float(((self.streamed + self.pinned) * self._chosen(options)).sum())
 
     def has_backward(self) -> Floats:
         return (self.backward_seconds[:, 0] > 0).astype(np.float64)
@@ -138,6 +140,7 @@ def costs_of(
         traces = {**traces, "offload-input": traces["recompute"]}
     kept, each = traces["keep"], list(traces.values())
     moved = np.stack([_offloaded(trace) for trace in each], axis=1)
+    pinned = np.stack([_pinned(trace) for trace in each], axis=1)
     before = np.vstack([np.zeros((1, len(each))), moved[:-1]])  # of the block before
     saved = np.stack([_saved(trace) for trace in each], axis=1) - moved + before
     so_far = np.cumsum(saved, axis=0)
@@ -154,6 +157,7 @@ def costs_of(
     if offloads:
         inputs = np.maximum(0, saved[:, -1])
         moved[:, -1] = inputs
+        pinned[:, -1] = [pinned_bytes(int(each)) for each in inputs]
         saved[:, -1] -= inputs
         above[:, -1] += inputs  # they are back
 
@@ -183,6 +187,7 @@ def costs_of(
         away=tall([option.away for option in weights]),
         streamed=tall([option.streamed for option in weights]),
         offloaded=wide(moved),
+        pinned=wide(pinned),
         options=tuple(
             activation_checkpointing.BlockOption(name, option.name)
             for name in traces
@@ -201,6 +206,10 @@ def _saved(trace: StepTrace) -> Floats:
 
 def _offloaded(trace: StepTrace) -> Floats:
     return _array([block.offloaded_bytes for block in trace.blocks.values()])
+
+
+def _pinned(trace: StepTrace) -> Floats:
+    return _array([block.pinned_bytes for block in trace.blocks.values()])
 
 
 def _peaks(traces: Sequence[StepTrace]) -> tuple[Floats, Floats]:
@@ -246,7 +255,7 @@ def fastest(
 
     one_each = np.kron(np.eye(number), np.ones(width))
     room = (budget_bytes - costs.fixed()) / _GIB
-    streamed, host = costs.streamed.ravel() / _GIB, (costs.streamed + costs.offloaded) / _GIB
+    streamed, host = costs.streamed.ravel() / _GIB, (costs.streamed + costs.pinned) / _GIB
     host_room = np.inf if host_bytes is None else host_bytes / _GIB
     constraints = [
         LinearConstraint(joined(one_each), 1, 1),

@@ -93,6 +93,7 @@ class BlockTrace:
     """From when the gradient of its output is there until that of the block before it is; None
     where no gradient passes."""
     offloaded_bytes: int = 0  # of what it saves, in the computer's memory
+    pinned_bytes: int = 0  # that these take there
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Tracer:
         weight_bytes = tracker.current_bytes
         if subject.gathers_in_bf16:
             tracker.ignore_casts_of(subject.model.parameters())
-        reducer, offloaded = _GradientReducer(subject), dict[str, int]()
+        reducer, offloaded = _GradientReducer(subject), dict[str, tuple[int, int]]()
         if subject.is_accumulating:
             for parameter in subject.model.parameters():
                 if parameter.requires_grad:
@@ -226,7 +227,7 @@ class Tracer:
         options: activation_checkpointing.Options,
         tracker: "MemoryTracker",
         reducer: "_GradientReducer",
-        offloaded: dict[str, int],
+        offloaded: dict[str, tuple[int, int]],
     ) -> activation_checkpointing.BlockCall:
         names = {block: name for name, block in self.subject.blocks.items()}
         on_cpu = self.device.target == "cpu"
@@ -257,7 +258,7 @@ class Tracer:
                 run, block, *args, offloads=activations in activation_checkpointing.OFFLOADED
             )
             tracker.mark(f"after {name}")
-            offloaded[name] = offload.last_bytes
+            offloaded[name] = offload.last_bytes, offload.last_host_bytes(on_cpu=on_cpu)
             return output
 
         return call
@@ -440,7 +441,9 @@ def seconds(
         return traffic
     share = _SHARE_OF_FLOPS_IN_ATTENTION if _is_attention(packet) else _SHARE_OF_FLOPS
     count = formula(*args, **kwargs, out_val=result)
-    return max(traffic, float(count) / (device.flops(touched[0].dtype) * share))
+    is_convolution = "convolution" in str(packet)
+    rate = (device.convolution_flops if is_convolution else device.flops)(touched[0].dtype)
+    return max(traffic, float(count) / (rate * share))
 
 
 def _is_attention(operation: Any) -> bool:
@@ -518,7 +521,7 @@ def _step_trace(
     input_bytes: int,
     subject: Subject,
     reducer: _GradientReducer,
-    offloaded: Mapping[str, int],
+    offloaded: Mapping[str, tuple[int, int]],
 ) -> StepTrace:
     """Read the marks, each of which closes the span before it."""
     spans = tracker.marks
@@ -554,7 +557,7 @@ def _with_link(trace: StepTrace, streamed: Floats, link: float) -> StepTrace:
     waits = link_seconds(forward, backward, streamed, offloaded, link)
     return replace(
         trace,
-        host_bytes=int(streamed.sum() + offloaded.sum()),
+        host_bytes=int(streamed.sum()) + sum(each.pinned_bytes for each in blocks),
         link_seconds=waits,
         seconds=trace.seconds + waits,
     )
@@ -572,17 +575,20 @@ def _refuse_other_order(marks: Sequence[str], subject: Subject) -> None:
 
 
 def _block_trace(
-    name: str, spans: Sequence[tuple[str, Span]], ends: Mapping[str, int], offloaded_bytes: int
+    name: str,
+    spans: Sequence[tuple[str, Span]],
+    ends: Mapping[str, int],
+    host: tuple[int, int],
 ) -> BlockTrace:
     forward = spans[ends[f"after {name}"]][1]
     begun = ends.get(f"backward {name}")
     if begun is None:
-        return BlockTrace(forward, None, offloaded_bytes)
+        return BlockTrace(forward, None, *host)
     after = begun + 1
     while spans[after][0] == f"backward {name}":  # a block with two outputs is marked twice
         after += 1
     backward = _joined([span for _, span in spans[begun + 1 : after + 1]])
-    return BlockTrace(forward, backward, offloaded_bytes)
+    return BlockTrace(forward, backward, *host)
 
 
 def _joined(spans: Sequence[Span]) -> Span:

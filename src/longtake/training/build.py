@@ -16,7 +16,7 @@ from longtake.config import Bucket, Quantization, Recipe
 from longtake.data.loader import Loader
 from longtake.formatting import escape
 from longtake.models import build as models
-from longtake.models import numerics, pretrained
+from longtake.models import pretrained
 from longtake.models.streamed import StreamedBlocks
 from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages
@@ -202,9 +202,7 @@ def count_flops(parts: models.Components, recipe: Recipe) -> dict[Bucket, int]:
     trains_all = recipe.trainable.base() == "full"
     try:
         return {
-            bucket: numerics.training_flops(
-                models.forward_flops(parts, recipe, bucket), trains_all=trains_all
-            )
+            bucket: models.forward_flops(parts, recipe, bucket).for_training(trains_all=trains_all)
             for bucket in recipe.data.shapes()
         }
     except RuntimeError:  # a module that reads values cannot run on the meta device
