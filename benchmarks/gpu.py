@@ -38,11 +38,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of parts, or words in names of test files")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes - 5
-    card = _card()
-    if card is None:
+    gpu = _gpu()
+    if gpu is None:
         sys.exit("There is no CUDA GPU here: nothing was measured.")
-    _say(card)
-    lines = [f"# Tests on {card}", "", "| file | result | s |", "|---|---|---|"]
+    _say(gpu)
+    lines = [f"# Tests on {gpu}", "", "| file | result | s |", "|---|---|---|"]
     failed = 0
     for file in sorted((_ROOT / "tests" / "gpu").glob("test_*.py")):
         name = file.stem.removeprefix("test_").removesuffix("_on_cuda")
@@ -66,7 +66,7 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
-def _card() -> str | None:
+def _gpu() -> str | None:
     """The GPU, its driver and PyTorch; None: there is no GPU."""
     found = _run(
         [
