@@ -16,8 +16,18 @@ from torch import Tensor, nn
 from torch.library import get_kernel
 
 from longtake.config import ModuleSection, TrainableSection
-from longtake.parallel.attention_rules import give_whole_gradients, replace_kernel
+from longtake.parallel import attention_rules
+from longtake.parallel.attention_rules import (
+    AttentionKind,
+    give_whole_gradients,
+    kind_of,
+    obey_refusals,
+    replace_kernel,
+)
 from longtake.planner.activation_checkpointing import run_block
+from longtake.planner.devices import device_named
+from longtake.planner.forecast import check_gradients
+from longtake.planner.memory import outline_step
 
 Layouts = dict[tuple[Any, ...], set[tuple[int, ...]]]
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -107,3 +117,24 @@ def test_so_do_those_of_a_module_of_ones_own(runs: Any, layouts: Layouts) -> Non
     assert strides == (20 * 16, 8, 16, 1)  # the output's
     (expected,) = torch.autograd.grad(module(tokens).sum(), tokens)
     torch.testing.assert_close(gradient, expected)
+
+
+def test_what_a_plan_sees_are_the_kinds_that_train(
+    tiny_of: Callable[[Row], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (row,) = (each for each in ONE_OF_EACH if each.family == "flux2")
+    tiny, trained = tiny_of(row), set[AttentionKind]()
+
+    def note(*given: Tensor, is_causal: bool) -> tuple[()]:
+        trained.add(kind_of(*given, is_causal=is_causal))
+        return ()
+
+    rules = obey_refusals("AutogradCPU")
+    monkeypatch.setattr(attention_rules, "refusals", note)
+    loss_and_gradients(tiny.training(_LORA), tiny.batch())
+    rules._destroy()
+    recipe = tiny.recipe(trainable={"kind": "lora"}, training={"micro_batch_size": 2})
+    step = outline_step(recipe, device_named("h100"))
+    check_gradients(step)
+    assert {each.kind for each in step.tracer.attentions} == trained
+    assert len(trained) == 2

@@ -47,8 +47,7 @@ def test_attention_that_trains_uses_no_refused_kernel(
 ) -> None:
     heads, guard = _heads(), attention_rules.obey_refusals("AutogradCPU")
     kind = kind_of(heads, heads, heads, None, is_causal=True)
-    refused = frozenset({SDPBackend.FLASH_ATTENTION})
-    monkeypatch.setitem(attention_rules.CHOICES, kind, KernelChoice(SDPBackend.MATH, refused))
+    monkeypatch.setitem(attention_rules.CHOICES, kind, KernelChoice("math", ("flash",)))
     expected = attention.attend(
         attention.FLASH_ON_CPU, attention.ScoreTerms(None, True, None), heads, heads, heads
     )

@@ -17,9 +17,13 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.errors import PlanError
 from longtake.fsio import write_json
+from longtake.parallel import attention_rules
+from longtake.parallel.attention_rules import Kernel, KernelChoice
+from longtake.parallel.attention_trial import AttentionCase
 from longtake.parallel.mesh import World
-from longtake.planner import plan
+from longtake.planner import attention_check, plan
 from longtake.planner.activation_checkpointing import KEEP, POLICIES
+from longtake.planner.attention_check import AttentionAnswer
 from longtake.planner.devices import device_budget
 from longtake.planner.forecast import forecast, suggest_changes
 from longtake.planner.plan import MemoryPlan, free_memory, make_plan
@@ -312,3 +316,30 @@ def test_the_policies_that_were_compared_are_kept_with_the_plan(
     again = plan.plan_for_training(recipe, "fp32", run, _ALONE)
     assert list(again.compared) == list(made.compared)
     assert (again.fixed, again.options) == (made.fixed, made.options)
+
+
+def test_the_kernel_of_attention_that_was_chosen_is_counted(
+    tiny_flux: _Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kept plan holds for the kernels that it was made with."""
+    kernel: list[Kernel] = ["math"]
+
+    def choose(cases: tuple[AttentionCase, ...], _: torch.device) -> AttentionAnswer:
+        choices = tuple((each.kind, KernelChoice(kernel[0])) for each in cases)
+        return AttentionAnswer(cases, choices, (f"{kernel[0]} takes its place",))
+
+    monkeypatch.setattr(attention_rules, "CHOICES", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_check, "choose_kernels", choose)
+    settings = ("trainable={kind='lora'}", "data.conditioning={}", "model.family=flux")
+    recipe = tiny_flux(*settings, "recompute={policy='none', device='h100', memory='48GiB'}")
+    run, peaks = RunDirectory(recipe.out), list[int]()
+    run.path.mkdir()
+    for kernel[0] in ("math", "math", "flash"):
+        made = plan.plan_for_training(recipe, "bf16", run, _ON_GPU)
+        plan.keep_plan(made, recipe, "bf16", run, _ON_GPU)
+        assert f"{kernel[0]} takes its place" in made.notes
+        assert {each.chosen for each in attention_rules.CHOICES.values()} == {kernel[0]}
+        assert made.memory is not None
+        peaks.append(made.memory.step_peak_bytes)
+    assert peaks[0] == peaks[1] > peaks[2]

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from longtake.parallel import attention_rules
@@ -97,13 +96,12 @@ def choose_kernel(
         sizes = {(each.dim(), each.shape[1], each.shape[-1], each.stride(-1)) for each in inputs}
         is_plain = len(sizes) == 1 and query.dim() == 4 and query.stride(-1) == 1
         return FLASH_ON_CPU if is_plain else None
-    backend = attention_rules.backend_of(query, key, value, mask, how)
-    if backend == SDPBackend.FLASH_ATTENTION and query.device.type == "cpu":
+    kernel = attention_rules.kernel_of(query, key, value, mask, how)
+    if kernel == "flash" and query.device.type == "cpu":
         return FLASH_ON_CPU
-    if backend == SDPBackend.FLASH_ATTENTION and query.shape[-1] % _FLASH_CHANNELS == 0:
-        return FLASH
-    others = {SDPBackend.CUDNN_ATTENTION: CUDNN, SDPBackend.EFFICIENT_ATTENTION: EFFICIENT}
-    return others.get(backend)
+    if kernel == "flash" and query.shape[-1] % _FLASH_CHANNELS:
+        return None
+    return {"flash": FLASH, "cudnn": CUDNN, "efficient": EFFICIENT}.get(kernel)
 
 
 def as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -7,11 +7,10 @@ kept or shared all end in the same operations.
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,30 +23,28 @@ graphs by the layouts of query, key and value, and not by that of the output's g
 then read with the gaps of another one, or beyond its end. With a mask the gradient of the queries
 may be NaN (pytorch issue 196678)."""
 INSTALL = f"Install PyTorch {REPAIRED_IN} or newer with CUDA 13."
-NAMES = {
-    SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
-    SDPBackend.CUDNN_ATTENTION: "cuDNN",
-    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+Kernel = Literal["flash", "cudnn", "efficient", "math"]
+NAMES: Mapping[Kernel, str] = {
+    "flash": "FlashAttention-2",
+    "cudnn": "cuDNN",
+    "efficient": "memory-efficient",
+    "math": "math",
+}
+_KERNELS: Mapping[SDPBackend, Kernel] = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
     SDPBackend.MATH: "math",
 }
-_SWITCHES: Mapping[SDPBackend, tuple[Any, Any]] = {
-    SDPBackend.FLASH_ATTENTION: (
-        torch.backends.cuda.flash_sdp_enabled,
-        torch.backends.cuda.enable_flash_sdp,
-    ),
-    SDPBackend.CUDNN_ATTENTION: (
-        torch.backends.cuda.cudnn_sdp_enabled,
-        torch.backends.cuda.enable_cudnn_sdp,
-    ),
-    SDPBackend.EFFICIENT_ATTENTION: (
-        torch.backends.cuda.mem_efficient_sdp_enabled,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-    ),
+_of_cuda = torch.backends.cuda
+_SWITCHES: Mapping[Kernel, tuple[Any, Any]] = {
+    "flash": (_of_cuda.flash_sdp_enabled, _of_cuda.enable_flash_sdp),
+    "cudnn": (_of_cuda.cudnn_sdp_enabled, _of_cuda.enable_cudnn_sdp),
+    "efficient": (_of_cuda.mem_efficient_sdp_enabled, _of_cuda.enable_mem_efficient_sdp),
 }
 Layout = tuple[tuple[int, int], ...]
 """Dimensions from the outermost in memory, each with its stride over that of a tensor without gaps;
 without dimensions of size 1."""
-Refused = frozenset[SDPBackend]
 
 
 class AttentionKind(NamedTuple):
@@ -56,17 +53,16 @@ class AttentionKind(NamedTuple):
     dtype: str
     widths: tuple[int, int]  # of keys and of values
     layouts: tuple[Layout, Layout, Layout]  # of query, key and value
-    mask: str  # its dtype; "" without
+    is_masked: bool
     is_causal: bool
     shares_keys: bool  # several heads of the queries have the same keys
 
 
-@dataclass(frozen=True)
-class KernelChoice:
-    """Which kernel computes a kind of attention on this machine."""
+class KernelChoice(NamedTuple):
+    """Which kernel computes a kind of attention on this machine, and which must not."""
 
-    chosen: SDPBackend
-    refused: Refused = frozenset()
+    chosen: Kernel
+    refused: tuple[Kernel, ...] = ()
 
 
 CHOICES: dict[AttentionKind, KernelChoice] = {}
@@ -93,17 +89,13 @@ def kind_of(
 ) -> AttentionKind:
     """Of query, key and value [B, H, T, D]."""
     return AttentionKind(
-        _name(query.dtype),
+        str(query.dtype).removeprefix("torch."),
         (key.shape[-1], value.shape[-1]),
         (_layout(query), _layout(key), _layout(value)),
-        "" if mask is None else _name(mask.dtype),
+        mask is not None,
         is_causal,
         query.shape[-3] != key.shape[-3],
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _layout(tensor: Tensor) -> Layout:
@@ -117,19 +109,20 @@ def _layout(tensor: Tensor) -> Layout:
 
 def refusals(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
-) -> Refused:
+) -> tuple[Kernel, ...]:
     """The kernels that must not compute an attention that trains."""
-    known = {SDPBackend.CUDNN_ATTENTION} if mask is not None and has_cudnn_faults() else set()
-    if CHOICES:
-        found = CHOICES.get(kind_of(query, key, value, mask, is_causal=is_causal))
-        known |= frozenset() if found is None else found.refused
-    return frozenset(known)
+    known: tuple[Kernel, ...] = ("cudnn",) if mask is not None and has_cudnn_faults() else ()
+    if not CHOICES:
+        return known
+    found = CHOICES.get(kind_of(query, key, value, mask, is_causal=is_causal))
+    return known if found is None else (*known, *found.refused)
 
 
 @contextmanager
-def without(kernels: Refused) -> Iterator[None]:
+def without(kernels: Iterable[Kernel]) -> Iterator[None]:
     """Torch chooses none of these kernels; in other threads of this process neither."""
-    changed = [_SWITCHES[each][1] for each in kernels if _SWITCHES[each][0]()]
+    switches = [_SWITCHES[each] for each in kernels]
+    changed = [enable for is_on, enable in dict.fromkeys(switches) if is_on()]
     for enable in changed:
         enable(False)
     try:
@@ -139,27 +132,34 @@ def without(kernels: Refused) -> Iterator[None]:
             enable(True)
 
 
-def backend_of(
+def kernel_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Mapping[str, Any]
-) -> SDPBackend:
+) -> Kernel:
     """The kernel that computes an attention that trains."""
     is_causal = bool(how.get("is_causal"))
     with without(refusals(query, key, value, mask, is_causal=is_causal)):
-        return SDPBackend(torch._fused_sdp_choice(query, key, value, attn_mask=mask, **how))
+        chosen = torch._fused_sdp_choice(query, key, value, attn_mask=mask, **how)
+    return _KERNELS.get(SDPBackend(chosen), "math")
 
 
 @cache
-def guard_attention() -> None:
-    """Keep every attention of this process that trains on a GPU from kernels with faults."""
-    if torch.cuda.is_available():
-        # Kept for as long as the process lives.
-        _LIBRARIES.append(obey_refusals("AutogradCUDA"))
-        if has_cudnn_faults():
-            operation = "_scaled_dot_product_cudnn_attention_backward"
-            _LIBRARIES.append(give_whole_gradients(operation, "CUDA"))
+def guard_attention(device_type: str = "cuda") -> None:
+    """Keep every attention of this process that trains from kernels with faults.
+
+    "cpu" is for trials of what is meant for a GPU.
+    """
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return
+    _LIBRARIES.append(obey_refusals(f"Autograd{device_type.upper()}"))
+    if device_type == "cpu" or has_cudnn_faults():
+        _LIBRARIES.append(give_whole_gradients(_BACKWARDS[device_type], device_type.upper()))
 
 
-_LIBRARIES: list[Any] = []
+_LIBRARIES: list[Any] = []  # kept for as long as the process lives
+_BACKWARDS = {
+    "cuda": "_scaled_dot_product_cudnn_attention_backward",
+    "cpu": "_scaled_dot_product_flash_attention_for_cpu_backward",
+}
 
 
 def obey_refusals(dispatch_key: str) -> Any:
@@ -180,7 +180,7 @@ def obey_refusals(dispatch_key: str) -> Any:
         trains = torch.is_grad_enabled() and (
             query.requires_grad or key.requires_grad or value.requires_grad
         )
-        refused = Refused()
+        refused: tuple[Kernel, ...] = ()
         if trains:
             refused = refusals(query, key, value, attn_mask, is_causal=is_causal)
         with without(refused):

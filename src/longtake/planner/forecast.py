@@ -27,6 +27,7 @@ from longtake.planner import (
     solver,
 )
 from longtake.planner.activation_checkpointing import BlockWeights
+from longtake.planner.attention_check import KernelChooser
 from longtake.planner.block_weights import blocks_with
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.sampling_phase import sampling_phase
@@ -122,10 +123,11 @@ def forecast(
     world_size: int = 1,
     per_node: int | None = None,
     quantized: build.Kinds | None = None,
+    kernels: KernelChooser | None = None,
 ) -> Forecast:
     """Trace a recipe's step under every policy, find the best that fits, and look for traps.
 
-    The arguments are those of `outline_step`.
+    The arguments are those of `outline_step`; `kernels` chooses those of attention.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -137,6 +139,8 @@ def forecast(
     if gradients.fatal:  # torch may not even get through such a step
         return Forecast(device, step, memory.static_memory(step), gradients, {}, [], None, None)
     _refuse_below_weights(step)
+    if kernels is not None:
+        kernels.choose(step.tracer.attentions)
     sweep = solver.sweep_policies(step.tracer)
     traces = dict(sweep.traces)
     traps = [*gradients.traps, *policy_traps(step, traces)]

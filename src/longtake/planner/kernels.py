@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from longtake.models.numerics import in_backward
-from longtake.parallel import attention
+from longtake.parallel import attention, attention_rules
 from longtake.planner.devices import rounded
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
@@ -93,9 +93,15 @@ def _cuda_attention(
         return handle_torch_function(_cuda_attention, given, *given, **options)
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (part.to(torch.bfloat16) for part in (query, key, value))
-    if _fits_flash(query, attn_mask):  # it takes shared keys as they are
+    kernel = _chosen(query, key, value, attn_mask, is_causal)
+    if kernel == "flash":  # it takes shared keys as they are
         flash = _aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if kernel == "math":
+        of_math: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        of_scores = (attn_mask, dropout_p, is_causal)
+        by_formula = _aten._scaled_dot_product_attention_math
+        return by_formula(query, key, value, *of_scores, **of_math)[0]  # type: ignore[no-any-return]
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (part.repeat_interleave(repeats, -3) for part in (key, value))
@@ -104,16 +110,29 @@ def _cuda_attention(
     return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
-def _fits_flash(query: Tensor, mask: Tensor | None) -> bool:
+def _chosen(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> attention_rules.Kernel:
+    """The kernel that was found for this GPU, or that torch would choose.
+
+    cuDNN's counts as one of the others, which save the same.
+    """
     is_narrow = query.dtype in _FLASH_TYPES and query.shape[-1] <= _FLASH_MOST_CHANNELS
-    return mask is None and is_narrow
+    found = None
+    if attention_rules.CHOICES:
+        kind = attention_rules.kind_of(query, key, value, mask, is_causal=is_causal)
+        found = attention_rules.CHOICES.get(kind)
+    if found is not None and found.chosen in ("efficient", "math"):
+        return found.chosen
+    return "flash" if mask is None and is_narrow else "efficient"
 
 
 def _cuda_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
-) -> attention.AttentionKernel:
+) -> attention.AttentionKernel | None:
     """The same choice where attention's result is kept."""
-    return attention.FLASH if _fits_flash(query, mask) else attention.EFFICIENT
+    kernel = _chosen(query, key, value, mask, bool(how.get("is_causal")))
+    return {"flash": attention.FLASH, "efficient": attention.EFFICIENT}.get(kernel)
 
 
 def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

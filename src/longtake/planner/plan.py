@@ -19,9 +19,10 @@ from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.formatting import format_size
 from longtake.models.build import Components, Kinds, read_kinds
 from longtake.models.numerics import Precision
+from longtake.parallel import attention_rules
 from longtake.parallel.collectives import from_first, gather_objects
 from longtake.parallel.mesh import World
-from longtake.planner import activation_checkpointing
+from longtake.planner import activation_checkpointing, attention_check
 from longtake.planner.devices import DeviceBudget, Target, device_budget
 from longtake.planner.forecast import (
     Forecast,
@@ -62,6 +63,9 @@ class MemoryPlan:
     encodes_ahead: bool = False  # see `training.encode_ahead`
     compared: Sequence[PolicyForecast] = ()  # the policies of which this is the choice
     fixed: StaticMemory | None = None  # in memory whatever is recomputed, by what it is
+    attention: attention_check.AttentionAnswer | None = (
+        None  # the kernels that were counted, where tried
+    )
 
 
 def plan_for_training(
@@ -86,9 +90,12 @@ def plan_for_training(
     kept = None
     if world.is_first:
         kept = _read_plan(run, _plan_key(recipe, precision, world, free_bytes))
+        if kept is not None and kept.attention is not None:
+            again = attention_check.choose_kernels(kept.attention.cases, world.device)
+            kept = kept if again == kept.attention else None
     kept = from_first(kept, world)
     if kept is not None:
-        return kept
+        return _with_its_kernels(kept)
     quantized = read_kinds(run.components_path) if recipe.model.quantize == "auto" else None
     return make_plan(recipe, precision, world, free_bytes, quantized)
 
@@ -107,18 +114,30 @@ def make_plan(
     resolved = recipe.training.model_copy(update={"precision": precision})
     wanted = recipe.model_copy(update={"training": resolved})
     answer = None
+    is_on_gpu = world.device.type == "cuda" and torch.cuda.is_available()
+    kernels = attention_check.KernelChooser(world.device) if is_on_gpu else None
     if world.is_first and free_bytes is not None:
         memory = {"memory": f"{free_bytes // 2**20}MiB"}
         limited = wanted.recompute.model_copy(update=memory)
         limited_recipe = wanted.model_copy(update={"recompute": limited})
-        answer = _try_to_plan(limited_recipe, world, quantized)
+        answer = _try_to_plan(limited_recipe, world, quantized, kernels)
     if world.is_first and (answer is None or isinstance(answer, CannotBePlannedError)):
-        answer = _try_to_plan(wanted, world, quantized)
+        answer = _try_to_plan(wanted, world, quantized, kernels)
+    if isinstance(answer, MemoryPlan) and kernels is not None and kernels.answer is not None:
+        notes = [*answer.notes, *kernels.answer.notes]
+        answer = replace(answer, attention=kernels.answer, notes=notes)
     answer = from_first(answer, world)
     if isinstance(answer, LongtakeError):
         raise answer
     assert answer is not None
-    return answer
+    return _with_its_kernels(answer)
+
+
+def _with_its_kernels(plan: MemoryPlan) -> MemoryPlan:
+    """Every rank computes attention by the kernels that rank 0 has found."""
+    if plan.attention is not None:
+        attention_rules.CHOICES.update(plan.attention.choices)
+    return plan
 
 
 def run_blocks(options: activation_checkpointing.Options, components: Components) -> None:
@@ -150,18 +169,28 @@ def _training_device(recipe: config.Recipe, world: World) -> DeviceBudget:
 
 
 def _try_to_plan(
-    recipe: config.Recipe, world: World, quantized: Kinds | None
+    recipe: config.Recipe,
+    world: World,
+    quantized: Kinds | None,
+    kernels: attention_check.KernelChooser | None,
 ) -> MemoryPlan | LongtakeError:
     """Errors are returned, so that they can reach every rank."""
+    attention_rules.CHOICES.clear()  # all attention is seen as that of kernels that can be tried
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     device = _training_device(recipe, world)
     try:
         if recipe.recompute.chosen() == "best":
             known = forecast(
-                recipe, device, world_size=world.size, per_node=per_node, quantized=quantized
+                recipe,
+                device,
+                world_size=world.size,
+                per_node=per_node,
+                quantized=quantized,
+                kernels=kernels,
             )
             return _best_plan(known)
-        return _named_plan(outline_step(recipe, device, world.size, per_node, quantized))
+        step = outline_step(recipe, device, world.size, per_node, quantized)
+        return _named_plan(step, kernels)
     except LongtakeError as error:
         return error
 
@@ -177,7 +206,7 @@ def _best_plan(known: Forecast) -> MemoryPlan:
     return replace(found, compared=tuple(known.policies))
 
 
-def _named_plan(step: MetaStep) -> MemoryPlan:
+def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -> MemoryPlan:
     """A policy that the recipe names; memory is planned if something is recomputed or limited."""
     policy = step.recipe.recompute.chosen()
     options = activation_checkpointing.options_of(
@@ -188,6 +217,8 @@ def _named_plan(step: MetaStep) -> MemoryPlan:
     except CannotBePlannedError as error:  # it may train all the same
         return _plan(step, policy, options, [f"Gradients are unchecked. {error}"])
     gradients.refuse_fatal()
+    if kernels is not None:
+        kernels.choose(step.tracer.attentions)
     notes = [str(trap) for trap in gradients.traps]
     if policy == "none" and step.device.memory_bytes is None:
         return _plan(step, policy, options, notes)

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from longtake.errors import CannotBePlannedError
 from longtake.models.streamed import NUM_BUFFERS
+from longtake.parallel.attention_trial import AttentionCase, case_of
 from longtake.planner import activation_checkpointing, kernels
 from longtake.planner.activation_offload import ActivationOffload
 from longtake.planner.block_weights import (
@@ -133,6 +134,8 @@ class Tracer:
     def __init__(self, subject: Subject, device: DeviceBudget) -> None:
         self.subject = subject
         self.device = device
+        self.attentions: dict[AttentionCase, None] = {}
+        """All that were seen in `watch_gradients`, each once."""
         self._fake = CachedFakeMode()
         self._weights: dict[activation_checkpointing.BlockWeights, WeightCosts] = {}
         with self._fake:
@@ -167,7 +170,8 @@ class Tracer:
         """One step with every block kept, watched for gradients that do not arrive."""
         subject = self.subject
         subject.call_blocks_by(activation_checkpointing.caller({}))
-        with self._fake, self._gradients_dropped(), _kernels_of(self.device.target):
+        observed = self._fake.observed_by(self._note_attention)
+        with observed, self._gradients_dropped(), _kernels_of(self.device.target):
             inputs = subject.make_inputs()
             leaves: list[Any] = torch.utils._pytree.tree_leaves(
                 vars(inputs) if hasattr(inputs, "__dict__") else inputs
@@ -175,6 +179,14 @@ class Tracer:
             with GradientWatch(subject.model, subject.blocks, tensors(leaves)) as watch:
                 watch.backward(subject.loss(inputs))
         return watch
+
+    def _note_attention(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> None:
+        masked = _aten._scaled_dot_product_efficient_attention.default
+        if func in (masked, _aten._scaled_dot_product_flash_attention.default):
+            mask, last = (args[3], args[6:7]) if func is masked else (None, args[4:5])
+            is_causal = any(last)  # torch leaves defaults out
+            query, key, value = args[:3]
+            self.attentions[case_of(query, key, value, mask, is_causal=is_causal)] = None
 
     @contextmanager
     def _gradients_dropped(self) -> Iterator[None]:

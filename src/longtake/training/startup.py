@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from longtake import fsio, heartbeat
 from longtake.data.loader import Loader
@@ -149,12 +148,12 @@ def attention_backend(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     heads = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16, device=device)
-    return attention_rules.NAMES[attention_rules.backend_of(heads, heads, heads, None, {})]
+    return attention_rules.NAMES[attention_rules.kernel_of(heads, heads, heads, None, {})]
 
 
 def slow_attention(backend: str | None, capability: tuple[int, int]) -> str:
     """A warning if a Hopper GPU runs another kernel than cuDNN's; else empty."""
-    if backend in (None, attention_rules.NAMES[SDPBackend.CUDNN_ATTENTION]) or capability != (9, 0):
+    if backend in (None, attention_rules.NAMES["cudnn"]) or capability != (9, 0):
         return ""
     return (
         f"attention runs by {backend}; on this GPU cuDNN's kernel is about 1.6 times as fast. "

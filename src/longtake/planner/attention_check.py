@@ -1,0 +1,147 @@
+"""Which kernels compute a model's attention rightly on this GPU, found out before training.
+
+A kernel may fail, or give wrong gradients without an error, by the versions of torch, cuDNN and
+driver. A process of its own tries all kinds (`longtake.parallel.attention_trial`) and ends before
+training allocates: an illegal access there spoils no CUDA context here.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from longtake import fsio, process
+from longtake.health.gpu import driver_facts
+from longtake.parallel import attention_rules, attention_trial
+from longtake.parallel.attention_rules import NAMES, AttentionKind, Kernel, KernelChoice
+from longtake.parallel.attention_trial import Attempt, AttentionCase, Trials
+
+_PROGRAM = "longtake.parallel.attention_trial"
+_SECONDS = 120.0
+_MOST_CRASHES = 8
+_VARIABLES = ("CUDNN", "CUDA_VISIBLE", "TORCH_CUDNN", "NVIDIA_TF32", "TORCH_ALLOW_TF32")
+
+
+class AttentionAnswer(NamedTuple):
+    """What was found."""
+
+    cases: tuple[AttentionCase, ...]
+    choices: tuple[tuple[AttentionKind, KernelChoice], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def choose_kernels(cases: Sequence[AttentionCase], device: torch.device) -> AttentionAnswer:
+    """Try all cases, or take the answer of an earlier call; a few seconds the first time."""
+    path: Path | None = None
+    with suppress(RuntimeError):  # a user without a home
+        path = fsio.cache_folder() / "attention" / f"{_key(cases, device)}.json"
+        with suppress(ValidationError):
+            return _Kept.validate_python(fsio.read_json(path).get("answer"))
+    answer, is_final = _try_all(tuple(cases), device)
+    if path is not None and is_final:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fsio.write_json(path, {"answer": _Kept.dump_python(answer, mode="json")})
+    return answer
+
+
+_Kept = TypeAdapter(AttentionAnswer)
+
+
+class KernelChooser:
+    """Chooses the kernels of a model that is planned, before their memory is counted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.answer: AttentionAnswer | None = None
+
+    def choose(self, cases: Iterable[AttentionCase]) -> None:
+        self.answer = choose_kernels(tuple(cases), self._device)
+        attention_rules.CHOICES.update(self.answer.choices)
+
+
+def _key(cases: Sequence[AttentionCase], device: torch.device) -> str:
+    """A checksum of all that an answer depends on."""
+    on_cuda = device.type == "cuda"
+    facts = {
+        "cases": list(cases),
+        "device": torch.cuda.get_device_name(device) if on_cuda else "cpu",
+        "driver": driver_facts().get("driver") if on_cuda else None,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version() if on_cuda else None,  # type: ignore[no-untyped-call]
+        "variables": {name: os.environ[name] for name in os.environ if name.startswith(_VARIABLES)},
+        "program": Path(attention_trial.__file__).read_text(),
+    }
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
+
+
+def _try_all(
+    cases: tuple[AttentionCase, ...], device: torch.device
+) -> tuple[AttentionAnswer, bool]:
+    """The answer, and whether it is final."""
+    refused: list[dict[Kernel, str]] = [{} for _ in cases]
+    chosen: list[Kernel] = ["math"] * len(cases)
+    problem = ""
+    for _ in range(_MOST_CRASHES):
+        trials = Trials(str(device), cases, tuple(tuple(each) for each in refused))
+        attempts, problem = _run(trials)
+        for each in attempts:
+            if each.why:
+                refused[each.case][each.kernel] = each.why
+            if each.why == "":
+                chosen[each.case] = each.kernel
+        if not problem or not attempts or attempts[-1].why is not None:
+            break
+        refused[attempts[-1].case][attempts[-1].kernel] = problem
+    if problem:
+        return AttentionAnswer(
+            cases, (), (f"Attention's kernels were not tried: {problem}.",)
+        ), False
+    choices = dict[AttentionKind, KernelChoice]()
+    for case, kernel, without in zip(cases, chosen, refused, strict=True):
+        before = choices.get(case.kind, KernelChoice(kernel)).refused
+        choices[case.kind] = KernelChoice(kernel, tuple(dict.fromkeys((*before, *without))))
+    notes = tuple(
+        f"{NAMES[kernel]} attention {why} ({_describe(case)}); {NAMES[chosen[number]]} attention "
+        "takes its place."
+        for number, case in enumerate(cases)
+        for kernel, why in refused[number].items()
+    )
+    return AttentionAnswer(cases, tuple(choices.items()), notes), True
+
+
+def _run(trials: Trials) -> tuple[list[Attempt], str]:
+    """What a process wrote, and why it did not end well."""
+    given = TypeAdapter(Trials).dump_json(trials)
+    command, environment = process.program(_PROGRAM), process.environment()
+    try:
+        ended = subprocess.run(  # noqa: S603 - this program's own
+            command,
+            input=given,
+            capture_output=True,
+            env=environment,
+            timeout=_SECONDS,
+            check=False,
+        )
+        last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
+        output, how = ended.stdout, f"crashes its process (exit code {ended.returncode}: {last})"
+    except subprocess.TimeoutExpired as late:
+        output, how = late.stdout or b"", f"does not end within {_SECONDS:.0f} s"
+    except OSError as error:
+        return [], f"its process cannot be started: {error}"
+    lines = [line for line in output.splitlines() if line.startswith((b"[", b'"end"'))]
+    attempts = [Attempt(*json.loads(line)) for line in lines if line.startswith(b"[")]
+    return attempts, "" if lines and lines[-1] == b'"end"' else how
+
+
+def _describe(case: AttentionCase) -> str:
+    queries, keys = case.lengths
+    masked = ", masked" if case.kind.is_masked else ""
+    return f"{case.kind.dtype}, {queries} x {keys} tokens, heads of {case.kind.widths[0]}{masked}"
