@@ -229,9 +229,16 @@ def fill_latents(
     """
     data, under_way = cache.data, deque[tuple[Window, list[_Reading]]]()
     limit, memory = data.sample_timeout_seconds, data.sample_memory_gib
+    firsts = (each.item() if isinstance(each, _Row) else each for each in clips[:3])
+    some = [each.clip.media for each in firsts]
     with (
         decode_worker.DecodePool(
-            data.workers, limit, memory_gib=memory, heartbeats=heartbeats, store=data.store
+            data.workers,
+            limit,
+            memory_gib=memory,
+            heartbeats=heartbeats,
+            store=data.store,
+            examples=tuple(media for media in some if media.is_remote),
         ) as pool,
         PackWriter(cache.packs) as writer,
     ):

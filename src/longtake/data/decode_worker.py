@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from longtake import errors, process, stacks
 from longtake.config import StoreSection
 from longtake.data import stores
+from longtake.data.clip import Media
 from longtake.data.conditioning import Wanted, read
 from longtake.data.decode import MEMORY_GIB, memory_limited, pixels_limited
 from longtake.data.workers import Reply, Task, WorkerIncident, WorkerPool
@@ -41,10 +42,15 @@ class DecodeTask(Task[Wanted, NDArray[np.uint8]]):
     start_hint = "; or decode in threads of this process: data.workers=0"
 
     def __init__(
-        self, silence_seconds: float, memory_gib: float, store: StoreSection | None = None
+        self,
+        silence_seconds: float,
+        memory_gib: float,
+        store: StoreSection | None = None,
+        examples: tuple[Media, ...] = (),
     ) -> None:
         self.silence_seconds = silence_seconds
         self.memory_gib = memory_gib
+        self.examples = examples
         self.store = store or StoreSection()
 
     def do(
@@ -71,12 +77,14 @@ class DecodePool:
         threads: int = 2,
         heartbeats: HeartbeatDir | None = None,
         store: StoreSection | None = None,
+        examples: tuple[Media, ...] = (),
     ) -> None:
         self._memory_gib, self._store = memory_gib, store or StoreSection()
+        self._examples = examples
         self._threads: ThreadPoolExecutor | None = None
         self._workers: WorkerPool[Wanted, NDArray[np.uint8]] | None = None
         if workers:
-            task = DecodeTask(sample_timeout_seconds, memory_gib, store)
+            task = DecodeTask(sample_timeout_seconds, memory_gib, store, examples)
             self._workers = WorkerPool(
                 task, workers, attempts=2, num_buffers=2, heartbeats=heartbeats
             )
@@ -95,7 +103,8 @@ class DecodePool:
         if self._workers:
             return self._workers.submit(wanted, out)
         assert self._threads
-        return self._threads.submit(_read_twice, wanted, out, self._memory_gib, self._store)
+        how = self._memory_gib, self._store, self._examples
+        return self._threads.submit(_read_twice, wanted, out, *how)
 
     def incidents(self) -> list[WorkerIncident]:
         return self._workers.incidents() if self._workers else []
@@ -174,11 +183,13 @@ def _reply(
     try:
         with (
             nullcontext() if task.memory_gib is None else memory_limited(task.memory_gib),
-            stores.fetching(task.store, task.memory_gib, progress, wait_for_store),
+            stores.fetching(task.store, task.memory_gib, progress, wait_for_store, task.examples),
         ):
             if memory is None:
                 return "done", task.do(item, progress)
             task.do(item, progress, _shared(memory, item.shape))  # type: ignore[call-arg]
+    except stores.ASKED_ENOUGH as error:
+        return "refused", error
     except errors.ClipError as error:
         return "failed", error.reason
     except errors.LongtakeError as error:
@@ -199,11 +210,17 @@ def _trim() -> None:
 
 
 def _read_twice(
-    wanted: Wanted, out: NDArray[np.uint8], memory_gib: float, store: StoreSection
+    wanted: Wanted,
+    out: NDArray[np.uint8],
+    memory_gib: float,
+    store: StoreSection,
+    examples: tuple[Media, ...],
 ) -> NDArray[np.uint8]:
-    with pixels_limited(memory_gib), stores.fetching(store, memory_gib):
+    with pixels_limited(memory_gib), stores.fetching(store, memory_gib, examples=examples):
         try:
             return read(wanted, out)
+        except stores.ASKED_ENOUGH:
+            raise
         except errors.ClipError:
             return read(wanted, out)
 

@@ -22,7 +22,7 @@ from longtake.data import buckets, replan
 from longtake.data.cache import Cache, CachedBuffer, CachedSource, CacheFailure
 from longtake.data.caption_text import with_sample_caption
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip
+from longtake.data.clip import Clip, Media
 from longtake.data.conditioning import (
     Wanted,
     as_bytes,
@@ -102,6 +102,7 @@ class DecodingSource:
         workers: int,
         cache: FrameCache,
         heartbeats: HeartbeatDir | None = None,
+        examples: tuple[Media, ...] = (),
     ) -> None:
         self.data = data
         self.cache = cache
@@ -111,6 +112,7 @@ class DecodingSource:
             memory_gib=data.sample_memory_gib,
             heartbeats=heartbeats,
             store=data.store,
+            examples=examples,
         )
         self.incidents, self.close = self.pool.incidents, self.pool.close
         self.take_fetched = self.pool.take_fetched
@@ -486,7 +488,14 @@ class Loader:
     def _source(self, workers: int) -> SampleSource:
         if self._cached is not None:
             return CachedSource(*self._cached)
-        return DecodingSource(self.data, workers, self._frame_cache, self.heartbeats)
+        ends = [
+            catalog.clip(row).media
+            for catalog in self.catalogs.values()
+            for row in sorted({0, len(catalog) // 2, len(catalog) - 1})
+            if len(catalog)
+        ]
+        examples = tuple(media for media in ends if media.is_remote)
+        return DecodingSource(self.data, workers, self._frame_cache, self.heartbeats, examples)
 
     def _end(self, end_step: int | None) -> int | None:
         ends = [end for end in (end_step, self.plan_history.end_step) if end is not None]

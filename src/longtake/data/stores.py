@@ -20,7 +20,9 @@ from concurrent import futures
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
+from ipaddress import ip_address
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,6 +58,14 @@ _REFUSED_ERRORS = (
     "DefaultCredentialsError",
     "RefreshError",
 )
+_NEVER = (
+    "TooManyRedirects",
+    "InvalidURL",
+    "InvalidUrlClientError",
+    "InvalidUrlRedirectClientError",
+    "NonHttpUrlClientError",
+    "NonHttpUrlRedirectClientError",
+)
 _SYSTEM_RANDOM = random.SystemRandom()  # seeded generators stay as they are
 
 
@@ -64,7 +74,23 @@ class MissingError(ClipError):
 
 
 class UnreachableError(ClipError):
-    """A store did not give a clip in time; it may later."""
+    """A store did not give a clip in time, though it gives others; it may later."""
+
+
+class UnansweredError(ClipError):
+    """An address that can never be answered, such as one that redirects to itself."""
+
+
+ASKED_ENOUGH = (MissingError, UnreachableError, UnansweredError)
+"""Errors after which a second try is of no use."""
+
+
+class OutageError(DataError):
+    """A store gives nothing, whatever it is asked for."""
+
+
+class _RedirectError(Exception):
+    """A server redirects to an address that is not asked; no second try can help."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +120,13 @@ class _Fetching:
     memory_gib: float | None = None  # that a clip without a cache may take
     progress: Callable[[], object] = lambda: None
     waiting: Callable[[str], object] = lambda reason: None
+    examples: tuple[Media, ...] = ()  # objects by which a store shows that it answers
 
 
 _fetching: ContextVar[_Fetching] = ContextVar("fetching", default=_Fetching(StoreSection()))  # noqa: B039
 _lock = threading.Lock()
 _fetched = Fetched()
+_last_read: dict[str, Media] = {}  # by store, in this process
 
 
 @contextmanager
@@ -107,13 +135,15 @@ def fetching(
     memory_gib: float | None = None,
     progress: Callable[[], object] = lambda: None,
     waiting: Callable[[str], object] = lambda reason: None,
+    examples: tuple[Media, ...] = (),
 ) -> Iterator[None]:
     """Fetch by a recipe's section.
 
     `progress` is called while something is fetched, and `waiting` with a reason when a store did
-    not answer, with none once it has.
+    not answer, with none once it has. `examples` are asked for, beside what this process has read,
+    to tell an object that cannot be had from a store that is gone.
     """
-    token = _fetching.set(_Fetching(section, memory_gib, progress, waiting))
+    token = _fetching.set(_Fetching(section, memory_gib, progress, waiting, examples))
     try:
         yield
     finally:
@@ -167,7 +197,8 @@ def local(media: Media) -> Iterator[Media]:
 
     Raises:
         ClipError: there is no such object, or the clip has changed since it was indexed.
-        UnreachableError: the store does not answer, after all retries.
+        UnreachableError: the store does not give this object, after all retries, but others.
+        OutageError: it gives nothing at all.
         DataError: the store refuses the credentials, or its client is not installed.
     """
     if not media.is_remote or media.local:
@@ -191,9 +222,9 @@ def _obtain(media: Media) -> tuple[int, int]:
         assert num_bytes is not None
     section = how.section
     if section.cache is not None and num_bytes <= section.cache_gib * 2**30:
-        cache = ClipCache(section.cache, int(section.cache_gib * 2**30))
+        kept = ClipCache(section.cache, int(section.cache_gib * 2**30))
         with suppress(OSError):  # such as a full disk: memory will do
-            return cache.open(media, num_bytes, lambda file: _fetch(media, num_bytes, file))
+            return kept.open(media, num_bytes, lambda file: _fetch(media, num_bytes, file))
     if how.memory_gib is not None and num_bytes > how.memory_gib * 2**30:
         raise ClipError(
             str(media),
@@ -224,17 +255,18 @@ def _fetch(media: Media, num_bytes: int, descriptor: int) -> None:
 def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:
     """The clip's bytes with their positions; what has come is not asked for again."""
     store, path = _open_store(media.path)
-    position, size, request = 0, _RANGE_BYTES, _Request(media)
+    position, size, request, tag = 0, _RANGE_BYTES, _Request(media), ""
     while position < num_bytes:
         start = media.offset + position
         end = media.offset + min(position + size, num_bytes)
         try:
-            data = request.once(store, lambda: store._cat_file(path, start=start, end=end))  # noqa: B023
+            answer = request.once(store, lambda: _get(store, path, start, end, tag))  # noqa: B023
         except TimeoutError:
             size = max(size // 4, _MIN_RANGE_BYTES)
             continue
-        if data is None:
+        if answer is None:
             continue
+        data, tag = answer[0], tag or answer[1]
         if len(data) < end - start:
             raise ClipError(
                 str(media),
@@ -243,13 +275,44 @@ def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:
         if len(data) > end - start:
             raise ClipError(
                 str(media),
-                f"its server sent {len(data):,} bytes where {end - start:,} were asked for: it "
-                "does not serve ranges of bytes",
+                f"its server sent more than the {end - start:,} bytes that were asked for: it does "
+                "not serve ranges of bytes",
             )
         yield position, data
         position += len(data)
     if num_bytes == 0:
         yield 0, b""
+
+
+async def _get(store: Any, path: str, start: int, end: int, tag: str) -> tuple[bytes, str]:
+    """A range of an object and its ETag; one byte more at most, whatever the server sends.
+
+    With `tag` it must still be the same object.
+    """
+    most, ask = end - start + 1, f"bytes={start}-{end - 1}"
+    if hasattr(store, "_call_s3"):
+        bucket, key, version = store.split_path(path)
+        further = {"VersionId": version, "IfMatch": tag}
+        further = {name: value for name, value in further.items() if value}
+        answer = await store._call_s3("get_object", Bucket=bucket, Key=key, Range=ask, **further)
+        try:
+            found = bytearray()
+            while piece := await answer["Body"].read(most - len(found)):  # it may give less
+                found += piece
+        finally:
+            answer["Body"].close()
+        return bytes(found), answer.get("ETag", "")
+    if path.startswith("http"):
+        headers = {"Range": ask, **({"If-Match": tag} if tag else {})}
+        session = await store.set_session()
+        async with session.get(store.encode_url(path), headers=headers) as answer:
+            store._raise_not_found_for_status(answer, path)
+            found = bytearray()
+            while piece := await answer.content.read(most - len(found)):
+                found += piece
+            etag = answer.headers.get("ETag", "")
+            return bytes(found), "" if etag.startswith("W/") else etag
+    return await store._cat_file(path, start=start, end=end), ""
 
 
 class _Request:
@@ -284,7 +347,9 @@ class _Request:
         if self._failures:
             self._how.waiting("")
         self._last, self._failures = time.monotonic(), 0
-        num_bytes = len(answer) if isinstance(answer, bytes) else 0
+        num_bytes = len(answer[0]) if isinstance(answer, tuple) else 0
+        if num_bytes:
+            _last_read[store_of(self._media.path)] = self._media
         _count(Fetched(num_bytes, self._last - begun))
         return answer
 
@@ -303,6 +368,10 @@ class _Request:
         """Raise if asking again is of no use; else wait."""
         media, section = self._media, self._how.section
         status, name = _status_of(error), type(error).__name__
+        if (reason := _never_answered(error)) is not None:
+            raise UnansweredError(str(media), reason) from None
+        if status == 412:
+            raise content.changed(media, "while it was read") from None
         # fsspec's HTTP makes one of every failure, whose cause it keeps.
         is_missing = isinstance(error, FileNotFoundError) and error.__cause__ is None
         if is_missing or status in _MISSING:
@@ -321,17 +390,25 @@ class _Request:
                 "s3, SSL_CERT_FILE for gs and https."
             ) from None
         if status == 416:
-            raise ClipError(str(media), "is shorter than it was indexed. Index it again") from None
+            raise ClipError(
+                str(media), "is shorter than it was indexed. Run longtake data index again"
+            ) from None
         if isinstance(error, TimeoutError):
             reason = f"no answer within {section.timeout_seconds:g} s"
         else:
             reason = _words_of(error)
         silent = time.monotonic() - self._last
         if silent > section.retry_seconds:
-            raise UnreachableError(
-                str(media),
-                f"its store gave nothing for {silent:.0f} s (data.store.retry_seconds is "
-                f"{section.retry_seconds:g}), {self._failures + 1} times asked; the last: {reason}",
+            asked = (
+                f"for {silent:.0f} s (data.store.retry_seconds is {section.retry_seconds:g}), "
+                f"{self._failures + 1} times asked; the last: {reason}"
+            )
+            if self._gives_others():
+                raise UnreachableError(str(media), f"its store did not give it {asked}") from None
+            raise OutageError(
+                f"{store_of(media.path)} has given nothing {asked}. It was asked for {media}, and "
+                "gives no other object either. No clip was rejected for that. Start the same "
+                "command again when it answers."
             ) from None
         wait = min(_FIRST_WAIT_SECONDS * 2**self._failures, _MAX_WAIT_SECONDS)
         self._failures += 1
@@ -341,6 +418,58 @@ class _Request:
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _POLL_SECONDS))
             self._how.progress()
+
+    def _gives_others(self) -> bool:
+        """Whether the store gives another object now, such as the last one that was read."""
+        name = store_of(self._media.path)
+        known = _last_read.get(name, self._media)
+        others = [each for each in self._how.examples if store_of(each.path) == name]
+        for other in {each.path: each for each in (known, *others)}.values():
+            if other.path == self._media.path:
+                continue
+            store, path = _open_store(other.path)
+            size = min(other.num_bytes or 1, _MIN_RANGE_BYTES)
+            with suppress(Exception):  # each client raises its own
+                end = other.offset + size
+                if self._result(store, _get(store, path, other.offset, end, ""))[0]:
+                    return True
+        return False
+
+
+def _never_answered(error: BaseException | None) -> str | None:
+    """Why asking again can never help, in words; None: it may."""
+    if error is None:
+        return None
+    if isinstance(error, _RedirectError):
+        return str(error)
+    if type(error).__name__ in _NEVER:
+        return f"its server redirects to where no answer can come from ({type(error).__name__})"
+    return _never_answered(error.__cause__)
+
+
+@cache
+def _redirect_guard() -> Any:
+    """Keeps servers from leading requests to addresses that only this network can reach."""
+    import aiohttp
+    from yarl import URL
+
+    async def look(session: Any, context: Any, answer: Any) -> None:
+        target = answer.url.join(URL(answer.response.headers.get("Location", "")))
+        if target.scheme not in ("http", "https"):
+            raise _RedirectError(f"its server redirects to {target.scheme or 'nothing'}:")
+        if target.origin() == answer.url.origin():
+            return
+        found = await asyncio.get_running_loop().getaddrinfo(target.host, target.port)
+        addresses = [str(each[4][0]).partition("%")[0] for each in found]
+        if not all(ip_address(each).is_global for each in addresses):
+            raise _RedirectError(
+                f"its server redirects to {target.origin()}, which is in this network; name that "
+                "address itself if you trust it"
+            )
+
+    guard = aiohttp.TraceConfig()
+    guard.on_request_redirect.append(look)
+    return guard
 
 
 def _status_of(error: BaseException) -> int | None:
@@ -393,6 +522,8 @@ def _open_store(url: str) -> tuple[Any, str]:
     if protocol == "s3":
         config = {"connect_timeout": seconds, "read_timeout": seconds}
         options["config_kwargs"] = {**config, "retries": {"total_max_attempts": 1}}
+    if protocol in ("http", "https"):
+        options["client_kwargs"] = {"trace_configs": [_redirect_guard()]}
     store = fsspec.filesystem(protocol, use_listings_cache=False, **options)
     if protocol == "s3":
         store.retries = 1  # `_Request` asks again
