@@ -45,7 +45,7 @@ goldens: $(READY)  ## compare results with those of an earlier commit (GOLDENS="
 LONGTAKE_FUZZ_SEED  ?= $(shell date +%s)
 LONGTAKE_FUZZ_CASES ?= 2000
 
-fuzz: $(READY)  ## damaged and hostile inputs for every command, 2,000 new ones each time (half an hour)
+fuzz: $(READY)  ## hostile inputs for every command, and random histories of the data; new ones each time (half an hour)
 	@echo LONGTAKE_FUZZ_SEED=$(LONGTAKE_FUZZ_SEED) LONGTAKE_FUZZ_CASES=$(LONGTAKE_FUZZ_CASES)
 	LONGTAKE_FUZZ_SEED=$(LONGTAKE_FUZZ_SEED) LONGTAKE_FUZZ_CASES=$(LONGTAKE_FUZZ_CASES) \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/fuzz
