@@ -356,7 +356,7 @@ def test_an_object_that_a_living_store_does_not_give_is_rejected_alone(
 def test_an_outage_ends_the_run_with_the_stores_name_and_rejects_no_clip(
     remote_catalog: Path, proxy: store.Proxy
 ) -> None:
-    how = {"timeout_seconds": 1, "retry_seconds": 1}
+    how = {"timeout_seconds": 20, "retry_seconds": 1}
     data = section(catalog=remote_catalog, workers=0, frame_cache_gib=0.0, store=how)
     loader = Loader(data, batch_size=2, prefetch_batches=1)
     batches = loader.batches()
