@@ -497,12 +497,14 @@ class RunDirectory:
         listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, old, new in changed)
         ways = ""
         keys = {key for key, _, _ in changed}
+        options, catalogs = self._other_catalogs(recipe)
+        listed += catalogs
         steps = recipe.training.steps
         if keys == {"training.steps"} and steps > self.recipe().training.steps:
             ways = (
                 f"To train longer, to step {steps}, with the learning-rate schedule computed for "
                 f"that number of steps:\n  {self.resume_command()} --set training.steps={steps} "
-                "--set data.on_change=finish\n"
+                f"{options}--set data.on_change=finish\n"
             )
         elif all(map(config.decides_order, keys)) and keys != {"training.steps"}:
             ways = (
@@ -517,6 +519,19 @@ class RunDirectory:
             "old recipe: "
             f"{self.resume_command()}"
         )
+
+    def _other_catalogs(self, recipe: config.Recipe) -> tuple[str, str]:
+        """Options for a command, and lines, about catalogs that a recipe names instead.
+
+        A catalog's path may change; but a command with this run's recipe would train the old one.
+        """
+        before, options, lines = self.recipe().data.sources(), "", ""
+        for name, path in recipe.data.sources().items():
+            key = "data.catalog" if recipe.data.catalog is not None else f"data.catalogs.{name}"
+            if before.get(name) != path:
+                options += f"--set {shlex.quote(f'{key}={path}')} "
+                lines += f"\n  {key}: {str(before.get(name))!r} there, {str(path)!r} now"
+        return options, lines
 
     def resume_command(self) -> str:
         """What to type to train on; the recipe of a run that was moved names its old place."""

@@ -235,7 +235,7 @@ def test_stages_that_are_too_different_are_shown_and_refused(
     changes = ("--set", stages, "--set", "data.on_drift=refuse", "--set", "data.drift_limit=0.001")
     code, _, err = call("data", "show", catalog, place / "recipe.toml", *changes)
     assert code == 2
-    assert "Stages are too different" in err
+    assert "Clips are too different from those before" in err
     assert "Stage b" in err
 
 

@@ -395,7 +395,7 @@ def drifting_clips() -> Catalog:
 
 
 def _drifts(catalogs: dict[str, Catalog], data: DataSection) -> dict[str, Drift]:
-    return {drift.attribute: drift for drift in drifts(begin(catalogs, data, 4, 0))}
+    return {drift.attribute: drift for drift in drifts(begin(catalogs, data, 4, 0).stages)}
 
 
 def test_drift_is_measured_in_standard_deviations(drifting_clips: Catalog) -> None:
@@ -434,7 +434,7 @@ def test_a_stage_of_other_catalogs_is_compared_too() -> None:
     ]
     data = section(catalogs={"short": "s.parquet", "long": "l.parquet"}, stages=stages)
     plan = begin({"short": short, "long": long}, data, 4, 0)
-    b, c = (drift for drift in drifts(plan) if drift.attribute == "num_frames")
+    b, c = (drift for drift in drifts(plan.stages) if drift.attribute == "num_frames")
     assert (b.stage, b.before, b.after, b.distance) == ("b", 10, 12.5, np.inf)
     assert (c.stage, c.before, c.after) == ("c", 12.5, 20)
     assert c.distance == pytest.approx(7.5 / np.std([10, 10, 10, 20]))

@@ -18,7 +18,7 @@ from longtake.data import stores
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Media
 from longtake.data.loader import Loader
-from longtake.data.plan import Plan, begin
+from longtake.data.plan import Plan, begin, review
 from longtake.data.replan import PlanHistory, Policy, keep_catalogs, replan, resume, start
 from longtake.data.window import Window
 from longtake.errors import DataChangedError, DataError
@@ -568,6 +568,28 @@ def test_finishing_reads_clips_where_they_lie_now(tmp_path: Path) -> None:
     paths = {batch.catalog.clip(int(row)).path for batch in batches for row in batch.rows}
     assert len(paths) == 6
     assert all(path.startswith("/new/") for path in paths - {"/old/0.mp4"})
+
+
+def test_clips_of_a_swapped_catalog_are_compared_with_those_before(tmp_path: Path) -> None:
+    """As those of a stage with the stage before; once the run has resumed, no more."""
+
+    def chunk(numbers: range, nouns: float) -> Catalog:
+        return catalog_of(numbers, attributes=lambda n: {"nouns": nouns + n % 3})
+
+    run = _Run(tmp_path, chunk(range(40), 1.0), stages=[_ONCE])
+    run.step = 5
+    plans = run.resume(chunk(range(100, 140), 5.0))
+    data = section(stages=[_ONCE])
+    (said,) = [
+        line
+        for line in review(plans.plan, data, None, plans.stage_before_change())
+        if "mean" in line
+    ]
+    assert "stage only: mean nouns changes from 1.975 to 6" in said
+    refusing = section(stages=[_ONCE], on_drift="refuse")
+    with pytest.raises(DataError, match=r"data\.on_drift = refuse(.|\n)*mean nouns"):
+        review(plans.plan, refusing, None, plans.stage_before_change())
+    assert run.resume().stage_before_change() is None
 
 
 def test_a_refused_state_leaves_the_loader_as_it_was(tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ def test_a_refusal_is_shown_with_what_is_behind_it() -> None:
     assert (drift["before"], drift["after"]) == (10, 20)
     assert drift["distance"] is None
     assert drift["is_above_limit"]
-    assert "Stages are too different" in facts["refusal"]
+    assert "Clips are too different from those before" in facts["refusal"]
     assert any("mean num_frames changes from 10 to 20" in said for said in facts["warnings"])
     early = recipe_of({"stages": [{"name": "only", "epochs": 1}]}, steps=100)
     _, facts = planned(Catalog.of(clips), early)

@@ -77,10 +77,10 @@ def test_a_last_stage_with_few_far_harder_clips_is_named_or_refused() -> None:
     ]
     data = section(stages=stages)
     plan = begin({"catalog": clips}, data, 4, 0)
-    (found,) = tail_drifts(plan, 1.0)
+    (found,) = tail_drifts(plan.stages, 1.0)
     assert (found.stage, found.attribute, found.count, found.least) == ("last", "nouns", 1, 230.0)
     assert found.num_clips == 10_000
-    of_nouns = next(each for each in drifts(plan) if each.attribute == "nouns")
+    of_nouns = next(each for each in drifts(plan.stages) if each.attribute == "nouns")
     assert of_nouns.distance < 0.05
     (said,) = [line for line in review(plan, data, None) if "nouns" in line]
     assert said.startswith("stage last: 1 of 10,000 clips that it adds have nouns of 230 or more")
@@ -88,4 +88,4 @@ def test_a_last_stage_with_few_far_harder_clips_is_named_or_refused() -> None:
     with pytest.raises(DataError, match=r"too different(.|\n)*nouns of 230 or more"):
         review(plan, refusing, None)
     dropped = section(stages=[stages[0], {**stages[1], "drop_hardest": 0.0001}])
-    assert tail_drifts(begin({"catalog": clips}, dropped, 4, 0), 1.0) == []
+    assert tail_drifts(begin({"catalog": clips}, dropped, 4, 0).stages, 1.0) == []

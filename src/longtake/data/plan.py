@@ -392,10 +392,10 @@ class Drift:
         )
 
 
-def drifts(plan: Plan) -> list[Drift]:
+def drifts(stages: Sequence[StagePlan]) -> list[Drift]:
     """The change of each attribute that is known on both sides of a border of stages."""
     found = []
-    for before, after in pairwise(plan.stages):
+    for before, after in pairwise(stages):
         streams = [*before.streams, *after.streams]
         scores = (set(stream.parts[-1].catalog.attribute_names) for stream in streams)
         for attribute in [*_NUMBERS, *sorted(set.intersection(*scores))]:
@@ -431,25 +431,37 @@ def _distance(old: tuple[float, float], new: tuple[float, float]) -> float:
     return 0.0 if np.isclose(before, after) else float("inf")
 
 
-def review(plan: Plan, data: DataSection, num_steps: int | None) -> list[str]:
-    """Warnings about a plan; `num_steps` is the global step at which training ends, if known.
+def review(
+    plan: Plan, data: DataSection, num_steps: int | None, trained: StagePlan | None = None
+) -> list[str]:
+    """Warnings about a plan.
+
+    Args:
+        plan: of the steps to come.
+        data: the recipe's section.
+        num_steps: the global step at which training ends, if it is known.
+        trained: the stage that was trained until the data changed, if they have: clips of another
+            catalog are compared with its clips, as those of a stage with the stage before.
 
     Raises:
         DataError: the stages end before the training, or a coming stage is too different and
             `data.on_drift` is `refuse`.
     """
     _refuse_an_early_end(plan, num_steps)
-    moved = [each for each in drifts(plan) if each.distance > data.drift_limit]
+    stages = [*filter(None, [trained]), *plan.stages]
+    moved = [each for each in drifts(stages) if each.distance > data.drift_limit]
     known = {(each.stage, each.attribute) for each in moved}
     too_far = [str(each) for each in moved]
     too_far += [
         str(each)
-        for each in tail_drifts(plan, data.drift_limit)
+        for each in tail_drifts(stages, data.drift_limit)
         if (each.stage, each.attribute) not in known
     ]
     if too_far and data.on_drift == "refuse":
         raise DataError(
-            "\n  ".join(["Stages are too different (data.on_drift = refuse):", *too_far])
+            "\n  ".join(
+                ["Clips are too different from those before (data.on_drift = refuse):", *too_far]
+            )
             + f"\nThe limit is data.drift_limit = {data.drift_limit} standard deviations. Put a "
             "stage between, drop the hardest clips (drop_hardest), or raise the limit."
         )

@@ -489,6 +489,15 @@ class PlanHistory:
     def end_step(self) -> int | None:
         return self.plan.end_step
 
+    def stage_before_change(self) -> StagePlan | None:
+        """The stage that was trained, if the newest plan was made just now for changed data."""
+        if not self.changes or len(self.plans) < 2:
+            return None
+        before, step = self.plans[-2], self.plan.first_step
+        is_over = before.end_step is not None and step >= before.end_step
+        name = before.stages[-1].stage.name if is_over else before.stage_at(step)[0]
+        return next(each for each in before.stages if each.stage.name == name)
+
     def batch(self, step: int) -> PlannedBatch:
         return self.plan_at(step).batch(step)
 

@@ -299,9 +299,9 @@ def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -
                 "distance": drift.distance if math.isfinite(drift.distance) else None,
                 "is_above_limit": drift.distance > recipe.data.drift_limit,
             }
-            for drift in drifts(plan)
+            for drift in drifts(plan.stages)
         ],
-        "tails": [asdict(each) for each in tail_drifts(plan, recipe.data.drift_limit)],
+        "tails": [asdict(each) for each in tail_drifts(plan.stages, recipe.data.drift_limit)],
         "warnings": [*warnings, *_poor_fits(stages)],
         "refusal": refusal,
         "steps": steps,

@@ -5,6 +5,7 @@ share `FALSE_ALARMS`; both ask for more than `limit` standard deviations beside 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from longtake.data.catalog import Catalog
-    from longtake.data.plan import Plan  # which imports this module
+    from longtake.data.plan import StagePlan  # which imports this module
 
 FALSE_ALARMS = 1e-3
 """Probability of an alarm about a stage whose clips are like those before it."""
@@ -115,7 +116,7 @@ class TailDrift:
         )
 
 
-def tail_drifts(plan: "Plan", limit: float) -> list[TailDrift]:
+def tail_drifts(stages: "Sequence[StagePlan]", limit: float) -> list[TailDrift]:
     """Scores whose upper tail is more than `limit` standard deviations beyond all stages before.
 
     Of each stage only those clips are compared that no stage before it has. Scores are the
@@ -123,7 +124,7 @@ def tail_drifts(plan: "Plan", limit: float) -> list[TailDrift]:
     """
     found = []
     seen: dict[int, tuple[Catalog, NDArray[np.bool_]]] = {}
-    for place, stage in enumerate(plan.stages):
+    for place, stage in enumerate(stages):
         parts = [stream.parts[-1] for stream in stage.streams]
         for part in parts:
             seen.setdefault(id(part.catalog), (part.catalog, np.zeros(len(part.catalog), bool)))

@@ -185,7 +185,8 @@ def _build(
     plan_of_data = loader.plan_history.plan
     first_does(lambda: refuse_missing_conditioning(plan_of_data, recipe.data), world)
     steps = recipe.training.steps
-    warnings = [*point.warnings, *review(plan_of_data, recipe.data, steps)]
+    trained = loader.plan_history.stage_before_change()
+    warnings = [*point.warnings, *review(plan_of_data, recipe.data, steps, trained)]
     compiler = build.uncompiled(recipe, world.device)
     warnings += filter(None, [wandb.missing_key(recipe.tracking), compiler, threads.difference()])
     warnings += map(str, session.differences)
