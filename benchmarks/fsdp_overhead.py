@@ -39,6 +39,7 @@ from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session
 from longtake.models.build import Components, assemble, flow_losses, outline
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, join
+from longtake.parallel.replicas import ReplicaCheck
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
@@ -269,8 +270,8 @@ def _longtake(
         Ledger(folder, world.rank, streams) as ledger,
         heartbeat_session(writer),
     ):
-        threads = CpuThreads(world)
-        monitors = Monitors(guard, norms, saver, recorder, StopSignal(), threads)
+        threads, replicas = CpuThreads(world), ReplicaCheck(world, 0)
+        monitors = Monitors(guard, norms, replicas, saver, recorder, StopSignal(), threads)
         train_steps(session, replace(state, global_step=0), loader, ledger, monitors)
     rows = list(run.metrics())[-steps:] if world.is_first else []
     assert not world.is_first or len(rows) >= min(before, steps)

@@ -37,6 +37,7 @@ from longtake.optim.build import build_optimizers
 from longtake.optim.update import Averages
 from longtake.parallel.fsdp import squares
 from longtake.parallel.mesh import World
+from longtake.parallel.replicas import ReplicaCheck
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.training.inputs import InputQueue
@@ -231,8 +232,8 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
         keep_recorder(session, None, 0, {}) as recorder,
         Ledger(folder, 0, streams) as ledger,
     ):
-        threads = CpuThreads(_ALONE)
-        monitors = Monitors(guard, norms, saver, recorder, StopSignal(), threads)
+        threads, replicas = CpuThreads(_ALONE), ReplicaCheck(_ALONE, 0)
+        monitors = Monitors(guard, norms, replicas, saver, recorder, StopSignal(), threads)
         train_steps(session, to_here, loader, ledger, monitors)
     rows = list(run.metrics())
     assert len(rows) >= min(before, steps)

@@ -940,6 +940,10 @@ class GuardSection(_Section):
     warmup_steps: int = Field(64, ge=16, le=_MAX_STEPS)
     """Steps at the beginning of a run, and of a stage, in which nothing is usual yet: only NaN
     and inf are looked for there, and in a later stage's the norm of the weights."""
+    compare_replicas_every: int = Field(10, ge=0, le=_MAX_STEPS)
+    """Steps after which ranks that hold the same trained weights compare them to the bit, besides
+    before each checkpoint; 0: never. Where copies are unlike, a GPU computes wrongly: the run rolls
+    back to its newest checkpoint, and names the one that is alone (of two: both)."""
     max_rollbacks: int = Field(3, ge=0, le=_MAX_STEPS)
     """Rollbacks without progress before the run stops. Progress is 500 steps without trouble beyond
     the furthest one that a rollback gave up."""

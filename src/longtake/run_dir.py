@@ -86,6 +86,12 @@ BEGINNINGS: Final = ("launched", "resumed")
 ENDINGS: Final[tuple[RunEnding, ...]] = ("finished", "interrupted", "diverged")
 
 
+def skipped_batches(rolled_back: Mapping[str, Any]) -> str:
+    """The batches that a rollback skips, in words."""
+    first, end = rolled_back["skipped"]
+    return f"batches {first} to {end - 1}" if first < end else "no batches"
+
+
 @fsio.with_other_fields
 class Metrics(TypedDict):
     """One line of metrics.jsonl.

@@ -56,6 +56,12 @@ def test_a_checkpoint_of_the_step_where_it_began_is_good() -> None:
     assert _plan(steps, history_of(steps[:-1]), 300) == RollBack(300, (300, 319))
 
 
+def test_unlike_replicas_skip_no_batch() -> None:
+    steps = healthy(311)
+    found = _plan(steps, history_of(steps[:-1]), steps[-1].step, reason="replicas")
+    assert found == RollBack(300, (steps[-1].batch, steps[-1].batch))
+
+
 def test_a_history_may_contain_the_step_itself() -> None:
     steps = healthy(311)
     assert _plan(steps, history_of(steps), 290) == RollBack(200, (282, 319))

@@ -1,9 +1,12 @@
 """What is compared between ranks, and what is said of a difference."""
 
+import random
+from pathlib import Path
+
 import torch
 
 from longtake import config
-from longtake.parallel.equality import Facts, differences_of, software
+from longtake.parallel.equality import Facts, differences_of, files_read, software
 
 
 def test_a_difference_names_key_values_and_nodes_and_whether_it_decides() -> None:
@@ -35,6 +38,23 @@ def test_a_difference_names_key_values_and_nodes_and_whether_it_decides() -> Non
     assert {name for name, each in found.items() if each.decides} == {
         *("optimizer.learning_rate", "NCCL_ALGO", "torch"),
     }
+
+
+def test_a_file_that_was_trained_elsewhere_is_found(tmp_path: Path) -> None:
+    rng = random.Random(0)  # noqa: S311 - not a secret
+    folder = tmp_path / "transformer"
+    folder.mkdir()
+    content = bytearray(rng.randbytes(3 * 2**20))
+    (folder / "model.safetensors").write_bytes(content)
+    (folder / "README.md").write_text("not read")
+    before = files_read({"model.pretrained transformer": folder})
+    key = ("weights", "model.pretrained transformer/model.safetensors")
+    assert list(before) == [key]
+    for place in (100, len(content) - 1):
+        content[place] ^= 1
+        (folder / "model.safetensors").write_bytes(content)
+        assert files_read({"model.pretrained transformer": folder}) != before
+        content[place] ^= 1
 
 
 def test_what_computes_is_compared_and_a_hook_is_not_told(tiny_recipe: config.Recipe) -> None:

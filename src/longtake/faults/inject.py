@@ -27,6 +27,7 @@ from longtake.data import workers
 from longtake.data.loader import Batch
 from longtake.faults import faulty_processes, sandbox
 from longtake.guard.history import GROUPS
+from longtake.models import build as models
 from longtake.models.build import Components, FlowBatch, flow_losses
 from longtake.models.numerics import Precision
 from longtake.parallel import fsdp, mesh
@@ -142,6 +143,35 @@ def give_other_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
     return step
 
 
+def give_other_weights(trigger: Trigger, step: StepFunctions) -> StepFunctions:
+    """Let rank 1 read a frozen weight that is a little larger."""
+    assemble = models.assemble
+
+    def assemble_other(*arguments: Any, **options: Any) -> Components:
+        parts = assemble(*arguments, **options)
+        frozen = (each for each in parts.model.parameters() if not each.requires_grad)
+        next(frozen).data.view(-1)[0] += 1e-3
+        return parts
+
+    if os.environ.get("RANK") == str(_RANK):
+        vars(models).update(assemble=assemble_other)
+    return step
+
+
+def flip_bit(trigger: Trigger, step: StepFunctions) -> StepFunctions:
+    """Flip the lowest bit of one weight of rank 1 after the update of one step."""
+
+    def update(session: Session, state: TrainingState, *of_step: Any) -> float:
+        is_active = trigger.is_active(state.global_step) and state.global_step == trigger.at
+        rate = step.update(session, state, *of_step)
+        if is_active and session.world.rank == _RANK:
+            weight = state.components.model.get_parameter(sandbox.NAN_PARAMETER).detach()
+            fsdp.local_shard(weight).view(-1).view(torch.int32)[0] ^= 1
+        return rate
+
+    return step._replace(update=update)
+
+
 def freeze_worker(trigger: Trigger, step: StepFunctions, how: str) -> StepFunctions:
     vars(workers).update(PROGRAM=(faulty_processes.PROGRAM, "worker", how, str(trigger.at)))
     return step
@@ -221,6 +251,8 @@ INJECTIONS: dict[sandbox.InjectionKind, Callable[[Trigger, StepFunctions], StepF
     "lose-gradient": lose_gradient,
     "lose-gradient-on-rank-1": partial(lose_gradient, rank=1),
     "other-rate-on-rank-1": give_other_rate,
+    "other-weights-on-rank-1": give_other_weights,
+    "flip-bit-on-rank-1": flip_bit,
     "freeze-worker-in-c": partial(freeze_worker, how="in-c"),
     "freeze-worker-holding-gil": partial(freeze_worker, how="holding-gil"),
     "hang-rank-1-asleep": partial(hang_rank, how=faulty_processes.asleep),

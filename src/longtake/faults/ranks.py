@@ -2,7 +2,23 @@
 
 from longtake.faults.expect import Evidence
 from longtake.faults.registry import fault
-from longtake.faults.sandbox import ON_TWO_RANKS, Injection, InjectionKind, Sandbox, TrainingSite
+from longtake.faults.sandbox import (
+    NAN_PARAMETER,
+    ON_TWO_RANKS,
+    Injection,
+    InjectionKind,
+    Sandbox,
+    TrainingSite,
+)
+
+_COMPARED_EVERY = 4
+_ON_THREE = (
+    *ON_TWO_RANKS,
+    "training.global_batch_size=3",
+    f"guard.compare_replicas_every={_COMPARED_EVERY}",
+)
+_FLIP_STEP = 21  # the next checkpoint is of step 25, and copies are compared before step 25
+_MOST_SHOWN = 400
 
 
 @fault(
@@ -12,22 +28,71 @@ from longtake.faults.sandbox import ON_TWO_RANKS, Injection, InjectionKind, Sand
 )
 def recipe_differs_on_a_node(sandbox: Sandbox) -> Evidence:
     site, evidence = sandbox.fresh("recipe-differs-on-a-node"), Evidence()
-    _expect_refusal(
-        *(evidence, site, "other-rate-on-rank-1"),
-        *("optimizer.learning_rate is", "0.003 on", "(rank 0)", "0.006 on", "(rank 1)"),
-    )
+    said = _train_nothing(evidence, site, "other-rate-on-rank-1")
+    wanted = ("optimizer.learning_rate is", "0.003 on", "(rank 0)", "0.006 on", "(rank 1)")
+    evidence.expect_output(said, "would not train the same", *wanted)
     return evidence
 
 
-def _expect_refusal(
-    evidence: Evidence, site: TrainingSite, kind: InjectionKind, *wanted: str
-) -> None:
-    """Expect that two ranks end before the first step, with an error that says what is wanted."""
-    with site.launch(*ON_TWO_RANKS, ranks=2, inject=Injection(kind, 0)) as process:
+@fault(
+    "weights-differ-on-a-node",
+    does="Lets one rank of two read a frozen weight that is a little larger.",
+    must="No step is trained; the message names both ranks and the weight.",
+)
+def weights_differ_on_a_node(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("weights-differ-on-a-node"), Evidence()
+    lora = ("trainable.kind=lora", "trainable.rank=2")
+    said = _train_nothing(evidence, site, "other-weights-on-rank-1", *lora)
+    wanted = ("Copies of the weights are unlike before step 1", "rank 0 (", "rank 1 (")
+    evidence.expect_output(said, *wanted, "They differ in 1 of")
+    return evidence
+
+
+@fault(
+    "bit-flips-in-one-replica",
+    does="Flips the lowest bit of one weight on one rank of three, in one step.",
+    must="It is named before a checkpoint has it; the run rolls back, and the end is bitwise same.",
+)
+def bit_flips_in_one_replica(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("bit-flips-in-one-replica"), Evidence()
+    undisturbed = sandbox.fresh("three-undisturbed")
+    with undisturbed.launch(*_ON_THREE, ranks=3) as process:
+        process.finish()
+    inject = Injection("flip-bit-on-rank-1", _FLIP_STEP)
+    with site.launch(*_ON_THREE, ranks=3, inject=inject) as process:
+        process.finish()
+    expect_replica_named(evidence, site, _FLIP_STEP)
+    evidence.expect_undisturbed(site, undisturbed)
+    return evidence
+
+
+def expect_replica_named(evidence: Evidence, site: TrainingSite, at: int) -> None:
+    """Expect one rollback, at the next comparison, to a checkpoint of before the flip."""
+    rollbacks = site.run.rollbacks()
+    evidence.expect(len(rollbacks) == 1, f"it rolled back {len(rollbacks)} times, not once")
+    for each in rollbacks[:1]:
+        evidence.detected_steps = each["from_step"] - at
+        in_time = 0 < each["from_step"] - at <= _COMPARED_EVERY and each["to_step"] <= at
+        steps = f"from step {each['from_step']} to {each['to_step']}"
+        evidence.expect(in_time, f"it went back {steps}, and the bit was flipped in step {at}")
+        evidence.expect(each["reason"] == "replicas", f"it was taken for {each['reason']}")
+        first, end = each["skipped"]
+        evidence.expect(first == end, f"batches {first} to {end - 1} were skipped")
+        wanted = ("rank 1 (", "is alone", "differ in 1 of", NAN_PARAMETER)
+        evidence.expect_output(each["message"], *wanted)
+        evidence.message = f"It went back {steps} and said: {each['message']}"
+
+
+def _train_nothing(
+    evidence: Evidence, site: TrainingSite, kind: InjectionKind, *changes: str
+) -> str:
+    """Expect that two ranks end with an error before the first step; returns it."""
+    inject = Injection(kind, 0)
+    with site.launch(*ON_TWO_RANKS, *changes, ranks=2, inject=inject) as process:
         code = process.wait()
         output = " ".join(process.output.split())
     evidence.expect(code != 0, "it ended as if all were well")
-    evidence.expect_output(output, "longtake: The 2 ranks would not train the same", *wanted)
     evidence.expect(not site.run.metrics_path.exists(), "steps were trained")
-    said = output.partition("would not train the same: ")[2]
-    evidence.message = f"It said: {said.partition(' Start all')[0]}"
+    said = output.partition("longtake: ")[2].partition(" longtake: ")[0]
+    evidence.message = f"It said: {said[:_MOST_SHOWN]}"
+    return said

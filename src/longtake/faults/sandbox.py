@@ -69,6 +69,8 @@ InjectionKind = Literal[
     "lose-gradient",
     "lose-gradient-on-rank-1",
     "other-rate-on-rank-1",
+    "other-weights-on-rank-1",
+    "flip-bit-on-rank-1",
     "freeze-worker-in-c",
     "freeze-worker-holding-gil",
     "hang-rank-1-asleep",

@@ -21,7 +21,9 @@ from longtake.guard.history import (
 )
 
 VerdictKind = Literal["ok", "skip", "roll_back", "stop"]
-VerdictReason = Literal["", "non_finite", "spike", "divergence", "weight_step", "edge_step"]
+VerdictReason = Literal[
+    "", "non_finite", "spike", "divergence", "weight_step", "edge_step", "replicas"
+]
 
 
 @dataclass(frozen=True)

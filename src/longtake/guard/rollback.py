@@ -26,7 +26,7 @@ def plan_rollback(
 
     Restores the newest checkpoint from before the divergence. Skips the batches from its beginning
     to now with a margin, since any of them may have caused it. Batches between the checkpoint and
-    the beginning are trained again.
+    the beginning are trained again. None is skipped where copies of the weights are unlike.
 
     Args:
         verdict: `roll_back`.
@@ -49,6 +49,8 @@ def plan_rollback(
     step = max((each for each in checkpoint_steps if each <= verdict.began), default=None)
     if step is None:
         return _explain_no_checkpoint(verdict, checkpoint_steps)
+    if verdict.reason == "replicas":  # no batch is the cause
+        return RollBack(step, (now.batch, now.batch))
     margin = settings.margin_batches
     first = max(_batch_of(step, history, now), _batch_of(verdict.began, history, now) - margin)
     return RollBack(step, (first, now.batch + margin + 1))
@@ -75,6 +77,11 @@ def _explain_limit(verdict: GuardVerdict, count: int, previous: Sequence[RolledB
         f"from step {each['from_step']} to {each['to_step']} ({each['reason']})"
         for each in previous[-count:]
     )
+    if verdict.reason == "replicas":
+        return (
+            f"It has rolled back {count} time{'s' * (count > 1)} without progress, {listed}: the "
+            "same GPU or node seems to compute wrongly again. Start the same command without it."
+        )
     again = "at every edge" if verdict.reason == "edge_step" else "again"
     return (
         f"It has rolled back {count} time{'s' * (count > 1)} without progress, {listed}, and "

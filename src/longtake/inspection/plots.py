@@ -17,7 +17,7 @@ from longtake.inspection.facts import incidents, step_of, verdicts
 from longtake.inspection.rows import MetricRows, read_rows
 from longtake.inspection.series import Series, abandoned_branches, read_branch, read_series
 from longtake.inspection.tables import incident_words
-from longtake.run_dir import RolledBack, RunDirectory
+from longtake.run_dir import RolledBack, RunDirectory, skipped_batches
 
 LOG_SCALE_RATIO = 20.0
 """From this quotient of the largest and the smallest value on, an axis is logarithmic."""
@@ -305,9 +305,8 @@ def _label(axes: Axes, ends: Span, lane: int, text: str, color: str, shown: Span
 
 
 def _rollback_text(rolled_back: RolledBack) -> str:
-    first, end = rolled_back["skipped"]
     went = f"from {rolled_back['from_step']} back to {rolled_back['to_step']}"
-    return f"{_words(rolled_back['reason'])}: {went}, without batches {first} to {end - 1}"
+    return f"{_words(rolled_back['reason'])}: {went}, {skipped_batches(rolled_back)} skipped"
 
 
 def _edge(event: dict[str, object]) -> str:

@@ -16,6 +16,7 @@ from longtake.formatting import (
     format_time,
     plural,
 )
+from longtake.run_dir import skipped_batches
 
 _PIPE_WIDTH = 120
 _QUARTERS = ("0-¼", "¼-½", "½-¾", "¾-1")
@@ -81,9 +82,8 @@ def said(event: Mapping[str, Any]) -> str:
     if kind in ("update_skipped", "anomaly_detected"):
         return f"step {step}: {_words(event['verdict'])}: {event['message']}"
     if kind == "rolled_back":
-        first, end = event["skipped"]
         went = f"went back from step {event['from_step']} to the checkpoint of step {step}"
-        return f"{went}; batches {first} to {end - 1} are skipped from then on"
+        return f"{went}; {skipped_batches(event)} are skipped from then on"
     if kind == "epoch":
         return f"step {step}: epoch {event['epoch']} of stage {event['stage']} begins"
     if kind == "stage":
@@ -279,9 +279,8 @@ def _verdict(event: Mapping[str, Any]) -> str:
 
 
 def _rollback(record: Mapping[str, Any]) -> str:
-    first, end = record["skipped"]
     went = f"from step {record['from_step']} to {record['to_step']}"
-    return f"{went} ({record['reason']}), without batches {first} to {end - 1}"
+    return f"{went} ({record['reason']}), {skipped_batches(record)} skipped"
 
 
 def _evaluated(facts: Mapping[str, Any]) -> list[str]:

@@ -245,36 +245,43 @@ def build_frozen_parts(
         return codec, outline_text(section, chosen)
 
 
-def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> None:
+def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path]:
     """Download what a recipe names by repository ids, for the other processes on this node.
 
     That is both transformers of a release with two, where the other one is sampled with.
+
+    Returns:
+        The folders of weights and tokenizers, by key and name of the part.
 
     Raises:
         ModelError: a part cannot be found.
     """
     parts, second = chosen_family(recipe.model).frozen, recipe.text.second_encoder()
+    located: dict[str, Path] = {}
     if recipe.model.pretrained is not None:
         folders = [recipe.model.folder()]
         if recipe.model.expert is not None and recipe.sampling.every is not None:
             folders = list(config.EXPERT_FOLDERS.values())
         for folder in folders:
-            pretrained.locate(recipe.model.pretrained, folder)
+            path = pretrained.locate(recipe.model.pretrained, folder) / folder
+            located[f"model.pretrained {folder}"] = path
     if not frozen_parts:
-        return
-    for where, part in (
-        (recipe.codec.pretrained, parts.codec),
-        (recipe.text.pretrained, parts.text),
-        (None if second is None else second.pretrained, parts.pooled),
-        (recipe.text.pretrained, parts.processor),
-        *((recipe.text.pretrained, part) for part in parts.further),
+        return located
+    for key, where, part in (
+        ("codec", recipe.codec.pretrained, parts.codec),
+        ("text", recipe.text.pretrained, parts.text),
+        ("text.pooled", None if second is None else second.pretrained, parts.pooled),
+        ("text", recipe.text.pretrained, parts.processor),
+        *(("text", recipe.text.pretrained, part) for part in parts.further),
     ):
         if where is None or part is None:
             continue
         if part not in parts.further or pretrained.has_part(where, part):
             found = pretrained.find_part(where, part)
             for subfolder in filter(None, (found.folder, found.tokenizer)):
-                pretrained.locate(where, subfolder)
+                path = pretrained.locate(where, subfolder) / subfolder
+                located[f"{key}.pretrained {subfolder}"] = path
+    return located
 
 
 def chosen_family(section: config.ModelSection) -> Family:

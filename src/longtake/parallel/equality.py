@@ -7,6 +7,7 @@ import platform
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ Facts = dict[tuple[Group, str], str]
 
 ABSENT = "absent"
 _CODE = "longtake's code"
+_READ_SUFFIXES = (".safetensors", ".bin", ".json", ".model", ".txt")
+_HEAD_BYTES, _SAMPLE_BYTES, _NUM_SAMPLES = 2**20, 2**12, 256
 _MAY_BE_SECRET = ("watch.hook",)  # only its digest leaves the node
 _MAX_NAMED = 6
 _MAX_VALUE = 120  # characters of a value in a message
@@ -104,6 +107,34 @@ def _settings(device: torch.device) -> dict[str, str]:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
+
+
+def files_read(paths: Mapping[str, Path]) -> Facts:
+    """Size and a digest of the content of files, and of files in folders, by what names them.
+
+    Of a large file the beginning and 256 places are read: other training changes all weights.
+    """
+    found: Facts = {}
+    for name, path in paths.items():
+        files = [path] if path.is_file() else sorted(path.glob("*"))
+        for file in files:
+            if file.is_file() and file.suffix in _READ_SUFFIXES:
+                label = name if file == path else f"{name}/{file.name}"
+                found["weights", label] = _sampled_digest(file)
+    return found
+
+
+def _sampled_digest(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(_HEAD_BYTES))
+        rest = size - _HEAD_BYTES
+        count = min(_NUM_SAMPLES, -(-rest // _SAMPLE_BYTES))
+        for number in range(1, count + 1):
+            file.seek(max(_HEAD_BYTES, _HEAD_BYTES + rest * number // count - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return f"{size} bytes, sha256 {digest.hexdigest()[:12]}"
 
 
 # --- Comparison -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from longtake.models import pretrained
 from longtake.models.streamed import StreamedBlocks
 from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages
-from longtake.parallel import attention_rules, collectives, context_parallel, fsdp, mesh
+from longtake.parallel import attention_rules, collectives, context_parallel, equality, fsdp, mesh
 from longtake.planner import activation_checkpointing
 from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
@@ -120,7 +120,11 @@ def _build_with_cache(
         console.print(escape(f"  cache {cache.folder}: {report}"), highlight=False)
     heartbeat.set_phase("build")
     samples = recipe.sampling.every is not None
-    collectives.first_does(lambda: models.fetch(recipe, frozen_parts=samples), world)
+
+    def fetch() -> None:
+        models.fetch(recipe, frozen_parts=samples)
+
+    collectives.first_does(fetch, world)
     _fetch_on_nodes(recipe, world, frozen_parts=samples)
     made = run.components_path
     with pretrained.local_copies():
@@ -137,12 +141,21 @@ def _parents_parts(session: Session) -> Path | None:
 def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = True) -> None:
     """One rank of each node downloads what rank 0's node has; nothing where disks are shared.
 
-    All ranks wait for them.
+    All ranks wait for them, and then compare what each reads.
+
+    Raises:
+        RunError: on every rank; the files of a node are not those of the first.
     """
-    if world.local_rank == 0:
-        with pretrained.local_copies():
+    with pretrained.local_copies():
+        if world.local_rank == 0:
             models.fetch(recipe, frozen_parts=frozen_parts)
-    collectives.gather_objects(None, world, patiently=True)
+        collectives.gather_objects(None, world, patiently=True)
+        if world.mesh is None:
+            return
+        paths = models.fetch(recipe, frozen_parts=frozen_parts)
+    if recipe.trainable.init_from is not None:
+        paths["trainable.init_from"] = recipe.trainable.init_from
+    equality.compare_with_first(equality.files_read(paths), world)
 
 
 def build_state(

@@ -22,12 +22,15 @@ from longtake.parallel import collectives, fsdp, mesh
 from longtake.training.samples import samples_at
 from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.state import Monitors, sample_presets, save_checkpoint
-from longtake.training.statistics import local_facts, reduce_statistics
+from longtake.training.statistics import local_facts, reduce_statistics, replicated_tensors
 
 _LAST_UPDATE_LOST = (
     "The update of step {step} has left numbers in the weights that are not finite, so they were "
     "not saved. Start the same command again: it resumes from the newest checkpoint. If that ends "
     "here again, lower optimizer.learning_rate in a run of its own (--fresh)."
+)
+_LAST_STATE_UNLIKE = (
+    "This state was not saved. Start the same command again: it resumes from the newest checkpoint."
 )
 
 
@@ -49,13 +52,13 @@ def train_steps(
     Raises:
         DataError: too many clips failed to decode.
         CheckpointError: two checkpoints in a row could not be written.
-        DivergedError: the last update left NaN or inf in the weights.
+        DivergedError: the last update left NaN or inf in the weights, or replicas unlike.
         RunError: another launch has taken the run over.
     """
     recipe, world = session.recipe, session.world
     guard, norms, saver = monitors.guard, monitors.norms, monitors.saver
     threads = monitors.threads
-    recorder = monitors.recorder
+    recorder, replicas = monitors.recorder, monitors.replicas
     end = loader.end_after(recipe.training.steps - state.global_step)
     for local_batch in recorder.timed(loader.batches(end)):
         recorder.refuse_lost_lease()
@@ -69,15 +72,19 @@ def train_steps(
         recorder.threads_chosen(state.global_step, threads.choice)
 
         local = local_facts(loader, monitors.stop.reason, saver.failed, saver.is_due)
-        summary = reduce_statistics(session, losses, batch, state, norms, local)  # one all-reduce
+        summary = reduce_statistics(  # one all-reduce
+            session, losses, batch, state, norms, local, replicas
+        )
         statistics = summary.statistics
         if summary.num_troubles:
             recorder.data_troubles(batch, loader)
 
         has_samples = bool(statistics.num_samples)  # else there is nothing to learn or to judge
-        verdict = detectors.OK
-        if has_samples:
-            verdict = guard.judge(statistics, losses, batch)  # on every rank
+        verdict, unlike = detectors.OK, ""
+        if summary.unlike:
+            unlike = replicas.explain(summary.unlike, replicated_tensors(state), statistics.step)
+        if has_samples or unlike:
+            verdict = guard.judge(statistics, losses, batch, unlike)  # on every rank
         is_allowed = guard.allows(verdict)
         if verdict.kind != "ok":
             saver.wait()  # so that the report names the newest checkpoint
@@ -109,10 +116,16 @@ def train_steps(
         is_due = summary.save_due or state.global_step % recipe.checkpoint.every == 0
         if is_last or is_due or is_sampled:
             ledger.flush()
-            if norms.all_finite(world):  # else the next step's verdict reports it
+            # Otherwise the next step's verdict reports it.
+            tensors, step = replicated_tensors(state), state.global_step
+            is_finite = norms.all_finite(world)
+            if is_finite and not (alone := replicas.compare(tensors, step)):
                 save_checkpoint(session, state, loader, monitors)
+            elif is_last and is_finite:
+                reason = replicas.explain(alone, tensors, step)
+                raise errors.DivergedError(f"{reason} {_LAST_STATE_UNLIKE}")
             elif is_last:
-                raise errors.DivergedError(_LAST_UPDATE_LOST.format(step=state.global_step))
+                raise errors.DivergedError(_LAST_UPDATE_LOST.format(step=step))
         heartbeat.end_step(losses.compute_seconds)
         if summary.stop is not None:
             return LoopExit(signal=summary.stop)

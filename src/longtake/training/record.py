@@ -24,7 +24,7 @@ from longtake.lease import Lease, Leases, has_same_owner, is_alive, kept, newest
 from longtake.parallel import collectives, mesh
 from longtake.planner.memory import measured, take_peak
 from longtake.progress import StepProgress, step_progress
-from longtake.run_dir import LAUNCH_VARIABLE, EventKind, Metrics, RunDirectory
+from longtake.run_dir import LAUNCH_VARIABLE, EventKind, Metrics, RunDirectory, skipped_batches
 from longtake.training.session import Session
 from longtake.training.startup import report_start
 from longtake.training.threads import ThreadChoice
@@ -173,18 +173,18 @@ class Recorder:
     ) -> None:
         if not self._world.is_first:
             return
-        first, end = chosen.skipped
+        facts = {"skipped": list(chosen.skipped)}
         self._run.append_event(
             "rolled_back",
             step=chosen.step,
             from_step=from_step,
-            skipped=list(chosen.skipped),
+            **facts,
             reason=verdict.reason,
             message=verdict.message,
         )
         self._progress.say(
             f"went back from step {from_step} to the checkpoint of step {chosen.step}; "
-            f"{end - first} batches ({first} to {end - 1}) are skipped"
+            f"{skipped_batches(facts)} are skipped"
         )
 
     def saved(self, saved: Sequence[Path]) -> None:

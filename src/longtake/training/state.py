@@ -24,6 +24,7 @@ from longtake.guard.rollback import RollBack, plan_rollback
 from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel import fsdp, mesh
 from longtake.parallel.collectives import first_does, from_first, sum_over_ranks
+from longtake.parallel.replicas import ReplicaCheck
 from longtake.run_dir import RolledBack, RunDirectory
 from longtake.training.build import missing_vocabulary
 from longtake.training.record import Recorder
@@ -48,6 +49,7 @@ class Monitors:
 
     guard: GuardRunner
     norms: NormStats
+    replicas: ReplicaCheck
     saver: store.Saver
     recorder: Recorder
     stop: process.StopSignal

@@ -19,9 +19,10 @@ from longtake.data.loader import Batch, Loader
 from longtake.guard.detectors import OK, GuardVerdict, judge
 from longtake.guard.history import GROUPS, GuardSettings, History, JudgedStep, StepStatistics
 from longtake.models.added_module import ADDED
-from longtake.optim.update import learning_rate_factor
+from longtake.optim.update import learning_rate_factor, masters_of
 from longtake.parallel import collectives, mesh
 from longtake.parallel.fsdp import local_shard, squares
+from longtake.parallel.replicas import ReplicaCheck, checksum
 from longtake.training.session import SampleLosses, Session, TrainingState
 
 _QUARTERS = 4
@@ -222,6 +223,7 @@ class StepSummary:
     stop: str | None  # the signal by which a rank was asked to stop; of several, the most urgent
     save_failed: bool  # whether a checkpoint could not be written, on any rank
     save_due: bool  # whether `checkpoint.minutes` have passed, by the clock of rank 0
+    unlike: tuple[int, ...] = ()  # ranks whose trained weights are unlike those of their replicas
 
 
 def reduce_statistics(
@@ -231,13 +233,17 @@ def reduce_statistics(
     state: TrainingState,
     norms: NormStats,
     local: Mapping[str, float],
+    replicas: ReplicaCheck | None = None,
 ) -> StepSummary:
     """Add up what each rank has measured, with its `local_facts`; all ranks call it once a step."""
     heartbeat.set_phase("collective")
-    world = session.world
+    world, step, slots = session.world, state.global_step, dict[str, float]()
+    if replicas is not None and replicas.is_due(step):
+        slots = replicas.slots(checksum(replicated_tensors(state).values()))
     measured = norms.sums(losses)
     by_sigma = _losses(losses, batch) if world.speaks_for_data else _NO_LOSSES
-    sums = collectives.sum_over_ranks({**by_sigma, **measured, **local}, world)
+    sums = collectives.sum_over_ranks({**by_sigma, **measured, **local, **slots}, world)
+    unlike = replicas.unlike(sums, step) if replicas is not None and slots else ()
     num_samples = int(sum(sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)))
     scale = batch.global_size / max(1, num_samples)
     return StepSummary(
@@ -247,7 +253,17 @@ def reduce_statistics(
         stop=next((name for name in process.EXIT_CODES if sums[f"stop.{name}"]), None),
         save_failed=bool(sums["save_failed"]),
         save_due=bool(sums["save_due"]),
+        unlike=tuple(unlike),
     )
+
+
+def replicated_tensors(state: TrainingState) -> dict[str, Tensor]:
+    """The trained weights and their fp32 masters, which replicas hold to the bit."""
+    masters = masters_of(state.optimizers)
+    parameters = state.components.model.named_parameters()
+    trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+    exact = {f"{n}, fp32": masters[each] for n, each in trained.items() if each in masters}
+    return {**trained, **exact}
 
 
 def local_facts(
@@ -326,10 +342,19 @@ class GuardRunner:
         # Of each step the samples that this rank trained, as a report has them.
         self._samples: deque[list[dict[str, Any]]] = deque(maxlen=_REPORTED_SAMPLE_STEPS)
 
-    def judge(self, statistics: StepStatistics, losses: SampleLosses, batch: Batch) -> GuardVerdict:
-        """The verdict on a step before its update; the step becomes part of the history."""
+    def judge(
+        self, statistics: StepStatistics, losses: SampleLosses, batch: Batch, unlike: str = ""
+    ) -> GuardVerdict:
+        """The verdict on a step before its update; the step becomes part of the history.
+
+        `unlike` says how replicas of the weights differ, if they do.
+        """
         self._samples.append(_trained_samples(statistics, losses, batch, self._world))
-        verdict = self._by_mode(judge(self.history, statistics, self.settings))
+        if unlike:  # checkpoints up to now were compared before they were saved
+            verdict = GuardVerdict("roll_back", "replicas", unlike, statistics.step)
+        else:
+            verdict = judge(self.history, statistics, self.settings)
+        verdict = self._by_mode(verdict)
         done = "ok" if self.allows(verdict) else verdict.kind
         self.history = self.history.append(JudgedStep(statistics, done))
         return verdict
@@ -339,7 +364,7 @@ class GuardRunner:
 
     def _by_mode(self, verdict: GuardVerdict) -> GuardVerdict:
         mode = self.settings.mode
-        if mode != "act" and verdict.reason == "non_finite":  # training cannot continue with it
+        if mode != "act" and verdict.reason in ("non_finite", "replicas"):  # it cannot go on so
             return replace(verdict, kind="stop")
         return OK if mode == "off" else verdict
 

@@ -22,11 +22,12 @@ from longtake.data.plan import refuse_missing, refuse_missing_conditioning, revi
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
 from longtake.models import captions, lora_files, numerics, pretrained
-from longtake.models.build import review_model, source_of, text_section
+from longtake.models.build import Components, review_model, source_of, text_section
 from longtake.optim.build import refuse_missing_torchao
 from longtake.parallel import equality
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
+from longtake.parallel.replicas import ReplicaCheck
 from longtake.planner.devices import peak_flops
 from longtake.planner.memory import refuse_idle_ranks, with_batch_sizes
 from longtake.planner.plan import MemoryPlan, free_memory, keep_plan, plan_for_training, run_blocks
@@ -70,6 +71,7 @@ class _Built(NamedTuple):
     guard: statistics.GuardRunner
     norms: statistics.NormStats
     threads: CpuThreads
+    replicas: ReplicaCheck
     sample_flops: dict[Bucket, int]
     sampler: samples.TrainingSampler | None
     ledger: Path
@@ -225,6 +227,8 @@ def _build(
         restore(session, point.path, state, guard, norms)
     elif session.parent is not None:
         warnings += parents.begin_from(session, session.parent, state)
+    replicas = ReplicaCheck(world, recipe.guard.compare_replicas_every)
+    replicas.refuse_unlike(_tensors(parts), state.global_step)
     heartbeat.set_phase("open")
     ledger = _begin_ledger(session, loader)
     if world.is_first:
@@ -240,7 +244,18 @@ def _build(
         if truncated is not None and facts is not None:
             run.append_event("captions_truncated", step=state.global_step, **facts)
         startup.announce_plan(session, plan, state.global_step)
-    return _Built(plan, state, guard, norms, threads, sample_flops, sampler, ledger)
+    return _Built(plan, state, guard, norms, threads, replicas, sample_flops, sampler, ledger)
+
+
+def _tensors(parts: Components) -> dict[str, torch.Tensor]:
+    """Trained and frozen weights and buffers of all parts that are there, by name."""
+    modules = [parts.model, *parts.codec.modules(), *parts.text.modules()]
+    return {
+        f"{type(module).__name__}: {name}": each
+        for module in modules
+        for name, each in (*module.named_parameters(), *module.named_buffers())
+        if not each.is_meta
+    }
 
 
 def _refuse_other_plans(loader: Loader, world: World) -> None:
@@ -323,7 +338,8 @@ def _monitors(session: Session, built: _Built, lease: Lease | None) -> Iterator[
         record.keep_recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
     ):
         yield Monitors(
-            built.guard, built.norms, saver, recorder, stop, built.threads, built.sampler
+            *(built.guard, built.norms, built.replicas, saver, recorder, stop),
+            *(built.threads, built.sampler),
         )
 
 
