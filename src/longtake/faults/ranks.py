@@ -1,19 +1,12 @@
 """Faults of ranks that should be equal: another recipe, other weights, a flipped bit."""
 
+from longtake.faults import sandbox as sites
 from longtake.faults.expect import Evidence
 from longtake.faults.registry import fault
-from longtake.faults.sandbox import (
-    NAN_PARAMETER,
-    ON_TWO_RANKS,
-    Injection,
-    InjectionKind,
-    Sandbox,
-    TrainingSite,
-)
 
 _COMPARED_EVERY = 4
 _ON_THREE = (
-    *ON_TWO_RANKS,
+    *sites.ON_TWO_RANKS,
     "training.global_batch_size=3",
     f"guard.compare_replicas_every={_COMPARED_EVERY}",
 )
@@ -26,7 +19,7 @@ _MOST_SHOWN = 400
     does="Gives one rank of two a recipe with another learning rate.",
     must="No step is trained; the message names the key, both values and both ranks.",
 )
-def recipe_differs_on_a_node(sandbox: Sandbox) -> Evidence:
+def recipe_differs_on_a_node(sandbox: sites.Sandbox) -> Evidence:
     site, evidence = sandbox.fresh("recipe-differs-on-a-node"), Evidence()
     said = _train_nothing(evidence, site, "other-rate-on-rank-1")
     wanted = ("optimizer.learning_rate is", "0.003 on", "(rank 0)", "0.006 on", "(rank 1)")
@@ -39,7 +32,7 @@ def recipe_differs_on_a_node(sandbox: Sandbox) -> Evidence:
     does="Lets one rank of two read a frozen weight that is a little larger.",
     must="No step is trained; the message names both ranks and the weight.",
 )
-def weights_differ_on_a_node(sandbox: Sandbox) -> Evidence:
+def weights_differ_on_a_node(sandbox: sites.Sandbox) -> Evidence:
     site, evidence = sandbox.fresh("weights-differ-on-a-node"), Evidence()
     lora = ("trainable.kind=lora", "trainable.rank=2")
     said = _train_nothing(evidence, site, "other-weights-on-rank-1", *lora)
@@ -53,12 +46,12 @@ def weights_differ_on_a_node(sandbox: Sandbox) -> Evidence:
     does="Flips the lowest bit of one weight on one rank of three, in one step.",
     must="It is named before a checkpoint has it; the run rolls back, and the end is bitwise same.",
 )
-def bit_flips_in_one_replica(sandbox: Sandbox) -> Evidence:
+def bit_flips_in_one_replica(sandbox: sites.Sandbox) -> Evidence:
     site, evidence = sandbox.fresh("bit-flips-in-one-replica"), Evidence()
     undisturbed = sandbox.fresh("three-undisturbed")
     with undisturbed.launch(*_ON_THREE, ranks=3) as process:
         process.finish()
-    inject = Injection("flip-bit-on-rank-1", _FLIP_STEP)
+    inject = sites.Injection("flip-bit-on-rank-1", _FLIP_STEP)
     with site.launch(*_ON_THREE, ranks=3, inject=inject) as process:
         process.finish()
     expect_replica_named(evidence, site, _FLIP_STEP)
@@ -66,7 +59,7 @@ def bit_flips_in_one_replica(sandbox: Sandbox) -> Evidence:
     return evidence
 
 
-def expect_replica_named(evidence: Evidence, site: TrainingSite, at: int) -> None:
+def expect_replica_named(evidence: Evidence, site: sites.TrainingSite, at: int) -> None:
     """Expect one rollback, at the next comparison, to a checkpoint of before the flip."""
     rollbacks = site.run.rollbacks()
     evidence.expect(len(rollbacks) == 1, f"it rolled back {len(rollbacks)} times, not once")
@@ -78,17 +71,17 @@ def expect_replica_named(evidence: Evidence, site: TrainingSite, at: int) -> Non
         evidence.expect(each["reason"] == "replicas", f"it was taken for {each['reason']}")
         first, end = each["skipped"]
         evidence.expect(first == end, f"batches {first} to {end - 1} were skipped")
-        wanted = ("rank 1 (", "is alone", "differ in 1 of", NAN_PARAMETER)
+        wanted = ("rank 1 (", "is alone", "differ in 1 of", sites.NAN_PARAMETER)
         evidence.expect_output(each["message"], *wanted)
         evidence.message = f"It went back {steps} and said: {each['message']}"
 
 
 def _train_nothing(
-    evidence: Evidence, site: TrainingSite, kind: InjectionKind, *changes: str
+    evidence: Evidence, site: sites.TrainingSite, kind: sites.InjectionKind, *changes: str
 ) -> str:
     """Expect that two ranks end with an error before the first step; returns it."""
-    inject = Injection(kind, 0)
-    with site.launch(*ON_TWO_RANKS, *changes, ranks=2, inject=inject) as process:
+    inject = sites.Injection(kind, 0)
+    with site.launch(*sites.ON_TWO_RANKS, *changes, ranks=2, inject=inject) as process:
         code = process.wait()
         output = " ".join(process.output.split())
     evidence.expect(code != 0, "it ended as if all were well")
