@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
 from longtake.fsio import append_json, read_json_lines
-from longtake.run_dir import Metrics, RunDirectory, beside
+from longtake.run_dir import Metrics, RunDirectory, beside, refuse_moved
 
 
 def _recipe(out: Path, **training: Any) -> Recipe:
@@ -83,8 +84,10 @@ def test_another_recipe_is_refused_and_nothing_changes(tmp_path: Path) -> None:
         "To resume with what is new, say how: --set data.on_change=merge (in the rest of the epoch "
         "exactly what it has not seen), finish (end the epoch as it was) or restart (begin the "
         "next epoch at once).\n"
-        f"Start beside it with --set out={run.path}-2, or resume with the old recipe: "
-        f"longtake train {run.path}/recipe.toml"
+        "To train on from its newest weights with the new recipe, as a run of its own, add to this "
+        f"command: --set out={run.path}-2 --from {run.path}\n"
+        f"Start beside it, from scratch, with --set out={run.path}-2, or resume with the old "
+        f"recipe: longtake train {run.path}/recipe.toml"
     )
     assert _contents(run.path) == before
 
@@ -243,3 +246,29 @@ def test_a_run_that_begins_beside_another_has_the_first_free_number(tmp_path: Pa
     (tmp_path / "run.v1-2").write_text("somebody's")
     assert beside(out) == tmp_path / "run.v1-3"
     assert [path.name for path in tmp_path.iterdir() if path.name == "run.v1-3"] == []
+
+
+def test_the_recipe_of_a_moved_run_is_refused_with_the_command_that_resumes_it(
+    tmp_path: Path,
+) -> None:
+    """It would train another run, or begin a new one where the run was before."""
+    run, moved = _begin(tmp_path / "run"), tmp_path / "moved"
+    refuse_moved(run.recipe_path, run.recipe(), ())
+    shutil.copytree(run.path, moved)
+    kept = moved / "recipe.toml"
+    with pytest.raises(RunError, match="moved or copied") as caught:
+        refuse_moved(kept, run.recipe(), ())
+    assert f"longtake train {kept} --set out={moved}\n" in str(caught.value)
+    assert f"longtake train {run.recipe_path}" in str(caught.value)
+    refuse_moved(kept, run.recipe(), [f"out={tmp_path / 'other'}"])
+
+
+def test_another_learning_rate_is_refused_with_the_way_to_train_on(tmp_path: Path) -> None:
+    run = _begin(tmp_path / "run")
+    faster = config.changed(run.recipe(), ["optimizer.learning_rate=1e-5"])
+    with pytest.raises(RecipeChangedError, match=f"--set out={run.path}-2 --from {run.path}\n"):
+        run.claim(faster)
+    other = config.changed(run.recipe(), ["model.dtype=bf16"])
+    with pytest.raises(RecipeChangedError) as caught:
+        run.claim(other)
+    assert "--from" not in str(caught.value)

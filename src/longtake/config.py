@@ -139,6 +139,10 @@ class Bucket(_Section):
     enough, need not be enlarged and loses at most a tenth more of its picture. Shares that sum to
     more than 1 for a clip are lowered to 1 together. Unset: each clip has one bucket."""
 
+    def toml(self) -> str:
+        values = self.model_dump(exclude_none=True).items()
+        return f"{{ {', '.join(f'{name} = {value}' for name, value in values)} }}"
+
     def __str__(self) -> str:
         frames = "1 frame" if self.num_frames == 1 else f"{self.num_frames} frames"
         return f"{frames} of {self.width}x{self.height}"

@@ -124,6 +124,11 @@ def printable_lines(text: str) -> str:
     return _UNSAFE.sub(_spelled, text)
 
 
+def escape_lines(text: str) -> str:
+    """As `escape`, of a message that may have several lines."""
+    return "\n".join(map(escape, text.split("\n")))
+
+
 def escape(text: object) -> str:
     from rich.markup import escape as escape_markup
 

@@ -510,7 +510,8 @@ class RunDirectory:
             ways = (
                 f"To train longer, to step {steps}, with the learning-rate schedule computed for "
                 f"that number of steps:\n  {self.resume_command()} --set training.steps={steps} "
-                f"{options}--set data.on_change=finish\n"
+                f"{options}--set data.on_change=finish\n(on_change, because the number of steps "
+                "also decides in which order the clips of the rest are taken.)\n"
             )
         elif all(map(config.decides_order, keys)) and keys != {"training.steps"}:
             ways = (
@@ -518,11 +519,16 @@ class RunDirectory:
                 "the epoch exactly what it has not seen), finish (end the epoch as it was) or "
                 "restart (begin the next epoch at once).\n"
             )
+        beside_it = f"--set {shlex.quote(f'out={self.path}-2')}"
+        if not any(key.startswith(("model.", "trainable.")) for key in keys):
+            ways += (
+                "To train on from its newest weights with the new recipe, as a run of its own, add "
+                f"to this command: {beside_it} --from {shlex.quote(str(self.path))}\n"
+            )
         raise errors.RecipeChangedError(
             f"{self.path} holds a run of another recipe, which is never overwritten. "
             f"They differ in\n{listed}\n{ways}"
-            f"Start beside it with --set {shlex.quote(f'out={self.path}-2')}, or resume with the "
-            "old recipe: "
+            f"Start beside it, from scratch, with {beside_it}, or resume with the old recipe: "
             f"{self.resume_command()}"
         )
 
@@ -649,3 +655,23 @@ def _revision() -> dict[str, str]:
     command = [git, "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
     described = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
     return {"revision": described.stdout.strip()} if described.returncode == 0 else {}
+
+
+def refuse_moved(path: Path, recipe: config.Recipe, changes: Iterable[str]) -> None:
+    """Refuse the recipe of a run directory whose `out` names another one: a run that was copied.
+
+    Raises:
+        RunError: it does, and `changes` name no `out`.
+    """
+    run = RunDirectory(path.parent)
+    is_kept = path.name == run.recipe_path.name and run.record_path.is_file()
+    if not is_kept or any(change.partition("=")[0].strip() == "out" for change in changes):
+        return
+    if recipe.out.resolve() != path.parent.resolve():
+        there = RunDirectory(recipe.out)
+        other = f"\nTo resume the run in {recipe.out}: {there.resume_command()}" * there.exists()
+        raise errors.RunError(
+            f"{path} belongs to a run that was moved or copied: its recipe says out = "
+            f'"{recipe.out}". To use the run beside it, add --set '
+            f"{shlex.quote(f'out={run.path}')}, as in: {run.resume_command()}{other}"
+        )

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Final
 
 from longtake import config, errors, process
 from longtake.formatting import did_you_mean
-from longtake.run_dir import RunDirectory
+from longtake.run_dir import RunDirectory, refuse_moved
 
 MIRROR_NOTE = Path(".source") / ".of.json"
 """In a folder of mirrors, or in a mirrored run: where it is mirrored from."""
@@ -98,14 +98,24 @@ def refuse_foreign_code(
     )
 
 
-def load_recipe(path: Path, changes: Sequence[str], *, trust: bool = False) -> config.Recipe:
+def load_recipe(
+    path: Path, changes: Sequence[str], *, trust: bool = False, uses_out: bool = True
+) -> config.Recipe:
     """As `config.load`; the recipe that a run has kept is trusted as the run is.
 
+    Args:
+        path: of the recipe.
+        changes: as `--set` takes them.
+        trust: run the code that it names, also if others began the run.
+        uses_out: whether its `out` is used.
+
     Raises:
-        LongtakeError: as `config.load`.
+        LongtakeError: as `config.load`, and as `refuse_moved`.
         TrustError: it is the recipe of a run that names code, and somebody else began it.
     """
     loaded = config.load(path, changes)
+    if uses_out:
+        refuse_moved(path, loaded, changes)
     run = run_around(path)
     if run is not None:
         refuse_foreign_code(run, trust=trust, with_hook=True)

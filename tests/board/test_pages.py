@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,18 @@ def test_a_report_is_one_file_without_links_to_elsewhere(
     assert not re.search(r'(src|href)="(?!#|data:)[^"]', html)
     assert "default-src &#39;none&#39;" in html
     assert _embedded(html, "series")["newest"] == 24
+
+
+def test_a_report_begins_with_the_result_and_the_videos(
+    told: RunDirectory, add_scores: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = add_scores(told, "unseen", 20, measures={"motion": 3.0, "adherence": 1.0})
+    (folder / "00_s0.png").write_bytes(b"")
+    out = tmp_path / "report.html"
+    report.write_report(told.path, out)
+    html = out.read_text()
+    assert "Preset unseen at step 20: adherence 100%, motion 3" in html
+    assert html.index('<section id="samples"') < html.index('<section id="overview"')
 
 
 def test_the_newest_and_the_oldest_samples_come_first() -> None:

@@ -105,7 +105,7 @@ def test_the_option_of_each_block_is_a_cell(run: RunDirectory) -> None:
     titles = re.findall(r"<title>(blocks[^<]*)", _page(_keep(run, _plan())))
     assert titles[0] == "blocks.0: activations keep"
     assert titles[2].startswith("blocks.2: activations save-attention (attention&#x27;s output")
-    assert titles[5] == "blocks.2: frozen weights nf4 (on the GPU, in 4 bits (nf4))"
+    assert titles[5] == "blocks.2: frozen weights nf4 (on the device, in 4 bits (nf4))"
     assert "something costs time" in _page(run)
 
 

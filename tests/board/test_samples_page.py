@@ -137,7 +137,18 @@ def test_drift_is_marked_where_it_was_found_and_said(run: RunDirectory) -> None:
     html = page(run, step="80")
     assert texts(html, r"<li class=\"alarm\">(.*?)</li>") == ["brightness rose <4> in a row"]
     assert "<title>step 80: brightness rose &lt;4&gt; in a row</title>" in html
-    assert payload(html)["alarms"] == [[], [drift["message"]], []]
+    assert payload(html)["alarms"] == [[], [[drift["message"], "drift"]], []]
+
+
+def test_what_differs_from_the_training_clips_is_a_note_and_no_alarm(run: RunDirectory) -> None:
+    said = "frame_change of shapes is 9; of 64 training clips 98 % lie between 1 and 2."
+    add_result(
+        run, "shapes", 40, alarms=[Alarm(measure="frame_change", kind="range", message=said)]
+    )
+    html = page(run)
+    assert texts(html, r"<li class=\"alarm\">(.*?)</li>") == []
+    (note,) = texts(html, r"<li class=\"note\">(.*?)</li>")
+    assert note.startswith("A comparison, not a fault: frame change of shapes is 9")
 
 
 def test_measures_have_values_units_and_the_range_of_training_clips(run: RunDirectory) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from longtake.cli import init
 from longtake.cli.app import app
 from longtake.config import Recipe
+from longtake.data.encode import write_video
 from longtake.errors import LongtakeError, RecipeError
 from longtake.process import program
 
@@ -119,7 +121,7 @@ def test_a_catalog_has_the_name_of_the_folder_that_was_named(tmp_path: Path) -> 
         (["--family", "wam"], "no template for the family 'wam'; did you mean wan?"),
         (
             ["--family", "flux2"],
-            "the family flux2 is written from a release: leave --family out, and",
+            "name one, as in `longtake init black-forest-labs/FLUX.2-klein-base-4B`.",
         ),
         (["--family", "wan", "--size", "5b"], "there is: --task lora --size 1.3b, --task lora"),
         (["--family", "wan", "--memory", "24"], "is no amount of memory"),
@@ -149,6 +151,37 @@ def test_without_a_family_the_templates_are_listed() -> None:
     result = CliRunner().invoke(app, ["init"])
     assert result.exit_code == 0
     assert all(each.family in result.output for each in init.templates())
+    assert "24 to 24" not in result.output
+    assert "Qwen/Qwen-Image-Edit-2511" in result.output
+
+
+def test_the_spellings_of_the_readme_are_understood() -> None:
+    assert init.find_template("Wan", "LoRA", "14B") == init.find_template("wan", "lora", "14b")
+
+
+def test_a_folder_and_a_template_of_wan_train_alike(tmp_path: Path) -> None:
+    release, out = _release(tmp_path / "release", _WAN), tmp_path / "mine.toml"
+    assert CliRunner().invoke(app, ["init", release, "--out", str(out)]).exit_code == 0
+    of_release = Recipe.model_validate(tomllib.loads(out.read_text()), strict=False)
+    text = init.render_recipe(init.find_template("wan", "lora", "14b"), None, Path("c"), out)
+    of_family = Recipe.model_validate(tomllib.loads(text), strict=False)
+    for section in ("trainable", "optimizer", "training", "ema", "checkpoint"):
+        assert getattr(of_release, section) == getattr(of_family, section), section
+
+
+def test_buckets_are_added_for_the_clips_that_are_there(tmp_path: Path) -> None:
+    clips, out = tmp_path / "clips", tmp_path / "mine.toml"
+    clips.mkdir()
+    for number in range(3):
+        write_video(clips / f"{number}.mp4", np.zeros((40, 64, 32, 3), np.uint8), 16)
+    arguments = ["init", "--family", "wan", "--data", str(clips), "--out", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert "do not fit 81 frames of 832x480" in result.output
+    shapes = Recipe.model_validate(tomllib.loads(out.read_text()), strict=False).data.buckets
+    assert {(shape.num_frames, shape.height > shape.width) for shape in shapes} == {
+        *((81, False), (81, True)),
+        *((33, False), (33, True)),
+    }
 
 
 _KONTEXT = {

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from tests.data.build import catalog_of, section
 
 from longtake import config
 from longtake.config import AutoBucketsSection, Bucket
-from longtake.data.auto_buckets import choose_buckets, with_buckets
+from longtake.data.auto_buckets import choose_buckets, propose_buckets, with_buckets
 from longtake.data.catalog import Catalog
 from longtake.errors import DataError
 from longtake.run_dir import RunDirectory
@@ -96,3 +97,42 @@ def test_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
     assert elsewhere.data.buckets == first.data.buckets
     fresh = recipe.model_copy(update={"out": tmp_path / "other"})
     assert len(with_buckets(fresh).data.buckets) > 1
+
+
+def test_buckets_are_chosen_from_the_catalog_that_is_shown(tmp_path: Path) -> None:
+    tall, wide = tmp_path / "tall.parquet", tmp_path / "wide.parquet"
+    _clips({(480, 832): 8}).save(tall)
+    _clips({(832, 480): 8}).save(wide)
+    data = section(catalog=tall, auto_buckets={"pixels": 64 * 64, "frames": [1], "min_clips": 1})
+    sections = {"model": {"family": "tubelet"}, "training": {"steps": 1, "global_batch_size": 1}}
+    recipe = config.parse(
+        {"out": str(tmp_path / "run"), "data": data.model_dump(), **sections}, "test"
+    )
+    own, other = (with_buckets(recipe, shown).data.buckets for shown in (tall, wide))
+    assert any(each.width > each.height for each in own)
+    assert all(each.width <= each.height for each in other)
+
+
+_WAN = Bucket(num_frames=81, height=480, width=832)
+_PIXELS = Bucket(num_frames=8, height=32, width=32)
+
+
+@pytest.mark.parametrize(
+    ("frames", "aspect", "shape", "added"),
+    [
+        ([200] * 10, 16 / 9, _WAN, []),
+        ([40] * 5 + [200] * 5, 16 / 9, _WAN, [(33, 480, 832)]),
+        ([200] * 10, 9 / 16, _WAN, [(81, 832, 480)]),
+        ([40] * 10, 9 / 16, _WAN, [(81, 832, 480), (33, 480, 832), (33, 832, 480)]),
+        ([1] * 5 + [200] * 5, 16 / 9, _WAN, [(1, 480, 832)]),
+        ([5] * 10, 1.0, _PIXELS, [(4, 32, 32)]),
+        ([3] * 10, 16 / 9, _WAN, []),
+    ],
+)
+def test_buckets_are_proposed_for_clips_that_would_be_lost(
+    frames: list[int], aspect: float, shape: Bucket, added: list[tuple[int, int, int]]
+) -> None:
+    aspects = np.full(len(frames), aspect)
+    own, *more = propose_buckets(np.array(frames), aspects, (shape,), 1)
+    assert own == shape
+    assert [(each.num_frames, each.height, each.width) for each in more] == added

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.data.build import named_items, write_tar
 
-from longtake.data.clip import Item
+from longtake.data.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item
 from longtake.data.sources import describe_ignored, find
 from longtake.errors import DataError
 
@@ -169,22 +169,40 @@ def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
 
 def test_a_folder_says_what_it_passes_over(another_user: Path) -> None:
     folder = another_user
-    for name in ("a.mp4", "a.flv", "b.FLV", "c.heic", "0017", ".hidden.flv", "notes.json"):
+    for name in ("a.mp4", "a.svg", "b.SVG", "c.heic", "0017", ".hidden.svg", "notes.json"):
         (folder / name).touch()
     (folder / "locked").mkdir()
     (folder / "locked" / "x.mp4").touch()
     (folder / "locked").chmod(0)
     found = find([folder])
-    assert found.passed_over == {".flv": 2, ".heic": 1, "no ending": 1}
+    assert found.passed_over == {".svg": 2, ".heic": 1, "no ending": 1}
     assert [(error.path, error.reason) for error in found.unreadable] == [
         (folder / "locked", "Permission denied")
     ]
     assert describe_ignored(found.passed_over, found.unreadable) == [
-        "4 files have another ending and were left out: 2 .flv, 1 .heic, 1 no ending.",
+        "4 files have another ending and were left out: 2 .svg, 1 .heic, 1 no ending.",
         f"1 folder cannot be read: {folder / 'locked'} (Permission denied).",
     ]
     with pytest.raises(DataError, match=r"No video.* was found.*1 folder cannot be read"):
         find([folder / "locked"])
+
+
+def test_the_guide_lists_the_endings_that_are_read(tmp_path: Path) -> None:
+    endings = {"video": VIDEO_SUFFIXES, "image": IMAGE_SUFFIXES}
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "fine-tuning-data.md"
+    lines = guide.read_text(encoding="utf-8").splitlines()
+    for kind, suffixes in endings.items():
+        listed = " ".join(f"`{suffix}`" for suffix in suffixes)
+        assert any(line.startswith(f"| {kind}s | {listed}") for line in lines), listed
+        for suffix in suffixes:
+            (tmp_path / f"a{suffix.upper()}").touch()
+    media = find([tmp_path])
+    found = {Path(item.media.path).suffix.lower(): item.kind for item in media.items}
+    assert found == {suffix: kind for kind, some in endings.items() for suffix in some}
+    assert {".mts", ".m2ts", ".wmv", ".flv", ".3gp", ".mxf", ".jfif"} <= set(found)
+    assert describe_ignored({".heic": 1}, []) == [
+        "1 file has another ending and was left out: 1 .heic."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_a_demo_stopped_while_measuring_ends_without_a_run(
     stopper = subprocess.Popen(
         [sys.executable, "-c", wait + f"os.kill({os.getpid()}, signal.SIGINT)"]
     )
-    assert _demo(out, steps=None, minutes=5.0) is None
+    assert _demo(out, steps=None, minutes=5.0) == "SIGINT"
     assert stopper.wait(timeout=300) == 0
     assert not RunDirectory(out).exists()
     assert not (out / "pace").exists()

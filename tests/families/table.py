@@ -12,8 +12,38 @@ from tests.families.rows import ROWS
 
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "families.md"
 _BEGIN, _END = "<!-- table: written by tests/families/table.py -->", "<!-- end of the table -->"
+_RELEASES = {
+    "Wan 2.1 T2V": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    "Wan 2.1 I2V": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    "Wan 2.1 FLF2V": "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+    "Wan 2.2 TI2V-5B": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    "Wan 2.2 A14B T2V": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "Wan 2.2 A14B I2V": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    "HunyuanVideo 1.5 T2V": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+    "HunyuanVideo 1.5 I2V": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+    "LTX-2": "Lightricks/LTX-2",
+    "LTX-2, first frame": "Lightricks/LTX-2",
+    "LTX-2.3": "diffusers/LTX-2.3-Diffusers",
+    "FLUX.1": "black-forest-labs/FLUX.1-dev",
+    "FLUX.1 Kontext": "black-forest-labs/FLUX.1-Kontext-dev",
+    "FLUX.2 dev": "black-forest-labs/FLUX.2-dev",
+    "FLUX.2 dev, references": "black-forest-labs/FLUX.2-dev",
+    "FLUX.2 klein": "black-forest-labs/FLUX.2-klein-base-4B",
+    "Z-Image": "Tongyi-MAI/Z-Image",
+    "Qwen-Image": "Qwen/Qwen-Image",
+    "Qwen-Image-Edit": "Qwen/Qwen-Image-Edit",
+    "Qwen-Image-Edit-2509": "Qwen/Qwen-Image-Edit-2509",
+    "Qwen-Image-Edit-2511": "Qwen/Qwen-Image-Edit-2511",
+}
 _HEAD = (
-    *("model", "`model.family`", "task", "its `data.conditioning`", "sampler like the release"),
+    *(
+        "model",
+        "release",
+        "`model.family`",
+        "task",
+        "its `data.conditioning`",
+        "sampler like the release",
+    ),
     *(f"LoRA in {gib} GiB" for gib in plans.DEVICES),
 )
 
@@ -21,7 +51,8 @@ _HEAD = (
 def facts(row: Row) -> list[str]:
     """The cells of a kind of model."""
     pictures = ", ".join(f"`{name}`" for name in row.pictures) or "-"
-    described = [row.kind, f"`{row.family}`", row.task, pictures, f"`{row.solver}`"]
+    release = f"`{_RELEASES[row.kind]}`" if row.kind in _RELEASES else "-"
+    described = [row.kind, release, f"`{row.family}`", row.task, pictures, f"`{row.solver}`"]
     return described + plans.cells(plans.known().get(row.kind))
 
 

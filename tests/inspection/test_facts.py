@@ -386,7 +386,7 @@ def test_the_newest_result_stands_for_a_preset(
     first, second, third = _evaluated(found)
     assert first == "2 checkpoints, the newest of step 200: brightness 0.5, held-out loss 0.3"
     assert second == f"alarm: {message}"
-    assert third == "unlike the clips of the training: frame change"
+    assert third == "differs from the training clips (a comparison, not a fault): frame change"
 
 
 def test_what_failed_is_told_until_there_is_a_result(tmp_path: Path) -> None:

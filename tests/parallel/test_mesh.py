@@ -1,6 +1,7 @@
 """Which device a name means, on machines with and without GPUs."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -15,6 +16,13 @@ def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int) -> list[int]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     return chosen
+
+
+def test_a_cpu_build_of_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine(monkeypatch, 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RecipeError, match=f"PyTorch {re.escape(torch.__version__)} is a CPU build"):
+        pick_device("cuda")
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
         "8 frames of 96x64",
         "LoRA instead of all weights",
         "weights in bf16",
-        "optimizer states in the computer's memory",
+        "optimizer states in host RAM",
         "optimizer states in 8 bits (needs torchao)",
     }
     assert {suggestion.fits for suggestion in found.values()} == {True, False}

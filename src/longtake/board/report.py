@@ -124,7 +124,10 @@ def _spread(steps: list[int]) -> list[int]:
 
 def render_report(facts: RunFacts, links: ReportLinks) -> str:
     """The file's text: all pages of a run, below each other."""
-    sections = {name: Markup(each(facts, links, {})) for name, each in RENDER.items()}  # noqa: S704 - rendered
+    # The videos first, where there are some.
+    has_samples = facts.summary.sample is not None
+    order = sorted(RENDER, key=lambda name: name != "samples") if has_samples else list(RENDER)
+    sections = {name: Markup(RENDER[name](facts, links, {})) for name in order}  # noqa: S704 - rendered
     files = assets.static_files()
     styles = [files[name].decode() for name in assets.STYLES]
     scripts = [*(files[name].decode() for name in assets.SCRIPTS), _in_function()]
@@ -133,12 +136,32 @@ def render_report(facts: RunFacts, links: ReportLinks) -> str:
         links,
         facts=facts,
         status=overview.status_of(facts),
+        results=list(_results(facts)),
         sections=sections,
         styles=[Markup(each) for each in styles],  # noqa: S704 - files of this package
         scripts=[Markup(each) for each in scripts],  # noqa: S704 - files of this package
         policy=_policy(styles, scripts),
         written=fsio.now(),
     )
+
+
+def _results(facts: RunFacts) -> Iterable[str]:
+    """A line of the newest numbers of each preset."""
+    directory = EvaluationDirectory(facts.run)
+    for preset in directory.presets():
+        steps = directory.steps(preset)
+        scores = directory.scores(preset, steps[-1]) if steps else None
+        if scores is None:
+            continue
+        numbers = [
+            f"{name} {value:.0%}"
+            if name == "adherence"
+            else f"{name.replace('_', ' ')} {value:.3g}"
+            for name, value in scores["measures"].items()
+        ]
+        # A share of prompts that are right says most, so it stands first.
+        numbers.sort(key=lambda text: not text.startswith("adherence"))
+        yield f"Preset {preset} at step {steps[-1]:,}: {', '.join(numbers)}"
 
 
 def _in_function() -> str:

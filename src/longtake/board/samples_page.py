@@ -27,6 +27,7 @@ from longtake.board.sampled import (
 )
 from longtake.config import Recipe
 from longtake.evaluation.compare import Scene
+from longtake.evaluation_dir import Alarm
 from longtake.formatting import natural_key
 from longtake.run_dir import RunDirectory
 
@@ -112,6 +113,7 @@ def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) 
         "samples.html",
         links,
         **common,
+        said_of_alarm=said_of_alarm,
         sampled=preset,
         presets=sampled,
         choice=choice,
@@ -309,6 +311,12 @@ def measures_of(preset: SampledPreset, now: int) -> list[Measured]:
     return found
 
 
+def said_of_alarm(alarm: Alarm) -> str:
+    """Only drift is an alarm: a model that has learnt little differs from its training clips."""
+    message = alarm["message"].replace(alarm["measure"], alarm["measure"].replace("_", " "), 1)
+    return message if alarm["kind"] == "drift" else f"A comparison, not a fault: {message}"
+
+
 def _measured(preset: SampledPreset, name: str, now: int) -> Measured:
     values = [each.measures.get(name) for each in preset.results]
     spread = preset.reference["measures"].get(name)
@@ -320,7 +328,9 @@ def _measured(preset: SampledPreset, name: str, now: int) -> Measured:
         if alarm["measure"] == name and alarm["kind"] == "drift"
     }
     drawing = svg.sparkline(preset.steps, values, band=band, marks=marks, now=now)
-    return Measured(name, units().get(name, ""), _rounded(values), band, marks, drawing)
+    return Measured(
+        name.replace("_", " "), units().get(name, ""), _rounded(values), band, marks, drawing
+    )
 
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:
@@ -394,7 +404,10 @@ def _payload(
         **_videos(facts.name, links, preset, preset.scenes),
         "columns": shown,
         "measures": [{"name": each.name, "values": each.values} for each in measured],
-        "alarms": [[alarm["message"] for alarm in each.alarms] for each in preset.results],
+        "alarms": [
+            [[said_of_alarm(alarm), alarm["kind"]] for alarm in each.alarms]
+            for each in preset.results
+        ],
         "command": _command(facts, preset),
         "choice": asdict(choice),
         "other": other and _other_videos(links, preset, *other),

@@ -135,9 +135,12 @@ def demo(
         console=say.console(),
         evaluate=with_server,
     )
-    if summary is None:
-        say.line(f"Stopped. What {out} holds by now is kept; the same command resumes from there.")
-        raise typer.Exit(130)
+    if isinstance(summary, str):
+        say.line(
+            f"Stopped by {summary}. What {out} holds by now is kept; the same command resumes from "
+            "there."
+        )
+        raise typer.Exit(process.EXIT_CODES[summary])
     if as_json:
         say.result(summary)
 

@@ -527,7 +527,7 @@ def show(
 
     if recipe is None and changes:
         raise typer.BadParameter("there is no RECIPE that --set could change")
-    loaded = None if recipe is None else with_buckets(config.load(recipe, changes or ()))
+    loaded = None if recipe is None else with_buckets(config.load(recipe, changes or ()), catalog)
     review_captions = None if loaded is None else _captions_reviewer(loaded)
     loaded, costs = (None, None) if loaded is None else _with_costs(loaded)
     with progress.counted(say.console(), "draw") as advance:

@@ -6,6 +6,7 @@ import os
 import shlex
 import textwrap
 import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 
 from longtake import errors, process
 from longtake.cli import say
-from longtake.config import EXPERT_FOLDERS, Expert, ModelSection, memory_bytes
+from longtake.config import EXPERT_FOLDERS, Bucket, Expert, ModelSection, memory_bytes
 from longtake.formatting import did_you_mean, printable
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
@@ -30,6 +31,9 @@ class Shape:
     height: int
     width: int
     expected: str = ""
+
+    def bucket(self) -> Bucket:
+        return Bucket(num_frames=self.frames, height=self.height, width=self.width)
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,20 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     """
     from longtake.models import recognition
 
+    family, task, size = (value and value.lower() for value in (family, task, size))
     of_family = [each for each in templates() if each.family == family]
-    if not of_family and family in {kind.family for kind in recognition.KINDS}:
+    releases = [
+        name for kind in recognition.KINDS if kind.family == family for name in kind.releases
+    ]
+    if not of_family and releases:
         raise errors.RecipeError(
-            f"a recipe for the family {family} is written from a release: leave --family out, and "
-            f"name one, as in `{process.command()} init RELEASE`."
+            f"A recipe for the family {family} is written from a release: leave --family out, and "
+            f"name one, as in `{process.command()} init {releases[0]}`."
         )
     if not of_family:
-        hint = did_you_mean(family, {each.family for each in templates()})
-        raise errors.RecipeError(f"there is no template for the family {family!r}; {hint}")
+        known = {each.family for each in (*templates(), *recognition.KINDS)}
+        hint = did_you_mean(str(family), known)
+        raise errors.RecipeError(f"There is no template for the family {family!r}; {hint}")
     for each in of_family:
         if task in (None, each.task) and size in (None, each.size):
             return each
@@ -88,7 +97,7 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     asked = " ".join(
         f"--{name} {value}" for name, value in (("task", task), ("size", size)) if value
     )
-    raise errors.RecipeError(f"there is no template for {family} with {asked}; there is: {there}.")
+    raise errors.RecipeError(f"There is no template for {family} with {asked}; there is: {there}.")
 
 
 def template_of_release(release: str, task: str | None, expert: Expert | None = None) -> Template:
@@ -102,6 +111,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
     """
     from longtake.models import base, experts, pretrained, recognition
 
+    task = task and task.lower()
     for each in templates():
         if each.pretrained == release and task in (None, each.task) and expert is None:
             return each
@@ -123,7 +133,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         )
     if task not in (None, "lora", "full"):
         raise errors.RecipeError(
-            f"there is no template for {kind.title} with --task {task}; there are lora and full."
+            f"There is no template for {kind.title} with --task {task}; there are lora and full."
         )
     family: Any = base.family(kind.family)
     pretrained.refuse_untrained(found, getattr(family, "channel_ratios", ()), section)
@@ -171,7 +181,13 @@ def choose_shape(template: Template, memory: str | None) -> Shape:
     return fitting[-1]
 
 
-def render_recipe(template: Template, memory: str | None, data: Path, recipe: Path) -> str:
+def render_recipe(
+    template: Template,
+    memory: str | None,
+    data: Path,
+    recipe: Path,
+    buckets: Sequence[Bucket] | None = None,
+) -> str:
     """Return the text of a recipe.
 
     Args:
@@ -179,6 +195,7 @@ def render_recipe(template: Template, memory: str | None, data: Path, recipe: Pa
         memory: the GPU's, such as "24GiB"; None: what is free on the GPU when training starts.
         data: a folder of clips, or a catalog that exists already (`.parquet`).
         recipe: where the text will be written; names the run.
+        buckets: instead of the template's.
 
     Raises:
         RecipeError: the memory is too small, or a path cannot stand in a recipe.
@@ -193,9 +210,9 @@ def render_recipe(template: Template, memory: str | None, data: Path, recipe: Pa
             )
     name = recipe.stem
     is_catalog = data.suffix == ".parquet"
-    folder = Path(os.path.abspath(data)).name or "clips"  # noqa: PTH100 - a link keeps its name
-    catalog = data if is_catalog else Path("catalogs") / f"{folder}.parquet"
+    catalog = catalog_of(data)
     run = Path("runs") / name
+    shape = choose_shape(template, memory)
     environment = jinja2.Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -206,11 +223,12 @@ def render_recipe(template: Template, memory: str | None, data: Path, recipe: Pa
     environment.filters["toml"] = lambda value: json.dumps(str(value), ensure_ascii=False)
     environment.filters["comment"] = lambda text: textwrap.indent(textwrap.fill(text, 96), "# ")
     text = _FOLDER.joinpath(template.file).read_text("utf-8")
-    facts = {**asdict(template), **asdict(choose_shape(template, memory))}
+    facts = {**asdict(template), **asdict(shape)}
     other = "low" if template.expert == "high" else "high"
     return environment.from_string(text).render(
         **facts,
         memory=memory,
+        buckets=", ".join(bucket.toml() for bucket in buckets or (shape.bucket(),)),
         run=run,
         catalog=catalog,
         cache=Path("cache") / name,
@@ -221,6 +239,33 @@ def render_recipe(template: Template, memory: str | None, data: Path, recipe: Pa
         other=other,
         folder="" if template.expert is None else EXPERT_FOLDERS[template.expert],
     )
+
+
+def catalog_of(data: Path) -> Path:
+    """The catalog itself, or where that of a folder is proposed to be written."""
+    folder = Path(os.path.abspath(data)).name or "clips"  # noqa: PTH100 - a link keeps its name
+    return data if data.suffix == ".parquet" else Path("catalogs") / f"{folder}.parquet"
+
+
+def buckets_for(template: Template, memory: str | None, data: Path) -> tuple[Bucket, ...]:
+    """The template's bucket, and those that keep clips of `data` that it would lose."""
+    own = choose_shape(template, memory).bucket()
+    catalog = catalog_of(data)
+    if not (data.exists() or catalog.exists()):
+        return (own,)
+    from longtake.data.auto_buckets import glance, propose_buckets
+
+    try:
+        frames, aspects = glance(data, catalog, template.fps)
+    except errors.DataError:  # `data index` says what is wrong with it
+        return (own,)
+    found = propose_buckets(frames, aspects, (own,), 1)
+    if len(found) > 1:
+        more = ", ".join(map(str, found[1:]))
+        say.line(
+            f"Many of the clips in {data} do not fit {own}. Buckets for them were added: {more}."
+        )
+    return found
 
 
 def init(
@@ -272,7 +317,7 @@ def init(
     else:
         _list_templates()
         return
-    text = render_recipe(template, memory, data, out)
+    text = render_recipe(template, memory, data, out, buckets_for(template, memory, data))
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -293,14 +338,25 @@ def init(
 def _list_templates() -> None:
     from rich.table import Table
 
+    from longtake.models import recognition
+
     table = Table("--family", "--task", "--size", "memory", "what is trained", box=None)
     for each in templates():
-        smallest, largest = each.shapes[0], each.shapes[-1]
-        memory = f"{smallest.gib} to {largest.gib} GiB" if each.pretrained else "CPU"
+        smallest = each.shapes[0]
+        memory = f"{smallest.gib} GiB or more" if each.pretrained else "CPU"
         table.add_row(each.family, each.task, each.size, memory, each.title)
     say.stdout_console().print(table)
+    releases = Table("RELEASE", "kind of model", box=None)
+    with_template = {each.pretrained for each in templates()}
+    for kind in recognition.KINDS:
+        for release in kind.releases:
+            if release not in with_template:
+                releases.add_row(release, kind.title)
+    say.stdout_console().print(releases)
     first = templates()[1]
     say.line(
         f"Write one: {process.command()} init --family {first.family} --task {first.task} "
-        f"--size {first.size} --memory 24GiB --data my_clips --out my_recipe.toml"
+        f"--size {first.size} --memory 24GiB --data my_clips --out my_recipe.toml\n"
+        f"Of a release: {process.command()} init RELEASE --task lora --memory 24GiB, where RELEASE "
+        "is a repository or a folder in diffusers' layout."
     )

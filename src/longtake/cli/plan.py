@@ -12,7 +12,13 @@ from rich.table import Table
 
 from longtake.cli import say
 from longtake.cli.cost import cost_facts, cost_report
-from longtake.formatting import escape, format_duration, format_short_duration, format_size
+from longtake.formatting import (
+    escape,
+    escape_lines,
+    format_duration,
+    format_short_duration,
+    format_size,
+)
 from longtake.planner.words import ACTIVATION_WORDS, FIXED_WORDS, POLICY_WORDS, WEIGHT_WORDS
 from longtake.progress import phase_lines
 
@@ -51,7 +57,7 @@ _LINKS = {"node": "a node's links", "network": "the network"}
 _LEGEND = (
     "forward: when the backward pass begins. peak: the most in forward and backward pass of the "
     "first step. with optimizer: the most in any later step, with all that stays in memory. time: "
-    "how much longer a step takes than without recompute, predicted from the GPU's data sheet."
+    "how much longer a step takes than without recompute, predicted from the device's data sheet."
 )
 
 
@@ -66,6 +72,13 @@ def plan(
             help="The GPU: a100-80gb, a10, l4, l40s, rtx4090, h100, b200, ...; or its memory and "
             "dense bf16 speed: 24GiB,165TFLOPS [default: the recipe's]. Without --memory: all its "
             "memory."
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="RAM of the computer, such as 64GiB, of which a run may pin 60 % "
+            "[default: recompute.host_memory, this computer's, or 107GiB]."
         ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
@@ -115,9 +128,10 @@ def plan(
     nothing fits or something would not train.
     """
     with phase_lines(say.console(), "importing PyTorch") as enter:
+        from longtake.config import memory_bytes
         from longtake.data.auto_buckets import with_buckets
         from longtake.planner.cost import run_cost
-        from longtake.planner.devices import device_budget
+        from longtake.planner.devices import device_budget, with_host_memory
         from longtake.planner.forecast import encoding_ahead, forecast, forecast_phases
         from longtake.planner.memory import with_batch_sizes
         from longtake.planner.mesh import links_named, links_of, mesh_forecast
@@ -131,6 +145,9 @@ def plan(
         planned = device_budget(loaded, world_size=processes)
         if memory is None and (device or planned.memory_bytes is None):
             planned = planned.with_own_memory()
+        if host_memory is not None:
+            ram = memory_bytes(host_memory)
+            planned = with_host_memory(planned, ram, per_node or processes)
         links = links_named(link, planned) if link else links_of(planned)
         enter("running a training step on tensors without values")
         known = forecast(loaded, planned, world_size=processes, per_node=per_node)
@@ -242,7 +259,13 @@ def _stages(recipe: "Recipe", known: "Forecast", data_plan: "Plan | None") -> li
 
 
 def _forecast_facts(known: "Forecast") -> dict[str, Any]:
+    from longtake.planner.devices import SHARE_OF_HOST_MEMORY
+    from longtake.planner.forecast import short_memory
+
     device, step, gradients = known.device, known.step, known.gradients
+    chosen = known.best_policy or (known.least if known.policies else None)
+    pinned = 0 if chosen is None else chosen.host_bytes
+    ranks = step.per_node or step.world_size
     return {
         "device": device.name,
         "memory_gib": _gib(device.memory_bytes),
@@ -262,6 +285,14 @@ def _forecast_facts(known: "Forecast") -> dict[str, Any]:
         "per_node": step.per_node,
         "fixed_gib": _static(known.static),
         "host_gib": _gib(known.static.optimizer.host),
+        "host_ram": {
+            "pinned_gib": _gib(pinned),
+            "limit_gib": _gib(device.host_bytes),
+            "needed_gib": _gib(
+                int(ranks * (pinned / SHARE_OF_HOST_MEMORY + known.static.optimizer.host))
+            ),
+        },
+        "short": [] if chosen is None else list(short_memory(step, chosen)),
         "foreach_gib": _gib(known.foreach_bytes),
         "policies": [_row(row) for row in known.policies],
         "best": _best(known),
@@ -357,6 +388,8 @@ def _suggestion(suggestion: "Suggestion") -> dict[str, Any]:
         "set": list(suggestion.changes),
         "policy": suggestion.policy,
         "step_peak_gib": _gib(suggestion.step_peak_bytes),
+        "host_gib": _gib(suggestion.host_bytes),
+        "short": list(suggestion.short),
         "fits": suggestion.fits,
     }
 
@@ -465,10 +498,10 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
             yield from cost_report(facts["cost"])
     yield from _gradients(facts)
     for warning in facts["data_warnings"]:
-        yield f"[yellow]data[/yellow] {escape(warning)}"
+        yield f"[yellow]data[/yellow] {escape_lines(warning)}"
     for warning in facts["warnings"]:
-        yield f"[yellow]note[/yellow] {escape(warning)}"
-    yield f"[dim]Predicted in {facts['seconds']:.1f} s; nothing was run on a GPU.[/dim]"
+        yield f"[yellow]note[/yellow] {escape_lines(warning)}"
+    yield f"[dim]Predicted in {facts['seconds']:.1f} s; nothing was run on the device.[/dim]"
 
 
 def _of_model(facts: Mapping[str, Any]) -> str:
@@ -536,7 +569,7 @@ def _fixed(facts: Mapping[str, Any]) -> Table:
         if value or name not in ("encoders", "ema"):
             table.add_row(name, _size(value), meaning)
     if facts["host_gib"]:
-        meaning = "optimizer states and fp32 weights, in the computer's own memory"
+        meaning = "optimizer states and fp32 weights, in host RAM"
         table.add_row("offloaded", _size(facts["host_gib"]), meaning)
     return table
 
@@ -562,17 +595,38 @@ def _cells(row: Mapping[str, Any], scale: int) -> list[str]:
 def _result(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
     if facts["best"] is not None:
         yield _of_best(facts["best"])
+        host = facts["host_ram"]
+        if host["needed_gib"]:
+            yield (
+                f"The computer needs {_size(host['needed_gib'])} of RAM at least (--host-memory "
+                "plans for another): 60 % of it may be pinned."
+            )
         if len(facts["best"]["blocks"]) > 1 or facts["best"]["host_gib"]:
             yield _mixture(facts["best"]["blocks"])
         return
-    yield "[red]Nothing fits.[/red] What would help, each by itself:"
+    least = min(facts["policies"], key=lambda row: row["step_peak_gib"])
+    host = facts["host_ram"]
+    sizes = {
+        "GPU memory": (least["step_peak_gib"], facts["budget_gib"]),
+        "host RAM": (host["pinned_gib"], host["limit_gib"]),
+    }
+    lacking = "; ".join(
+        f"{name}: {_size(sizes[name][0])} of the {_size(sizes[name][1])} that a process may take"
+        for name in facts["short"]
+    )
+    yield f"[red]Nothing fits.[/red] At least, it takes too much of {lacking or 'both memories'}."
+    if "host RAM" in facts["short"]:
+        yield "A computer with more RAM is planned for by --host-memory 128GiB."
+    yield "What would help, each by itself:"
     for change in facts["changes"]:
         settings = " ".join(f"--set '{each}'" for each in change["set"])
-        result = "[green]fits[/green]" if change["fits"] else "not enough"
-        yield (
-            f"  {escape(change['what'])}: {_size(change['step_peak_gib'])}, {result}  "
-            f"[dim]{escape(settings)}[/dim]"
-        )
+        taken = {"GPU memory": change["step_peak_gib"], "host RAM": change["host_gib"]}
+        still = ", ".join(f"{_size(taken[name])} of {name}" for name in change["short"])
+        result = f"still too much: {still}" if still else "[green]fits[/green]"
+        sizes_said = _size(taken["GPU memory"])
+        if taken["host RAM"]:
+            sizes_said += f" and {_size(taken['host RAM'])} of host RAM"
+        yield (f"  {escape(change['what'])}: {sizes_said}, {result}  [dim]{escape(settings)}[/dim]")
 
 
 def _of_checkpoints(checkpoint: Mapping[str, Any], step_seconds: float) -> str:
@@ -653,7 +707,7 @@ def _of_best(best: Mapping[str, Any]) -> str:
     chosen = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     text = f"Best: of {sum(counts.values())} blocks {chosen}."
     if best["host_gib"]:
-        text += f" {_size(best['host_gib'])} are in the computer's memory."
+        text += f" {_size(best['host_gib'])} of host RAM are pinned for weights and activations."
     if best["overhead"] > 0:
         text += f" A step takes {best['overhead']:.1%} longer than without recompute"
         if best["link_share"] >= _LITTLE_WAITING:

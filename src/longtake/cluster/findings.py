@@ -21,7 +21,7 @@ from rich.text import Text
 from longtake import __version__
 from longtake.cluster.topology import ProcessInfo, fold_hosts
 from longtake.config import Recipe
-from longtake.formatting import escape
+from longtake.formatting import escape, escape_lines
 
 Severity = Literal["ok", "note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
@@ -489,12 +489,12 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]
         where = f"[bold]{escape(fold_hosts(each['nodes']))}[/bold]: " if each["nodes"] else ""
         table.add_row(
             f"[{colour}]{each['severity']}[/{colour}]",
-            where + escape(each["what"].rstrip(".")) + ".",
+            where + escape_lines(each["what"].rstrip(".")) + ".",
         )
         for name in ("expected", "advice"):
             if each[name]:
                 text = f"expected: {each[name]}" if name == "expected" else each[name]
-                table.add_row("", f"[dim]{escape(text)}[/dim]")
+                table.add_row("", f"[dim]{escape_lines(text)}[/dim]")
         yield table
 
 

@@ -23,6 +23,7 @@ from longtake.cluster import findings, topology
 from longtake.cluster.rendezvous import Rendezvous, SilentProcessError
 from longtake.data.auto_buckets import with_buckets
 from longtake.formatting import first_line, join_words
+from longtake.run_dir import refuse_moved
 
 CHECKS: tuple[findings.Check, ...] = (
     findings.Check("host names", node.measure_host_name, node.judge_host_names),
@@ -131,7 +132,9 @@ def _context(
     recipe, problem = None, ""
     if path is not None:
         try:
-            recipe = with_buckets(config.load(path, changes))
+            loaded = config.load(path, changes)
+            refuse_moved(path, loaded, changes)
+            recipe = with_buckets(loaded)
         except errors.LongtakeError as error:
             if process.world_size == 1:
                 raise

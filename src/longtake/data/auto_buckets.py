@@ -4,20 +4,30 @@ A pure function of the recipe and the catalogs. A run keeps those that it began 
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import av
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
 from longtake import errors
 from longtake.config import AutoBucketsSection, Bucket, DataSection, Recipe
-from longtake.data import buckets, catalog, stages
+from longtake.data import buckets, catalog, sources, stages
 from longtake.run_dir import RunDirectory
 
 _ASPECTS = (21 / 9, 16 / 9, 3 / 2, 4 / 3, 1.0, 3 / 4, 2 / 3, 9 / 16, 9 / 21)
+_MOST_OPENED = 200  # files of a folder that is glanced at, spread evenly
+_SECONDS = 2.0  # for one of them to answer
+_MOST_LOST = 0.1  # share of the clips that are lost for another shape to be proposed
+_SQUARE = 1.2  # the longer side by the shorter one of what counts as square
 _LEAST_AREA = 0.9  # of the budget, unless no shape comes so near to it
 
 
-def with_buckets(recipe: Recipe) -> Recipe:
+def with_buckets(recipe: Recipe, shown: Path | None = None) -> Recipe:
     """A recipe whose `data.buckets` are known: its own, the run's, or chosen from the catalogs.
+
+    With `shown` they are chosen from this catalog, in the place of the recipe's only one.
 
     Raises:
         DataError: a catalog cannot be read, or no clip would go to any bucket.
@@ -27,11 +37,15 @@ def with_buckets(recipe: Recipe) -> Recipe:
         return recipe
     found: tuple[Bucket, ...] = ()
     run = RunDirectory(recipe.out)
-    if run.exists():
+    paths = data.sources()
+    is_other = shown is not None and shown.resolve() not in {p.resolve() for p in paths.values()}
+    if shown is not None and is_other and len(paths) == 1:
+        paths = dict.fromkeys(paths, shown)
+    elif run.exists():
         kept = run.recipe().data
         found = kept.buckets if kept.auto_buckets == data.auto_buckets else ()
     if not found:
-        catalogs = {name: catalog.Catalog.load(path) for name, path in data.sources().items()}
+        catalogs = {name: catalog.Catalog.load(path) for name, path in paths.items()}
         found = choose_buckets(catalogs, data.auto_buckets, data)
     return recipe.model_copy(update={"data": data.model_copy(update={"buckets": found})})
 
@@ -64,6 +78,96 @@ def choose_buckets(
         f"of {_listed(auto.frames)} frames and at most {auto.pixels:,} pixels. Lower frames or "
         "min_clips, or index clips with captions."
     )
+
+
+def glance(
+    data: Path, indexed: Path, fps: float | None
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """How many frames clips have at a rate, and their width divided by their height.
+
+    Of the catalog if it exists, else by the headers of some files of the folder `data`, whose
+    rotation is not read. What cannot be opened is left out: indexing says why.
+
+    Raises:
+        DataError: the catalog cannot be read, or the folder holds no clips.
+    """
+    if indexed.is_file():
+        clips = catalog.Catalog.load(indexed)
+        aspects = clips.column("width") / clips.column("height")
+        return buckets.frame_counts(clips, fps), aspects.astype(np.float64)
+    media = sources.find([data])  # whose items are on disk as long as it is kept
+    items = list(media.items)
+    found: list[tuple[int, float]] = []
+    for item in items[:: max(1, -(-len(items) // _MOST_OPENED))]:
+        if item.media.member is not None or "://" in item.media.path:
+            continue
+        try:
+            if item.kind == "image":
+                with Image.open(item.media.path) as image:
+                    found.append((1, image.width / image.height))
+                continue
+            with av.open(item.media.path, timeout=_SECONDS) as container:
+                stream = container.streams.video[0]
+                own = float(stream.average_rate or 0)
+                length = stream.duration
+                if length is not None and stream.time_base is not None:
+                    seconds = float(length * stream.time_base)
+                else:
+                    seconds = (container.duration or 0) / av.time_base
+                count = int(seconds * (fps or own) + 0.01)
+                if count > 1:
+                    found.append((count, stream.width / stream.height))
+        except Exception:  # noqa: S112 - a damaged file can fail in any way
+            continue
+    frames = np.array([frames for frames, _ in found], np.int64)
+    return frames, np.array([aspect for _, aspect in found], np.float64)
+
+
+def propose_buckets(
+    frames: NDArray[np.int64], aspects: NDArray[np.float64], shapes: Sequence[Bucket], stride: int
+) -> tuple[Bucket, ...]:
+    """The given buckets and those that keep clips which these lose; as given if that is few.
+
+    A shape is turned for clips that lie the other way, and shortened for clips that are too short:
+    to the most frames that keep nine of ten, 8 n + 1 or 4 n + 1 as the given ones are.
+
+    Args:
+        frames: [N] of the clips, at the rate at which they are trained.
+        aspects: [N] their width divided by their height.
+        shapes: the recipe's buckets.
+        stride: `data.frame_stride`.
+    """
+    found = list(shapes)
+    tall = np.array([shape.height > shape.width for shape in shapes])
+    for lying, is_tall in ((aspects > _SQUARE, False), (aspects < 1 / _SQUARE, True)):
+        if len(frames) and lying.mean() > _MOST_LOST and (tall != is_tall).all():
+            first = shapes[0]
+            if first.height != first.width:
+                turned = {"height": first.width, "width": first.height}
+                found.append(first.model_copy(update=turned))
+    shortest = min((shape.num_frames for shape in shapes if shape.num_frames > 1), default=1)
+    counts = []
+    lost = np.sort(frames[(frames > 1) & ((frames - 1) // stride + 1 < shortest)])
+    if len(lost) > _MOST_LOST * len(frames):
+        enough = (int(lost[len(lost) // 10]) - 1) // stride + 1
+        counts.append(_most_frames(shortest, enough))
+    stills = np.count_nonzero(frames == 1)
+    if stills > _MOST_LOST * len(frames) and all(shape.num_frames > 1 for shape in shapes):
+        counts.append(1)
+    for count in filter(None, counts):
+        short = [shape.model_copy(update={"num_frames": count}) for shape in found]
+        found += [each for each in dict.fromkeys(short) if each not in found]
+    return tuple(found)
+
+
+def _most_frames(longest: int, enough: int) -> int | None:
+    """The most frames within `enough`: 8 n + 1 or 4 n + 1 as `longest` is, or its half; or None."""
+    for step in (8, 4):
+        if (longest - 1) % step == 0:
+            return (enough - 1) // step * step + 1 if enough > step else None
+    while longest > enough and longest % 2 == 0:
+        longest //= 2
+    return longest if 1 < longest <= enough else None
 
 
 def _counts(clips: catalog.Catalog, shapes: Sequence[Bucket], data: DataSection) -> np.ndarray:

@@ -20,6 +20,7 @@ from longtake.data.window import Crop, Window, crop
 Rows = NDArray[np.uint32]  # of a catalog
 
 TOO_SHORT = "too short for every bucket"
+NO_STILLS = "an image, and no bucket has one frame"
 ONLY_STILLS = "a video that only buckets of 1 frame could take"
 CROPPED = "cropped by more than data.max_crop"
 
@@ -27,7 +28,7 @@ _SIZES = ("width", "height")
 _ROUNDING = 1e-9  # of shares
 _MOST_MORE_CUT = 0.1  # of a picture, than to its best bucket; else a bucket's share is not for it
 _ROUNDING_FRAMES = 1e-6  # times are floats, and frames begin at exact ones
-_NO_BUCKET, _TOO_MUCH_CUT = -1, -2  # instead of a bucket's index
+_NO_BUCKET, _TOO_MUCH_CUT, _NO_STILLS = -1, -2, -3  # instead of a bucket's index
 _CHUNK = 2**18  # arrays of that many rows stay in the processor's cache
 _MAX_ROWS_ON_HEAP = 2**18  # a megabyte; more are mapped from a file
 
@@ -124,6 +125,7 @@ def sort_into_buckets(
         kinds, which = _kinds(part, within, shapes, stride, fps)
         best = _best_bucket(kinds, shapes, stride, stills=stills)
         cut = _cuts(kinds, shapes)[np.arange(len(best)), best]
+        best[(best < 0) & (kinds.frames == 1)] = _NO_STILLS
         if max_crop is not None:
             best[(best >= 0) & (cut > max_crop + _ROUNDING)] = _TOO_MUCH_CUT
         most = np.minimum(cut + _MOST_MORE_CUT, np.inf if max_crop is None else max_crop)
@@ -139,8 +141,9 @@ def sort_into_buckets(
         for key, (begin, end) in zip(groups.tolist(), pairwise([0, *ends]), strict=True):
             taken.setdefault(tuple(key), []).append(ordered[begin:end])
     alone = (0,) * len(sharing)
-    unfit, cropped = (
-        sum(map(len, taken.pop((why, *alone), []))) for why in (_NO_BUCKET, _TOO_MUCH_CUT)
+    unfit, stills_left, cropped = (
+        sum(map(len, taken.pop((why, *alone), [])))
+        for why in (_NO_BUCKET, _NO_STILLS, _TOO_MUCH_CUT)
     )
     own = [taken.pop((index, *alone), []) for index in range(len(shapes))]
     shared = sorted(taken, key=lambda key: (key[0], key[:0:-1]))
@@ -154,7 +157,8 @@ def sort_into_buckets(
         ),
     )
     has_stills = any(shape.num_frames == 1 for shape in shapes)  # long enough for these are all
-    dropped = {ONLY_STILLS if has_stills else TOO_SHORT: unfit, CROPPED: cropped}
+    too_short = ONLY_STILLS if has_stills else TOO_SHORT
+    dropped = {too_short: unfit, NO_STILLS: stills_left, CROPPED: cropped}
     return members, Counter({reason: count for reason, count in dropped.items() if count})
 
 

@@ -114,10 +114,13 @@ class Clip:
         return self.timing.of(self.keyframes[place - 1])
 
 
-# A GIF is decoded by FFmpeg whether it moves or not.
-_VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".m4v", ".ts", ".gif")
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif")
-MEDIA_SUFFIXES = (*_VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
+# A GIF is decoded by FFmpeg whether it moves or not. docs/guides/fine-tuning-data.md lists all.
+VIDEO_SUFFIXES = (
+    *(".mp4", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".m4v", ".ts", ".gif"),
+    *(".mts", ".m2ts", ".wmv", ".flv", ".3gp", ".mxf"),
+)
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif")
+MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,8 @@ def describe_ignored(
         more = f" and {len(passed_over) - 8} other endings" if len(passed_over) > 8 else ""
         total = sum(passed_over.values())
         files = "1 file has" if total == 1 else f"{total:,} files have"
-        sentences.append(f"{files} another ending and were left out: {', '.join(kinds)}{more}.")
+        were = "was" if total == 1 else "were"
+        sentences.append(f"{files} another ending and {were} left out: {', '.join(kinds)}{more}.")
     if unreadable:
         shown = ", ".join(f"{error.path} ({error.reason})" for error in unreadable[:3])
         more = f" and {len(unreadable) - 3} more" if len(unreadable) > 3 else ""

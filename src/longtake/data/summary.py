@@ -1,6 +1,7 @@
 """What `longtake data show` reports of a catalog and a recipe: as JSON, and as tables."""
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,11 +18,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from longtake.config import Bucket, DataSection, Recipe, Stage
+from longtake.data.auto_buckets import propose_buckets
 from longtake.data.buckets import (
     CROPPED,
+    NO_STILLS,
     ONLY_STILLS,
     TOO_SHORT,
     Rows,
+    frame_counts,
     shares_cut,
     sort_into_buckets,
 )
@@ -31,7 +35,7 @@ from longtake.data.plan import Plan, StagePlan, Stream, begin, drifts, review
 from longtake.data.stages import drop_in_turn, select
 from longtake.data.tails import tail_drifts
 from longtake.errors import DataError
-from longtake.formatting import escape, format_duration
+from longtake.formatting import escape, escape_lines, format_duration, plural
 
 MOST_SIZES = 20  # picture sizes that are listed; of more, the most frequent
 NUM_EXAMPLES = 3  # paths for each reason to drop clips
@@ -188,8 +192,10 @@ def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssig
     has_bucket = np.flatnonzero(best >= 0).astype(np.uint32)
     # If no condition drops them, no bucket takes them, or theirs would crop too much.
     no_bucket = next((reason for reason in (TOO_SHORT, ONLY_STILLS) if reason in reasons), "")
+    is_still = catalog.column("num_frames") == 1
     for reason, rows in [
         *drop_in_turn(catalog, stage, data),
+        (NO_STILLS, np.flatnonzero((best >= 0) | ~is_still).astype(np.uint32)),
         (no_bucket, has_bucket),
         (CROPPED, selection.members.all_rows()),
     ]:
@@ -483,6 +489,7 @@ def show(
     if recipe is not None:
         plan = begin(catalogs, recipe.data, recipe.training.global_batch_size, recipe.seed)
         result |= plan_summary(plan, recipe, costs)
+        result["proposal"] = propose(list(catalogs.values()), recipe.data)
         if review_captions is not None:
             captions = all_captions(catalogs, recipe.data)
             result["captions"], warning = review_captions(captions)
@@ -494,6 +501,31 @@ def show(
         written = write_pictures(out, catalogs[mine], plan, recipe, progress, stages)
         result["pictures"] = list(map(str, written))
     return result
+
+
+def propose(catalogs: Sequence[Catalog], data: DataSection) -> dict[str, Any] | None:
+    """Buckets that keep more clips, and how many more; None if the given ones keep nearly all."""
+    if any(stage.buckets for stage in data.stages):
+        return None
+    frames, aspects = [], []
+    for catalog in catalogs:
+        frames.append(frame_counts(catalog, data.fps))
+        aspects.append(catalog.column("width") / catalog.column("height"))
+    shapes = propose_buckets(
+        np.concatenate(frames), np.concatenate(aspects), data.buckets, data.frame_stride
+    )
+    if len(shapes) == len(data.buckets):
+        return None
+
+    def fitting(buckets: Sequence[Bucket]) -> int:
+        stride, stills = data.frame_stride, data.stills_from_videos
+        numbered = dict(enumerate(buckets))
+        each = (_best(one, numbered, stride, stills=stills, fps=data.fps) for one in catalogs)
+        return sum(int(np.count_nonzero(best >= 0)) for best in each)
+
+    listed = ", ".join(shape.toml() for shape in shapes)
+    more = fitting(shapes) - fitting(data.buckets)
+    return {"set": f"data.buckets=[{listed}]", "more_clips": more}
 
 
 def _paths(path: Path, recipe: Recipe) -> dict[str, Path]:
@@ -516,15 +548,22 @@ _PIPE_WIDTH = 100
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _MUCH_IS_CUT = 0.25
 _LITTLE_DRIFT = 0.05
-_LEGEND = (
-    "begins: between two numbers, a stage is mixed with the one before. tokens: of a clip. batch: "
-    "clips per update. batches: per epoch. tail: clips that the first epoch leaves over; they "
-    "begin the next one. last: clips in the last batch, where epochs end. padding: share of all "
-    "batches that stays empty because of it. seconds: of a batch on one GPU or CPU, in the "
-    "model's forward and backward pass, predicted. time: share of an epoch's. cut: share of the "
-    "picture that is cropped away. scale: above 1, pictures are enlarged. large: clips of which "
-    "that is true. A dropped clip counts in the bucket that it would be trained in otherwise."
-)
+_LEGEND = {
+    "begins": "between two numbers, a stage is mixed with the one before",
+    "size": "width x height",
+    "cut": "share of the picture that is cropped away",
+    "scale": "above 1, pictures are enlarged",
+    "enlarged": "clips whose pictures are enlarged",
+    "dropped": "counted in the bucket that a clip would be trained in otherwise",
+    "tokens": "of a clip",
+    "batch": "clips in an update",
+    "batches": "in an epoch",
+    "carried over": "clips that the first epoch leaves over; they begin the next one",
+    "last batch": "clips in it, where epochs end",
+    "padding": "share of all batches that stays empty because of it",
+    "seconds": "of a batch in the model's forward and backward pass, predicted, without decoding",
+    "time": "share of an epoch's",
+}
 
 
 def print_show(console: Console, result: Mapping[str, Any]) -> None:
@@ -561,8 +600,6 @@ def print_plan(console: Console, facts: Mapping[str, Any]) -> None:
     _print(console, _stages(facts))
     if len(facts["timeline"]) > 1:
         _print(console, _timeline_bars(facts))
-    on = f" Seconds are of {facts['device']}." if facts["device"] else ""
-    _print(console, f"\n{escape(_LEGEND + on)}\n", style="dim")
     sources = {entry["source"] for entry in facts["stages"]}
     for entry in facts["stages"]:
         catalog = f", catalog {entry['source']}" if len(sources) > 1 else ""
@@ -573,6 +610,18 @@ def print_plan(console: Console, facts: Mapping[str, Any]) -> None:
             _print(console, _drops(entry))
         if entry["dropped"]:
             _print(console, _examples(entry))
+    used = {name for entry in facts["stages"] for name in _columns(entry)}
+    legend = Table.grid(padding=(0, 2))
+    for name, meaning in _LEGEND.items():
+        if name in used:
+            on = f"; on {facts['device']}" if name == "seconds" and facts["device"] else ""
+            legend.add_row(f"[dim]{name}[/]", f"[dim]{escape(meaning + on)}[/]")
+    _print(console, legend)
+    if (found := facts.get("proposal")) is not None:
+        _title(console, "Other buckets", "yellow")
+        clips = plural(found["more_clips"], "more clip")
+        _print(console, f"These keep {clips}; `longtake plan` says whether they fit:")
+        console.print(f"  --set {shlex.quote(found['set'])}", markup=False, soft_wrap=True)
     if (drift := _drift(facts)).row_count:
         _title(console, "Drift from stage to stage")
         _print(console, drift)
@@ -580,11 +629,11 @@ def print_plan(console: Console, facts: Mapping[str, Any]) -> None:
         _title(console, "Warnings", "yellow")
         grid = Table.grid(padding=(0, 1))
         for sentence in facts["warnings"]:
-            grid.add_row("-", escape(sentence))
+            grid.add_row("-", escape_lines(sentence))
         _print(console, grid)
     if facts["refusal"]:
         _title(console, "Training would refuse to begin", "red")
-        _print(console, escape(facts["refusal"]))
+        _print(console, escape_lines(facts["refusal"]))
 
 
 def _clips_sentence(facts: Mapping[str, Any]) -> str:
@@ -698,7 +747,7 @@ def _timeline_bars(facts: Mapping[str, Any]) -> Table:
 
 
 def _buckets(entry: Mapping[str, Any]) -> Table:
-    names = ("clips", "kept", "dropped", "cut", "scale", "large")
+    names = ("clips", "kept", "dropped", "cut", "scale", "enlarged")
     table = _table(numbers=("frames", "size", *names))
     for bucket in entry["buckets"]:
         table.add_row(
@@ -711,21 +760,36 @@ def _buckets(entry: Mapping[str, Any]) -> Table:
     return table
 
 
+def _columns(entry: Mapping[str, Any]) -> set[str]:
+    """Names of the columns of a stage's tables."""
+    tables = (_buckets(entry), _batches(entry))
+    begins = {"begins"} if entry["ramp_steps"] else set[str]()
+    return {str(column.header) for table in tables for column in table.columns} | begins
+
+
 def _batches(entry: Mapping[str, Any]) -> Table:
-    names = ("tokens", "batch", "of tokens", "batches", "tail", "last", "padding")
-    table = _table(numbers=("frames", "size", *names, "seconds", "time"))
-    for bucket in entry["buckets"]:
-        table.add_row(
-            *_shape(bucket),
-            *(_number(bucket[key]) for key in ("tokens", "batch_size", "batch_tokens")),
-            f"{bucket['batches_per_epoch']:,.2f}",
-            _number(bucket["tail"]),
-            _number(bucket["last_batch"]),
-            "-" if bucket["padding"] is None else f"{bucket['padding']:.1%}",
-            _number(bucket["batch_seconds"]),
-            "-" if bucket["time_share"] is None else f"{bucket['time_share']:.1%}",
-        )
+    """Without columns in which no bucket has anything to say."""
+    columns = {
+        "tokens": [_number(each["tokens"]) for each in entry["buckets"]],
+        "batch": [_number(each["batch_size"]) for each in entry["buckets"]],
+        "batches": [f"{each['batches_per_epoch']:,.2f}" for each in entry["buckets"]],
+        "carried over": [_number(each["tail"]) for each in entry["buckets"]],
+        "last batch": [_number(each["last_batch"]) for each in entry["buckets"]],
+        "padding": [_percent(each["padding"]) for each in entry["buckets"]],
+        "seconds": [_number(each["batch_seconds"]) for each in entry["buckets"]],
+        "time": [_percent(each["time_share"]) for each in entry["buckets"]],
+    }
+    shown = {name: each for name, each in columns.items() if not set(each) <= {"-", "0", "0.0%"}}
+    if len(entry["buckets"]) == 1:
+        shown.pop("time", None)
+    table = _table(numbers=("frames", "size", *shown))
+    for number, bucket in enumerate(entry["buckets"]):
+        table.add_row(*_shape(bucket), *(cells[number] for cells in shown.values()))
     return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _shape(bucket: Mapping[str, Any]) -> tuple[str, str]:

@@ -100,7 +100,7 @@ def run_demo(
     seed: int,
     console: Console,
     evaluate: bool = True,
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | str:
     """Write clips, index them, train on them, sample, check the samples, and write a report.
 
     Called again after an interruption it resumes; of a finished demo it repeats the sampling.
@@ -114,7 +114,8 @@ def run_demo(
         evaluate: also sample each checkpoint during the training, by a second process.
 
     Returns:
-        Content of summary.json; None if it was interrupted (what was done is kept).
+        Content of summary.json; the signal that interrupted it, such as SIGTERM (what was done is
+        kept).
 
     Raises:
         RecipeError: both steps and minutes are given.
@@ -131,12 +132,13 @@ def run_demo(
     _refuse_other_settings(run, demo_recipe(out, steps or DEFAULT_STEPS, seed))
     make_catalog(run, seed, console)
     if minutes is not None and not run.exists():
-        steps = _steps_within(minutes, out, seed, console)
-        if steps is None:
-            return None
+        found = _steps_within(minutes, out, seed, console)
+        if isinstance(found, str):
+            return found
+        steps = found
     recipe = demo_recipe(out, steps or DEFAULT_STEPS, seed)
-    if not _train(recipe, evaluate, console):
-        return None
+    if signal_name := _train(recipe, evaluate, console):
+        return signal_name
     sampler = load_sampler(out, ema=True, device="auto")
     videos = _sample_and_check(sampler, console)
     return report.write_report(
@@ -144,16 +146,16 @@ def run_demo(
     )
 
 
-def _train(recipe: config.Recipe, evaluate: bool, console: Console) -> bool:
-    """Train to the end, also sampling each checkpoint; False if it was interrupted."""
+def _train(recipe: config.Recipe, evaluate: bool, console: Console) -> str | None:
+    """Train to the end, also sampling each checkpoint; the signal, if one interrupted it."""
     heartbeat.restart_launch_timer()  # writing clips is not part of the training's start
     with evaluation_process(recipe.out) if evaluate else nullcontext() as evaluation:
         with progress.phase_lines(console, "starting", progress.starting_phase):
-            if train(recipe, console).interrupted_by is not None:
-                return False
+            if signal_name := train(recipe, console).interrupted_by:
+                return signal_name
         if evaluation is not None:
             evaluation.finish(console)
-    return True
+    return None
 
 
 def _catalog_path(out: Path) -> Path:
@@ -188,16 +190,16 @@ def make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
     index([folder], captions=captions, out=catalog.with_name("held_out.parquet"))
 
 
-def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int | None:
-    """Number of steps in some minutes, by a short run that is deleted; None if interrupted."""
+def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int | str:
+    """Number of steps in some minutes, by a short run that is deleted; or the signal that came."""
     aside = RunDirectory(out / "pace")
     shutil.rmtree(aside.path, ignore_errors=True)  # left by a measurement that was killed
     values = demo_recipe(out, _PACE_STEPS, seed).model_dump(mode="json", exclude_none=True)
     values["out"] = str(aside.path)
     try:
         recipe = config.parse(values, source="the demo's recipe")
-        if train(recipe, Console(quiet=True)).interrupted_by:
-            return None
+        if signal_name := train(recipe, Console(quiet=True)).interrupted_by:
+            return signal_name
         rows = aside.metrics()[_PACE_WARM_UP:]
         seconds = statistics.median(row["step_seconds"] for row in rows)
     finally:

@@ -106,7 +106,7 @@ class ServerOptions:
         if self.own_presets is not None and not self.own_presets.is_file():
             raise RunError(f"--presets {self.own_presets}: there is no such file.")
         if self.recipe is not None:
-            load_recipe(self.recipe, (), trust=self.trust)
+            load_recipe(self.recipe, (), trust=self.trust, uses_out=False)
         if self.source is None and not self.waits:
             for place in self.places:
                 _refuse_empty(place)
@@ -235,7 +235,8 @@ class ServerReport:
                 self.say(f"  alarm: {alarm['message']}")
         unlike = [alarm["measure"] for alarm in scores["alarms"] if alarm["kind"] == "range"]
         if unlike:  # many, as long as a model has learnt little
-            self.say(f"  unlike the clips of the training: {', '.join(unlike)}")
+            names = ", ".join(name.replace("_", " ") for name in unlike)
+            self.say(f"  differs from the training clips (a comparison, not a fault): {names}")
 
     @contextmanager
     def progress_bar(self, task: EvaluationTask) -> Iterator[Progress]:

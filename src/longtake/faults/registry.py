@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from longtake import errors, fsio
-from longtake.formatting import escape, nearest, plural
+from longtake.formatting import escape, escape_lines, nearest, plural
 
 if TYPE_CHECKING:
     from longtake.faults.expect import Evidence
@@ -158,7 +158,7 @@ def run_drills(
             console.print(
                 f"  {_outcome(result).markup}"
                 f"{'' if result.skipped else f' in {result.drill_seconds:.1f} s'}. "
-                f"{escape(result.message)}",
+                f"{escape_lines(result.message)}",
                 highlight=False,
             )
             results.append(result)

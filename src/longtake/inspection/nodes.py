@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longtake import errors, fsio, node_dir, node_events
-from longtake.formatting import escape, for_seconds, format_size, format_time, plural
+from longtake.formatting import escape, escape_lines, for_seconds, format_size, format_time, plural
 from longtake.monitor import node_health, outliers
 from longtake.run_dir import RunDirectory
 
@@ -262,7 +262,7 @@ def _events(nodes: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[str]
     if events:
         yield "Events of clocks, links and GPUs, and how long before the node's last sign of life:"
         for each in events:
-            yield f"  {format_time(each['time'], with_date=True)}  {escape(each['sentence'])}"
+            yield f"  {format_time(each['time'], with_date=True)}  {escape_lines(each['sentence'])}"
         if any(each["kind"].startswith("clock_") for each in events):
             yield f"[dim]Clocks: {escape(node_health.CLOCK_ADVICE)}[/dim]"
     else:

@@ -15,18 +15,18 @@ from typing_extensions import TypedDict
 from longtake import errors, fsio, node_dir
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import natural_key, plural
-from longtake.inspection.timeline import seconds_of
+from longtake.inspection.rows import read_rows
+from longtake.inspection.timeline import goodput, share_of_training
 from longtake.node_dir import StateKind
-from longtake.run_dir import EVENT, EventBase, Metrics, RunDirectory
+from longtake.run_dir import EVENT, Metrics, RunDirectory
 
 MAX_RUNS: Final = 1000
 MAX_DEPTH: Final = 3
 """Folders below the one that is listed."""
 _MAX_FOLDERS = 20_000
 _TAIL_BYTES = 2**15
-_SAMPLE_BYTES, _NUM_SAMPLES = 2**13, 16  # of metrics.jsonl, spread over it
+_MOST_READ = 2**23  # bytes of metrics.jsonl, of all of which the goodput is computed
 _NUM_RECENT = 50
-_MOST_OF_USUAL = 5.0
 _RECORDS = ("recipe.toml", "run.json", "events.jsonl", "metrics.jsonl", "rollbacks.jsonl")
 _PICTURES = (".mp4", ".png")
 _MAX_DIGITS = 17  # of a step
@@ -40,10 +40,7 @@ _ALARMS: Final[dict[str, tuple[str, ...]]] = {
 class _StepTimes(TypedDict):
     """What is used of a line of metrics.jsonl that is looked at for its times only."""
 
-    step: fsio.Count
     step_seconds: fsio.Finite
-    data_seconds: fsio.Finite
-    time: fsio.Timestamp
 
 
 _LINE: Final = TypeAdapter(_StepTimes)
@@ -71,8 +68,8 @@ class RunSummary:
     last_seen: float | None = None
     """When there was a sign of life, in seconds since 1970, by the times of its files."""
     goodput: float | None = None
-    """About the share of the time since the first start that was training of steps that count:
-    their number times the mean of some; `timeline.goodput` has the exact one."""
+    """The share of the time since the first start that was training of steps that count, as
+    `timeline.goodput` has it; None: unknown, or its files are too large to read for a list."""
     loss: float | None = None
     """Of the newest step; None: it was not finite, or there is none."""
     recovered: str | None = None
@@ -166,18 +163,15 @@ def _read_steps(run: RunDirectory, found: RunSummary) -> RunSummary:
     if rollbacks and "verdict" in newest and rollbacks[-1]["from_step"] == steps:
         steps = rollbacks[-1]["to_step"]
     found = replace(found, steps=steps, loss=newest["loss"])
-    recent, spread = _sampled(run.metrics_path)
+    recent = _recent(run.metrics_path)
     if recent:
         seconds = statistics.median(each["step_seconds"] for each in recent)
         found = replace(found, step_seconds=seconds)
         if found.state == "running" and found.total_steps is not None:
             found = replace(found, seconds_left=max(0, found.total_steps - steps) * seconds)
-    wall = _wall_seconds(run, newest["time"])
-    if spread and wall:
-        work = [max(0.0, each["step_seconds"] - each["data_seconds"]) for each in spread]
-        most = _MOST_OF_USUAL * statistics.median(work)  # more is a save, or a stall
-        mean = statistics.fmean(min(each, most) for each in work)
-        found = replace(found, goodput=min(1.0, steps * mean / wall))
+    files = (run.metrics_path, run.events_path)
+    if all(path.stat().st_size <= _MOST_READ for path in files):
+        found = replace(found, goodput=share_of_training(goodput(run, read_rows(run))))
     return found
 
 
@@ -199,35 +193,13 @@ def _read_recovery(run: RunDirectory, found: RunSummary) -> RunSummary:
     return found
 
 
-def _wall_seconds(run: RunDirectory, newest: float) -> float | None:
-    """From the start of the first launch's processes to the newest step, or to the end."""
-    with fsio.open_regular(run.events_path) as file:
-        lines = file.read(_TAIL_BYTES).split(b"\n")[:-1]
-    for line in lines:
-        with suppress(errors.RecordError):
-            event = fsio.parse_record(line, EVENT, run.events_path, fsio.MAX_LINE_DEPTH)
-            if event["event"] in ("startup_timing", "finished"):
-                began = seconds_of(event) - float(event.get("total", 0.0))
-                last = fsio.read_last_record(run.events_path, EventBase)
-                return max(newest, seconds_of(last) if last else newest) - began
-    return None
-
-
-def _sampled(path: Path) -> tuple[list[_StepTimes], list[_StepTimes]]:
-    """The last lines of metrics.jsonl, and lines that are spread over all of it."""
+def _recent(path: Path) -> list[_StepTimes]:
+    """The last lines of metrics.jsonl."""
     with fsio.open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
-        if size <= _NUM_SAMPLES * _SAMPLE_BYTES:
-            file.seek(0)
-            rows = _times(file.read(size).split(b"\n")[:-1])
-            return rows[-_NUM_RECENT:], rows
-        spread: list[_StepTimes] = []
-        for number in range(_NUM_SAMPLES):
-            file.seek((size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
-            spread += _times(file.read(_SAMPLE_BYTES).split(b"\n")[1:-1])
-        file.seek(size - _TAIL_BYTES)
-        recent = _times(file.read(_TAIL_BYTES).split(b"\n")[1:-1])
-    return recent[-_NUM_RECENT:], spread
+        file.seek(max(0, size - _TAIL_BYTES))
+        lines = file.read(_TAIL_BYTES).split(b"\n")[:-1]
+    return _times(lines[1:] if size > _TAIL_BYTES else lines)[-_NUM_RECENT:]
 
 
 def _times(lines: Sequence[bytes]) -> list[_StepTimes]:

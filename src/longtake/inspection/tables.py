@@ -10,6 +10,7 @@ from rich.table import Table
 
 from longtake.formatting import (
     escape,
+    escape_lines,
     for_seconds,
     format_duration,
     format_size,
@@ -296,7 +297,7 @@ def _evaluated(facts: Mapping[str, Any]) -> list[str]:
     lines += [f"alarm: {message}" for message in facts["alarms"]]
     if facts["unlike"]:
         names = ", ".join(map(_words, facts["unlike"]))
-        lines.append(f"unlike the clips of the training: {names}")
+        lines.append(f"differs from the training clips (a comparison, not a fault): {names}")
     for each in facts["failed"]:
         tries = "once" if each["attempts"] == 1 else f"{each['attempts']} times"
         lines.append(f"step {each['step']} failed {tries}: {each['reason']}")
@@ -346,7 +347,7 @@ def _print_report(console: Console, report: Mapping[str, Any]) -> None:
         f"The guard at step {report['step']}, batch {report['batch']}: {_words(verdict['kind'])}"
     )
     _print(console, f"\n[bold]{escape(title)}[/bold]")
-    _print(console, f"  {escape(verdict['message'])}")
+    _print(console, f"  {escape_lines(verdict['message'])}")
     if verdict["reason"] not in ("", "non_finite", "spike"):
         _print(console, f"  It began after step {verdict['began']}.")
     if report["checkpoint"] is not None:

@@ -338,11 +338,12 @@ def _build(
     return chosen.build(section, shapes, text), deferred_init.NOTHING_DEFERRED
 
 
-def outline(recipe: config.Recipe) -> Components:
+def outline(recipe: config.Recipe, captions: Sequence[str] = ()) -> Components:
     """All parts on torch's meta device: shapes and dtypes at any size, in seconds.
 
-    Needs neither weights nor a catalog; a vocabulary of the catalog's words is taken at its
-    largest. Codec and text encoders cannot encode. No block is quantised: the plan compares kinds.
+    Needs neither weights nor a catalog; without `captions` a vocabulary of their words is taken at
+    its largest. Codec and text encoders cannot encode. No block is quantised: the plan compares
+    kinds.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -353,7 +354,7 @@ def outline(recipe: config.Recipe) -> Components:
         chosen = chosen_family(recipe.model)
         codec = outline_codec(recipe.codec, chosen.frozen.codec)
         shapes = _check(recipe, chosen, codec)
-        text = outline_text(text_section(recipe), chosen)
+        text = outline_text(text_section(recipe), chosen, captions)
         model = chosen.build(recipe.model, shapes, text, weights=False)
         _finish(model, chosen, recipe, codec)
     defaults, experts = chosen.defaults(recipe.model), read_experts(recipe.model)

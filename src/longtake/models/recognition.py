@@ -49,6 +49,8 @@ class Kind:
     size: tuple[int, int, int] = (1, 1024, 1024)
     """Frames, height and width that its pipeline makes if it is asked for no others."""
     fps: float | None = None
+    releases: tuple[str, ...] = ()
+    """Repositories in diffusers' layout, the first as an example."""
 
 
 def _of(*pipelines: str) -> Callable[[Facts], bool]:
@@ -78,6 +80,7 @@ def _hunyuan_kinds(target: int | None, size: tuple[int, int, int]) -> tuple[Kind
         )
 
     title, family = "HunyuanVideo 1.5, from ", "hunyuan_video15"
+    release = f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{size[1]}p"
     return (
         Kind(
             f"{title}a first frame and text to video",
@@ -87,8 +90,18 @@ def _hunyuan_kinds(target: int | None, size: tuple[int, int, int]) -> tuple[Kind
             "first frame",
             size,
             24.0,
+            (f"{release}_i2v",),
         ),
-        Kind(f"{title}text to video", family, _HUNYUAN, fits, "text", size, 24.0),
+        Kind(
+            f"{title}text to video",
+            family,
+            _HUNYUAN,
+            fits,
+            "text",
+            size,
+            24.0,
+            (f"{release}_t2v",),
+        ),
     )
 
 
@@ -101,8 +114,18 @@ KINDS = (  # the first that fits
         "first frame",
         _AT_480,
         16.0,
+        releases=("Wan-AI/Wan2.2-I2V-A14B-Diffusers",),
     ),
-    Kind("Wan 2.2 A14B, from text to video", "wan", _WAN, _has_two, "text", _AT_480, 16.0),
+    Kind(
+        "Wan 2.2 A14B, from text to video",
+        "wan",
+        _WAN,
+        _has_two,
+        "text",
+        _AT_480,
+        16.0,
+        releases=("Wan-AI/Wan2.2-T2V-A14B-Diffusers",),
+    ),
     Kind(
         "Wan 2.2 TI2V-5B, from text or a first frame to video",
         "wan",
@@ -110,6 +133,7 @@ KINDS = (  # the first that fits
         lambda facts: bool(facts.get("expand_timesteps")) or facts.get("in_channels") == 48,
         "text",
         _AT_480,
+        releases=("Wan-AI/Wan2.2-TI2V-5B-Diffusers",),
     ),
     Kind(
         "Wan 2.1, from a first and a last frame and text to video",
@@ -119,6 +143,7 @@ KINDS = (  # the first that fits
         "first frame",
         _AT_480,
         16.0,
+        releases=("Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",),
     ),
     Kind(
         "Wan 2.1, from a first frame and text to video",
@@ -128,21 +153,55 @@ KINDS = (  # the first that fits
         "first frame",
         _AT_480,
         16.0,
+        releases=("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"),
     ),
-    Kind("Wan 2.1, from text to video", "wan", _WAN, _always, "text", _AT_480, 16.0),
-    Kind("FLUX.1 Kontext", "flux_kontext", _FLUX, _of("FluxKontextPipeline"), "edit"),
-    Kind("FLUX.1", "flux", _FLUX),
-    Kind("FLUX.2 klein", "flux2", _FLUX2, _of("Flux2KleinPipeline")),
-    Kind("FLUX.2", "flux2", _FLUX2),
-    Kind("Qwen-Image-Edit", "qwen_image_edit", _QWEN, _of("QwenImageEditPipeline"), "edit"),
+    Kind(
+        "Wan 2.1, from text to video",
+        "wan",
+        _WAN,
+        _always,
+        "text",
+        _AT_480,
+        16.0,
+        releases=("Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+    ),
+    Kind(
+        "FLUX.1 Kontext",
+        "flux_kontext",
+        _FLUX,
+        _of("FluxKontextPipeline"),
+        "edit",
+        releases=("black-forest-labs/FLUX.1-Kontext-dev",),
+    ),
+    Kind("FLUX.1", "flux", _FLUX, releases=("black-forest-labs/FLUX.1-dev",)),
+    Kind(
+        "FLUX.2 klein",
+        "flux2",
+        _FLUX2,
+        _of("Flux2KleinPipeline"),
+        releases=(
+            "black-forest-labs/FLUX.2-klein-base-4B",
+            "black-forest-labs/FLUX.2-klein-base-9B",
+        ),
+    ),
+    Kind("FLUX.2", "flux2", _FLUX2, releases=("black-forest-labs/FLUX.2-dev",)),
+    Kind(
+        "Qwen-Image-Edit",
+        "qwen_image_edit",
+        _QWEN,
+        _of("QwenImageEditPipeline"),
+        "edit",
+        releases=("Qwen/Qwen-Image-Edit",),
+    ),
     Kind(
         "Qwen-Image-Edit with several references",
         "qwen_image_edit_plus",
         _QWEN,
         _of("QwenImageEditPlusPipeline"),
         "edit",
+        releases=("Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509"),
     ),
-    Kind("Qwen-Image", "qwen_image", _QWEN),
+    Kind("Qwen-Image", "qwen_image", _QWEN, releases=("Qwen/Qwen-Image",)),
     *_hunyuan_kinds(960, (121, 720, 1280)),
     *_hunyuan_kinds(None, (121, 480, 848)),
     Kind(
@@ -162,9 +221,17 @@ KINDS = (  # the first that fits
         "text",
         (121, 512, 768),
         24.0,
+        releases=("diffusers/LTX-2.3-Diffusers",),
     ),
-    Kind("LTX-2, from text to video", "ltx2", _LTX, size=(121, 512, 768), fps=24.0),
-    Kind("Z-Image", "z_image", "ZImageTransformer2DModel"),
+    Kind(
+        "LTX-2, from text to video",
+        "ltx2",
+        _LTX,
+        size=(121, 512, 768),
+        fps=24.0,
+        releases=("Lightricks/LTX-2",),
+    ),
+    Kind("Z-Image", "z_image", "ZImageTransformer2DModel", releases=("Tongyi-MAI/Z-Image",)),
 )
 
 

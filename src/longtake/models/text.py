@@ -363,10 +363,17 @@ def build_text(
     return TransformersText(family, encoders, _processors(section, family))
 
 
-def outline_text(section: TextSection, family: TextFamily) -> TextEncoder:
-    """The recipe's text encoder on the meta device: it has shapes, but cannot encode."""
+def outline_text(
+    section: TextSection, family: TextFamily, captions: Sequence[str] = ()
+) -> TextEncoder:
+    """The recipe's text encoder on the meta device: it has shapes, but cannot encode.
+
+    Without `captions` the vocabulary of their words is taken at its largest.
+    """
     if section.kind == "words":
         _refuse_encoders(section)
+        if captions:
+            return WordIds(_word_tokenizer(captions, _SPECIAL), section.num_tokens())
         return WordIds(None, section.num_tokens(), vocabulary_size=MAX_WORDS + len(_SPECIAL))
     specs = _specs(section, family.frozen)
     encoders = [_outline_encoder(each) for each in specs]

@@ -253,6 +253,12 @@ def _no_gpu(wanted: str, local_rank: int, gpus: int) -> str:
             f"There is no GPU {wanted}: this machine has {gpus} CUDA GPUs, counted from 0. "
             "Choose another, or cpu."
         )
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f'training.device is "{wanted}", but PyTorch {torch.__version__} is a CPU build. '
+            'Install the CUDA build (README, "Install"), or try it here with '
+            "--set training.device=cpu."
+        )
     return (
         f"training.device = {wanted!r} and local rank {local_rank}, but this machine has "
         f"{gpus} CUDA GPUs. Start at most one process per GPU, or --set training.device=cpu."

@@ -75,7 +75,7 @@ _MIB = 2**20
 _SHARE_OF_HOST_BANDWIDTH = 0.8
 """Of PCIe's figure, what large copies of pinned memory reach: packets' headers and flow control
 take the rest (24 to 26 of 31.5 GB/s are usual in NVIDIA's bandwidthTest)."""
-_SHARE_OF_HOST_MEMORY = 0.6
+SHARE_OF_HOST_MEMORY = 0.6
 """Of this computer's, what may be pinned; the rest is left to loaders, caches and the system."""
 _USUAL_BYTES = 24 * 2**30
 """Of a GPU that is not here, where its memory is not given."""
@@ -216,6 +216,11 @@ def _by_numbers(name: str, parts: Sequence[str]) -> DeviceBudget | None:
     return DeviceBudget(name, "cuda", flops, flops / 8, bandwidth, None)
 
 
+def with_host_memory(device: DeviceBudget, ram_bytes: int, ranks: int) -> DeviceBudget:
+    """A device in a computer with so much RAM, of which each of its ranks may pin a part."""
+    return replace(device, host_bytes=int(ram_bytes * SHARE_OF_HOST_MEMORY) // ranks)
+
+
 def device_budget(
     recipe: config.Recipe, target: Target | None = None, world_size: int = 1
 ) -> DeviceBudget:
@@ -241,7 +246,7 @@ def device_budget(
         host = config.memory_bytes(section.host_memory)
     elif torch.cuda.is_available():
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        host = int(psutil.virtual_memory().total * _SHARE_OF_HOST_MEMORY) // ranks
+        host = int(psutil.virtual_memory().total * SHARE_OF_HOST_MEMORY) // ranks
     nccl_bytes = _NCCL_BYTES if world_size > 1 and target == "cuda" else 0
     return replace(
         device,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -295,6 +296,9 @@ def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
     return ChangedStep(step, trace, memory.policy_forecast(name, trace, step))
 
 
+Memory = Literal["GPU memory", "host RAM"]
+
+
 @dataclass(frozen=True)
 class Suggestion:
     """One change of a recipe that does not fit, and the least that a step takes with it."""
@@ -303,12 +307,29 @@ class Suggestion:
     changes: Sequence[str]  # as `--set` takes them
     policy: str  # the recompute policy that takes least
     step_peak_bytes: int
-    fits: bool
+    host_bytes: int
+    short: tuple[Memory, ...]  # which memory it would still lack
+
+    @property
+    def fits(self) -> bool:
+        return not self.short
 
     def __str__(self) -> str:
         settings = " ".join(f"--set '{change}'" for change in self.changes)
-        result = "fits" if self.fits else "not enough"
-        return f"{self.what}: {format_size(self.step_peak_bytes)}, {result} ({settings})"
+        sizes = {"GPU memory": self.step_peak_bytes, "host RAM": self.host_bytes}
+        lacking = ", ".join(f"{format_size(sizes[each])} of {each}" for each in self.short)
+        result = f"still too much: {lacking}" if self.short else "fits"
+        return f"{self.what}: {result} ({settings})"
+
+
+def short_memory(step: memory.MetaStep, policy: memory.PolicyForecast) -> tuple[Memory, ...]:
+    """Which memory a policy would take more of than there is."""
+    budget, found = step.device.budget_bytes, list[Memory]()
+    if budget is not None and policy.step_peak_bytes > budget:
+        found.append("GPU memory")
+    if policy.host_bytes > step.device.host_bytes:
+        found.append("host RAM")
+    return tuple(found)
 
 
 def suggest_changes(known: Forecast) -> list[Suggestion]:
@@ -317,9 +338,14 @@ def suggest_changes(known: Forecast) -> list[Suggestion]:
     If no single change is enough, the last one makes all of them together.
     """
     tried = [_suggestion(known, what, changes) for what, changes in _possible_changes(known)]
-    least = known.least.step_peak_bytes
-    helping = [each for each in tried if each and each.step_peak_bytes < least]
-    helping.sort(key=lambda suggestion: suggestion.step_peak_bytes)
+    least = known.least
+    helping = [
+        each
+        for each in tried
+        if each
+        and (each.step_peak_bytes < least.step_peak_bytes or each.host_bytes < least.host_bytes)
+    ]
+    helping.sort(key=lambda each: (len(each.short), each.step_peak_bytes))
     if len(helping) < 2 or any(suggestion.fits for suggestion in helping):
         return helping
     together = _suggestion(known, "all of these together", _joined(helping))
@@ -331,7 +357,8 @@ def _suggestion(known: Forecast, what: str, changes: Sequence[str]) -> Suggestio
     if found is None:
         return None
     policy = found.policy
-    return Suggestion(what, changes, policy.name, policy.step_peak_bytes, policy.fits is True)
+    short = short_memory(found.step, policy)
+    return Suggestion(what, changes, policy.name, policy.step_peak_bytes, policy.host_bytes, short)
 
 
 def _joined(suggestions: Sequence[Suggestion]) -> list[str]:
@@ -347,6 +374,7 @@ def _joined(suggestions: Sequence[Suggestion]) -> list[str]:
 
 def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
     step, recipe = known.step, known.step.recipe
+    host_is_short = "host RAM" in short_memory(step, known.least)
     if step.micro_batch_size > 1:
         half = step.micro_batch_size // 2
         if step.micro_batch_size * step.num_micro_batches % half == 0:
@@ -359,13 +387,17 @@ def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
         yield f"LoRA of rank {half}", [f"trainable.rank={half}"]
     if recipe.trainable.base() != "full" and recipe.model.quantize == "none":
         yield "frozen weights in 8 bits", ["model.quantize=int8"]
-        if recipe.model.stream == "none" and known.device.target == "cuda":
-            yield "frozen weights in the computer's memory", ["model.stream=all"]
+        yield (
+            'frozen weights in 4 bits ("auto" instead of nf4: only where the plan needs it)',
+            ["model.quantize=nf4"],
+        )
+        if recipe.model.stream == "none" and known.device.target == "cuda" and not host_is_short:
+            yield "frozen weights in host RAM", ["model.stream=all"]
     if recipe.model.dtype == "fp32":
         yield "weights in bf16", ["model.dtype=bf16"]
     if not recipe.optimizer.offload and recipe.optimizer.kind == "adamw":
-        if known.device.target == "cuda":
-            yield "optimizer states in the computer's memory", ["optimizer.offload=true"]
+        if known.device.target == "cuda" and not host_is_short:
+            yield "optimizer states in host RAM", ["optimizer.offload=true"]
         yield "optimizer states in 8 bits (needs torchao)", ["optimizer.kind=adamw8bit"]
     if recipe.training.encode_ahead is True:
         yield "encoders in line with the model", ["training.encode_ahead=false"]
@@ -409,11 +441,7 @@ def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list
 
     def change(shapes: Sequence[config.Bucket]) -> tuple[str, list[str]]:
         once = list(dict.fromkeys(shapes))
-        each = ", ".join(
-            f"{{num_frames={s.num_frames}, height={s.height}, width={s.width}"
-            + (f", batch_size={s.batch_size}}}" if s.batch_size else "}")
-            for s in once
-        )
+        each = ", ".join(shape.toml() for shape in once)
         return ", ".join(map(str, once)), [f"data.buckets=[{each}]"]
 
     yield change(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import Bucket, OptimizerSection, Recipe, Stage
+from longtake.data.caption_text import all_captions
+from longtake.data.catalog import Catalog
 from longtake.data.loader import num_places
 from longtake.errors import PlanError, RecipeError
 from longtake.formatting import format_size
@@ -111,7 +113,7 @@ def outline_step(
     num_shards = mesh.shard_size(recipe.parallel, world_size, per_node)
     data_size = world_size // recipe.parallel.context
     refuse_idle_ranks(recipe, data_size)
-    components = build.outline(recipe)
+    components = build.outline(recipe, _captions(recipe))
     build.refuse_sharing(components, recipe)
     family, model = components.family, components.model
     if recipe.parallel.context > 1:
@@ -256,6 +258,17 @@ def _stage_batch(
         count, tokens = -(-local // micro), micro * lengths[bucket]
         found.append(StageBatch(stage.name, batch_size, bucket, micro, count, tokens))
     return max(found, key=lambda each: (each.num_tokens, lengths[each.bucket]))
+
+
+def _captions(recipe: Recipe) -> list[str]:
+    """Of the catalogs, where a vocabulary is made of their words and all of them are there."""
+    sources = recipe.data.sources()
+    if recipe.text.kind != "words" or not all(path.is_file() for path in sources.values()):
+        return []
+    captions = all_captions(
+        {name: Catalog.load(path) for name, path in sources.items()}, recipe.data
+    )
+    return captions if any(caption.strip() for caption in captions) else []
 
 
 def refuse_idle_ranks(recipe: Recipe, data_size: int) -> None:

@@ -15,21 +15,21 @@ ACTIVATION_WORDS: Final = {
     "keep": "kept",
     "save-attention": "attention's output kept, the rest computed again",
     "recompute": "computed again",
-    "offload": "in the computer's memory",
-    "offload-input": "computed again, from inputs in the computer's memory",
+    "offload": "in host RAM",
+    "offload-input": "computed again, from inputs in host RAM",
 }
 WEIGHT_WORDS: Final = {
-    "keep": "on the GPU",
-    "stream": "in the computer's memory, copied one block ahead",
-    "int8": "on the GPU, in 8 bits (int8)",
-    "fp8": "on the GPU, in 8 bits (fp8)",
-    "nf4": "on the GPU, in 4 bits (nf4)",
+    "keep": "on the device",
+    "stream": "in host RAM, copied one block ahead",
+    "int8": "on the device, in 8 bits (int8)",
+    "fp8": "on the device, in 8 bits (fp8)",
+    "nf4": "on the device, in 4 bits (nf4)",
 }
 FIXED_WORDS: Final = {
     "weights": "the model's weights",
-    "gradients": "gradients of what trains",
+    "gradients": "gradients of trainable weights",
     "optimizer": "optimizer states",
-    "ema": "running averages of what trains (EMA)",
+    "ema": "running averages of trainable weights (EMA)",
     "encoders": "codec and text encoders; with data.cache they are not needed",
     "inputs": "latents, noise and conditioning of a micro-batch",
 }

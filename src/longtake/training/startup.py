@@ -9,7 +9,7 @@ import torch
 
 from longtake import fsio, heartbeat
 from longtake.data.loader import Loader
-from longtake.formatting import escape, format_size, plural
+from longtake.formatting import escape, escape_lines, format_size, plural
 from longtake.models.numerics import count_weights
 from longtake.parallel import attention_rules, collectives, mesh
 from longtake.planner.plan import MemoryPlan
@@ -64,14 +64,14 @@ def announce(
         highlight=False,
     )
     for line in _describe_changes(session, loader, step, lost):
-        console.print(f"  {escape(line)}", highlight=False)
+        console.print(f"  {escape_lines(line)}", highlight=False)
     notes = list[str]()
     if attention is not None:
         capability = torch.cuda.get_device_capability(world.device)
         about = [slow_attention(attention, capability), attention_rules.cudnn_note(capability)]
         notes += filter(None, about)
     for warning in (*warnings, *notes, *fsio.skipped_lines()):
-        console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+        console.print(f"  [yellow]warning:[/yellow] {escape_lines(warning)}", highlight=False)
 
 
 def _describe_changes(session: Session, loader: Loader, step: int, lost: int) -> list[str]:

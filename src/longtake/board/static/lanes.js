@@ -8,17 +8,26 @@ const LANES = {
   checkpoints: "checkpoints", evaluations: "evaluations", nodes: "nodes",
 };
 const GLYPHS = {
-  launch: "▶", restart: "↻", end: "■", failure: "✕", stage: "◆", epoch: "|", settings: "◇", data: "◆",
+  failure: "✕", stage: "◆", epoch: "|", settings: "◇", data: "◆",
   captions: "◇", rejected: "✕", decoder: "✕", ledger: "✕", skip: "✕", spike: "▲", rollback: "⟲",
   diverged: "✕", checkpoint: "▲", sample: "●", evaluation: "◎", drift: "~", stall: "⚠", clock: "◷",
   node: "▼", disk: "✕",
+};
+
+// Drawn, and not letters: not every font has them.
+const SHAPES = {
+  launch: "M-4,-5 L5,0 L-4,5 Z", end: "M-4,-4 H4 V4 H-4 Z",
+  restart: "M5,0 A5,5 0 1 1 -5,0 A5,5 0 1 1 5,0 Z M2,0 A2,2 0 1 0 -2,0 A2,2 0 1 0 2,0 Z",
 };
 
 // Draws the marks within a span of x; in lanes that have some.
 export function drawLanes(marks, span, axis, data) {
   const host = document.getElementById("lanes");
   if (!host) return;
-  const x = axis === "step" ? (mark) => mark.step : axis === "time" ? (mark) => mark.time : () => null;
+  const begin = data.x.length ? data.x[0] : span[0];
+  // A launch lies before its first step, where nothing is plotted yet: it stands at that step.
+  const within = (value) => (value === null || value === undefined ? null : Math.max(value, begin));
+  const x = axis === "step" ? (mark) => within(mark.step) : axis === "time" ? (mark) => within(mark.time) : () => null;
   const used = Object.keys(LANES).filter((lane) => marks.some((mark) => mark.lane === lane));
   const height = used.length * LANE_HEIGHT + 2;
   const svg = document.createElementNS(SVG, "svg");
@@ -43,10 +52,15 @@ export function drawLanes(marks, span, axis, data) {
         width: `${Math.max(0, (100 * (last - first)) / (span[1] - span[0]))}%`,
       }));
     }
-    const glyph = element("text", {
-      x: percent(where), y: middle + 4, "text-anchor": "middle", class: `mark mark-${mark.level}`,
-    });
-    glyph.textContent = GLYPHS[mark.kind] || "•";
+    const look = `mark mark-${mark.level}`;
+    let glyph;
+    if (SHAPES[mark.kind]) {
+      glyph = element("svg", { x: percent(where), y: middle, overflow: "visible", class: look, "data-kind": mark.kind });
+      glyph.append(element("path", { d: SHAPES[mark.kind], fill: "currentColor", "fill-rule": "evenodd" }));
+    } else {
+      glyph = element("text", { x: percent(where), y: middle + 4, "text-anchor": "middle", class: look, "data-kind": mark.kind });
+      glyph.textContent = GLYPHS[mark.kind] || "•";
+    }
     const title = element("title", {});
     title.textContent = mark.text;
     glyph.append(title);

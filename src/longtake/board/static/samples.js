@@ -367,7 +367,7 @@ class Samples {
       line.setAttribute("x2", x);
     }
     this.control("measured-step").textContent = spellStep(step);
-    this.control("alarms").replaceChildren(...data.alarms[place].map((text) => make("li", { class: "alarm" }, text)));
+    this.control("alarms").replaceChildren(...data.alarms[place].map(([text, kind]) => make("li", { class: kind === "drift" ? "alarm" : "note" }, text)));
   }
 
   sayCompared(step) {
