@@ -103,11 +103,14 @@ def test_buckets_are_chosen_from_the_catalog_that_is_shown(tmp_path: Path) -> No
     tall, wide = tmp_path / "tall.parquet", tmp_path / "wide.parquet"
     _clips({(480, 832): 8}).save(tall)
     _clips({(832, 480): 8}).save(wide)
-    data = section(catalog=tall, auto_buckets={"pixels": 64 * 64, "frames": [1], "min_clips": 1})
-    sections = {"model": {"family": "tubelet"}, "training": {"steps": 1, "global_batch_size": 1}}
-    recipe = config.parse(
-        {"out": str(tmp_path / "run"), "data": data.model_dump(), **sections}, "test"
-    )
+    auto = {"pixels": 64 * 64, "frames": [4], "min_clips": 1}
+    values = {
+        "out": str(tmp_path / "run"),
+        "data": {"catalog": str(tall), "auto_buckets": auto},
+        "model": {"family": "tubelet"},
+        "training": {"steps": 1, "global_batch_size": 1},
+    }
+    recipe = config.parse(values, "test")
     own, other = (with_buckets(recipe, shown).data.buckets for shown in (tall, wide))
     assert any(each.width > each.height for each in own)
     assert all(each.width <= each.height for each in other)

@@ -6,7 +6,6 @@ import os
 import shlex
 import textwrap
 import tomllib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -186,7 +185,7 @@ def render_recipe(
     memory: str | None,
     data: Path,
     recipe: Path,
-    buckets: Sequence[Bucket] | None = None,
+    buckets: tuple[Bucket, ...] | None = None,
 ) -> str:
     """Return the text of a recipe.
 

@@ -99,7 +99,7 @@ def glance(
     items = list(media.items)
     found: list[tuple[int, float]] = []
     for item in items[:: max(1, -(-len(items) // _MOST_OPENED))]:
-        if item.media.member is not None or "://" in item.media.path:
+        if item.media.member or "://" in item.media.path:
             continue
         try:
             if item.kind == "image":

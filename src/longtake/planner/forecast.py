@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -296,9 +295,6 @@ def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
     return ChangedStep(step, trace, memory.policy_forecast(name, trace, step))
 
 
-Memory = Literal["GPU memory", "host RAM"]
-
-
 @dataclass(frozen=True)
 class Suggestion:
     """One change of a recipe that does not fit, and the least that a step takes with it."""
@@ -308,7 +304,7 @@ class Suggestion:
     policy: str  # the recompute policy that takes least
     step_peak_bytes: int
     host_bytes: int
-    short: tuple[Memory, ...]  # which memory it would still lack
+    short: tuple[str, ...]  # which memory it would still lack
 
     @property
     def fits(self) -> bool:
@@ -322,9 +318,9 @@ class Suggestion:
         return f"{self.what}: {result} ({settings})"
 
 
-def short_memory(step: memory.MetaStep, policy: memory.PolicyForecast) -> tuple[Memory, ...]:
+def short_memory(step: memory.MetaStep, policy: memory.PolicyForecast) -> tuple[str, ...]:
     """Which memory a policy would take more of than there is."""
-    budget, found = step.device.budget_bytes, list[Memory]()
+    budget, found = step.device.budget_bytes, list[str]()
     if budget is not None and policy.step_peak_bytes > budget:
         found.append("GPU memory")
     if policy.host_bytes > step.device.host_bytes:
