@@ -68,7 +68,7 @@ def finished(small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def _demo(out: Path, **settings: Any) -> dict[str, Any] | None:
+def _demo(out: Path, **settings: Any) -> Any:
     wanted: dict[str, Any] = {"steps": _STEPS, "minutes": None, "seed": 0, "evaluate": False}
     return demo.run_demo(out=out, console=Console(quiet=True), **(wanted | settings))
 

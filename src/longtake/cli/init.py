@@ -75,7 +75,7 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     """
     from longtake.models import recognition
 
-    family, task, size = (value and value.lower() for value in (family, task, size))
+    family, task, size = family.lower(), task and task.lower(), size and size.lower()
     of_family = [each for each in templates() if each.family == family]
     releases = [
         name for kind in recognition.KINDS if kind.family == family for name in kind.releases
@@ -86,8 +86,8 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
             f"name one, as in `{process.command()} init {releases[0]}`."
         )
     if not of_family:
-        known = {each.family for each in (*templates(), *recognition.KINDS)}
-        hint = did_you_mean(str(family), known)
+        known = {each.family for each in templates()} | {k.family for k in recognition.KINDS}
+        hint = did_you_mean(family, known)
         raise errors.RecipeError(f"There is no template for the family {family!r}; {hint}")
     for each in of_family:
         if task in (None, each.task) and size in (None, each.size):
