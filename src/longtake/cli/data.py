@@ -153,6 +153,9 @@ def index(
         say.line(f"In a recipe:\n[data]\ncatalogs = {{ {named} }}\nrepeats = {{ {times} }}")
 
 
+_CAPTIONS_SHOWN, _CAPTION_CHARS = 20, 120  # of duplicates
+
+
 def _say_indexed(report: "IndexReport", out: Path) -> None:
     from longtake.data.sources import describe_ignored
 
@@ -164,6 +167,14 @@ def _say_indexed(report: "IndexReport", out: Path) -> None:
         say.line(f"  no such clip, though a caption names it: {printable(name)}")
     for sentence in describe_ignored(report.passed_over, report.unreadable):
         say.line(f"  {printable(sentence)}")
+    for path, caption in report.other_captions[:_CAPTIONS_SHOWN]:
+        text = caption if len(caption) <= _CAPTION_CHARS else f"{caption[:_CAPTION_CHARS]} ..."
+        say.line(
+            f"  left out with another caption than the equal clip that stays: {printable(path)}: "
+            f"{printable(text)}"
+        )
+    if (more := len(report.other_captions) - _CAPTIONS_SHOWN) > 0:
+        say.line(f"  and {more} more duplicates with another caption (--json names them)")
     if report.scores_dropped:
         say.line(f"  {report.scores_dropped} clips lost their scores: their captions changed")
     say.line(

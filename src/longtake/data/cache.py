@@ -187,6 +187,7 @@ class Cache:
         facts = [self._hashes.of(wanted.media.path) if values is None else values]
         if isinstance(wanted, ConditioningPixels):
             facts += [wanted.kind, wanted.clip_height, wanted.clip_width]
+            facts += ["over black"] if wanted.kind == "mask" else []  # older ones were over white
             facts += [*astuple(wanted.clip_crop), wanted.height, wanted.width, wanted.is_flipped]
         else:
             facts += ["numbers", wanted.width, wanted.is_per_frame, wanted.clip_frames]

@@ -25,7 +25,7 @@ from longtake.data import buckets, content, decode_worker, tasks
 from longtake.data.cache import Cache, CacheFailure, SamplePart
 from longtake.data.caption_text import caption_variants
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip
+from longtake.data.clip import Clip, Media
 from longtake.data.conditioning import as_values, conditioning_error
 from longtake.data.packs import CACHE_KINDS, PACK_BYTES, CacheEntry, PackWriter
 from longtake.data.plan import Plan
@@ -204,6 +204,7 @@ def fill_prompts(
         while some := list(islice(waiting, _CAPTIONS_AT_ONCE)):
             missing = [caption for caption in some if not writer.holds(cache.prompt(caption))]
             for caption, tensors in zip(missing, encode(missing), strict=True):
+                _refuse_caption(caption, tensors)
                 stored = {name: cache.stored(tensor) for name, tensor in tensors.items()}
                 writer.add(cache.prompt(caption), stored)
                 report.computed["prompts"] += 1
@@ -421,13 +422,16 @@ def _finish(
             for name, content in contents.items():
                 read[name] = content.result()
             entry = cache.entry(part)
+            if writer.holds(entry):  # another process was faster
+                continue
+            tensors = _tensors(cache, part, read, encode)
+            refuse_not_finite(window.media, tensors)
         except ClipError as error:
             why = conditioning_error(window, name, error) if name else error
             failures[name] = CacheFailure(window.identity, str(why.path), why.reason)
             continue
-        if not writer.holds(entry):  # another process may have been faster
-            writer.add(entry, _tensors(cache, part, read, encode))
-            report.computed[entry.kind] += 1
+        writer.add(entry, tensors)
+        report.computed[entry.kind] += 1
     if failures:
         first = next(name for name in ("", *cache.data.conditioning) if name in failures)
         report.failures[cache.latents(window).key] = failures[first]
@@ -441,6 +445,24 @@ def _tensors(
         ((name, wanted),) = part.reads.items()
         return {"values": _without_copies(torch.from_numpy(as_values(wanted, read[name])))}
     return {name: cache.stored(each) for name, each in encode(part, read).items()}
+
+
+def _refuse_caption(caption: str, tensors: Mapping[str, Tensor]) -> None:
+    if all(bool(each.isfinite().all()) for each in tensors.values()):
+        return
+    raise DataError(
+        f"The text encoder gives NaN or infinite numbers for the caption {caption!r:.200}; nothing "
+        "of it was written to the cache. If other captions fail too, its weights are damaged or "
+        "their precision is too low (text.dtype); else change this caption."
+    )
+
+
+def refuse_not_finite(media: Media, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ClipError where what was encoded of a clip is not finite."""
+    for name, each in tensors.items():
+        if each.is_floating_point() and not bool(each.isfinite().all()):
+            kind = "NaN" if bool(each.isnan().any()) else "infinite"
+            raise ClipError(str(media), f"is encoded to {name} that are {kind}")
 
 
 def _without_copies(values: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import math
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from longtake.data import catalog
 from longtake.data.clip import Clip
 from longtake.data.media_list import open_scratch
 
+MOST_LISTED = 1000  # files in a report
 _ROWS_IN_MEMORY = 2**13
 _SCHEMA = pa.schema([*catalog.CLIP_SCHEMA, *catalog.SPAN_SCHEMA])
 _LISTS = {"pts": "q", "keyframes": "i"}  # columns of integers, and what `array` calls their size
@@ -40,6 +41,7 @@ class Written:
     accepted: int = 0
     without_caption: int = 0
     duplicates: int = 0
+    other_captions: list[tuple[str, str]] = field(default_factory=list)  # of the first of these
     trusted: int = 0  # clips whose frames were not decoded
     scores_dropped: int = 0  # clips that lost their older scores, because their caption changed
 
@@ -130,13 +132,16 @@ class CatalogWriter:
         """The clips by identity; further ones of the same identity are set aside."""
         rows = self._database.execute(f"SELECT * FROM clips ORDER BY {', '.join(_KEYS)}")  # noqa: S608
         bytes_at, mtime_at = map(_COLUMNS.index, ("file_bytes", "file_mtime_ns"))
-        last = b""
+        last: _Row = (b"",)
         for row in rows:
-            if row[0] != last:
-                last = row[0]
+            if row[0] != last[0]:
+                last = row
                 yield row
             else:
                 written.duplicates += 1
+                differs = row[_CAPTION] and row[_CAPTION] != last[_CAPTION]
+                if differs and len(written.other_captions) < MOST_LISTED:
+                    written.other_captions.append((row[2], row[_CAPTION]))
                 self._insert("aside", (*row[:3], row[bytes_at], row[mtime_at], "duplicate"))
 
     def _set_aside(self) -> Iterator[pa.Table]:

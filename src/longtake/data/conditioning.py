@@ -249,7 +249,8 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
                 f'is one picture, and {wanted.num_frames} frames were wanted; kind = "picture" '
                 "is one for the whole clip",
             )
-        content[...] = _fitted(wanted, read_image(wanted.media))[:, None]
+        over = "black" if wanted.kind == "mask" else "white"  # what is transparent is masked out
+        content[...] = _fitted(wanted, read_image(wanted.media, over))[:, None]
     elif wanted.kind == "picture":
         content[:, 0] = _fitted(wanted, _first_frame(wanted.media))
     else:

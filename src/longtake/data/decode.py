@@ -133,21 +133,21 @@ class Limits:
 DEFAULT = Limits()
 
 
-def read_image(media: Media) -> NDArray[np.uint8]:
-    return decode_image(media)[0]
+def read_image(media: Media, over: str = "white") -> NDArray[np.uint8]:
+    return decode_image(media, over)[0]
 
 
-def decode_image(media: Media) -> tuple[NDArray[np.uint8], str, str]:
+def decode_image(media: Media, over: str = "white") -> tuple[NDArray[np.uint8], str, str]:
     """Return the pixels [H, W, 3], the format, and the mode that they were stored in.
 
-    Transparent pixels are laid over white, 16-bit grey is scaled to 8 bits, colours are taken as
-    sRGB. JPEGs with further pictures inside (MPO) give the first.
+    Transparent pixels are laid over the colour `over`, 16-bit grey is scaled to 8 bits, colours are
+    taken as sRGB. JPEGs with further pictures inside (MPO) give the first.
     """
     with stores.local(media) as here:
-        return _decode_image(here)
+        return _decode_image(here, over)
 
 
-def _decode_image(media: Media) -> tuple[NDArray[np.uint8], str, str]:
+def _decode_image(media: Media, over: str) -> tuple[NDArray[np.uint8], str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, and of sizes, which are checked
@@ -157,7 +157,7 @@ def _decode_image(media: Media) -> tuple[NDArray[np.uint8], str, str]:
             with Image.open(io.BytesIO(data)) as image:
                 _check_image(media, image)
                 codec, mode = (image.format or "").lower(), image.mode
-                return np.asarray(_image_rgb(ImageOps.exif_transpose(image))), codec, mode
+                return np.asarray(_image_rgb(ImageOps.exif_transpose(image), over)), codec, mode
     except ClipError:
         raise
     except Image.DecompressionBombError as error:
@@ -178,14 +178,14 @@ def _check_image(media: Media, image: Image.Image) -> None:
         raise ClipError(str(media), f"pixels of mode {image.mode} have no defined white")
 
 
-def _image_rgb(image: Image.Image) -> Image.Image:
+def _image_rgb(image: Image.Image, over: str) -> Image.Image:
     if image.mode.startswith("I;16"):
         grey = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
+        ground = Image.new("RGBA", image.size, over)
+        return Image.alpha_composite(ground, image).convert("RGB")
     return image.convert("RGB")
 
 
@@ -597,6 +597,15 @@ def _declared_end(container: InputContainer, stream: VideoStream, start: float) 
 
 def rotation_of(media: Media, frame: VideoFrame) -> int:
     """Degrees counterclockwise, by FFmpeg's display matrix; ClipError if no multiple of 90."""
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is not None:
+        a, b, _, c, d = struct.unpack("=5i", np.asarray(matrix).tobytes()[:20])
+        if a * d < b * c:
+            raise ClipError(
+                str(media),
+                "is to be shown mirrored (display matrix); write it as it is shown: "
+                "ffmpeg -i IN OUT",
+            )
     rotation = frame.rotation % 360
     if rotation % 90:
         raise ClipError(str(media), f"is to be shown turned by {rotation} degrees; only quarters")

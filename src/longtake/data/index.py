@@ -18,7 +18,7 @@ from pydantic import AfterValidator, TypeAdapter
 from typing_extensions import TypedDict
 
 from longtake.data import catalog, tasks
-from longtake.data.catalog_writer import CatalogWriter
+from longtake.data.catalog_writer import MOST_LISTED, CatalogWriter
 from longtake.data.clip import Clip, Item, Media, Timing
 from longtake.data.decode import DEFAULT, Limits, Probe, ProbeTask
 from longtake.data.media_list import as_bytes, open_scratch
@@ -28,7 +28,6 @@ from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.fsio import Journal, make_writable
 
-MOST_LISTED = 1000  # rejected files in a report
 _PROBE_FIELDS = [field.name for field in fields(Probe) if field.name != "is_trusted"]
 _SHOWN = 5  # rejected files in a message
 _MAX_LINE_BYTES = 2**24  # of an hour of video with unevenly spaced frames
@@ -199,6 +198,7 @@ class IndexReport:
     rejected: list[catalog.Rejection]  # the first files by path that cannot be trained on
     num_rejected: int  # all of them; the catalog has each with its reason
     duplicates: int  # further files with the content of an accepted one; left out
+    other_captions: list[tuple[str, str]]  # the first of these whose caption differs, with it
     without_caption: int  # accepted clips whose caption is empty
     unmatched_captions: list[str]  # media that the captions name but that were not found
     trusted: int  # accepted clips whose frames were not decoded
@@ -311,6 +311,7 @@ def index(
             rejected=rejected,
             num_rejected=writer.num_rejected,
             duplicates=written.duplicates,
+            other_captions=written.other_captions,
             without_caption=written.without_caption,
             unmatched_captions=unmatched,
             trusted=written.trusted,

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from longtake.config import Bucket, ConditioningSection, DataSection, Recipe, Stage
 from longtake.data import order, stores
-from longtake.data.buckets import BucketAssignment, Rows
+from longtake.data.buckets import BucketAssignment, Rows, shares_cut
 from longtake.data.catalog import CONDITIONING, Catalog
 from longtake.data.conditioning import conditioning_path, read, whole_numbers
 from longtake.data.stages import Selection, StageTimeline, mixed, select
@@ -365,6 +365,7 @@ def _opened(part: Part, index: int) -> list[OpenEpoch]:
 
 
 _MAX_FILES = 20_000  # that are looked for
+_LARGE_CROP = 0.5  # share of a picture
 _MAX_PATHS = 2**20  # that they are chosen from, of some clips then
 _EXAMPLES = 3
 _THREADS = 16
@@ -594,6 +595,23 @@ def _refuse_column(catalog: Catalog, name: str, section: ConditioningSection) ->
             f"column {column}: {clip.path} has {lengths[wrong[0]]}; expected {rows}"
             f"{section.width} ({key}.width)."
         )
+
+
+def large_crops(plan: Plan) -> Iterator[str]:
+    """A warning for each stage, catalog and bucket that crops clips by more than half."""
+    for stream in plan.streams():
+        members, catalog = stream.parts[-1].members, stream.parts[-1].catalog
+        for bucket, shape in enumerate(members.shapes):
+            rows = members.candidates(bucket)
+            cut = shares_cut(catalog, rows, shape)
+            if number := int((cut > _LARGE_CROP).sum()):
+                worst = int(cut.argmax())
+                yield (
+                    f"stage {stream.stage}: {number:,} of {len(rows):,} clips lose more than half "
+                    f"of their picture to the crop to {shape.width}x{shape.height}, such as "
+                    f"{catalog.clip(int(rows[worst])).path} ({cut[worst]:.0%}); add a bucket of "
+                    "their shape, or leave them out with data.max_crop"
+                )
 
 
 def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:

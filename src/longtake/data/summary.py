@@ -31,7 +31,7 @@ from longtake.data.buckets import (
 )
 from longtake.data.caption_text import all_captions
 from longtake.data.catalog import Catalog
-from longtake.data.plan import Plan, StagePlan, Stream, begin, drifts, review
+from longtake.data.plan import Plan, StagePlan, Stream, begin, drifts, large_crops, review
 from longtake.data.stages import drop_in_turn, select
 from longtake.data.tails import tail_drifts
 from longtake.errors import DataError
@@ -308,7 +308,7 @@ def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -
             for drift in drifts(plan.stages)
         ],
         "tails": [asdict(each) for each in tail_drifts(plan.stages, recipe.data.drift_limit)],
-        "warnings": [*warnings, *_poor_fits(stages)],
+        "warnings": [*warnings, *_poor_fits(stages), *large_crops(plan)],
         "refusal": refusal,
         "steps": steps,
         "planned_steps": plan.end_step,

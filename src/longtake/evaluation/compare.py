@@ -22,7 +22,7 @@ from PIL import Image
 from longtake import drawing, fsio, process
 from longtake.data.clip import Media
 from longtake.data.decode import decoded, opened, rgb
-from longtake.data.encode import encode_frames
+from longtake.data.encode import encode_frames, in_yuv
 from longtake.errors import ClipError, DataError, RunError
 from longtake.evaluation_dir import EvaluationDirectory, Scores
 from longtake.formatting import did_you_mean
@@ -440,7 +440,7 @@ def _played(column: Column, path: Path, size: drawing.Size, fps: float) -> Itera
 def _video_frames(pictures: Iterator[Image.Image], fps: float) -> Iterator[av.VideoFrame]:
     rate = Fraction(fps).limit_denominator(1001)
     for number, picture in enumerate(pictures):
-        frame = av.VideoFrame.from_ndarray(np.asarray(picture), "rgb24").reformat(format="yuv420p")
+        frame = in_yuv(av.VideoFrame.from_ndarray(np.asarray(picture), "rgb24"))
         frame.pts, frame.time_base = number, 1 / rate
         yield frame
 

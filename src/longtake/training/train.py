@@ -18,7 +18,7 @@ from longtake.checkpoint.store import keep_saver
 from longtake.config import Bucket, Recipe
 from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Loader
-from longtake.data.plan import refuse_missing, refuse_missing_conditioning, review
+from longtake.data.plan import large_crops, refuse_missing, refuse_missing_conditioning, review
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
 from longtake.models import captions, lora_files, numerics, pretrained
@@ -203,6 +203,7 @@ def _build(
     heartbeat.set_phase("build")
     if recipe.data.cache is None:  # filling a cache opens only the files that it lacks
         warnings += _refuse_missing_files(loader, world)
+    warnings += large_crops(loader.plan_history.plan)
     resumed = begins or point.path is not None
     source = source_of(recipe, resumed=resumed, is_sharded=world.is_sharded)
     parts = build.build_components(session, loader, watcher, source, plan.options)
