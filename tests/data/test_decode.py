@@ -89,6 +89,8 @@ def test_probe_finds_what_was_written(clip: Path) -> None:
         rotation=0,
         codec="h264",
         pix_fmt="yuv420p",
+        color_range="limited",
+        color_transfer="bt709",
         timing=Timing(0, 2048),
         keyframes=(0,),
     )
