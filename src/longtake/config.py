@@ -375,6 +375,9 @@ class DataSection(_Section):
     max_crop: float | None = Field(None, ge=0, lt=1)
     """Share of a picture that the crop to its bucket may remove, such as 0.2; a clip that would
     lose more is left out. Unset: any."""
+    untagged: Literal["bt601", "bt709"] = "bt709"
+    """Colour matrix of videos of 720 lines and more that name none, which `longtake data show`
+    counts. Players and most cameras take BT.709; below 720 lines it is always BT.601."""
     random_crop: bool = False
     """Cut a clip's frames anywhere instead of in the middle, each epoch elsewhere."""
     conditioning: dict[str, ConditioningSection] = Field(default_factory=dict)

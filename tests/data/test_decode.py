@@ -91,6 +91,7 @@ def test_probe_finds_what_was_written(clip: Path) -> None:
         pix_fmt="yuv420p",
         color_range="limited",
         color_transfer="bt709",
+        color_matrix="smpte170m",
         timing=Timing(0, 2048),
         keyframes=(0,),
     )

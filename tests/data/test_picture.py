@@ -1,23 +1,32 @@
 """What a file says of its picture beside its pixels."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from av.video.reformatter import Colorspace
+from numpy.typing import NDArray
 from PIL import Image
 from tests.data import build
 
+from longtake.data.buckets import window_of
+from longtake.data.cache import Cache
 from longtake.data.cache_fill import refuse_not_finite
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Media
+from longtake.data.conditioning import ConditioningPixels, read
 from longtake.data.decode import probe, read_image
-from longtake.data.encode import write_video
+from longtake.data.encode import Settings, prepare, write_video
 from longtake.data.index import index
 from longtake.data.plan import begin, large_crops
+from longtake.data.summary import catalog_stats
+from longtake.data.window import Crop, read_window
 from longtake.errors import ClipError
 
 _ONE = 1 << 16
@@ -101,3 +110,102 @@ def test_clips_that_lose_most_of_their_picture_are_told() -> None:
     (said,) = large_crops(begin(dict.fromkeys(data.sources(), catalog), data, 2, 0))
     assert "2 of 3 clips lose more than half" in said
     assert "/clips/2.mp4 (88%)" in said
+
+
+def _written(
+    path: Path,
+    frames: NDArray[np.uint8],
+    ratio: Fraction = Fraction(1),
+    codec: str = "libx264",
+    pixels: str = "yuv444p",
+) -> Media:
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream(codec, rate=24)
+        assert isinstance(stream, av.VideoStream)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pixels
+        stream.codec_context.sample_aspect_ratio = ratio
+        for each in frames:
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(each)))
+        out.mux(stream.encode())
+    return Media(str(path))
+
+
+def _circle(ratio: int = 2) -> NDArray[np.uint8]:
+    """Two frames of 64x96 that hold a circle where a pixel is `ratio` times as wide as high."""
+    y, x = np.mgrid[:96, :64]
+    inside = ((x - 31.5) * ratio) ** 2 + (y - 47.5) ** 2 < 40**2
+    return np.repeat(np.where(inside, np.uint8(255), np.uint8(0))[None, ..., None], 3, 3)[[0, 0]]
+
+
+def test_a_clip_of_other_than_square_pixels_is_read_as_it_is_shown(tmp_path: Path) -> None:
+    media = _written(tmp_path / "circle.mp4", _circle(), Fraction(2))
+    (tmp_path / "circle.txt").write_text("a circle")
+    index([media.file], captions=None, out=tmp_path / "c.parquet", workers=0)
+    (clip,) = Catalog.load(tmp_path / "c.parquet").clips()
+    assert (clip.width, clip.height) == (128, 96)
+    picture = read_window(window_of(clip, range(1), Crop(96, 128, 0, 0), 96, 128))[0, 0] > 127
+    across, down = picture.any(0).sum(), picture.any(1).sum()
+    assert abs(int(across) - int(down)) <= 2
+    as_input = ConditioningPixels("picture", "", media, 0, 0, Crop(0, 0, 0, 0), 96, 128, False)
+    assert (abs((read(as_input)[0, 0] > 127) ^ picture)).mean() < 0.02
+    as_video = replace(as_input, kind="video")
+    assert ((read(as_video)[0, 0] > 127) == picture).all()
+    report = prepare(
+        tmp_path / "c.parquet", tmp_path / "out", settings=Settings(((48, 64),)), workers=0
+    )
+    (prepared,) = Catalog.load(report.catalog).clips()
+    assert (prepared.width, prepared.height) == (64, 48)
+
+
+def test_untagged_hd_is_bt709_unless_the_recipe_says_another(tmp_path: Path) -> None:
+    """Luma and chroma of (200, 60, 40) by BT.709, in a file that names no matrix."""
+    path = tmp_path / "hd.mp4"
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=8)
+        assert isinstance(stream, av.VideoStream)
+        stream.height, stream.width, stream.pix_fmt = 720, 64, "yuv444p"
+        frame = av.VideoFrame(64, 720, "yuv444p")
+        for plane, value in zip(frame.planes, (92, 105, 190), strict=True):
+            plane.update(bytes([value]) * 720 * plane.line_size)
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    index([path], captions=None, out=tmp_path / "c.parquet", workers=0)
+    catalog = Catalog.load(tmp_path / "c.parquet")
+    (clip,) = catalog.clips()
+    assert clip.color_matrix == ""
+    assert catalog_stats(catalog)["untagged_hd"] == 1
+    windows = [
+        window_of(clip, range(1), Crop(720, 64, 0, 0), 720, 64, untagged=matrix)
+        for matrix in ("bt709", "bt601")
+    ]
+    seen = [read_window(window)[:, 0, 9, 9].astype(int) for window in windows]
+    assert abs(seen[0] - (200, 60, 40)).max() <= 3
+    assert abs(seen[1] - (200, 60, 40)).max() >= 10
+    data = build.section(cache=str(tmp_path / "cache"), windows=1)
+    cache = Cache(tmp_path / "cache", "codec", "text", data, no_caption="")
+    keys = [cache.latents(each).key for each in (*windows, replace(windows[0], is_untagged=False))]
+    assert keys[0] != keys[1] == keys[2]  # what is not concerned keeps its key
+
+
+def test_a_video_with_an_alpha_channel_is_rejected_by_name(tmp_path: Path) -> None:
+    frames = np.zeros((1, 16, 16, 4), np.uint8)
+    with av.open(str(tmp_path / "clip.mkv"), "w") as out:
+        stream = out.add_stream("ffv1", rate=24)
+        assert isinstance(stream, av.VideoStream)
+        stream.height, stream.width, stream.pix_fmt = 16, 16, "yuva444p"
+        out.mux(stream.encode(av.VideoFrame.from_ndarray(frames[0], "rgba")))
+        out.mux(stream.encode())
+    with pytest.raises(ClipError, match=r"alpha channel.*premultiply"):
+        probe(Media(str(tmp_path / "clip.mkv")))
+
+
+def test_a_catalog_without_the_column_of_matrices_is_read_and_indexed_again(tmp_path: Path) -> None:
+    media = _written(tmp_path / "clip.mp4", _circle(1))
+    out = tmp_path / "c.parquet"
+    index([media.file], captions=None, out=out, workers=0)
+    table = pq.read_table(out)
+    pq.write_table(table.drop_columns(["color_matrix"]), out)
+    (clip,) = Catalog.load(out).clips()
+    assert clip.color_matrix is None
+    assert index([media.file], captions=None, out=out, workers=0).unchanged == 0
+    assert index([media.file], captions=None, out=out, workers=0).unchanged == 1

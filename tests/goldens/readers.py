@@ -36,8 +36,8 @@ _LEDGER = np.dtype(
     [("identity", "V7"), ("step", "<u4"), ("stream", "u1"), ("epoch", "V3"), ("checksum", "u1")]
 )
 _REJECTED, _NOTHING = 0x80, 0xFF
-# Where a clip lies, and when its file was written.
-_UNSTABLE_COLUMNS = ("path", "file_mtime_ns", "prepared_from")
+# Where a clip lies, when its file was written, and what older trees do not read.
+_UNSTABLE_COLUMNS = ("path", "file_mtime_ns", "prepared_from", "color_matrix")
 
 
 def read_run(tree: Tree, run: Path) -> dict[str, Any]:

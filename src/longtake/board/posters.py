@@ -17,13 +17,14 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from PIL import Image
 
 from longtake import errors, fsio
 from longtake.board.files import open_below
 from longtake.board.svg import picture, text
 from longtake.data.clip import Media
-from longtake.data.decode import decoded, opened, read_image, rgb, rotation_of
+from longtake.data.decode import decoded, in_square_pixels, opened, read_image
 from longtake.data.workers import Task, WorkerPool
 from longtake.formatting import first_line
 
@@ -131,8 +132,7 @@ def _first_frame(media: Media) -> Image.Image:
         return Image.fromarray(read_image(media))
     with opened(media) as (container, stream):
         for frame in decoded(media, container, stream):
-            turned = rotation_of(media, frame)
-            return Image.fromarray(rgb(frame)).rotate(turned, expand=True)
+            return Image.fromarray(np.ascontiguousarray(in_square_pixels(media, stream, frame)))
     raise errors.ClipError(str(media), "it has no frame")
 
 

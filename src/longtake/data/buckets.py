@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from longtake.config import Bucket, DataSection
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
+from longtake.data.decode import HD_LINES
 from longtake.data.order import Indices, derive, permuted, shares
 from longtake.data.window import Crop, Window, crop
 
@@ -365,7 +366,15 @@ def _window(
     frames = range(start, start + span(shape, data.frame_stride), data.frame_stride)
     if data.fps is not None and clip.kind == "video":
         frames = frames_at(clip, frames, data.fps)
-    return window_of(clip, frames, cut, shape.height, shape.width, is_flipped=is_flipped)
+    return window_of(
+        clip,
+        frames,
+        cut,
+        shape.height,
+        shape.width,
+        is_flipped=is_flipped,
+        untagged=data.untagged,
+    )
 
 
 def window_of(
@@ -376,8 +385,10 @@ def window_of(
     width: int,
     *,
     is_flipped: bool = False,
+    untagged: str = "bt709",
 ) -> Window:
     """Some frames of a clip, ascending, scaled and then cut to a size."""
+    lines = clip.width if clip.rotation in (90, 270) else clip.height
     return Window(
         identity=clip.identity,
         media=clip.media,
@@ -399,6 +410,8 @@ def window_of(
         height=height,
         width=width,
         is_flipped=is_flipped,
+        untagged=untagged,
+        is_untagged=clip.kind == "video" and not clip.color_matrix and lines >= HD_LINES,
     )
 
 

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from longtake.config import Bucket, DataSection
 from longtake.data import stores
-from longtake.data.clip import Clip, Media
+from longtake.data.clip import IMAGE_SUFFIXES, Clip, Media
 from longtake.data.conditioning import (
     ConditioningPixels,
     Wanted,
@@ -182,11 +182,14 @@ class Cache:
             facts += [wanted.rotation, wanted.start, wanted.num_frames, wanted.stride]
             facts += [wanted.scaled_height, wanted.scaled_width, wanted.top, wanted.left]
             facts += [wanted.height, wanted.width, wanted.is_flipped]
+            facts += [wanted.untagged] if wanted.is_untagged and wanted.untagged != "bt601" else []
             return (*facts, *([wanted.frames] if wanted.frames else []))
         values = getattr(wanted, "values", None)
         facts = [self._hashes.of(wanted.media.path) if values is None else values]
         if isinstance(wanted, ConditioningPixels):
             facts += [wanted.kind, wanted.clip_height, wanted.clip_width]
+            is_video = PurePath(wanted.media.path).suffix.lower() not in IMAGE_SUFFIXES
+            facts += [wanted.untagged] if is_video and wanted.untagged != "bt601" else []
             facts += ["over black"] if wanted.kind == "mask" else []  # older ones were over white
             facts += [*astuple(wanted.clip_crop), wanted.height, wanted.width, wanted.is_flipped]
         else:

@@ -37,6 +37,7 @@ captions where its sources have none."""
 TRUSTED = "trusted_metadata"
 """The attribute that is 1 for clips whose frames `data index --trust-metadata` has not decoded, and
 0 for its others."""
+MATRIX = "color_matrix"
 CLIP_SCHEMA = pa.schema(
     [
         ("identity", pa.binary(16)),
@@ -57,6 +58,7 @@ CLIP_SCHEMA = pa.schema(
         ("pix_fmt", pa.string()),
         ("color_range", pa.string()),
         ("color_transfer", pa.string()),
+        (MATRIX, pa.string()),  # null, or no such column: indexed before it was read
         ("first_pts", pa.int64()),  # null: the timestamps cannot be relied on
         ("pts_step", pa.int64()),
         ("pts", pa.list_(pa.int64())),  # only where the spacing is uneven
@@ -80,7 +82,7 @@ ASIDE_SCHEMA = pa.schema(
     ]
 )
 _CONDITIONING_TYPES = pa.string(), pa.list_(pa.float64())
-_MAY_BE_NULL = ("num_bytes", "first_pts", "pts_step", "pts", "file_bytes", "file_mtime_ns")
+_MAY_BE_NULL = (MATRIX, "num_bytes", "first_pts", "pts_step", "pts", "file_bytes", "file_mtime_ns")
 _MAX_PIXELS_A_SIDE, _MAX_FRAMES, _MAX_BYTES = 2**20 - 1, 2**30, 2**62
 _BOUNDS = {
     "offset": (0, _MAX_BYTES),
@@ -131,7 +133,7 @@ def read(path: Path) -> pa.Table:
 
 
 def disk_schema(found: pa.Schema) -> pa.Schema:
-    missing = [name for name in CLIP_SCHEMA.names if name not in found.names]
+    missing = [name for name in CLIP_SCHEMA.names if name not in (*found.names, MATRIX)]
     if missing:
         raise LookupError(f"it has no column {missing[0]}")
     names = [name for name in found.names if name.startswith(ATTRIBUTE)]
@@ -151,6 +153,8 @@ def _read_group(file: pq.ParquetFile, index: int, schema: pa.Schema, folder: str
 
 def with_whole_paths(rows: pa.Table, schema: pa.Schema, folder: str) -> pa.Table:
     """Rows as they are stored, with the schema in memory and absolute paths."""
+    if MATRIX not in rows.column_names:
+        rows = rows.append_column(MATRIX, pa.nulls(len(rows), pa.string()))
     table = rows.select(schema.names).cast(schema)
     for name in _path_columns(table):
         paths = table[name]

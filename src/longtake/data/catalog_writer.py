@@ -211,6 +211,7 @@ def _row_of(clip: Clip, stamp: catalog.Stamp | None) -> _Row:
         clip.pix_fmt,
         clip.color_range,
         clip.color_transfer,
+        clip.color_matrix,
         timing.first if timing else None,
         timing.step if timing else None,
         array(_LISTS["pts"], listed).tobytes() if listed else None,

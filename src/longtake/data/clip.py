@@ -81,8 +81,8 @@ class Clip:
     kind: Kind
     caption: str  # what it shows; empty where none is known
     num_frames: int  # frames that decoding yields, whatever the header says
-    width: int  # pixels of the upright picture
-    height: int  # pixels of the upright picture
+    width: int  # pixels of the upright picture as it is shown, in square pixels
+    height: int  # as `width`
     fps: float  # average frame rate by the frames' timestamps; 0 for an image
     duration_seconds: float  # from the first frame's start to the last one's end; 0 for an image
     stream_index: int  # the video stream that is read, as an index into all streams
@@ -91,6 +91,7 @@ class Clip:
     pix_fmt: str  # FFmpeg's name of the decoded pixel format; Pillow's mode for an image
     color_range: str = ""  # `limited`, `full`, or empty where the file does not say
     color_transfer: str = ""  # `pq` and `hlg` are HDR; FFmpeg's name of any other, or empty
+    color_matrix: str | None = None  # FFmpeg's name; empty: none is named; None: not yet read
     timing: Timing | None = None  # None: the file's timestamps do not identify its frames
     keyframes: tuple[int, ...] = ()  # indices in presentation order, ascending
     seek_pts: int | None = None  # of a span: of the keyframe before its first; None: the file's

@@ -17,12 +17,20 @@ from typing import Any, Literal
 import numpy as np
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
+from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from longtake.config import STEM, Bucket, ConditioningSection
 from longtake.data import stores
 from longtake.data.clip import IMAGE_SUFFIXES, Clip, Given, Media
-from longtake.data.decode import decoded, opened, read_image, rgb, rotation_of
+from longtake.data.decode import (
+    decoded,
+    in_square_pixels,
+    opened,
+    read_image,
+    rotation_of,
+    square_size,
+)
 from longtake.data.window import (
     Crop,
     Window,
@@ -63,6 +71,7 @@ class ConditioningPixels:
     num_frames: int = 1
     stride: int = 1
     frames: tuple[int, ...] = ()  # indices of the frames (`data.fps`); empty: by the stride
+    untagged: str = "bt709"  # as of a `Window`
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -146,6 +155,7 @@ def _input(section: ConditioningSection, clip: Clip, window: Window) -> Wanted:
         height=window.height,
         width=window.width,
         is_flipped=window.is_flipped,
+        untagged=window.untagged,
         **(_frames(window) if section.kind != "picture" else {}),
     )
 
@@ -252,16 +262,16 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
         over = "black" if wanted.kind == "mask" else "white"  # what is transparent is masked out
         content[...] = _fitted(wanted, read_image(wanted.media, over))[:, None]
     elif wanted.kind == "picture":
-        content[:, 0] = _fitted(wanted, _first_frame(wanted.media))
+        content[:, 0] = _fitted(wanted, _first_frame(wanted.media, wanted.untagged))
     else:
         _read_frames(wanted, content)
     return content
 
 
-def _first_frame(media: Media) -> NDArray[np.uint8]:
+def _first_frame(media: Media, untagged: str) -> NDArray[np.uint8]:
     with opened(media) as (container, stream):
-        for frame in decoded(media, container, stream):
-            return np.rot90(rgb(frame), rotation_of(media, frame) // 90)
+        for frame in decoded(media, container, stream, untagged=untagged):
+            return in_square_pixels(media, stream, frame)
     raise ClipError(str(media), "holds no frame")
 
 
@@ -303,10 +313,10 @@ def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
     indices = frame_indices(wanted)
     reformatter, num_read, window = VideoReformatter(), 0, None
     with opened(wanted.media) as (container, stream):
-        frames = decoded(wanted.media, container, stream)
+        frames = decoded(wanted.media, container, stream, untagged=wanted.untagged)
         for number, frame in enumerate(counted(indices, frames)):
-            window = window or _window(wanted, stream.index, frame)
-            pixels = np.stack(planes(window, frame, reformatter))
+            window = window or _window(wanted, stream, frame)
+            pixels = np.stack(planes(window, stream, frame, reformatter))
             out[:, number] = _grey(pixels) if wanted.kind == "mask" else pixels
             num_read = number + 1
     if num_read < wanted.num_frames:
@@ -317,17 +327,17 @@ def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
         raise ClipError(str(wanted.media), f"ends before frame {indices[num_read]}; {needed}")
 
 
-def _window(wanted: ConditioningPixels, stream_index: int, frame: VideoFrame) -> Window:
+def _window(wanted: ConditioningPixels, stream: VideoStream, frame: VideoFrame) -> Window:
     """A window of the input's own file, by a frame of it."""
-    rotation = rotation_of(wanted.media, frame)
-    is_turned = rotation in (90, 270)
-    height, width = (frame.width, frame.height) if is_turned else (frame.height, frame.width)
+    rotation = rotation_of(wanted.media, stream, frame)
+    shown = square_size(wanted.media, stream, frame)
+    height, width = shown[::-1] if rotation in (90, 270) else shown
     how = _crop(wanted, height, width)
     return Window(
         identity=wanted.identity,
         media=wanted.media,
         kind="video",
-        stream_index=stream_index,
+        stream_index=stream.index,
         rotation=rotation,
         source_height=height,
         source_width=width,

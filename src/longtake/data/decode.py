@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,7 @@ def decoded(
     *,
     keyframe: int | None = None,
     first: int | None = None,
+    untagged: str = "bt709",
 ) -> Iterator[VideoFrame]:
     """Yield the frames in presentation order; the first sign of damage raises.
 
@@ -283,6 +285,7 @@ def decoded(
         keyframe: after a seek, the timestamp of the keyframe to begin at. Earlier frames that are
             stored behind it (an open group of pictures) refer to what was not decoded; left out.
         first: frames with an earlier timestamp may be left out, where no other refers to them.
+        untagged: the matrix of frames of 720 lines and more that name none (`data.untagged`).
     """
     codec, num_decoded = stream.codec_context, 0
     may_skip = first is not None and codec.codec.canonical_name in _SKIPPING
@@ -296,11 +299,18 @@ def decoded(
             if may_skip:
                 codec.skip_frame = "NONREF" if _is_before(packet, first) else "DEFAULT"
             for frame in packet.decode():
+                if untagged == "bt709" and _is_untagged_hd(frame):
+                    frame.colorspace = _BT709  # FFmpeg takes it for BT.601
                 yield frame
                 num_decoded += 1
     except _FAILURES as error:
         reason = f"damaged after {num_decoded} frames: {reason_of(error)}"
         raise ClipError(str(media), reason) from error
+
+
+def _is_untagged_hd(frame: VideoFrame) -> bool:
+    is_untagged = int(frame.colorspace) == _UNTAGGED and not frame.format.is_rgb
+    return is_untagged and frame.height >= HD_LINES
 
 
 def _from_keyframe(
@@ -331,6 +341,20 @@ def reason_of(error: BaseException) -> str:
 
 _ROUNDING_SECONDS = 1e-6  # times in tables are rounded
 
+HD_LINES = 720  # from which players take untagged video for BT.709, and below for BT.601
+_BT709, _UNTAGGED = 1, 2  # matrices of ITU-T H.273, table 4
+_COLOR_MATRICES = {
+    0: "rgb",
+    1: "bt709",
+    4: "fcc",
+    5: "bt470bg",
+    6: "smpte170m",
+    7: "smpte240m",
+    8: "ycgco",
+    9: "bt2020nc",
+    10: "bt2020c",
+    14: "ictcp",
+}
 _COLOR_RANGES = {int(ColorRange.MPEG): "limited", int(ColorRange.JPEG): "full"}
 # ITU-T H.273, table 3; FFmpeg's names but for the two of HDR.
 _COLOR_TRANSFERS = {
@@ -373,6 +397,7 @@ class Probe:
     pix_fmt: str
     color_range: str = ""
     color_transfer: str = ""
+    color_matrix: str | None = None
     timing: Timing | None = None
     keyframes: tuple[int, ...] = ()
     seek_pts: int | None = None
@@ -449,8 +474,9 @@ def probe(
         rgb(first)  # what cannot become RGB cannot be trained on
         span = _span(media, stream, first, pts, last_seconds)
         _check_whole(media, container, stream, span)
-        rotation = rotation_of(media, first)
-        width, height = first.width, first.height
+        rotation = rotation_of(media, stream, first)
+        height, width = square_size(media, stream, first)
+        matrix = 0 if first.format.is_rgb else int(stream.codec_context.colorspace)
         return Probe(
             identity=identity,
             kind="video",
@@ -465,6 +491,7 @@ def probe(
             pix_fmt=first.format.name,
             color_range=_COLOR_RANGES.get(int(first.color_range), ""),
             color_transfer=_COLOR_TRANSFERS.get(int(stream.codec_context.color_trc), ""),
+            color_matrix=_COLOR_MATRICES.get(matrix, ""),
             timing=timing,
             keyframes=keyframes,
             is_trusted=trusts_metadata,
@@ -595,8 +622,21 @@ def _declared_end(container: InputContainer, stream: VideoStream, start: float) 
     return None
 
 
-def rotation_of(media: Media, frame: VideoFrame) -> int:
-    """Degrees counterclockwise, by FFmpeg's display matrix; ClipError if no multiple of 90."""
+def rotation_of(media: Media, stream: VideoStream, frame: VideoFrame) -> int:
+    """Degrees counterclockwise, by FFmpeg's display matrix.
+
+    Raises:
+        ClipError: it is no multiple of 90, or the frame is to be mirrored or has an alpha channel.
+    """
+    has_alpha = any(each.is_alpha for each in frame.format.components)  # each frame of a GIF has
+    if (has_alpha and stream.codec_context.name != "gif") or stream.metadata.get(
+        "alpha_mode"
+    ) == "1":
+        raise ClipError(
+            str(media),
+            "has an alpha channel, below which any colours may lie; lay it over black: ffmpeg -i "
+            "IN -vf premultiply=inplace=1,format=yuv420p OUT (a WebM: -c:v libvpx-vp9 before -i)",
+        )
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is not None:
         a, b, _, c, d = struct.unpack("=5i", np.asarray(matrix).tobytes()[:20])
@@ -610,6 +650,36 @@ def rotation_of(media: Media, frame: VideoFrame) -> int:
     if rotation % 90:
         raise ClipError(str(media), f"is to be shown turned by {rotation} degrees; only quarters")
     return rotation
+
+
+_ROUNDED_RATIO = Fraction(
+    2, 100
+)  # FFmpeg names 224:225 where it has rounded a size to whole pixels
+
+
+def square_size(media: Media, stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:
+    """Height and width at which a frame, before it is turned, is shown in square pixels.
+
+    Raises:
+        ClipError: no picture can have them.
+    """
+    ratio = stream.sample_aspect_ratio or Fraction(1)
+    if abs(ratio - 1) <= _ROUNDED_RATIO:
+        return frame.height, frame.width
+    width = round(frame.width * ratio)
+    if not width:
+        raise ClipError(str(media), f"has pixels of the aspect ratio {ratio}: it would have none")
+    check_pixels(media, width, frame.height)
+    return frame.height, width
+
+
+def in_square_pixels(media: Media, stream: VideoStream, frame: VideoFrame) -> NDArray[np.uint8]:
+    """A frame as it is shown: [H, W, 3], upright."""
+    height, width = square_size(media, stream, frame)
+    turned = rotation_of(media, stream, frame) // 90
+    if (height, width) != (frame.height, frame.width):
+        frame = frame.reformat(width=width, height=height, format="rgb24", threads=1)
+    return np.rot90(rgb(frame), turned)
 
 
 def probe_image(media: Media) -> Probe:
@@ -628,6 +698,7 @@ def probe_image(media: Media) -> Probe:
         rotation=0,
         codec=codec,
         pix_fmt=mode,
+        color_matrix="rgb",
         keyframes=(0,),
     )
 

@@ -43,7 +43,6 @@ from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.fsio import atomic_write
 
-HD_HEIGHT = 720  # rows from which players take video for BT.709, and below for BT.601
 _BT709, _SMPTE170M = 1, 6  # ITU-T H.273; the second is BT.601
 
 # Without CABAC and deblocking, windows of 448x256 are read in half the time, for 8 % more bytes.
@@ -103,11 +102,11 @@ def in_yuv(frame: av.VideoFrame) -> av.VideoFrame:
 
 
 def _matrix_of(height: int) -> Colorspace:
-    return Colorspace.ITU709 if height >= HD_HEIGHT else Colorspace.ITU601
+    return Colorspace.ITU709 if height >= decode.HD_LINES else Colorspace.ITU601
 
 
 def _tag(what: "av.VideoFrame | av.VideoCodecContext", height: int) -> None:
-    is_hd = height >= HD_HEIGHT
+    is_hd = height >= decode.HD_LINES
     what.color_range, what.colorspace = ColorRange.MPEG, _BT709 if is_hd else _SMPTE170M
     what.color_trc = what.color_primaries = _BT709
 
@@ -201,7 +200,7 @@ _VISIBLE_SECONDS = 90.0  # until a network disk shows a file that another machin
 _ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.5 GiB of 3840x2160
 _MAX_GOP, _MAX_FPS = 10_000, 1000
 _HALF_WRITTEN = re.compile(r"\.[0-9a-f]{32}\.")
-_FORMAT = 1  # part of every name: raise it when other pixels would be written
+_FORMAT = 2  # part of every name: raise it when other pixels would be written
 
 
 _film_hashes: dict[tuple[str, int, int, int], str] = {}

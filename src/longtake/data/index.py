@@ -147,7 +147,7 @@ def _entries_of(
         stamps = some.table.select(["file_bytes", "file_mtime_ns"]).to_pylist()
         for clip, stamp in zip(some.clips(), stamps, strict=True):
             is_trusted = bool(clip.attributes.get(catalog.TRUSTED))
-            is_known = trusts_metadata or not is_trusted
+            is_known = clip.color_matrix is not None and (trusts_metadata or not is_trusted)
             if is_known and clip.media.span is None:  # a span does not say what its file holds
                 facts = {field: getattr(clip, field) for field in _PROBE_FIELDS}
                 probe = Probe(**facts, is_trusted=is_trusted)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from longtake.config import DataSection, Stage
 from longtake.data import buckets
-from longtake.data.catalog import Catalog
+from longtake.data.catalog import MATRIX, Catalog
 from longtake.data.order import shares
 from longtake.errors import DataError
 
@@ -20,7 +20,7 @@ NO_CAPTION = "no caption"
 
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(<=|>=|==|!=|<|>)\s*(\S.*?)\s*")
 _QUANTILE = re.compile(r"q(\d+(?:\.\d+)?)")
-_TEXTS = ("kind", "codec", "pix_fmt", "color_range", "color_transfer")
+_TEXTS = ("kind", "codec", "pix_fmt", "color_range", "color_transfer", MATRIX)
 _NUMBERS = ("num_frames", "width", "height", "fps", "duration_seconds")
 _COMPARE = {
     "<=": np.less_equal,

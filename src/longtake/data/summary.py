@@ -30,7 +30,8 @@ from longtake.data.buckets import (
     sort_into_buckets,
 )
 from longtake.data.caption_text import all_captions
-from longtake.data.catalog import Catalog
+from longtake.data.catalog import MATRIX, Catalog
+from longtake.data.decode import HD_LINES
 from longtake.data.plan import Plan, StagePlan, Stream, begin, drifts, large_crops, review
 from longtake.data.stages import drop_in_turn, select
 from longtake.data.tails import tail_drifts
@@ -78,6 +79,8 @@ def catalog_stats(catalog: Catalog) -> dict[str, Any]:
         "pixel_formats": _counted(table["pix_fmt"]),
         "color_ranges": _counted(table["color_range"]),
         "color_transfers": _counted(table["color_transfer"]),
+        "color_matrices": _counted(table[MATRIX].fill_null("not read; index again")),
+        "untagged_hd": _count(_is_untagged_hd(catalog)),
         "rotations": {str(angle): n for angle, n in _counted(table["rotation"]).items()},
         "numbers": _numbers(catalog, is_video),
         "attributes": {name: spread(catalog.column(name)) for name in catalog.attribute_names},
@@ -131,6 +134,14 @@ def _aspects(catalog: Catalog) -> dict[str, int]:
 def _counted(column: pa.ChunkedArray) -> dict[Any, int]:
     rows = pc.value_counts(column).to_pylist()
     return {row["values"]: row["counts"] for row in sorted(rows, key=lambda row: -row["counts"])}
+
+
+def _is_untagged_hd(catalog: Catalog) -> pa.ChunkedArray:
+    table = catalog.table
+    is_turned = pc.is_in(table["rotation"], value_set=pa.array([90, 270], pa.int32()))
+    lines = pc.if_else(is_turned, table["width"], table["height"])
+    is_untagged = pc.and_(pc.equal(table["kind"], "video"), pc.equal(table[MATRIX], ""))
+    return pc.and_(is_untagged, pc.greater_equal(lines, HD_LINES))
 
 
 def _count(mask: pa.ChunkedArray) -> int:
@@ -659,12 +670,14 @@ def _properties(facts: Mapping[str, Any]) -> Table:
         "pixel formats": facts["pixel_formats"],
         "colour range": facts["color_ranges"],
         "colour transfer": facts["color_transfers"],
+        "colour matrix": facts["color_matrices"],
         "rotation": {f"{angle}°": count for angle, count in facts["rotations"].items()},
     }
     for name, counts in counted.items():
         grid.add_row(name, _listed(counts, facts["clips"]))
     special = {
         "HDR": facts["hdr"],
+        "720 lines and more without a colour matrix (data.untagged)": facts["untagged_hd"],
         "variable frame rate": facts["variable_frame_rate"],
         "decoded from the beginning for want of timestamps": facts["unreliable_timestamps"],
         "transcoded by `data prepare`": facts["prepared"],

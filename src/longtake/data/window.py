@@ -13,12 +13,13 @@ from typing import Protocol
 import numpy as np
 from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
+from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image
 
 from longtake.data import stores
 from longtake.data.clip import Kind, Media
-from longtake.data.decode import decoded, opened, read_image
+from longtake.data.decode import decoded, opened, read_image, square_size
 from longtake.errors import ClipError
 
 _AGAIN = "index it again"
@@ -96,6 +97,8 @@ class Window:
     is_flipped: bool  # mirrored, left to right
     # indices of the frames, some more than once (`data.fps`); empty: by the stride
     frames: tuple[int, ...] = ()
+    untagged: str = "bt709"  # matrix of HD video that names none; see `data.untagged`
+    is_untagged: bool = False  # that matters here
 
     def __post_init__(self) -> None:
         assert min(self.start, self.num_frames - 1, self.stride - 1) >= 0
@@ -164,13 +167,20 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
             container.seek(seek_to, stream=stream)
         if window.timestamps:
             first = window.timestamps[0]
-            frames = decoded(window.media, container, stream, keyframe=seek_to, first=first)
+            frames = decoded(
+                window.media,
+                container,
+                stream,
+                keyframe=seek_to,
+                first=first,
+                untagged=window.untagged,
+            )
             wanted = _at(window, frames)
         else:
-            frames = decoded(window.media, container, stream)
+            frames = decoded(window.media, container, stream, untagged=window.untagged)
             wanted = counted(frame_indices(window), frames)
         for number, frame in enumerate(wanted):
-            for channel, plane in enumerate(planes(window, frame, reformatter)):
+            for channel, plane in enumerate(planes(window, stream, frame, reformatter)):
                 video[channel, number] = plane
             num_read = number + 1
     if num_read < window.num_frames:
@@ -214,12 +224,12 @@ def _at(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
 
 
 def planes(
-    window: Window, frame: VideoFrame, reformatter: VideoReformatter
+    window: Window, stream: VideoStream, frame: VideoFrame, reformatter: VideoReformatter
 ) -> Sequence[NDArray[np.uint8]]:
     """Red, green and blue of one frame, each [height, width]."""
     is_turned = window.rotation in (90, 270)
-    upright = (frame.width, frame.height) if is_turned else (frame.height, frame.width)
-    _check_size(window, *upright)
+    shown = square_size(window.media, stream, frame)
+    _check_size(window, *(shown[::-1] if is_turned else shown))
     height, width = window.scaled_height, window.scaled_width
     # Without scaling, swscale's fast path loses columns after the 16th: in FFmpeg 8.1 on x86 the
     # last 8 of 568 columns of yuv420p are not written in gbrp. ACCURATE_RND avoids that path.
