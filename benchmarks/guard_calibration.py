@@ -45,6 +45,8 @@ class Fault:
     change: Callable[[StepStatistics, int], StepStatistics]
     at_edge: bool = False
     """Whether it begins at the next epoch's beginning."""
+    group: str = ""
+    """Whose weights it changes, if it is one group's."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _report(runs: Sequence[RunDirectory], seeds: int, steps: int) -> list[str]:
         "",
         "| fault | found | median delay | worst delay | verdicts |",
         "|---|---|---|---|---|",
-        *(str(_trial(fault, recorded)) for fault in _FAULTS),
+        *(str(_trial(fault, recorded)) for fault in FAULTS),
         "",
         "The guard cannot tell a jump of the weight norm from training that changes it as fast: "
         "a tenth into these undisturbed runs Muon adds 0.7 % in 8 steps.",
@@ -217,7 +219,17 @@ def _detection(
 def _louder(step: StepStatistics, factor: float) -> StepStatistics:
     first, second, third, fourth = (factor * loss for loss in step.loss_by_sigma)
     quarters = (first, second, third, fourth)
-    return replace(step, loss=factor * step.loss, loss_by_sigma=quarters)
+    captioned, dropped = (
+        tuple(each if number == 1 else factor * each for number, each in enumerate(levels))
+        for levels in (step.captioned, step.dropped)  # the second is the number of samples
+    )
+    return replace(
+        step,
+        loss=factor * step.loss,
+        loss_by_sigma=quarters,
+        captioned=captioned,
+        dropped=dropped,
+    )
 
 
 def _spiked(factor: float) -> Fault:
@@ -235,7 +247,8 @@ def _raised(group: str, factor: float) -> Fault:
         raised = {**ratios, group: ratios[group] * (factor if delay else 1.0)}
         return replace(step, group_update_ratios=raised)
 
-    return Fault(f"updates of {group} weights {factor:g} times as large from one step on", change)
+    name = f"updates of {group} weights {factor:g} times as large from one step on"
+    return Fault(name, change, group=group)
 
 
 def _heavier(share: float, over: int = 1) -> Fault:
@@ -247,7 +260,7 @@ def _heavier(share: float, over: int = 1) -> Fault:
     return Fault(f"weight norm {share:+.1%} {within} an epoch's end", change, at_edge=True)
 
 
-_FAULTS = (
+FAULTS = (
     Fault(
         "NaN loss in one step",
         lambda step, delay: step if delay else replace(step, loss=math.nan),

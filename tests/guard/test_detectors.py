@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -340,6 +341,26 @@ def test_a_jump_is_not_detected_before_the_warm_up() -> None:
     assert set(judged(_heavier(healthy(60), 30, 90.0), GuardSettings())) == {OK}
 
 
+@pytest.mark.parametrize("times", [3, 10])
+@pytest.mark.parametrize("warmup", [1, 100])
+@pytest.mark.parametrize("power", [1, 2])
+def test_weights_that_move_faster_at_a_higher_rate_are_no_jump(
+    times: int, warmup: int, power: int
+) -> None:
+    """As they do in a stage that raises the rate: in proportion to it, or with its square."""
+    rng, norm, steps = np.random.default_rng(0), 50.0, []
+    for step in healthy(1200):
+        rate = 1 + (times - 1) * min(1.0, max(0, step.step - 699) / warmup)
+        norm += 0.004 * rate**power * float(rng.normal(1, 0.1))
+        stage = "second" if step.step >= 700 else "first"
+        edge = "stage second begins" if step.step == 700 else None
+        steps.append(
+            replace(step, weight_norm=norm, learning_rate_factor=rate, stage=stage, edge=edge)
+        )
+    assert set(judged(steps)) == {OK}
+    assert judged(_heavier(steps, 900, 0.3 * 10.0**power))[-1].reason == "weight_step"
+
+
 # --- Slow divergence ----------------------------------------------------------------------------
 
 
@@ -400,6 +421,24 @@ def test_a_long_warm_up_of_the_learning_rate_is_no_divergence() -> None:
         for factor in [step.step / 1000]
     ]
     assert set(judged(steps)) == {OK}
+
+
+def test_an_estimate_of_the_optimizers_own_is_a_part_of_the_rate() -> None:
+    """Prodigy's grows from 1e-6 by orders of magnitude, and all updates with it."""
+    steps = [
+        replace(
+            step,
+            learning_rate_factor=rate,
+            group_update_ratios=dict.fromkeys(step.group_update_ratios, 2e-05 * rate),
+        )
+        for step in healthy(400)
+        for rate in [1e-6 * 10 ** min(4.0, step.step / 50)]
+    ]
+    assert set(judged(steps)) == {OK}
+    steps[301:] = [_raised(step, "mlp", 10.0) for step in steps[301:]]
+    last = judged(steps)[-1]
+    assert (last.reason, last.began) == ("divergence", 300)
+    assert last.message.endswith("after dividing by the learning rate of each.")
 
 
 def test_weights_that_grow_from_nothing_are_no_divergence() -> None:
@@ -532,6 +571,37 @@ def test_a_rare_noise_level_explains_a_high_loss() -> None:
     )
     assert judge(history_of(rare[:-1]), now, _SECTION) == OK
     assert judge(history_of(healthy(300)[:-1]), now, _SECTION).reason == "spike"
+
+
+def _with_dropped(step: StepStatistics, num_dropped: int, factor: float) -> StepStatistics:
+    """Of four samples some have no caption, and a loss that is so many times as high."""
+    high = factor * step.loss
+    mean = (num_dropped * high + (4 - num_dropped) * step.loss) / 4
+    return replace(
+        step,
+        loss=mean,
+        num_samples=4,
+        loss_by_sigma=(math.nan, math.nan, math.nan, mean),
+        captioned=(step.loss, 4 - num_dropped, math.nan, math.nan, math.nan, step.loss),
+        dropped=(high, num_dropped, math.nan, math.nan, math.nan, high),
+        grad_norm=step.grad_norm * (4 if num_dropped else 1),
+    )
+
+
+def test_samples_without_a_caption_are_judged_apart() -> None:
+    """A model that has learnt a few clips has many times the loss where it is not told which."""
+    rng = np.random.default_rng(0)
+    steps = [
+        _with_dropped(step, int(rng.binomial(4, share)), 12.0)
+        for step in healthy(1500)
+        for share in [0.05 if step.step % 400 < 300 else 0.3]
+    ]
+    assert set(judged(steps)) == {OK}
+    at = next(each.step for each in steps[1000:] if each.dropped[1] == 0)
+    spiked = [*steps[:at], _with_dropped(healthy(1500)[at], 1, 120.0), *steps[at + 1 :]]
+    found = [verdict for verdict in judged(spiked) if verdict != OK]
+    assert [verdict.reason for verdict in found] == ["spike"]
+    assert found[0].message.startswith("The loss of samples without a caption of ")
 
 
 def test_nothing_explains_a_loss_without_bounds() -> None:

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from longtake.config import ParallelSection
+from longtake.optim.prodigy import Prodigy
+from longtake.optim.update import set_learning_rates
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import apply_fsdp, full, local_shard, squares
 from longtake.parallel.mesh import World, join
@@ -97,6 +99,21 @@ def test_an_update_is_measured_where_it_was_made() -> None:
     assert _norms(network, stats).update_ratio == 0.0
     stats.set_last_update(kept, num_ranks=1)
     assert _norms(network, stats).group_update_ratios == norms.group_update_ratios
+
+
+def test_the_rate_of_an_update_is_what_its_optimizer_used() -> None:
+    """The given one times Prodigy's estimate from before the step; it is kept with the update."""
+    network = _network()
+    optimizer = Prodigy(network.parameters(), lr=1.0)
+    (group,) = optimizer.param_groups
+    group |= {"base_lr": 1.0, "distance": 0.02}
+    stats = NormStats(network, list(network.blocks), ALONE)
+    with stats.track_update([optimizer]):
+        set_learning_rates([optimizer], 0.5)
+        group["distance"] = 0.3  # for the next step
+    stats.set_last_update(stats.last_update(), num_ranks=1)
+    assert _norms(network, stats).learning_rate_factor == 0.5 * 0.02
+    assert _norms(network, stats).learning_rate_factor == 0.0
 
 
 def test_numbers_that_are_none_are_counted() -> None:

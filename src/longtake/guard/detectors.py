@@ -5,6 +5,7 @@ undisturbed runs: benchmarks/guard_calibration.py.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -93,6 +94,8 @@ _JUMP_TIMES_LARGEST = 2.0
 _MIN_JUMP_FRACTION = 2e-3
 """Of the norm. The epoch-end defect that this was made for added 0.7 % at once; an undisturbed run
 of that size changes by less than 0.1 % in 16 steps."""
+_MOST_TIMES_THE_RATE = 12.0
+"""Changes at a rate that was this many times lower tell nothing about those at the present one."""
 _MAX_STEPS_AFTER_EDGE = 16
 """Steps after an edge in which a jump is attributed to it; fewer if epochs are short."""
 _JUMP_UPDATE_GROWTH = 3.0
@@ -107,32 +110,49 @@ def detect_weight_norm_jump(window: StepWindow) -> GuardVerdict | None:
     rows = window.past
     if len(rows) < window.settings.warmup_steps:
         return None
+    rows = rows.append(window.row)
     rows = rows.select(np.isfinite(rows.column("weight_norm")))
-    norms = np.append(rows.column("weight_norm"), window.now.weight_norm)
     for span, least in _SPANS.items():
-        usual = _usual_change(norms, span, least, max(window.settings.window, 2 * least))
+        most = max(window.settings.window, 2 * least)
+        usual = _usual_change(rows, span, least, most)
         if usual is not None:
-            began = int(rows.column("step")[-span])
-            return _weight_norm_verdict(window, began, span, float(norms[-1 - span]), usual)
+            began = int(rows.column("step")[-1 - span])
+            norm = float(rows.column("weight_norm")[-1 - span])
+            return _weight_norm_verdict(window, began, span, norm, usual)
     return None
 
 
-def _usual_change(norms: Numbers, span: int, least: int, most: int) -> float | None:
+def _usual_change(rows: StepRows, span: int, least: int, most: int) -> float | None:
     """Usual change of the norm in `span` steps, if the last change is an outlier; else None.
 
-    Uses at most `most` earlier changes; None also if there are fewer than `least`.
+    Uses at most `most` earlier changes; None also if there are fewer than `least`. A change is
+    compared with the earlier ones as they are and as they would be at the rates of the last `span`
+    updates: weights that move in one direction change in proportion to the rate, and those that
+    walk at random with its square. A jump is an outlier by each of these.
     """
+    norms, rates = rows.column("weight_norm"), rows.column("rate")
     changes = norms[span:] - norms[:-span]
     # Changes that overlap the last one would contain a part of the jump.
-    past = changes[: max(0, len(changes) - span)][-most:]
+    num_past = max(0, len(changes) - span)
+    if num_past < least:
+        return None
+    ways = [path[span:] - path[:-span] for path in (np.cumsum(rates**2), np.cumsum(rates))]
+    past, ratios = changes[:num_past], [np.ones(num_past)]
+    if ways[1][-1] > 0:
+        is_comparable = ways[1][:num_past] * _MOST_TIMES_THE_RATE >= ways[1][-1]
+        past = past[is_comparable]
+        ratios = [*(way[-1] / way[:num_past][is_comparable] for way in ways), np.ones(len(past))]
     if len(past) < least:
         return None
-    usual = median(past)
-    distance = abs(float(changes[-1]) - usual)
-    largest = float(np.abs(past - usual).max())
-    if distance <= max(abs(usual), _JUMP_TIMES_LARGEST * largest, _MIN_JUMP_FRACTION * norms[-1]):
-        return None
-    return usual if distance > _JUMP_SIGMAS * spread(past, usual) else None
+    for ratio in ratios:
+        expected = (past * ratio)[-most:]
+        usual = median(expected)
+        distance = abs(float(changes[-1]) - usual)
+        largest = float(np.abs(expected - usual).max())
+        limit = max(abs(usual), _JUMP_TIMES_LARGEST * largest, _MIN_JUMP_FRACTION * norms[-1])
+        if distance <= max(limit, _JUMP_SIGMAS * spread(expected, usual)):
+            return None
+    return usual
 
 
 def _weight_norm_verdict(
@@ -170,9 +190,9 @@ def _max_steps_after_edge(window: StepWindow) -> int:
 
 
 # --- Growth of updates ----------------------------------------------------------------------------
-# A wrong learning rate shows here first. Norms are measured by group and divided by the scheduler's
-# factor: AdamW's and Muon's updates then keep their size. Relative to the weights they would shrink
-# as those grow.
+# A wrong learning rate shows here first. Norms are measured by group and divided by the rate that
+# the optimizer used, its own estimate included: updates then keep their size. Relative to the
+# weights they would shrink as those grow.
 
 _MIN_USUAL_UPDATES = 16
 """Earlier updates that are needed to define the usual size."""
@@ -193,7 +213,7 @@ class _UpdateGrowth:
         return (
             f"The updates of the {self.group} weights are {self.recent / self.usual:.3g} times as "
             f"large as usual: norm {self.recent:.3g} instead of {self.usual:.3g}, after dividing "
-            "by the learning rate schedule."
+            "by the learning rate of each."
         )
 
 
@@ -206,7 +226,8 @@ def _update_growth(
     num_past = len(rows) - num_recent
     if num_past < _MIN_USUAL_UPDATES:
         return None
-    recent, past = medians(rows.updates[num_past:]), rows.updates[:num_past]
+    updates = rows.updates
+    recent, past = medians(updates[num_past:]), updates[:num_past]
     usual = np.minimum(
         medians(past[-_NUM_NEWEST_UPDATES:]),
         medians(past[:: max(1, num_past // _MAX_USUAL_UPDATES)]),
@@ -216,7 +237,7 @@ def _update_growth(
     if factors[group] <= least_factor:
         return None
     halfway = math.sqrt(recent[group]) * math.sqrt(usual[group])
-    normal = np.flatnonzero(rows.updates[:, group] <= halfway)
+    normal = np.flatnonzero(updates[:, group] <= halfway)
     began = int(rows.column("step")[normal[-1]])
     return _UpdateGrowth(GROUPS[group], float(recent[group]), float(usual[group]), began)
 
@@ -252,17 +273,23 @@ def detect_divergence(window: StepWindow) -> GuardVerdict | None:
     for num_recent, factor in _UPDATE_GROWTH:
         if (growth := _update_growth(window, num_recent, factor)) is not None:
             return GuardVerdict("roll_back", "divergence", str(growth), growth.began)
+    verdicts = (_level_verdict(window, population) for population in window.populations)
+    return next(filter(None, verdicts), None)
+
+
+def _level_verdict(window: StepWindow, population: str) -> GuardVerdict | None:
+    """A verdict if the loss of a population has risen, or the gradient norm with it."""
     rows = window.same_shape.append(window.row)
-    losses, grad_norms = rows.column("loss"), rows.column("grad_norm")
+    losses, grad_norms = rows.column(f"{population}_loss"), rows.column("grad_norm")
     rows = rows.select(
         np.isfinite(losses) & (losses > 0) & np.isfinite(grad_norms) & (grad_norms > 0)
     )
     if len(rows) < _LEVEL_STEPS + _RECENT_STEPS:
         return None
-    steps, loss = rows.column("step"), np.log(rows.column("loss"))
+    steps, loss = rows.column("step"), np.log(rows.column(f"{population}_loss"))
     loss_rise = _rise(loss)
     if _is_significant(loss, loss_rise, _LOSS_RISE):
-        return _rise_verdict("loss", steps, loss, loss_rise)
+        return _rise_verdict(f"loss{_OF_POPULATION[population]}", steps, loss, loss_rise)
     if loss_rise > math.log(_LOSS_RISE_WITH_GRAD_NORM):
         grad_norm = np.log(rows.column("grad_norm"))
         grad_norm_rise = _rise(grad_norm)
@@ -272,6 +299,9 @@ def detect_divergence(window: StepWindow) -> GuardVerdict | None:
         ):
             return _rise_verdict("gradient norm", steps, grad_norm, grad_norm_rise)
     return None
+
+
+_OF_POPULATION = {"captioned": "", "dropped": " of samples without a caption"}
 
 
 def _rise(logs: Numbers) -> float:
@@ -360,24 +390,50 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
         return None
     is_known_shape = len(window.same_shape) >= _MIN_SAME_SHAPE
     rows = window.same_shape if is_known_shape else window.same_stage
+    for population in window.populations if is_known_shape else ():
+        spike = _loss_spike(window, rows, population)
+        if spike is not None:
+            return _skip_or_roll_back(window, "spike", spike)
     now, newest = window.now, rows.select(slice(-window.settings.window, None))
-    # A mean over fewer samples than usual varies more.
-    noise_factor = math.sqrt(
-        max(1.0, median(newest.column("num_samples")) / max(1, now.num_samples))
-    )
-    loss = _excess(newest.column("loss"), now.loss, noise_factor)
-    sigmas = None
-    if is_known_shape and _LOSS_LIMIT.is_exceeded(loss):
-        sigmas = _sigmas_with_spike(rows, now, noise_factor)
-    if sigmas is not None or _RARE_LIMIT.is_exceeded(loss):
-        return _skip_or_roll_back(window, "spike", f"The loss of {loss}{sigmas or ''}.")
+    loss = _excess(newest.column("loss"), now.loss, _noise_factor(newest, "num", now.num_samples))
+    if _RARE_LIMIT.is_exceeded(loss):
+        return _skip_or_roll_back(window, "spike", f"The loss of {loss}.")
+    # Batches with a caption left out have gradients of their own.
+    have_dropped = newest.column("dropped_samples") > 0
+    alike = newest.select(have_dropped == (now.population("dropped")[1] > 0))
+    if len(alike) >= _MIN_SAME_SHAPE:
+        newest = alike
+    noise_factor = _noise_factor(newest, "num", now.num_samples)
     # A higher loss makes a higher gradient norm by the same factor, which is not a spike.
+    loss = _excess(newest.column("loss"), now.loss, noise_factor)
     explained = max(0.0, loss.distance) if loss is not None else 0.0
     grad_norm = _excess(newest.column("grad_norm"), now.grad_norm, noise_factor, explained)
     if not (_GRAD_NORM_LIMIT if is_known_shape else _RARE_LIMIT).is_exceeded(grad_norm):
         return None
     message = f"The gradient norm of {grad_norm}; the loss is {now.loss:.4g}."
     return _skip_or_roll_back(window, "spike", message)
+
+
+def _loss_spike(window: StepWindow, rows: StepRows, population: str) -> str | None:
+    """What is to be said of the loss of a population, if it is a spike."""
+    loss, count, *by_sigma = window.now.population(population)
+    rows = rows.select(rows.column(f"{population}_samples") > 0)
+    newest = rows.select(slice(-window.settings.window, None))
+    noise_factor = _noise_factor(newest, population, count)
+    excess = _excess(newest.column(f"{population}_loss"), loss, noise_factor)
+    if not _LOSS_LIMIT.is_exceeded(excess):
+        return None
+    sigmas = _sigmas_with_spike(rows.losses_by_sigma(population), by_sigma, noise_factor)
+    if sigmas is None:
+        return None
+    return f"The loss{_OF_POPULATION[population]} of {excess}{sigmas}."
+
+
+def _noise_factor(rows: StepRows, population: str, count: float) -> float:
+    """A mean over fewer samples than usual varies more."""
+    if not len(rows):
+        return 1.0
+    return math.sqrt(max(1.0, median(rows.column(f"{population}_samples")) / max(1, count)))
 
 
 def _excess(
@@ -394,15 +450,14 @@ def _excess(
     return _Excess(value, usual, distance, sigmas)
 
 
-def _sigmas_with_spike(rows: StepRows, now: StepStatistics, noise_factor: float) -> str | None:
+def _sigmas_with_spike(past: Numbers, now: Sequence[float], noise_factor: float) -> str | None:
     """The noise levels at which the loss is a spike, as text; None if at none that is known.
 
     Compares with the whole history, because some noise levels are rare.
     """
-    present = [quarter for quarter, loss in enumerate(now.loss_by_sigma) if loss > 0]
+    present = [quarter for quarter, loss in enumerate(now) if loss > 0]
     excesses = {
-        quarter: _excess(rows.losses_by_sigma[:, quarter], now.loss_by_sigma[quarter], noise_factor)
-        for quarter in present
+        quarter: _excess(past[:, quarter], now[quarter], noise_factor) for quarter in present
     }
     spikes = [quarter for quarter, each in excesses.items() if _LOSS_LIMIT.is_exceeded(each)]
     if len(spikes) == len(present):

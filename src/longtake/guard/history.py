@@ -26,8 +26,12 @@ GROUPS = ("embedding", "attention", "mlp", "added", "other")
 MAX_WINDOWS = 4
 """Windows that a history holds: slow changes are compared with all of them."""
 
-_MIN_LEARNING_RATE_FACTOR = 0.01
-"""Updates at a smaller factor are not measured: rounding of the weights dominates, most in bf16."""
+_MIN_RATE_SHARE = 0.01
+"""Updates at a smaller share of the largest rate are not measured: rounding of the weights
+dominates, most in bf16."""
+
+POPULATIONS = ("captioned", "dropped")
+"""Samples with a caption and without one: a model that has learnt has other losses on each."""
 
 _NUM_DIGITS = 8
 """Significant digits kept of a float: the precision of fp32, and half the bytes in checkpoints."""
@@ -44,12 +48,12 @@ _COLUMNS = (
     "loss",
     "grad_norm",
     "weight_norm",
-    *(f"loss_{quarter}" for quarter in range(4)),
+    "rate",
+    *(f"{each}_{what}" for each in POPULATIONS for what in ("loss", "samples", *range(4))),
     *(f"update_{group}" for group in GROUPS),
 )
 _INDEX = {name: number for number, name in enumerate(_COLUMNS)}
-_LOSSES_BY_SIGMA = slice(_INDEX["loss_0"], _INDEX["loss_0"] + 4)
-_UPDATES = slice(_INDEX["loss_0"] + 4, len(_COLUMNS))
+_UPDATES = slice(len(_COLUMNS) - len(GROUPS), len(_COLUMNS))
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,22 @@ class StepStatistics:
     nonfinite_share: float  # fraction of the gradient's elements that are NaN or inf
     weight_norm: float  # of the trained weights, before this step's update
     update_ratio: float  # norm of the previous update over that of the weights; 0 without one
-    learning_rate_factor: float  # the scheduler's, for the previous update
+    learning_rate_factor: float  # the rate of the previous update, in multiples of the recipe's
     # The same norms and ratio for each of `GROUPS` that has trained weights.
     group_grad_norms: dict[str, float] = field(default_factory=dict)
     group_weight_norms: dict[str, float] = field(default_factory=dict)
     group_update_ratios: dict[str, float] = field(default_factory=dict)
+    # Of the samples with a caption: mean loss, number, and `loss_by_sigma`; and of those without.
+    captioned: tuple[float, ...] = ()  # empty: those of all samples
+    dropped: tuple[float, ...] = ()
+
+    def population(self, name: str) -> tuple[float, ...]:
+        """[6] mean loss, number of samples, and mean loss at the four ranges of sigmas."""
+        if self.captioned:
+            return self.captioned if name == "captioned" else self.dropped
+        if name == "captioned":
+            return (self.loss, self.num_samples, *self.loss_by_sigma)
+        return (math.nan, 0.0, *[math.nan] * 4)
 
     def as_dict(self) -> dict[str, Any]:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -128,21 +143,26 @@ class StepRows:
     def column(self, name: str) -> Numbers:
         return self.numbers[:, _INDEX[name]]
 
-    @property
-    def losses_by_sigma(self) -> Numbers:
-        return self.numbers[:, _LOSSES_BY_SIGMA]
+    def losses_by_sigma(self, population: str) -> Numbers:
+        first = _INDEX[f"{population}_0"]
+        return self.numbers[:, first : first + 4]
 
     @property
     def updates(self) -> Numbers:
-        """[steps, groups] norms of the update before each step, divided by the scheduler's factor.
+        """[steps, groups] norms of the update before each step, divided by its rate.
 
-        0 if no update was made, or if it was too small to be measured.
+        0 if no update was made. Not relative to the weights: while they grow, AdamW's and Muon's
+        updates keep their size.
         """
-        return self.numbers[:, _UPDATES]
+        rates = self.column("rate")[:, None]
+        norms = self.numbers[:, _UPDATES] / np.where(rates > 0, rates, np.inf)
+        return np.where(np.isfinite(norms), norms, 0.0)
 
     @property
     def have_update(self) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = self.updates.max(axis=1) > 0
+        rates = self.column("rate")
+        is_measured = rates >= _MIN_RATE_SHARE * rates.max(initial=0.0)
+        found: NDArray[np.bool_] = is_measured & (self.updates.max(axis=1) > 0)
         return found
 
     def have_verdict(self, kind: str) -> NDArray[np.bool_]:
@@ -152,6 +172,7 @@ class StepRows:
 
 def _row(statistics: StepStatistics, verdict_kind: str = "ok") -> Numbers:
     """[columns] the numbers of one step."""
+    rate = statistics.learning_rate_factor
     return np.array(
         [
             statistics.step,
@@ -163,21 +184,15 @@ def _row(statistics: StepStatistics, verdict_kind: str = "ok") -> Numbers:
             statistics.loss,
             statistics.grad_norm,
             statistics.weight_norm,
-            *statistics.loss_by_sigma,
-            *(_update_norm(statistics, group) for group in GROUPS),
+            rate if math.isfinite(rate) and rate > 0 else 0.0,
+            *(number for each in POPULATIONS for number in statistics.population(each)),
+            *(
+                statistics.group_update_ratios.get(group, 0.0)
+                * statistics.group_weight_norms.get(group, 0.0)
+                for group in GROUPS
+            ),
         ]
     )
-
-
-def _update_norm(statistics: StepStatistics, group: str) -> float:
-    """Norm that the update of a group would have at a learning rate factor of 1."""
-    # Not relative to the weights: while they grow, AdamW's and Muon's updates keep their size.
-    if statistics.learning_rate_factor < _MIN_LEARNING_RATE_FACTOR:
-        return 0.0
-    ratio = statistics.group_update_ratios.get(group, 0.0)
-    weight = statistics.group_weight_norms.get(group, 0.0)
-    norm = ratio * weight / statistics.learning_rate_factor
-    return norm if math.isfinite(norm) else 0.0
 
 
 @dataclass(frozen=True)
@@ -207,13 +222,16 @@ class _Columns(TypedDict, total=False):
     group_grad_norms: _Groups
     group_weight_norms: _Groups
     group_update_ratios: _Groups
+    captioned: list[_Floats]
+    dropped: list[_Floats]
     verdict_kind: Required[list[str]]
 
 
 def _require_equal_lengths(columns: _Columns) -> _Columns:
     """Refuse columns of different lengths, and missing ones unless there are no steps."""
     lengths = {len(each) for each in columns.values()}  # type: ignore[arg-type]
-    if len(lengths) > 1 or (lengths != {0} and len(columns) != len(_Columns.__annotations__)):
+    missing = _Columns.__annotations__.keys() - columns.keys() - set(POPULATIONS)  # came later
+    if len(lengths) > 1 or (lengths != {0} and missing):
         raise ValueError("expected columns of the same length for each number of a step")
     return columns
 
@@ -322,6 +340,11 @@ class StepWindow:
     @cached_property
     def same_shape(self) -> StepRows:
         return self.same_stage.select(self.same_stage.column("bucket") == self.row.column("bucket"))
+
+    @property
+    def populations(self) -> list[str]:
+        """Those that the step has samples of."""
+        return [each for each in POPULATIONS if self.now.population(each)[1] > 0]
 
     @property
     def is_warm(self) -> bool:

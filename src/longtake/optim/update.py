@@ -34,6 +34,20 @@ def set_learning_rates(optimizers: Sequence[Optimizer], factor: float) -> None:
                 group["lr"] = rate
 
 
+def rate_factor(group: Mapping[str, Any]) -> float:
+    """A parameter group's learning rate in multiples of the recipe's; of a schedule of its own."""
+    return float(group["lr"]) / (group["base_lr"] or 1.0)
+
+
+def adapted_rate(group: Mapping[str, Any]) -> float:
+    """What an optimizer that finds its own rate multiplies the given one by.
+
+    Our Prodigy reports it as `distance`, prodigyopt's and D-Adaptation's classes as `d`.
+    """
+    found = group.get("distance", group.get("d"))
+    return float(found) if isinstance(found, int | float) and found > 0 else 1.0
+
+
 def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
     """The learning rate of an update as a share of its full value, in [0, 1]."""
     if step < section.warmup_steps:

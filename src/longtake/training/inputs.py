@@ -35,6 +35,7 @@ class MicroBatch(NamedTuple):
     examples: FlowBatch
     weights: Tensor  # [B] on the device
     sigmas: tuple[float, ...]  # [B] those of the examples
+    captioned: tuple[bool, ...]  # [B] whether each has a caption
 
     def tensors(self) -> Iterator[Tensor]:
         """All that is on the device."""
@@ -274,7 +275,8 @@ class InputQueue:
         encoded, weights = encode_inputs(parts, self._recipe, further, inputs.bucket)
         conditioned = training_conditioning(parts, self._recipe, conditioning | encoded)
         examples = FlowBatch(latents, tensors["noise"], tensors["sigmas"], conditioned, weights)
-        return MicroBatch(examples, tensors["weights"], inputs.sigmas)
+        captioned = tuple(caption != NO_CAPTION for caption in inputs.captions)
+        return MicroBatch(examples, tensors["weights"], inputs.sigmas, captioned)
 
     def _encoded_once(self, inputs: _Inputs, further: dict[str, Tensor]) -> dict[str, Tensor]:
         """What `_ready` encodes, each clip by one rank of the group; "" has the clips' latents.

@@ -93,7 +93,7 @@ def train_steps(
 
         learning_rate = 0.0
         if is_allowed and has_samples:
-            with norms.track_update():  # clip, optimizer, EMA
+            with norms.track_update(state.optimizers):  # clip, optimizer, EMA
                 learning_rate = apply_update(
                     session, state, statistics.grad_norm, summary.scale, batch.position
                 )
@@ -185,6 +185,7 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
     count = -(-len(batch.seeds) // size)
     share = batch.global_size / world.data_size  # ranks average gradients
     timer, found, sigmas = ComputeTimer(world.device), list[Tensor](), list[float]()
+    captioned = list[bool]()
     micro_batches = state.inputs.micro_batches(batch, size)
     for number in range(1, count + 1):
         fsdp.set_gradient_sync(model, wanted=number == count)
@@ -196,8 +197,9 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
         ((losses * part.weights).sum() / share).backward()  # type: ignore[no-untyped-call]
         found.append(losses.detach())
         sigmas += part.sigmas
+        captioned += part.captioned
     fsdp.reduce_gradients(model, blocks, world)
-    return SampleLosses(torch.cat(found), tuple(sigmas), timer.seconds)
+    return SampleLosses(torch.cat(found), tuple(sigmas), tuple(captioned), timer.seconds)
 
 
 def _micro_batch_size(session: Session, batch: Batch) -> int:

@@ -51,6 +51,7 @@ class SampleLosses:
 
     on_device: Tensor  # [B] fp32, stand-ins included
     sigmas: tuple[float, ...]  # [B]
+    captioned: tuple[bool, ...]  # [B] whether it was trained with a caption
     _seconds: Callable[[], float]
 
     @cached_property

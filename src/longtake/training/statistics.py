@@ -13,20 +13,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from longtake import fsio, heartbeat, process
 from longtake.data.loader import Batch, Loader
 from longtake.guard.detectors import OK, GuardVerdict, judge
-from longtake.guard.history import GROUPS, GuardSettings, History, JudgedStep, StepStatistics
+from longtake.guard.history import (
+    GROUPS,
+    POPULATIONS,
+    GuardSettings,
+    History,
+    JudgedStep,
+    StepStatistics,
+)
 from longtake.models.added_module import ADDED
-from longtake.optim.update import learning_rate_factor, masters_of
+from longtake.optim.update import adapted_rate, masters_of, rate_factor
 from longtake.parallel import collectives, mesh
 from longtake.parallel.fsdp import local_shard, squares
 from longtake.parallel.replicas import ReplicaCheck, checksum
 from longtake.training.session import SampleLosses, Session, TrainingState
 
 _QUARTERS = 4
-_NO_LOSSES = {f"{what}.{quarter}": 0.0 for what in ("loss", "samples") for quarter in range(4)}
+_NO_LOSSES = {
+    f"{population}.{what}.{quarter}": 0.0
+    for population in POPULATIONS
+    for what in ("loss", "samples")
+    for quarter in range(_QUARTERS)
+}
 _PROBES = 1024
 """Numbers of each parameter, spread evenly over it, by which an update is measured: a copy of all
 weights would cost the memory of all weights. Exact for a parameter with no more numbers."""
@@ -44,6 +57,7 @@ class Norms:
     grad_norm: float
     weight_norm: float
     update_ratio: float  # norm of the last update over that of the weights; 0 where there was none
+    learning_rate_factor: float  # the rate of that update, in multiples of the recipe's
     nonfinite_share: float  # of the gradients' numbers, those that are NaN or infinite
     group_grad_norms: dict[str, float]
     group_weight_norms: dict[str, float]
@@ -58,8 +72,9 @@ class NormStats:
         self._parameters = [model.get_parameter(name) for name in groups]
         self._group_of = [GROUPS.index(group) for group in groups.values()]
         self.groups = tuple(group for group in GROUPS if group in groups.values())
-        self._copies = world.num_copies
+        self._copies, self._num_ranks = world.num_copies, world.size
         self._update: Tensor | Sequence[float] | None = None
+        self._rate = 0.0  # of the last update
         self._probed: Tensor | None = None
         shares = [local_shard(parameter) for parameter in self._parameters]
         strides = [max(1, -(-each.numel() // _PROBES)) for each in shares]
@@ -99,7 +114,8 @@ class NormStats:
         weights = range(len(self._parameters))
         found |= self._by_group("weight", weights, numbers[end : end + len(weights)])
         found |= self._named("update", numbers[end + len(weights) :])
-        return {name: value / self._copies for name, value in found.items()}
+        rate, self._rate = self._rate, 0.0
+        return {name: value / self._copies for name, value in found.items()} | self._part(rate)
 
     def norms(self, sums: Mapping[str, float], scale: float) -> Norms:
         """The whole model's norms, from `sums` added up over all ranks."""
@@ -111,6 +127,7 @@ class NormStats:
             grad_norm=scale * _root(sum(grads.values())),
             weight_norm=_root(sum(weights.values())),
             update_ratio=_ratio(sum(updates.values()), sum(weights.values())),
+            learning_rate_factor=sums["rate"],
             nonfinite_share=sums["nonfinite"] / max(1.0, sums["elements"]),
             group_grad_norms={group: scale * _root(each) for group, each in grads.items()},
             group_weight_norms={group: _root(each) for group, each in weights.items()},
@@ -124,10 +141,15 @@ class NormStats:
         return math.isfinite(collectives.sum_over_ranks({"weights": float(mine)}, world)["weights"])
 
     @contextmanager
-    def track_update(self) -> Iterator[None]:
-        """Measure the update that is made inside the block."""
+    def track_update(self, optimizers: Sequence[Optimizer] = ()) -> Iterator[None]:
+        """Measure the update that is made inside the block, and the rate that it is made with."""
         before = self._probe() if self._probed is None else self._probed
+        # A step uses the estimate of the step before.
+        adapted = [adapted_rate(group) for each in optimizers for group in each.param_groups]
         yield
+        groups = [group for each in optimizers for group in each.param_groups]
+        rates = [own * rate_factor(each) for own, each in zip(adapted, groups, strict=True)]
+        self._rate = max(rates, default=1.0)
         self._probed = self._probe()  # weights do not change before the next update
         moved = self._probe_weight * (self._probed - before).square()
         sums = torch.zeros(len(GROUPS), dtype=torch.float64, device=moved.device)
@@ -138,12 +160,18 @@ class NormStats:
         update = self._taken_update(self._probe_weight.device)
         self._update = update
         named = self._named("update", update.tolist())
-        return {name: value / self._copies for name, value in named.items()}
+        return {name: value / self._copies for name, value in named.items()} | self._part(
+            self._rate
+        )
 
     def set_last_update(self, sums: Mapping[str, float], num_ranks: int) -> None:
         self._probed = None
         by_group = [sums.get(f"update.{group}", 0.0) for group in GROUPS]
         self._update = [self._copies * each / num_ranks for each in by_group]
+        self._rate = sums.get("rate", 1.0)
+
+    def _part(self, rate: float) -> dict[str, float]:
+        return {"rate": rate / self._num_ranks}
 
     @torch.no_grad()
     def _probe(self) -> Tensor:
@@ -244,10 +272,10 @@ def reduce_statistics(
     by_sigma = _losses(losses, batch) if world.speaks_for_data else _NO_LOSSES
     sums = collectives.sum_over_ranks({**by_sigma, **measured, **local, **slots}, world)
     unlike = replicas.unlike(sums, step) if replicas is not None and slots else ()
-    num_samples = int(sum(sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)))
+    num_samples = int(sum(each for name, each in sums.items() if ".samples." in name))
     scale = batch.global_size / max(1, num_samples)
     return StepSummary(
-        statistics=_statistics(session, sums, num_samples, batch, state, norms.norms(sums, scale)),
+        statistics=_statistics(sums, num_samples, batch, state, norms.norms(sums, scale)),
         scale=scale,
         num_troubles=int(sums["troubles"]),
         stop=next((name for name in process.EXIT_CODES if sums[f"stop.{name}"]), None),
@@ -275,19 +303,30 @@ def local_facts(
 
 
 def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:
-    """Sums of losses, and numbers of samples, by quarter of the sigmas; without stand-ins."""
+    """Sums of losses, and numbers of samples, by population and quarter of the sigmas.
+
+    Without stand-ins.
+    """
     sums = dict(_NO_LOSSES)
-    for loss, sigma, weight in zip(
-        samples.losses, samples.sigmas, batch.weights.tolist(), strict=True
+    for loss, sigma, has_caption, weight in zip(
+        samples.losses, samples.sigmas, samples.captioned, batch.weights.tolist(), strict=True
     ):
+        population = POPULATIONS[0] if has_caption else POPULATIONS[1]
         quarter = min(_QUARTERS - 1, int(_QUARTERS * sigma))
-        sums[f"loss.{quarter}"] += weight * loss if weight else 0.0
-        sums[f"samples.{quarter}"] += weight
+        sums[f"{population}.loss.{quarter}"] += weight * loss if weight else 0.0
+        sums[f"{population}.samples.{quarter}"] += weight
     return sums
 
 
+def _loss_levels(losses: Sequence[float], counts: Sequence[float]) -> tuple[float, ...]:
+    """[6] as `StepStatistics.population`, from sums of losses and numbers by quarter."""
+    means = [
+        loss / count if count else math.nan for loss, count in zip(losses, counts, strict=True)
+    ]
+    return (sum(losses) / sum(counts) if sum(counts) else math.nan, sum(counts), *means)
+
+
 def _statistics(
-    session: Session,
     sums: Mapping[str, float],
     num_samples: int,
     batch: Batch,
@@ -295,21 +334,24 @@ def _statistics(
     norms: Norms,
 ) -> StepStatistics:
     step = state.global_step
-    losses = [sums[f"loss.{quarter}"] for quarter in range(_QUARTERS)]
-    factor = learning_rate_factor(session.recipe, max(0, step - 1), batch.position_before)
-    counts = [sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)]
-    pairs = zip(losses, counts, strict=True)
-    first, second, third, fourth = (loss / count if count else math.nan for loss, count in pairs)
+    losses, counts = (
+        [[sums[f"{each}.{what}.{quarter}"] for quarter in range(_QUARTERS)] for each in POPULATIONS]
+        for what in ("loss", "samples")
+    )
+    captioned, dropped = map(_loss_levels, losses, counts)
+    of_all = (list(map(sum, zip(*each, strict=True))) for each in (losses, counts))
+    loss, _, first, second, third, fourth = _loss_levels(*of_all)
     return StepStatistics(
         step=step,
         batch=batch.step,
         stage=batch.stage,
         edge=edge_of(batch),
         bucket=str(batch.bucket),
-        loss=sum(losses) / max(1, num_samples),
+        loss=loss if num_samples else 0.0,
         num_samples=num_samples,
         loss_by_sigma=(first, second, third, fourth),
-        learning_rate_factor=factor if norms.update_ratio else 0.0,
+        captioned=captioned,
+        dropped=dropped,
         **vars(norms),
     )
 
