@@ -441,6 +441,23 @@ def test_an_estimate_of_the_optimizers_own_is_a_part_of_the_rate() -> None:
     assert last.message.endswith("after dividing by the learning rate of each.")
 
 
+def test_a_rate_that_is_being_found_and_not_reported_is_no_divergence() -> None:
+    """Updates that have grown from the first step on, a hundred thousandfold; then they stay."""
+    growth = [math.exp(min(0.0, 2 * math.sqrt(step) - 20)) for step in range(400)]
+    steps = [
+        replace(
+            step,
+            learning_rate_factor=1.0,
+            group_update_ratios=dict.fromkeys(step.group_update_ratios, 2e-3 * growth[step.step]),
+            weight_norm=50.0 + 0.05 * sum(growth[: step.step]),
+        )
+        for step in healthy(400)
+    ]
+    assert set(judged(steps)) == {OK}
+    steps[301:] = [_raised(step, "mlp", 10.0) for step in steps[301:]]
+    assert judged(steps)[-1].reason == "divergence"
+
+
 def test_weights_that_grow_from_nothing_are_no_divergence() -> None:
     """LoRA begins with zeros: its norm rises a hundredfold and its update ratio falls as much."""
     steps = [

@@ -116,6 +116,25 @@ def test_the_rate_of_an_update_is_what_its_optimizer_used() -> None:
     assert _norms(network, stats).learning_rate_factor == 0.0
 
 
+def test_weights_without_any_gradient_are_named_and_those_no_graph_reaches_are_not() -> None:
+    """A layer that begins at 0 behind a gate that does too; LoRA's first half moves later."""
+    network = _network()
+    gate, out = nn.Parameter(torch.zeros(7)), nn.Linear(7, 7)
+    nn.init.zeros_(out.weight)
+    nn.init.zeros_(out.bias)
+    network.register_parameter("gate", gate)
+    network.add_module("out", out)
+    network.add_module("unused", nn.Linear(2, 2))
+    stats = NormStats(network, list(network.blocks), ALONE)
+    for is_first in (True, False):
+        network.zero_grad()
+        x = network(torch.ones(8, 5))
+        scale = network.embed.weight.sum() * (0 if is_first else 1)  # as before B has moved
+        (x + gate * out(x) + scale).pow(3).sum().backward()
+        stats.sums()
+        assert stats.without_gradient(ALONE) == ["gate", "out.weight", "out.bias"]
+
+
 def test_numbers_that_are_none_are_counted() -> None:
     network = _network()
     gradient = network.embed.weight.grad

@@ -23,7 +23,14 @@ from longtake.guard.history import (
 
 VerdictKind = Literal["ok", "skip", "roll_back", "stop"]
 VerdictReason = Literal[
-    "", "non_finite", "spike", "divergence", "weight_step", "edge_step", "replicas"
+    "",
+    "non_finite",
+    "spike",
+    "divergence",
+    "weight_step",
+    "edge_step",
+    "replicas",
+    "no_gradient",
 ]
 
 
@@ -112,6 +119,7 @@ def detect_weight_norm_jump(window: StepWindow) -> GuardVerdict | None:
         return None
     rows = rows.append(window.row)
     rows = rows.select(np.isfinite(rows.column("weight_norm")))
+    rows = rows.select(slice(_settled(rows.updates), None))
     for span, least in _SPANS.items():
         most = max(window.settings.window, 2 * least)
         usual = _usual_change(rows, span, least, most)
@@ -198,6 +206,10 @@ _MIN_USUAL_UPDATES = 16
 """Earlier updates that are needed to define the usual size."""
 _NUM_NEWEST_UPDATES = 64
 """Updates that count as newest: Adam's may shrink to a fifth in the first hundreds of steps."""
+_MOST_TIMES_A_LOWER_RATE = 2.0
+"""Updates at lower rates than this share of the present one are not compared with."""
+_BLOCK, _GROWS = 8, 1.1
+"""Updates of a block, and the growth from each block to the next of a rate that is being found."""
 _MAX_USUAL_UPDATES = 128
 """A sample of this size is as good as all of them, and sorted sooner."""
 
@@ -223,15 +235,22 @@ def _update_growth(
     """The group whose recent updates have grown most; None if by no more than this factor."""
     rows = window.same_stage.append(window.row)
     rows = rows.select(rows.have_update)
+    if len(rows) <= num_recent:
+        return None
+    # An optimizer whose estimate of its rate grows takes larger steps for a while at each rate.
+    rate = median(rows.column("rate")[-num_recent:])
+    rows = rows.select(rows.column("rate") >= rate / _MOST_TIMES_A_LOWER_RATE)
+    rows = rows.select(slice(_settled(rows.updates), None))
     num_past = len(rows) - num_recent
     if num_past < _MIN_USUAL_UPDATES:
         return None
     updates = rows.updates
     recent, past = medians(updates[num_past:]), updates[:num_past]
-    usual = np.minimum(
-        medians(past[-_NUM_NEWEST_UPDATES:]),
-        medians(past[:: max(1, num_past // _MAX_USUAL_UPDATES)]),
-    )
+    newest = medians(past[-_NUM_NEWEST_UPDATES:])
+    of_all = medians(past[:: max(1, num_past // _MAX_USUAL_UPDATES)])
+    # A burst of gradients lowers Adam's updates for a thousand steps, from which they come back.
+    is_largest = recent > _levels(past).max(axis=0)
+    usual = np.where(is_largest, np.minimum(newest, of_all), newest)
     factors = recent / np.where(usual > 0, usual, np.inf)
     group = int(factors.argmax())
     if factors[group] <= least_factor:
@@ -240,6 +259,26 @@ def _update_growth(
     normal = np.flatnonzero(updates[:, group] <= halfway)
     began = int(rows.column("step")[normal[-1]])
     return _UpdateGrowth(GROUPS[group], float(recent[group]), float(usual[group]), began)
+
+
+def _settled(updates: Numbers) -> int:
+    """The number of first updates [steps, groups] that only ever grew, in all groups together.
+
+    An optimizer that finds its rate and does not report it begins so, and a fault does not.
+    """
+    has_any = updates.max(axis=0, initial=0.0) > 0
+    if not has_any.any() or len(updates) < 2 * _BLOCK:
+        return 0
+    levels = _levels(updates[:, has_any])
+    grows = (levels[1:] > _GROWS * levels[:-1]).all(axis=1)
+    return _BLOCK * int(np.argmin([*grows, False]))
+
+
+def _levels(updates: Numbers) -> Numbers:
+    """[blocks, groups] the median of each block of successive updates [steps, groups]."""
+    blocks = len(updates) // _BLOCK
+    whole = updates[: blocks * _BLOCK].reshape(blocks, _BLOCK, -1)
+    return medians(whole.swapaxes(0, 1))
 
 
 # --- Slow divergence ------------------------------------------------------------------------------
@@ -257,6 +296,8 @@ _GRAD_NORM_RISE = 4.0
 _LOSS_RISE_WITH_GRAD_NORM = 1.15
 """Rise of the loss without which a rise of the gradient norm is ignored: at the start of a run
 gradients may grow tenfold while the loss falls."""
+_LOSS_RISE_SIGMAS = 4.0
+"""The same in standard errors: losses of a model that has learnt four clips vary threefold."""
 _MAX_SHARE_ABOVE = 0.05
 """Share of the lowest level's steps that may reach the recent gradient norm. Where a small batch
 draws its sigmas, one step in five may have six times the usual norm, and by chance ten of 16 do."""
@@ -290,7 +331,7 @@ def _level_verdict(window: StepWindow, population: str) -> GuardVerdict | None:
     loss_rise = _rise(loss)
     if _is_significant(loss, loss_rise, _LOSS_RISE):
         return _rise_verdict(f"loss{_OF_POPULATION[population]}", steps, loss, loss_rise)
-    if loss_rise > math.log(_LOSS_RISE_WITH_GRAD_NORM):
+    if _is_significant(loss, loss_rise, _LOSS_RISE_WITH_GRAD_NORM, _LOSS_RISE_SIGMAS):
         grad_norm = np.log(rows.column("grad_norm"))
         grad_norm_rise = _rise(grad_norm)
         share_above = np.mean(_lowest_level(grad_norm) >= median(grad_norm[-_RECENT_STEPS:]))
@@ -315,11 +356,13 @@ def _lowest_level(logs: Numbers) -> Numbers:
     return np.asarray(levels[medians(levels.T).argmin()])
 
 
-def _is_significant(logs: Numbers, rise: float, factor: float) -> bool:
+def _is_significant(
+    logs: Numbers, rise: float, factor: float, sigmas: float = _RISE_SIGMAS
+) -> bool:
     if rise <= math.log(factor):
         return False
     error = _MEDIAN_ERROR * noise(logs[: len(logs) - _RECENT_STEPS]) / math.sqrt(_RECENT_STEPS)
-    return rise > _RISE_SIGMAS * error
+    return rise > sigmas * error
 
 
 def _rise_verdict(name: str, steps: Numbers, logs: Numbers, rise: float) -> GuardVerdict:
@@ -398,7 +441,10 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
     loss = _excess(newest.column("loss"), now.loss, _noise_factor(newest, "num", now.num_samples))
     if _RARE_LIMIT.is_exceeded(loss):
         return _skip_or_roll_back(window, "spike", f"The loss of {loss}.")
-    # Batches with a caption left out have gradients of their own.
+    # Batches with a caption left out have gradients of their own, and those of a model that has
+    # not yet begun to move, because an optimizer is still finding its rate, are smaller.
+    rate = float(window.row.column("rate")[0]) / _MOST_TIMES_A_LOWER_RATE
+    newest = newest.select((newest.column("rate") >= rate) | (newest.column("rate") == 0))
     have_dropped = newest.column("dropped_samples") > 0
     alike = newest.select(have_dropped == (now.population("dropped")[1] > 0))
     if len(alike) >= _MIN_SAME_SHAPE:

@@ -153,6 +153,7 @@ def reduce_gradients(model: nn.Module, blocks: Sequence[nn.Module], world: World
         for parameter in bucket:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+                parameter.grad.stands_in = True  # type: ignore[attr-defined]  # for no gradient
         gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
         flat = torch.cat([gradient.flatten().float() for gradient in gradients])
         dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=dist.group.WORLD)

@@ -85,6 +85,8 @@ def train_steps(
             unlike = replicas.explain(summary.unlike, replicated_tensors(state), statistics.step)
         if has_samples or unlike:
             verdict = guard.judge(statistics, losses, batch, unlike)  # on every rank
+        if has_samples and verdict.kind == "ok":
+            verdict = guard.judge_gradients(norms, batch, statistics)
         is_allowed = guard.allows(verdict)
         if verdict.kind != "ok":
             saver.wait()  # so that the report names the newest checkpoint

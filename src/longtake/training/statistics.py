@@ -69,6 +69,8 @@ class NormStats:
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], world: mesh.World) -> None:
         groups = parameter_groups(model, blocks)
+        self._names = tuple(groups)
+        self._moved, self._reached = set[int](), set[int]()
         self._parameters = [model.get_parameter(name) for name in groups]
         self._group_of = [GROUPS.index(group) for group in groups.values()]
         self.groups = tuple(group for group in GROUPS if group in groups.values())
@@ -86,6 +88,10 @@ class NormStats:
         self._probe_weight = torch.tensor(stands_for).repeat_interleave(repeats).to(device)
         self._probe_group = torch.tensor(self._group_of).repeat_interleave(repeats).to(device)
 
+    @property
+    def num_parameters(self) -> int:
+        return len(self._names)
+
     @torch.no_grad()
     def sums(self, losses: SampleLosses | None = None) -> dict[str, float]:
         """This rank's part of all sums of squares, before gradients are clipped; for `norms`.
@@ -100,6 +106,7 @@ class NormStats:
         of_weights = squares([local_shard(p) for p in self._parameters])
         update = self._taken_update(of_weights.device)
         on_device = [] if losses is None else [losses.on_device.double()]
+        self._reached.update(i for i in present if not hasattr(gradients[i], "stands_in"))
         sums = [of_gradients.to(update.device), of_weights, update, *on_device]
         numbers = torch.cat(sums).tolist()
         if losses is not None:
@@ -110,6 +117,7 @@ class NormStats:
         found = {"nonfinite": 0.0, "elements": float(sum(each.numel() for each in shards))}
         if not all(map(math.isfinite, numbers[:end])):
             found["nonfinite"] = float(sum(int((~each.isfinite()).sum()) for each in shards))
+        self._moved.update(i for i, square in zip(present, numbers, strict=False) if square)
         found |= self._by_group("gradient", present, numbers[:end])
         weights = range(len(self._parameters))
         found |= self._by_group("weight", weights, numbers[end : end + len(weights)])
@@ -135,6 +143,15 @@ class NormStats:
                 group: _ratio(each, weights[group]) for group, each in updates.items()
             },
         )
+
+    def without_gradient(self, world: mesh.World) -> list[str]:
+        """Parameters that a backward pass reached, and each gradient so far was exactly 0.
+
+        Of none that no graph reaches: a plan names these. All ranks call it.
+        """
+        everyone = collectives.gather_objects((self._reached, self._moved), world)
+        reached, moved = (set[int]().union(*each) for each in zip(*everyone, strict=True))
+        return [self._names[index] for index in sorted(reached - moved)]
 
     def all_finite(self, world: mesh.World) -> bool:
         mine = squares([local_shard(parameter) for parameter in self._parameters]).sum()
@@ -372,6 +389,9 @@ def edge_of(batch: Batch) -> str | None:
 _REPORTED_SAMPLE_STEPS = 16
 _REPORTED_STEPS = 128
 _MAX_NAMED_GRADIENTS = 3
+_GRADIENT_STEPS = 10
+"""Judged steps after which each trained parameter must have had a gradient."""
+_MAX_NAMED_PARAMETERS = 6
 
 
 class GuardRunner:
@@ -381,6 +401,8 @@ class GuardRunner:
         self.settings = GuardSettings.of(session.recipe.guard)
         self.history = History(self.settings.window)
         self._run, self._world = session.run, session.world
+        self._data = session.recipe.data
+        self._gradient_steps = _GRADIENT_STEPS  # that are still to be counted
         # Of each step the samples that this rank trained, as a report has them.
         self._samples: deque[list[dict[str, Any]]] = deque(maxlen=_REPORTED_SAMPLE_STEPS)
 
@@ -401,7 +423,37 @@ class GuardRunner:
         self.history = self.history.append(JudgedStep(statistics, done))
         return verdict
 
+    def judge_gradients(
+        self, norms: NormStats, batch: Batch, statistics: StepStatistics
+    ) -> GuardVerdict:
+        """End a run some of whose weights have had no gradient in its first steps, with names.
+
+        Counts steps that can reach all: with a caption, and with videos if there are any. LoRA and
+        layers that begin at zero pass gradient on after a step or two.
+        """
+        is_image = all(shape.num_frames == 1 for shape in self._data.shapes())
+        is_whole = is_image or batch.bucket.num_frames > 1
+        if not self._gradient_steps or not is_whole or not statistics.population("captioned")[1]:
+            return OK
+        self._gradient_steps -= 1
+        names = [] if self._gradient_steps else norms.without_gradient(self._world)
+        if not names or self.settings.mode == "off":
+            return OK
+        shown = ", ".join(names[:_MAX_NAMED_PARAMETERS])
+        more = len(names) - _MAX_NAMED_PARAMETERS
+        message = (
+            f"Of {norms.num_parameters} trained parameters {len(names)} had a gradient of exactly "
+            f"0 in each of the first {_GRADIENT_STEPS} steps: {shown}"
+            f"{f' and {more} more' if more > 0 else ''}. They do not train. A layer that begins at "
+            "0 behind another one that does, a product with 0, or a ReLU that is never positive "
+            "makes it so. Let one of the two begin with small numbers, or do not train these; "
+            "with --set guard.mode=report the run continues."
+        )
+        return GuardVerdict("stop", "no_gradient", message, statistics.step)
+
     def allows(self, verdict: GuardVerdict) -> bool:
+        if self.settings.mode != "act" and verdict.reason == "no_gradient":
+            return True
         return verdict.kind == "ok" or (self.settings.mode != "act" and verdict.kind != "stop")
 
     def _by_mode(self, verdict: GuardVerdict) -> GuardVerdict:
@@ -413,6 +465,8 @@ class GuardRunner:
     def load(self, data: Any) -> None:
         self.history = History.from_json(data, self.settings.window)
         self._samples.clear()
+        if len(self.history) >= _GRADIENT_STEPS:
+            self._gradient_steps = 0
 
     def report(
         self,
