@@ -149,6 +149,10 @@ class NormStats:
 
         Of none that no graph reaches: a plan names these. All ranks call it.
         """
+        for index in self._reached - self._moved:
+            gradient = self._parameters[index].grad
+            if gradient is not None and local_shard(gradient).any():  # its square was too small
+                self._moved.add(index)
         everyone = collectives.gather_objects((self._reached, self._moved), world)
         reached, moved = (set[int]().union(*each) for each in zip(*everyone, strict=True))
         return [self._names[index] for index in sorted(reached - moved)]
