@@ -270,8 +270,8 @@ def _settled(updates: Numbers) -> int:
     if not has_any.any() or len(updates) < 2 * _BLOCK:
         return 0
     levels = _levels(updates[:, has_any])
-    grows = (levels[1:] > _GROWS * levels[:-1]).all(axis=1)
-    return _BLOCK * int(np.argmin([*grows, False]))
+    least_growth = np.append((levels[1:] / np.maximum(levels[:-1], 1e-300)).min(axis=1), 0.0)
+    return _BLOCK * int((least_growth <= _GROWS).argmax())
 
 
 def _levels(updates: Numbers) -> Numbers:
