@@ -44,6 +44,7 @@ def _write(
             [(12, {**_STEP, "seconds": 0.0042})],
             ["a: the clock was set forward by 4.2 ms, 12 s ago"],
         ),
+        ([(12, {**_STEP, "seconds": 0.0009})], []),
         ([(700, _STEP)], []),
         ([(12, {"event": "stalled"}), (9, _degraded(pressure_cpu_share="busy"))], []),
         ([(7000, _SLEW)], ["a: the clock runs too slow by 400 ppm, for 1 h 56 min"]),

@@ -19,6 +19,7 @@ from longtake.run_dir import RunDirectory
 
 RECENT_SECONDS = 600.0
 _MOST_NAMED = 8
+_LEAST_STEP_SECONDS = 1e-3
 _MOST_CHARS = 200
 _UNKNOWN_END = "not looked for since: its watcher was started again"
 _CLOCKS_LINKS_GPUS = ("clock_", "link_", "peer_", "gpu_")
@@ -98,6 +99,8 @@ def _begun(
     for event, age in zip(events, ages, strict=True):
         kind = event["event"]
         if kind == "clock_stepped":
+            if abs(_step_of(event)) < _LEAST_STEP_SECONDS:
+                continue  # set, and at once set back: it explains nothing that failed
             text = _step_text(_step_of(event))
             yield NodeEvent(host, kind, kind, text, age, is_over=True, time=str(event["time"]))
             continue
@@ -144,7 +147,5 @@ def _lasting_texts(event: Mapping[str, Any]) -> dict[str, str]:
 
 def _step_text(seconds: float) -> str:
     size = abs(seconds)
-    if size < 1e-3:
-        return "the clock was set by less than 1 ms"
     amount = f"{size:.3f} s" if size >= 1 else f"{size * 1e3:.3g} ms"
     return f"the clock was set {'back' if seconds < 0 else 'forward'} by {amount}"
