@@ -27,7 +27,7 @@ from longtake.data.index import index
 from longtake.data.plan import begin, large_crops
 from longtake.data.summary import catalog_stats
 from longtake.data.window import Crop, read_window
-from longtake.errors import ClipError
+from longtake.errors import ClipError, DataError
 
 _ONE = 1 << 16
 
@@ -209,3 +209,10 @@ def test_a_catalog_without_the_column_of_matrices_is_read_and_indexed_again(tmp_
     assert clip.color_matrix is None
     assert index([media.file], captions=None, out=out, workers=0).unchanged == 0
     assert index([media.file], captions=None, out=out, workers=0).unchanged == 1
+
+
+def test_a_refusal_by_max_crop_names_what_is_cropped() -> None:
+    catalog = build.catalog_of(range(2), width=lambda number: 16, height=lambda number: 64)
+    data = build.section(max_crop=0.2)
+    with pytest.raises(DataError, match="of 16x64, loses 75% of its picture to 16x16: add a"):
+        begin(dict.fromkeys(data.sources(), catalog), data, 2, 0)

@@ -3,6 +3,7 @@
 Run by torchrun, this file is one of two ranks.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from longtake.optim.update import Averages
 from longtake.parallel.fsdp import clip_gradients, squares
 from longtake.parallel.mesh import join
 from longtake.run_dir import RunDirectory
-from longtake.training.inputs import InputQueue, encode_captions, prepare
+from longtake.training.inputs import InputQueue, clips_not_encoded, encode_captions, prepare
 from longtake.training.loop import (
     ComputeTimer,
     apply_update,
@@ -293,3 +294,16 @@ def test_what_is_random_in_a_step_follows_from_seed_step_and_rank() -> None:
 
 if __name__ == "__main__":
     _as_one_of_two()
+
+
+def test_a_clip_whose_latents_are_nan_is_named_and_no_other(
+    small_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    recipe = small_recipe(*_ENCODED)
+    parts = _state(recipe, tmp_path).components
+    (batch,) = _batches(recipe, 1)
+    losses = [math.nan, *[1.0] * (len(batch.identities) - 1)]
+    assert not [*clips_not_encoded(batch, losses, parts, ALONE.device)]  # the model's fault
+    with torch.no_grad():
+        next(parts.codec.modules()[0].parameters()).fill_(math.nan)
+    assert [*clips_not_encoded(batch, losses, parts, ALONE.device)] == [batch.identities[0]]

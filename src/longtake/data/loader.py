@@ -407,6 +407,11 @@ class Loader:
     def failures(self) -> dict[str, str]:
         return dict(self._failures)
 
+    def fail(self, identity: str, reason: str) -> None:
+        """Set a clip of a batch aside, as one that cannot be decoded."""
+        named = (clip.path for clip in self._clips.values() if clip.identity == identity)
+        self._failures[identity] = f"{next(named, identity)}: {reason}"
+
     def quarantine(self, clips: Mapping[str, str]) -> None:
         self.quarantined = dict(sorted({**self.quarantined, **clips}.items()))
         self._failures.clear()

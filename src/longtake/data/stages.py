@@ -180,7 +180,24 @@ def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Co
         f"{reasons or 'it is empty'}. The buckets are {shapes}; the longest clip has {longest} "
         f"frames{rate}. Index clips with captions (longtake data index … --captions FILE.jsonl), "
         "lower data.buckets' num_frames, data.frame_stride or data.fps, or relax the stage's "
-        "`where`." + (stills if buckets.ONLY_STILLS in dropped else "")
+        "`where`."
+        + (stills if buckets.ONLY_STILLS in dropped else "")
+        + (_least_cut(catalog, stage, data) if buckets.CROPPED in dropped else "")
+    )
+
+
+def _least_cut(catalog: Catalog, stage: Stage, data: DataSection) -> str:
+    rows = np.arange(len(catalog), dtype=np.uint32)
+    cuts = [
+        (float(cut.min()), shape, catalog.clip(int(cut.argmin())))
+        for shape in stage.buckets or data.buckets
+        for cut in [buckets.shares_cut(catalog, rows, shape)]
+    ]
+    share, shape, clip = min(cuts, key=lambda each: each[0])
+    return (
+        f" The clip that is cropped least, {clip.path} of {clip.width}x{clip.height}, loses "
+        f"{share:.0%} of its picture to {shape.width}x{shape.height}: add a bucket of its shape or "
+        f"raise data.max_crop ({data.max_crop:g})."
     )
 
 

@@ -9,6 +9,7 @@ waits for the device; encoders may work on that stream too (`training.encode_ahe
 waits: the first batch of each shape, for which page-locked memory is allocated.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -306,6 +307,19 @@ class InputQueue:
 def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> FlowBatch:
     """Latents, noise, sigmas and conditioning of a batch, in fp32, as one micro-batch."""
     return next(InputQueue(parts, recipe, device).micro_batches(batch)).examples
+
+
+def clips_not_encoded(
+    batch: Batch, losses: Sequence[float], parts: Components, device: torch.device
+) -> Iterator[str]:
+    """Identities of the clips whose loss is not finite because what the codec gives is not."""
+    if batch.latents is not None:  # of a cache, which holds finite ones
+        return
+    for place, identity in enumerate(batch.identities):
+        if batch.weights[place] and not math.isfinite(losses[place]):
+            latents = encode_videos(parts.codec, batch.videos[place : place + 1].to(device))
+            if not bool(latents.isfinite().all()):
+                yield identity
 
 
 def split(batch: Batch, size: int | None) -> Iterator[Batch]:

@@ -19,6 +19,7 @@ from longtake.guard import detectors, history
 from longtake.models.build import flow_losses
 from longtake.optim.update import learning_rate_factor, masters_of, set_learning_rates
 from longtake.parallel import collectives, fsdp, mesh
+from longtake.training.inputs import clips_not_encoded
 from longtake.training.samples import samples_at
 from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.state import Monitors, sample_presets, save_checkpoint
@@ -28,6 +29,10 @@ _LAST_UPDATE_LOST = (
     "The update of step {step} has left numbers in the weights that are not finite, so they were "
     "not saved. Start the same command again: it resumes from the newest checkpoint. If that ends "
     "here again, lower optimizer.learning_rate in a run of its own (--fresh)."
+)
+_NOT_ENCODED = (
+    "is encoded to latents that are NaN or infinite; if other clips are too, the codec's weights "
+    "are damaged or their precision (codec.dtype) is too low"
 )
 _LAST_STATE_UNLIKE = (
     "This state was not saved. Start the same command again: it resumes from the newest checkpoint."
@@ -89,6 +94,9 @@ def train_steps(
             verdict = guard.judge_gradients(norms, batch, statistics)
         is_allowed = guard.allows(verdict)
         if verdict.kind != "ok":
+            if verdict.reason == "non_finite":
+                for each in clips_not_encoded(batch, losses.losses, state.components, world.device):
+                    loader.fail(each, _NOT_ENCODED)  # the next step's summary tells all ranks
             saver.wait()  # so that the report names the newest checkpoint
             verdict, report = guard.report(verdict, statistics, losses, state)
             recorder.verdict(verdict, statistics, report, acts=not is_allowed)
