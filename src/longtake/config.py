@@ -267,7 +267,7 @@ def _check_conditioning(name: str, section: ConditioningSection) -> None:
 
 
 TRIGGER = "[trigger]"
-"""What is replaced by `data.trigger` in captions and prefixes."""
+"""What is replaced by `data.trigger` in captions, prefixes and prompts."""
 
 
 class CaptionsSection(_Section):
@@ -348,7 +348,8 @@ class DataSection(_Section):
     seeds."""
     trigger: str = Field("", max_length=1000)
     """A word that stands for what is trained, such as "sks dog": put before each caption that does
-    not have it. Where a caption or a prefix has `[trigger]`, that is replaced by it instead."""
+    not have it. Where a caption or a prefix has `[trigger]`, that is replaced by it instead;
+    without a trigger it is refused."""
     captions: dict[str, CaptionsSection] = Field(default_factory=dict)
     """What becomes of a catalog's captions, by its name (`catalog` if there is one)."""
     buckets: Annotated[tuple[Bucket, ...], _FromList] = Field((), min_length=1)
@@ -1090,9 +1091,11 @@ class PresetSection(_Section):
     seeds: Annotated[tuple[_Seed, ...], _FromList] | None = Field(None, min_length=1)
     """Each prompt is sampled with each of them; 0 if unset."""
     prompts: Annotated[tuple[str, ...], _FromList] | None = Field(None, min_length=1)
-    """Or `prompts_file`, a prompt a line; with neither, prompts that come with longtake."""
+    """Or `prompts_file`, a prompt a line; with neither, prompts that come with longtake. Where one
+    has `[trigger]`, `data.trigger` replaces it."""
     prompts_file: _Path | None = None
-    """Looked for beside the file that names it, and then in the folder the command is run in."""
+    """Looked for beside the file that names it, and then in the folder the command is run in.
+    Lines that begin with # are remarks; settings such as `--w 64` in a line are refused."""
     conditioning: dict[str, _Files] | None = None
     """Files of the model's further inputs: by their names in `data.conditioning`, a file for each
     prompt, or one for all; looked for as `prompts_file` is."""

@@ -227,13 +227,34 @@ def test_two_captions_for_one_video_are_refused(videos: Path, tmp_path: Path) ->
         index([videos], captions=table, out=tmp_path / "catalog.parquet")
 
 
+def test_texts_beside_clips_are_read_rejected_or_named(tmp_path: Path) -> None:
+    texts = {
+        "upper.TXT": b"ok",
+        "utf16.txt": "\u72ac".encode("utf-16"),
+        "latin.txt": b"caf\xe9",
+        "other.json": b"{}",
+    }
+    for number, (name, text) in enumerate(texts.items()):
+        (tmp_path / name).write_bytes(text)
+        Image.new("RGB", (32, 32), (50 * number, 0, 0)).save((tmp_path / name).with_suffix(".png"))
+    out = tmp_path / "catalog.parquet"
+    for _ in range(2):  # a rejected caption is read again
+        report = index([tmp_path], captions=None, out=out, workers=0)
+        assert sorted(Catalog.load(out).captions()) == ["", "ok", "\u72ac"]
+        (rejected,) = report.rejected
+        assert "latin.txt is not UTF-8" in rejected.reason
+        (note,) = report.unread_captions
+        assert "other.json" in note
+    (tmp_path / "latin.txt").write_bytes(b"cafe")
+    assert index([tmp_path], captions=None, out=out, workers=0).num_rejected == 0
+
+
 def test_unreadable_captions_are_refused(videos: Path, tmp_path: Path) -> None:
     out = tmp_path / "catalog.parquet"
     with pytest.raises(DataError, match=r"captions .*gone\.jsonl cannot be read: No such file"):
         index([videos], captions=tmp_path / "gone.jsonl", out=out)
     (videos / "b.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"b\.txt is not UTF-8"):
-        index([videos], captions=None, out=out)
+    assert "b.txt is not UTF-8" in index([videos], captions=None, out=out).rejected[0].reason
 
 
 def test_damaged_files_never_end_the_run(videos: Path, tmp_path: Path) -> None:

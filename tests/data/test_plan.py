@@ -12,7 +12,15 @@ from tests.data.build import catalog_of, section
 from longtake.config import DataSection
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Media
-from longtake.data.plan import Drift, Plan, begin, drifts, refuse_missing, review
+from longtake.data.plan import (
+    Drift,
+    Plan,
+    begin,
+    drifts,
+    refuse_missing,
+    refuse_wrong_catalogs,
+    review,
+)
 from longtake.errors import DataError
 
 
@@ -181,6 +189,32 @@ def test_ramps_that_do_not_fit_are_an_error() -> None:
     message = r"Stage b has 10 steps, .* half of 12 at its beginning and half of 10 at its end"
     with pytest.raises(DataError, match=message):
         begin({"catalog": catalog_of(range(9))}, section(stages=stages), 4, 0)
+
+
+def test_a_trigger_that_nothing_replaces_is_refused() -> None:
+    """The model would be trained on the letters of "[trigger]"."""
+    catalogs = {
+        "plain": catalog_of(range(3)),
+        "mine": catalog_of([4], caption=lambda _: "a [trigger]"),
+    }
+    names = {"plain": "p.parquet", "mine": "m.parquet"}
+    with pytest.raises(DataError, match=r"catalog mine 1 captions have \[trigger\]"):
+        refuse_wrong_catalogs(catalogs, section(catalogs=names))
+    refuse_wrong_catalogs(catalogs, section(catalogs=names, trigger="sks"))
+    with pytest.raises(DataError, match=r"catalog mine"):
+        refuse_wrong_catalogs(
+            catalogs, section(catalogs=names, trigger="sks", captions={"mine": {"trigger": ""}})
+        )
+    with pytest.raises(DataError, match=r"catalog plain a prefix has \[trigger\]"):
+        refuse_wrong_catalogs(
+            catalogs, section(catalogs=names, captions={"plain": {"prefixes": ["a [trigger]"]}})
+        )
+
+
+def test_the_catalog_that_lacks_a_column_is_named() -> None:
+    data = section(conditioning={"pose": {"kind": "picture", "column": "pose"}})
+    with pytest.raises(DataError, match="the catalog plain has no column 'pose'"):
+        refuse_wrong_catalogs({"plain": catalog_of(range(3))}, data)
 
 
 def test_weights_need_steps_and_a_share() -> None:

@@ -101,7 +101,7 @@ def test_missing_files_are_counted_and_shown(folder: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("t.csv", "url,caption\na.mp4,x\n", "no column of paths; its columns are url, caption"),
+        ("t.csv", "url,caption\na.mp4,x\n", "no column of paths; its columns: url, caption"),
         ("t.csv", "path,caption\na.mp4\n", "line 2.*1 columns instead of the header's 2"),
         ("t.csv", f"path,caption\na.mp4,{'x' * 200_000}\n", "in row 1: field larger than"),
         ("t.csv", 'path,caption\na.mp4,"x\nb.png,y\n', "in row 1: unexpected end of data"),
@@ -127,6 +127,60 @@ def test_lists_that_cannot_be_read_say_why(
     with pytest.raises(DataError, match=message) as caught:
         find([path])
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.jsonl", '{"video_path": "a.mp4", "caption": "moves"}'),
+        ("t.jsonl", '{"image_path": "a.mp4", "prompt": "moves"}'),
+        ("t.json", '[{"file_path": "a.mp4", "text": "moves", "type": "video"}]'),
+        ("t.csv", "video,prompt\na.mp4,moves\n"),
+        ("metadata.csv", "video,prompt\na.mp4,moves\n"),
+        ("t.csv", "path,caption\na.mp4,moves\n".encode("utf-16")),
+    ],
+)
+def test_tables_of_other_trainers_caption_their_clips(
+    folder: Path, name: str, content: str | bytes
+) -> None:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    source = folder if name == "metadata.csv" else path
+    found = find([source])
+    assert (named_items(found.items, folder)["a.mp4"].caption, found.notes) == ("moves", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metadata.csv", "file_name,description\na.mp4,moves\n"),
+        ("metadata.csv", "video,description\na.mp4,moves\n"),
+        ("metadata.jsonl", '{"file_name": "a.mp4", "description": "moves"}'),
+    ],
+)
+def test_columns_that_may_be_captions_are_named(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    (note,) = find([folder]).notes
+    assert "description" in note
+    assert "caption or text or prompt" in note
+
+
+def test_a_list_of_captions_is_told_from_media(folder: Path) -> None:
+    (folder / "t.jsonl").write_text('{"path": "a.mp4", "caption": ["one", "two"]}')
+    with pytest.raises(DataError, match=r"column 'caption' holds list; .* a clip has one caption"):
+        find([folder / "t.jsonl"])
+
+
+def test_a_list_of_captions_beside_a_list_of_videos(folder: Path) -> None:
+    (folder / "videos.txt").write_text("a.mp4\nsub/c.webm\n")
+    (folder / "prompt.txt").write_text("one\ntwo\n")
+    captions = {
+        name: each.caption for name, each in named_items(find([folder]).items, folder).items()
+    }
+    assert captions == {"a.mp4": "one", "sub/c.webm": "two", "b.png": None}
+    (folder / "prompt.txt").write_text("one\n")
+    with pytest.raises(DataError, match=r"names 2 files, and .*prompt\.txt has 1 captions"):
+        find([folder])
 
 
 def test_media_inside_a_table_are_refused(folder: Path) -> None:

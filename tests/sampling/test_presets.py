@@ -379,6 +379,26 @@ def test_a_file_that_cannot_be_used_names_its_lines(
         read_prompts(path)
 
 
+def test_remarks_are_left_out_and_settings_in_a_line_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("# first\na red circle - or -- a square\n")
+    assert read_prompts(path) == ("a red circle - or -- a square",)
+    path.write_text("# first\na circle --w 64 --h 32 --n blurred\n")
+    with pytest.raises(RecipeError, match=r"line 2: .* has --w, --h, --n\."):
+        read_prompts(path)
+    recipe = _recipe(tmp_path, '[evaluation.presets.mine]\nprompts = ["a circle --size 64*64"]')
+    with pytest.raises(RecipeError, match=r"prompts\[0\]: .* has --size"):
+        find_preset(recipe, "mine")
+
+
+def test_a_trigger_word_is_put_into_prompts(tmp_path: Path) -> None:
+    text = '[evaluation.presets.mine]\nprompts = ["a [trigger] dog", "a dog"]\n'
+    with pytest.raises(RecipeError, match=r"data\.trigger"):
+        find_preset(_recipe(tmp_path, text), "mine")
+    recipe = config.changed(_recipe(tmp_path, text), ['data.trigger="sks"'])
+    assert find_preset(recipe, "mine").prompts == ("a sks dog", "a dog")
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"none\.txt cannot be read: No such file"):
         read_prompts(tmp_path / "none.txt")

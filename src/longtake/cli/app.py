@@ -204,17 +204,20 @@ def sample(
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
     with progress.phase_lines(say.console(), "importing PyTorch") as enter:
+        from longtake.sampling import presets
         from longtake.sampling.checkpoints import find_run
-        from longtake.sampling.presets import refuse_other_inputs, settings_for
         from longtake.sampling.sampler import load_sampler
         from longtake.sampling.videos import check_out, inputs_by_name, write_samples
 
         if any("\ud800" <= letter <= "\udfff" for each in prompt for letter in each):
             raise typer.BadParameter("a prompt is not valid UTF-8")
         recipe = find_run(run).recipe()
+        for each in prompt:
+            presets.refuse_flags(each, "--prompt")
+        prompt = list(presets.with_trigger(prompt, recipe))
         inputs = inputs_by_name(conditioning or ())
-        refuse_other_inputs(inputs, list(recipe.model_inputs()))
-        settings, bucket = settings_for(
+        presets.refuse_other_inputs(inputs, list(recipe.model_inputs()))
+        settings, bucket = presets.settings_for(
             recipe,
             num_frames=num_frames,
             height=height,

@@ -175,6 +175,8 @@ def _say_indexed(report: "IndexReport", out: Path) -> None:
         )
     if (more := len(report.other_captions) - _CAPTIONS_SHOWN) > 0:
         say.line(f"  and {more} more duplicates with another caption (--json names them)")
+    for sentence in report.unread_captions:
+        say.line(f"  {printable(sentence)}")
     if report.scores_dropped:
         say.line(f"  {report.scores_dropped} clips lost their scores: their captions changed")
     say.line(

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.compute as pc
 
 from longtake.config import TRIGGER, CaptionsSection, DataSection
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.order import derive, permuted
+from longtake.errors import DataError
 
 _PLAIN = CaptionsSection()
 
@@ -63,12 +65,29 @@ def _tags(caption: str) -> list[str]:
     return [tag for part in caption.split(",") if (tag := part.strip())]
 
 
+def refuse_unset_trigger(name: str, catalog: Catalog, data: DataSection) -> None:
+    """Refuse `[trigger]` where no trigger word replaces it: it would be trained literally."""
+    how = data.captions.get(name, _PLAIN)
+    if _trigger(how, data):
+        return
+    num_captions = pc.sum(pc.match_substring(catalog.table["caption"], TRIGGER)).as_py() or 0
+    if num_captions or any(TRIGGER in prefix for prefix in how.prefixes):
+        what = f"{num_captions} captions have" if num_captions else "a prefix has"
+        raise DataError(
+            f"In the catalog {name} {what} {TRIGGER}, and there is no trigger word that replaces "
+            f'it. Set data.trigger, such as "sks dog", or data.captions.{name}.trigger.'
+        )
+
+
+def _trigger(how: CaptionsSection, data: DataSection) -> str:
+    return data.trigger if how.trigger is None else how.trigger
+
+
 def _assembled(caption: str, prefix: str, how: CaptionsSection, data: DataSection) -> str:
     if not caption:
         return caption
     text = f"{prefix} {caption}" if prefix else caption
-    trigger = data.trigger if how.trigger is None else how.trigger
-    if not trigger:
+    if not (trigger := _trigger(how, data)):
         return text
     if TRIGGER in text:
         return text.replace(TRIGGER, trigger)

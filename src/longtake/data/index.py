@@ -23,7 +23,7 @@ from longtake.data.clip import Clip, Item, Media, Timing
 from longtake.data.decode import DEFAULT, Limits, Probe, ProbeTask
 from longtake.data.media_list import as_bytes, open_scratch
 from longtake.data.sources import FoundMedia, find
-from longtake.data.tables import first_of, is_sidecar, read_captions, sidecar_of
+from longtake.data.tables import first_of, is_sidecar, read_captions, sidecar_of, unread_beside
 from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.fsio import Journal, make_writable
@@ -206,6 +206,7 @@ class IndexReport:
     scores_dropped: int  # clips that lost their older scores, because their caption changed
     passed_over: dict[str, int]  # files in the searched folders with another ending, by ending
     unreadable: list[catalog.Rejection]  # folders that cannot be searched
+    unread_captions: list[str]  # what may be captions and is not read, if a clip has none
 
 
 def index(
@@ -254,7 +255,7 @@ def index(
     check_out(out)
     writer = CatalogWriter()
     found = find(sources, conditioning, out.with_name(f"{out.stem}_media"))
-    unmatched = _caption(found, captions)
+    unmatched, faulty = _caption(found, captions)
     before, journal = catalog_before(out), ProbeJournal(out, trusts_metadata=trusts_metadata)
     if fresh:
         journal.remove()
@@ -264,6 +265,9 @@ def index(
     ) -> None:
         names = {str(item.media) for item in items}
         for item in items:
+            if (fault := faulty.get(str(item.media))) is not None:  # read again the next time
+                writer.reject(rejection_of(fault))
+                continue
             result = _result(item.media, whole)
             if isinstance(result, ClipError):
                 rejection = rejection_of(result)
@@ -319,6 +323,7 @@ def index(
             scores_dropped=written.scores_dropped,
             passed_over=dict(found.passed_over),
             unreadable=[rejection_of(error) for error in found.unreadable],
+            unread_captions=found.notes if written.without_caption else [],
         )
 
 
@@ -390,19 +395,34 @@ def probe_all(
     return num_known
 
 
-def _caption(found: FoundMedia, captions: Path | None) -> list[str]:
-    """Caption the media; returns the names in JSON lines that match none."""
+def _caption(found: FoundMedia, captions: Path | None) -> tuple[list[str], dict[str, ClipError]]:
+    """Caption the media; returns names in JSON lines that match none, and unreadable captions."""
     texts, unmatched = read_captions(
         captions, found.folders, lambda: (Path(str(item.media)) for item in found.items)
     )
     is_alone = captions is not None and not is_sidecar(captions)
+    faulty, unread = dict[str, ClipError](), list[Path]()
 
     def text_of(media: Media) -> str:
         path = Path(str(media))
-        return texts[path] if path in texts else "" if is_alone else sidecar_of(path) or ""
+        if path in texts or is_alone:
+            return texts.get(path, "")
+        try:
+            text = sidecar_of(path)
+        except DataError as error:
+            faulty[str(media)] = ClipError(str(media), f"its caption: {error}")
+            return ""
+        if text is None and not media.member and (beside := unread_beside(path)) is not None:
+            unread.append(beside)
+        return text or ""
 
     found.items.caption(text_of, every=is_alone)
-    return unmatched
+    if unread:
+        found.notes.append(
+            f"{len(unread):,} clips have no caption, but a file beside them that is not read, such "
+            f"as {unread[0]}. A caption is read from clip.txt or clip.caption beside clip.mp4."
+        )
+    return unmatched, faulty
 
 
 def catalog_before(out: Path) -> catalog.StoredCatalog | None:

@@ -31,7 +31,7 @@ from longtake.data.conditioning import (
     empty_conditioning,
 )
 from longtake.data.decode_worker import DecodePool
-from longtake.data.plan import Part, PlannedBatch, Stream, refuse_without_conditioning
+from longtake.data.plan import Part, PlannedBatch, Stream, refuse_wrong_catalogs
 from longtake.data.stages import StagePosition
 from longtake.data.stores import NOTHING, Fetched
 from longtake.data.window import Window
@@ -288,8 +288,7 @@ class Loader:
         self._cached: tuple[Cache, Mapping[str, CacheFailure]] | None = None
         self._prefetch: _Prefetch | None = None
         self._waiting: deque[_PendingBatch] = deque()
-        for catalog in self.catalogs.values():
-            refuse_without_conditioning(catalog, data.conditioning)
+        refuse_wrong_catalogs(self.catalogs, data)
 
     @property
     def plan_history(self) -> replan.PlanHistory:

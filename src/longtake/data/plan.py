@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 from longtake.config import Bucket, ConditioningSection, DataSection, Recipe, Stage
 from longtake.data import order, stores
 from longtake.data.buckets import BucketAssignment, Rows, shares_cut
+from longtake.data.caption_text import refuse_unset_trigger
 from longtake.data.catalog import CONDITIONING, Catalog
 from longtake.data.conditioning import conditioning_path, read, whole_numbers
 from longtake.data.stages import Selection, StageTimeline, mixed, select
@@ -476,8 +477,7 @@ def review_catalogs(recipe: Recipe) -> tuple[Plan | None, list[str]]:
         return None, []
     try:
         catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
-        for catalog in catalogs.values():
-            refuse_without_conditioning(catalog, data.conditioning)
+        refuse_wrong_catalogs(catalogs, data)
         plan = begin(catalogs, data, training.global_batch_size, recipe.seed)
         refuse_missing_conditioning(plan, data)
         return plan, review(plan, data, training.steps)
@@ -546,8 +546,19 @@ def _refuse_an_early_end(plan: Plan, num_steps: int | None) -> None:
     )
 
 
+def refuse_wrong_catalogs(catalogs: Mapping[str, Catalog], data: DataSection) -> None:
+    """Refuse catalogs whose captions or further inputs are not what a recipe says.
+
+    Raises:
+        DataError: `[trigger]` would be trained literally, or as `refuse_without_conditioning`.
+    """
+    for name, catalog in catalogs.items():
+        refuse_without_conditioning(catalog, data.conditioning, f"catalog {name}")
+        refuse_unset_trigger(name, catalog, data)
+
+
 def refuse_without_conditioning(
-    catalog: Catalog, sections: Mapping[str, ConditioningSection]
+    catalog: Catalog, sections: Mapping[str, ConditioningSection], called: str = "catalog"
 ) -> None:
     """Refuse columns that a catalog does not have, and files beside clips in tars.
 
@@ -556,7 +567,7 @@ def refuse_without_conditioning(
     """
     for name, section in sections.items():
         if section.column is not None:
-            _refuse_column(catalog, name, section)
+            _refuse_column(catalog, name, section, called)
     inside = catalog.table.filter(pc.not_equal(catalog.table["member"], ""))
     beside = [name for name, section in sections.items() if section.path is not None]
     if beside and len(inside):
@@ -568,12 +579,12 @@ def refuse_without_conditioning(
         )
 
 
-def _refuse_column(catalog: Catalog, name: str, section: ConditioningSection) -> None:
+def _refuse_column(catalog: Catalog, name: str, section: ConditioningSection, called: str) -> None:
     key, column = f"data.conditioning.{name}", section.column or ""
     if column not in catalog.conditioning_names:
         known = ", ".join(catalog.conditioning_names) or "none"
         raise DataError(
-            f"{key}.column: the catalog has no column {column!r} of further inputs; it has: "
+            f"{key}.column: the {called} has no column {column!r} of further inputs; it has: "
             f"{known}. Index its table again with --conditioning {column}."
         )
     given = catalog.table[CONDITIONING + column]
@@ -581,7 +592,7 @@ def _refuse_column(catalog: Catalog, name: str, section: ConditioningSection) ->
         return
     if section.kind != "numbers":
         raise DataError(
-            f'{key} is of kind "{section.kind}", but the column {column} of the catalog holds '
+            f'{key} is of kind "{section.kind}", but the column {column} of the {called} holds '
             "lists of numbers; expected paths of files."
         )
     frames = catalog.column("num_frames").astype(np.int64) if section.per_frame else 1

@@ -3,7 +3,6 @@
 Hidden names are ignored, links to folders not followed. Tars are read in place.
 """
 
-import codecs
 import io
 import os
 import re
@@ -24,7 +23,7 @@ from longtake.data.media_list import MediaList
 from longtake.errors import ClipError, DataError, RecordError
 
 _TAR = ".tar"
-_BESIDE = (*tables.LISTING_SUFFIXES, ".json", ".caption")  # kept beside clips: captions, tables
+_BESIDE = (*tables.LISTING_SUFFIXES, ".caption")  # kept beside clips: captions, tables
 _CLASS_FOLDER = re.compile(r"([1-9]\d{0,5})_(.+)")
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """What Hugging Face's imagefolder and videofolder read in each folder, if it has `file_name`."""
@@ -42,6 +41,7 @@ class FoundMedia:
     refused: list[ClipError]  # tars that cannot be read
     passed_over: Counter[str]  # files in the searched folders with another ending, by ending
     unreadable: list[ClipError]  # folders that cannot be searched
+    notes: list[str]  # what of the sources is not read though it may be captions
 
 
 def find(
@@ -56,10 +56,11 @@ def find(
     """
     folders, items, tars = list[Path](), MediaList(), set[Path]()
     passed_over, refused, unreadable = Counter[str](), list[ClipError](), list[ClipError]()
+    notes = list[str]()
 
     def mentions(source: Path) -> Iterator[Item]:
         if (url := stores.url_of(source)) is not None:
-            yield from _find_in_store(url, conditioning, refused, passed_over)
+            yield from _find_in_store(url, conditioning, refused, passed_over, notes)
             return
         folders.append(_folder_of(source))
         files: Iterable[Path] = [folders[-1] / source.name]
@@ -71,7 +72,9 @@ def find(
             if suffix == _TAR:
                 tars.add(file)
             elif suffix in tables.LISTING_SUFFIXES:
-                yield from tables.read_listing(file, conditioning, extracted, is_named=is_named)
+                yield from tables.read_listing(
+                    file, conditioning, extracted, is_named=is_named, notes=notes
+                )
             else:
                 yield Item(Media(str(file)))
 
@@ -96,16 +99,22 @@ def find(
             f"The sources name {num_names:,} different numbers of clips, and a catalog has at "
             f"most {tables.MAX_ATTRIBUTES:,}. Remove the columns that no recipe selects by."
         )
-    return FoundMedia(items, list(dict.fromkeys(folders)), refused, passed_over, unreadable)
+    folders = list(dict.fromkeys(folders))
+    return FoundMedia(items, folders, refused, passed_over, unreadable, notes)
 
 
 def _find_in_store(
-    url: str, conditioning: Sequence[str], refused: list[ClipError], passed_over: Counter[str]
+    url: str,
+    conditioning: Sequence[str],
+    refused: list[ClipError],
+    passed_over: Counter[str],
+    notes: list[str],
 ) -> Iterator[Item]:
     """The media and tars below a prefix, and what tables there say; captions as in a folder."""
     objects = stores.find_objects(url)
     by_name = {str(each): each for each in objects}
-    texts = _texts_in_store(by_name)
+    texts = _texts_in_store(by_name, refused)
+    faulty = {error.path for error in refused}
     for media in objects:
         suffix = PurePath(media.path).suffix.lower()
         if suffix == _TAR:
@@ -114,20 +123,23 @@ def _find_in_store(
             except ClipError as error:
                 refused.append(error)
         elif is_media(media.path):
-            yield Item(media, texts.get(str(media)))
+            if str(media) not in faulty:
+                yield Item(media, texts.get(str(media)))
         elif suffix in tables.LISTING_SUFFIXES and (
             media.path == url or PurePath(media.path).name in _TABLES
         ):
             with tempfile.TemporaryDirectory(prefix="longtake-") as folder:
                 table = Path(folder, PurePath(media.path).name)
                 table.write_bytes(stores.read_object(media))
-                yield from tables.read_listing(table, conditioning, at=media.path, known=by_name)
+                yield from tables.read_listing(
+                    table, conditioning, at=media.path, known=by_name, notes=notes
+                )
         elif suffix not in _BESIDE:
             passed_over[suffix or "no ending"] += 1
 
 
-def _texts_in_store(objects: Mapping[str, Media]) -> dict[str, str]:
-    """The texts beside media, by the URLs of the media."""
+def _texts_in_store(objects: Mapping[str, Media], refused: list[ClipError]) -> dict[str, str]:
+    """The texts beside media, by the URLs of the media; unreadable texts are `refused`."""
     beside = {
         name: objects[text]
         for name in objects
@@ -140,16 +152,13 @@ def _texts_in_store(objects: Mapping[str, Media]) -> dict[str, str]:
     for name, media in beside.items():
         if (media.num_bytes or 0) > _MAX_TEXT_BYTES:
             raise DataError(f"{media}, the caption of {name}, has {media.num_bytes:,} bytes.")
-    contents = stores.read_objects(beside.values())
-    try:
-        return {
-            name: content.removeprefix(codecs.BOM_UTF8).decode().strip()
-            for name, content in zip(beside, contents, strict=True)
-        }
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"A caption in {stores.store_of(next(iter(beside)))} is not UTF-8."
-        ) from error
+    found = dict[str, str]()
+    for name, content in zip(beside, stores.read_objects(beside.values()), strict=True):
+        try:
+            found[name] = tables.decode_text(content, beside[name]).strip()
+        except DataError as error:
+            refused.append(ClipError(name, f"its caption: {error}"))
+    return found
 
 
 def _folder_of(source: Path) -> Path:
@@ -184,7 +193,12 @@ def _search(folder: Path, passed_over: Counter[str], unreadable: list[ClipError]
                     if _is_folder(entry):
                         if not entry.is_symlink():
                             waiting.append(parent / name)
-                    elif is_media(name) or suffix == _TAR or name in _METADATA:
+                    elif (
+                        is_media(name)
+                        or suffix == _TAR
+                        or name in _METADATA
+                        or tables.captions_of_list(parent / name) is not None
+                    ):
                         yield parent / name
                     elif suffix not in _BESIDE:
                         passed_over[suffix or "no ending"] += 1
@@ -308,7 +322,7 @@ def read_tar(tar: Path | Media, conditioning: Sequence[str] = ()) -> list[Item]:
         raise ClipError(path, f"not a readable tar: {reason}") from error
     except RecursionError as error:
         raise ClipError(path, "not a readable tar: too many headers for one member") from error
-    except (OSError, tarfile.TarError, LookupError, ValueError) as error:
+    except (OSError, tarfile.TarError, LookupError, ValueError, DataError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ClipError(path, f"not a readable tar: {reason}") from error
     media = [member for member in members if is_media(member.name)]
@@ -396,11 +410,11 @@ def _beside(
                     f"{_MAX_TEXT_BYTES:,}"
                 )
             file.seek(member.offset_data)
-            data = file.read(member.size).removeprefix(codecs.BOM_UTF8)
+            text = tables.decode_text(file.read(member.size), member.name)
             if member.name.endswith(".txt"):
-                texts[_key(member.name)] = data.decode().strip()
+                texts[_key(member.name)] = text.strip()
             elif isinstance(
-                entry := fsio.parse_record(data, tables.ANY_JSON, Path(member.name)), dict
+                entry := fsio.parse_record(text.encode(), tables.ANY_JSON, Path(member.name)), dict
             ):
                 entries[_key(member.name)] = entry
     return texts, entries

@@ -32,13 +32,18 @@ from longtake.data import stores
 from longtake.data.clip import Clip, Given, Item, Media, is_media
 from longtake.errors import DataError, RecordError
 
-LISTING_SUFFIXES = (".txt", ".csv", ".jsonl", ".parquet")
+LISTING_SUFFIXES = (".txt", ".csv", ".jsonl", ".json", ".parquet")
+_PAIRED_LISTS = ("videos.txt", "images.txt")  # captioned by the lines of a list beside them
 SIDECAR = "sidecar"
-SIDECAR_SUFFIXES = (".txt", ".caption")
+SIDECAR_SUFFIXES = (".txt", ".TXT", ".caption")
+_UNREAD_SUFFIXES = (".json", ".tags", ".prompt", ".cap")
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
 _FILE_NAME = "file_name"
-PATH_COLUMNS = ("video", "image", "path", "file", _FILE_NAME)
-CAPTION_COLUMNS = ("caption", "text")
+PATH_COLUMNS = (
+    *("video", "image", "path", "file", _FILE_NAME),
+    *("video_path", "image_path", "file_path"),
+)
+CAPTION_COLUMNS = ("caption", "text", "prompt")
 SPAN_COLUMNS = ("start", "end")
 MAX_ATTRIBUTES = 1000  # names of scores in a catalog
 
@@ -76,16 +81,18 @@ def read_listing(
     is_named: bool = True,
     at: str = "",
     known: Mapping[str, Media] | None = None,
+    notes: list[str] | None = None,
 ) -> Iterator[Item]:
     """The media of a list or a table; none of a table without `file_name` that was only found.
 
     `at` is the URL that a table was fetched from, and `known` has objects beside it. Paths that do
-    not exist are refused at the end, so that all of them are counted.
+    not exist are refused at the end, so that all of them are counted. `notes` is given a sentence
+    about a table without captions whose other columns could have them.
     """
     if path.suffix.lower() == ".txt":
         named = _read_list(path, at)
     else:
-        named = _read_table(path, conditioning, extracted, is_named=is_named, at=at)
+        named = _read_table(path, conditioning, extracted, is_named=is_named, at=at, notes=notes)
     num_items, num_missing, shown = 0, 0, list[str]()
     for some in _batches(named):
         items, missing = _measured(some, known or {})
@@ -134,16 +141,36 @@ def _batches(values: Iterable[_T]) -> Iterator[list[_T]]:
         yield some
 
 
+def captions_of_list(path: Path) -> Path | None:
+    """The file with a caption for each line of a list such as videos.txt, if there is one."""
+    if path.name.lower() not in _PAIRED_LISTS:
+        return None
+    beside = map(path.with_name, ("prompt.txt", "prompts.txt"))
+    return next((each for each in beside if each.is_file()), None)
+
+
 def _read_list(path: Path, at: str) -> Iterator[Item]:
+    beside = None if at else captions_of_list(path)
+    captions = None if beside is None else _read_text(beside).rstrip().split("\n")
     try:
         with (
             fsio.open_regular(path) as binary,
-            io.TextIOWrapper(binary, encoding="utf-8-sig") as file,
+            io.TextIOWrapper(binary, encoding=_encoding_of(binary)) as file,
         ):
-            folder = str(path.resolve().parent)
+            folder, number = str(path.resolve().parent), 0
             for line in map(str.strip, file):
-                if line:
+                if not line:
+                    continue
+                number += 1
+                if captions is None:
                     yield Item(_media_in(folder, line, at))
+                elif number <= len(captions):
+                    yield Item(_media_in(folder, line), captions[number - 1].strip())
+        if captions is not None and number != len(captions):
+            raise DataError(
+                f"{path} names {number} files, and {beside} has {len(captions)} captions. Write "
+                "one line in each for every clip, in the same order."
+            )
     except UnicodeDecodeError as error:
         raise DataError(f"The list {path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
     except OSError as error:
@@ -165,22 +192,45 @@ def _media_in(folder: str, name: str, at: str = "") -> Media:
 
 
 def _read_table(
-    path: Path, conditioning: Sequence[str], extracted: Path | None, *, is_named: bool, at: str
+    path: Path,
+    conditioning: Sequence[str],
+    extracted: Path | None,
+    *,
+    is_named: bool,
+    at: str,
+    notes: list[str] | None,
 ) -> Iterator[Item]:
-    readers = {".csv": _read_csv, ".jsonl": _read_jsonl}
+    readers = {".csv": _read_csv, ".jsonl": _read_jsonl, ".json": _read_jsonl}
     try:
         if path.suffix.lower() in readers:
             batches = readers[path.suffix.lower()](path, conditioning)
         else:
             batches = _read_parquet(path, conditioning, extracted)
         for table in batches:
+            if notes is not None and not table.num_before and (text := _unread_columns(table)):
+                notes.append(f"{at or path} has no column of captions; {text}")
             if not is_named and _FILE_NAME not in table.names:
-                return
+                # A table that was only found names clips where it also has captions for them.
+                has_captions = any(name in table.names for name in CAPTION_COLUMNS)
+                if not (has_captions and any(name in table.names for name in PATH_COLUMNS)):
+                    return
             yield from _items(path, table, at)
     except UnicodeDecodeError as error:
         raise _unreadable(path, f"it is not UTF-8 text: {error}") from error
     except (OSError, pa.ArrowException, csv.Error) as error:
         raise _unreadable(path, getattr(error, "strerror", None) or error) from error
+
+
+def _unread_columns(table: _Table) -> str:
+    """A sentence about columns that could be captions, if none has the name of one."""
+    read = {*table.numbers, *table.conditioning, *table.spans, *PATH_COLUMNS, *MEASURED}
+    unread = [name for name in table.names if name not in read]
+    if not unread or any(name in table.names for name in CAPTION_COLUMNS):
+        return ""
+    return (
+        f"not read: {', '.join(unread)[:500]}. If one of them has captions, call it "
+        f"{' or '.join(CAPTION_COLUMNS)}, and index again."
+    )
 
 
 def _items(path: Path, table: _Table, at: str) -> list[Item]:
@@ -317,7 +367,7 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
     # newline="" as csv asks; a codec's reader would take minutes for a line of some megabytes.
     with (
         fsio.open_regular(path) as binary,
-        io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file,
+        io.TextIOWrapper(binary, encoding=_encoding_of(binary), newline="") as file,
     ):
         reader = csv.reader(file, strict=True)  # an unclosed quote must not swallow rows
         num_rows, num_columns = -1, 0
@@ -364,11 +414,12 @@ def _read_jsonl(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
             elif value:
                 texts[name] = None
     used = [name for name in names if name in texts and name not in types]
+    others = [name for name in names if not _is_text(name)]
     num_before = 0
     for rows in _batches(_jsonl_rows(path)) if names else iter([list[dict[str, Any]]()]):
         yield _Table(
             num_before,
-            [*used, *types],
+            [*used, *types, *others],
             {name: [row.get(name) or None for row in rows] for name in used},
             {name: [score_of(row.get(name)) for row in rows] for name in names if name in numbers},
             types,
@@ -379,6 +430,13 @@ def _read_jsonl(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix.lower() == ".json":
+        try:
+            yield from fsio.parse_record(fsio.read_regular(path), list[dict[str, Any]], path)
+        except RecordError as error:
+            reason = f"expected a list of objects, one for each clip: {error.reason}"
+            raise _unreadable(path, reason) from error
+        return
     for number, line in _lines(path):
         try:
             yield fsio.parse_record(line, dict[str, Any], path, fsio.MAX_LINE_DEPTH)
@@ -568,14 +626,19 @@ def _column(path: Path, table: _Table, wanted: Sequence[str]) -> str:
     for name in wanted:
         if name in table.names:
             return name
-    known = ", ".join(table.names)
+    known = ", ".join(table.names) or "none with a value"
     raise DataError(
-        f"{path} has no column of paths; its columns are {known[:500]}. "
+        f"{path} has no column of paths; its columns: {known[:500]}. "
         f"Name the one with the paths {' or '.join(wanted)}."
     )
 
 
 def _texts(path: Path, table: _Table, name: str) -> list[str | None]:
+    if name not in table.texts and name in CAPTION_COLUMNS:
+        raise DataError(
+            f"{path}: column {name!r} holds {table.types[name][:200]}; expected text: a clip has "
+            "one caption. Keep one of each clip's captions, as text."
+        )
     if name not in table.texts:
         raise DataError(
             f"{path}: column {name!r} holds {table.types[name][:200]}; expected text. Media inside "
@@ -686,6 +749,12 @@ def _caption_lines(path: Path) -> list[_CaptionLine]:
     return lines
 
 
+def unread_beside(video: Path) -> Path | None:
+    """A file beside a clip without a caption that could have one, and is not read."""
+    places = [video.with_name(f"{video.name}.txt"), *map(video.with_suffix, _UNREAD_SUFFIXES)]
+    return next((path for path in places if fsio.is_there(path)), None)
+
+
 def sidecar_of(video: Path) -> str | None:
     """The text of a file beside a video, such as clip.txt beside clip.mp4."""
     for ending in SIDECAR_SUFFIXES:
@@ -696,10 +765,26 @@ def sidecar_of(video: Path) -> str | None:
     return None
 
 
+def decode_text(data: bytes, name: object) -> str:
+    """Text in UTF-8, or in UTF-16 with a byte order mark.
+
+    Raises:
+        DataError: it is neither; the name of its file is in the message.
+    """
+    try:
+        return data.decode(_encoding_of(io.BytesIO(data)))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name} is not UTF-8 text: {error}. Save it as UTF-8.") from error
+
+
+def _encoding_of(file: io.BufferedReader | io.BytesIO) -> str:
+    start = file.read(2)
+    file.seek(0)
+    return "utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+
+
 def _read_text(path: Path) -> str:
     try:
-        return fsio.read_regular(path).removeprefix(codecs.BOM_UTF8).decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
+        return decode_text(fsio.read_regular(path), path)
     except OSError as error:
         raise DataError(f"The captions {path} cannot be read: {error.strerror}.") from error

@@ -7,6 +7,7 @@ shipped with longtake, the recipe's [evaluation.presets], a file given with `--p
 import errno
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +49,8 @@ _NUM_CAPTIONS = 4
 _MAX_CLIPS_READ = 1000
 _MAX_LINES_NAMED = 10
 _KEPT_SIZE = 256, 256
+_FLAG = re.compile(r"(?<!\S)--[a-z][a-z_]*(?=[\s=]|$)")
+"""Such as the `--w 64` of kohya's trainers, but no dash between words."""
 
 Table = Mapping[str, Any]
 """Keys of `PresetSection`."""
@@ -262,6 +265,7 @@ def _build(
     )
     settings, bucket = settings_for(recipe, **own)
     prompts = find_prompts(section, bucket, folders.get("prompts_file"))
+    prompts = with_trigger(prompts, recipe)
     inputs, folder = recipe.model_inputs(), folders.get("conditioning")
     files = section.conditioning or {}
     _refuse_others(files, list(inputs))
@@ -462,11 +466,45 @@ def find_prompts(
     empty = [str(number) for number, each in enumerate(section.prompts) if not each.strip()]
     if empty:
         raise RecipeError(f"prompts[{', '.join(empty)}] are empty, counted from 0. Remove them.")
+    for number, each in enumerate(section.prompts):
+        refuse_flags(each, f"prompts[{number}]")
     return section.prompts
 
 
+def with_trigger(prompts: Sequence[str], recipe: config.Recipe) -> tuple[str, ...]:
+    """Prompts with the trigger word in place of `[trigger]`, as in captions.
+
+    Raises:
+        RecipeError: a prompt has it, and the recipe no trigger word.
+    """
+    trigger = recipe.data.trigger
+    without = [] if trigger else [each for each in prompts if config.TRIGGER in each]
+    if without:
+        raise RecipeError(
+            f"The prompt {without[0]!r:.200} has {config.TRIGGER}, and data.trigger, which would "
+            "replace it, is not set. Set data.trigger, or write the word itself."
+        )
+    return tuple(each.replace(config.TRIGGER, trigger) for each in prompts)
+
+
+def refuse_flags(prompt: str, where: str) -> None:
+    """Refuse settings in a prompt, which would be sampled as words.
+
+    Raises:
+        RecipeError: names them and the keys to write instead.
+    """
+    if flags := _FLAG.findall(prompt):
+        raise RecipeError(
+            f"{where}: {prompt!r:.200} has {', '.join(flags)}. Settings in a prompt, as other "
+            "trainers have them, are not read. Write a preset for prompts of the same settings: "
+            "width (--w), height (--h), num_frames (--f), seeds (--d), num_inference_steps (--s), "
+            "guidance_scale (--g, --l), shift (--fs), negative_prompt (--n), and the prompt "
+            "without them."
+        )
+
+
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """The lines of a file without the spaces around them."""
+    """The lines of a file without the spaces around them; those that begin with # are remarks."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -485,10 +523,14 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         ) from None
     if not lines[-1].strip():
         lines.pop()  # what stands behind the last line's end
-    if not any(line.strip() for line in lines):
+    prompts = {
+        number: prompt
+        for number, prompt in enumerate(map(str.strip, lines), 1)
+        if not prompt.startswith("#")
+    }
+    if not any(prompts.values()):
         raise RecipeError(f"The prompts file {path} is empty. Write one prompt a line.")
-    prompts = tuple(line.strip() for line in lines)
-    empty = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt]
+    empty = [str(number) for number, prompt in prompts.items() if not prompt]
     if empty:
         more = ", ..." if len(empty) > _MAX_LINES_NAMED else ""
         listed = ", ".join(empty[:_MAX_LINES_NAMED])
@@ -497,7 +539,9 @@ def read_prompts(path: Path) -> tuple[str, ...]:
             f"The prompts file {path} cannot be used: {which} empty. Write one prompt a line, "
             "without empty lines between them."
         )
-    return prompts
+    for number, prompt in prompts.items():
+        refuse_flags(prompt, f"The prompts file {path}, line {number}")
+    return tuple(prompts.values())
 
 
 def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
