@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from longtake import config
 from longtake.config import DECIDES_ORDER, MAY_CHANGE_ON_RESUME, Recipe
 from longtake.errors import RecipeError
+from longtake.models.base import FAMILIES
 
 _RECIPE = """
 out = "runs/a"
@@ -134,7 +135,7 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
             "optimizer.betas=[0.1, 0.2, 0.3]",
             "optimizer.betas is [0.1, 0.2, 0.3]; it should have at most 2 items.",
         ),
-        ("data.buckets=[]", "data.buckets is []; it should have at least 1 item."),
+        ("data.buckets=[]", "data.buckets is missing: list shapes of clips"),
         ("data.buckets=[3]", "data.buckets.0 is 3; it should be a table of keys and values."),
         ("optimizer=3", "optimizer is 3; it should be a table of keys and values."),
         (
@@ -634,3 +635,35 @@ def test_a_recipe_is_read_from_a_regular_file(tmp_path: Path) -> None:
 def test_home_is_where_the_shell_has_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert config.load(path, ["out=~/run"]).out == Path("/home/somebody/run")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("training.epochs=3", "a run ends by training.steps"),
+        ("trainable.dropout=0.1", "no layer has dropout; captions have, by data.caption_dropout"),
+        ("optimizer.max_grad_norm=0", "to clip none, set 1e9"),
+    ],
+)
+def test_keys_of_other_trainers_are_explained(path: Path, change: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        config.load(path, [change])
+
+
+def test_a_cache_of_images_needs_no_windows(path: Path) -> None:
+    images = "data.buckets=[{num_frames=1, height=64, width=96}]"
+    assert config.load(path, [images, "data.cache=kept"]).data.windows is None
+    for changes in ([], [images, "data.stills_from_videos=true"]):
+        with pytest.raises(RecipeError, match=r"data\.windows = 1"):
+            config.load(path, [*changes, "data.cache=kept"])
+
+
+def test_no_buckets_is_the_default(path: Path) -> None:
+    loaded = config.load(path, ["data.buckets=[]", "data.auto_buckets={pixels=6144}"])
+    assert loaded.data.buckets == ()
+
+
+def test_all_families_are_named_with_the_key() -> None:
+    text = Path(__file__).parents[1].joinpath("docs/reference/recipe.md").read_text()
+    (line,) = [each for each in text.splitlines() if each.startswith("| `family` |")]
+    assert [name for name in FAMILIES if f"`{name}`" not in line] == []

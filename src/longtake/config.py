@@ -24,6 +24,7 @@ from pydantic import (
     Strict,
     ValidationError,
     ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
@@ -203,7 +204,7 @@ class ConditioningSection(_Section):
     npy file, such as a camera path. Videos and masks are cut, mirrored and strided as the clip."""
     path: str | None = None
     """From the clip's folder, such as "../pose/{stem}.png", where `{stem}` stands for the clip's
-    file name without its ending."""
+    file name without its ending. `{stem}.*` is the file of that name with any ending."""
     column: str | None = Field(None, min_length=1)
     """Instead of `path`: a column of the catalog that names the files or, of `numbers`, has them
     (`longtake data index --conditioning COLUMN`)."""
@@ -352,7 +353,7 @@ class DataSection(_Section):
     without a trigger it is refused."""
     captions: dict[str, CaptionsSection] = Field(default_factory=dict)
     """What becomes of a catalog's captions, by its name (`catalog` if there is one)."""
-    buckets: Annotated[tuple[Bucket, ...], _FromList] = Field((), min_length=1)
+    buckets: Annotated[tuple[Bucket, ...], _FromList] = ()
     """Every clip goes to the bucket that fits it best, or to several by their `share`; a batch
     holds clips of one bucket. Unset: those of `auto_buckets`."""
     auto_buckets: AutoBucketsSection | None = None
@@ -372,7 +373,7 @@ class DataSection(_Section):
     clips of one frame, that is images, and a video too short for the other buckets is left out."""
     windows: int | None = Field(None, gt=0, le=_MAX_SIDE)
     """How many spans of a longer clip are trained on, spread evenly over it; each epoch takes one
-    of them. Without it a span begins anywhere."""
+    of them. 1: the middle. Without it a span begins anywhere."""
     max_crop: float | None = Field(None, ge=0, lt=1)
     """Share of a picture that the crop to its bucket may remove, such as 0.2; a clip that would
     lose more is left out. Unset: any."""
@@ -480,11 +481,10 @@ class DataSection(_Section):
                 "data.cache keeps the latents of fixed crops, but data.random_crop cuts each epoch "
                 "elsewhere: turn one of them off"
             )
-        if self.windows is None:
+        if self.windows is None and self._has_spans():
             raise ValueError(
                 "data.cache keeps the latents of a fixed number of spans of each clip: say how "
-                "many with data.windows, such as data.windows = 1 (for images it makes no "
-                "difference)"
+                "many with data.windows, such as data.windows = 1"
             )
         for name, how in self.captions.items():
             if how.shuffle_tags:
@@ -494,6 +494,14 @@ class DataSection(_Section):
                     "off (trigger and prefixes are cached)"
                 )
         return self
+
+    def _has_spans(self) -> bool:
+        """Whether a clip may have several: not where all are images."""
+        shapes = [*self.buckets, *(each for stage in self.stages for each in stage.buckets or ())]
+        frames = [each.num_frames for each in shapes]
+        if not self.buckets and self.auto_buckets is not None:
+            frames += self.auto_buckets.frames
+        return self.stills_from_videos or any(each > 1 for each in frames)
 
     @model_validator(mode="after")
     def _stages_fit_together(self) -> Self:
@@ -570,8 +578,9 @@ class ModelSection(_Section):
     """The transformer."""
 
     family: str
-    """`wan`, `ltx2`, `flux`, `flux_kontext`, `flux2`, `qwen_image`, `z_image`, `tubelet`, or your
-    own Family, as `package.module:Class`."""
+    """`wan`, `ltx2`, `hunyuan_video15`, `flux`, `flux_kontext`, `flux2`, `qwen_image`,
+    `qwen_image_edit`, `qwen_image_edit_plus`, `z_image`, `tubelet`, or your own Family, as
+    `package.module:Class`."""
     pretrained: str | None = None
     """A diffusers folder or repository id to start from; without it, random weights."""
     subfolder: str = "transformer"
@@ -646,7 +655,8 @@ class TrainableSection(_Section):
     modules. Unset: frozen where there are modules, else full."""
     targets: Annotated[tuple[str, ...], _FromList] | None = Field(None, min_length=1)
     """Names of linear layers that get LoRA: their last parts, or patterns such as
-    `transformer_blocks.*.attn.to_q`. Unset: the family's attention projections."""
+    `transformer_blocks.*.attn.to_q` or `blocks.[0-5].*`. Unset: the family's attention
+    projections."""
     rank: int = Field(16, gt=0, le=2**14)
     alpha: float | None = Field(None, gt=0, le=1e6)
     """LoRA's scale is alpha / rank; unset: alpha = rank. LoKr of two full matrices has the scale
@@ -849,6 +859,14 @@ class OptimizerSection(_Section):
     warmup_steps: int = Field(100, ge=0, le=_MAX_STEPS)
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients of a larger norm are scaled down to it; 1e9 clips none."""
+
+    @field_validator("max_grad_norm", mode="before")
+    @classmethod
+    def _clips_something(cls, value: Any) -> Any:
+        if value == 0:
+            raise ValueError("it would scale every gradient to 0; to clip none, set 1e9")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -1601,8 +1619,18 @@ _OTHER_NAMES = dict.fromkeys(("batch_size", "batchsize"), "training.global_batch
 """Keys by the names that other trainers give them."""
 
 
+_IN_STEPS = "a run ends by training.steps; longtake data show says how many steps an epoch has."
+_NOT_HERE = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _IN_STEPS),
+    "max_train_epochs": _IN_STEPS,
+    "dropout": "no layer has dropout; captions have, by data.caption_dropout.",
+}
+
+
 def _explain_unknown(location: str, parts: list[str]) -> str:
     *section, name = parts
+    if section in ([], ["training"], ["trainable"]) and name in _NOT_HERE:
+        return f"{location} is not a key of a recipe; {_NOT_HERE[name]}"
     by_name = (
         ["evaluation", "presets"],
         ["data", "conditioning"],

@@ -303,6 +303,20 @@ def test_a_bucket_that_gets_no_clip_is_said_once_the_catalog_is_there(
     assert json.loads(out)["data_warnings"] == []
 
 
+def test_what_training_refuses_ends_a_plan(
+    plan: _Call, small: Callable[..., Path], pairs: Path
+) -> None:
+    own = ("optimizer.kind=torch.optim:Adafactor", "model.dtype=bf16")
+    code, _, err = plan(str(small(*own)))
+    assert (code, "weights are bfloat16" in err) == (2, True)
+    code, _, err = plan(str(small("sampling.every=2", "sampling.presets=['none']")))
+    assert (code, "There is no preset none" in err) == (2, True)
+    catalog = f"data.catalog={pairs / 'few.parquet'}"
+    trigger = ("data.captions.catalog.prefixes=['a [trigger]']", catalog)
+    code, out, _ = plan(_TINY_FLUX, *(each for one in trigger for each in ("--set", one)))
+    assert (code, "Training would refuse this recipe." in out) == (2, True)
+
+
 def test_processes_share_what_is_planned(small: Callable[..., Path], plan: _Call) -> None:
     recipe = small("parallel.strategy=shard")
     facts = [json.loads(plan(recipe, "--json", f"--processes={count}")[1]) for count in (1, 2)]

@@ -84,6 +84,7 @@ def test_a_pattern_is_read_from_the_clips_folder() -> None:
     assert conditioning_path(clip, "{stem}/{stem}_pose.png") == "/data/after/a.b/a.b_pose.png"
     assert conditioning_path(clip, "/poses/{stem}.png") == "/poses/a.b.png"
     assert conditioning_path(clip, "../style.png") == "/data/style.png"
+    assert conditioning_path(clip, "../before/{stem}.*") == "/data/before/a.b.*"  # there is none
     clip = "s3://bucket/after/a.b.mp4"
     assert conditioning_path(clip, "../before/{stem}.jpg") == "s3://bucket/before/a.b.jpg"
     assert conditioning_path(clip, "gs://other/{stem}.png") == "gs://other/a.b.png"
@@ -671,3 +672,16 @@ def test_a_catalog_without_what_a_recipe_names_is_refused(
     index([table], captions=None, out=out, workers=0, conditioning=("depth", "camera"))
     with pytest.raises(DataError, match=said):
         Loader(_section(out, conditioning={"it": section}), batch_size=1)
+
+
+def test_a_file_of_any_ending_is_found_and_two_are_refused(tmp_path: Path) -> None:
+    clip = str(tmp_path / "a.b.mp4")
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "a.b.jpg").touch()
+    found = conditioning_path(clip, "before/{stem}.*")
+    assert found == str(tmp_path / "before" / "a.b.jpg")
+    (tmp_path / "before" / "a.b.png").touch()
+    with pytest.raises(DataError, match="are both for one clip"):
+        conditioning_path(clip, "before/{stem}.*")
+    with pytest.raises(DataError, match="looked for in folders only"):
+        conditioning_path("s3://bucket/a.mp4", "{stem}.*")

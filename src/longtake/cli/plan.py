@@ -125,7 +125,8 @@ def plan(
     """Tell before the run whether it fits and whether everything trains.
 
     Runs the model's own code on tensors without values: seconds, on any laptop. Exit code 1 if
-    nothing fits or something would not train.
+    nothing fits, the recipe's own policy does not, or something would not train; 2 if training
+    would refuse the recipe or its data.
     """
     with phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.config import memory_bytes
@@ -135,6 +136,8 @@ def plan(
         from longtake.planner.forecast import encoding_ahead, forecast, forecast_phases
         from longtake.planner.memory import with_batch_sizes
         from longtake.planner.mesh import links_named, links_of, mesh_forecast
+        from longtake.run_dir import RunDirectory
+        from longtake.training.samples import refuse_wrong_samples
         from longtake.trust import load_recipe
 
         begun = time.perf_counter()
@@ -142,6 +145,7 @@ def plan(
         given += [f'recompute.device="{device}"'] if device else []
         loaded = with_buckets(load_recipe(recipe, [*(changes or ()), *given], trust=trust))
         loaded = with_batch_sizes(loaded)
+        refuse_wrong_samples(loaded, RunDirectory(loaded.out))
         planned = device_budget(loaded, world_size=processes)
         if memory is None and (device or planned.memory_bytes is None):
             planned = planned.with_own_memory()
@@ -177,7 +181,9 @@ def plan(
         say.result(facts)
     else:
         print_plan(say.stdout_console(), str(recipe), facts)
-    if known.misses or known.gradients.fatal:
+    if facts["refusals"]:
+        raise typer.Exit(2)
+    if known.misses or facts["policy_misses"] or known.gradients.fatal:
         raise typer.Exit(1)
 
 
@@ -188,10 +194,13 @@ def _facts(
     from longtake.data.plan import review_catalogs
     from longtake.models.build import review_model
     from longtake.planner.forecast import stored_start, suggest_changes
+    from longtake.planner.plan import does_not_fit
 
     start = stored_start(known.step)
     suggestions = suggest_changes(known) if known.misses else []
-    data_plan, warnings = review_catalogs(recipe)
+    data_plan, warnings, refusal = review_catalogs(recipe)
+    policy, is_named = recipe.recompute.policy, recipe.recompute.policy not in ("auto", "best")
+    misses = is_named and known.best is not None and known.policy(policy).fits is False
     every, minutes = recipe.checkpoint.every, recipe.checkpoint.minutes
     return _forecast_facts(known) | {
         "changes": [_suggestion(each) for each in suggestions],
@@ -206,7 +215,10 @@ def _facts(
             "expert": recipe.model.expert and recipe.model.folder(),
         },
         "stages": _stages(recipe, known, data_plan),
+        "policy": policy if is_named else None,
+        "policy_misses": str(does_not_fit(known)) if misses else None,
         "data_warnings": warnings,
+        "refusals": [] if refusal is None else [refusal],
         "warnings": review_model(known.step.components, recipe),
     }
 
@@ -501,6 +513,8 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield f"[yellow]data[/yellow] {escape_lines(warning)}"
     for warning in facts["warnings"]:
         yield f"[yellow]note[/yellow] {escape_lines(warning)}"
+    for refusal in facts["refusals"]:
+        yield f"[red]Training would refuse this recipe.[/red] {escape_lines(refusal)}"
     yield f"[dim]Predicted in {facts['seconds']:.1f} s; nothing was run on the device.[/dim]"
 
 
@@ -594,6 +608,10 @@ def _cells(row: Mapping[str, Any], scale: int) -> list[str]:
 
 def _result(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
     if facts["best"] is not None:
+        if facts["policy_misses"]:
+            yield f"[red]Does not fit.[/red] {escape(facts['policy_misses'])}"
+        elif facts["policy"]:
+            yield f'The recipe sets recompute.policy = "{facts["policy"]}". In its place:'
         yield _of_best(facts["best"])
         host = facts["host_ram"]
         if host["needed_gib"]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from longtake.config import STEM, Bucket, ConditioningSection
 from longtake.data import stores
-from longtake.data.clip import IMAGE_SUFFIXES, Clip, Given, Media
+from longtake.data.clip import IMAGE_SUFFIXES, MEDIA_SUFFIXES, Clip, Given, Media
 from longtake.data.decode import (
     decoded,
     in_square_pixels,
@@ -42,9 +42,10 @@ from longtake.data.window import (
     resized,
     some_frames,
 )
-from longtake.errors import ClipError, RecordError
-from longtake.fsio import parse_record, read_regular
+from longtake.errors import ClipError, DataError, RecordError
+from longtake.fsio import is_there, parse_record, read_regular
 
+ANY_ENDING = ".*"
 NUMBERS_SUFFIXES = (".json", ".csv", ".npy")
 _MAX_NUMBERS_BYTES = 2**26  # of a file of numbers
 _LUMA = np.array([19595, 38470, 7471], np.uint32)  # ITU-R BT.601 in 1/65536: grey stays as it is
@@ -107,12 +108,32 @@ def conditioning_path(clip_path: str, pattern: str) -> str:
     """Where a clip's further input is: beside a clip in a store, there."""
     path = PurePath(clip_path)
     name = pattern.replace(STEM, path.stem)
+    scheme, _, place = clip_path.rpartition("://")
+    is_here = "://" not in name and (not scheme or posixpath.isabs(name))
+    if name.endswith(ANY_ENDING) and not is_here:
+        raise DataError(
+            f"data.conditioning: {pattern!r} leaves the ending open, which is looked for in "
+            "folders only. Name the ending of the files in the store."
+        )
     if "://" in name:
         return name
-    scheme, _, place = clip_path.rpartition("://")
-    if not scheme or posixpath.isabs(name):
-        return os.path.normpath(path.parent / name)
+    if is_here:
+        whole = os.path.normpath(path.parent / name)
+        return _with_ending(whole) if whole.endswith(ANY_ENDING) else whole
     return f"{scheme}://{posixpath.normpath(posixpath.join(posixpath.dirname(place), name))}"
+
+
+def _with_ending(path: str) -> str:
+    """The one file whose name differs from `path` by its ending; `path`, if there is none."""
+    endings = (*MEDIA_SUFFIXES, *NUMBERS_SUFFIXES)
+    places = (path.removesuffix(ANY_ENDING) + ending for ending in endings)
+    found = [place for place in places if is_there(place)]
+    if len(found) > 1:
+        raise DataError(
+            f"{found[0]} and {found[1]} are both for one clip ({path}). Remove one of them, or "
+            "name the ending in data.conditioning."
+        )
+    return found[0] if found else path
 
 
 def given_to(clip: Clip, section: ConditioningSection) -> Given:

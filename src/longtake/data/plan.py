@@ -470,19 +470,44 @@ def review(
     return [*_small_buckets(plan), *_overlaps(plan), *too_far, *_unreached(plan, num_steps)]
 
 
-def review_catalogs(recipe: Recipe) -> tuple[Plan | None, list[str]]:
-    """The plan of a new run and warnings about its data; neither before a catalog is indexed."""
+def check_data(
+    plan: Plan,
+    catalogs: Mapping[str, Catalog],
+    data: DataSection,
+    num_steps: int,
+    trained: StagePlan | None = None,
+) -> list[str]:
+    """All that is asked of a plan's data before step 1, by `train` and by `longtake plan`.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        DataError: files are missing, or as `review`.
+    """
+    refuse_missing_conditioning(plan, data)
+    warnings = review(plan, data, num_steps, trained)
+    if data.cache is None:  # filling a cache opens only the files that it lacks
+        for catalog in catalogs.values():
+            warnings += refuse_missing(catalog, data.max_quarantined_clips)
+    return warnings
+
+
+def review_catalogs(recipe: Recipe) -> tuple[Plan | None, list[str], str | None]:
+    """The plan of a new run, warnings, and why training would refuse its data, if it would.
+
+    There are none before all catalogs are indexed.
+    """
     data, training, plan = recipe.data, recipe.training, None
     if not all(path.is_file() for path in data.sources().values()):
-        return None, []
+        return None, [], None
     try:
         catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
         refuse_wrong_catalogs(catalogs, data)
         plan = begin(catalogs, data, training.global_batch_size, recipe.seed)
-        refuse_missing_conditioning(plan, data)
-        return plan, review(plan, data, training.steps)
+        return plan, check_data(plan, catalogs, data, training.steps), None
     except DataError as error:
-        return plan, [f"training would refuse its data: {error}"]
+        return plan, [], str(error)
 
 
 def _small_buckets(plan: Plan) -> Iterator[str]:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -130,13 +130,7 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
             f"{key}: its step{inspect.signature(found.step)} cannot be called as "
             "step(closure=None), which resuming does. Define it as step(self, closure=None)."
         ) from error
-    rounded = next((each.dtype for each in parameters if each.dtype != torch.float32), None)
-    if rounded is not None:
-        raise RecipeError(
-            f"{key}: weights are {str(rounded).removeprefix('torch.')}, in which small updates "
-            'are rounded away. Set trainable.dtype = "fp32" for LoRA and modules, or '
-            'model.dtype = "fp32".'
-        )
+    refuse_rounding(parameters, section)
     taken = defaults(found.__init__)
     given: dict[str, Any] = {next(iter(taken), "params"): parameters, "lr": section.learning_rate}
     for name in ("betas", "weight_decay"):
@@ -162,6 +156,17 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
                     "hold. Keep numbers, texts and tensors there, and all else as attributes."
                 )
     return made
+
+
+def refuse_rounding(parameters: Iterable[Tensor], section: OptimizerSection) -> None:
+    """Refuse the user's own optimizer for weights in which it would lose small updates."""
+    rounded = next((each.dtype for each in parameters if each.dtype != torch.float32), None)
+    if ":" in section.kind and rounded is not None:
+        raise RecipeError(
+            f"optimizer.kind {section.kind!r}: weights are {str(rounded).removeprefix('torch.')}, "
+            'in which small updates are rounded away. Set trainable.dtype = "fp32" for LoRA and '
+            'modules, or model.dtype = "fp32".'
+        )
 
 
 def _is_loaded_again(value: Any) -> bool:

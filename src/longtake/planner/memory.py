@@ -19,7 +19,7 @@ from longtake.models import build, numerics
 from longtake.models.quantized import quantize_linears
 from longtake.models.streamed import streamed_bytes
 from longtake.optim import master_weights, muon
-from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_states
+from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_states, refuse_rounding
 from longtake.parallel import context_parallel, fsdp, mesh
 from longtake.planner.activation_checkpointing import QUANTIZED, BlockWeights
 from longtake.planner.block_weights import can_quantize
@@ -116,6 +116,7 @@ def outline_step(
     components = build.outline(recipe, _captions(recipe))
     build.refuse_sharing(components, recipe)
     family, model = components.family, components.model
+    refuse_rounding((each for each in model.parameters() if each.requires_grad), recipe.optimizer)
     if recipe.parallel.context > 1:
         size = recipe.parallel.context
         sharing = context_parallel.heads_size(family.num_heads(model), size, per_node)

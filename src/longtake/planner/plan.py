@@ -198,7 +198,7 @@ def _try_to_plan(
 def _best_plan(known: Forecast) -> MemoryPlan:
     known.gradients.refuse_fatal()
     if known.best is None:
-        raise _does_not_fit(known)
+        raise does_not_fit(known)
     notes = [str(trap) for trap in known.gradients.traps]
     found = _plan(
         known.step, "best", known.best.options, notes, known.best_policy, known.best.traced
@@ -228,7 +228,7 @@ def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -
         known = forecast(
             step.recipe, step.device, world_size=step.world_size, per_node=step.per_node
         )
-        raise _does_not_fit(known)
+        raise does_not_fit(known)
     notes += [str(trap) for trap in policy_traps(step, traces)]
     compared = tuple(
         policy_forecast(name, trace, step, trace.seconds / traces["none"].seconds - 1)
@@ -261,7 +261,7 @@ def _plan(
     )
 
 
-def _does_not_fit(known: Forecast) -> PlanError:
+def does_not_fit(known: Forecast) -> PlanError:
     """What is missing, and what to change."""
     device, policy = known.device, known.step.recipe.recompute.chosen()
     assert device.budget_bytes is not None

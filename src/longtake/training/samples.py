@@ -23,8 +23,9 @@ from longtake.models.build import PARTS, Components, Part, build_frozen_parts
 from longtake.models.pretrained import local_copies
 from longtake.models.text import TextEncoder
 from longtake.parallel import collectives, context_parallel, fsdp, mesh
+from longtake.run_dir import RunDirectory
 from longtake.sampling import claims
-from longtake.sampling.other_expert import load_other
+from longtake.sampling.other_expert import load_other, refuse_wrong_other
 from longtake.sampling.presets import Preset, Request, training_presets
 from longtake.sampling.sampler import (
     ONE_BY_ONE,
@@ -126,6 +127,12 @@ def _put_together(
 
 def _still_sampling(_: int) -> None:
     heartbeat.set_phase("sampling")  # again: what lasts is counted from here
+
+
+def refuse_wrong_samples(recipe: config.Recipe, run: RunDirectory) -> None:
+    """Refuse presets and another expert that training could not sample; asks for no weights."""
+    training_presets(recipe, run)
+    refuse_wrong_other(recipe)
 
 
 class TrainingSampler:

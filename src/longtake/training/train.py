@@ -18,7 +18,7 @@ from longtake.checkpoint.store import keep_saver
 from longtake.config import Bucket, Recipe
 from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Loader
-from longtake.data.plan import large_crops, refuse_missing, refuse_missing_conditioning, review
+from longtake.data.plan import check_data, large_crops, review
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
 from longtake.models import captions, lora_files, numerics, pretrained
@@ -32,8 +32,6 @@ from longtake.planner.devices import peak_flops
 from longtake.planner.memory import refuse_idle_ranks, with_batch_sizes
 from longtake.planner.plan import MemoryPlan, free_memory, keep_plan, plan_for_training, run_blocks
 from longtake.run_dir import EventKind, Parent, RunDirectory, beside
-from longtake.sampling import presets
-from longtake.sampling.other_expert import refuse_wrong_other
 from longtake.tracking import tracker, wandb
 from longtake.tracking.follower import Follower, tracking_follower
 from longtake.training import build, latent_cache, record, runtime, samples, startup, statistics
@@ -156,8 +154,7 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
         kept=run.catalogs_path,
         heartbeats=heartbeat.heartbeat_dir(run.path),
     )
-    presets.training_presets(recipe, run)  # refuses what is wrong of them
-    refuse_wrong_other(recipe)
+    samples.refuse_wrong_samples(recipe, run)
     if not run.exists():
         review(loader.plan_history.plan, recipe.data, recipe.training.steps)
     return loader
@@ -185,10 +182,14 @@ def _build(
     _refuse_other_plans(loader, world)
     threads = CpuThreads(world, None if point.trainer is None else point.trainer.get("threads"))
     plan_of_data = loader.plan_history.plan
-    first_does(lambda: refuse_missing_conditioning(plan_of_data, recipe.data), world)
-    steps = recipe.training.steps
+    steps, warnings = recipe.training.steps, list(point.warnings)
     trained = loader.plan_history.stage_before_change()
-    warnings = [*point.warnings, *review(plan_of_data, recipe.data, steps, trained)]
+
+    def check() -> None:
+        found = check_data(plan_of_data, loader.catalogs, recipe.data, steps, trained)
+        warnings.extend(found)
+
+    first_does(check, world)
     compiler = build.uncompiled(recipe, world.device)
     warnings += filter(None, [wandb.missing_key(recipe.tracking), compiler, threads.difference()])
     warnings += map(str, session.differences)
@@ -201,8 +202,6 @@ def _build(
     free_bytes = free_memory(recipe, world)
     plan = plan_for_training(recipe, precision, run, world, free_bytes)
     heartbeat.set_phase("build")
-    if recipe.data.cache is None:  # filling a cache opens only the files that it lacks
-        warnings += _refuse_missing_files(loader, world)
     warnings += large_crops(loader.plan_history.plan)
     resumed = begins or point.path is not None
     source = source_of(recipe, resumed=resumed, is_sharded=world.is_sharded)
@@ -271,18 +270,6 @@ def _refuse_other_plans(loader: Loader, world: World) -> None:
             "than rank 0: they have read another catalog, or another checkpoint. Give all nodes "
             "the same files, and start again."
         )
-
-
-def _refuse_missing_files(loader: Loader, world: World) -> list[str]:
-    """Refuse data of which too many files are missing; warnings name the few that are."""
-    data, warnings = loader.data, list[str]()
-
-    def look() -> None:
-        for each in loader.catalogs.values():
-            warnings.extend(refuse_missing(each, data.max_quarantined_clips))
-
-    first_does(look, world)
-    return warnings
 
 
 def _begin_ledger(session: Session, loader: Loader) -> Path:
