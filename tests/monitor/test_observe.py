@@ -180,6 +180,30 @@ def test_who_waited_for_another_has_time_to_go_on() -> None:
     assert len(expectations.overdue([later], _NOW + 6.0)) == 1
 
 
+def test_the_time_of_a_reported_stall_does_not_raise_limits() -> None:
+    """Neither of the rank that stood, nor of one that waited for it and goes on later."""
+    expectations = PhaseTimeouts(_SECTION)
+    phases: list[Phase] = ["backward", "collective"]
+
+    def learn(seconds: list[float], longest: list[float]) -> None:
+        facts = zip(phases, seconds, longest, (1, 2), strict=True)
+        expectations.learn(
+            [_pulse(name, now, pid=pid, longest={name: most}) for name, now, most, pid in facts]
+        )
+
+    learn([13.0, 13.0], [0.1, 0.1])
+    expectations.is_stalled = True
+    learn([14.0, 14.0], [0.1, 0.1])
+    expectations.is_stalled = False
+    learn([0.1, 15.0], [14.5, 0.1])
+    learn([0.1, 0.2], [14.5, 15.5])
+    learn([0.1, 0.2], [14.5, 15.5])
+    limits = [expectations.limit_of(_pulse(phase), _NOW) for phase in phases]
+    assert limits == [_SECTION.min_seconds] * 2
+    learn([0.1, 0.2], [20.0, 15.5])  # later and not reported: usual
+    assert expectations.limit_of(_pulse("backward"), _NOW) == 100.0
+
+
 def test_a_heart_has_moved_if_it_is_elsewhere_or_there_again() -> None:
     before = _pulse("forward", 7.0, step=3)
     assert not has_moved(before, _pulse("forward", 9.0, step=3))

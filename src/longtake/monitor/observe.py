@@ -249,8 +249,11 @@ class PhaseTimeouts:
     def __init__(self, settings: WatchSettings) -> None:
         self.launch = ""  # empty: not known yet
         self.seconds_late = 0.0  # by which the watcher itself was late, in total
+        self.is_stalled = False  # a stall was reported and has not cleared
         self._settings = settings
         self._longest: dict[tuple[Role, Phase], float] = {}
+        self._stalled: dict[tuple[int, int], Heartbeat] = {}  # still in a phase of a stall
+        self._unusual: dict[tuple[int, int, Phase], float] = {}  # longest in which a stall was
         self._windows: dict[tuple[int, int], int] = {}
         self._num_workers = 0
         self._delays: list[tuple[float, float]] = []
@@ -262,8 +265,8 @@ class PhaseTimeouts:
         ranks = [each for each in found if each.role == "rank"]
         if ranks and (launch := max(ranks, key=lambda each: each.started).launch) != self.launch:
             self.launch = launch
-            self._longest.clear()
-            self._windows.clear()
+            for known in (self._longest, self._windows, self._stalled, self._unusual):
+                known.clear()
         workers = [each for each in found if each.role == "decode"]
         self._num_workers = len(workers)
         for each in workers:
@@ -271,9 +274,7 @@ class PhaseTimeouts:
             self._windows[_identity(each)] = timing.count if timing else 0
         for each in found:
             if not self._is_of_another_launch(each):
-                for phase, timing in each.timings.items():
-                    key = (each.role, phase)
-                    self._longest[key] = max(timing.longest, self._longest.get(key, 0.0))
+                self._learn_longest(each)
 
     def extend(self, seconds: float, now: float) -> None:
         self.seconds_late += seconds
@@ -302,6 +303,19 @@ class PhaseTimeouts:
         found = [Overdue(each, limit) for each, limit in limits if limit is not None]
         late = (each for each in found if each.heartbeat.seconds + within > each.limit)
         return sorted(late, key=lambda each: -each.heartbeat.seconds)
+
+    def _learn_longest(self, heartbeat: Heartbeat) -> None:
+        """Take in all durations but those of a reported stall, waiting for it included."""
+        who = _identity(heartbeat)
+        before = self._stalled.pop(who, None)
+        for phase, timing in heartbeat.timings.items():
+            key = (heartbeat.role, phase)
+            if before is not None and phase == before.phase:
+                self._unusual[*who, phase] = timing.longest
+            elif timing.longest > self._unusual.get((*who, phase), -1.0):
+                self._longest[key] = max(timing.longest, self._longest.get(key, 0.0))
+        if self.is_stalled or (before is not None and not has_moved(before, heartbeat)):
+            self._stalled[who] = heartbeat
 
     def _base_limit(self, heartbeat: Heartbeat) -> float | None:
         settings, phase = self._settings, heartbeat.phase

@@ -340,6 +340,8 @@ class StallDetector:
         overdue = [each for each in near if each.heartbeat.seconds > each.limit]
         if overdue and wait <= 0 and not is_pending:
             self._raise_alarm(overdue[0], snapshot)
+        token = self.open_token
+        self._timeouts.is_stalled = bool(token) and self._service.outcome(token) == "stalled"
 
     def _raise_alarm(self, overdue: observe.Overdue, snapshot: observe.Snapshot) -> None:
         found, launch = overdue.heartbeat, self._timeouts.launch
