@@ -333,7 +333,12 @@ def test_a_rank_that_failed_is_told_with_where_and_of_what(told: RunDirectory) -
     (failed,) = _incidents(told)
     assert failed["at"] == 5
     assert incident_sentence(failed) == f"rank failed on gpu07: {reason}"
-    # Its launcher knows more, and it failed once.
+    # The rank itself knows more, its launcher most, and it failed once.
+    error = "ValueError: a layer broke"
+    for source in ("rank", "watcher"):
+        text = error if source == "rank" else "gone"
+        node.append_event("rank_failed", **facts, source=source, error=text, reason=reason)
+    assert [each["error"] for each in _incidents(told)] == [error]
     node.append_event("rank_failed", **facts, source="launcher", error="killed by SIGKILL")
     (failed,) = _incidents(told)
     said = "rank failed on gpu07: rank 3 (phase backward): killed by SIGKILL"

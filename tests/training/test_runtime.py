@@ -123,6 +123,27 @@ def test_who_ends_with_a_word_has_not_died(
     assert not heartbeat_dir(recipe.out).exists()
 
 
+def test_a_rank_that_is_alone_records_why_it_failed(
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not before it holds the run: another process may train it, and has not failed."""
+    recipe = small_recipe("training.steps=2", "watch.enabled=false")
+
+    def fail(*_: object) -> None:
+        raise ValueError("a layer broke")
+
+    monkeypatch.setattr(loop, "apply_update", _when(1, fail))
+    with pytest.raises(ValueError, match="broke"):
+        train(recipe, QUIET)
+    monkeypatch.setattr(training, "find_resume_point", fail)
+    with pytest.raises(ValueError, match="broke"):
+        train(recipe, QUIET)
+    events = [each for each in read_events(RunDirectory(recipe.out)) if "kind" in each]
+    assert [(each["event"], each["kind"], each["error"], each["step"]) for each in events] == [
+        ("rank_failed", "exception", "ValueError: a layer broke", 1)
+    ]
+
+
 def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
     small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -502,8 +502,7 @@ class Agent(LocalElasticAgent):
         }
         for heartbeat in self._heartbeats(codes):
             code = codes[heartbeat.pid]
-            is_known = heartbeat.pid in known or heartbeat.phase == "ended"
-            if is_known or heartbeat.world_size == 1:
+            if heartbeat.pid in known or heartbeat.phase == "ended":
                 continue
             line = _last_line(self._logs.paths[ranks[heartbeat.pid]], code)
             error = _describe_code(code) + (f"; its last line: {line}" if line else "")

@@ -37,6 +37,7 @@ _BATCH_EVENTS = (
     *("sample_rejected", "decoder_stalled", "decoder_died"),
 )
 """Their `step` is the number of a batch."""
+_SOURCES = ("watcher", "rank", "launcher")  # of `rank_failed`, by what they know
 _NEXT_STEP_EVENTS = ("stalled", "rank_failed", "killed_rank", "restarted_worker")
 """Their `step` counts the steps that were done before; they happened in the next."""
 _VERDICT_EVENTS = ("update_skipped", "anomaly_detected")
@@ -170,12 +171,12 @@ def _incident_key(event: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a stall the newest diagnosis, from its begin; of a failure what its launcher knows."""
+    """Of a stall the newest diagnosis, from its begin; of a failure who knows most about it."""
     if new["event"] == "stalled":
         return {**new, "time": old["time"], "at": old["at"]}
-    launcher, other = (old, new) if old.get("source") == "launcher" else (new, old)
+    other, best = sorted((old, new), key=lambda each: _SOURCES.index(each.get("source", "rank")))
     rest = {name: value for name, value in other.items() if name != "reason"}
-    return {**rest, **launcher}
+    return {**rest, **best}
 
 
 def restarts(run: RunDirectory) -> list[dict[str, Any]]:

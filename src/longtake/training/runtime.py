@@ -47,6 +47,7 @@ class NodeWatcher:
         self._writer = writer
         self._is_wanted = is_wanted
         self.run: RunDirectory | None = None
+        self.has_begun = False  # this process holds the run, which exists
         self._enable_stack_dumps()
         self._process: process.KeptProcess | None = None
 
@@ -63,6 +64,7 @@ class NodeWatcher:
         """Start the watcher, if the run exists and it was not started yet."""
         if self.run is None or not self.run.exists():
             return
+        self.has_begun = True
         if self._is_wanted and self._process is None:
             options = [part for path in self._data for part in ("--data", str(path))]
             self._process = process.KeptProcess(
@@ -115,7 +117,9 @@ def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
                 waits = False  # the launcher starts all ranks again as soon as this one has ended
                 raise _with_failed_rank(error, writer, watcher.run) from error
             except Exception as error:
-                _record_failure(error, writer, watcher.run)
+                # A rank that is alone may have been refused a run that another process trains.
+                if size > 1 or watcher.has_begun:
+                    _record_failure(error, writer, watcher.run)
                 raise
     finally:
         watcher.close(waits=waits)
@@ -124,12 +128,9 @@ def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
 def _record_failure(
     error: Exception, writer: heartbeat.HeartbeatWriter, run: RunDirectory | None
 ) -> None:
-    """Record why this rank ends, for the other ranks; call it before its heartbeat stops.
-
-    Nothing is recorded by a rank that is alone, or in a run that was not begun.
-    """
+    """Record why this rank ends, in a run that was begun; call it before its heartbeat stops."""
     own = heartbeat.read_heartbeat(writer.path)
-    if own is not None and own.world_size > 1 and run is not None and run.exists():
+    if own is not None and run is not None and run.exists():
         kind: FailureKind = "error" if isinstance(error, errors.LongtakeError) else "exception"
         text = error_line(error)
         if isinstance(error, torch.distributed.DistError):
