@@ -393,7 +393,7 @@ def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
     )
     found = _suggestions(recipe, _gpu(10))
     assert found["5 frames of 128x96"].changes == [
-        "data.buckets=[{num_frames=5, height=96, width=128}]"
+        "data.buckets=[{ num_frames = 5, height = 96, width = 128 }]"
     ]
     assert found["cached latents and prompts"].changes == ["data.cache=cache", "data.windows=1"]
 
