@@ -103,6 +103,17 @@ def test_a_longer_run_is_refused_with_the_command_that_trains_it(tmp_path: Path)
     assert "on_change" not in str(caught.value)
 
 
+def test_the_command_of_a_longer_run_names_the_catalog_that_is_new(tmp_path: Path) -> None:
+    """Without it, the run would train the clips of its own recipe again."""
+    run = _begin(tmp_path / "run")
+    recipe = _recipe(run.path, steps=20)
+    data = recipe.data.model_copy(update={"catalog": Path("chunk 2.parquet")})
+    with pytest.raises(RecipeChangedError) as caught:
+        run.claim(recipe.model_copy(update={"data": data}))
+    assert "data.catalog: 'catalog.parquet' there, 'chunk 2.parquet' now" in str(caught.value)
+    assert "training.steps=20 --set 'data.catalog=chunk 2.parquet' --set" in str(caught.value)
+
+
 def test_the_way_on_holds_for_a_run_that_was_moved(tmp_path: Path) -> None:
     moved = RunDirectory(tmp_path / "moved")
     _begin(tmp_path / "run").path.rename(moved.path)
