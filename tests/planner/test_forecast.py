@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from longtake import config
 from longtake.config import Quantization, Recipe
 from longtake.errors import CannotBePlannedError, ModelError, PlanError
 from longtake.models.build import assemble
+from longtake.models.tubelet import TubeletTransformer
 from longtake.planner import encoding
 from longtake.planner.activation_checkpointing import KEEP, POLICIES, options_of
 from longtake.planner.devices import CPU, DEVICES, DeviceBudget, device_budget
@@ -287,6 +290,31 @@ def test_a_model_that_asks_for_values_cannot_be_planned(
         "values, so it can follow no .item() and no `if` on a tensor. Compute with tensors there, "
         "such as by torch.where."
     )
+
+
+def test_numpy_in_a_module_is_a_limit_of_plans(small_recipe: _Make, own_module: _Write) -> None:
+    line = "tokens + tokens.detach().numpy()"
+    recipe = small_recipe(f"trainable.modules.own.module={own_module(line)}")
+    with pytest.raises(CannotBePlannedError, match=r"numpy is to compute .* compute with torch"):
+        check_gradients(outline_step(recipe, CPU))
+
+
+def test_a_checkpoint_call_around_everything_is_said_where_memory_cannot_be_planned(
+    small_recipe: _Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: TubeletTransformer, *args: Any, **kwargs: Any) -> Tensor:
+        whole: Tensor = checkpoint(forward, self, *args, use_reentrant=False, **kwargs)
+        return whole
+
+    forward = TubeletTransformer.forward
+    monkeypatch.setattr(TubeletTransformer, "forward", run)
+    known = forecast(small_recipe(), CPU)
+    everything, unplanned = known.gradients.traps
+    assert "One recompute region in model holds all blocks" in everything.trap
+    assert "blocks do not run once each" in unplanned.trap
+    assert not known.policies
+    with pytest.raises(CannotBePlannedError, match=r'policy = "none".*\n.*One recompute region in'):
+        forecast(small_recipe('recompute.memory="1GiB"'), CPU)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,15 @@ def forecast(
     _refuse_below_weights(step)
     if kernels is not None:
         kernels.choose(step.tracer.attentions)
-    sweep = solver.sweep_policies(step.tracer)
+    try:
+        sweep = solver.sweep_policies(step.tracer)
+    except errors.CannotBePlannedError as error:
+        if recipe.recompute.chosen() == "none" and recipe.recompute.memory is None:
+            gradients = replace(gradients, traps=[*gradients.traps, _UNPLANNED])
+            return Forecast(device, step, memory.static_memory(step), gradients, {}, [], None, None)
+        raise errors.CannotBePlannedError(
+            "\n".join([str(error), *map(str, gradients.traps)])
+        ) from error
     traces = dict(sweep.traces)
     traps = [*gradients.traps, *policy_traps(step, traces)]
     best = _best(step, sweep)
@@ -164,6 +172,15 @@ def forecast(
     )
 
 
+_UNPLANNED = gradient_flow.Trap(
+    "model",
+    "Its blocks do not run once each in their order, so the memory of a step cannot be planned. It "
+    "trains all the same, as the recipe wants no recompute and names no memory.",
+    "Call every block once, outside of checkpoint calls, and its memory is planned.",
+    stops=False,
+)
+
+
 def check_gradients(step: memory.MetaStep) -> GradientFlow:
     """Which trainable parameters a step reaches, and what keeps it from the others."""
     try:
@@ -178,12 +195,23 @@ def check_gradients(step: memory.MetaStep) -> GradientFlow:
             ".item() and no `if` on a tensor. Compute with tensors there, such as by torch.where."
         ) from error
     except Exception as error:  # a user's own module may raise anything
+        if _NUMPY_REFUSED in str(error):
+            raise errors.CannotBePlannedError(
+                f"The model cannot be planned{_where(error)}: numpy is to compute with a tensor. A "
+                "plan runs the model on tensors that have a shape but no values, which numpy "
+                "cannot read. In training numpy keeps no gradient and waits for the device: "
+                "compute with torch there."
+            ) from error
         reason = first_line(error)
         raise errors.PlanError(
             f"The model cannot be run{_where(error)}: {type(error).__name__}: {reason}. A training "
             "step would fail in the same way."
         ) from error
     return GradientFlow(watch.reached(), watch.unreached(), gradient_flow.flow_traps(watch))
+
+
+_NUMPY_REFUSED = ".numpy() is not supported for tensor subclasses"
+"""torch's message where numpy asks for the values of a tensor that has none."""
 
 
 @contextmanager

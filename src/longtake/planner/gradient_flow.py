@@ -37,13 +37,14 @@ _CASTS = ("to", "float", "type", "type_as", "_to_copy")
 
 @dataclass(eq=False)
 class RecomputeRegion:
-    """One call of `torch.utils.checkpoint`: what runs in it is recomputed in the backward pass."""
+    """One call of a checkpoint function: what runs in it is recomputed in the backward pass."""
 
     reentrant: bool
     where: str  # the module whose code opened it
     carries_grad: bool  # whether a tensor that is itself an argument carries gradient
     hidden: ParameterSet  # upstream of tensors with gradient in a dict, list or dataclass argument
     upstream: ParameterSet  # upstream of all arguments
+    by: str = ""  # the class that recomputes, where it is not torch's
     inside: ParameterSet = 0  # used in it
     blocks: list[str] = field(default_factory=list)  # that ran in it, in order
 
@@ -230,6 +231,7 @@ class GradientWatch:
         with ExitStack() as opening:
             for handle in (*self._hook_parameters(trainable), *self._hook_modules()):
                 opening.callback(handle.remove)
+            opening.enter_context(checkpoint_is_quiet())
             opening.enter_context(_regions_reported_to(self))
             opening.enter_context(self.provenance)
             self._open = opening.pop_all()
@@ -307,7 +309,7 @@ class GradientWatch:
         return leave
 
     @contextmanager
-    def region(self, reentrant: bool, args: Iterable[Any]) -> Iterator[None]:
+    def region(self, reentrant: bool, args: Iterable[Any], by: str = "") -> Iterator[None]:
         """Record a region that is open as long as the context is."""
         if in_backward() or not torch.is_grad_enabled():
             yield
@@ -320,6 +322,7 @@ class GradientWatch:
             carries_grad=any(tensor.requires_grad for tensor in direct),
             hidden=self.provenance.of([tensor for tensor in nested if tensor.requires_grad]),
             upstream=self.provenance.of(list(args)),
+            by=by,
         )
         self.regions.append(region)
         self._position.regions.append(region)
@@ -331,32 +334,45 @@ class GradientWatch:
 
 @contextmanager
 def _regions_reported_to(watch: GradientWatch) -> Iterator[None]:
-    """Report each use of torch's two ways to recompute.
+    """Report each use of torch's two ways to recompute, and of others' reentrant ones.
 
-    They are replaced where `torch.utils.checkpoint.checkpoint` looks them up, because other modules
-    have imported that function itself.
+    They are replaced where they are looked up, because other modules have imported
+    `torch.utils.checkpoint.checkpoint` itself. DeepSpeed, Megatron and others have an autograd
+    function of their own, which is handed the function to recompute.
     """
     torch_checkpoint: Any = torch.utils.checkpoint
-    reentrant = torch_checkpoint.CheckpointFunction.apply
+    function_class: Any = torch.autograd.Function
+    own_apply = function_class.__dict__["apply"]
     plain = torch_checkpoint._checkpoint_without_reentrant_generator
 
-    def watched_reentrant(function: Any, preserve: bool, *args: Any) -> Any:
-        with watch.region(True, args), warnings.catch_warnings():
-            # The trap says which region this is about, and what to do.
-            warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-            return reentrant(function, preserve, *args)
+    def watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        apply = own_apply.__get__(None, cls)
+        if not any(callable(value) for value in args):
+            return apply(*args, **kwargs)
+        is_torchs = issubclass(cls, torch_checkpoint.CheckpointFunction)
+        with watch.region(True, args, "" if is_torchs else f"{cls.__module__}.{cls.__qualname__}"):
+            return apply(*args, **kwargs)
 
     def watched_plain(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         with watch.region(False, args):
             yield from plain(function, *args, **kwargs)
 
-    torch_checkpoint.CheckpointFunction.apply = staticmethod(watched_reentrant)
+    function_class.apply = classmethod(watched_apply)
     torch_checkpoint._checkpoint_without_reentrant_generator = watched_plain
     try:
         yield
     finally:
-        del torch_checkpoint.CheckpointFunction.apply  # the inherited one shows again
+        function_class.apply = own_apply
         torch_checkpoint._checkpoint_without_reentrant_generator = plain
+
+
+@contextmanager
+def checkpoint_is_quiet() -> Iterator[None]:
+    """Without torch's warnings of checkpoint calls: a trap says which call, and what to do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+        warnings.filterwarnings("ignore", "torch.utils.checkpoint.*the use_reentrant parameter")
+        yield
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -405,6 +421,7 @@ def flow_traps(watch: GradientWatch) -> list[Trap]:
     unreached = _set(watch, watch.unreached())
     dead = [region for region in watch.regions if _is_dead(region, unreached)]
     found = [*_dead_regions(watch, dead, unreached), *_regions_of_everything(watch, dead)]
+    found += [] if dead else _idle_regions(watch)
     if watch.gone_twice:  # all else follows from it
         return [*found, _gone_twice(watch)]
     found += _demands(watch, dead, unreached)
@@ -481,26 +498,24 @@ def _dead_regions(
 
 def _opening(watch: GradientWatch, region: RecomputeRegion) -> str:
     name, frozen = _name(region), _frozen_before(watch, region)
+    kind = f"reentrant recompute region{f' of {region.by}' if region.by else ''}"
     if region.hidden:
         return (
-            f"{name} runs in a reentrant recompute region, and what carries gradient is handed to "
+            f"{name} runs in a {kind}, and what carries gradient is handed to "
             "it inside a dict, list or dataclass, where such a region does not look"
         )
     if _holds_everything(watch, region):
         return (
-            f"One reentrant recompute region in {region.where} holds all blocks that train "
+            f"One {kind} in {region.where} holds all blocks that train "
             f"({_listed(region.blocks)}), and no tensor that it is handed carries gradient"
         )
     if frozen:
         return (
             f"{_listed(frozen)} {'is' if len(frozen) == 1 else 'are'} frozen, so that no tensor "
-            f"handed on to {name} carries gradient, and {name} runs in a reentrant recompute region"
+            f"handed on to {name} carries gradient, and {name} runs in a {kind}"
         )
     because = "" if region.upstream else ": data and frozen layers give none"
-    return (
-        f"{name} runs in a reentrant recompute region, and no tensor that it is handed carries "
-        f"gradient{because}"
-    )
+    return f"{name} runs in a {kind}, and no tensor that it is handed carries gradient{because}"
 
 
 def _frozen_before(watch: GradientWatch, region: RecomputeRegion) -> list[str]:
@@ -523,6 +538,23 @@ def _regions_of_everything(watch: GradientWatch, dead: Sequence[RecomputeRegion]
                 'Recompute block by block: drop the call and set recompute.policy = "all".',
                 stops=False,
             )
+
+
+def _idle_regions(watch: GradientWatch) -> Iterator[Trap]:
+    """One note on calls around parts that no gradient passes; it needs no recompute there."""
+    idle = [
+        _name(region)
+        for region in watch.regions
+        if not (region.carries_grad or region.hidden or region.upstream or region.inside)
+    ]
+    if idle:
+        yield Trap(
+            idle[0],
+            f"The checkpoint call around {_listed(idle)} saves nothing: nothing trainable lies "
+            "there or before, so no gradient passes and nothing is kept for one.",
+            "Leave the call out there.",
+            stops=False,
+        )
 
 
 def _holds_everything(watch: GradientWatch, region: RecomputeRegion) -> bool:

@@ -31,7 +31,7 @@ from longtake.planner.block_weights import (
 )
 from longtake.planner.devices import SHARE_OF_BANDWIDTH, DeviceBudget, Target, rounded
 from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
-from longtake.planner.gradient_flow import GradientWatch
+from longtake.planner.gradient_flow import GradientWatch, checkpoint_is_quiet
 
 # An operation takes as long as its arithmetic or its memory traffic, whichever is more: a roofline
 # (Williams, Waterman and Patterson, 2009). Real kernels reach a share of the data sheet's figures;
@@ -153,7 +153,8 @@ class Tracer:
         return int(np.max(offered, axis=0).sum())
 
     def trace(self, options: activation_checkpointing.Options) -> StepTrace:
-        with self._weights_as(options), self._fake, self._gradients_dropped():
+        dropped = self._gradients_dropped()
+        with self._weights_as(options), self._fake, dropped, checkpoint_is_quiet():
             return self._trace(options)
 
     @contextmanager
@@ -582,7 +583,8 @@ def _refuse_other_order(marks: Sequence[str], subject: Subject) -> None:
         odd = next((name for name in subject.blocks if ran.count(name) != 1), ran[0])
         raise CannotBePlannedError(
             f"The model cannot be planned: its blocks do not run once each in their order; {odd} "
-            f"runs {ran.count(odd)} times. Set recompute.policy and leave recompute.memory out."
+            f'runs {ran.count(odd)} times. To train it unplanned, set recompute.policy = "none" '
+            "and leave recompute.memory out."
         )
 
 
