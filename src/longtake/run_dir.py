@@ -62,6 +62,7 @@ EventKind = Literal[
     "checkpoint",
     "checkpoint_failed",
     "checkpoint_damaged",
+    "first_loss_high",
     "anomaly_detected",
     "update_skipped",
     "rolled_back",

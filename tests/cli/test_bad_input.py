@@ -59,6 +59,8 @@ def test_a_picture_is_never_written_over_something_else(
         (["plan", "RECIPE", "--memory", "9" * 5000 + "GiB"], "no amount of memory"),
         (["preflight", "RECIPE", "--timeout", "inf"], "--timeout"),
         (["train", "RECIPE", "--weights-only"], "--weights-only needs --from RUN"),
+        (["train", "RECIPE", "--load", "x"], "the same command again resumes"),
+        (["launch", "RECIPE", "--resume-from", "x"], "--from RUN[@STEP] begins a new run"),
         (["launch", "RECIPE", "--weights-only"], "--weights-only needs --from RUN"),
         (["launch", "RECIPE", "--slurm", "--from", "gone"], "gone is not a run directory"),
         (["launch", "RECIPE", "--from", "RUN@7"], "no whole checkpoint of step 7"),

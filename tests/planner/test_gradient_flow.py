@@ -454,11 +454,13 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def _by_deepspeed(first: int) -> Run:
+    function: Any = CheckpointFunction
+
     def run(model: Model, tokens: Tensor) -> Tensor:
         for block in model.blocks[:first]:
             tokens = block(tokens)
         for block in model.blocks[first:]:
-            tokens = CheckpointFunction.apply(block, [], tokens)
+            tokens = function.apply(block, [], tokens)
         return tokens
 
     return run

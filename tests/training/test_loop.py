@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tests.build import ALONE, TINY_WAN, MakeRecipe
+from tests.build import ALONE, TINY_WAN, MakeRecipe, events
 from torch import Tensor
 
 from longtake.config import Bucket, ConditioningSection, ParallelSection, Recipe
@@ -37,6 +37,7 @@ from longtake.training.loop import (
     drop_undecodable,
     seed_step,
 )
+from longtake.training.record import keep_recorder
 from longtake.training.session import Session, TrainingState
 
 
@@ -65,6 +66,27 @@ def _norm(state: TrainingState) -> float:
 
 def _gradients(state: TrainingState) -> list[Tensor]:
     return [p.grad for p in state.components.model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("scale", [0.0, -20.0])
+def test_a_first_loss_above_that_of_predicting_zero_is_said(
+    small_recipe: MakeRecipe, tmp_path: Path, scale: float
+) -> None:
+    """Both micro-batches count; the loss of a release whose velocity is 0 everywhere is equal."""
+    recipe = small_recipe("training.micro_batch_size=2")
+    state, (batch,) = _state(recipe, tmp_path), _batches(recipe, 1)
+    state.components.model.register_forward_hook(lambda module, args, out: out * scale)
+    released = recipe.model.model_copy(update={"pretrained": "mine/release"})
+    session = _session(recipe.model_copy(update={"model": released}))
+    session.run.path.mkdir(parents=True)
+    losses = compute_gradients(session, state, batch)
+    with keep_recorder(session, None, 0, {}) as recorder:
+        recorder.compare_with_zero(losses, batch)
+    said = events(recipe, "first_loss_high")
+    assert len(said) == (scale != 0)
+    assert all("The first loss of mine/release is" in each["message"] for each in said)
+    state.global_step = 1
+    assert compute_gradients(session, state, batch).of_zero is None
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -118,6 +118,7 @@ def launch(
     signal_seconds: _SignalSeconds = 300,
     with_preflight: _Preflight = True,
     requeue: _Requeue = True,
+    load: train.Load = None,
 ) -> None:
     """Train a recipe with several ranks, which are started again after a crash.
 

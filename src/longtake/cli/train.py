@@ -35,6 +35,27 @@ WeightsOnly = Annotated[
 ]
 
 
+def _tell_how_to_resume(value: str | None) -> None:
+    if value is not None:
+        raise errors.RecipeError(
+            "No option names a checkpoint to load: the same command again resumes the run in the "
+            "recipe's `out` from its newest checkpoint. --from RUN[@STEP] begins a new run with "
+            "another run's weights, averages and optimizer states; with --weights-only its weights "
+            "alone."
+        )
+
+
+Load = Annotated[
+    str | None,
+    typer.Option(
+        *("--load", "--resume", "--resume-from", "--checkpoint", "--ckpt"),
+        hidden=True,
+        callback=_tell_how_to_resume,
+    ),
+]
+"""What others call it; to be told what it is here."""
+
+
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).")],
     changes: say.Changes = None,
@@ -43,6 +64,7 @@ def train(
     weights_only: WeightsOnly = False,
     trust: say.Trust = False,
     as_json: say.AsJson = False,
+    load: Load = None,
 ) -> None:
     """Train a recipe; the same command again resumes where it stopped.
 

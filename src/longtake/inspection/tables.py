@@ -41,6 +41,7 @@ _INCIDENTS = {
 """Where the words are not those of the event."""
 _SENTENCES = (
     *("stalled", "rank_failed", "clock_stepped", "clock_slewed", "degraded", "disk_full"),
+    "first_loss_high",
 )
 """Events of which `said` is `incident_sentence`."""
 

@@ -52,6 +52,7 @@ _LOOKS: Final[dict[str, _Look]] = {
     "restarted_worker": _Look("decoder", "data", "warn"),
     "ledger_damaged": _Look("ledger", "data", "error"),
     "update_skipped": _Look("skip", "guard", "warn"),
+    "first_loss_high": _Look("loss", "guard", "warn"),
     "anomaly_detected": _Look("spike", "guard", "warn"),
     "rolled_back": _Look("rollback", "guard", "error"),
     "diverged": _Look("diverged", "guard", "error"),

@@ -618,6 +618,15 @@ def flow_losses(
     noisy = path.interpolate(batch.latents, batch.noise, batch.sigmas)
     with numerics.autocast(precision if parts.dtype == torch.float32 else "fp32", device):
         predicted = parts.predict_velocity(noisy, batch.sigmas, batch.conditioning)
+    return _velocity_loss(parts, batch, predicted)
+
+
+def losses_of_zero(parts: Components, batch: FlowBatch) -> Tensor:
+    """[B] fp32: the loss of each sample if the model predicted a velocity of 0 everywhere."""
+    return _velocity_loss(parts, batch, torch.zeros_like(batch.noise))
+
+
+def _velocity_loss(parts: Components, batch: FlowBatch, predicted: Tensor) -> Tensor:
     weights = parts.family.loss_weights(batch.latents, batch.conditioning)
     if weights is None or batch.loss_weights is None:
         weights = batch.loss_weights if weights is None else weights

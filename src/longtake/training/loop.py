@@ -16,7 +16,7 @@ from longtake.data.loader import Batch, Loader
 from longtake.data.order import derive
 from longtake.data.stages import StagePosition
 from longtake.guard import detectors, history
-from longtake.models.build import flow_losses
+from longtake.models.build import flow_losses, losses_of_zero
 from longtake.optim.update import learning_rate_factor, masters_of, set_learning_rates
 from longtake.parallel import collectives, fsdp, mesh
 from longtake.training.inputs import clips_not_encoded
@@ -111,6 +111,8 @@ def train_steps(
             skip_update(state)
         if has_samples:
             recorder.step_done(batch, statistics, None if is_allowed else verdict, learning_rate)
+        if losses.of_zero is not None:
+            recorder.compare_with_zero(losses, batch)
         ledger.record(batch)
         if verdict.kind in ("roll_back", "stop") and not is_allowed:
             return LoopExit(verdict=verdict, statistics=statistics)
@@ -195,7 +197,8 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
     count = -(-len(batch.seeds) // size)
     share = batch.global_size / world.data_size  # ranks average gradients
     timer, found, sigmas = ComputeTimer(world.device), list[Tensor](), list[float]()
-    captioned = list[bool]()
+    captioned, of_zero = list[bool](), list[Tensor]()
+    is_compared = state.global_step == 0 and session.recipe.model.pretrained is not None
     micro_batches = state.inputs.micro_batches(batch, size)
     for number in range(1, count + 1):
         fsdp.set_gradient_sync(model, wanted=number == count)
@@ -206,10 +209,13 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
         heartbeat.set_phase("backward")
         ((losses * part.weights).sum() / share).backward()  # type: ignore[no-untyped-call]
         found.append(losses.detach())
+        if is_compared:
+            of_zero.append(losses_of_zero(components, part.examples))
         sigmas += part.sigmas
         captioned += part.captioned
     fsdp.reduce_gradients(model, blocks, world)
-    return SampleLosses(torch.cat(found), tuple(sigmas), tuple(captioned), timer.seconds)
+    zero = torch.cat(of_zero) if is_compared else None
+    return SampleLosses(torch.cat(found), tuple(sigmas), tuple(captioned), timer.seconds, zero)
 
 
 def _micro_batch_size(session: Session, batch: Batch) -> int:

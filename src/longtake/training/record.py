@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from longtake import errors, fsio, heartbeat
@@ -25,7 +26,7 @@ from longtake.parallel import collectives, mesh
 from longtake.planner.memory import measured, take_peak
 from longtake.progress import StepProgress, step_progress
 from longtake.run_dir import LAUNCH_VARIABLE, EventKind, Metrics, RunDirectory, skipped_batches
-from longtake.training.session import Session
+from longtake.training.session import SampleLosses, Session
 from longtake.training.startup import report_start
 from longtake.training.threads import ThreadChoice
 
@@ -226,6 +227,27 @@ class Recorder:
                 f"threads were tried ({times}): {choice.number} from here on. Results are no "
                 "longer bitwise those of an undisturbed run; OMP_NUM_THREADS fixes the number."
             )
+
+    def compare_with_zero(self, losses: SampleLosses, batch: Batch) -> None:
+        """Warn where a release's weights predict worse than a model that always predicts 0."""
+        if not self._world.is_first or losses.of_zero is None:
+            return
+        weights = np.array(batch.weights.tolist())
+        loss = float(np.dot(weights, losses.losses))
+        of_zero = float(np.dot(weights, losses.of_zero.tolist()))
+        if not loss > of_zero:
+            return
+        mean, mean_of_zero = (each / weights.sum() for each in (loss, of_zero))
+        message = (
+            f"The first loss of {self._recipe.model.pretrained} is {mean:.3g}, and predicting a "
+            f"velocity of 0 would have {mean_of_zero:.3g}. Trained weights are below it: look at "
+            "the sign (velocity = noise - latents) and the scale of what the family's `call` "
+            "returns, at the timestep that it passes on, and at the codec's normalisation."
+        )
+        self._run.append_event(
+            "first_loss_high", step=0, loss=mean, of_zero=mean_of_zero, message=message
+        )
+        self._progress.say(message)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -53,6 +53,8 @@ class SampleLosses:
     sigmas: tuple[float, ...]  # [B]
     captioned: tuple[bool, ...]  # [B] whether it was trained with a caption
     _seconds: Callable[[], float]
+    of_zero: Tensor | None = None
+    """[B] fp32, if all velocities were predicted as 0; in the first step of a release's weights."""
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
