@@ -53,7 +53,7 @@ Load = Annotated[
         callback=_tell_how_to_resume,
     ),
 ]
-"""What others call it; to be told what it is here."""
+"""What other trainers call it; the error says what it is here."""
 
 
 def train(
