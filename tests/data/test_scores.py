@@ -13,7 +13,16 @@ import pytest
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_video
 from longtake.data.index import index
-from longtake.data.scores import SCORES, motion, nouns, nouns_of_all, num_nouns, num_words, score
+from longtake.data.scores import (
+    SCORES,
+    caption_language,
+    motion,
+    nouns,
+    nouns_of_all,
+    num_nouns,
+    num_words,
+    score,
+)
 from longtake.errors import ClipError, DataError
 
 JUDGED = {
@@ -66,6 +75,22 @@ def test_nouns_are_those_that_a_person_finds() -> None:
     assert right >= 0.95 * found.total(), found - judged
 
 
+@pytest.mark.parametrize(
+    ("caption", "language"),
+    [
+        ("A man and the dog", "English"),
+        ("Un homme marche dans la rue avec son chien", "French"),
+        ("Ein Mann geht mit dem Hund und lacht", "German"),
+        ("\u4e00\u4e2a\u4eba\u8d70\u8def", "Chinese"),
+        ("\u72ac\u304c\u8d70\u308b", "Japanese"),
+        ("ball, red, 4k", ""),
+        ("", ""),
+    ],
+)
+def test_the_language_of_a_caption(caption: str, language: str) -> None:
+    assert caption_language(caption) == language
+
+
 def test_a_noun_counts_each_time_it_occurs() -> None:
     caption = "The dog's bowl and the dog's bed, on the floor"
     assert nouns(caption) == ["dog", "bowl", "dog", "bed", "floor"]
@@ -74,7 +99,7 @@ def test_a_noun_counts_each_time_it_occurs() -> None:
 
 def test_every_process_finds_the_same_nouns_without_a_network() -> None:
     code = (
-        "from longtake.data.scores import nouns\n"
+        "from longtake.data.scores import caption_language, nouns\n"
         "import socket, sys; socket.socket = None  # before the tagger is loaded\n"
         "print([nouns(line.strip()) for line in sys.stdin])"
     )

@@ -149,6 +149,13 @@ def test_an_empty_stage_says_what_was_left_out(clips: Catalog) -> None:
     )
 
 
+def test_an_empty_stage_between_equal_quantiles_gives_their_values() -> None:
+    tied = catalog_of(range(10), attributes=lambda n: {"nouns": float(n) if n > 8 else 3.0})
+    stage = Stage(name="middle", where=("nouns > q40", "nouns <= q60"))
+    with pytest.raises(DataError, match=r"`nouns > q40` is nouns > 3 and `nouns <= q60` is nouns"):
+        select(tied, stage, section(stages=[stage]))
+
+
 def test_nothing_at_all_is_an_error() -> None:
     silent = catalog_of(range(3), caption=lambda _: "")
     with pytest.raises(DataError, match=r"None of the catalog's 3 clips .*3 \(no caption\)"):

@@ -1,6 +1,7 @@
 """The verbs of `longtake data`: prepare and inspect what is trained on."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from longtake.formatting import plural, printable
 if TYPE_CHECKING:
     from longtake.config import Bucket, Recipe
     from longtake.data.audit import Audit, EpochAudit
-    from longtake.data.catalog import Rejection
+    from longtake.data.catalog import Catalog, Rejection
     from longtake.data.index import IndexReport
     from longtake.data.summary import BucketCosts, ReviewCaptions
 
@@ -382,8 +383,24 @@ def score(
     say.line(f"{facts['scored']} clips of {facts['catalog']} have the attribute {scored.name}.")
     if facts["unknown"]:
         say.line(f"{facts['unknown']} clips have none; no condition on it selects them.")
+    if by == "nouns":
+        _say_other_languages(loaded)
     if by == "duplicates":
         _say_duplicates(scored.name, facts)
+
+
+def _say_other_languages(catalog: "Catalog") -> None:
+    from longtake.data.scores import caption_language
+
+    languages = Counter(map(caption_language, catalog.captions()))
+    others = {name: n for name, n in languages.items() if name not in ("", "English")}
+    if others:
+        listed = ", ".join(f"{name} ({n:,})" for name, n in others.items())
+        say.line(
+            f"Captions seem to be {listed}, and `nouns` tags English only: their counts are wrong "
+            "or missing. Score them by `length` or by a function of your own that knows the "
+            "language (--by module:function)."
+        )
 
 
 def _say_duplicates(name: str, facts: dict[str, Any]) -> None:

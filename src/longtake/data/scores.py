@@ -5,6 +5,7 @@ import importlib
 import math
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -50,6 +51,31 @@ def num_words(caption: str) -> float:
 
 def num_nouns(caption: str) -> float:
     return float(len(nouns(caption))) if _LATIN.search(caption) else math.nan
+
+
+_FUNCTION_WORDS = {
+    "English": ("the", "a", "an", "of", "and", "with", "is", "are", "on", "to", "at", "his", "her"),
+    "French": ("le", "la", "les", "des", "du", "une", "un", "et", "dans", "est", "sur", "avec"),
+    "German": ("der", "die", "das", "und", "ein", "eine", "einen", "mit", "auf", "ist", "dem"),
+    "Spanish": ("el", "la", "los", "las", "del", "una", "un", "y", "con", "en", "es", "por"),
+}
+_SCRIPTS = {"CJK": "Chinese", "HIRAGANA": "Japanese", "KATAKANA": "Japanese", "HANGUL": "Korean"}
+
+
+def caption_language(caption: str) -> str:
+    """A guess by script and frequent small words; empty where nothing tells."""
+    words = _WORD.findall(caption.lower())
+    if _LATIN.search(caption):
+        counts = {
+            name: sum(word in known for word in words) for name, known in _FUNCTION_WORDS.items()
+        }
+        best = max(counts, key=lambda name: counts[name])  # English at equal numbers
+        return best if counts[best] else ""
+    letters = {unicodedata.name(each, "?").split()[0] for each in "".join(words)}
+    scripts = sorted(letters & _SCRIPTS.keys(), reverse=True)  # kana before the Chinese signs
+    if scripts:
+        return _SCRIPTS[scripts[0]]
+    return "Russian or its like" if "CYRILLIC" in letters else ""
 
 
 def nouns(caption: str) -> list[str]:

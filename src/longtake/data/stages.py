@@ -180,7 +180,7 @@ def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Co
         f"{reasons or 'it is empty'}. The buckets are {shapes}; the longest clip has {longest} "
         f"frames{rate}. Index clips with captions (longtake data index … --captions FILE.jsonl), "
         "lower data.buckets' num_frames, data.frame_stride or data.fps, or relax the stage's "
-        "`where`."
+        f"`where`.{_quantile_values(catalog, stage, data)}"
         + (stills if buckets.ONLY_STILLS in dropped else "")
         + (_least_cut(catalog, stage, data) if buckets.CROPPED in dropped else "")
     )
@@ -199,6 +199,19 @@ def _least_cut(catalog: Catalog, stage: Stage, data: DataSection) -> str:
         f"{share:.0%} of its picture to {shape.width}x{shape.height}: add a bucket of its shape or "
         f"raise data.max_crop ({data.max_crop:g})."
     )
+
+
+def _quantile_values(catalog: Catalog, stage: Stage, data: DataSection) -> str:
+    """What a stage's quantiles are: where many clips have one number, two of them are equal."""
+    found = []
+    for condition in stage.where:
+        name, operator, text = parse_condition(condition)
+        if _QUANTILE.fullmatch(text):
+            known = values(catalog, name, data)[captioned_rows(catalog)]
+            found.append(f"`{condition}` is {name} {operator} {_bound(known, condition, text):g}")
+    if not found:
+        return ""
+    return f" Here {' and '.join(found)}; many clips with one number make quantiles equal."
 
 
 @dataclass(frozen=True)
