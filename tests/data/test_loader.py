@@ -284,9 +284,11 @@ def test_crops_and_flips_belong_to_seed_epoch_and_clip(path: Path) -> None:
     assert len(found[0].keys() & found[1].keys()) > 30
     for key in found[0].keys() & found[1].keys():
         assert torch.equal(found[0][key], found[1][key])
+    changing = 0  # a clip of the bucket's own size is only flipped: one in eight stays the same
     for identity in {identity for _, identity in found[0]}:
         videos = [found[0][epoch, identity] for epoch in range(4)]
-        assert not all(torch.equal(video, videos[0]) for video in videos[1:])
+        changing += not all(torch.equal(video, videos[0]) for video in videos[1:])
+    assert changing >= 6
 
 
 _ONCE = [{"name": "once", "epochs": 1}]
