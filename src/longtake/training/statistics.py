@@ -407,6 +407,10 @@ class GuardRunner:
         self._run, self._world = session.run, session.world
         self._data = session.recipe.data
         self._gradient_steps = _GRADIENT_STEPS  # that are still to be counted
+        # What is added to a frozen model from scratch has no gradient while that gives 0.
+        is_trained = session.recipe.model.pretrained is not None or session.parent is not None
+        learns = is_trained or session.recipe.trainable.base() == "full"
+        self._ends_without_gradient = self.settings.mode == "act" and learns
         # Of each step the samples that this rank trained, as a report has them.
         self._samples: deque[list[dict[str, Any]]] = deque(maxlen=_REPORTED_SAMPLE_STEPS)
 
@@ -456,7 +460,7 @@ class GuardRunner:
         return GuardVerdict("stop", "no_gradient", message, statistics.step)
 
     def allows(self, verdict: GuardVerdict) -> bool:
-        if self.settings.mode != "act" and verdict.reason == "no_gradient":
+        if verdict.reason == "no_gradient" and not self._ends_without_gradient:
             return True
         return verdict.kind == "ok" or (self.settings.mode != "act" and verdict.kind != "stop")
 
