@@ -219,7 +219,7 @@ def test_an_interrupted_demo_goes_on_where_it_was(
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=300)
     assert (process.returncode, stdout) == (130, "")
-    assert f"Stopped. What {out} holds by now is kept; the same command resumes" in stderr
+    assert f"Stopped by SIGINT. What {out} holds by now is kept; the same command resumes" in stderr
     (step,) = run.checkpoint_steps()
     assert 3 <= step < 60
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
