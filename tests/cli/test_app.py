@@ -92,7 +92,7 @@ _MISTAKES = {
         "train {recipe} --set optimizer.learning_rate=0.5 --set seed=7",
         r"never overwritten\. They differ in\n"
         r"  optimizer\.learning_rate: 0\.001 there, 0\.5 now\n  seed: 0 there, 7 now\n"
-        r"(?:.|\n)*--from(?:.|\n)*Start beside it with --set out=\S+run-2",
+        r"(?:.|\n)*--from(?:.|\n)*Start beside it, from scratch, with --set out=\S+run-2",
     ),
     "sampling what is no run": (
         "sample {place}/empty --prompt red --out {tmp}/x.mp4",
