@@ -343,18 +343,19 @@ def claim_folder(folder: Path, names: Sequence[str] = ()) -> None:
 
     Raises:
         DataError: it holds files and no mark, or one of `names` is a link.
-        OSError: it cannot be made or written to.
+        OSError: a folder without a mark cannot be made or written to.
     """
-    make_writable(folder)
     refuse_links(folder, (CACHE_MARK, *names))
-    if not is_there(folder / CACHE_MARK):
-        found = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
-        if found and not is_there(folder / CACHE_MARK):  # another process may have marked it
-            raise DataError(
-                f"{folder} is no cache of longtake: it has no file {CACHE_MARK}, and holds "
-                f"{found[0][:200]!r}. Nothing in it was changed; name an empty or a new folder."
-            )
-        write_once(folder / CACHE_MARK, {"made_by": "longtake"})
+    if is_there(folder / CACHE_MARK):
+        return
+    make_writable(folder)
+    found = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+    if found and not is_there(folder / CACHE_MARK):  # another process may have marked it
+        raise DataError(
+            f"{folder} is no cache of longtake: it has no file {CACHE_MARK}, and holds "
+            f"{found[0][:200]!r}. Nothing in it was changed; name an empty or a new folder."
+        )
+    write_once(folder / CACHE_MARK, {"made_by": "longtake"})
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:

@@ -425,8 +425,8 @@ def make_app(
 class _Connection(H11Protocol):
     """Closes connections whose requests do not arrive: uvicorn waits for them without a limit.
 
-    A request has so many seconds. Of connections that wait for one, the oldest is closed when there
-    are too many, so that they never use up the descriptors that a process may have.
+    Each request must arrive within `_REQUEST_SECONDS`. When too many connections wait for a
+    request, the oldest is closed, so that they never use up the process's file descriptors.
     """
 
     waiting: ClassVar[dict["_Connection", asyncio.TimerHandle]] = {}  # oldest first

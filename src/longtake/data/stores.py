@@ -478,7 +478,9 @@ def _status_of(error: BaseException) -> int | None:
     if isinstance(response, Mapping):  # botocore's ClientError
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     else:
-        found = getattr(error, "status", None) or getattr(error, "code", None)
+        # aiohttp's errors have a status, and a deprecated code that warns when it is read.
+        name = "status" if hasattr(error, "status") else "code"
+        found = getattr(error, name, None)
     if isinstance(found, str) and found.isdecimal():
         found = int(found)
     if isinstance(found, int):

@@ -32,7 +32,7 @@ _GAIN = 0.9  # of the present number's time; another is chosen if it takes less 
 
 
 class SavedThreads(TypedDict):
-    """What a checkpoint has of them."""
+    """The number of CPU threads, as trainer.json keeps it."""
 
     number: Count
     seconds: Finite  # of a unit of work when the number was chosen; 0: not measured
