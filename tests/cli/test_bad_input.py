@@ -163,7 +163,7 @@ def test_a_further_input_that_clips_lack_is_refused_before_there_is_a_run(
         assert not (tmp_path / "run" / "recipe.toml").exists()
     code, out, err = call("plan", place / "recipe.toml", *changes)
     assert code == 2
-    assert "refuse this recipe. data.conditioning.face: 64 of 64 clips" in out + err
+    assert "refuse this recipe. data.conditioning.face: 64 of 64 clips" in " ".join(out.split())
 
 
 def test_no_pipe_keeps_an_index_waiting(shapes_catalog: Path, tmp_path: Path, call: Call) -> None:

@@ -427,9 +427,7 @@ def test_plan_refuses_what_train_would(small: Callable[..., Path], call: _Call) 
 _MISTAKES = {
     "an unknown device": (
         "--device a600",
-        "The device 'a600' is not known. Did you mean a6000? Known are a6000, h100, h100-pcie, "
-        "h200, b200, a100-40gb, a100-80gb, a10, l4, l40s, rtx-6000-ada, rtx3090, rtx4090, rtx5090 "
-        "and cpu; "
+        "The device 'a600' is not known. Did you mean a6000? Known are a6000, h100,..."
         "any other is given by its memory and its dense bf16 speed, such as 24GiB,165TFLOPS, and "
         "its bandwidth, where it is known: 24GiB,165TFLOPS,1008GB/s.",
     ),

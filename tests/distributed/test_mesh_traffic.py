@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longtake import config
 from longtake.config import ParallelSection, Recipe
 from longtake.data.loader import Loader
-from longtake.models import text
 from longtake.models.build import assemble
 from longtake.models.numerics import Precision
 from longtake.parallel.collectives import sum_over_ranks
@@ -30,7 +29,7 @@ from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World, _mesh, _sequence_group, join, shard_size
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.devices import CPU
-from longtake.planner.memory import MetaStep, module_bytes, outline_step, static_memory
+from longtake.planner.memory import MetaStep, _captions, module_bytes, outline_step, static_memory
 from longtake.planner.mesh import traffic_of
 from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
@@ -62,8 +61,6 @@ _CASES: Mapping[str, tuple[str, ...]] = {
     "ring of 2 nodes, recomputing": ("parallel={context=4}", "recompute.policy=save-attention"),
     "ring, recomputing all": ("parallel={context=4}", "recompute.policy=all", _ODD),
 }
-_MANY_WORDS = " ".join(f"word{number}" for number in range(40))
-"""As many as the vocabulary has room for, as a plan assumes."""
 _NONE = {"gathered": 0, "scattered": 0, "reduced": 0, "tokens": 0, "passed": 0}
 
 
@@ -77,7 +74,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("counted")
 
 
-@pytest.mark.usefixtures("few_words")
 def test_as_many_bytes_are_sent_as_are_planned(
     small_recipe: MakeRecipe, warm: list[str], folder: Path
 ) -> None:
@@ -178,7 +174,7 @@ def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
     mesh = _mesh(everyone, shard_size(section, 4, of_node=2))
     group = _sequence_group(everyone, section.context)
     world = World(everyone.rank, 0, 4, everyone.device, mesh, section.context, group)
-    parts = assemble(recipe, [_MANY_WORDS], None)
+    parts = assemble(recipe, _captions(recipe), None)
     names = {id(block): name for name, block in parts.model.named_modules()}
     blocks = tuple(names[id(block)] for block in parts.family.blocks(parts.model))
     run_blocks(options_of(recipe.recompute.chosen(), blocks), parts)
@@ -211,7 +207,6 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 if __name__ == "__main__":
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # of a node, as the plan has it
-    text.MAX_WORDS = 24  # as `few_words` has it there
     folder_of_ranks = Path(sys.argv[1])
     with join("cpu", ParallelSection()) as joined:
         paths = sorted(folder_of_ranks.glob("*.toml"), key=lambda path: int(path.stem))

@@ -29,7 +29,7 @@ def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
     assert "step 12; the newest has " in text
     assert "step 24 is damaged: model/weights has 9 bytes, and had 2,000" in text
     assert "step 20: roll back: step 20 is bad" in text
-    assert "from step 20 to 12 (divergence), without batches 13 to 21" in text
+    assert "from step 20 to 12 (divergence), batches 13 to 21 skipped" in text
     assert "8 steps that were done, and given up" in text
     place = lines.index("  resume:")
     assert lines[place + 1] == f"    {told.resume_command()}"
@@ -71,7 +71,7 @@ def test_long_lists_are_shortened(told: RunDirectory) -> None:
         told.append_rollback(record)
     text = "\n".join(_printed(print_run, run_facts(told)))
     assert "… and 9 before that" in text
-    assert text.count("without batches 13 to 21") == 12
+    assert text.count("batches 13 to 21 skipped") == 12
 
 
 def _cells(lines: list[str], step: int) -> list[list[str]]:

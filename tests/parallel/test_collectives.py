@@ -43,7 +43,8 @@ def test_a_mistake_of_the_first_is_raised_as_it_is() -> None:
         first_does(work, ALONE)
 
 
-def test_cuda_that_is_not_there_is_refused() -> None:
+def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     rank = torch.cuda.device_count()
     with pytest.raises(RecipeError, match=rf"has {rank} CUDA GPUs.*training\.device=cpu"):
         pick_device("cuda", local_rank=rank)

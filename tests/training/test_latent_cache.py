@@ -35,6 +35,7 @@ from torch import nn
 from longtake import config
 from longtake.config import Recipe
 from longtake.data.audit import audit
+from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.data.packs import CACHE_KINDS
 from longtake.demo.shapes import write_clips
@@ -609,6 +610,8 @@ def test_a_decoder_that_hangs_while_the_cache_is_filled_is_written_down(
     hanging = sorted((damaged.parent / "clips").glob("*.mp4"))[-1]
     hanging.unlink()
     os.mkfifo(hanging)
+    # A catalog without the files' sizes: it is opened, and not known to have changed before.
+    Catalog.of(Catalog.load(damaged).clips()).save(damaged)
     recipe = small_recipe(
         *_VIDEOS,
         f"data.catalog={damaged}",

@@ -206,7 +206,9 @@ def test_the_share_of_the_gpus_peak_is_recorded(
         (row,) = RunDirectory(recipe.out).metrics()
         assert row["mfu"] == pytest.approx(row["tflops_per_second"], rel=1e-3, abs=1e-6)
         counted.append(row["tflops_per_second"] * row["step_seconds"])
-    assert counted[1] / counted[0] == pytest.approx(2 / 3, rel=0.1)
+    # A LoRA leaves out the gradients of frozen weights: a third of what linear layers take, and
+    # nothing of attention's products of two activations.
+    assert 0.68 < counted[1] / counted[0] < 0.8
 
 
 # --- Memory that a step takes -----------------------------------------------------------------
