@@ -11,7 +11,8 @@ names and the record schemas:
     rollbacks.jsonl              where the run went back, and which batches it skips since
     guard/step_00001234_0.json   all that the guard saw around a verdict
     ledger/                      which clips each step consumed (writer: each rank, its own file)
-    catalogs/                    copies of the catalogs that were trained on
+    catalogs/                    copies of the catalogs that were trained on; inputs.jsonl: what
+                                 files of further inputs held when they were first used
     nodes/<host>/stacks/         dumps of processes that hung
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED

@@ -19,6 +19,8 @@ from tests.data.build import catalog_of, pictures_of
 
 from longtake.config import Bucket, ConditioningSection, DataSection, parse
 from longtake.data.buckets import sample_window
+from longtake.data.cache import Cache
+from longtake.data.cache_fill import find_missing
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.conditioning import (
@@ -221,6 +223,35 @@ def test_a_picture_that_hangs_quarantines_its_clip(path: Path) -> None:
     assert f"a.4.png: its pose, {pose}: decoding made no progress for 4 s, twice" in reason
     assert [incident.path for incident in loader.incidents] == [str(pose)] * 2
     assert batch.weights.tolist().count(0) == 1
+
+
+def test_an_input_that_changed_since_the_run_first_used_it_quarantines_its_clip(
+    path: Path, tmp_path: Path
+) -> None:
+    """No catalog knows these files: the run keeps what they held, and adds those that are new."""
+    poses = {number: path.parent.parent / "pose" / f"a.{number}.png" for number in range(6)}
+    for pose in poses.values():  # pictures of one size in bytes
+        Image.open(pose).save(pose, format="BMP")
+    section = _section(path, conditioning={"pose": _SECTIONS["pose"]})
+    first = Loader(section, batch_size=6, kept=tmp_path / "kept")
+    first.keep_catalogs()
+    os.utime(poses[1], ns=(1, 1))
+    Image.open(poses[3]).transpose(Image.Transpose.ROTATE_180).save(poses[3], format="BMP")
+    first.keep_catalogs()  # what it held first still counts
+    loader = Loader(section, batch_size=6, kept=tmp_path / "kept")
+    (batch,) = loader.batches(1)
+    assert batch.weights.tolist().count(0) == 1
+    (reason,) = loader.failures.values()
+    assert "a.3.png: its pose" in reason
+    assert "has changed since this run first used it (another content)" in reason
+    plan = loader.plan_history.plan
+    cached = section.model_copy(update={"cache": tmp_path / "cache", "windows": 1})
+    cache = Cache(tmp_path / "cache", "codec", "text", cached, "")
+    missing = find_missing(cache, plan, known_inputs=loader.known_inputs)
+    assert {each.reason.partition(":")[0] for each in missing.changed.values()} == {
+        f"its pose, {poses[3]}"
+    }
+    assert len(missing.clips) == 5
 
 
 def test_a_missing_file_is_refused_with_its_clip_before_it_is_needed(path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a file says of its picture beside its pixels."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -19,12 +20,13 @@ from longtake.data.buckets import window_of
 from longtake.data.cache import Cache
 from longtake.data.cache_fill import refuse_not_finite
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Media
+from longtake.data.clip import Clip, Media
 from longtake.data.conditioning import ConditioningPixels, read
 from longtake.data.decode import probe, read_image
 from longtake.data.encode import Settings, prepare, write_video
 from longtake.data.index import index
-from longtake.data.plan import begin, large_crops
+from longtake.data.plan import begin, large_crops, plain_masks
+from longtake.data.stores import local
 from longtake.data.summary import catalog_stats
 from longtake.data.window import Crop, read_window
 from longtake.errors import ClipError, DataError
@@ -99,6 +101,63 @@ def test_duplicates_with_another_caption_are_named(tmp_path: Path) -> None:
     report = index([tmp_path], captions=None, out=out, workers=0)
     assert report.other_captions == [(str(tmp_path / "b.png"), "ohwx style")]
     assert next(iter(Catalog.load(out).clips())).caption == "a red coat"
+
+
+def test_duplicates_with_another_caption_are_kept_by_choice(tmp_path: Path) -> None:
+    """Each is a clip of its own, compared with its file's content; known files stay so."""
+    (source := tmp_path / "clips").mkdir()
+    captions = {"a": "a red coat", "b": "ohwx style", "c": "a red coat", "d": "dusk", "e": ""}
+    for name, caption in captions.items():
+        Image.new("RGB", (32, 32), (90, 90, 90)).save(source / f"{name}.png")
+        (source / f"{name}.txt").write_text(caption)
+    out = tmp_path / "c.parquet"
+
+    def indexed(*, keeps: bool = True) -> dict[str, Clip]:
+        report = index([source], captions=None, out=out, workers=0, keeps_other_captions=keeps)
+        assert report.accepted + report.duplicates == 5
+        return {clip.caption: clip for clip in Catalog.load(out).clips()}
+
+    clips = indexed()
+    assert sorted(clips) == ["a red coat", "dusk", "ohwx style"]
+    assert len({clip.identity for clip in clips.values()}) == 3
+    for clip in clips.values():
+        os.utime(clip.path, ns=(1, 1))
+        with local(clip.media):  # another time alone
+            pass
+    assert indexed() == indexed()
+    kept = {caption: clip.identity for caption, clip in indexed().items()}
+    assert kept == {caption: clip.identity for caption, clip in clips.items()}
+    prepare(out, tmp_path / "small", settings=Settings(((16, 16),)), workers=0)
+    small = Catalog.load(tmp_path / "small" / "catalog.parquet").clips()
+    assert sorted(clip.caption for clip in small) == sorted(clips)
+    assert list(indexed(keeps=False)) == ["a red coat"]
+    Image.new("RGB", (32, 32), (91, 90, 90)).save(source / "b.png")
+    with pytest.raises(ClipError, match="has changed"), local(clips["ohwx style"].media):
+        pass
+
+
+def test_a_mask_of_one_colour_is_named(tmp_path: Path) -> None:
+    (tmp_path / "masks").mkdir()
+    colours = {"0": (255, 255), "1": (0, 0), "2": (0, 255)}
+    for name, colour in colours.items():
+        Image.new("RGB", (16, 16), (int(name), 9, 9)).save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text("noise")
+        picture = np.zeros((16, 16), np.uint8)
+        picture[:8], picture[8:] = colour
+        write_video(
+            tmp_path / "masks" / f"{name}.mp4", np.repeat(picture[None, ..., None], 3, 3), 8
+        )
+    index([tmp_path], captions=None, out=tmp_path / "c.parquet", workers=0)
+    shape = {"num_frames": 1, "height": 16, "width": 16}
+    masks = {"person": {"kind": "mask", "path": "masks/{stem}.mp4"}}
+    data = build.section(catalog=tmp_path / "c.parquet", buckets=[shape], conditioning=masks)
+    plan = begin({"catalog": Catalog.load(tmp_path / "c.parquet")}, data, 2, 0)
+    white, black = plain_masks(plan, data)
+    assert "1 of 3 masks" in white
+    assert "white everywhere, which masks nothing" in white
+    assert "masks/0.mp4, of " in white
+    assert "black everywhere, which masks everything" in black
+    assert "masks/1.mp4" in black
 
 
 def test_clips_that_lose_most_of_their_picture_are_told() -> None:

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -318,14 +319,21 @@ if __name__ == "__main__":
     _as_one_of_two()
 
 
-def test_a_clip_whose_latents_are_nan_is_named_and_no_other(
+def test_a_clip_that_is_encoded_to_nan_is_named_and_no_other(
     small_recipe: MakeRecipe, tmp_path: Path
 ) -> None:
     recipe = small_recipe(*_ENCODED)
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
     losses = [math.nan, *[1.0] * (len(batch.identities) - 1)]
-    assert not [*clips_not_encoded(batch, losses, parts, ALONE.device)]  # the model's fault
+    found = partial(clips_not_encoded, batch, losses, parts, recipe, ALONE.device)
+    assert not [*found()]  # the model's fault
+    with torch.no_grad():
+        next(parts.text.modules()[0].parameters()).fill_(math.nan)
+    ((identity, names),) = found()
+    assert identity == batch.identities[0]
+    assert "prompt_embeds" in names
+    assert "latents" not in names
     with torch.no_grad():
         next(parts.codec.modules()[0].parameters()).fill_(math.nan)
-    assert [*clips_not_encoded(batch, losses, parts, ALONE.device)] == [batch.identities[0]]
+    assert next(found())[1].startswith("latents, ")

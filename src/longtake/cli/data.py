@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -98,6 +98,12 @@ def index(
             "training.",
         ),
     ] = False,
+    duplicates: Annotated[
+        Literal["drop", "keep"],
+        typer.Option(
+            help="Files of one content with several captions: one clip, or one for each caption."
+        ),
+    ] = "drop",
     memory_gib: MemoryGib = 1.0,
     timeout_seconds: TimeoutSeconds = 60.0,
     as_json: say.AsJson = False,
@@ -139,6 +145,7 @@ def index(
                     conditioning=conditioning or (),
                     label=label,
                     trusts_metadata=trust_metadata,
+                    keeps_other_captions=duplicates == "keep",
                 )
     if as_json:
         found = [asdict(report) | {"catalog": str(path)} for path, report in reports.items()]
@@ -176,6 +183,8 @@ def _say_indexed(report: "IndexReport", out: Path) -> None:
         )
     if (more := len(report.other_captions) - _CAPTIONS_SHOWN) > 0:
         say.line(f"  and {more} more duplicates with another caption (--json names them)")
+    if report.other_captions:
+        say.line("  To train each of them with its own caption, index with --duplicates keep.")
     for sentence in report.unread_captions:
         say.line(f"  {printable(sentence)}")
     if report.scores_dropped:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,12 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtake.config import Bucket
-from longtake.data import buckets, content, decode_worker, tasks
-from longtake.data.cache import Cache, CacheFailure, SamplePart
+from longtake.data import buckets, content, decode_worker, input_files, tasks
+from longtake.data.cache import NOT_FINITE, Cache, CacheFailure, SamplePart, describe_too_many
 from longtake.data.caption_text import caption_variants
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip, Media
-from longtake.data.conditioning import as_values, conditioning_error
+from longtake.data.clip import Clip, Indexed, Media
+from longtake.data.conditioning import as_values, conditioning_error, conditioning_of
 from longtake.data.packs import CACHE_KINDS, PACK_BYTES, CacheEntry, PackWriter
 from longtake.data.plan import Plan
 from longtake.data.window import Window
@@ -113,13 +114,8 @@ class CacheReport:
     def refuse_too_many(self, allowed: int) -> None:
         clips = {failure.identity: failure for failure in self.failures.values()}
         if len(clips) > allowed:
-            last = list(clips.values())[-1]
-            raise DataError(
-                f"{len(clips)} clips could not be decoded for the cache, more than "
-                f"data.max_quarantined_clips = {allowed} allows. One of them: {last.path}: "
-                f"{last.reason}. Are the files still where they were indexed? Run longtake data "
-                "index again."
-            )
+            reasons = [f"{each.path}: {each.reason}" for each in clips.values()]
+            raise DataError(describe_too_many(reasons, "for the cache", allowed))
 
     def facts(self) -> dict[str, Any]:
         failed = sorted({(each.path, each.reason) for each in self.failures.values()})
@@ -152,6 +148,7 @@ def find_missing(
     *,
     share: slice = slice(None),
     without: Container[str] = (),
+    known_inputs: Mapping[str, Indexed] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Missing:
     """Look for everything that a plan will ask a cache for.
@@ -161,6 +158,7 @@ def find_missing(
         plan: what is to be trained.
         share: which of all clips and captions to look for.
         without: identities of clips that are not trained on.
+        known_inputs: of a run: see `longtake.data.input_files`.
         progress: called with (clips done, clips in all).
     """
     rows = list(islice(_rows(plan), share.start, share.stop, share.step))
@@ -176,8 +174,14 @@ def find_missing(
                 (missing.clips if is_missing else held).append(row)
             if progress:
                 progress(start + len(chunk), len(rows))
-        for changed in pool.map(lambda row: _changes(cache, row.item(), without), held[:limit]):
+        # A changed input has another key in the cache, so that its clip is missing there.
+        rows = [*held, *(missing.clips if known_inputs else ())][:limit]
+        changes = pool.map(lambda row: _changes(cache, row.item(), without, known_inputs), rows)
+        failed = set[int]()
+        for row, changed in zip(rows, changes, strict=True):
             missing.changed.update(changed)
+            failed |= {id(row)} if changed else set()
+        missing.clips[:] = [row for row in missing.clips if id(row) not in failed]
         entries = pool.map(lambda caption: cache.packs.holds(cache.prompt(caption)), captions)
         missing.captions.extend(
             caption for caption, there in zip(captions, entries, strict=True) if not there
@@ -385,16 +389,25 @@ def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Count
     return present, is_missing
 
 
-def _changes(cache: Cache, item: CacheItem, without: Container[str]) -> dict[str, CacheFailure]:
-    """The windows of a clip whose file has changed since it was indexed, as failures."""
-    clip = item.clip
-    if clip.media.is_remote or clip.identity in without:
+def _changes(
+    cache: Cache, item: CacheItem, without: Container[str], known_inputs: Mapping[str, Indexed]
+) -> dict[str, CacheFailure]:
+    """The windows of a clip that has changed, or an input of it has, as failures."""
+    clip, data = item.clip, cache.data
+    if clip.identity in without:
         return {}
+    windows = list(buckets.all_windows(clip, item.shape, data))
+    name = ""
     try:
         content.check_unchanged(clip.media, hash_of_file=cache.hash_of_file)
+        for name, wanted in conditioning_of(  # noqa: B007 - the handler names it
+            clip, windows[0], data.conditioning
+        ).items():
+            media = input_files.with_known(wanted, known_inputs).media
+            content.check_unchanged(media, hash_of_file=cache.hash_of_file)
     except ClipError as error:
-        failure = CacheFailure(clip.identity, clip.path, error.reason)
-        windows = buckets.all_windows(clip, item.shape, cache.data)
+        why = conditioning_error(windows[0], name, error) if name else error
+        failure = CacheFailure(clip.identity, str(why.path), why.reason)
         return {cache.latents(window).key: failure for window in windows}
     return {}
 
@@ -462,7 +475,7 @@ def refuse_not_finite(media: Media, tensors: Mapping[str, Tensor]) -> None:
     for name, each in tensors.items():
         if each.is_floating_point() and not bool(each.isfinite().all()):
             kind = "NaN" if bool(each.isnan().any()) else "infinite"
-            raise ClipError(str(media), f"is encoded to {name} that are {kind}")
+            raise ClipError(str(media), f"{NOT_FINITE} {name} that are {kind}")
 
 
 def _without_copies(values: Tensor) -> Tensor:

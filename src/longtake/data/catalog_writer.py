@@ -8,7 +8,7 @@ import math
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from longtake.data import catalog
 from longtake.data.clip import Clip
+from longtake.data.content import MAX_COPIES, copy_identity
 from longtake.data.media_list import open_scratch
 
 MOST_LISTED = 1000  # files in a report
@@ -25,6 +26,7 @@ _ROWS_IN_MEMORY = 2**13
 _SCHEMA = pa.schema([*catalog.CLIP_SCHEMA, *catalog.SPAN_SCHEMA])
 _LISTS = {"pts": "q", "keyframes": "i"}  # columns of integers, and what `array` calls their size
 _KEYS = ("identity", "has_no_caption", "name")  # of clips with the same identity the first is kept
+_ORDER = ", ".join(_KEYS)
 _COLUMNS = (*_KEYS, *_SCHEMA.names[1:], "attribute_values", "given")
 _CAPTION, _PREPARED_FROM, _SPAN_START, _ATTRIBUTES, _GIVEN = map(
     _COLUMNS.index, ("caption", "prepared_from", "span_start", "attribute_values", "given")
@@ -58,6 +60,8 @@ class CatalogWriter:
         self.num_clips = self.num_rejected = 0
 
     def add(self, clip: Clip, stamp: catalog.Stamp | None) -> None:
+        if number := int(clip.attributes.get(catalog.OTHER_CAPTION, 0)):  # as `data index` kept it
+            clip = replace(clip, identity=copy_identity(clip.identity, number))
         self._names.update(clip.attributes)
         self.num_clips += 1
         self._insert("clips", _row_of(clip, stamp))
@@ -65,6 +69,25 @@ class CatalogWriter:
     def reject(self, each: catalog.Rejection, stamp: catalog.Stamp | None = None) -> None:
         self.num_rejected += 1
         self._insert("aside", (None, 0, each.path, *_stamp(stamp), each.reason))
+
+    def keep_other_captions(self) -> None:
+        """Make a clip of its own of each equal one with a caption of its own."""
+        rows = self._database.execute(
+            f"SELECT rowid, identity, caption, attribute_values FROM clips ORDER BY {_ORDER}"  # noqa: S608
+        )
+        changed, last, captions = list[tuple[bytes, str, int]](), b"", set[str]()
+        for row, identity, caption, values in rows:
+            captions, last = (captions if identity == last else set()), identity
+            if captions and caption and caption not in captions and len(captions) < MAX_COPIES:
+                number = len(captions)
+                attributes = {**json.loads(values or "{}"), catalog.OTHER_CAPTION: float(number)}
+                name = bytes.fromhex(copy_identity(identity.hex(), number))
+                changed.append((name, json.dumps(attributes), row))
+                self._names.add(catalog.OTHER_CAPTION)
+            captions.add(caption)
+        self._database.executemany(
+            "UPDATE clips SET identity = ?, attribute_values = ? WHERE rowid = ?", changed
+        )
 
     def rejected(self, most: int) -> list[catalog.Rejection]:
         """The first rejected files by path."""
@@ -130,7 +153,7 @@ class CatalogWriter:
 
     def _kept(self, written: Written) -> Iterator[_Row]:
         """The clips by identity; further ones of the same identity are set aside."""
-        rows = self._database.execute(f"SELECT * FROM clips ORDER BY {', '.join(_KEYS)}")  # noqa: S608
+        rows = self._database.execute(f"SELECT * FROM clips ORDER BY {_ORDER}")  # noqa: S608
         bytes_at, mtime_at = map(_COLUMNS.index, ("file_bytes", "file_mtime_ns"))
         last: _Row = (b"",)
         for row in rows:
@@ -287,9 +310,10 @@ def _with_scores(
 
 def _older(before: catalog.StoredCatalog) -> Iterator[tuple[bytes, str, str, dict[str, float]]]:
     """Identity, caption, origin and scores of each clip, by identity."""
-    # How a file was read is no score: the new entry says it.
+    # How a file was read or kept is no score: the new entry says it.
+    no_scores = catalog.TRUSTED, catalog.OTHER_CAPTION
     names = {
-        catalog.ATTRIBUTE + name: name for name in before.attribute_names if name != catalog.TRUSTED
+        catalog.ATTRIBUTE + name: name for name in before.attribute_names if name not in no_scores
     }
     columns = ["identity", "caption", "prepared_from", *names]
     for some in before.clips():

@@ -15,11 +15,12 @@ Given = str | tuple[float, ...]
 class Indexed:
     """What a catalog knows of a clip's content: see `longtake.data.content`."""
 
-    identity: str
+    identity: str  # empty: the content is not known
     num_frames: int
     fps: float
     file_bytes: int | None  # of the file or tar; None: not known
     mtime_ns: int | None
+    is_by_run: bool = False  # of a further input's file: what a run first found there
 
 
 @dataclass(frozen=True, slots=True)

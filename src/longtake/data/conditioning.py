@@ -9,7 +9,8 @@ import csv
 import io
 import os
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -48,6 +49,7 @@ from longtake.fsio import is_there, parse_record, read_regular
 ANY_ENDING = ".*"
 NUMBERS_SUFFIXES = (".json", ".csv", ".npy")
 _MAX_NUMBERS_BYTES = 2**26  # of a file of numbers
+_ALMOST = 4  # from black or white, as compression leaves them
 _LUMA = np.array([19595, 38470, 7471], np.uint32)  # ITU-R BT.601 in 1/65536: grey stays as it is
 
 
@@ -289,6 +291,27 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
     return content
 
 
+def only_colour(media: Media) -> str | None:
+    """Whether a mask is white or black everywhere; of one that cannot be read nothing is known."""
+    found: set[str | None] = set()
+    with suppress(ClipError):
+        for pixels in _pictures(media):
+            is_white, is_black = pixels.min() >= 255 - _ALMOST, pixels.max() <= _ALMOST
+            found.add("white" if is_white else "black" if is_black else None)
+            if len(found) > 1 or None in found:
+                return None
+    return next(iter(found), None)
+
+
+def _pictures(media: Media) -> Iterator[NDArray[np.uint8]]:
+    if PurePath(media.path).suffix.lower() in IMAGE_SUFFIXES:
+        yield read_image(media, "black")
+        return
+    with opened(media) as (container, stream):
+        for frame in decoded(media, container, stream):
+            yield np.asarray(frame.to_ndarray(format="gray"), np.uint8)
+
+
 def _first_frame(media: Media, untagged: str) -> NDArray[np.uint8]:
     with opened(media) as (container, stream):
         for frame in decoded(media, container, stream, untagged=untagged):
@@ -415,7 +438,9 @@ def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
 def _read_numbers(media: Media) -> NDArray[np.float64]:
     """The numbers of a JSON, CSV or npy file, as it has them."""
     if not media.is_remote:
-        return _numbers_of(Path(media.path), lambda path: read_regular(path, _MAX_NUMBERS_BYTES))
+        with stores.local(media):  # which compares it with what is known of it
+            path = Path(media.path)
+            return _numbers_of(path, lambda path: read_regular(path, _MAX_NUMBERS_BYTES))
     whole = stores.measured(media)
     if (whole.num_bytes or 0) > _MAX_NUMBERS_BYTES:
         raise ClipError(str(media), f"has more than {_MAX_NUMBERS_BYTES:,} bytes")

@@ -15,6 +15,7 @@ from longtake.errors import ClipError
 _READ_BYTES = 4 * 2**20
 _MAX_UNEVEN = 100_000  # frames by which a span may begin elsewhere than at an even rate
 _MAX_KNOWN = 100_000
+MAX_COPIES = 256
 
 _hashes: dict[tuple[object, ...], str] = {}  # of files by their place, size and time
 
@@ -38,7 +39,7 @@ def check_unchanged(
         return
     if status.st_size != indexed.file_bytes:
         raise changed(media, f"{status.st_size:,} bytes instead of {indexed.file_bytes:,}")
-    if status.st_mtime_ns == indexed.mtime_ns:
+    if status.st_mtime_ns == indexed.mtime_ns or not indexed.identity:
         return
     key = media.path, media.offset, media.num_bytes, status.st_size, status.st_mtime_ns
     if (found := _hashes.get(key)) is None:
@@ -55,6 +56,11 @@ def check_unchanged(
 
 def changed(media: Media, how: str) -> ClipError:
     reason = f"has changed since it was indexed ({how}). Run longtake data index again"
+    if media.indexed is not None and media.indexed.is_by_run:
+        reason = (
+            f"has changed since this run first used it ({how}). Put the former file back, or train "
+            "with this one in a run of its own (longtake train --from)"
+        )
     return ClipError(str(media), reason)
 
 
@@ -63,13 +69,25 @@ def is_indexed(media: Media, found: str) -> bool:
     indexed = media.indexed
     assert indexed is not None
     if media.span is None:
-        return found == indexed.identity
+        return _is_of(indexed.identity, found)
     guess = round(media.span[0] * indexed.fps)  # the number of the first frame, at an even rate
     return any(
-        span_identity(found, first, indexed.num_frames) == indexed.identity
+        _is_of(indexed.identity, span_identity(found, first, indexed.num_frames))
         for distance in range(_MAX_UNEVEN)
         for first in {guess - distance, guess + distance}
     )
+
+
+def copy_identity(identity: str, number: int) -> str:
+    """Of a further clip with the same content and another caption; 0 is the first.
+
+    It differs in the first two of 32 digits, so that the content can still be compared.
+    """
+    return f"{(int(identity[:2], 16) + number) % MAX_COPIES:02x}{identity[2:]}"
+
+
+def _is_of(identity: str, found: str) -> bool:
+    return found[2:] == identity[2:]
 
 
 def span_identity(file: str, first: int, num_frames: int) -> str:

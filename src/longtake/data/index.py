@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 from longtake.data import catalog, tasks
 from longtake.data.catalog_writer import MOST_LISTED, CatalogWriter
 from longtake.data.clip import Clip, Item, Media, Timing
+from longtake.data.content import copy_identity
 from longtake.data.decode import DEFAULT, Limits, Probe, ProbeTask
 from longtake.data.media_list import as_bytes, open_scratch
 from longtake.data.sources import FoundMedia, find
@@ -150,6 +151,8 @@ def _entries_of(
             is_known = clip.color_matrix is not None and (trusts_metadata or not is_trusted)
             if is_known and clip.media.span is None:  # a span does not say what its file holds
                 facts = {field: getattr(clip, field) for field in _PROBE_FIELDS}
+                if number := int(clip.attributes.get(catalog.OTHER_CAPTION, 0)):
+                    facts["identity"] = copy_identity(clip.identity, -number)
                 probe = Probe(**facts, is_trusted=is_trusted)
                 text = _stamp_text(catalog.Stamp(*stamp.values()))
                 identity = bytes.fromhex(clip.identity)
@@ -222,6 +225,7 @@ def index(
     conditioning: Sequence[str] = (),
     label: str = "",
     trusts_metadata: bool = False,
+    keeps_other_captions: bool = False,
     prober: Task[Item, tuple[Probe | ClipError, bool]] | None = None,
 ) -> IndexReport:
     """Decode every video and image once and write the catalog of those that can be trained on.
@@ -245,6 +249,7 @@ def index(
         label: the caption of clips that have none.
         trusts_metadata: of a video decode only the first frame; the attribute `trusted_metadata` of
             such clips is 1. A call that does not trust metadata reads them again.
+        keeps_other_captions: of files of the same content, keep one for each caption; else one.
         prober: probes a file; by default a `ProbeTask`.
 
     Raises:
@@ -308,6 +313,8 @@ def index(
                     writer.num_rejected,
                 )
             )
+        if keeps_other_captions:
+            writer.keep_other_captions()
         written = writer.write(out, before, label)
         journal.remove()
         return IndexReport(

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtake.config import Bucket, DataSection
-from longtake.data import buckets, replan
-from longtake.data.cache import Cache, CachedBuffer, CachedSource, CacheFailure
+from longtake.data import buckets, input_files, replan
+from longtake.data.cache import (
+    Cache,
+    CachedBuffer,
+    CachedSource,
+    CacheFailure,
+    describe_too_many,
+    verb_of,
+    with_remedy,
+)
 from longtake.data.caption_text import with_sample_caption
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip, Media
+from longtake.data.clip import Clip, Indexed, Media
 from longtake.data.conditioning import (
     Wanted,
     as_bytes,
@@ -31,7 +40,13 @@ from longtake.data.conditioning import (
     empty_conditioning,
 )
 from longtake.data.decode_worker import DecodePool
-from longtake.data.plan import Part, PlannedBatch, Stream, refuse_wrong_catalogs
+from longtake.data.plan import (
+    Part,
+    PlannedBatch,
+    Stream,
+    files_of_inputs,
+    refuse_wrong_catalogs,
+)
 from longtake.data.stages import StagePosition
 from longtake.data.stores import NOTHING, Fetched
 from longtake.data.window import Window
@@ -103,9 +118,11 @@ class DecodingSource:
         cache: FrameCache,
         heartbeats: HeartbeatDir | None = None,
         examples: tuple[Media, ...] = (),
+        known_inputs: Mapping[str, Indexed] = MappingProxyType({}),
     ) -> None:
         self.data = data
         self.cache = cache
+        self.known_inputs = known_inputs
         self.pool = DecodePool(
             workers,
             data.sample_timeout_seconds,
@@ -148,6 +165,7 @@ class PixelBuffer:
         data = self._source.data
         requested = {"": self._request(window, self._videos[place])}
         for name, wanted in conditioning_of(clip, window, data.conditioning).items():
+            wanted = input_files.with_known(wanted, self._source.known_inputs)
             requested[name] = self._request(wanted, as_bytes(self._inputs[name][place]))
         is_kept = buckets.is_only_window(clip, self._shape, data)
         self._pending[place] = _PendingPixels(window, is_kept, requested)
@@ -193,7 +211,6 @@ class PixelBuffer:
 
 PREFETCH_BATCHES = 3  # decoded ahead of the training step
 _MAX_CLIP_RECORDS = 2**14
-_REMEDY = "Are the files still where they were indexed? Run longtake data index again."
 
 
 SampleSource = DecodingSource | CachedSource
@@ -288,6 +305,8 @@ class Loader:
         self._cached: tuple[Cache, Mapping[str, CacheFailure]] | None = None
         self._prefetch: _Prefetch | None = None
         self._waiting: deque[_PendingBatch] = deque()
+        self.known_inputs: dict[str, Indexed] = {}
+        self.read_known_inputs()
         refuse_wrong_catalogs(self.catalogs, data)
 
     @property
@@ -394,13 +413,23 @@ class Loader:
         self._incidents += incidents
 
     def keep_catalogs(self) -> None:
-        """Keep copies of the catalogs; one rank calls it, before training.
+        """Keep copies of the catalogs, and note what files of further inputs hold.
+
+        One rank calls it, before training.
 
         Raises:
             DataError: they cannot be written.
         """
-        if self._kept is not None:
-            replan.keep_catalogs(self.plan_history, self.catalogs, self._kept)
+        if self._kept is None:
+            return
+        replan.keep_catalogs(self.plan_history, self.catalogs, self._kept)
+        files = files_of_inputs(self.plan_history.plan, self.data)
+        input_files.note(self._kept, files, self._cached and self._cached[0].hash_of_file)
+
+    def read_known_inputs(self) -> None:
+        """Compare files of further inputs, from now on, with what `keep_catalogs` has noted."""
+        if self._kept is not None and self.data.conditioning:
+            self.known_inputs.update(input_files.read_known(self._kept))
 
     @property
     def failures(self) -> dict[str, str]:
@@ -499,7 +528,9 @@ class Loader:
             if len(catalog)
         ]
         examples = tuple(media for media in ends if media.is_remote)
-        return DecodingSource(self.data, workers, self._frame_cache, self.heartbeats, examples)
+        return DecodingSource(
+            self.data, workers, self._frame_cache, self.heartbeats, examples, self.known_inputs
+        )
 
     def _end(self, end_step: int | None) -> int | None:
         ends = [end for end in (end_step, self.plan_history.end_step) if end is not None]
@@ -630,8 +661,9 @@ class Loader:
             if self._fetched(sample, buffer, place):
                 return sample, planned, buffer
             self._refuse_too_many()
-        first = next(iter({**self.quarantined, **self._failures}.values()), "")
-        raise DataError(f"Not one clip could be decoded. One: {first}. {_REMEDY}")
+        reasons = list({**self.quarantined, **self._failures}.values())
+        first = with_remedy(reasons[0] if reasons else "")
+        raise DataError(f"Not one clip could be {verb_of(reasons)}. One: {first}")
 
     def _candidates(
         self, planned: PlannedBatch
@@ -670,8 +702,5 @@ class Loader:
     def _refuse_too_many(self) -> None:
         failed, allowed = {**self.quarantined, **self._failures}, self.data.max_quarantined_clips
         if len(failed) > allowed:
-            raise DataError(
-                f"{len(failed)} clips could not be decoded while training, more than "
-                f"data.max_quarantined_clips = {allowed} allows. One of them: "
-                f"{list(failed.values())[-1]}. {_REMEDY}"
-            )
+            reasons = list(failed.values())
+            raise DataError(describe_too_many(reasons, "while training", allowed))

@@ -29,7 +29,8 @@ from longtake.data import order, stores
 from longtake.data.buckets import BucketAssignment, Rows, shares_cut
 from longtake.data.caption_text import refuse_unset_trigger
 from longtake.data.catalog import CONDITIONING, Catalog
-from longtake.data.conditioning import conditioning_path, read, whole_numbers
+from longtake.data.clip import Media
+from longtake.data.conditioning import conditioning_path, only_colour, read, whole_numbers
 from longtake.data.stages import Selection, StageTimeline, mixed, select
 from longtake.data.tails import tail_drifts
 from longtake.errors import ClipError, DataError
@@ -370,6 +371,7 @@ _LARGE_CROP = 0.5  # share of a picture
 _MAX_PATHS = 2**20  # that they are chosen from, of some clips then
 _EXAMPLES = 3
 _THREADS = 16
+_MASKS_READ = 256
 _NUMBERS_READ = 64  # files of numbers of each part of a plan
 _NUMBERS = ("num_frames", "width", "height", "fps", "duration_seconds")
 
@@ -486,7 +488,7 @@ def check_data(
         DataError: files are missing, or as `review`.
     """
     refuse_missing_conditioning(plan, data)
-    warnings = review(plan, data, num_steps, trained)
+    warnings = [*review(plan, data, num_steps, trained), *plain_masks(plan, data)]
     if data.cache is None:  # filling a cache opens only the files that it lacks
         for catalog in catalogs.values():
             warnings += refuse_missing(catalog, data.max_quarantined_clips)
@@ -725,11 +727,36 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
             _refuse_wrong_numbers(name, section, plan)
 
 
-def _some_of(files: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    if len(files) <= _MAX_FILES:
+def plain_masks(plan: Plan, data: DataSection) -> Iterator[str]:
+    """A warning for each mask that is white or black everywhere, of some of the local files."""
+    for name, section in data.conditioning.items():
+        if section.kind != "mask":
+            continue
+        files = [each for each in _planned_files(plan, section) if "://" not in each[0]]
+        files = _some_of(files, _MASKS_READ)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            colours = list(pool.map(lambda each: only_colour(Media(each[0])), files))
+        for colour, so in (("white", "masks nothing"), ("black", "masks everything")):
+            pairs = zip(files, colours, strict=True)
+            found = [f"{path}, of {clip}" for (path, clip), its in pairs if its == colour]
+            if found:
+                yield (
+                    f"data.conditioning.{name}: {len(found)} of {len(files)} masks that were read "
+                    f"are {colour} everywhere, which {so}:{_shown(found)}"
+                )
+
+
+def _some_of(files: list[tuple[str, str]], most: int = _MAX_FILES) -> list[tuple[str, str]]:
+    if len(files) <= most:
         return files
-    chosen = np.random.default_rng(0).choice(len(files), _MAX_FILES, replace=False)
+    chosen = np.random.default_rng(0).choice(len(files), most, replace=False)
     return [files[number] for number in chosen]
+
+
+def files_of_inputs(plan: Plan, data: DataSection) -> list[str]:
+    """Files of further inputs of the clips that a plan trains."""
+    sections = [each for each in data.conditioning.values() if not each.is_of_clip]
+    return [path for each in sections for path, _ in _planned_files(plan, each)]
 
 
 def _planned_files(plan: Plan, section: ConditioningSection) -> list[tuple[str, str]]:

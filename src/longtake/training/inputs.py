@@ -310,16 +310,30 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
 
 
 def clips_not_encoded(
-    batch: Batch, losses: Sequence[float], parts: Components, device: torch.device
-) -> Iterator[str]:
-    """Identities of the clips whose loss is not finite because what the codec gives is not."""
+    batch: Batch,
+    losses: Sequence[float],
+    parts: Components,
+    recipe: Recipe,
+    device: torch.device,
+) -> Iterator[tuple[str, str]]:
+    """Identities of the clips whose loss is not finite because what encoders give is not.
+
+    Each with the names of what is not: of the clip, its own caption, and its further inputs.
+    """
     if batch.latents is not None:  # of a cache, which holds finite ones
         return
-    for place, identity in enumerate(batch.identities):
+    recipe = recipe.in_stage(batch.stage)
+    used = {*recipe.model_inputs(), recipe.flow.loss_mask}
+    for place, part in enumerate(split(batch, 1)):
         if batch.weights[place] and not math.isfinite(losses[place]):
-            latents = encode_videos(parts.codec, batch.videos[place : place + 1].to(device))
-            if not bool(latents.isfinite().all()):
-                yield identity
+            further = {name: each.to(device) for name, each in part.inputs.items() if name in used}
+            pictures = parts.family.seen_with_text(further)
+            given = {"latents": encode_videos(parts.codec, part.videos.to(device))}
+            given |= encode_captions(parts.text, part.captions, pictures)
+            given |= encode_inputs(parts, recipe, further, part.bucket)[0]
+            names = [name for name, each in given.items() if not bool(each.isfinite().all())]
+            if names:
+                yield batch.identities[place], ", ".join(names)
 
 
 def split(batch: Batch, size: int | None) -> Iterator[Batch]:

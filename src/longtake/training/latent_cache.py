@@ -162,6 +162,7 @@ def fill_cache(
             loader.plan_history.plan,
             share=slice(world.rank + part[0] * world.size, None, world.size * part[1]),
             without=loader.quarantined,
+            known_inputs=loader.known_inputs,
             progress=advance,
         )
     refused = cache.packs.refused

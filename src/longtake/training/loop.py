@@ -31,8 +31,8 @@ _LAST_UPDATE_LOST = (
     "here again, lower optimizer.learning_rate in a run of its own (--fresh)."
 )
 _NOT_ENCODED = (
-    "is encoded to latents that are NaN or infinite; if other clips are too, the codec's weights "
-    "are damaged or their precision (codec.dtype) is too low"
+    "is encoded to {names} that are NaN or infinite; if other clips are too, the weights of the "
+    "codec or text encoder are damaged, or their precision (codec.dtype, text.dtype) is too low"
 )
 _LAST_STATE_UNLIKE = (
     "This state was not saved. Start the same command again: it resumes from the newest checkpoint."
@@ -95,8 +95,10 @@ def train_steps(
         is_allowed = guard.allows(verdict)
         if verdict.kind != "ok":
             if verdict.reason == "non_finite":
-                for each in clips_not_encoded(batch, losses.losses, state.components, world.device):
-                    loader.fail(each, _NOT_ENCODED)  # the next step's summary tells all ranks
+                parts = state.components
+                found = clips_not_encoded(batch, losses.losses, parts, recipe, world.device)
+                for identity, names in found:  # the next step's summary tells all ranks
+                    loader.fail(identity, _NOT_ENCODED.format(names=names))
             saver.wait()  # so that the report names the newest checkpoint
             verdict, report = guard.report(verdict, statistics, losses, state)
             recorder.verdict(verdict, statistics, report, acts=not is_allowed)

@@ -391,6 +391,7 @@ def edge_of(batch: Batch) -> str | None:
 
 
 _REPORTED_SAMPLE_STEPS = 16
+_NAMED_CLIPS = 3
 _REPORTED_STEPS = 128
 _MAX_NAMED_GRADIENTS = 3
 _GRADIENT_STEPS = 10
@@ -490,6 +491,9 @@ class GuardRunner:
         everyone = collectives.gather_objects(mine, self._world)
         if not self._world.is_first:
             return verdict, None
+        samples = [each for some in everyone for each in some]
+        if verdict.reason == "non_finite" and (clips := _name_non_finite_clips(samples)):
+            verdict = replace(verdict, message=f"{verdict.message} {clips}")
         number = len(list(self._run.guard_path.glob(f"step_{statistics.step:08d}_*.json")))
         path = self._run.guard_report_path(statistics.step, number)
         resumable = (step for step in self._run.checkpoint_steps() if step <= statistics.step)
@@ -502,7 +506,7 @@ class GuardRunner:
                 {**each.statistics.as_dict(), "verdict": each.verdict_kind}
                 for each in list(self.history)[-_REPORTED_STEPS:]
             ],
-            "samples": [each for samples in everyone for each in samples],
+            "samples": samples,
             "state": {"checkpoint": max(resumable, default=None)},
         }
         self._run.write_record(path, report)
@@ -521,6 +525,36 @@ def _trained_samples(
         for row, loss, weight in rows
         if weight and world.speaks_for_data
     ]
+
+
+def _name_non_finite_clips(samples: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on clips whose loss was never finite, while that of others was; or nothing.
+
+    Args:
+        samples: of a report: the loss of one that is not finite is a text.
+    """
+    steps = dict[str, list[int]]()
+    for each in samples:
+        if isinstance(each["loss"], str):
+            steps.setdefault(each["identity"], []).append(each["step"])
+    finite = [each for each in samples if not isinstance(each["loss"], str)]
+    first = min((min(found) for found in steps.values()), default=0)
+    if not any(each["step"] >= first for each in finite):  # the model, not a clip
+        return ""
+    for each in finite:
+        steps.pop(each["identity"], None)
+    captions = {each["identity"]: each["caption"] for each in samples}
+    named = [
+        f"{identity[:12]} ({captions[identity]!r:.80}, {len(found)} times)"
+        for identity, found in steps.items()
+        if len(found) > 1
+    ]
+    if not named:
+        return ""
+    return (
+        f"Each time that it was trained, the loss of {', '.join(named[:_NAMED_CLIPS])} was NaN or "
+        "infinite, and that of others was not: look at this clip, its caption and its inputs."
+    )
 
 
 # --- Where NaN and inf came from --------------------------------------------------------------

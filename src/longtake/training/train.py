@@ -290,6 +290,7 @@ def _begin_ledger(session: Session, loader: Loader) -> Path:
         )
 
     first_does(begin, world)
+    loader.read_known_inputs()
     return from_first(made[0] if made else run.ledger_path, world)
 
 
