@@ -92,8 +92,9 @@ def test_marks_of_the_time_line_say_what_happened(
 ) -> None:
     page = open_page(f"{serve(runs)}/run/overview/run")
     page.wait_for_selector(DRAWN)
-    launch = page.locator("#lanes [data-kind=launch]")
+    launch = page.locator("#lanes .mark[data-kind=launch]")
     assert launch.count() == 1, "it lies before the first step that is plotted"
+    assert "rolled back" in page.locator("#lanes-legend").inner_text()
     page.locator("#lanes .mark-error").first.click()
     assert "went back from step 20" in page.locator("#mark-note").inner_text()
     lanes, plot = (

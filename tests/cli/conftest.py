@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longtake import cli
+from longtake import cli, fsio
 from longtake.data.catalog import Catalog
 
 _RECIPE = """
@@ -45,6 +45,7 @@ def call(
     def called(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["longtake", *map(str, arguments)])
         capsys.readouterr()
+        fsio.skipped_lines()  # those of other tests
         with pytest.raises(SystemExit) as exit_:
             cli.main()
         return int(exit_.value.code or 0), *capsys.readouterr()

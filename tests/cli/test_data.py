@@ -68,7 +68,7 @@ def test_what_the_guard_skipped_is_counted(place: Path, tmp_path: Path, call: Ca
     code, out, err = call("data", "audit", run.path)
     assert (code, out) == (0, "")
     assert "events.jsonl: 1 line is no record and was left out." in err
-    assert "The guard skipped 3 batches of 12 samples for good" in err
+    assert "The guard skipped 3 batches (12 samples) for good" in err
     assert "2 steps; 8 samples of abandoned steps do not count." in err
     code, out, err = call("data", "audit", run.path, "--json")
     found = json.loads(out)

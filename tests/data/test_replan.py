@@ -137,7 +137,7 @@ def test_a_change_is_refused_with_names_and_counts(tmp_path: Path) -> None:
     assert message.startswith("What is trained on has changed since step 3:\n")
     assert (
         "the catalog c.parquet: 4 clips added, 2 removed, 1 with another caption, 2 of another "
-        "shape; 1 files have another content\n" in message
+        "shape; 1 file with another content\n" in message
     )
     assert [message.count(f"{what}: ") for what in ("added", "changed", "removed")] == [3, 3, 2]
     assert "training.global_batch_size was 4 and is 2" in message

@@ -5,6 +5,7 @@ benchmarks/results/family_plans.json, from which the table of docs/guides/famili
 """
 
 import json
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,7 @@ def _cell(plan: Mapping[str, Any]) -> str:
     size = f"{plan['gib']:.1f} GiB"
     if not plan["fits"]:
         return f"does not fit: {size}"
+    size += f", {plan['ram_gib']} GiB RAM" if plan["ram_gib"] else ""
     total, order = plan["blocks"], (*QUANTIZED, "stream", *ACTIVATIONS)
     named = [
         name if count == total else f"{name} {count}/{total}"
@@ -115,6 +117,7 @@ def _facts(found: Forecast) -> dict[str, Any]:
     return {
         "fits": True,
         "gib": round(best.step_peak_bytes / 2**30, 1),
+        "ram_gib": math.ceil(found.needed_host_bytes / 2**30),
         "blocks": len(options),
         "options": _counted(options),
     }

@@ -118,12 +118,14 @@ def _audit_verdict(found: Audit) -> str:
 
 def _audit_notes(found: Audit) -> Iterator[str]:
     steps = found.end_step - found.num_skipped
-    yield f"{steps:,} steps; {found.num_abandoned:,} samples of abandoned steps do not count."
+    abandoned = plural(found.num_abandoned, "sample")
+    yield f"{plural(steps, 'step')}; {abandoned} of abandoned steps do not count."
     if found.num_skipped:
         samples = sum(epoch.skipped for epoch in found.epochs)
         yield (
-            f"The guard skipped {found.num_skipped:,} batches of {samples:,} samples for good: "
-            "they were not trained in their epochs, and are not missing there."
+            f"The guard skipped {plural(found.num_skipped, 'batch', 'batches')} "
+            f"({plural(samples, 'sample')}) for good: they were not trained in their epochs, and "
+            "are not missing there."
         )
     for where in found.two_writers[:_NUM_EXAMPLES]:
         yield f"Two launches trained this run at the same time: {where}."
@@ -168,7 +170,7 @@ def epoch_words(epoch: EpochAudit, count: int = 1) -> str:
     rest = f", but for {' and '.join(but)}" if but else ""
     if epoch.is_over:
         return f"each clip of {named} was seen once{rest}"
-    return f"{named} is not over: {epoch.seen:,} clips were seen once so far{rest}"
+    return f"{named} is not over: {epoch.seen:,} of its clips seen once so far{rest}"
 
 
 def _counted_row(found: ledger.EpochCount, is_estimate: bool) -> EpochRow:

@@ -188,7 +188,7 @@ def _say_indexed(report: "IndexReport", out: Path) -> None:
     for sentence in report.unread_captions:
         say.line(f"  {printable(sentence)}")
     if report.scores_dropped:
-        say.line(f"  {report.scores_dropped} clips lost their scores: their captions changed")
+        say.line(f"  {plural(report.scores_dropped, 'clip')} lost scores, as captions changed")
     say.line(
         f"{plural(report.accepted, 'clip')} in {out}: {report.accepted - report.without_caption} "
         f"with a caption, {report.without_caption} without; "
@@ -389,9 +389,11 @@ def score(
         say.result(facts)
         return
     _say_failed("not scored", scored.failed)
-    say.line(f"{facts['scored']} clips of {facts['catalog']} have the attribute {scored.name}.")
+    say.line(
+        f"{plural(facts['scored'], 'clip')} of {facts['catalog']} with the attribute {scored.name}."
+    )
     if facts["unknown"]:
-        say.line(f"{facts['unknown']} clips have none; no condition on it selects them.")
+        say.line(f"{plural(facts['unknown'], 'clip')} without it; no condition on it selects them.")
     if by == "nouns":
         _say_other_languages(loaded)
     if by == "duplicates":
@@ -709,14 +711,18 @@ def _say_audit(found: "Audit", again: "Sequence[Mapping[str, Any]]") -> None:
             f"belong there; clips whose identity begins with {', '.join(epoch.examples)}"
         )
     steps = found.end_step - found.num_skipped
-    say.line(f"{steps} steps; {found.num_abandoned} samples of abandoned steps do not count.")
+    say.line(
+        f"{plural(steps, 'step')}; {plural(found.num_abandoned, 'sample')} of abandoned steps do "
+        "not count."
+    )
     for each in again:
         say.line(f"  {restart_sentence(each)}")
     if found.num_skipped:
         samples = sum(epoch.skipped for epoch in found.epochs)
         say.line(
-            f"The guard skipped {found.num_skipped} batches of {samples} samples for good: they "
-            "were not trained in their epochs, and are not missing there."
+            f"The guard skipped {plural(found.num_skipped, 'batch', 'batches')} "
+            f"({plural(samples, 'sample')}) for good: they were not trained in their epochs, and "
+            "are not missing there."
         )
     for where in found.two_writers[:_MOST_SHOWN]:
         say.line(f"Two launches trained this run at the same time: {where}.")

@@ -271,13 +271,10 @@ def _stages(recipe: "Recipe", known: "Forecast", data_plan: "Plan | None") -> li
 
 
 def _forecast_facts(known: "Forecast") -> dict[str, Any]:
-    from longtake.planner.devices import SHARE_OF_HOST_MEMORY
     from longtake.planner.forecast import short_memory
 
     device, step, gradients = known.device, known.step, known.gradients
     chosen = known.best_policy or (known.least if known.policies else None)
-    pinned = 0 if chosen is None else chosen.host_bytes
-    ranks = step.per_node or step.world_size
     return {
         "device": device.name,
         "memory_gib": _gib(device.memory_bytes),
@@ -298,11 +295,9 @@ def _forecast_facts(known: "Forecast") -> dict[str, Any]:
         "fixed_gib": _static(known.static),
         "host_gib": _gib(known.static.optimizer.host),
         "host_ram": {
-            "pinned_gib": _gib(pinned),
+            "pinned_gib": _gib(known.pinned_host_bytes),
             "limit_gib": _gib(device.host_bytes),
-            "needed_gib": _gib(
-                int(ranks * (pinned / SHARE_OF_HOST_MEMORY + known.static.optimizer.host))
-            ),
+            "needed_gib": _gib(known.needed_host_bytes),
         },
         "short": [] if chosen is None else list(short_memory(step, chosen)),
         "foreach_gib": _gib(known.foreach_bytes),

@@ -13,6 +13,7 @@ from rich.tree import Tree
 
 from longtake import errors, progress
 from longtake.cli import say
+from longtake.formatting import plural
 from longtake.monitor import sentences
 from longtake.stacks import common_calls
 
@@ -192,7 +193,9 @@ def bundle(
     for name, reason in found.left_out:
         say.line(f"       left out  {name}: {reason}")
     total = sum(len(each.data) for each in found.files)
-    say.line(f"{len(found.files)} files of {total:,} bytes; read them before you send them.")
+    say.line(
+        f"{plural(len(found.files), 'file')} of {total:,} bytes; read them before you send them."
+    )
     if not yes and not sys.stdin.isatty():
         raise errors.RunError(
             f"{archive} was not written. Add --yes to write it without a question."

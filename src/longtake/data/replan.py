@@ -41,6 +41,7 @@ from longtake.data.plan import (
 )
 from longtake.data.stages import select
 from longtake.errors import DataChangedError, DataError
+from longtake.formatting import plural
 from longtake.fsio import Count, FileName, with_other_fields
 from longtake.fsio import Span as SpanRecord
 
@@ -124,10 +125,12 @@ class CatalogDifference:
 
     def __str__(self) -> str:
         counts = (
-            f"{self.added} clips added, {self.removed} removed, {self.recaptioned} with another "
-            f"caption, {self.reshaped} of another shape"
+            f"{plural(self.added, 'clip')} added, {self.removed} removed, {self.recaptioned} with "
+            f"another caption, {self.reshaped} of another shape"
         )
-        replaced = f"; {self.replaced} files have another content" if self.replaced else ""
+        replaced = (
+            f"; {plural(self.replaced, 'file')} with another content" if self.replaced else ""
+        )
         return counts + replaced + "".join(f"\n    {example}" for example in self.examples)
 
 
@@ -646,7 +649,7 @@ def _describe(
         if source not in catalogs:
             lines.append(f"the catalog {source} is no longer used")
         elif source not in then:
-            lines.append(f"the catalog {source} is new ({len(catalogs[source])} clips)")
+            lines.append(f"the catalog {source} is new ({plural(len(catalogs[source]), 'clip')})")
         elif then[source]["fingerprint"] != catalogs[source].fingerprint:
             path = _kept_path(kept, then[source]["edition"])
             difference = "its clips have changed"

@@ -607,7 +607,10 @@ def print_plan(console: Console, facts: Mapping[str, Any]) -> None:
     stages = "the last stage has no end" if planned is None else f"the stages have {planned:,}"
     buckets = (bucket for each in facts["stages"] for bucket in each["buckets"])
     sizes = " or ".join(f"{n:,}" for n in sorted({each["batch_size"] for each in buckets}))
-    _print(console, f"Training ends after {facts['steps']:,} steps of {sizes} clips; {stages}.\n")
+    _print(
+        console,
+        f"Training ends after {plural(facts['steps'], 'step')} of {sizes} clips; {stages}.\n",
+    )
     _print(console, _stages(facts))
     if len(facts["timeline"]) > 1:
         _print(console, _timeline_bars(facts))
@@ -650,10 +653,12 @@ def print_plan(console: Console, facts: Mapping[str, Any]) -> None:
 def _clips_sentence(facts: Mapping[str, Any]) -> str:
     count, seconds = facts["clips"], facts["hours"] * 3600
     parts = [
-        f"{count:,} clips: {facts['videos']:,} videos ({format_duration(seconds)}, "
-        f"{facts['frames'] - facts['images']:,} frames) and {facts['images']:,} images",
+        f"{plural(count, 'clip')}: {plural(facts['videos'], 'video')} ({format_duration(seconds)}, "
+        f"{plural(facts['frames'] - facts['images'], 'frame')}) and "
+        f"{plural(facts['images'], 'image')}",
         f"{facts['captioned']:,} with a caption, {count - facts['captioned']:,} without",
-        f"{facts['duplicates']:,} duplicates left out, {len(facts['rejected']):,} files rejected",
+        f"{plural(facts['duplicates'], 'duplicate')} left out, "
+        f"{plural(len(facts['rejected']), 'file')} rejected",
     ]
     return "; ".join(parts) + "."
 

@@ -23,6 +23,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.conditioning import given_to
 from longtake.evaluation_dir import EvaluationDirectory
+from longtake.formatting import plural
 from longtake.inspection.rows import MetricRows, read_rows
 from longtake.node_dir import read_events, state
 from longtake.process import command
@@ -411,7 +412,7 @@ def step_facts(run: RunDirectory, step: int, span: int) -> dict[str, Any]:
 def _refuse_beyond(run: RunDirectory, step: int, rows: MetricRows) -> None:
     last = int(rows.step.max()) if len(rows) else 0
     if step > last:
-        reached = f"has done {last} steps" if len(rows) else "has not done a step"
+        reached = f"has done {plural(last, 'step')}" if len(rows) else "has not done a step"
         path = shlex.quote(str(run.path))
         look = f" Look at the last: {command()} show {path} --around {last}." if len(rows) else ""
         raise errors.RunError(

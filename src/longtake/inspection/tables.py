@@ -20,6 +20,7 @@ from longtake.formatting import (
 from longtake.run_dir import skipped_batches
 
 _PIPE_WIDTH = 120
+_LEAST_SECONDS_SHOWN = 0.005
 _QUARTERS = ("0-¼", "¼-½", "½-¾", "¾-1")
 _MAX_LISTED = 12
 START_PHASES = {
@@ -163,6 +164,8 @@ def _start_table(start: Mapping[str, Any], num_ranks: int) -> Table:
     if num_ranks > 1:
         table.add_column("slowest rank", justify="right")
     for part, seconds in start["seconds"].items():
+        if seconds < _LEAST_SECONDS_SHOWN:  # as of imports, which `longtake demo` made before
+            continue
         slowest = str(start["slowest"].get(part, ""))
         cells = [START_PHASES.get(part, part), f"{seconds:.2f}", slowest]
         table.add_row(*cells[: len(table.columns)])
@@ -231,7 +234,9 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     for each in facts["evaluations"]:
         lines[f"preset {each['preset']}"] = _evaluated(each)
     if facts["abandoned_rows"]:
-        lines["abandoned"] = [f"{facts['abandoned_rows']} steps that were done, and given up"]
+        lines["abandoned"] = [
+            f"{plural(facts['abandoned_rows'], 'step')} that were done, and given up"
+        ]
     return lines
 
 

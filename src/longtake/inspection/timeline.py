@@ -21,7 +21,9 @@ from longtake.node_dir import read_events
 from longtake.run_dir import BEGINNINGS, ENDINGS, EventKind, RunDirectory
 
 Level = Literal["info", "warn", "error"]
-Lane = Literal["launches", "stages", "data", "guard", "checkpoints", "evaluations", "nodes"]
+Lane = Literal[
+    "launches", "stages", "epochs", "data", "guard", "checkpoints", "evaluations", "nodes"
+]
 Event = Mapping[str, Any]
 
 
@@ -41,7 +43,7 @@ _LOOKS: Final[dict[str, _Look]] = {
     "rank_failed": _Look("failure", "launches", "error"),
     "killed_rank": _Look("failure", "launches", "warn"),
     "stage": _Look("stage", "stages", "info"),
-    "epoch": _Look("epoch", "stages", "info"),
+    "epoch": _Look("epoch", "epochs", "info"),
     "settings_changed": _Look("settings", "stages", "info"),
     "threads_chosen": _Look("threads", "nodes", "info"),
     "data_changed": _Look("data", "data", "warn"),

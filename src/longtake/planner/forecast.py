@@ -29,7 +29,7 @@ from longtake.planner import (
 from longtake.planner.activation_checkpointing import BlockWeights
 from longtake.planner.attention_check import KernelChooser
 from longtake.planner.block_weights import blocks_with
-from longtake.planner.devices import DeviceBudget
+from longtake.planner.devices import SHARE_OF_HOST_MEMORY, DeviceBudget
 from longtake.planner.sampling_phase import sampling_phase
 from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
 from longtake.sampling.sampler import streams_for_sampling
@@ -104,6 +104,19 @@ class Forecast:
         base: BlockWeights = "stream" if weights else self.step.tracer.subject.weights[0]
         options = activation_checkpointing.options_of(policy, self.step.block_names, base)
         return options, self.traces[name]
+
+    @property
+    def pinned_host_bytes(self) -> int:
+        """Page-locked memory of one rank under the best policy, or the one that takes least."""
+        row = self.best_policy or (self.least if self.policies else None)
+        return 0 if row is None else row.host_bytes
+
+    @property
+    def needed_host_bytes(self) -> int:
+        """RAM that a node must have, of which only a share may be page-locked."""
+        pinned = self.pinned_host_bytes / SHARE_OF_HOST_MEMORY
+        ranks = self.step.per_node or self.step.world_size
+        return int(ranks * (pinned + self.static.optimizer.host))
 
     def policy(self, name: str) -> memory.PolicyForecast:
         rows = [*self.policies, self.best_policy]

@@ -86,10 +86,10 @@ def _describe_changes(session: Session, loader: Loader, step: int, lost: int) ->
         lines.append(f"changed, resuming with {policy}: {loader.plan_history.changes}")
     for stage in loader.plan_history.plan.stages:
         for reason, count in sum(stage.dropped.values(), Counter()).most_common():
-            lines.append(f"{count} clips are left out of stage {stage.stage.name}: {reason}")
+            lines.append(f"left out of stage {stage.stage.name}: {plural(count, 'clip')}: {reason}")
     if loader.quarantined:
         lines.append(
-            f"{len(loader.quarantined)} clips stay set aside because they could not be decoded; "
+            f"{plural(len(loader.quarantined), 'clip')} set aside, not decodable; "
             "data.retry_quarantined=true tries them again"
         )
     return lines

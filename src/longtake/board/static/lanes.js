@@ -4,7 +4,7 @@ import { make } from "./page.js";
 const SVG = "http://www.w3.org/2000/svg";
 const LANE_HEIGHT = 18;
 const LANES = {
-  launches: "launches", stages: "stages", data: "data", guard: "guard",
+  launches: "launches", stages: "stages", epochs: "epochs", data: "data", guard: "guard",
   checkpoints: "checkpoints", evaluations: "evaluations", nodes: "nodes",
 };
 const GLYPHS = {
@@ -12,6 +12,14 @@ const GLYPHS = {
   captions: "◇", rejected: "✕", decoder: "✕", ledger: "✕", skip: "✕", spike: "▲", rollback: "⟲",
   diverged: "✕", checkpoint: "▲", sample: "●", evaluation: "◎", drift: "~", stall: "⚠", clock: "◷",
   node: "▼", disk: "✕",
+};
+const NAMES = {
+  launch: "launched", restart: "resumed", end: "ended", failure: "a rank failed", stage: "stage begins",
+  epoch: "epoch begins", settings: "settings changed", data: "data changed", captions: "captions cut",
+  rejected: "clip set aside", decoder: "decoder replaced", ledger: "ledger damaged", skip: "update skipped",
+  loss: "first loss high", spike: "anomaly", rollback: "rolled back", diverged: "diverged",
+  checkpoint: "checkpoint", sample: "sampled", evaluation: "evaluated", drift: "drift", stall: "stalled",
+  clock: "clock stepped", node: "node degraded", disk: "disk full", ranks: "ranks differ", threads: "CPU threads",
 };
 
 // Drawn, and not letters: not every font has them.
@@ -52,15 +60,7 @@ export function drawLanes(marks, span, axis, data) {
         width: `${Math.max(0, (100 * (last - first)) / (span[1] - span[0]))}%`,
       }));
     }
-    const look = `mark mark-${mark.level}`;
-    let glyph;
-    if (SHAPES[mark.kind]) {
-      glyph = element("svg", { x: percent(where), y: middle, overflow: "visible", class: look, "data-kind": mark.kind });
-      glyph.append(element("path", { d: SHAPES[mark.kind], fill: "currentColor", "fill-rule": "evenodd" }));
-    } else {
-      glyph = element("text", { x: percent(where), y: middle + 4, "text-anchor": "middle", class: look, "data-kind": mark.kind });
-      glyph.textContent = GLYPHS[mark.kind] || "•";
-    }
+    const glyph = draw(mark.kind, percent(where), middle, `mark mark-${mark.level}`);
     const title = element("title", {});
     title.textContent = mark.text;
     glyph.append(title);
@@ -69,7 +69,34 @@ export function drawLanes(marks, span, axis, data) {
   }
   host.querySelector(".lane-labels").replaceWith(labels);
   host.querySelector("svg").replaceWith(svg);
+  drawLegend(new Set(marks.map((mark) => mark.kind)));
   host.hidden = used.length === 0 || axis === "batch";
+}
+
+// A line below the lanes that names the marks that are there.
+function drawLegend(kinds) {
+  const items = Object.keys(NAMES).filter((kind) => kinds.has(kind)).map((kind) => {
+    const picture = document.createElementNS(SVG, "svg");
+    picture.setAttribute("width", 14);
+    picture.setAttribute("height", 14);
+    picture.append(draw(kind, 7, 7, "legend-mark"));
+    const item = make("span", {});
+    item.append(picture, NAMES[kind]);
+    return item;
+  });
+  document.getElementById("lanes-legend").replaceChildren(...items);
+}
+
+// The mark of a kind of event around a point.
+function draw(kind, x, middle, look) {
+  if (SHAPES[kind]) {
+    const glyph = element("svg", { x, y: middle, overflow: "visible", class: look, "data-kind": kind });
+    glyph.append(element("path", { d: SHAPES[kind], fill: "currentColor", "fill-rule": "evenodd" }));
+    return glyph;
+  }
+  const glyph = element("text", { x, y: middle + 4, "text-anchor": "middle", class: look, "data-kind": kind });
+  glyph.textContent = GLYPHS[kind] || "•";
+  return glyph;
 }
 
 // Puts the lanes exactly above the plots.
