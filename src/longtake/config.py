@@ -135,10 +135,11 @@ class Bucket(_Section):
     """Clips per update over all processes, instead of the stage's or `global_batch_size`: more of
     a shape with fewer tokens. They are split into as many micro-batches as that."""
     share: float | None = Field(None, gt=0, lt=1, repr=False)
-    """Share of the clips that would also fit this bucket, but another better, that it gets in each
-    epoch, each epoch others; the rest goes to the better one. A clip fits also if it is long
-    enough, need not be enlarged and loses at most a tenth more of its picture. Shares that sum to
-    more than 1 for a clip are lowered to 1 together. Unset: each clip has one bucket."""
+    """Some clips fit this bucket but fit another one better. This share of them goes to this bucket
+    in each epoch, other clips in each; the rest goes to the better one. A clip fits if it is long
+    enough, need not be enlarged and loses at most a tenth more of its picture than in the better
+    one. Where the shares of a clip sum to more than 1, they are lowered to 1 together. Unset: each
+    clip has one bucket."""
 
     def toml(self) -> str:
         values = self.model_dump(exclude_none=True).items()
@@ -268,7 +269,7 @@ def _check_conditioning(name: str, section: ConditioningSection) -> None:
 
 
 TRIGGER = "[trigger]"
-"""What is replaced by `data.trigger` in captions, prefixes and prompts."""
+"""The text that `data.trigger` replaces in captions, prefixes and prompts."""
 
 
 class CaptionsSection(_Section):
@@ -496,7 +497,7 @@ class DataSection(_Section):
         return self
 
     def _has_spans(self) -> bool:
-        """Whether a clip may have several: not where all are images."""
+        """True if a clip may have several windows: not where all clips are images."""
         shapes = [*self.buckets, *(each for stage in self.stages for each in stage.buckets or ())]
         frames = [each.num_frames for each in shapes]
         if not self.buckets and self.auto_buckets is not None:

@@ -144,7 +144,7 @@ def histogram_of(found: data_facts.Histogram) -> Markup | str:
         return pictures.histogram(found)
     value = (found.edges[0] + found.edges[-1]) / 2
     clips = pictures.about(found.counts[0], found.scale)
-    return f"{value:.4g} for all {clips} clips of which it is known"
+    return f"{value:.4g} for each of the {clips} clips that have it"
 
 
 def _most(counts: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -572,7 +572,7 @@ def _of_device(facts: Mapping[str, Any]) -> str:
 
 
 def _fixed(facts: Mapping[str, Any]) -> Table:
-    table = _table("in memory whatever is recomputed", "", "")
+    table = _table("in memory under every policy", "", "")
     for name, meaning in FIXED_WORDS.items():
         value = facts["fixed_gib"][name]
         if value or name not in ("encoders", "ema"):

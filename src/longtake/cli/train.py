@@ -53,7 +53,7 @@ Load = Annotated[
         callback=_tell_how_to_resume,
     ),
 ]
-"""What other trainers call it; the error says what it is here."""
+"""Names that other trainers use; the error gives the name that is used here."""
 
 
 def train(

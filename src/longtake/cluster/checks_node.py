@@ -505,7 +505,7 @@ def measure_packages(context: findings.CheckContext) -> findings.Facts:
 def judge_packages(
     facts: findings.FactsByNode, recipe: config.Recipe | None
 ) -> findings.CheckResult:
-    """Of packages that compute: errors; of others that longtake needs: warnings, or else notes."""
+    """Packages that compute give errors, others that longtake needs warnings, the rest notes."""
     versions = {node: each["versions"] for node, each in facts.items()}
     names = {name for each in versions.values() for name in each}
     needed = {name for each in facts.values() for name in each["needed"]}

@@ -83,7 +83,7 @@ def choose_buckets(
 def glance(
     data: Path, indexed: Path, fps: float | None
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """How many frames clips have at a rate, and their width divided by their height.
+    """Count the frames of clips at a rate, and divide their widths by their heights.
 
     Of the catalog if it exists, else by the headers of some files of the folder `data`, whose
     rotation is not read. What cannot be opened is left out: indexing says why.

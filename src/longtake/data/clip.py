@@ -13,7 +13,7 @@ Given = str | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """What a catalog knows of a clip's content: see `longtake.data.content`."""
+    """The facts of a clip's content that a catalog holds: see `longtake.data.content`."""
 
     identity: str  # empty: the content is not known
     num_frames: int

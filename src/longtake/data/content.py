@@ -1,4 +1,4 @@
-"""Whether a clip's bytes are still those that were indexed: by size and time, else by content.
+"""Checks that a clip's bytes are still those that were indexed: by size and time, else by content.
 
 Files are often copied without their times, so another time alone is no change: the content is
 hashed, once per process.
@@ -65,7 +65,7 @@ def changed(media: Media, how: str) -> ClipError:
 
 
 def is_indexed(media: Media, found: str) -> bool:
-    """Whether the catalog's clip is of a file (or member) with this hash."""
+    """Return True if the catalog's clip is of a file (or member) with this hash."""
     indexed = media.indexed
     assert indexed is not None
     if media.span is None:
@@ -91,7 +91,7 @@ def _is_of(identity: str, found: str) -> bool:
 
 
 def span_identity(file: str, first: int, num_frames: int) -> str:
-    """Of frames of a file with this identity."""
+    """The identity of a span of frames of a file with this identity."""
     facts = f"{file}:{first}:{first + num_frames}".encode()
     return hashlib.blake2b(facts, digest_size=16).hexdigest()
 

@@ -202,7 +202,7 @@ def _least_cut(catalog: Catalog, stage: Stage, data: DataSection) -> str:
 
 
 def _quantile_values(catalog: Catalog, stage: Stage, data: DataSection) -> str:
-    """What a stage's quantiles are: where many clips have one number, two of them are equal."""
+    """A stage's quantiles in words: where many clips have one number, two of them are equal."""
     found = []
     for condition in stage.where:
         name, operator, text = parse_condition(condition)

@@ -420,7 +420,7 @@ class _Request:
             self._how.progress()
 
     def _gives_others(self) -> bool:
-        """Whether the store gives another object now, such as the last one that was read."""
+        """Return True if the store gives another object now, such as the last one that was read."""
         name = store_of(self._media.path)
         known = _last_read.get(name, self._media)
         others = [each for each in self._how.examples if store_of(each.path) == name]

@@ -172,7 +172,7 @@ def _incident_key(event: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a stall the newest diagnosis, from its begin; of a failure who knows most about it."""
+    """Keep the newest diagnosis of a stall, and the record that knows most about a failure."""
     if new["event"] == "stalled":
         return {**new, "time": old["time"], "at": old["at"]}
     other, best = sorted((old, new), key=lambda each: _SOURCES.index(each.get("source", "rank")))

@@ -381,7 +381,7 @@ _LEAST_NOISE = 0.5
 
 
 def review_model(parts: Components, recipe: config.Recipe) -> list[str]:
-    """What of a recipe trains other than one would think, in sentences; on any device."""
+    """Sentences about parts of a recipe that train other than one would think, on any device."""
     warnings = []
     settings, section = recipe.sampling, recipe.trainable
     steps = settings.num_inference_steps or parts.defaults.num_inference_steps

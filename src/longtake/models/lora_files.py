@@ -82,7 +82,7 @@ class StoredLora:
     scale: float
     magnitude: Tensor | None  # [out] of DoRA
     is_for_comfyui: bool = False
-    """Whether the magnitude is to be divided by `dora_norm_ratio`."""
+    """True if the magnitude is to be divided by `dora_norm_ratio`."""
 
     @property
     def rank(self) -> int:
@@ -91,7 +91,7 @@ class StoredLora:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a file says of its strength beside the weights, by peft's names."""
+    """The strength that a file gives beside the weights, by peft's names."""
 
     lora_alpha: Any = None  # None: the rank, that is a scale of 1
     r: Any = None

@@ -147,7 +147,7 @@ def _call_lokr(layer: Any, inputs: Tensor) -> Tensor:
 
 
 def is_full_lokr(layer: Any) -> bool:
-    """Whether a layer's LoKr is the product of two full matrices."""
+    """Return True if a layer's LoKr is the product of two full matrices."""
     return ADAPTER in layer.lokr_w1 and ADAPTER in layer.lokr_w2
 
 

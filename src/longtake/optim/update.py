@@ -40,7 +40,7 @@ def rate_factor(group: Mapping[str, Any]) -> float:
 
 
 def adapted_rate(group: Mapping[str, Any]) -> float:
-    """What an optimizer that finds its own rate multiplies the given one by.
+    """Return the factor by which an optimizer that finds its own rate multiplies the given one.
 
     Our Prodigy reports it as `distance`, prodigyopt's and D-Adaptation's classes as `d`.
     """

@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels may train, and in what layout their backward pass is called.
+"""Chooses which of torch's attention kernels may train, and the layout of their backward pass.
 
 Both hold for every attention of this process: they are rules of torch's dispatcher, and not of
 `torch.nn.functional`. Families, modules of the user's own, compiled code, and attention that is
@@ -48,7 +48,7 @@ without dimensions of size 1."""
 
 
 class AttentionKind(NamedTuple):
-    """What a kernel's code path depends on, beside lengths and numbers of samples and heads."""
+    """The facts, beside lengths and numbers of samples and heads, that a code path depends on."""
 
     dtype: str
     widths: tuple[int, int]  # of keys and of values
@@ -59,14 +59,14 @@ class AttentionKind(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """Which kernel computes a kind of attention on this machine, and which must not."""
+    """The kernel that computes a kind of attention on this machine, and those that must not."""
 
     chosen: Kernel
     refused: tuple[Kernel, ...] = ()
 
 
 CHOICES: dict[AttentionKind, KernelChoice] = {}
-"""What was found before training; see `longtake.planner.attention_check`."""
+"""The findings of `longtake.planner.attention_check` before training."""
 
 
 def has_cudnn_faults() -> bool:
@@ -74,7 +74,7 @@ def has_cudnn_faults() -> bool:
 
 
 def cudnn_note(capability: tuple[int, int]) -> str:
-    """What this torch does on a GPU that chooses cuDNN first (Hopper, Blackwell); else empty."""
+    """A sentence about this torch on a GPU that chooses cuDNN first (Hopper, Blackwell), or ''."""
     if capability < (9, 0) or not has_cudnn_faults():
         return ""
     return (

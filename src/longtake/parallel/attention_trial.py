@@ -36,7 +36,7 @@ class AttentionCase(NamedTuple):
 
 
 class Trials(NamedTuple):
-    """What this program is given."""
+    """The input of this program."""
 
     device: str
     cases: tuple[AttentionCase, ...]

@@ -1,4 +1,4 @@
-"""What all ranks of a launch must have in common, compared with rank 0 before the first step."""
+"""Compares what all ranks of a launch must have in common with rank 0, before the first step."""
 
 import hashlib
 import json
@@ -149,7 +149,7 @@ class RankDifference(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """Whether ranks would train something else; otherwise at most bits or the speed differ."""
+        """True if ranks would train something else; otherwise at most bits or the speed differ."""
         if self.group != "recipe":
             return self.name not in _MAY_DIFFER
         return not config.is_among(self.name, _RECIPE_MAY_DIFFER)

@@ -1,4 +1,4 @@
-"""Whether ranks that should hold equal weights do, to the bit: checksums, and who is alone."""
+"""Compares ranks that should hold equal weights to the bit, by checksums, and names the odd one."""
 
 import socket
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which kernels compute a model's attention rightly on this GPU, found out before training.
+"""Finds out before training which kernels compute a model's attention rightly on this GPU.
 
 A kernel may fail, or give wrong gradients without an error, by the versions of torch, cuDNN and
 driver. A process of its own tries all kinds (`longtake.parallel.attention_trial`) and ends before
@@ -30,7 +30,7 @@ _VARIABLES = ("CUDNN", "CUDA_VISIBLE", "TORCH_CUDNN", "NVIDIA_TF32", "TORCH_ALLO
 
 
 class AttentionAnswer(NamedTuple):
-    """What was found."""
+    """The findings."""
 
     cases: tuple[AttentionCase, ...]
     choices: tuple[tuple[AttentionKind, KernelChoice], ...] = ()
@@ -118,7 +118,7 @@ def _try_all(
 
 
 def _run(trials: Trials) -> tuple[list[Attempt], str]:
-    """What a process wrote, and why it did not end well."""
+    """The output of a process, and the reason if it did not end well."""
     given = TypeAdapter(Trials).dump_json(trials)
     command, environment = process.program(_PROGRAM), process.environment()
     try:

@@ -360,7 +360,7 @@ class Suggestion:
 
 
 def short_memory(step: memory.MetaStep, policy: memory.PolicyForecast) -> tuple[str, ...]:
-    """Which memory a policy would take more of than there is."""
+    """Name the memory that a policy would take more of than there is."""
     budget, found = step.device.budget_bytes, list[str]()
     if budget is not None and policy.step_peak_bytes > budget:
         found.append("GPU memory")

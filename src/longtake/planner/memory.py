@@ -262,7 +262,7 @@ def _stage_batch(
 
 
 def _captions(recipe: Recipe) -> list[str]:
-    """Of the catalogs, where a vocabulary is made of their words and all of them are there."""
+    """Captions of the catalogs, if a vocabulary is made of them and all catalogs are there."""
     sources = recipe.data.sources()
     if recipe.text.kind != "words" or not all(path.is_file() for path in sources.values()):
         return []

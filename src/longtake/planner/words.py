@@ -33,4 +33,4 @@ FIXED_WORDS: Final = {
     "encoders": "codec and text encoders; with data.cache they are not needed",
     "inputs": "latents, noise and conditioning of a micro-batch",
 }
-"""What is in memory whatever is recomputed."""
+"""Parts that are in memory under every policy."""

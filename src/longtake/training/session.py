@@ -30,7 +30,7 @@ class Session:
     parent: Parent | None = None
     """The run whose weights this one begins with."""
     differences: tuple[RankDifference, ...] = ()
-    """What is not the same on all ranks, and only may matter."""
+    """Differences between ranks that only may matter."""
 
 
 @dataclass

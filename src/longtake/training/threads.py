@@ -1,4 +1,4 @@
-"""How many threads a training on a CPU computes with: measured in its first steps, and again later.
+"""Measures with how many threads a training on a CPU computes fastest: at first, and again later.
 
 Two threads take less time than one where they have the cores for themselves. Where they share them,
 each waits for another that has no core, and steps take several times as long. Sums in another
@@ -161,7 +161,7 @@ class CpuThreads:
         self.choice = self._tuner.step_done(time.perf_counter() - begun, work)
 
     def state(self) -> SavedThreads:
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         if self._tuner is None:
             return SavedThreads(number=torch.get_num_threads(), seconds=0.0)
         return SavedThreads(number=self._tuner.present, seconds=self._tuner.usual)
