@@ -373,11 +373,12 @@ def score(
         )
     scored.catalog.save(target)
     scored.settle()
+    unknown = len(scored.values) - scored.num_known
     facts = {
         "catalog": str(target),
         "name": scored.name,
         "scored": scored.num_known,
-        "unknown": len(scored.values) - scored.num_known,
+        "unknown": unknown,
         "failed": [asdict(each) for each in scored.failed],
     }
     if by == "duplicates":
@@ -390,10 +391,10 @@ def score(
         return
     _say_failed("not scored", scored.failed)
     say.line(
-        f"{plural(facts['scored'], 'clip')} of {facts['catalog']} with the attribute {scored.name}."
+        f"{plural(scored.num_known, 'clip')} of {facts['catalog']} with the attribute {scored.name}."
     )
-    if facts["unknown"]:
-        say.line(f"{plural(facts['unknown'], 'clip')} without it; no condition on it selects them.")
+    if unknown:
+        say.line(f"{plural(unknown, 'clip')} without it; no condition on it selects them.")
     if by == "nouns":
         _say_other_languages(loaded)
     if by == "duplicates":
