@@ -390,9 +390,7 @@ def score(
         say.result(facts)
         return
     _say_failed("not scored", scored.failed)
-    say.line(
-        f"{plural(scored.num_known, 'clip')} of {facts['catalog']} with the attribute {scored.name}."
-    )
+    say.line(f"{plural(scored.num_known, 'clip')} of {target} with the attribute {scored.name}.")
     if unknown:
         say.line(f"{plural(unknown, 'clip')} without it; no condition on it selects them.")
     if by == "nouns":
