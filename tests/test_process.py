@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.build import wait_until
+from tests.build import wait_until, wait_until_still
 
-from longtake import process
+from longtake import process, stacks
 from longtake.process import (
     EXIT_CODES,
     STOP_SIGNALS,
@@ -89,6 +89,33 @@ def test_a_second_ctrl_c_interrupts_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+_HANGS_IN_C = """
+import ctypes, signal
+from longtake.process import StopSignal
+def answer(received):
+    print("answer to", received.name, flush=True)
+with StopSignal([signal.SIGINT], second="interrupt", answer=answer):
+    print("begun", flush=True)
+    mutex = ctypes.create_string_buffer(64)  # zeros: an unlocked one
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_ctrl_c_is_answered_and_ends_a_process_that_hangs_in_c() -> None:
+    """Python runs no handler until such a call returns, which it may never do."""
+    quickly = "import longtake.process as p; p._INTERRUPT_SECONDS = 0.1"
+    command = [sys.executable, "-c", quickly + _HANGS_IN_C]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hanging:
+        assert hanging.stdout is not None
+        assert hanging.stdout.readline() == "begun\n"
+        wait_until_still(hanging.pid)
+        hanging.send_signal(signal.SIGINT)
+        assert hanging.stdout.readline() == "answer to SIGINT\n"
+        hanging.send_signal(signal.SIGINT)
+        assert hanging.wait(120) == 130
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -267,6 +294,41 @@ def test_a_kept_process_that_cannot_be_started_is_tried_again(
     kept.end()
     assert kept.wait(120)
     assert not (tmp_path / "elsewhere").exists()
+
+
+_BEATS = """
+import time
+from longtake.process import Beat
+beat = Beat()
+print("begun", flush=True)
+while True:
+    beat()
+    time.sleep(0.02)
+"""
+
+
+def test_a_kept_process_that_is_stopped_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is not all that counts, and no file need be read to see that it hangs."""
+    for name in ("_SHORT_DELAY_SECONDS", "_BEAT_LOOK_SECONDS"):
+        monkeypatch.setattr(process, name, 0.1)
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", _BEATS]
+    kept = KeptProcess("kept", command, log, inside=tmp_path, silent_seconds=1.0)
+    kept.start()
+    first = kept.pid
+    assert first is not None
+    wait_until(lambda: log.exists() and log.read_text() == "begun\n")
+    time.sleep(0.2)  # for its first beat
+    os.kill(first, signal.SIGSTOP)
+    wait_until(lambda: log.read_text() == "begun\nbegun\n")
+    second = kept.pid
+    assert second not in (None, first)
+    os.kill(second or 0, signal.SIGSTOP)
+    wait_until(lambda: stacks.state_of(second or 0) == "T")
+    kept.end()  # it could not see that
+    assert kept.wait(120)
 
 
 @pytest.mark.parametrize("code", [0, 3])

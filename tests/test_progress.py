@@ -1,12 +1,14 @@
 """What a person sees: a bar in a terminal, a line now and then in a log."""
 
 import io
+import signal
 import time
 from io import StringIO
 
 import pytest
 from rich.console import Console
 from tests.build import wait_until
+from tests.monitor.build import make_heartbeat
 
 from longtake import progress
 from longtake.progress import counted, phase_lines, step_progress
@@ -123,3 +125,17 @@ def test_the_time_left_follows_the_speed_and_not_the_first_step() -> None:
         for step in range(2, 101):
             shown.update(_row(step, seconds=10.0 if step == 90 else 1.0))
     assert "0.85 steps/s · 5:54 left" in out.getvalue()
+
+
+def test_a_request_to_stop_is_answered_with_what_it_waits_for() -> None:
+    ranks = [
+        make_heartbeat(pid=1, phase="collective", step=23, seconds=11.0),
+        make_heartbeat(pid=2, rank=1, phase="forward", step=23, seconds=12.0),
+        make_heartbeat(pid=3, rank=2, phase="collective", step=23, seconds=10.0),
+    ]
+    assert progress.answer_to(signal.SIGINT, ranks) == (
+        "SIGINT: training ends after this step and saves it. It waits for rank 1 (in the forward "
+        "pass of step 23, for 12 s) and ranks 0 and 2 (where the ranks compare step 23, for 11 s). "
+        "Ctrl-C again stops it at once, without saving."
+    )
+    assert "again" not in progress.answer_to(signal.SIGTERM, ranks)

@@ -45,6 +45,25 @@ Phase = Literal[
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 ROLES: tuple[Role, ...] = get_args(Role)
+PHASE_WORDS: Mapping[str, str] = {
+    "start": "while it starts",
+    "rendezvous": "while the ranks find each other",
+    "open": "while it opens data and run directory",
+    "plan": "while it plans the memory",
+    "build": "while it builds the model",
+    "load": "while it loads the checkpoint",
+    "cache": "while it fills the cache",
+    "data": "waiting for data after step {step}",
+    "forward": "in the forward pass of step {step}",
+    "backward": "in the backward pass of step {step}",
+    "collective": "where the ranks compare step {step}",
+    "optimizer": "in the update of step {step}",
+    "checkpoint": "at the checkpoint after step {step}",
+    "save": "waiting for a checkpoint to be complete, after step {step}",
+    "rollback": "while it rolls back from step {step}",
+    "sampling": "while it samples presets after step {step}",
+}
+"""Where a rank is, for people; `step` is its global step."""
 
 STORE_WAIT = " (waiting for its store: "  # in the clip's path
 _MAGIC = 0x4C54_4842_0003  # the last digits are the format's number

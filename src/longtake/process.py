@@ -4,6 +4,7 @@ Imports neither pydantic nor torch: `longtake --help` loads this module.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import math
 import os
@@ -37,6 +38,13 @@ SECTION_VARIABLE = "LONGTAKE_WATCH_SECTION"
 SETTINGS_VARIABLE = "LONGTAKE_WATCH_SETTINGS"
 """Replaces constants of a watcher in tests and drills, as JSON."""
 
+TERMINAL_VARIABLE = "LONGTAKE_TERMINAL"
+"""Descriptor of the stderr that a person reads: in a rank, its launcher's; in a watcher, its
+trainer's or that one."""
+
+BEAT_VARIABLE = "LONGTAKE_BEAT"
+"""Descriptor of the pipe through which a kept process says that its loop runs; see `Beat`."""
+
 GUARD_VARIABLE = "LONGTAKE_GUARD_SETTINGS"
 """Replaces constants of the guard in tests, as JSON."""
 
@@ -54,6 +62,10 @@ _PACKAGES = Path(__file__).parents[1]  # where longtake is imported from
 _MAX_STARTS = 5
 _SHORT_DELAY_SECONDS = 1.0
 _LONG_DELAY_SECONDS = 600.0
+_FIRST_BEAT_SECONDS = 300.0  # importing from a cold network file system takes long
+_BEAT_LOOK_SECONDS = 1.0
+_KILL_SECONDS = 3.0
+_INTERRUPT_SECONDS = 3.0  # in which Python code notices a second Ctrl-C; C code may never
 
 boot_seconds = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
@@ -105,6 +117,11 @@ def start(
     )
 
 
+def duplicate(descriptor: int) -> int:
+    """Another descriptor of the same file, above the standard ones; raises OSError if closed."""
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
 def end_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
     """End this process by a signal when its parent ends, however that ends.
 
@@ -141,6 +158,18 @@ class RestartDelay:
         return _LONG_DELAY_SECONDS if is_often else _SHORT_DELAY_SECONDS
 
 
+class Beat:
+    """Says through a pipe to the `KeptProcess` of this process, if there is one, that it runs."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.environ.pop(BEAT_VARIABLE, None)  # not for programs that it starts
+
+    def __call__(self) -> None:
+        if self._descriptor is not None:
+            with suppress(OSError):  # full, as its reader is stopped; or its reader has ended
+                os.write(int(self._descriptor), b".")
+
+
 class KeptProcess:
     """Starts a program, and starts it again whenever it ends, until `end`.
 
@@ -155,6 +184,9 @@ class KeptProcess:
         changes: of this process's environment.
         has_pipe: its stdin is a pipe, which `end` closes; else it is /dev/null.
         until_success: it is not started again after it has ended with exit code 0.
+        silent_seconds: without a `Beat`, after which it is killed and so replaced: it is stopped or
+            hangs.
+        terminal: a descriptor that it inherits, as `TERMINAL_VARIABLE` says; None: none.
     """
 
     def __init__(
@@ -167,10 +199,14 @@ class KeptProcess:
         changes: Mapping[str, str] | None = None,
         has_pipe: bool = False,
         until_success: bool = False,
+        silent_seconds: float = math.inf,
+        terminal: int | None = None,
     ) -> None:
         self._name, self._command, self._log, self._inside = name, list(command), log, inside
         self._changes, self._has_pipe = dict(changes or {}), has_pipe
         self._until_success = until_success
+        self._silent_seconds, self._terminal = silent_seconds, terminal
+        self._beats: int | None = None  # where those of the present process are read
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -201,7 +237,18 @@ class KeptProcess:
             self._thread.start()
 
     def end(self) -> None:
+        """Start nothing more; one that is stopped (SIGSTOP) is killed, as it could not end.
+
+        Where that has still to succeed, another one is started for it.
+        """
         with self._lock:
+            stat = None if self._process is None else read_stat(self._process.pid)
+            if self._process is not None and stat is not None and stat.state == "T":
+                self._process.kill()
+                with suppress(subprocess.TimeoutExpired):  # so that it holds nothing any more
+                    self._process.wait(_KILL_SECONDS)
+                if self._until_success:
+                    self._begin()
             self._stop_keeping()
 
     def wait(self, seconds: float) -> bool:
@@ -213,13 +260,35 @@ class KeptProcess:
         delay = RestartDelay()
         while True:
             delay.started()
-            if self._process is not None and self._process.wait() == 0 and self._until_success:
+            process = self._process
+            if self._wait_for_end() == 0 and self._until_success:
                 self.end()
-            if self._is_over.wait(delay.seconds):
+            if self._is_over.wait(delay.seconds) and self._process is process:
                 return
             with self._lock:
                 if not self._is_over.is_set():
                     self._begin()
+
+    def _wait_for_end(self) -> int | None:
+        """Wait until the process has ended, and kill it once it has been silent for too long.
+
+        Its silence is counted by looks that each found nothing: while this process does not run
+        itself, none is made.
+        """
+        process, beats, self._beats = self._process, self._beats, None
+        if process is None or beats is None:
+            return None if process is None else process.wait()
+        poll, silent = select.poll(), -_FIRST_BEAT_SECONDS
+        poll.register(beats, select.POLLIN)
+        while process.poll() is None:
+            if poll.poll(_BEAT_LOOK_SECONDS * 1000):
+                if not os.read(beats, 4096):
+                    break
+                silent = 0.0
+            elif (silent := silent + _BEAT_LOOK_SECONDS) >= self._silent_seconds:
+                process.kill()
+        os.close(beats)
+        return process.wait()
 
     def _begin(self) -> None:
         if not self._inside.is_dir():
@@ -230,19 +299,31 @@ class KeptProcess:
                 (self._inside / folder).mkdir(exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             log = os.open(self._log, flags, 0o666)
+            beats, theirs = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(theirs, False)
+            inherited = {BEAT_VARIABLE: theirs}
+            with suppress(OSError):  # it was closed
+                if self._terminal is not None:
+                    inherited[TERMINAL_VARIABLE] = duplicate(self._terminal)
+            numbers = {name: str(number) for name, number in inherited.items()}
             try:
                 process = subprocess.Popen(  # noqa: S603 - ourselves
                     self._command,
                     stdin=subprocess.PIPE if self._has_pipe else subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=environment(**self._changes),
+                    env=environment(**self._changes, **numbers),
                     start_new_session=True,
+                    pass_fds=tuple(inherited.values()),
                 )
+            except OSError:
+                os.close(beats)
+                raise
             finally:
-                os.close(log)
+                for each in (log, *inherited.values()):
+                    os.close(each)
             self._close_pipe()
-            self._process = process
+            self._process, self._beats = process, beats
 
     def _stop_keeping(self) -> None:
         self._is_over.set()
@@ -302,6 +383,9 @@ class StopSignal:
             KeyboardInterrupt; `default`: what it did before this was entered.
         on_signal: called in the handler with each signal, and whether it is the first.
         keeps_ignored: False: handle signals that were ignored before, too.
+        answer: called with the first signal, at once and in a thread of its own: code in C may keep
+            the main thread, and with it all handlers, for ever. With it and `second` = `interrupt`,
+            the process ends in seconds if a second SIGINT can raise nothing for that reason.
 
     Attributes:
         reason: the signal's name, or what `request` was given; None: no stop is requested.
@@ -316,11 +400,14 @@ class StopSignal:
         second: Literal["ignore", "interrupt", "default"] = "ignore",
         on_signal: Callable[[signal.Signals, bool], object] | None = None,
         keeps_ignored: bool = True,
+        answer: Callable[[signal.Signals], object] | None = None,
     ) -> None:
         self.reason: str | None = None
         self._signals, self._ignored = signals, ignored
         self._patience, self._second = dict(patience_seconds or {}), second
-        self._on_signal, self._keeps_ignored = on_signal, keeps_ignored
+        self._on_signal, self._keeps_ignored, self._answer = on_signal, keeps_ignored, answer
+        self._is_interrupted = False
+        self._wakeups: tuple[int, int] | None = None  # before, and of this
         self._requested_at: float | None = None
         self._due = math.inf
         self._before: dict[int, Any] = {}
@@ -371,6 +458,13 @@ class StopSignal:
                 self._before[number] = signal.signal(number, signal.SIG_IGN)
             elif before != signal.SIG_IGN or not self._keeps_ignored:
                 self._before[number] = signal.signal(number, self._receive)
+        if self._answer is not None:
+            received, written = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(written, False)
+            self._wakeups = signal.set_wakeup_fd(written, warn_on_full_buffer=False), written
+            threading.Thread(
+                target=self._answer_all, args=(received,), name="signals", daemon=True
+            ).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -381,6 +475,10 @@ class StopSignal:
             is_cut_short = before is _leave and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if is_ending and is_cut_short else before)
         self._before = {}
+        if self._wakeups is not None:
+            signal.set_wakeup_fd(self._wakeups[0])
+            os.close(self._wakeups[1])
+            self._is_interrupted, self._wakeups = True, None  # it has nothing to interrupt any more
         pipe, self._pipe = self._pipe, None
         for descriptor in pipe or ():
             os.close(descriptor)
@@ -395,7 +493,24 @@ class StopSignal:
         if self._on_signal is not None:
             self._on_signal(received, is_first)
         if not is_first and self._second == "interrupt" and received == signal.SIGINT:
+            self._is_interrupted = True
             raise KeyboardInterrupt
+
+    def _answer_all(self, wakeups: int) -> None:
+        """Answer the signals whose numbers Python's handler in C writes to a pipe."""
+        assert self._answer is not None
+        is_first = True
+        with open(wakeups, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if (received := signal.Signals(number[0])) not in self._signals:
+                    continue
+                if is_first:
+                    is_first = False
+                    self._answer(received)
+                elif self._second == "interrupt" and received == signal.SIGINT:
+                    time.sleep(_INTERRUPT_SECONDS)
+                    if not self._is_interrupted:
+                        os._exit(EXIT_CODES[received.name])
 
 
 class LeftError(SystemExit):

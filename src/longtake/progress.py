@@ -3,24 +3,27 @@
 In a terminal a live bar; in a log, where no line can be redrawn, one line now and then.
 """
 
+import signal
 import statistics
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from longtake import heartbeat
-from longtake.formatting import format_duration
+from longtake.formatting import for_seconds, format_duration, join_words
 from longtake.run_dir import Metrics
 
 _SECONDS_BETWEEN_LINES = 20.0
 _FEWEST_STEPS, _MOST_STEPS = 20, 1000  # from which the time left is shown
 _SECONDS_OF_A_LONG_PHASE = 1.0
 _PHASE_LOOK_SECONDS = 0.1
+_MAX_GROUPS = 3
+_MAX_RANKS = 8
 _STARTING_PHASES: dict[str, str] = {
     "start": "importing PyTorch",
     "rendezvous": "waiting for the other ranks",
@@ -134,6 +137,26 @@ def phase_lines(
         ended.set()
         if thread.is_alive():
             thread.join()
+
+
+def answer_to(received: signal.Signals, ranks: Iterable[heartbeat.Heartbeat]) -> str:
+    """What a request to stop leads to, and which ranks it waits for, to be said at once."""
+    groups: dict[str, list[heartbeat.Heartbeat]] = defaultdict(list)
+    for each in sorted(ranks, key=lambda each: -each.seconds):
+        where = heartbeat.PHASE_WORDS.get(each.phase, f"in {each.phase}")
+        groups[where.format(step=each.step)].append(each)
+    waits = []
+    for where, group in groups.items():
+        numbers = sorted(each.rank for each in group)
+        named = f"rank{'s' * (len(numbers) > 1)} {join_words(numbers)}"
+        who = named if len(numbers) <= _MAX_RANKS else f"{len(numbers)} ranks"
+        waits.append(f"{who} ({where}, for {for_seconds(group[0].seconds)})")
+    if rest := waits[_MAX_GROUPS:]:
+        waits[_MAX_GROUPS:] = [f"ranks in {len(rest)} other places"]
+    waiting = f" It waits for {join_words(waits)}." if waits else ""
+    is_person = received == signal.SIGINT
+    again = " Ctrl-C again stops it at once, without saving." if is_person else ""
+    return f"{received.name}: training ends after this step and saves it.{waiting}{again}"
 
 
 @contextmanager

@@ -84,23 +84,27 @@ def test_a_fork_looks_like_a_process_started_by_exec_until_a_file_changes(
     process = _started(standby)
     found = []
     log = tmp_path / "rank.log"
+    terminal = os.open(tmp_path / "terminal", os.O_WRONLY | os.O_CREAT)
     for is_forked in (True, False):
         with log.open("w") as file:
             rank: ForkedRank | subprocess.Popen[bytes] | None
             if is_forked:
-                rank = standby.fork({**os.environ, "RANK": "0"}, file)
+                rank = standby.fork({**os.environ, "RANK": "0"}, file, terminal)
             else:
                 rank = subprocess.Popen(_COMMAND, stdout=file, stderr=file, start_new_session=True)
         assert rank is not None, said.getvalue()
         found.append(_frozen_facts(rank.pid, tmp_path / "run"))
+        if is_forked:
+            assert Path(f"/proc/{rank.pid}/fd/3").readlink() == tmp_path / "terminal"
         os.kill(rank.pid, signal.SIGCONT)
         os.kill(rank.pid, signal.SIGTERM)
         assert rank.wait(240) == 143, log.read_text()
         (tmp_path / "run").rename(tmp_path / f"run_{is_forked}")
+    os.close(terminal)
     assert found[0] == found[1]
     (tmp_path / "sitecustomize.py").write_text("another = True")
     with log.open("w") as file:
-        assert standby.fork(os.environ, file) is None
+        assert standby.fork(os.environ, file, 2) is None
     assert "sitecustomize.py has changed" in said.getvalue()
     assert not standby.is_started
     assert not process.is_running()

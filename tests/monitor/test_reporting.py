@@ -24,11 +24,13 @@ from longtake.monitor.reporting import (
     EventReporter,
     RunDirThread,
     StallActions,
+    Terminal,
     WatchTarget,
     kill_process,
     run_hook,
 )
 from longtake.node_dir import DumpRequest, NodeDirectory
+from longtake.process import TERMINAL_VARIABLE
 from longtake.run_dir import RunDirectory
 
 
@@ -327,3 +329,37 @@ def test_the_same_culprit_at_the_same_place_is_alerted_to_once(
     assert [each["token"] for each in stage.alerts("stall_cleared")] == told
     assert len(stage.events("stalled")) == 7
     assert len(stage.events("stall_cleared")) == 5
+
+
+def test_a_terminal_gets_a_line_of_its_own_beside_a_progress_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bar's line is erased; it is drawn again in the next one."""
+    ours, theirs = os.openpty()
+    monkeypatch.setenv(TERMINAL_VARIABLE, str(theirs))
+    terminal = Terminal()
+    os.write(theirs, b"train ---- 26/200")
+    terminal.tell("rank 0 is\x1b[31m in forward")
+    terminal.close(120)
+    assert os.read(ours, 4096).decode() == (
+        "train ---- 26/200\r\x1b[2Klongtake: rank 0 is\\x1b[31m in forward\r\n"
+    )
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_terminal_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setenv(TERMINAL_VARIABLE, str(writer))
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    terminal = Terminal()
+    for _ in range(3):
+        terminal.tell("rank 0 is in forward")
+    terminal.close(0.01)
+    os.close(reader)  # lets its thread go
+    terminal.close(120)
+    os.close(writer)

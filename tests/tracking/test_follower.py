@@ -23,6 +23,7 @@ from tests.tracking.build import (
     send_to_tensorboard,
 )
 
+from longtake import stacks
 from longtake.config import TrackingSection
 from longtake.evaluation_dir import writer_path
 from longtake.lease import Leases, history, kept, newest
@@ -144,6 +145,22 @@ def test_one_that_is_killed_is_replaced_and_nothing_is_sent_twice(
     wait_until(lambda: history(writer_path(run))[-1]["ended"])
     released = None if number == signal.SIGKILL else "released"
     assert [each["ended"] for each in history(writer_path(run))] == [released, "released"]
+
+
+def test_one_that_is_stopped_is_replaced_at_the_end(run: RunDirectory) -> None:
+    """Else trackers end in mid-run without a word, and it is left behind."""
+    trainers = Follower(run, "trainer")
+    trainers.start()
+    add_steps(run, range(1, 20))
+    wait_until(lambda: cursor(run).metrics_offset)
+    first = trainers.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    add_steps(run, range(20, 40))
+    wait_until(lambda: stacks.state_of(first) == "T")
+    trainers.close(600.0)
+    assert list(scalars(run)) == list(range(1, 40))
+    wait_until(lambda: not psutil.pid_exists(first))
 
 
 def test_a_full_disk_keeps_it_waiting(run: RunDirectory) -> None:

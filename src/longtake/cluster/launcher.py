@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,7 @@ from longtake.cluster.standby import Standby
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.node_dir import NodeDirectory, this_node
 from longtake.parallel.mesh import LOOPBACK
+from longtake.progress import answer_to
 from longtake.run_dir import LAUNCH_VARIABLE
 
 _RENDEZVOUS_SECONDS = 600
@@ -189,6 +191,7 @@ class RankLogs(LogsSpecs):
         super().__init__()
         self._node = node
         self._shows_first = tee
+        self._terminal = process.duplicate(2)
         self.paths: dict[int, Path] = {}
 
     @property
@@ -204,6 +207,7 @@ class RankLogs(LogsSpecs):
         for local, text in texts.items():
             Path(text).parent.mkdir(parents=True, exist_ok=True)
             launcher = {process.LAUNCHER_VARIABLE: str(os.getpid())}
+            launcher |= {process.TERMINAL_VARIABLE: str(self._terminal)}
             envs[local] |= {failures.LOG_VARIABLE: text, "PYTHONUNBUFFERED": "1", **launcher}
         shown = {local: texts[local] for local, rank in ranks.items() if rank == 0}
         empty = dict.fromkeys(texts, "")
@@ -239,8 +243,18 @@ class RankHandler(SubprocessHandler):
         super().__init__(**options)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        """As torch's, but the rank also inherits the launcher's terminal, for its watcher."""
         assert self._stdout is not None
-        return self._standby.fork(env, self._stdout) or super()._popen(args, env)
+        terminal = int(env[process.TERMINAL_VARIABLE])
+        forked = self._standby.fork(env, self._stdout, terminal)
+        return forked or subprocess.Popen(  # noqa: S603 - ourselves
+            args,
+            env=env,
+            stdout=self._stdout,
+            stderr=self._stderr,
+            start_new_session=True,
+            pass_fds=(terminal,),
+        )
 
 
 @contextmanager
@@ -429,6 +443,7 @@ class Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs, log_line_prefix_template="${role_name}")  # which is empty
         self.ended: RanksExit | None = None
+        self._has_answered = False  # a request to stop
         self.standby = Standby(options.train_arguments, console)
         self._logs, self._options, self._stop, self._console = logs, options, stop, console
         self._newest = self._newest_checkpoint()
@@ -447,6 +462,10 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """As torch's, but after a failure the other ranks first have time to report it and end."""
         ranks = {worker.id: worker.global_rank for worker in worker_group.workers}
+        if self._stop.first_signal is not None and not self._has_answered:
+            self._has_answered = True
+            text = answer_to(self._stop.first_signal, self._heartbeats(ranks))
+            self._console.print(text, markup=False)
         if codes := _failed_codes(ranks):
             killed = self._let_others_end(codes, ranks)
             codes |= {pid: code for pid, code in _failed_codes(ranks).items() if pid not in killed}

@@ -38,6 +38,7 @@ _READY = "ready"
 _ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.002
 _GO = b"!"
+_TERMINAL = 3  # the descriptor's number in a forked rank
 _DEVICES = ("/dev/nvidia", "/dev/kfd")  # open once CUDA or ROCm has begun: no fork can use it then
 _SET_SUBREAPER = 36  # from linux/prctl.h
 _DONTNEED = 4  # from bits/mman-linux.h
@@ -106,9 +107,12 @@ class Standby:
                 start_new_session=True,
             )
 
-    def fork(self, environment: Mapping[str, str], log: IO[Any]) -> ForkedRank | None:
+    def fork(
+        self, environment: Mapping[str, str], log: IO[Any], terminal: int
+    ) -> ForkedRank | None:
         """Fork a rank that writes stdout and stderr to `log`; None: start it without the standby.
 
+        The rank also has the descriptor `terminal`, under the number in its environment.
         That is so while it still imports, and once it cannot stand for a new process any more.
         """
         if self._pipe is None:
@@ -119,7 +123,7 @@ class Standby:
                     return None
                 self._is_ready = self._answer(_READY) == _READY
             with _adopts_orphans():
-                return self._fork(self._pipe, environment, log)
+                return self._fork(self._pipe, environment, [0, log.fileno(), terminal])
         except (StandbyError, OSError) as error:
             self._console.print(f"The standby process is not used: {error}.", markup=False)
             self.close()
@@ -133,12 +137,12 @@ class Standby:
         self._process, self._pipe, self._is_ready = None, None, False
 
     def _fork(
-        self, pipe: connection.Connection, environment: Mapping[str, str], log: IO[Any]
+        self, pipe: connection.Connection, environment: Mapping[str, str], files: Sequence[int]
     ) -> ForkedRank:
         allowed, allow = os.pipe()
         try:
-            pipe.send(dict(environment))
-            for each in (0, log.fileno(), allowed):
+            pipe.send({**environment, process.TERMINAL_VARIABLE: str(_TERMINAL)})
+            for each in (*files, allowed):
                 reduction.send_handle(pipe, each, None)
             pid = int(self._answer("[0-9]+"))
             until = time.monotonic() + _ANSWER_SECONDS
@@ -208,7 +212,7 @@ def serve() -> None:
     while True:
         try:
             environment = pipe.recv()
-            files = [reduction.recv_handle(pipe) for _ in range(3)]
+            files = [reduction.recv_handle(pipe) for _ in range(4)]
         except (EOFError, OSError):
             os._exit(0)  # the launcher has closed it
         changed = changed_variables(started, environment) or _changed_files(stamps)
@@ -285,14 +289,16 @@ def _fork_orphan(pipe: connection.Connection) -> bool:
     return True
 
 
-def _become_rank(environment: Mapping[str, str], stdin: int, log: int, allowed: int) -> None:
+def _become_rank(
+    environment: Mapping[str, str], stdin: int, log: int, terminal: int, allowed: int
+) -> None:
     """Be as after exec, as soon as the launcher has found this process among its children."""
     os.setsid()
     if os.read(allowed, len(_GO)) != _GO:
         os._exit(1)
-    for number, each in enumerate((stdin, log, log)):
+    for number, each in enumerate((stdin, log, log, terminal)):
         os.dup2(each, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(_TERMINAL + 1, os.sysconf("SC_OPEN_MAX"))
     _set_name(Path(sys.executable).name)
     os.environ.clear()
     os.environ.update(environment)

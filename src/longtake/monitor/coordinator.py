@@ -506,6 +506,7 @@ class DumpService:
             return
         self._outcomes[diagnosis.token] = "stalled"
         self.num_stalls += 1
+        self._reporter.tell(diagnosis.sentence)  # on every node, whoever has made it
         self._actions.act_on(diagnosis, request)
 
     def _heartbeats(self) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,7 @@ from typing import Any, Literal, get_args
 import longtake
 from longtake import fsio, node_dir, node_events, stacks
 from longtake.formatting import for_seconds, plural
-from longtake.heartbeat import STORE_WAIT, Phase
+from longtake.heartbeat import PHASE_WORDS, STORE_WAIT, Phase
 from longtake.monitor.dumps import ProcessTrace, traces
 from longtake.monitor.flight_recorder import BlockedCollective, analyse
 
@@ -586,24 +586,6 @@ def _reads_device(call: stacks.Call) -> bool:
 # --- In words, for people.
 
 _MAX_NAMED = 3
-_PHASES = {
-    "start": "while it starts",
-    "rendezvous": "while the ranks find each other",
-    "open": "while it opens data and run directory",
-    "plan": "while it plans the memory",
-    "build": "while it builds the model",
-    "load": "while it loads the checkpoint",
-    "cache": "while it fills the cache",
-    "data": "waiting for data after step {step}",
-    "forward": "in the forward pass of step {step}",
-    "backward": "in the backward pass of step {step}",
-    "collective": "where the ranks compare step {step}",
-    "optimizer": "in the update of step {step}",
-    "checkpoint": "at the checkpoint after step {step}",
-    "save": "waiting for a checkpoint to be complete, after step {step}",
-    "rollback": "while it rolls back from step {step}",
-    "sampling": "while it samples presets after step {step}",
-}
 _STATES = {
     "T": "is stopped (state T: by a signal)",
     "t": "is stopped by a debugger (state t)",
@@ -733,7 +715,7 @@ def _doing(suspect: Suspect) -> str:
     if suspect.role == "decode":
         clip = suspect.clip_path or suspect.clip
         return f"on clip {clip}" if clip else "without a clip"
-    return _PHASES.get(suspect.doing, f"in {suspect.doing}").format(step=suspect.step)
+    return PHASE_WORDS.get(suspect.doing, f"in {suspect.doing}").format(step=suspect.step)
 
 
 def _motion(suspect: Suspect, rounds: int) -> str:

@@ -1,7 +1,8 @@
 """What a watcher is given, what it writes (run directory, events, alerts, the log), whom it ends.
 
 The run directory may be on a disk that hangs or is full, which is when a watcher is needed most. So
-one thread touches it, and no other thread waits for it without a limit.
+one thread touches it, and no other thread waits for it without a limit. People hear it first: from
+the terminal of the training and from the hook, neither of which needs the disk.
 """
 
 import errno
@@ -19,10 +20,10 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Full, Queue
+from queue import Full, Queue, SimpleQueue
 from typing import Any, TypeVar
 
-from longtake import errors, fsio
+from longtake import errors, fsio, process
 from longtake.config import WatchSection
 from longtake.formatting import printable_lines
 from longtake.heartbeat import STORE_WAIT, Heartbeat, heartbeat_dir, read_heartbeats
@@ -36,8 +37,12 @@ _T = TypeVar("_T")
 _MAX_LINES = 1000
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET: frozenset[NodeEventKind] = frozenset({"watcher_started", "clock_slewed"})
+_SAID: frozenset[NodeEventKind] = frozenset(
+    {"stall_cleared", "restarted_worker", "killed_rank", "disk_full"}
+)
 _SECONDS_BETWEEN_EQUAL_ALERTS = 600.0
 _HOOK_SECONDS = 10.0
+_SECONDS_FOR_TERMINAL = 1.0
 _MAX_ALERTS = 100
 
 
@@ -133,8 +138,8 @@ class RunDirThread:
         try:
             return future.result(seconds)
         except FutureTimeout:
-            if not future.cancel():
-                self._hanging = future
+            # If it has not begun, what it waits for hangs: nothing else need wait for that again.
+            self._hanging = self._writing if future.cancel() else future
             text = f"{self.node.run.path} did not answer in {seconds:g} s"
             raise NoAnswerError(text) from None
 
@@ -184,24 +189,65 @@ def is_disk_full(error: OSError) -> bool:
     return error.errno is not None and error.errno in _FULL
 
 
+class Terminal:
+    """Writes lines to the training's terminal, in a thread that waits as long as it takes none.
+
+    The watcher writes there itself: a rank that is stopped, or holds the GIL, could not. A progress
+    bar is one line that is drawn again and again; it gives way, and is continued in the next line.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = int(os.environ.pop(process.TERMINAL_VARIABLE, "-1"))
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        self._is_written = threading.Event()
+        self._is_written.set()
+        if self._descriptor >= 0:
+            threading.Thread(target=self._write_all, name="terminal", daemon=True).start()
+
+    def tell(self, text: str) -> None:
+        if self._descriptor >= 0:
+            self._is_written.clear()
+            self._lines.put(text)
+
+    def close(self, seconds: float) -> None:
+        """Wait up to so long until all is written."""
+        self._is_written.wait(seconds)
+
+    def _write_all(self) -> None:
+        while True:
+            line = f"longtake: {printable_lines(self._lines.get())}\n"
+            with suppress(OSError):  # it was closed
+                begin = "\r\x1b[2K" if os.isatty(self._descriptor) else ""
+                os.write(self._descriptor, f"{begin}{line}".encode(errors="replace"))
+            if self._lines.empty():
+                self._is_written.set()
+
+
 class EventReporter:
-    """Passes events to events.jsonl, to people (the hook) and to the log; never waits."""
+    """Passes events to people (terminal and hook), to events.jsonl and to the log; never waits."""
 
     def __init__(self, target: WatchTarget, disk: RunDirThread) -> None:
         self._host, self._run = target.host, str(target.run.path.resolve())
-        self._disk = disk
+        self._disk, self._terminal = disk, Terminal()
         self._alerts = AlertQueue(target.settings, disk)
         self._alerted: dict[tuple[Any, ...], float] = {}
         self._quiet_tokens: set[str] = set()
 
     def emit(self, kind: NodeEventKind, /, *, is_alert: bool = True, **fields: Any) -> None:
-        """Record an event, and alert people if its kind concerns them."""
-        self._disk.append_event(kind, fields)
+        """Tell people if its kind concerns them, and record an event."""
         texts = [str(fields[name]) for name in ("sentence", "message", "reason") if name in fields]
         values = (f"{name}={value}" for name, value in fields.items() if value != "")
-        self._disk.log(f"{kind}: {texts[0] if texts else ' '.join(values)}")
+        text = texts[0] if texts else " ".join(values)
+        if kind in _SAID:
+            self.tell(text)
         if is_alert and kind not in _QUIET and not self._is_known(kind, fields):
             self.alert(kind, **fields)
+        self._disk.append_event(kind, fields)
+        self._disk.log(f"{kind}: {text}")
+
+    def tell(self, text: str) -> None:
+        """Say something at the training's terminal."""
+        self._terminal.tell(text)
 
     def alert(self, kind: NodeEventKind, /, **fields: Any) -> None:
         event = {"time": fsio.now(), "event": kind, "host": self._host, **fields, "run": self._run}
@@ -212,6 +258,7 @@ class EventReporter:
 
     def close(self, seconds: float) -> None:
         self._alerts.close(seconds)
+        self._terminal.close(_SECONDS_FOR_TERMINAL)
 
     def _is_known(self, kind: NodeEventKind, fields: dict[str, Any]) -> bool:
         """Whether people know of this cause at this place, or were not informed of what is over."""

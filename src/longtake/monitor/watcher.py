@@ -52,20 +52,25 @@ def watch(target: reporting.WatchTarget) -> None:
         patience_seconds={SIGTERM: 0.0 if target.by_hand else _SIGTERM_SECONDS},
         keeps_ignored=False,
     )
+    beat = process.Beat()
     with stop:
         lock = WatcherLock(target.folder)
         try:
-            if _takes_over(target, lock, stop):
-                _Watcher(target).watch(stop)
+            if _takes_over(target, lock, stop, beat):
+                _Watcher(target, beat).watch(stop)
         finally:
             lock.release()
 
 
 def _takes_over(
-    target: reporting.WatchTarget, lock: "WatcherLock", stop: process.StopSignal
+    target: reporting.WatchTarget,
+    lock: "WatcherLock",
+    stop: process.StopSignal,
+    beat: process.Beat,
 ) -> bool:
     seen, has_seen_ranks = time.monotonic(), False
     while not lock.acquire():
+        beat()
         if target.by_hand:
             text = f"{target.run.path} is watched already, by process {lock.holder()}."
             print(printable_lines(text), flush=True)  # noqa: T201 - to a person
@@ -125,8 +130,8 @@ class WatcherLock:
 
 
 class _Watcher:
-    def __init__(self, target: reporting.WatchTarget) -> None:
-        self._target = target
+    def __init__(self, target: reporting.WatchTarget, beat: process.Beat) -> None:
+        self._target, self._beat = target, beat
         self._disk = reporting.RunDirThread(target.node)
         self._reporter = reporting.EventReporter(target, self._disk)
         self._timeouts = observe.PhaseTimeouts(target.settings)
@@ -189,6 +194,7 @@ class _Watcher:
         snapshot = self._scanner.scan()
         self._write_heartbeat(snapshot)
         self._reporter.close(_END_SECONDS)
+        self._beat()
         self._disk.close(_END_SECONDS)
         if self._exporter is not None:
             self._exporter.close()
@@ -229,6 +235,7 @@ class _Watcher:
                 self._reporter.log(reason)
 
     def _write_heartbeat(self, snapshot: observe.Snapshot) -> None:
+        self._beat()
         self._written_at = snapshot.now
         self._num_heartbeats += 1
         workers = [each for each in snapshot.living if each.role != "rank"]

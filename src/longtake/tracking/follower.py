@@ -22,7 +22,7 @@ from longtake import errors, evaluation_dir, fsio
 from longtake.config import TrackingSection
 from longtake.evaluation_dir import EvaluationDirectory, writer_path
 from longtake.lease import Lease, Leases, is_alive, kept, newest
-from longtake.process import KeptProcess, StopSignal, program
+from longtake.process import Beat, KeptProcess, StopSignal, program
 from longtake.run_dir import BEGINNINGS, RunDirectory
 from longtake.tracking.reader import Cursor, UpdateReader
 from longtake.tracking.tracker import TrackedRecord, Tracker, log, make_trackers, wanted_trackers
@@ -38,6 +38,7 @@ _MAX_CLOSE_SECONDS = 30.0
 _EVALUATOR_WAIT_SECONDS = 30.0  # for the lease, which seemed to be free
 _EVALUATOR_WAIT_SECONDS_AT_END = 2.0
 
+_SILENT_SECONDS = 120.0  # more than it waits for a tracker's library, or for a slow disk
 _POLL_SECONDS = 0.02
 _CATCH_UP_SECONDS = 10.0
 _SERVER_LOOK_SECONDS = 5.0
@@ -240,12 +241,14 @@ class Shutdown(StopSignal):
             ignored=(signal.SIGUSR1,), on_signal=self._end_at_once, keeps_ignored=False
         )
         self.is_immediate = False
+        self.beat = Beat()
         self._parent = parent
         if parent is not None:
             threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
         """Wait so long, or until the request; shorter after it."""
+        self.beat()
         if self._parent is not None and os.getppid() != self._parent:
             self.request("the parent has ended")
         if self.is_requested:
@@ -332,6 +335,7 @@ class _RunWriter:
             is_over = self._wait(lease, feeds)
             for feed in feeds:
                 feed.end_now()
+            self._shutdown.beat()
             stuck = [feed.name for feed in feeds if not feed.join(_MAX_CLOSE_SECONDS)]
         if stuck:
             log(f"{', '.join(stuck)} does not end in {_MAX_CLOSE_SECONDS:g} s. This process ends.")
@@ -414,6 +418,7 @@ class Follower(KeptProcess):
             changes=_QUIET,
             has_pipe=True,
             until_success=True,
+            silent_seconds=_SILENT_SECONDS,
         )
 
     def start(self) -> None:

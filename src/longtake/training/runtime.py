@@ -26,6 +26,7 @@ from longtake.training.session import TrainingState
 
 _WATCHER_PROGRAM = "longtake.monitor.watcher"
 _SECONDS_TO_END = 3.0
+_SILENT_SECONDS = 12.0  # more than a watcher waits for anything
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
@@ -74,6 +75,8 @@ class NodeWatcher:
                 inside=self.run.path,
                 # Not an argument: other users of the node read command lines.
                 changes={process.SECTION_VARIABLE: self._section.model_dump_json()},
+                silent_seconds=_SILENT_SECONDS,
+                terminal=int(os.environ.get(process.TERMINAL_VARIABLE, "2")),
             )
             self._process.start()
 

@@ -1,6 +1,8 @@
 """One run, from a recipe to its last checkpoint: builds the parts and owns their lifetimes."""
 
 import gc
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from longtake.config import Bucket, Recipe
 from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Loader
 from longtake.data.plan import check_data, large_crops, review
+from longtake.failures import LOG_VARIABLE
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
 from longtake.models import captions, lora_files, numerics, pretrained
@@ -31,6 +34,7 @@ from longtake.parallel.replicas import ReplicaCheck
 from longtake.planner.devices import peak_flops
 from longtake.planner.memory import refuse_idle_ranks, with_batch_sizes
 from longtake.planner.plan import MemoryPlan, free_memory, keep_plan, plan_for_training, run_blocks
+from longtake.progress import answer_to
 from longtake.run_dir import EventKind, Parent, RunDirectory, beside
 from longtake.tracking import tracker, wandb
 from longtake.tracking.follower import Follower, tracking_follower
@@ -320,8 +324,15 @@ def _monitors(session: Session, built: _Built, lease: Lease | None) -> Iterator[
     is_bf16 = "bf16" in (session.precision, recipe.model.dtype)
     peak_rate = peak_flops(world.device, torch.bfloat16 if is_bf16 else torch.float32)
     flops = built.sample_flops
+
+    def answer(received: signal.Signals) -> None:
+        ranks = heartbeat.read_heartbeats(heartbeat.heartbeat_dir(run.path))
+        if world.is_first and LOG_VARIABLE not in os.environ:  # else the launcher has said it
+            living = (each for each in ranks if each.role == "rank" and each.is_alive)
+            session.console.print(answer_to(received, living), highlight=False, markup=False)
+
     with (
-        process.StopSignal(process.STOP_SIGNALS, second="interrupt") as stop,
+        process.StopSignal(process.STOP_SIGNALS, second="interrupt", answer=answer) as stop,
         runtime.refuse_out_of_memory(plan, recipe, built.state, world),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
         record.keep_recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
