@@ -66,9 +66,9 @@ PHASE_WORDS: Mapping[str, str] = {
 """Where a rank is, for people; `step` is its global step."""
 
 STORE_WAIT = " (waiting for its store: "  # in the clip's path
-_MAGIC = 0x4C54_4842_0003  # the last digits are the format's number
+_MAGIC = 0x4C54_4842_0004  # the last digits are the format's number
 _SIZE = 4096
-_DETAIL_BYTES, _CLIP_BYTES = 128, 896
+_DETAIL_BYTES, _CLIP_BYTES, _ERROR_BYTES = 128, 896, 512
 _READ_ATTEMPTS = 100
 _SETTLING_STEPS = 5  # of a launch: compilation and allocation make them slow
 _SETTLING_STEPS_OF_SHAPE = 2
@@ -106,6 +106,8 @@ class HeartbeatPage(ctypes.Structure):
         ("detail", ctypes.c_char * _DETAIL_BYTES),
         ("clip", ctypes.c_char * _CLIP_BYTES),
         ("timings", _TimingPage * len(PHASES)),
+        ("error", ctypes.c_char * _ERROR_BYTES),
+        ("given", ctypes.c_char * _CLIP_BYTES),  # by the parent, outside of `sequence`
     )
 
 
@@ -147,6 +149,8 @@ class Heartbeat:
     timings: Mapping[Phase, PhaseTiming]
     work_seconds: float  # own work of its steps since it has settled, without waiting
     work_count: int  # steps in `work_seconds`
+    given: str = ""  # the file that a decode worker's parent waits for; empty: none
+    error: str = ""  # why a rank ends, in one line; empty: it does not, or cannot say so
 
     @property
     def is_alive(self) -> bool:
@@ -157,7 +161,8 @@ class Heartbeat:
         names = ("role", "pid", "rank", "local_rank", "world_size", "launch", "step", "steps_done")
         facts = {name: getattr(self, name) for name in names}
         facts |= {"phase": self.phase, "seconds": round(self.seconds, 3), "detail": self.detail}
-        return {**facts, "path_of_clip": self.path_of_clip, "is_settled": self.is_settled}
+        facts |= {"path_of_clip": self.path_of_clip, "given": self.given}
+        return {**facts, "is_settled": self.is_settled}
 
 
 class HeartbeatWriter:
@@ -248,6 +253,10 @@ class HeartbeatWriter:
     def set_launch(self, launch: str) -> None:
         with self._writing() as page:
             page.launch = launch.encode()[:8]
+
+    def set_error(self, error: str) -> None:
+        with self._writing() as page:
+            page.error = error.encode(errors="replace")[:_ERROR_BYTES]
 
     def record_duration(self, phase: Phase, seconds: float) -> None:
         with self._writing():
@@ -388,6 +397,20 @@ def record_duration(phase: Phase, seconds: float) -> None:
         _writer.record_duration(phase, seconds)
 
 
+class GivenClip:
+    """Writes in a decode worker's page what its parent has given it, which it may never begin."""
+
+    def __init__(self, path: Path) -> None:
+        self._page: HeartbeatPage | None = None
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(OSError, ValueError), os.fdopen(os.open(path, flags), "rb+") as file:
+            self._page = HeartbeatPage.from_buffer(mmap.mmap(file.fileno(), _SIZE))
+
+    def set(self, clip: str) -> None:
+        if self._page is not None:
+            self._page.given = clip.encode(errors="replace")[-_CLIP_BYTES:]
+
+
 # --- Reading.
 
 
@@ -436,6 +459,8 @@ def _heartbeat(path: Path, page: HeartbeatPage, now: int) -> Heartbeat:
             if each.count
         },
         work_seconds=page.work_ns / 1e9,
+        given=page.given.decode(errors="replace"),
+        error=page.error.decode(errors="replace"),
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from numpy.typing import NDArray
+from tests.build import wait_until
 from tests.data.build import clip
 
 from longtake import stacks
@@ -28,6 +29,7 @@ from longtake.data.encode import write_video
 from longtake.data.window import Crop, Window, read_window
 from longtake.data.workers import WorkerIncident, WorkerPool
 from longtake.errors import ClipError, DataError
+from longtake.heartbeat import Heartbeat, HeartbeatDir, page_path, read_heartbeat
 
 _SECONDS = 240  # for what must not take long, on a machine that may be busy
 
@@ -226,6 +228,30 @@ def test_a_sample_that_kills_twice_fails(pipe: Window) -> None:
         with pytest.raises(ClipError, match=r"was ended by SIGKILL .*, twice"):
             future.result(_SECONDS)
         assert len(pool.incidents()) == 2
+
+
+def test_what_a_stopped_worker_was_given_is_in_its_page(
+    windows: list[Window], tmp_path: Path
+) -> None:
+    """It says itself that it is idle until it has read its next item."""
+    with DecodePool(1, _SECONDS, heartbeats=HeartbeatDir(tmp_path, 3)) as pool:
+        pool.submit(windows[0]).result(_SECONDS)
+        (pid,) = pool.decoding()
+        path = page_path(tmp_path, "decode", 3, pid)
+        assert _page(path).given == ""
+        os.kill(pid, signal.SIGSTOP)
+        waiting = pool.submit(windows[1])
+        wait_until(lambda: _page(path).given == str(windows[1].media))
+        assert _page(path).phase == "idle"
+        os.kill(pid, signal.SIGCONT)
+        waiting.result(_SECONDS)
+        wait_until(lambda: _page(path).given == "")
+
+
+def _page(path: Path) -> Heartbeat:
+    page = read_heartbeat(path)
+    assert page is not None
+    return page
 
 
 def test_an_idle_worker_that_dies_is_replaced(pool: DecodePool, windows: list[Window]) -> None:

@@ -70,6 +70,7 @@ def make_process(
     cpu: float = 0.0,
     world: int = 2,
     clip: str = "",
+    given: str = "",
     threads: Sequence[dict[str, Any]] = (),
     has_gil: bool = False,
 ) -> ProcessDump:
@@ -88,6 +89,7 @@ def make_process(
         seconds=seconds,
         detail=clip,
         path_of_clip=f"clips/{clip}.mp4" if clip else "",
+        given=given,
     )
     return {
         "pid": pid,

@@ -100,6 +100,33 @@ def test_a_frozen_decoding_process_is_named_and_not_the_ranks_that_wait_for_it()
     assert verdict.sentence.startswith("gpu07: decode worker 21 of rank 1 has been in read")
 
 
+@pytest.mark.parametrize(
+    ("state", "given", "words"),
+    [
+        ("T", "", "decode worker 21 of rank 1 is stopped (state T: by a signal); it has been in"),
+        ("D", "", "decode worker 21 of rank 1 waits for a device that does not answer (state D:"),
+        ("S", "c/7.mp4", "for 14 s, before clip c/7.mp4, which it was given, and has not moved in"),
+    ],
+)
+def test_an_idle_decoding_process_that_holds_its_rank_up_is_named(
+    state: str, given: str, words: str
+) -> None:
+    """It says that it is idle until it has read its next item from the pipe."""
+    starved = make_process(11, 1, _DATA, "data")
+    held_up = make_process(
+        21, 1, _READ, "idle", role="decode", seconds=14.0, state=state, given=given
+    )
+    others = [
+        make_process(10, 0, _COLLECTIVE, "forward"),
+        make_process(20, 0, _READ, "idle", role="decode", state="T"),  # whose rank has its data
+        make_process(22, 1, _READ, "idle", role="decode"),
+    ]
+    verdict = _judge(_still(starved, held_up, *others), alarm=starved)
+    assert [each.pid for each in verdict.suspects] == [21]
+    assert verdict.suspects[0].clip == ""  # it has not begun with one
+    assert words in verdict.sentence
+
+
 def test_a_decoding_process_that_gave_the_alarm_is_named_before_anyone_starves() -> None:
     frozen = make_process(21, 1, _READ, "decode", role="decode", seconds=14.0, clip="frozen")
     moving = [

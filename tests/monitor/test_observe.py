@@ -254,6 +254,21 @@ def test_a_death_for_want_of_memory_says_so() -> None:
     assert "out of memory" in event["reason"]
 
 
+def test_a_rank_that_said_why_it_ends_is_reported_with_that() -> None:
+    roll = LivenessTracker()
+    roll.dead_ranks([_pulse_dead(1)], [])
+    failed = replace(_pulse_dead(1), error="ValueError: a layer broke.")
+    event = roll.dead_ranks([], [failed])[0].as_event(1)
+    assert (event["kind"], event["error"], event["out_of_memory"]) == (
+        "exception",
+        "ValueError: a layer broke.",
+        False,
+    )
+    assert event["reason"] == (
+        "rank 0 (process 1) failed: step 7, backward on 8x32x32: ValueError: a layer broke."
+    )
+
+
 def test_what_was_killed_long_ago_is_no_reason() -> None:
     """A count from minutes ago, or from before the launch; nor is a count that nobody keeps."""
     roll = LivenessTracker()

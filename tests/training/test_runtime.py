@@ -15,7 +15,13 @@ from tests.build import QUIET, MakeRecipe, wait_until
 from longtake.config import Recipe
 from longtake.errors import DataError
 from longtake.fsio import read_json
-from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeat, read_heartbeats
+from longtake.heartbeat import (
+    Heartbeat,
+    HeartbeatWriter,
+    heartbeat_dir,
+    read_heartbeat,
+    read_heartbeats,
+)
 from longtake.node_dir import read_events, this_node
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
@@ -128,6 +134,10 @@ def test_a_rank_that_is_alone_records_why_it_failed(
 ) -> None:
     """But not before it holds the run: another process may train it, and has not failed."""
     recipe = small_recipe("training.steps=2", "watch.enabled=false")
+    pages: list[Heartbeat | None] = []  # at its end: what a watcher could read
+    monkeypatch.setattr(
+        HeartbeatWriter, "remove", lambda writer: pages.append(read_heartbeat(writer.path))
+    )
 
     def fail(*_: object) -> None:
         raise ValueError("a layer broke")
@@ -135,6 +145,7 @@ def test_a_rank_that_is_alone_records_why_it_failed(
     monkeypatch.setattr(loop, "apply_update", _when(1, fail))
     with pytest.raises(ValueError, match="broke"):
         train(recipe, QUIET)
+    assert [page.error for page in pages if page] == ["ValueError: a layer broke"]
     monkeypatch.setattr(training, "find_resume_point", fail)
     with pytest.raises(ValueError, match="broke"):
         train(recipe, QUIET)

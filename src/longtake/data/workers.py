@@ -256,7 +256,8 @@ class WorkerPool(Generic[Item, Result]):
                 self._fetched += value
             return
         job, buffer = worker.job, worker.buffer
-        worker.job, worker.is_ready, self._failed_starts = None, True, 0
+        worker.finish()
+        self._failed_starts = 0
         self._dispatch()  # so that it works while its last result is copied
         if job is None:
             return
@@ -426,9 +427,21 @@ class _Worker:
             number = self.buffer = (self.buffer + 1) % len(self._buffers)
             if os.fstat(self._buffers[number]).st_size < job.out.nbytes:
                 os.ftruncate(self._buffers[number], job.out.nbytes)
+        self.given.set(str(getattr(job.item, "media", "")))
         self.connection.send((job.item, number))
         self.job, self.begun = job, time.monotonic()
         self.deadline = self.begun + silence_seconds
+
+    def finish(self) -> None:
+        """Note that it has answered: to its item, or that it is ready for the first one."""
+        self.job, self.is_ready = None, True
+        self.given.set("")
+
+    @cached_property
+    def given(self) -> heartbeat.GivenClip:
+        """Made once it is ready, when it has its page."""
+        folder, rank = self._heartbeats or (Path(), 0)
+        return heartbeat.GivenClip(heartbeat.page_path(folder, "decode", rank, self.pid))
 
     def receive(self) -> Reply | None:
         """Return its next message; None: it has ended."""

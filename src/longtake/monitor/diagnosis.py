@@ -223,8 +223,19 @@ def _is_stopped(trace: ProcessTrace) -> bool:
 
 
 def _is_blocked(each: "ProcessState") -> bool:
-    states = [seen["state"] for seen in each.trace.rounds]
-    return len(states) > 1 and set(states) == {"D"} and not each.has_moved
+    return _waits_for_device(each.trace) and not each.has_moved
+
+
+def _waits_for_device(trace: ProcessTrace) -> bool:
+    states = [seen["state"] for seen in trace.rounds]
+    return len(states) > 1 and set(states) == {"D"}
+
+
+def _is_held_up(trace: ProcessTrace) -> bool:
+    """Whether a decode worker that says that it is idle cannot run, or was given a clip."""
+    given = {(each["heartbeat"] or {}).get("given", "") for each in trace.rounds}
+    has_not_begun = len(given) == 1 and given != {""} and not trace.has_moved
+    return has_not_begun or _is_stopped(trace) or _waits_for_device(trace)
 
 
 def _longest_first(each: "ProcessState") -> float:
@@ -418,7 +429,8 @@ class StallSnapshot:
     """All processes of a stall."""
 
     ranks: Sequence[ProcessState]  # living ones
-    decoding: Mapping[int, Sequence[ProcessTrace]]  # busy decode workers, by rank
+    # By rank: busy decode workers, and idle ones that would have to work and do not.
+    decoding: Mapping[int, Sequence[ProcessTrace]]
     lost: Sequence[Suspect]  # ranks whose process died
     rounds: int  # of dumps
     world_size: int  # 0: unknown
@@ -429,6 +441,7 @@ class StallSnapshot:
         last = {each["host"]: [r["seconds"] for r in each["rounds"]][-1:] for each in dumps}
         ranks: list[ProcessState] = []
         decoding: dict[int, list[ProcessTrace]] = defaultdict(list)
+        idle: list[ProcessTrace] = []
         lost = [
             _by_heartbeat(dump["host"], int(each["pid"]), each["role"], int(each["rank"]), each)
             for dump in dumps
@@ -442,8 +455,14 @@ class StallSnapshot:
                 ranks.append(ProcessState.of(trace))
             elif trace.role == "rank":
                 lost.append(replace(ProcessState.of(trace).suspect(), state=""))
-            elif trace.role == "decode" and is_there and not is_idle:
+            elif trace.role == "decode" and is_there and is_idle:
+                idle.append(trace)
+            elif trace.role == "decode" and is_there:
                 decoding[-1 if trace.rank is None else trace.rank].append(trace)
+        starved = {each.rank for each in ranks if each.wait == "data"}
+        for trace in idle:
+            if trace.rank in starved and _is_held_up(trace):
+                decoding[trace.rank].append(trace)
         # Each once: a process may have died while the rounds were read.
         once = {(each.host, each.pid): each for each in lost if each.role == "rank"}
         sizes = [int((each.trace.heartbeat or {}).get("world_size", 0)) for each in ranks]
@@ -509,7 +528,7 @@ def _by_heartbeat(
         step=int(heartbeat.get("step", 0)),
         seconds=float(heartbeat.get("seconds", 0.0)),
         clip=str(heartbeat.get("detail", "")) if is_decoding else "",
-        clip_path=str(heartbeat.get("path_of_clip", "")),
+        clip_path=str(heartbeat.get("path_of_clip") or heartbeat.get("given", "")),
     )
 
 
@@ -714,6 +733,8 @@ def _where(suspect: Suspect) -> str:
 def _doing(suspect: Suspect) -> str:
     if suspect.role == "decode":
         clip = suspect.clip_path or suspect.clip
+        if clip and suspect.doing == "idle":
+            return f"before clip {clip}, which it was given"
         return f"on clip {clip}" if clip else "without a clip"
     return PHASE_WORDS.get(suspect.doing, f"in {suspect.doing}").format(step=suspect.step)
 

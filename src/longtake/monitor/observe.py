@@ -149,20 +149,23 @@ class DeadRank:
     def as_event(self, oom_kills: int) -> dict[str, Any]:
         """The fields of `rank_failed`; `oom_kills`: recent kills of the job for lack of memory."""
         found = self.heartbeat
-        on = f" on {found.detail}" if found.detail else ""
-        reason = (
-            f"rank {found.rank} (process {found.pid}) is gone without having ended: "
-            f"step {found.step}, {found.phase}{on}"
-        )
-        if oom_kills:
-            reason += "; the kernel killed it, or another process of the job: out of memory"
-        error = "its process is gone without having ended"
+        where = f"step {found.step}, {found.phase}" + (f" on {found.detail}" * bool(found.detail))
+        reason = f"rank {found.rank} (process {found.pid}) "
+        if found.error:
+            failure = failure_of(found, "exception", found.error, log="", source="watcher")
+            reason += f"failed: {where}: {found.error}"
+        else:
+            error = "its process is gone without having ended"
+            failure = failure_of(found, "killed", error, log="", source="watcher")
+            reason += f"is gone without having ended: {where}"
+            if oom_kills:
+                reason += "; the kernel killed it, or another process of the job: out of memory"
         return {
-            **failure_of(found, "killed", error, log="", source="watcher").as_event(),
+            **failure.as_event(),
             "detail": found.detail,
             "seconds": round(found.seconds, 3),
-            "out_of_memory": oom_kills > 0,
-            "reason": f"{reason}.",
+            "out_of_memory": oom_kills > 0 and not found.error,
+            "reason": reason.removesuffix(".") + ".",
         }
 
 

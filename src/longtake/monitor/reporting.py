@@ -395,7 +395,7 @@ class StallActions:
             if STORE_WAIT in suspect.clip_path:
                 waits = suspect.clip_path.partition(STORE_WAIT)[2]
                 self._reporter.log(f"process {suspect.pid} is not ended, as its store is: {waits}")
-            elif suspect.clip in self._clips:
+            elif suspect.clip and suspect.clip in self._clips:
                 self._reporter.log(
                     f"process {suspect.pid} is not ended: clip {suspect.clip} has cost a process "
                     "already; it is ended after data.sample_timeout_seconds"
@@ -489,8 +489,8 @@ def _worker_event(ended: Heartbeat, diagnosis: StallDiagnosis) -> dict[str, Any]
         "clip": ended.detail,
         "clip_path": ended.path_of_clip,
         "seconds": round(ended.seconds, 3),
-        "reason": f"process {ended.pid} of rank {ended.rank} was ended; clip {ended.detail} is "
-        "read again.",
+        "reason": f"process {ended.pid} of rank {ended.rank} was ended; clip "
+        f"{ended.detail or ended.given} is read again.",
     }
 
 

@@ -132,10 +132,10 @@ def _record_failure(
     error: Exception, writer: heartbeat.HeartbeatWriter, run: RunDirectory | None
 ) -> None:
     """Record why this rank ends, in a run that was begun; call it before its heartbeat stops."""
-    own = heartbeat.read_heartbeat(writer.path)
+    own, text = heartbeat.read_heartbeat(writer.path), error_line(error)
+    writer.set_error(text)  # for the watcher, first: the disk of the run may hang
     if own is not None and run is not None and run.exists():
         kind: FailureKind = "error" if isinstance(error, errors.LongtakeError) else "exception"
-        text = error_line(error)
         if isinstance(error, torch.distributed.DistError):
             text = node_events.add_to(text, node_events.recent(run, launch=own.launch))
         failure_of(own, kind, text).record(run)
