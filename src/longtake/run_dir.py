@@ -260,6 +260,12 @@ class _SettingsChanged(_Stage):
     changes: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
 
 
+class _ThreadsChosen(EventBase):
+    step: fsio.Count
+    threads: fsio.Count
+    seconds: dict[str, fsio.Finite]
+
+
 class _RankFailed(EventBase):
     rank: fsio.Count
     world_size: fsio.Count
@@ -308,6 +314,7 @@ EVENT: Final = fsio.by_field(
         "stage": _Stage,
         "epoch": _Epoch,
         "settings_changed": _SettingsChanged,
+        "threads_chosen": _ThreadsChosen,
         "rank_failed": _RankFailed,
         "clock_stepped": _ClockStepped,
         "launched": _Launched,

@@ -130,6 +130,8 @@ def test_marks_of_nodes_and_launches(writer: Writer) -> None:
     servers = writer.run.path / "evaluations" / "servers" / "s" / "events.jsonl"
     writer.event(30, "drift_alert", servers, step=5, message="brightness rose")
     writer.event(31, "something_new", step=5)
+    seconds = {"1": 0.1875, "2": 0.586}
+    writer.event(32, "threads_chosen", step=8, threads=1, before=2, seconds=seconds, bitwise=True)
     marks = [(each.step, each.kind, each.text, each.span) for each in writer.marks()]
     assert marks == [
         (0, "launch", "launched at step 0: world size 2, device cuda", None),
@@ -145,6 +147,7 @@ def test_marks_of_nodes_and_launches(writer: Writer) -> None:
         (5, "drift", "drift alert at step 5: message brightness rose", None),
         (6, "disk", "disk full on vm: the disk is full", None),
         (7, "stall", "stalled for 2 min 0 s on vm: rank 0 waits for a clip", None),
+        (8, "threads", "step 8: computed by 1 thread (0.188 s with 1, 0.586 s with 2)", None),
         (10, "failure", "rank failed on vm: rank 1 (phase forward): killed by SIGKILL", None),
     ]
 

@@ -43,6 +43,14 @@ def test_the_faster_number_is_chosen_and_again_when_the_cores_are_busy() -> None
     assert third.number == 2
 
 
+def test_a_number_that_is_far_slower_is_tried_once() -> None:
+    tuner, numbers = ThreadTuner([1, 2]), []
+    for _ in range(20):
+        numbers.append(tuner.number)
+        tuner.step_done({1: 1.0, 2: 5.0}[tuner.number], 1.0)
+    assert numbers.count(2) == 1
+
+
 def test_another_number_is_kept_only_if_it_gains() -> None:
     tuner = ThreadTuner([2, 1])
     (choice,) = _steps(tuner, 50, {2: 1.0, 1: 0.95})

@@ -99,6 +99,9 @@ def said(event: Mapping[str, Any]) -> str:
         return f"step {step}: in stage {event['stage']} {', '.join(changes)}"
     if kind == "checkpoint":
         return f"checkpoint of step {step}"
+    if kind == "threads_chosen":
+        times = (f"{seconds:.3g} s with {n}" for n, seconds in event["seconds"].items())
+        return f"step {step}: computed by {plural(event['threads'], 'thread')} ({', '.join(times)})"
     if kind == "startup_timing":
         return _start_line(event)
     if kind in _SENTENCES:

@@ -25,6 +25,9 @@ from longtake.parallel.mesh import World
 _FLOPS_PER_THREAD = 2e7  # of a step: with fewer, threads wait for each other longer than they work
 _WARM_UP = 2  # steps that allocate memory and are not measured
 _TRIALS = 3  # steps with each number
+_HOPELESS = (
+    2.0  # times as long as the fastest step of a trial: that number is not tried again in it
+)
 _WINDOW = 16  # steps whose median is compared with what was measured when the number was chosen
 _CHANGE = 1.5  # by which that median differs when numbers are tried again
 _PAUSE = 64  # steps between two trials
@@ -76,7 +79,10 @@ class ThreadTuner:
         """Take in a step's time and amount of work; the choice, if the step was a trial's last."""
         unit = seconds / work
         if self._trial:
-            self._tried.setdefault(self._trial.pop(0), []).append(unit)
+            number = self._trial.pop(0)
+            self._tried.setdefault(number, []).append(unit)
+            if unit > _HOPELESS * min(map(min, self._tried.values())):
+                self._trial = [each for each in self._trial if each != number]
             choice = None if self._trial else self._choose(work)
             self.number = self._trial[0] if self._trial else self.present
             return choice
