@@ -34,8 +34,8 @@ CONDITIONING = "conditioning."  # columns of paths, or of lists of numbers
 CAPTIONED = "captioned"
 """The attribute that is 1 where a model wrote the caption, and 0 elsewhere. `index` keeps such
 captions where its sources have none."""
-TRUSTED = "trusted_metadata"
 OTHER_CAPTION = "other_caption"  # 1, 2, ... of further clips with the content of another one
+TRUSTED = "trusted_metadata"
 """The attribute that is 1 for clips whose frames `data index --trust-metadata` has not decoded, and
 0 for its others."""
 MATRIX = "color_matrix"
