@@ -45,6 +45,10 @@ def _write(
             ["a: the clock was set forward by 4.2 ms, 12 s ago"],
         ),
         ([(12, {**_STEP, "seconds": 0.0009})], []),
+        (
+            [(12 + ago, {**_STEP, "seconds": 0.5}) for ago in (6130, 4100, 2030, 0)],
+            ["a: the clock was set forward by 500 ms (one every 33 min 50 s, 4 times), 12 s ago"],
+        ),
         ([(700, _STEP)], []),
         ([(12, {"event": "stalled"}), (9, _degraded(pressure_cpu_share="busy"))], []),
         ([(7000, _SLEW)], ["a: the clock runs too slow by 400 ppm, for 1 h 56 min"]),

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from statistics import median
 from typing import Any
 
 from longtake import errors
@@ -20,6 +21,8 @@ from longtake.run_dir import RunDirectory
 RECENT_SECONDS = 600.0
 _MOST_NAMED = 8
 _LEAST_STEP_SECONDS = 1e-3
+_STEPS_OF_A_PERIOD = 4
+_IRREGULAR = 0.1  # of a period, by which the time between two steps may differ from it
 _MOST_CHARS = 200
 _UNKNOWN_END = "not looked for since: its watcher was started again"
 _CLOCKS_LINKS_GPUS = ("clock_", "link_", "peer_", "gpu_")
@@ -96,12 +99,17 @@ def _begun(
     host: str, events: Sequence[Mapping[str, Any]], ages: Sequence[float]
 ) -> Iterator[NodeEvent]:
     lasting: dict[str, NodeEvent] = {}
-    for event, age in zip(events, ages, strict=True):
+    pairs = list(zip(events, ages, strict=True))
+    # A step of less was set, and at once set back: it explains nothing that failed.
+    stepped = [age for event, age in pairs if abs(_step_of(event)) >= _LEAST_STEP_SECONDS]
+    for event, age in pairs:
         kind = event["event"]
         if kind == "clock_stepped":
             if abs(_step_of(event)) < _LEAST_STEP_SECONDS:
-                continue  # set, and at once set back: it explains nothing that failed
+                continue
             text = _step_text(_step_of(event))
+            if age == stepped[-1]:
+                text += _period_text(stepped)
             yield NodeEvent(host, kind, kind, text, age, is_over=True, time=str(event["time"]))
             continue
         still: Mapping[str, str] = _lasting_texts(event)
@@ -114,6 +122,16 @@ def _begun(
             old = lasting.get(key, new)
             lasting[key] = replace(new, seconds_ago=old.seconds_ago, time=old.time)
     yield from lasting.values()
+
+
+def _period_text(ages: Sequence[float]) -> str:
+    """Name the interval of a clock's last steps, if it is the same: a schedule sets the clock."""
+    gaps = [older - newer for older, newer in pairwise(ages[-_STEPS_OF_A_PERIOD:])]
+    if len(gaps) + 1 < _STEPS_OF_A_PERIOD:
+        return ""
+    usual = median(gaps)
+    is_regular = usual > 0 and all(abs(gap - usual) <= _IRREGULAR * usual for gap in gaps)
+    return f" (one every {for_seconds(usual)}, {plural(len(ages), 'time')})" if is_regular else ""
 
 
 def _ended_by(
