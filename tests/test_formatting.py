@@ -84,6 +84,7 @@ def test_a_misspelt_name_is_answered_with_near_names_or_a_list() -> None:
     assert did_you_mean("zzz", known) == "there are: height, steps, weight, width."
     assert did_you_mean("zzz", known, shown=2) == "there are: height, steps, ...."
     assert did_you_mean("zzz", []) == "there are: none."
+    assert did_you_mean("qwen", ["qwen_image_edit", "wan"]) == "did you mean qwen_image_edit?"
     assert did_you_mean("zzz", known, otherwise="no name is near.") == "no name is near."
     assert (nearest("step", known), nearest("zzz", known)) == ("steps", None)
 

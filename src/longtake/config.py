@@ -156,7 +156,10 @@ class Stage(_Section):
     name: str = Field(min_length=1)
     where: Annotated[tuple[str, ...], _FromList] = ()
     """Which clips: conditions such as `num_frames >= 48`, `nouns <= q40` (the lower 40 % of all
-    clips with a caption) or `codec == h264`; a clip has to meet all of them."""
+    clips with a caption) or `codec == h264`; a clip has to meet all of them. Numbers: `num_frames`,
+    `width`, `height`, `aspect` (width / height), `fps`, `duration_seconds`, `difficulty`
+    (`data.difficulty`) and all scores; texts: `kind` (`video`, `image`), `codec`, `pix_fmt`,
+    `color_range`, `color_transfer`, `color_matrix`."""
     drop_hardest: float = Field(0.0, ge=0, lt=1)
     """Leave out this share of the selected clips, those of the highest difficulty."""
     buckets: Annotated[tuple[Bucket, ...], _FromList] | None = Field(None, min_length=1)

@@ -9,6 +9,7 @@ from typing import Final
 _NEAR = 0.6  # difflib's own limit, below which two names do not resemble each other
 _AS_NEAR = 0.1  # names that resemble it nearly as much as the nearest are named too
 _MAX_NEAR = 3
+_PART_LETTERS = 3  # of a name that is a part of others
 
 # C0, DEL, C1; marks and overrides of the writing direction; separators of lines and paragraphs.
 _SPECIAL: Final = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
@@ -93,6 +94,7 @@ def did_you_mean(
     likeness = {each: SequenceMatcher(None, name, each).ratio() for each in names}
     limit = max(_NEAR, max(likeness.values(), default=0) - _AS_NEAR)
     near = [each for each in names if likeness[each] >= limit]
+    near = near or [each for each in names if len(name) >= _PART_LETTERS and name in each]
     if near:
         best = sorted(near, key=lambda each: -likeness[each])[:_MAX_NEAR]
         return f"did you mean {' or '.join(best)}?"

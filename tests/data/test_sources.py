@@ -109,6 +109,15 @@ def test_members_with_one_key_are_one_sample(tmp_path: Path) -> None:
         assert lies in (members.get(media.member), members.get(f"./{media.member}"))
 
 
+def test_what_could_be_captions_in_a_tar_is_named(tmp_path: Path) -> None:
+    entry = json.dumps({"description": "it moves", "nouns": 3, "codec": "h264"})
+    tar = write_tar(tmp_path / "shard.tar", {"a.mp4": b"A", "a.json": entry})
+    (note,) = find([tar]).notes
+    assert "shard.tar has no captions; not read: description. If" in note
+    write_tar(tar, {"a.mp4": b"A", "a.json": entry, "a.txt": "a caption"})
+    assert not find([tar]).notes
+
+
 def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
     whole = write_tar(
         tmp_path / "whole.tar", {"a.mp4": b"A" * 2000, "b.mp4": b"B" * 2000}

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tests.data.build import catalog_of, section
 
 from longtake.config import DataSection, Stage
+from longtake.data import stages
 from longtake.data.catalog import Catalog
 from longtake.data.order import shares
 from longtake.data.stages import StageTimeline, mixed, select
@@ -257,3 +259,9 @@ def test_small_weights_keep_their_share() -> None:
 def test_a_mixture_far_on_costs_no_more() -> None:
     assert sum(shares(10**12 + 1, (0.7, 0.2, 0.1))) == 10**12 + 1
     assert shares(10**12, (0.7, 0.2, 0.1)) == [7 * 10**11, 2 * 10**11, 10**11]
+
+
+def test_the_guide_lists_what_conditions_may_name(clips: Catalog) -> None:
+    guide = Path("docs/guides/curriculum.md").read_text()
+    names = ("aspect", *stages._NUMBERS, *stages._TEXTS)
+    assert not [name for name in names if f"`{name}`" not in guide]

@@ -28,6 +28,7 @@ from longtake.data.encode import write_video
 from longtake.data.index import index
 from longtake.data.loader import Batch, Loader
 from longtake.data.plan import begin, refuse_missing_conditioning
+from longtake.data.sources import find
 from longtake.errors import ClipError, DataError
 
 _NUM_CLIPS = 6
@@ -153,6 +154,16 @@ def test_a_table_names_objects(
     assert [clips[path].identity for path in sorted(clips)] == [
         known[f"clip {number}"] for number in (1, 0, 2)
     ]
+
+
+@pytest.mark.parametrize("source", ["lists", "lists/videos.txt"])
+def test_a_list_of_captions_beside_a_list_of_objects(
+    proxy: store.Proxy, server: str, source: str
+) -> None:
+    lists = {"lists/videos.txt": b"../set/0.mp4\n", "lists/prompts.txt": b"the zeroth\n"}
+    store.put(server, _BUCKET, lists)
+    (item,) = find([Path(f"s3://{_BUCKET}/{source}")]).items
+    assert (item.media.path, item.caption) == (f"s3://{_BUCKET}/set/0.mp4", "the zeroth")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

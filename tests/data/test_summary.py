@@ -337,6 +337,15 @@ def test_the_catalog_that_is_named_takes_the_place_of_the_recipes(tmp_path: Path
         show(tmp_path / "c", two)
 
 
+def test_a_trigger_that_nothing_replaces_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.parquet"
+    Catalog.of([clip(number, caption="a [trigger]") for number in range(8)]).save(path)
+    recipe = recipe_of({"catalog": str(path)})
+    assert "8 captions have [trigger]" in show(path, recipe)["refusal"]
+    named = recipe_of({"catalog": str(path), "trigger": "sks"})
+    assert show(path, named)["refusal"] is None
+
+
 def test_names_are_printed_as_they_are(tmp_path: Path) -> None:
     rejected = [Rejection("/clips/[bold]a.mp4", "has [red] pixels")]
     Catalog.of([clip(1), clip(2, codec="[dim]")], rejected).save(tmp_path / "a")

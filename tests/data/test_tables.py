@@ -13,6 +13,7 @@ from PIL import Image
 from tests.data.build import named_items, write_tar
 
 from longtake.data.sources import find
+from longtake.data.tables import read_captions
 from longtake.errors import DataError
 
 _PNG = io.BytesIO()
@@ -163,6 +164,17 @@ def test_columns_that_may_be_captions_are_named(folder: Path, name: str, content
     (note,) = find([folder]).notes
     assert "description" in note
     assert "caption or text or prompt" in note
+
+
+def test_keys_of_captions_that_are_not_read_are_named(folder: Path) -> None:
+    path = folder / "mine.jsonl"
+    path.write_text('{"video": "a.mp4", "caption": "one", "description": "moves"}\n')
+    notes: list[str] = []
+    read_captions(path, [folder], list, notes)
+    assert notes == [f"{path}: not read: description."]
+    path.write_text('{"video": "a.mp4", "description": "moves"}\n')
+    with pytest.raises(DataError, match=r"line 1 is no caption.* Its keys: video, description\."):
+        read_captions(path, [folder], list)
 
 
 def test_a_list_of_captions_is_told_from_media(folder: Path) -> None:

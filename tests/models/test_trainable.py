@@ -450,6 +450,9 @@ def test_targets_are_last_parts_of_names_or_patterns_of_whole_names(
         ("attn", r"'attn' .* has such layers inside: write '\*attn\.\*' for all"),
         ("norm_q", r"'norm_q' matches no linear layer of the model; did you mean to_q\?"),
         ("zzz", r"'zzz' .* there are: proj_out, to_k, to_q, to_v\."),
+        ("q", r"'q' .* here it is called 'to_q'\."),
+        ("blocks.*.qkv", r"here it is called 'to_q' or 'to_k' or 'to_v'\."),
+        ("attn.out", r"here it is called 'to_out\.0'\."),
     ],
 )
 def test_a_target_that_matches_nothing_is_named(target: str, message: str) -> None:

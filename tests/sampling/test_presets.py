@@ -399,6 +399,14 @@ def test_a_trigger_word_is_put_into_prompts(tmp_path: Path) -> None:
     assert find_preset(recipe, "mine").prompts == ("a sks dog", "a dog")
 
 
+def test_a_trigger_word_is_put_into_negative_prompts(tmp_path: Path) -> None:
+    recipe = _recipe(tmp_path)
+    with pytest.raises(RecipeError, match=r"data\.trigger"):
+        settings_for(recipe, negative_prompt="no [trigger]")
+    named = config.changed(recipe, ['data.trigger="sks"', 'sampling.negative_prompt="a [trigger]"'])
+    assert settings_for(named)[0].negative_prompt == "a sks"
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"none\.txt cannot be read: No such file"):
         read_prompts(tmp_path / "none.txt")

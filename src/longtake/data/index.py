@@ -405,7 +405,10 @@ def probe_all(
 def _caption(found: FoundMedia, captions: Path | None) -> tuple[list[str], dict[str, ClipError]]:
     """Caption the media; returns names in JSON lines that match none, and unreadable captions."""
     texts, unmatched = read_captions(
-        captions, found.folders, lambda: (Path(str(item.media)) for item in found.items)
+        captions,
+        found.folders,
+        lambda: (Path(str(item.media)) for item in found.items),
+        found.notes,
     )
     is_alone = captions is not None and not is_sidecar(captions)
     faulty, unread = dict[str, ClipError](), list[Path]()

@@ -82,7 +82,7 @@ def find(
         items.add(mentions(source))
     for tar in sorted(tars):
         try:
-            items.add(read_tar(tar, conditioning))
+            items.add(read_tar(tar, conditioning, notes))
         except ClipError as error:
             refused.append(error)
     items.settle()
@@ -119,23 +119,41 @@ def _find_in_store(
         suffix = PurePath(media.path).suffix.lower()
         if suffix == _TAR:
             try:
-                yield from read_tar(media, conditioning)
+                yield from read_tar(media, conditioning, notes)
             except ClipError as error:
                 refused.append(error)
         elif is_media(media.path):
             if str(media) not in faulty:
                 yield Item(media, texts.get(str(media)))
         elif suffix in tables.LISTING_SUFFIXES and (
-            media.path == url or PurePath(media.path).name in _TABLES
+            media.path == url
+            or PurePath(media.path).name in _TABLES
+            or _captions_beside(media, by_name) is not None
         ):
+            beside = _captions_beside(media, by_name, asks=media.path == url)
             with tempfile.TemporaryDirectory(prefix="longtake-") as folder:
+                for each in filter(None, (media, beside)):
+                    Path(folder, PurePath(each.path).name).write_bytes(stores.read_object(each))
                 table = Path(folder, PurePath(media.path).name)
-                table.write_bytes(stores.read_object(media))
                 yield from tables.read_listing(
                     table, conditioning, at=media.path, known=by_name, notes=notes
                 )
         elif suffix not in _BESIDE:
             passed_over[suffix or "no ending"] += 1
+
+
+def _captions_beside(
+    listing: Media, objects: Mapping[str, Media], *, asks: bool = False
+) -> Media | None:
+    """The list of captions beside a list such as videos.txt; of a named one the store is asked."""
+    folder, _, name = listing.path.rpartition("/")
+    if not tables.is_paired_list(name):
+        return None
+    places = [f"{folder}/{each}" for each in tables.CAPTION_LISTS]
+    found = [objects.get(place) for place in places]
+    if asks and not any(found):
+        found = list(stores.measure([Media(place) for place in places]))
+    return next(filter(None, found), None)
 
 
 def _texts_in_store(objects: Mapping[str, Media], refused: list[ClipError]) -> dict[str, str]:
@@ -306,11 +324,14 @@ def class_folders(root: Path) -> list[ClassFolder]:
     return found
 
 
-def read_tar(tar: Path | Media, conditioning: Sequence[str] = ()) -> list[Item]:
+def read_tar(
+    tar: Path | Media, conditioning: Sequence[str] = (), notes: list[str] | None = None
+) -> list[Item]:
     """The media of a tar, in its order.
 
     Members with the same key (the name up to the first dot of its last part) are one sample: its
-    videos and images are captioned by its .txt, or by `caption` or `text` of its .json.
+    videos and images are captioned by its .txt, or by `caption`, `text` or `prompt` of its .json.
+    `notes` is given a sentence about what else the .json have where no clip has a caption.
     """
     whole = tar if isinstance(tar, Media) else Media(str(tar))
     path = whole.path
@@ -329,6 +350,14 @@ def read_tar(tar: Path | Media, conditioning: Sequence[str] = ()) -> list[Item]:
     if not media:
         raise ClipError(path, f"no video or image among its {len(members)} members")
     items = [_item(whole, member, texts, entries, conditioning) for member in media]
+    texts_in = {
+        name: None
+        for entry in entries.values()
+        for name, value in entry.items()
+        if isinstance(value, str) and name not in (*conditioning, *tables.MEASURED)
+    }
+    if notes is not None and texts_in and all(item.caption is None for item in items):
+        notes.append(f"{path} has no captions; {tables.name_unread(list(texts_in))}")
     names = {name for item in items for name in item.attributes}
     if len(names) > tables.MAX_ATTRIBUTES:
         raise ClipError(

@@ -32,7 +32,16 @@ from longtake.data.buckets import (
 from longtake.data.caption_text import all_captions
 from longtake.data.catalog import MATRIX, Catalog
 from longtake.data.decode import HD_LINES
-from longtake.data.plan import Plan, StagePlan, Stream, begin, drifts, large_crops, review
+from longtake.data.plan import (
+    Plan,
+    StagePlan,
+    Stream,
+    begin,
+    drifts,
+    large_crops,
+    refuse_wrong_catalogs,
+    review,
+)
 from longtake.data.stages import drop_in_turn, select
 from longtake.data.tails import tail_drifts
 from longtake.errors import DataError
@@ -500,6 +509,10 @@ def show(
     if recipe is not None:
         plan = begin(catalogs, recipe.data, recipe.training.global_batch_size, recipe.seed)
         result |= plan_summary(plan, recipe, costs)
+        try:
+            refuse_wrong_catalogs(catalogs, recipe.data)
+        except DataError as error:
+            result["refusal"] = str(error)
         result["proposal"] = propose(list(catalogs.values()), recipe.data)
         if review_captions is not None:
             captions = all_captions(catalogs, recipe.data)

@@ -34,6 +34,7 @@ from longtake.errors import DataError, RecordError
 
 LISTING_SUFFIXES = (".txt", ".csv", ".jsonl", ".json", ".parquet")
 _PAIRED_LISTS = ("videos.txt", "images.txt")  # captioned by the lines of a list beside them
+CAPTION_LISTS = ("prompt.txt", "prompts.txt")
 SIDECAR = "sidecar"
 SIDECAR_SUFFIXES = (".txt", ".TXT", ".caption")
 _UNREAD_SUFFIXES = (".json", ".tags", ".prompt", ".cap")
@@ -141,16 +142,20 @@ def _batches(values: Iterable[_T]) -> Iterator[list[_T]]:
         yield some
 
 
+def is_paired_list(name: str) -> bool:
+    return name.lower() in _PAIRED_LISTS
+
+
 def captions_of_list(path: Path) -> Path | None:
     """The file with a caption for each line of a list such as videos.txt, if there is one."""
-    if path.name.lower() not in _PAIRED_LISTS:
+    if not is_paired_list(path.name):
         return None
-    beside = map(path.with_name, ("prompt.txt", "prompts.txt"))
+    beside = map(path.with_name, CAPTION_LISTS)
     return next((each for each in beside if each.is_file()), None)
 
 
 def _read_list(path: Path, at: str) -> Iterator[Item]:
-    beside = None if at else captions_of_list(path)
+    beside = captions_of_list(path)
     captions = None if beside is None else _read_text(beside).rstrip().split("\n")
     try:
         with (
@@ -165,10 +170,11 @@ def _read_list(path: Path, at: str) -> Iterator[Item]:
                 if captions is None:
                     yield Item(_media_in(folder, line, at))
                 elif number <= len(captions):
-                    yield Item(_media_in(folder, line), captions[number - 1].strip())
+                    yield Item(_media_in(folder, line, at), captions[number - 1].strip())
         if captions is not None and number != len(captions):
             raise DataError(
-                f"{path} names {number} files, and {beside} has {len(captions)} captions. Write "
+                f"{at or path} names {number} files, and {beside.name if at else beside} has "  # type: ignore[union-attr]
+                f"{len(captions)} captions. Write "
                 "one line in each for every clip, in the same order."
             )
     except UnicodeDecodeError as error:
@@ -227,8 +233,12 @@ def _unread_columns(table: _Table) -> str:
     unread = [name for name in table.names if name not in read]
     if not unread or any(name in table.names for name in CAPTION_COLUMNS):
         return ""
+    return name_unread(unread)
+
+
+def name_unread(names: Sequence[str]) -> str:
     return (
-        f"not read: {', '.join(unread)[:500]}. If one of them has captions, call it "
+        f"not read: {', '.join(names)[:500]}. If one of them has captions, call it "
         f"{' or '.join(CAPTION_COLUMNS)}, and index again."
     )
 
@@ -658,11 +668,15 @@ class _CaptionLine(NamedTuple):
 
 
 def read_captions(
-    captions: Path | None, folders: Sequence[Path], videos: Callable[[], Iterable[Path]]
+    captions: Path | None,
+    folders: Sequence[Path],
+    videos: Callable[[], Iterable[Path]],
+    notes: list[str] | None = None,
 ) -> tuple[dict[Path, str], list[str]]:
     """The captions that JSON lines give to videos, and the names in them that match no video.
 
-    `videos` gives the paths of all videos, once for each file of JSON lines.
+    `videos` gives the paths of all videos, once for each file of JSON lines. `notes` is given a
+    sentence about keys that are not read.
     """
     texts: dict[Path, str] = {}
     unmatched: list[str] = []
@@ -671,7 +685,10 @@ def read_captions(
         named = dict.fromkeys(folder / "captions.jsonl" for folder in folders)
         tables = [table for table in named if table.is_file()]
     for table in tables:
-        found, left = _match(table, _caption_lines(table), folders, videos())
+        unread = dict[str, None]()
+        found, left = _match(table, _caption_lines(table, unread), folders, videos())
+        if unread and notes is not None:
+            notes.append(f"{table}: not read: {', '.join(unread)[:500]}.")
         texts.update(found)
         unmatched.extend(left)
     return texts, unmatched
@@ -724,7 +741,7 @@ def _assign(taken: dict[Path, _CaptionLine], video: Path, line: _CaptionLine, ta
         )
 
 
-def _caption_lines(path: Path) -> list[_CaptionLine]:
+def _caption_lines(path: Path, unread: dict[str, None]) -> list[_CaptionLine]:
     if path.suffix.lower() in (".csv", ".parquet"):
         raise DataError(
             f"--captions {path}: captions are read from JSON lines. A table of paths and captions "
@@ -734,6 +751,7 @@ def _caption_lines(path: Path) -> list[_CaptionLine]:
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
+        entry = None
         try:
             entry = json.loads(line)
             key = next(name for name in PATH_COLUMNS if name in entry)
@@ -741,10 +759,13 @@ def _caption_lines(path: Path) -> list[_CaptionLine]:
             video, caption = entry[key], entry[text].strip()
             f"{video}{caption}".encode()  # half of a surrogate pair is no text
             lines.append(_CaptionLine(number, os.fspath(video), caption))
+            unread.update(dict.fromkeys(name for name in entry if name not in (key, text)))
         except (*_MALFORMED, RecursionError, StopIteration) as error:
+            names = ", ".join(map(str, entry))[:200] if isinstance(entry, dict) else ""
+            keys = f" Its keys: {names}." if names else ""
             raise DataError(
                 f"{path}, line {number} is no caption: {line.strip()[:80]!r}. Expected one object "
-                'on each line: {"video": "clip.mp4", "caption": "what it shows"}.'
+                'on each line: {"video": "clip.mp4", "caption": "what it shows"}.' + keys
             ) from error
     return lines
 

@@ -259,11 +259,29 @@ def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("q", "q_proj", "query", "wq"), ("to_q", "add_q_proj")),
+    **dict.fromkeys(("k", "k_proj", "key", "wk"), ("to_k", "add_k_proj")),
+    **dict.fromkeys(("v", "v_proj", "value", "wv"), ("to_v", "add_v_proj")),
+    **dict.fromkeys(("o", "out", "out_proj", "o_proj", "proj", "wo"), ("to_out.0", "to_out")),
+    **dict.fromkeys(("qkv", "to_qkv"), ("to_q", "to_k", "to_v")),
+    **dict.fromkeys(("fc1", "w1", "up_proj"), ("net.0.proj",)),
+    **dict.fromkeys(("fc2", "w2", "down_proj"), ("net.2",)),
+}
+"""What other trainers and models call linear layers, and what diffusers' models do."""
+
+
 def _explain_unmatched(target: str, layers: Sequence[str], model: nn.Module) -> str:
     problem = f"trainable.targets: {target!r} matches no linear layer of the model; "
     matched = [name for name, _ in model.named_modules() if name and _matches(name, target)]
     if any(layer.startswith(f"{name}.") for name in matched for layer in layers):
         return f"{problem}it has such layers inside: write {f'*{target}.*'!r} for all of them."
+    endings = {name.rpartition(".")[2] for name in layers} | {
+        ".".join(name.split(".")[-2:]) for name in layers
+    }
+    of_others = [each for each in _OTHER_NAMES.get(target.split(".")[-1], ()) if each in endings]
+    if of_others:
+        return f"{problem}here it is called {' or '.join(map(repr, of_others))}."
     if "*" in target:
         return problem + did_you_mean(
             target, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in layers}

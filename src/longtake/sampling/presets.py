@@ -379,7 +379,7 @@ def settings_for(
     """The recipe's [sampling] and first bucket, with the values that are not None.
 
     Raises:
-        RecipeError: a value is out of range.
+        RecipeError: a value is out of range, or the negative prompt has `[trigger]` without one.
     """
     sizes = {"num_frames": num_frames, "height": height, "width": width}
     values = recipe.model_dump(exclude_none=True)
@@ -387,7 +387,9 @@ def settings_for(
     bucket = values["data"]["buckets"][0]
     values["data"]["buckets"] = [bucket | {k: v for k, v in sizes.items() if v is not None}]
     changed = config.parse(values, source="The settings of this sampling")
-    return changed.sampling, changed.data.buckets[0]
+    (negative,) = with_trigger([changed.sampling.negative_prompt], recipe)
+    settings = changed.sampling.model_copy(update={"negative_prompt": negative})
+    return settings, changed.data.buckets[0]
 
 
 def _preset_weights(recipe: config.Recipe, profile: str | None) -> str:
