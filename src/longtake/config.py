@@ -587,6 +587,9 @@ class ModelSection(_Section):
     `package.module:Class`."""
     pretrained: str | None = None
     """A diffusers folder or repository id to start from; without it, random weights."""
+    transformer_class: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
+    """Instead of the family's transformer of diffusers a class of your own with its name, such as
+    an edited copy of its file: "my_project.wan:WanTransformer3DModel", found from where you are."""
     subfolder: str = "transformer"
     expert: Expert | None = None
     """Of a release with two transformers (Wan 2.2 A14B) the one that is trained: `high`, which

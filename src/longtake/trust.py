@@ -60,6 +60,7 @@ def training_classes(recipe: config.Recipe) -> dict[str, str]:
     sections = recipe.trainable.modules.items()
     found = {f"trainable.modules.{name}.module": section.module for name, section in sections}
     found |= {"model.family": recipe.model.family, "optimizer.kind": recipe.optimizer.kind}
+    found |= {"model.transformer_class": recipe.model.transformer_class or ""}
     return {key: path for key, path in found.items() if ":" in path}
 
 

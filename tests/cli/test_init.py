@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from longtake.cli import init
 from longtake.cli.app import app
-from longtake.config import Recipe
+from longtake.config import Recipe, load
 from longtake.data.encode import write_video
 from longtake.errors import LongtakeError, RecipeError
 from longtake.process import program
+from longtake.trust import import_class
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _CASES = [(each, shape) for each in init.templates() for shape in each.shapes]
@@ -86,6 +87,34 @@ def test_the_examples_are_what_init_writes(
     assert path.read_text(encoding="utf-8") == written
 
 
+@pytest.mark.parametrize(
+    ("out", "module"),
+    [
+        ("mine.toml", "pose_adapter"),
+        ("recipes/mine.toml", "recipes.pose_adapter"),
+        ("my recipes/mine.toml", "pose_adapter"),
+    ],
+)
+def test_outside_of_a_clone_a_template_brings_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, module: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(out).parent.mkdir(exist_ok=True)
+    options = ["--family", "flux_kontext", "--task", "module", "--out", out]
+    done = CliRunner().invoke(app, ["init", *options])
+    assert done.exit_code == 0, done.output
+    recipe = load(Path(out))
+    named = recipe.trainable.modules["pose"].module
+    assert named == f"{module}:PoseAdapter"
+    assert import_class(named, "a test").__name__ == "PoseAdapter"
+    path = Path(*module.split(".")).with_suffix(".py")
+    assert f'module = "{named}"' in path.read_text()
+    path.write_text("mine")
+    Path(out).unlink()
+    assert CliRunner().invoke(app, ["init", *options]).exit_code == 0
+    assert path.read_text() == "mine"
+
+
 def test_the_largest_shape_that_fits_is_chosen() -> None:
     template = init.find_template("wan", "lora", "1.3b")
     assert init.choose_shape(template, None) == template.shapes[-1]
@@ -119,6 +148,8 @@ def test_a_catalog_has_the_name_of_the_folder_that_was_named(tmp_path: Path) -> 
     ("arguments", "message"),
     [
         (["--family", "wam"], "no template for the family 'wam'; did you mean wan?"),
+        (["--family", "hunyuan"], "did you mean hunyuan_video15?"),
+        (["--family", "qwen"], "did you mean qwen_image or "),
         (
             ["--family", "flux2"],
             "name one, as in `longtake init black-forest-labs/FLUX.2-klein-base-4B`.",

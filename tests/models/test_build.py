@@ -333,6 +333,45 @@ def test_what_does_not_fit_together_is_refused_alike_in_plan_and_run(
         build(_recipe(**sections))
 
 
+_OWN_TRANSFORMERS = """
+import diffusers
+
+
+class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
+    def forward(self, *args, **kwargs):
+        return tuple(2 * each for each in super().forward(*args, **kwargs))
+
+
+class Other(FluxTransformer2DModel): ...
+
+
+class Wrong: ...
+"""
+
+
+def test_a_transformer_of_ones_own_takes_the_place_of_diffusers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_transformers.py").write_text(_OWN_TRANSFORMERS)
+    monkeypatch.chdir(tmp_path)
+
+    def with_class(name: str, values: dict[str, Any] = _KONTEXT) -> Recipe:
+        own = {"transformer_class": f"own_transformers:{name}"}
+        return _recipe({**values, "model": {**values["model"], **own}})
+
+    plain = assemble(_recipe(), _CAPTIONS, None)
+    own = assemble(with_class("FluxTransformer2DModel"), _CAPTIONS, None)
+    assert type(own.model).__module__ == "own_transformers"
+    assert _base(own).keys() == _base(plain).keys()
+    assert all(torch.equal(each, _base(plain)[name]) for name, each in _base(own).items())
+    outline(with_class("FluxTransformer2DModel"))
+    for name in ("Other", "Wrong"):
+        with pytest.raises(RecipeError, match="called FluxTransformer2DModel, as releases name"):
+            outline(with_class(name))
+    with pytest.raises(RecipeError, match="the family tubelet has none"):
+        outline(with_class("Other", _TUBELET))
+
+
 def test_buckets_of_stages_are_checked_too() -> None:
     stage = {"name": "large", "buckets": [{"num_frames": 1, "height": 16, "width": 23}]}
     with pytest.raises(RecipeError, match=r"divisible by 4\. The nearest"):
@@ -500,9 +539,19 @@ def test_lokr_of_two_full_matrices_has_the_scale_1_as_in_lycoris() -> None:
     parts = outline(recipe)
     layers = [layer for _, layer in adapter_layers(parts.model)]
     assert {layer.scaling["default"] for layer in layers} == {1.0}
-    (sentence,) = review_model(parts, recipe)
+    (sentence,) = review_model(parts, recipe, has_parent=True)
     assert f"trainable.alpha = 1 has no effect on {len(layers)} of {len(layers)}" in sentence
     recipe = _recipe(trainable=settings | {"rank": 2})
     parts = outline(recipe)
     assert {layer.scaling["default"] for _, layer in adapter_layers(parts.model)} == {0.5}
-    assert not review_model(parts, recipe)
+    assert not review_model(parts, recipe, has_parent=True)
+
+
+def test_what_is_added_to_a_frozen_model_of_random_weights_is_warned_of() -> None:
+    recipe = _recipe(trainable={"kind": "lora"})
+    parts = outline(recipe)
+    (sentence,) = review_model(parts, recipe)
+    assert sentence.startswith("A lora on a model of random weights that stays frozen")
+    assert not review_model(parts, recipe, has_parent=True)
+    recipe = _recipe()
+    assert not review_model(outline(recipe), recipe)

@@ -584,8 +584,9 @@ def _with_costs(recipe: "Recipe") -> "tuple[Recipe, BucketCosts]":
     """The recipe with batch sizes of all buckets, and their costs, where they can be known."""
     from longtake.data.summary import BucketCosts
     from longtake.planner import cost, devices, memory  # which import torch
+    from longtake.trust import training_classes
 
-    if ":" in recipe.model.family or recipe.trainable.modules:
+    if training_classes(recipe).keys() - {"optimizer.kind"}:
         return recipe, BucketCosts()  # code of the recipe's own, which is only looked at here
     tokens: dict[Bucket, int] = {}
     try:

@@ -19,6 +19,8 @@ from longtake.config import EXPERT_FOLDERS, Bucket, Expert, ModelSection, memory
 from longtake.formatting import did_you_mean, printable
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
+_MODULE = "examples.modules.pose_adapter"
+"""The module of the templates with one; a clone of the repository has it, recipes/ a copy."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ def render_recipe(
     data: Path,
     recipe: Path,
     buckets: tuple[Bucket, ...] | None = None,
+    module: str = _MODULE,
 ) -> str:
     """Return the text of a recipe.
 
@@ -195,6 +198,7 @@ def render_recipe(
         data: a folder of clips, or a catalog that exists already (`.parquet`).
         recipe: where the text will be written; names the run.
         buckets: instead of the template's.
+        module: where the module is that a template with one names.
 
     Raises:
         RecipeError: the memory is too small, or a path cannot stand in a recipe.
@@ -237,7 +241,39 @@ def render_recipe(
         run_argument=shlex.quote(str(run)),
         other=other,
         folder="" if template.expert is None else EXPERT_FOLDERS[template.expert],
+        module=module,
+        module_file=f"{module.replace('.', '/')}.py",
     )
+
+
+def module_beside(recipe: Path) -> str:
+    """The name of a template's module: the clone's, where this is one, or that of a copy.
+
+    A copy lies beside the recipe, or here where that folder cannot be imported from here.
+    """
+    if Path(*_MODULE.split(".")).with_suffix(".py").is_file():
+        return _MODULE
+    *_, last = _MODULE.split(".")
+    try:
+        folders = recipe.parent.resolve().relative_to(Path.cwd()).parts
+    except ValueError:
+        return last
+    return ".".join([*folders, last]) if all(map(str.isidentifier, folders)) else last
+
+
+def write_module(module: str) -> None:
+    """Write the copy of a template's module that `module_beside` names, unless it is there."""
+    path = Path(*module.split(".")).with_suffix(".py")
+    text = _FOLDER.joinpath(f"{_MODULE.rpartition('.')[2]}.py.txt").read_text("utf-8")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text.replace(_MODULE, module))
+    except FileExistsError:
+        say.line(f"{path} is there already, and the recipe names it as it is.")
+    except OSError as error:
+        raise errors.RecipeError(f"{path} cannot be written: {error.strerror}.") from error
+    else:
+        say.line(f"Wrote {path}: the module, to be changed.")
 
 
 def catalog_of(data: Path) -> Path:
@@ -316,7 +352,8 @@ def init(
     else:
         _list_templates()
         return
-    text = render_recipe(template, memory, data, out, buckets_for(template, memory, data))
+    module = module_beside(out)
+    text = render_recipe(template, memory, data, out, buckets_for(template, memory, data), module)
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -327,6 +364,8 @@ def init(
     except OSError as error:
         raise errors.RecipeError(f"{out} cannot be written: {error.strerror}.") from error
     say.line(f"Wrote {out}: {template.title}.")
+    if template.task == "module" and module != _MODULE:
+        write_module(module)
     if data.suffix != ".parquet":
         missing = "" if data.exists() else f" ({data} does not exist yet)"
         say.line(

@@ -289,7 +289,14 @@ def chosen_family(section: config.ModelSection) -> Family:
     recognition.refuse_other_family(section, FAMILIES)
     if section.pretrained is not None:
         pretrained.refuse_wrong_expert(pretrained.pipeline_index(section.pretrained), section)
-    return family(section.family)
+    chosen = family(section.family)
+    if section.transformer_class is not None and not hasattr(chosen, "transformer_class"):
+        raise RecipeError(
+            f"model.transformer_class = {section.transformer_class!r} takes the place of a "
+            f"transformer of diffusers, and the family {section.family} has none. A family of your "
+            "own builds any model: docs/guides/modules.md."
+        )
+    return chosen
 
 
 def text_section(recipe: config.Recipe) -> config.TextSection:
@@ -380,10 +387,23 @@ _LEAST_NOISE = 0.5
 """Logit-normal sigmas by the releases' own shifts have 1 % below 0.2 to 0.47, and serve well."""
 
 
-def review_model(parts: Components, recipe: config.Recipe) -> list[str]:
-    """Sentences about parts of a recipe that train other than one would think, on any device."""
+def review_model(
+    parts: Components, recipe: config.Recipe, *, has_parent: bool = False
+) -> list[str]:
+    """Sentences about parts of a recipe that train other than one would think, on any device.
+
+    `has_parent`: the run begins with the weights of another one.
+    """
     warnings = []
     settings, section = recipe.sampling, recipe.trainable
+    if recipe.model.pretrained is None and section.base() != "full" and not has_parent:
+        added = "trainable.modules" if section.base() == "frozen" else f"A {section.kind}"
+        warnings.append(
+            f"{added} on a model of random weights that stays frozen (model.pretrained is unset): "
+            "what it can learn is of no use to a trained model, and it learns nothing where the "
+            "model's last layer begins at 0. Name a release in model.pretrained, begin with the "
+            'weights of a run (--from), or train all (trainable.kind = "full").'
+        )
     steps = settings.num_inference_steps or parts.defaults.num_inference_steps
     terminal = parts.shift_rule(settings.shift).terminal
     for flow, bucket in _trained_shapes(recipe):

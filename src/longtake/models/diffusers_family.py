@@ -23,6 +23,7 @@ from longtake.models.codec import Codec
 from longtake.models.experts import ExpertPair
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import SharedAttention, TokenSharing
+from longtake.trust import import_class
 
 
 class TransformerCall(NamedTuple):
@@ -212,17 +213,34 @@ class DiffusersFamily(Family):
         *,
         weights: deferred_init.Weights = True,
     ) -> nn.Module:
-        import diffusers
-
         fitted = self.fitted_config(shapes[0].channels, text)
         if further := self.further_channels(section):
             fitted["in_channels"] += further
-        model_class = getattr(diffusers, self.transformer_class)
         model = deferred_init.build_transformer(
-            model_class, section, fitted, weights=weights, channel_ratios=self.channel_ratios
+            self._model_class(section),
+            section,
+            fitted,
+            weights=weights,
+            channel_ratios=self.channel_ratios,
         )
         self.check_config(model.config)
         return model
+
+    def _model_class(self, section: ModelSection) -> Any:
+        """The transformer's class, or the user's own in its place."""
+        import diffusers
+
+        if section.transformer_class is None:
+            return getattr(diffusers, self.transformer_class)
+        found = import_class(section.transformer_class, "model.transformer_class")
+        is_model = issubclass(found, diffusers.ModelMixin) and hasattr(found, "from_config")
+        if not is_model or found.__name__ != self.transformer_class:
+            raise RecipeError(
+                f"model.transformer_class = {section.transformer_class!r} is no model of diffusers "
+                f"that is called {self.transformer_class}, as releases name it. Edit a copy of "
+                "that class's file, or make a subclass with the same name."
+            )
+        return found
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         lists: Any = (model.get_submodule(name) for name in self.block_lists)

@@ -211,7 +211,7 @@ def _build(
     source = source_of(recipe, resumed=resumed, is_sharded=world.is_sharded)
     parts = build.build_components(session, loader, watcher, source, plan.options)
     watcher.start()
-    warnings += review_model(parts, recipe)
+    warnings += review_model(parts, recipe, has_parent=session.parent is not None)
     if point.path is None and (file := recipe.trainable.init_from) is not None:
         expert = recipe.model.expert
         stored = lora_files.read_lora(file, parts.model, parts.family, expert)
