@@ -56,7 +56,7 @@ def test_a_family_stands_for_all_of_its_faults() -> None:
 _LIST = """
 import sys
 from longtake.faults.registry import find_faults
-assert len(find_faults([])) == 46
+assert len(find_faults([])) == 50
 assert "torch" not in sys.modules
 """
 

@@ -192,16 +192,24 @@ def test_the_time_of_a_reported_stall_does_not_raise_limits() -> None:
         )
 
     learn([13.0, 13.0], [0.1, 0.1])
-    expectations.is_stalled = True
+    expectations.alarm_is_open()
     learn([14.0, 14.0], [0.1, 0.1])
-    expectations.is_stalled = False
-    learn([0.1, 15.0], [14.5, 0.1])
+    learn([0.2, 15.0], [14.5, 0.1])  # it has moved on before anybody saw that it was reported
+    expectations.alarm_is_over(was_stall=True)
     learn([0.1, 0.2], [14.5, 15.5])
     learn([0.1, 0.2], [14.5, 15.5])
     limits = [expectations.limit_of(_pulse(phase), _NOW) for phase in phases]
     assert limits == [_SECTION.min_seconds] * 2
     learn([0.1, 0.2], [20.0, 15.5])  # later and not reported: usual
     assert expectations.limit_of(_pulse("backward"), _NOW) == 100.0
+    learn([20.5, 0.2], [20.0, 15.5])
+    expectations.alarm_is_open()
+    learn([21.0, 0.2], [20.0, 15.5])
+    learn([0.2, 0.2], [30.0, 15.5])
+    expectations.alarm_is_over(was_stall=False)  # it was slow: usual, too
+    learn([0.1, 0.2], [30.0, 15.5])
+    assert expectations.limit_of(_pulse("backward"), _NOW) == 150.0
+    assert expectations.limit_of(_pulse("collective"), _NOW) == _SECTION.min_seconds
 
 
 def test_a_heart_has_moved_if_it_is_elsewhere_or_there_again() -> None:

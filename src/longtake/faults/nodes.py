@@ -1,10 +1,12 @@
 """Faults of nodes and processes: hangs, slow ranks, wrong clocks, full disks, lost processes."""
 
+import fcntl
 import math
 import os
 import random
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,8 +18,9 @@ from longtake.faults.data import limit_file_size, resume
 from longtake.faults.expect import BITWISE, Evidence, Recovery
 from longtake.faults.faulty_processes import CLOCK_FILE, Hang
 from longtake.faults.faulty_processes import PROGRAM as FAULTY_PROCESSES
-from longtake.faults.registry import fault
+from longtake.faults.registry import NotPossibleHereError, fault
 from longtake.faults.sandbox import (
+    NODE_POLL_SECONDS,
     ON_TWO_RANKS,
     Injection,
     InjectionKind,
@@ -26,10 +29,12 @@ from longtake.faults.sandbox import (
     Sandbox,
     TrainingProcess,
     TrainingSite,
+    stop,
     stop_while_decoding,
+    stop_while_idle,
 )
 from longtake.health.clock import STEP_SECONDS
-from longtake.process import program, start
+from longtake.process import program, read_stat, start
 
 _LIMIT_SECONDS = 15.0  # from the hang until the process is named, in a run of short steps
 _WORKER_CHANGES = ("watch.action=restart-worker", "data.sample_timeout_seconds=60")
@@ -71,6 +76,31 @@ def frozen_loader_worker_holding_gil(sandbox: Sandbox) -> Evidence:
 )
 def frozen_loader_worker_stopped(sandbox: Sandbox) -> Evidence:
     return _frozen_worker(sandbox, "frozen-loader-worker-stopped", None)
+
+
+@fault(
+    "worker-stopped-between-clips",
+    does="Stops a decode worker (SIGSTOP) while it waits for its next clip.",
+    must="It is named in 15 s with the clip that it was given, at the terminal too, and replaced.",
+)
+def worker_stopped_between_clips(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("worker-stopped-between-clips"), Evidence()
+    with site.launch(*_WORKER_CHANGES) as process:
+        process.wait_for_rows(_USUAL_STEPS)
+        hang = stop_while_idle(process, heartbeat.heartbeat_dir(site.run.path))
+        found, diagnosis = _wait_for_stall(process, site)
+        expect_diagnosis(evidence, found, diagnosis, hang, rank=0, waiting=[0])
+        ended = process.wait_for_node_event("restarted_worker") if found else None
+        process.finish()
+        _expect_one_stall(evidence, process)
+        sentence = str(diagnosis.get("sentence"))
+        evidence.expect_output(process.output, sentence)
+    evidence.expect("which it was given" in sentence, f"it names no clip: {sentence}")
+    pid = ended.event["pid"] if ended else None
+    evidence.expect(pid == hang.pid, f"process {hang.pid} was to be ended, and {pid} was")
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.message = f"{sentence} It was ended, and every step is bitwise the undisturbed run's."
+    return evidence
 
 
 def _frozen_worker(sandbox: Sandbox, name: str, kind: InjectionKind | None) -> Evidence:
@@ -137,6 +167,40 @@ def hung_rank_stopped(sandbox: Sandbox) -> Evidence:
     evidence.expect(cleared is not None, "no event says that the stall ended")
     evidence.expect_near(site, sandbox.undisturbed)
     evidence.message = f"{sentence} Continued, it trained to its end, and nothing was lost."
+    return evidence
+
+
+@fault(
+    "hang-after-a-cleared-hang",
+    does="Stops one rank of two (SIGSTOP), continues it when it was named, and stops it again.",
+    must="Both are named in 15 s, at the terminal of `longtake launch` too, and nothing is lost.",
+)
+def hang_after_a_cleared_hang(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("hang-after-a-cleared-hang"), Evidence()
+    sentences = list[str]()
+    changes = (*ON_TWO_RANKS, "checkpoint.every=1000")  # the limit of a save is longer
+    with site.launch(*changes, ranks=2, restarts=1) as process:
+        for number in (1, 2):
+            process.wait_for_rows(number * _USUAL_STEPS)
+            pid = _pid_of_rank(site, _RANK)
+            at = stop(pid)
+            if at is None:
+                raise process.failed(f"was over before process {pid} could be stopped")
+            found = process.wait_for_node_event(
+                "stalled", lambda each: each["sentence"] not in sentences
+            )
+            none = f"no event says that process {pid} is stopped, at stop {number}"
+            evidence.expect_event(found, at, none, within=_LIMIT_SECONDS)
+            sentences.append(str(found.event["sentence"]) if found else "")
+            evidence.expect(str(pid) in sentences[-1], f"it is not named: {sentences[-1]}")
+            process.wait_until(
+                lambda: sentences[-1] in process.output, "the terminal named it", NODE_POLL_SECONDS
+            )
+            os.kill(pid, signal.SIGCONT)
+            process.wait_for_node_event("stall_cleared")
+        process.finish()
+    evidence.expect_near(site, sandbox.undisturbed)
+    evidence.message = f"{sentences[-1]} It was the second time, and nothing was lost."
     return evidence
 
 
@@ -282,6 +346,11 @@ _FULL_SECONDS = 3.0
 _FULL_FROM_STEP = 20
 _WATCHER_KILLED_STEP = 38
 _NEW_WATCHER_SECONDS = 5.0
+_WATCHER_STOPPED_STEP = 3
+_NEXT_WATCHER_SECONDS = 20.0
+_DISK_LIMIT_SECONDS = 20.0  # the watcher tries to read what other nodes say, first
+_DISK_BYTES = 64 * 2**20
+_FREEZE, _THAW = 0xC0045877, 0xC0045878  # FIFREEZE and FITHAW of <linux/fs.h>
 _KILL_STEPS = range(8, 30)  # there is a checkpoint, and the run is far from its end
 
 
@@ -527,6 +596,111 @@ def dead_watcher(sandbox: Sandbox) -> Evidence:
         "every step is bitwise the undisturbed run's."
     )
     return evidence
+
+
+@fault(
+    "watcher-stopped",
+    does="Stops a run's watcher (SIGSTOP).",
+    must="The run continues, bitwise the same, and has another watcher within 20 s.",
+)
+def watcher_stopped(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("watcher-stopped"), Evidence()
+    with site.launch(inject=Injection("slow-steps", _WATCHER_STOPPED_STEP)) as process:
+        process.wait_for_rows(_WATCHER_STOPPED_STEP)
+        pid = process.wait_for_watcher()
+        at = stop(pid)
+        if at is None:
+            raise process.failed("had no watcher that could be stopped")
+        found = process.wait_for_node_event("watcher_started", lambda event: event["pid"] != pid)
+        is_gone = read_stat(pid) is None
+        process.finish()
+    none = f"no watcher has replaced process {pid}"
+    evidence.expect_event(found, at, none, within=_NEXT_WATCHER_SECONDS)
+    evidence.expect(is_gone, f"process {pid} is still there")
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.message = (
+        f"{evidence.detected_seconds or 0:.1f} s after watcher {pid} was stopped it had been ended "
+        "and there was another; every step is bitwise the undisturbed run's."
+    )
+    return evidence
+
+
+@fault(
+    "run-disk-frozen",
+    does="Freezes the file system of the run directory (fsfreeze) until the hang was named.",
+    must="Terminal and hook name it while it is frozen; then the run continues, bitwise the same.",
+)
+def run_disk_frozen(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("run-disk-frozen"), Evidence()
+    hook = site.folder / "alerts.jsonl"
+    with _own_disk(site.run.path), site.launch(f"watch.hook=cat >> {hook}") as process:
+        process.wait_for_rows(_USUAL_STEPS)
+        process.wait_for_watcher()
+        with _frozen(site.run.path) as at:
+            named = process.wait_until(
+                lambda: next(_stalls_of(hook), None), "the hook heard of it", NODE_POLL_SECONDS
+            )
+            sentence = str(named["sentence"])
+            process.wait_until(
+                lambda: sentence in process.output, "the terminal named it", NODE_POLL_SECONDS
+            )
+            found = ObservedEvent(named, time.monotonic())
+            written = [each for each in process.node_events() if each["event"] == "stalled"]
+        cleared = process.wait_for_node_event("stall_cleared")
+        process.finish()
+        late = [each["sentence"] for each in process.node_events() if each["event"] == "stalled"]
+        evidence.expect_event(found, at, "nothing names the hang", within=_DISK_LIMIT_SECONDS)
+        evidence.expect(not written, "the disk was not frozen: the event was written")
+        evidence.expect("state D" in sentence, f"the disk is not named: {sentence}")
+        evidence.expect(sentence in late, "no event says the same once the disk answers")
+        evidence.expect(cleared is not None, "no event says that the stall ended")
+        evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.message = f"{sentence} Terminal and hook said so while the disk was frozen."
+    return evidence
+
+
+def _stalls_of(hook: Path) -> Iterator[dict[str, Any]]:
+    return (each for each in fsio.read_json_lines(hook) if each["event"] == "stalled")
+
+
+@contextmanager
+def _own_disk(folder: Path) -> Iterator[None]:
+    """Mount a file system of its own at a new folder, from a file beside it."""
+    image = folder.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(_DISK_BYTES)
+    folder.mkdir()
+    try:
+        _as_root("mkfs.ext4", "-q", "-F", str(image))
+        _as_root("mount", "-o", "loop", str(image), str(folder))
+        try:
+            (folder / "lost+found").rmdir()
+            yield
+        finally:
+            _as_root("umount", "--lazy", str(folder))
+    finally:
+        image.unlink()
+
+
+def _as_root(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True)  # noqa: S603 - those above
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NotPossibleHereError(f"{command[0]} needs root and a loop device: {error}") from error
+
+
+@contextmanager
+def _frozen(folder: Path) -> Iterator[float]:
+    """Freeze a file system: writing to it waits until the block ends; yields since when."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.ioctl(descriptor, _FREEZE, 0)
+        try:
+            yield time.monotonic()
+        finally:
+            fcntl.ioctl(descriptor, _THAW, 0)
+    finally:
+        os.close(descriptor)
 
 
 @fault(

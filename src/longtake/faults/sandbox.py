@@ -23,7 +23,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from rich.console import Console
 
-from longtake import errors, fsio, stacks
+from longtake import errors, fsio, heartbeat, stacks
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
@@ -46,6 +46,7 @@ RATE_FACTOR = 10.0
 NORM_FACTOR = 1.007  # like the epoch-end defect that added 5 to a weight norm of 700
 PACE_SECONDS = 0.5  # added to each step where a run has to last for some seconds
 SLOW_PACE_SECONDS = 0.25  # the same where one rank is slower than the others
+NODE_POLL_SECONDS = 0.05  # a watcher takes seconds to report
 NAN_PARAMETER = "blocks.1.attention.to_out.weight"
 
 # Sums round differently with another number of threads; small ones are faster with one.
@@ -55,7 +56,6 @@ RANK_ENVIRONMENT = {**ONE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 _LIMIT_SECONDS = 600.0
 _POLL_SECONDS = 0.002
-_NODE_POLL_SECONDS = 0.05  # a watcher takes seconds to report
 _DECODER_POLL_SECONDS = 0.0002  # a clip of the drills is decoded in half a millisecond
 _STOP_SECONDS = 1.0
 _WATCHER = "longtake.monitor"
@@ -242,7 +242,7 @@ class RunObserver(ABC):
         """The pid of the first node's watcher, as on that node; RunError if the run ends before."""
         node = self._nodes[0]
         return self.wait_until(
-            lambda: int(node.read_heartbeat().get("pid") or 0), "it was watched", _NODE_POLL_SECONDS
+            lambda: int(node.read_heartbeat().get("pid") or 0), "it was watched", NODE_POLL_SECONDS
         )
 
     def wait_for_hang(self) -> Hang:
@@ -261,7 +261,7 @@ class RunObserver(ABC):
         self, kind: NodeEventKind, where: Callable[[dict[str, Any]], bool] = bool
     ) -> ObservedEvent | None:
         """Wait for a watcher's event for which `where` holds; None if the run ends without it."""
-        for _ in self.polls(_NODE_POLL_SECONDS):
+        for _ in self.polls(NODE_POLL_SECONDS):
             for event in self.node_events():
                 if event["event"] == kind and where(event):
                     return ObservedEvent(event, time.monotonic())
@@ -481,6 +481,22 @@ def stop_while_decoding(process: TrainingProcess, folder: Path) -> Hang:
 
     what = "a decode worker could be stopped at work"
     return process.wait_until(stop_one, what, _DECODER_POLL_SECONDS)
+
+
+def stop_while_idle(process: TrainingProcess, heartbeats: Path) -> Hang:
+    """Stop one of a run's decode workers while it waits for a clip, before its next one."""
+
+    def stop_one() -> Hang | None:
+        for pid in _decoders(process.pid):
+            at = stop(pid)
+            pages = {each.pid: each for each in heartbeat.read_heartbeats(heartbeats)}
+            if at is not None and pid in pages and pages[pid].phase == "idle":
+                return Hang(pid, at)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        return None
+
+    return process.wait_until(stop_one, "a decode worker could be stopped between two clips")
 
 
 def _decoders(pid: int) -> Iterator[int]:

@@ -478,7 +478,7 @@ class DumpService:
             names = ("kind", "token", "launch", "step", "phase", "seconds", "limit", "sentence")
             facts = {name: found[name] for name in (*names, "suspects")}
             self._reporter.emit("stalled", **facts, verdict=f"stalls/{path.name}")
-        self._act_on(diagnosis, request)
+        self._act_on(diagnosis, request, is_reported=is_first)
 
     def _with_current_alarm(
         self, dump: node_dir.NodeDump, request: node_dir.DumpRequest
@@ -500,13 +500,20 @@ class DumpService:
                 processes[number] = {**each, "heartbeat": found.as_dict()}
         return {**dump, "rounds": [*rounds, {**last, "processes": processes}]}
 
-    def _act_on(self, diagnosis: StallDiagnosis, request: node_dir.DumpRequest) -> None:
+    def _act_on(
+        self,
+        diagnosis: StallDiagnosis,
+        request: node_dir.DumpRequest,
+        *,
+        is_reported: bool = False,
+    ) -> None:
         if diagnosis.kind == "cleared":
             self._outcomes[diagnosis.token] = "cleared"
             return
+        if not is_reported:  # by this node; its terminal says it too
+            self._reporter.tell(diagnosis.sentence)
         self._outcomes[diagnosis.token] = "stalled"
         self.num_stalls += 1
-        self._reporter.tell(diagnosis.sentence)  # on every node, whoever has made it
         self._actions.act_on(diagnosis, request)
 
     def _heartbeats(self) -> dict[str, dict[str, Any]]:

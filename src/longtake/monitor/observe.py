@@ -252,11 +252,11 @@ class PhaseTimeouts:
     def __init__(self, settings: WatchSettings) -> None:
         self.launch = ""  # empty: not known yet
         self.seconds_late = 0.0  # by which the watcher itself was late, in total
-        self.is_stalled = False  # a stall was reported and has not cleared
         self._settings = settings
         self._longest: dict[tuple[Role, Phase], float] = {}
         self._stalled: dict[tuple[int, int], Heartbeat] = {}  # still in a phase of a stall
         self._unusual: dict[tuple[int, int, Phase], float] = {}  # longest in which a stall was
+        self._unusual_before: dict[tuple[int, int, Phase], float] | None = None  # the open alarm
         self._windows: dict[tuple[int, int], int] = {}
         self._num_workers = 0
         self._delays: list[tuple[float, float]] = []
@@ -270,6 +270,7 @@ class PhaseTimeouts:
             self.launch = launch
             for known in (self._longest, self._windows, self._stalled, self._unusual):
                 known.clear()
+            self._unusual_before = None
         workers = [each for each in found if each.role == "decode"]
         self._num_workers = len(workers)
         for each in workers:
@@ -283,6 +284,20 @@ class PhaseTimeouts:
         self.seconds_late += seconds
         recent = [each for each in self._delays if now - each[0] < self._settings.start_seconds]
         self._delays = [*recent, (now, seconds)]
+
+    def alarm_is_open(self) -> None:
+        """Leave the present durations out, until it is known that there was no stall.
+
+        Already now: a process may move on between the report and the next look.
+        """
+        if self._unusual_before is None:
+            self._unusual_before = dict(self._unusual)
+
+    def alarm_is_over(self, *, was_stall: bool) -> None:
+        if not was_stall and self._unusual_before is not None:
+            self._unusual = self._unusual_before
+            self._stalled.clear()
+        self._unusual_before = None
 
     def stall_cleared(self, now: float) -> None:
         self._cleared_at = now
@@ -317,7 +332,8 @@ class PhaseTimeouts:
                 self._unusual[*who, phase] = timing.longest
             elif timing.longest > self._unusual.get((*who, phase), -1.0):
                 self._longest[key] = max(timing.longest, self._longest.get(key, 0.0))
-        if self.is_stalled or (before is not None and not has_moved(before, heartbeat)):
+        is_alarmed = self._unusual_before is not None
+        if is_alarmed or (before is not None and not has_moved(before, heartbeat)):
             self._stalled[who] = heartbeat
 
     def _base_limit(self, heartbeat: Heartbeat) -> float | None:

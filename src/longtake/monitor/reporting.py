@@ -38,7 +38,7 @@ _MAX_LINES = 1000
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET: frozenset[NodeEventKind] = frozenset({"watcher_started", "clock_slewed"})
 _SAID: frozenset[NodeEventKind] = frozenset(
-    {"stall_cleared", "restarted_worker", "killed_rank", "disk_full"}
+    {"stalled", "stall_cleared", "restarted_worker", "killed_rank", "disk_full"}
 )
 _SECONDS_BETWEEN_EQUAL_ALERTS = 600.0
 _HOOK_SECONDS = 10.0

@@ -347,12 +347,14 @@ class StallDetector:
         overdue = [each for each in near if each.heartbeat.seconds > each.limit]
         if overdue and wait <= 0 and not is_pending:
             self._raise_alarm(overdue[0], snapshot)
-        token = self.open_token
-        self._timeouts.is_stalled = bool(token) and self._service.outcome(token) == "stalled"
+        if self._stall is not None:
+            self._timeouts.alarm_is_open()
 
     def _raise_alarm(self, overdue: observe.Overdue, snapshot: observe.Snapshot) -> None:
         found, launch = overdue.heartbeat, self._timeouts.launch
         step = coordinator.run_step(found, snapshot.living)
+        if self._stall is not None:
+            self._timeouts.alarm_is_over(was_stall=self._was_reported(self._stall))
         token = self._service.new_token(launch, step)
         self._stall = _Stall(token, snapshot.now, found.seconds, overdue, is_asker=True)
         self._reporter.log(
@@ -375,13 +377,14 @@ class StallDetector:
     def _close_if_over(self, stall: _Stall, snapshot: observe.Snapshot) -> None:
         if stall.overdue is None:
             if snapshot.now >= stall.doubled_at:
+                self._timeouts.alarm_is_over(was_stall=self._was_reported(stall))
                 self._stall = None
             return
         before = stall.overdue.heartbeat
         after = next((each for each in snapshot.living if each.path == before.path), None)
         if after is not None and not observe.has_moved(before, after):
             return
-        if self._service.outcome(stall.token) == "stalled" and stall.is_asker and after:
+        if self._was_reported(stall) and stall.is_asker and after:
             seconds = round(stall.seconds + snapshot.now - stall.at, 1)
             self._reporter.emit(
                 "stall_cleared",
@@ -391,8 +394,12 @@ class StallDetector:
                 seconds=seconds,
                 reason=f"{_who(before)} continued after {seconds} s in {before.phase}.",
             )
+        self._timeouts.alarm_is_over(was_stall=self._was_reported(stall))
         self._timeouts.stall_cleared(snapshot.now)
         self._stall = None
+
+    def _was_reported(self, stall: _Stall) -> bool:
+        return self._service.outcome(stall.token) == "stalled"
 
 
 def _who(heartbeat: Heartbeat) -> str:
