@@ -49,7 +49,7 @@ from longtake.planner.activation_checkpointing import (
     caller,
     options_of,
 )
-from longtake.planner.devices import DeviceBudget, device_for
+from longtake.planner.devices import DeviceBudget, device_for, rounded
 from longtake.planner.memory import (
     MeasuredMemory,
     MetaStep,
@@ -307,12 +307,16 @@ def _on_device(step: MetaStep, device: torch.device) -> MetaStep:
     return step
 
 
+def _held(num_bytes: int) -> int:
+    return rounded(num_bytes, 512)
+
+
 def _update(step: MetaStep, device: torch.device) -> list[str]:
     """Persistent and temporary memory of the recipe's optimizer, and of torch's default."""
     model, section = step.components.model, step.recipe.optimizer
     blocks = step.components.family.blocks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    ours = optimizer_bytes(model, blocks, section, step.precision, device.type, granule=512)
+    ours = optimizer_bytes(model, blocks, section, step.precision, device.type, held=_held)
 
     def build() -> list[Optimizer]:
         return build_optimizers(model, blocks, section, step.precision)

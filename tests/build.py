@@ -42,6 +42,29 @@ TINY_WAN = (
 )
 
 
+class LateCopies:
+    """Stands in for `CopyStream` without a GPU: copies are made when they are waited for.
+
+    So whatever is read before, or changed meanwhile, has other values.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._begun: list[tuple[Tensor, Tensor]] = []
+        self._num_made = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._begun.append((target, source))
+
+    def mark(self) -> int:
+        return len(self._begun)
+
+    @torch.no_grad()
+    def wait(self, mark: int | None) -> None:
+        for target, source in self._begun[self._num_made : mark or 0]:
+            target.copy_(source)
+        self._num_made = max(self._num_made, mark or 0)
+
+
 def wait_until(found: Callable[[], Any], seconds: float = 600.0) -> Any:
     """What `found` returns as soon as it is true; fails after so many seconds."""
     end = time.monotonic() + seconds

@@ -712,8 +712,9 @@ class RecomputeSection(_Section):
     """Share of the GPU's memory that is left to what no plan knows: the CUDA context, libraries'
     workspaces and fragmentation. With several GPUs 1.5 GiB of each are left to NCCL beside it."""
     host_memory: Annotated[str | None, BeforeValidator(_checked_memory)] = None
-    """What streamed weights and offloaded activations of a process may take of the computer's
-    memory, such as "64GiB". Unset: 60 % of this computer's where it has a GPU, else 64GiB."""
+    """What streamed weights, offloaded activations and checkpoints that are being written of a
+    process may take of the computer's memory, such as "64GiB". Unset: 60 % of this computer's where
+    it has a GPU, else 64GiB."""
     device: str | None = None
     """The GPU that is planned for: a name such as a100-80gb or rtx4090, or its memory and dense
     bf16 speed, such as "24GiB,165TFLOPS". Unset: the one at hand."""

@@ -114,6 +114,10 @@ class SamplingError(LongtakeError):
     exit_code = 1
 
 
+class JointWorkError(LongtakeError):
+    """Another rank failed in work that ranks do together; it says which, and its error."""
+
+
 class LostPeerError(LongtakeError):
     """Another rank has ended; whether to try again depends on why."""
 

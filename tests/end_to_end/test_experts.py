@@ -28,7 +28,7 @@ from longtake.models.streamed import StreamedBlocks
 from longtake.planner.devices import device_budget
 from longtake.planner.forecast import forecast_phases
 from longtake.planner.memory import outline_step, static_memory
-from longtake.sampling.other_expert import other_bytes
+from longtake.sampling.other_expert import load_other, other_bytes
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler, load_sampler
 from longtake.training.train import train
@@ -232,3 +232,22 @@ def test_a_plan_counts_the_other_expert_where_it_samples(pair: MakeRecipe) -> No
     assert more == foreseen
     assert "the low-noise expert serves its sigmas" in phase.how
     assert other_bytes(step.recipe, step.components, "cpu") == whole
+
+
+def test_on_another_device_the_other_expert_is_streamed(pair: MakeRecipe) -> None:
+    """The meta device stands in for a GPU."""
+    recipe = pair("high")
+    parts = load_other(recipe, build.assemble(recipe, (), None), torch.device("meta"))
+    assert parts.other is not None
+    blocks = parts.family.blocks(parts.other.model)
+    weights = [
+        layer._parameters["weight"]
+        for block in blocks
+        for layer in block.modules()
+        if isinstance(layer, torch.nn.Linear)
+    ]
+    assert weights
+    assert all(each is None for each in weights)
+    here = load_other(recipe, parts, torch.device("cpu")).other
+    assert here is not None
+    assert here.streamed is None

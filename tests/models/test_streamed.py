@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.build import LateCopies
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +33,11 @@ _RUN: Mapping[str, Callable[..., Any]] = {
 @pytest.fixture(autouse=True)
 def _at_the_repositorys_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(_ROOT)
+
+
+@pytest.fixture(autouse=True)
+def _copies_as_late_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longtake.models.streamed.CopyStream", LateCopies)
 
 
 def _model(name: str, section: TrainableSection, quantize: Quantization | None = None) -> nn.Module:

@@ -146,6 +146,18 @@ def test_averages_are_fp32_and_apart_from_the_weights() -> None:
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_an_average_that_cannot_be_put_into_the_model_leaves_it_as_it_was() -> None:
+    model = nn.Linear(3, 2)
+    before = [each.detach().clone() for each in model.parameters()]
+    averages = Averages(model, [EmaProfile(name="main", decay=0.5)])
+    state = averages.states()["main"]
+    state["weight"].zero_()
+    averages._averages["main"]["bias"] = torch.zeros(7)
+    with pytest.raises(RuntimeError, match="7"), averages.in_place_of_weights("main"):
+        pass
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 def test_bf16_weights_are_averaged_in_fp32_like_any() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16))
     _set(model, 0.0)

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longtake.config import ParallelSection
-from longtake.errors import ModelError
+from longtake.errors import JointWorkError, ModelError
 from longtake.parallel import ring
+from longtake.parallel.collectives import joint_work
 from longtake.parallel.context_parallel import (
     SharedAttention,
     TokenExchange,
@@ -190,6 +191,24 @@ def _check_that_masks_are_exchanged(world: World) -> None:
         torch.testing.assert_close(found, sharing.cut(whole, 2))
 
 
+def _check_that_an_error_of_one_ends_a_pass_on_all(world: World, num_heads: int) -> None:
+    sharing, tokens = TokenExchange(world, num_heads), _drawn(1, 9, 48, seed=1)
+    sharing.begin(9)
+
+    def attend(tokens: Tensor) -> Tensor:
+        if world.rank == 2:
+            raise ValueError("a broken kernel")
+        return _attend(tokens, num_heads)
+
+    expected = ValueError if world.rank == 2 else JointWorkError
+    broken = pytest.raises(expected, match="a broken kernel")
+    with broken, joint_work(world), SharedAttention(sharing):
+        attend(sharing.cut(tokens, 1))
+    with joint_work(world), SharedAttention(sharing):
+        mixed = _attend(sharing.cut(tokens, 1), num_heads)
+    torch.testing.assert_close(mixed, sharing.cut(_attend(tokens, num_heads), 1))
+
+
 if __name__ == "__main__":
     _count_what_is_passed_on()
     config: Any = torch._dynamo.config
@@ -201,6 +220,7 @@ if __name__ == "__main__":
             _check(entered, each, _TOTALS[2], "save-attention")
             _check(entered, each, _TOTALS[2], "recompute", autocasts=True)
             _check_that_no_more_is_sent_than_used(entered, each)
+            _check_that_an_error_of_one_ends_a_pass_on_all(entered, each)
         _check(entered, 6, _TOTALS[2], "save-attention", compiles=True)
         _check_that_no_other_attention_goes_around(entered)
         _check_that_masks_are_exchanged(entered)

@@ -16,11 +16,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtake.config import EmaProfile, ParallelSection
+from longtake.errors import JointWorkError
 from longtake.optim.update import Averages
-from longtake.parallel.collectives import gather_objects, sum_over_ranks
+from longtake.parallel.collectives import gather_objects, joint_work, sum_over_ranks
 from longtake.parallel.fsdp import (
     apply_fsdp,
     clip_gradients,
+    free_gathered,
     full,
     local_shard,
     reduce_gradients,
@@ -297,6 +299,37 @@ def _check_that_weights_travel_in_bf16(world: World) -> None:
         torch.testing.assert_close(full(other.grad), one.grad, rtol=0.03, atol=0.01)
 
 
+def _check_that_an_error_of_one_ends_a_pass_on_all(world: World) -> None:
+    """Passes and gradients behind it are as without it, bit by bit."""
+    samples = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+
+    def fail(*_: object) -> None:
+        if world.rank == 1:
+            raise ValueError("a broken kernel")
+
+    outcomes = []
+    for fails in (False, True):
+        model = _build()
+        apply_fsdp(model, [model[0], model[2]], world)
+        free_gathered(model)
+        if fails:
+            hook = model[0].register_forward_hook(fail, prepend=True)  # its weights are gathered
+            expected = ValueError if world.rank == 1 else JointWorkError
+            broken = pytest.raises(expected, match="a broken kernel")
+            with broken, torch.no_grad(), joint_work(world):
+                model(samples)
+            hook.remove()
+            free_gathered(model)
+            assert all(isinstance(each, DTensor) for each in model.parameters())
+        with torch.no_grad(), joint_work(world):
+            found = [model(samples)]
+        free_gathered(model)
+        _accumulate(model, samples)
+        gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
+        outcomes.append(found + gradients)
+    assert all(map(torch.equal, *outcomes))
+
+
 def _check_as_one_of_two() -> None:
     with join("cpu", ParallelSection(strategy="shard")) as world:
         _check(world, parts=2)
@@ -308,6 +341,7 @@ def _check_as_one_of_two() -> None:
         _check_that_replicas_copy_no_weight(world)
         _check_that_replicas_begin_and_stay_equal(world)
         _check_that_weights_travel_in_bf16(world)
+        _check_that_an_error_of_one_ends_a_pass_on_all(world)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What an optimizer will take is known before there is one; what is allocated is measured."""
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,16 +9,19 @@ import torch
 from tests.build import TINY_WAN, MakeRecipe
 from torch import Tensor, nn
 
-from longtake.config import OptimizerSection
+from longtake.config import EmaSection, OptimizerSection
 from longtake.errors import RecipeError
 from longtake.models.numerics import Precision
 from longtake.optim import master_weights
 from longtake.optim.build import build_optimizers
+from longtake.parallel.fsdp import accumulate_in_fp32
+from longtake.planner.devices import CPU, device_named, rounded
 from longtake.planner.memory import (
     bucket_tokens,
     foreach_bytes,
     measured,
     optimizer_bytes,
+    pinned_beside_bytes,
     refuse_idle_ranks,
     take_peak,
     with_batch_sizes,
@@ -96,7 +101,29 @@ def test_offloaded_states_are_in_the_computers_memory(dtype: torch.dtype, per_nu
 def test_tensors_are_rounded_up_as_on_a_gpu() -> None:
     """CUDA's allocator gives each tensor a multiple of 512 bytes."""
     network = nn.Linear(100, 1)  # 400 and 4 bytes
-    assert optimizer_bytes(network, [], _section(), "fp32", granule=512).device == 6 * 512
+    held = partial(rounded, multiple=512)
+    assert optimizer_bytes(network, [], _section(), "fp32", held=held).device == 6 * 512
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_checkpoints_and_gradients_on_their_way_are_page_locked(
+    offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor in the next power of 2; what is in the computer's memory anyway is not."""
+    monkeypatch.setattr(master_weights, "MAX_BATCH_ELEMENTS", 3)
+    model = nn.Linear(100, 3).bfloat16()  # 300 and 3 numbers
+    accumulate_in_fp32(model)
+    parts: Any = SimpleNamespace(model=model, family=SimpleNamespace(blocks=lambda _: []))
+    ema = EmaSection(decay=0.9)
+    recipe: Any = SimpleNamespace(optimizer=_section(offload=offload), ema=ema)
+    device = device_named("h100")
+    found = pinned_beside_bytes(parts, recipe, "bf16", device, 1)
+    weights, averages = 1024 + 8, 2048 + 16
+    if offload:  # gradients in fp32, in two batches
+        assert found == weights + averages + 2048 + 16
+    else:  # two running averages, masters and the number of steps
+        assert found == weights + averages + 3 * (2048 + 16) + 2 * 4
+    assert pinned_beside_bytes(parts, recipe, "bf16", CPU, 1) == 0
 
 
 def test_eight_bit_states_take_a_byte_per_number_and_their_scales() -> None:

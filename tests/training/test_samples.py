@@ -16,9 +16,11 @@ from longtake.evaluation.options import ServerOptions, ServerReport
 from longtake.evaluation.server import EvaluationServer
 from longtake.evaluation_dir import EvaluationDirectory, Scores
 from longtake.models.build import Components, Part
+from longtake.optim.update import Averages
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import own_name
+from longtake.sampling.sampler import Sampler
 from longtake.training.train import train
 
 _PRESET = (
@@ -113,6 +115,29 @@ def test_a_failed_sample_is_an_event_and_training_continues(
     assert {each["weights"] for each in _results(recipe)} == {"model"}
 
 
+def test_neither_averages_nor_prompts_that_cannot_be_had_end_a_run(
+    small_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def runs_out(*_: Any) -> Any:
+        raise MemoryError("no memory is left")
+
+    few = ("training.steps=4", "checkpoint.every=4")
+    plain = small_recipe(f"out={tmp_path / 'plain'}", *few)
+    train(plain, QUIET)
+    for owner, name in ((Averages, "in_place_of_weights"), (Sampler, "encode_prompts")):
+        recipe = small_recipe(f"out={tmp_path / name}", *few, *_EVERY)
+        with monkeypatch.context() as broken:
+            broken.setattr(owner, name, runs_out)
+            _train(recipe)
+        (failed,) = events(recipe, "sampling_failed")
+        assert (failed["step"], failed["preset"]) == (4, "tiny")
+        assert "no memory is left" in failed["reason"]
+        assert rows(recipe, *_KEYS) == rows(plain, *_KEYS)
+        for part in ("model", "ema/main", "optimizer"):
+            ours, theirs = saved(recipe, 4, part), saved(plain, 4, part)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -131,11 +156,37 @@ def test_what_cannot_be_sampled_is_refused_before_the_run_begins(
         _train(small_recipe(*changes))
 
 
+_BROKEN_ON_ONE_RANK = """
+import os
+import sys
+
+from longtake.__main__ import main
+from longtake.models.tubelet import Block
+
+forward, calls = Block.forward, []
+
+
+def broken(block, *args, **given):
+    if not block.training and os.environ["RANK"] == "1":
+        calls.append(block)
+        if len(calls) == 2:
+            raise RuntimeError("a broken kernel")
+    return forward(block, *args, **given)
+
+
+Block.forward = broken
+sys.exit(main())
+"""
+
+
 @pytest.mark.slow
 def test_ranks_that_share_a_model_and_clips_sample_it_together(
     small_recipe: MakeRecipe, on_two_processes: list[str], tmp_path: Path
 ) -> None:
-    """They train as without it; the videos are those of one process, up to rounding."""
+    """They train as without it; the videos are those of one process, up to rounding.
+
+    After an error of one rank in a forward pass, in which the other waits, they train on likewise.
+    """
     sharded = ("parallel.strategy=shard", "training.steps=4", "checkpoint.every=4")
     plain = small_recipe(f"out={tmp_path / 'plain'}", *sharded)
     train_by(on_two_processes, plain)
@@ -144,6 +195,17 @@ def test_ranks_that_share_a_model_and_clips_sample_it_together(
     assert rows(recipe, *_KEYS) == rows(plain, *_KEYS)
     for name in ("model", "ema/main", "optimizer"):
         torch.testing.assert_close(saved(recipe, 4, name), saved(plain, 4, name), rtol=0, atol=0)
+    program = tmp_path / "broken.py"
+    program.write_text(_BROKEN_ON_ONE_RANK)
+    broken = small_recipe(f"out={tmp_path / 'broken'}", *sharded, "sampling.every=2", *_EVERY[1:])
+    train_by(on_two_processes, broken, program=[str(program)])
+    (failed,) = events(broken, "sampling_failed")
+    assert (failed["step"], failed["preset"]) == (2, "tiny")
+    assert "rank 1: RuntimeError: a broken kernel" in failed["reason"]
+    assert [each["step"] for each in _results(broken)] == [4]
+    assert rows(broken, *_KEYS) == rows(plain, *_KEYS)
+    torch.testing.assert_close(saved(broken, 4, "model"), saved(plain, 4, "model"), rtol=0, atol=0)
+
     mine = {each["step"]: each for each in _results(recipe)}
     assert list(mine) == [2, 4]
     run = RunDirectory(recipe.out)

@@ -35,6 +35,7 @@ from longtake.checkpoint import files
 from longtake.config import CheckpointSection
 from longtake.fsio import flush_to_disk, remove_tree, write_json
 from longtake.parallel import collectives, mesh
+from longtake.parallel.transfer import host_like
 from longtake.run_dir import RunDirectory
 
 State = dict[str, Any]
@@ -443,7 +444,7 @@ class Staging:
     def _buffer(self, tensor: Tensor, key: str) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            buffer = host_like(tensor)
             self._buffers[key] = buffer
         return buffer
 

@@ -296,7 +296,7 @@ def _forecast_facts(known: "Forecast") -> dict[str, Any]:
         "host_gib": _gib(known.static.optimizer.host),
         "host_ram": {
             "pinned_gib": _gib(known.pinned_host_bytes),
-            "limit_gib": _gib(device.host_bytes),
+            "limit_gib": _gib(step.host_room),
             "needed_gib": _gib(known.needed_host_bytes),
         },
         "short": [] if chosen is None else list(short_memory(step, chosen)),
@@ -609,7 +609,7 @@ def _result(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
             yield f'The recipe sets recompute.policy = "{facts["policy"]}". In its place:'
         yield _of_best(facts["best"])
         host = facts["host_ram"]
-        if host["needed_gib"]:
+        if host["needed_gib"] >= 1:
             yield (
                 f"The computer needs {_size(host['needed_gib'])} of RAM at least (--host-memory "
                 "plans for another): 60 % of it may be pinned."

@@ -1,8 +1,7 @@
 """Streamed blocks: frozen weights are in the computer's memory, and on the device just in time.
 
 While one block computes, the weights of the next are copied, host to device only: upwards in the
-forward pass, downwards in the backward pass. Two buffers on the device take turns. On a CPU the
-same code copies without streams.
+forward pass, downwards in the backward pass. Two buffers on the device take turns.
 """
 
 import weakref
@@ -20,6 +19,7 @@ from longtake.errors import ModelError
 from longtake.formatting import format_size
 from longtake.models.numerics import in_backward
 from longtake.models.quantized import FrozenLinear, QuantizedLinear
+from longtake.parallel.transfer import CopyStream
 
 NUM_BUFFERS = 2
 _ALIGNMENT = 512
@@ -73,7 +73,7 @@ class _Buffer:
 
     memory: Tensor
     block: int | None = None  # whose weights it has
-    copied: Any = None  # CUDA event
+    copied: Any = None  # a mark of the stream that copies
 
 
 class StreamedBlocks:
@@ -94,8 +94,7 @@ class StreamedBlocks:
         self._blocks = [_move_to_host(block, device) for block in blocks]
         self._device = device
         self._buffers = self._new_buffers()
-        is_cuda = device.type == "cuda"
-        self._copies = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._copies = CopyStream(device)
         self._current: int | None = None
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before, number))
@@ -110,8 +109,7 @@ class StreamedBlocks:
 
     def free_buffers(self) -> None:
         """Give the device's memory back until a block is called again."""
-        if self._copies is not None:  # the next forward pass' first block may still be copied
-            torch.cuda.current_stream(self._device).wait_stream(self._copies)
+        self._copies.wait(self._copies.mark())  # the next forward pass' first block may be copied
         if self._current is not None:
             self._blocks[self._current].take_away()
         for each in self._blocks:
@@ -151,8 +149,7 @@ class StreamedBlocks:
         buffer = self._having(number)
         if buffer is None:
             buffer = self._copy(number, besides=None)
-        if buffer.copied is not None:
-            torch.cuda.current_stream(buffer.memory.device).wait_event(buffer.copied)
+        self._copies.wait(buffer.copied)
         self._blocks[number].put(self._views(number, buffer))
         self._current = number
         following = self._following(number, going_back=going_back)
@@ -177,15 +174,9 @@ class StreamedBlocks:
     def _copy(self, number: int, besides: _Buffer | None) -> _Buffer:
         """Copy a block's weights to the other buffer, after what was computed so far."""
         buffer = next(each for each in self._buffers if each is not besides)
-        host, target = self._blocks[number].host, buffer.memory
-        if self._copies is None:
-            target[: len(host)].copy_(host)
-        else:
-            self._copies.wait_stream(torch.cuda.current_stream(target.device))
-            with torch.cuda.stream(self._copies):
-                target[: len(host)].copy_(host, non_blocking=True)
-                buffer.copied = self._copies.record_event()
-        buffer.block = number
+        host = self._blocks[number].host
+        self._copies.copy(buffer.memory[: len(host)], host)
+        buffer.copied, buffer.block = self._copies.mark(), number
         return buffer
 
     def _views(self, number: int, buffer: _Buffer) -> list[Tensor]:

@@ -318,6 +318,10 @@ def _eight_bit_adamw(parameters: Sequence[Tensor], section: OptimizerSection) ->
     )
 
 
+def gpus_of(parameters: Iterable[Tensor]) -> list[torch.device]:
+    return list({each.device: None for each in parameters if each.device.type == "cuda"})
+
+
 def _seeded_class() -> Callable[..., Optimizer]:
     logging.getLogger("torchao").setLevel(logging.ERROR)  # it lists kernels that are missing
     # torch's advice to torchao: its tensors cannot name themselves to a cache of compiled code.
@@ -329,9 +333,7 @@ def _seeded_class() -> Callable[..., Optimizer]:
 
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> Any:
-            devices = {parameter.device for parameter in self.param_groups[0]["params"]}
-            gpus = [device for device in devices if device.type == "cuda"]
-            with torch.random.fork_rng(devices=gpus):
+            with torch.random.fork_rng(devices=gpus_of(self.param_groups[0]["params"])):
                 torch.manual_seed(self._steps_done())
                 return super().step(closure)
 

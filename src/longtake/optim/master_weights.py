@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from longtake.parallel.fsdp import local_shard
+from longtake.parallel.transfer import host_like
 
 MAX_BATCH_ELEMENTS = 2**26
 """Of weights that are updated together; their gradients in fp32 take 256 MiB."""
@@ -100,7 +101,8 @@ class MasterAdamW(Fp32Optimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self._init_state(parameter)
-        for batch in _with_gradients(in_batches(parameters), self._offload):
+        comes_from_gpu = self._offload and any(each.device.type != "cpu" for each in parameters)
+        for batch in _with_gradients(in_batches(parameters), comes_from_gpu):
             self._update(batch, group)
 
     def _init_state(self, parameter: Tensor) -> None:
@@ -158,14 +160,14 @@ def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     return batches
 
 
-def _with_gradients(batches: Sequence[Sequence[Tensor]], offload: bool) -> Iterator[_Batch]:
+def _with_gradients(batches: Sequence[Sequence[Tensor]], comes_from_gpu: bool) -> Iterator[_Batch]:
     """Each batch once its gradients are on the states' device; those of the next are copied."""
     in_flight: deque[tuple[_Batch, torch.cuda.Event]] = deque()
     for parameters in batches:
         gradients = [
             local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None
         ]
-        if not offload or gradients[0].device.type == "cpu":
+        if not comes_from_gpu:
             yield _Batch(parameters, gradients)
             continue
         in_flight.append(
@@ -178,8 +180,7 @@ def _with_gradients(batches: Sequence[Sequence[Tensor]], offload: bool) -> Itera
 
 
 def _start_copy(gradient: Tensor) -> Tensor:
-    pinned = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
-    return pinned.copy_(gradient, non_blocking=True)
+    return host_like(gradient).copy_(gradient, non_blocking=True)
 
 
 def _record_event() -> torch.cuda.Event:

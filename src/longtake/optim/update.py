@@ -132,18 +132,16 @@ class Averages:
 
         Then each weight has the bits that it had before.
         """
-        averages, kept = self._averages[profile], dict[str, Tensor]()
-        with torch.no_grad():
-            for name, parameter in self._trained.items():
-                weights = local_shard(parameter.detach())
-                kept[name] = weights.to("cpu", copy=True)
-                weights.copy_(local_shard(averages[name]))
+        averages = self._averages[profile]
+        weights = {name: local_shard(each.detach()) for name, each in self._trained.items()}
+        kept = {name: each.to("cpu", copy=True) for name, each in weights.items()}
         try:
+            for name, each in weights.items():
+                each.copy_(local_shard(averages[name]))
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in self._trained.items():
-                    local_shard(parameter.detach()).copy_(kept[name])
+            for name, each in weights.items():
+                each.copy_(kept[name])
 
     def states(self) -> dict[str, dict[str, Any]]:
         """By profile: the model's `trained_state` with the averages in place of the weights.

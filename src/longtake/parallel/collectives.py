@@ -1,15 +1,19 @@
 """Collectives of numbers and objects; in a world of one, each is the identity."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from longtake.errors import LongtakeError
-from longtake.parallel.mesh import World
+from longtake.errors import JointWorkError, LongtakeError
+from longtake.parallel.mesh import World, tells_of_a_lost_peer
 
 T = TypeVar("T")
+
+_joint_world: World | None = None
+"""Of `joint_work`, while it is under way."""
 
 
 def sum_over_ranks(numbers: Mapping[str, float], world: World) -> dict[str, float]:
@@ -69,6 +73,49 @@ def first_does(work: Callable[[], None], world: World) -> None:
     message = from_first(None if error is None else str(error), world, world.patient_group)
     if message is not None:
         raise error or LongtakeError(message)
+
+
+@contextmanager
+def joint_work(world: World) -> Iterator[None]:
+    """A context that an error of one rank ends on all of them; all ranks enter it.
+
+    The rank that fails raises its own error, and the others a `JointWorkError`. Before each
+    collective inside, `refuse_failed_peers` is called: no rank then waits for one that has failed.
+    The collectives of sharded weights and shared tokens call it.
+    """
+    global _joint_world
+    if world.mesh is None:
+        yield
+        return
+    _joint_world = world
+    try:
+        yield
+        refuse_failed_peers()
+    except JointWorkError:
+        raise
+    except Exception as error:
+        if not tells_of_a_lost_peer(error):
+            _exchange_failures(f"{type(error).__name__}: {error}", world)
+        raise
+    finally:
+        _joint_world = None
+
+
+def refuse_failed_peers() -> None:
+    """Within `joint_work`, and on all ranks, raise the error of a rank that has failed in it."""
+    if _joint_world is not None:
+        failures = _exchange_failures(None, _joint_world)
+        if failures:
+            raise JointWorkError("; ".join(failures))
+
+
+def _exchange_failures(mine: str | None, world: World) -> list[str]:
+    failed = torch.tensor(float(mine is not None))
+    dist.all_reduce(failed, group=world.patient_group)
+    if not failed:
+        return []
+    everyone = gather_objects(mine, world, patiently=True)
+    return [f"rank {rank}: {each}" for rank, each in enumerate(everyone) if each is not None]
 
 
 def wait_for_all(world: World) -> None:

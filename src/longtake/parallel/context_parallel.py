@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from longtake.errors import ModelError
 from longtake.parallel import attention, mesh, ring
-from longtake.parallel.collectives import gather_in_group
+from longtake.parallel.collectives import gather_in_group, refuse_failed_peers
 
 # Outside of attention each rank works on its own tokens. For attention, ranks exchange tokens for
 # heads, each attends with its heads to all tokens, and they exchange back (Jacobs et al.,
@@ -170,6 +170,7 @@ class TokenExchange(TokenSharing):
         self, tensor: Tensor, sent: list[int], received: list[int], among: Ranks
     ) -> Tensor:
         given = tensor.contiguous()
+        refuse_failed_peers()
         there = all_to_all_single_autograd(given, received, sent, self._groups[among])
         exchanged: Tensor = wait_tensor(there)  # type: ignore[no-untyped-call]
         return exchanged
@@ -177,6 +178,7 @@ class TokenExchange(TokenSharing):
     def _begin_exchange(
         self, tensor: Tensor, sent: list[int], received: list[int]
     ) -> Callable[[], Tensor]:
+        refuse_failed_peers()
         return ring.exchange_in(self._ring)(tensor, sent, received)
 
 

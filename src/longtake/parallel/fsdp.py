@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from longtake.parallel.collectives import refuse_failed_peers
 from longtake.parallel.mesh import World
 
 BUCKET_BYTES = 2**28
@@ -56,10 +60,22 @@ def apply_fsdp(
     for part in (*blocks, model):
         trained = _trained_dtypes(part)
         for inner in _of_other_dtypes(part, trained[0]) if trained else []:
-            fully_shard(inner, mesh=world.mesh, mp_policy=kept)
+            _shard(inner, world, kept)
             if hasattr(inner, "prepare"):  # an added module's, which is called beside forward
                 register_fsdp_forward_method(inner, "prepare")
-        fully_shard(part, mesh=world.mesh, mp_policy=kept)
+        _shard(part, world, kept)
+
+
+def _shard(module: nn.Module, world: World, policy: MixedPrecisionPolicy) -> None:
+    fully_shard(module, mesh=world.mesh, mp_policy=policy).set_custom_all_gather(_Gather())
+
+
+class _Gather(DefaultAllGather):
+    """Gathers weights; in joint work, only where no rank has failed."""
+
+    def __call__(self, *given: Any, **named: Any) -> dist.Work | None:
+        refuse_failed_peers()
+        return super().__call__(*given, **named)
 
 
 def accumulate_in_fp32(model: nn.Module) -> None:
@@ -119,12 +135,26 @@ def gathers_weights(model: nn.Module) -> bool:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the weights that FSDP2 has gathered, so that the next forward pass gathers them anew.
+    """Free the weights that FSDP2 has gathered, and have it forget the passes since the last step.
 
-    After a forward pass without a backward pass it keeps those of the outermost module.
+    After a forward pass without a backward pass it keeps the weights of the outermost module; after
+    one that an error ended, those of the module that raised it, and the next backward pass would
+    gather by the order of the broken pass, which is another one on each rank.
     """
-    for module in model.modules():
+    if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
+        return  # no pass has begun
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+        return
+    for module in model.modules():  # torch before 2.13
         if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._training_state = TrainingState.IDLE
+            state._state_ctx.iter_forward_root = None
+            state._comm_ctx.post_forward_order.clear()
+            if (group := state._fsdp_param_group) is not None:
+                group._training_state = TrainingState.IDLE
+                group._post_forward_indices.clear()
             module.reshard()
 
 

@@ -130,7 +130,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
         # Not after an error: NCCL would wait here for ranks that wait for this one elsewhere.
         dist.destroy_process_group()
     except RuntimeError as error:
-        if not _tells_of_a_lost_peer(error):
+        if not tells_of_a_lost_peer(error):
             raise
         raise errors.LostPeerError(
             _describe_timeout(error, rank, size) or _describe_loss(error, rank, size)
@@ -199,10 +199,12 @@ def _name_group(group: object) -> str:
     return "default" if is_default else str(getattr(group, "group_desc", group))
 
 
-def _tells_of_a_lost_peer(error: RuntimeError) -> bool:
+def tells_of_a_lost_peer(error: Exception) -> bool:
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
-    return any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER)
+    # An OSError may say the same of a file or a subprocess.
+    is_of_torch = isinstance(error, RuntimeError) and dist.is_initialized()
+    return is_of_torch and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER)
 
 
 def place_in_world() -> tuple[int, int, int]:

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from longtake.parallel.transfer import CopyStream, host_like, pinned_bytes
+
 Key = tuple[int, int, torch.dtype]
 """A storage, its version (what was changed in place is another content), and a type."""
-
-
-def pinned_bytes(num_bytes: int) -> int:
-    """Page-locked memory that torch takes for a tensor: the next power of 2."""
-    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 class SavedTensor(NamedTuple):
@@ -35,7 +32,7 @@ class ActivationOffload:
     """Runs blocks of a model one after another, some of them with what they save offloaded."""
 
     def __init__(self) -> None:
-        self.stream: torch.cuda.Stream | None = None  # copies; there is none on a CPU
+        self._copies: CopyStream | None = None
         self._last: OffloadedBlock | None = None
         self._given: set[int] = set()  # storages that the block before was given
 
@@ -74,31 +71,26 @@ class ActivationOffload:
         return self._last.pinned_bytes
 
     def to_host(self, tensor: Tensor) -> Any:
-        """A copy, which may not be whole before `sent`."""
-        stream = self.stream_of(tensor)
-        if stream is None:
-            return tensor.clone()
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            copy.copy_(tensor, non_blocking=True)
+        """A copy, which is whole after `wait`."""
+        copy = host_like(tensor)
+        self._copies = self._copies or CopyStream(tensor.device)
+        self._copies.copy(copy, tensor)
         return copy
 
     def to_device(self, copy: Any, device: torch.device) -> Tensor:
-        """Back; not to be read on CUDA before the stream has come so far."""
+        """Back; not to be read before `wait`."""
         back: Tensor = torch.empty_like(copy, device=device)
-        stream = self.stream_of(back)
-        if stream is None:
-            return back.copy_(copy)
-        stream.wait_stream(torch.cuda.current_stream())  # the memory may still be read there
-        with torch.cuda.stream(stream):
-            back.copy_(copy, non_blocking=True)
+        assert self._copies is not None
+        self._copies.copy(back, copy)
         return back
 
-    def stream_of(self, tensor: Tensor) -> torch.cuda.Stream | None:
-        if tensor.is_cuda and self.stream is None:
-            self.stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-        return self.stream
+    def mark(self) -> Any:
+        """The end of what is being copied, for `wait`."""
+        return None if self._copies is None else self._copies.mark()
+
+    def wait(self, mark: Any) -> None:
+        if self._copies is not None:
+            self._copies.wait(mark)
 
 
 class OffloadedBlock:
@@ -112,7 +104,7 @@ class OffloadedBlock:
         self._here: dict[Key, Tensor] = {}  # whole storages
         self._away: dict[Key, Any] = {}
         self._uses: Counter[Key] = Counter()  # tensors of each that are not unpacked yet
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Any = None
         self._is_fetched = False
         self._device = torch.device("cpu")
 
@@ -145,7 +137,7 @@ class OffloadedBlock:
 
     def sent(self) -> None:
         """All is packed."""
-        self._copied = self._event()
+        self._copied = self._offload.mark()
 
     def release(self) -> None:
         """Drop what is on the device, once it is copied; the next block has run."""
@@ -158,7 +150,7 @@ class OffloadedBlock:
             self._is_fetched = True
             for key in self._away:
                 self._bring(key)
-            self._copied = self._event()
+            self._copied = self._offload.mark()
 
     def unpack(self, saved: SavedTensor | Tensor) -> Tensor:
         if isinstance(saved, Tensor):
@@ -166,7 +158,7 @@ class OffloadedBlock:
         self.fetch()
         if saved.key not in self._here:  # asked for again
             self._bring(saved.key)
-            self._copied = self._event()
+            self._copied = self._offload.mark()
         self._wait()
         whole = self._here[saved.key]
         self._uses[saved.key] -= 1
@@ -178,14 +170,9 @@ class OffloadedBlock:
         if key not in self._here:
             self._here[key] = self._offload.to_device(self._away[key], self._device)
 
-    def _event(self) -> torch.cuda.Event | None:
-        stream = self._offload.stream
-        return None if stream is None else stream.record_event()
-
     def _wait(self) -> None:
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+        self._offload.wait(self._copied)
+        self._copied = None
 
 
 def _has_backward(block: nn.Module, args: Iterable[Any]) -> bool:

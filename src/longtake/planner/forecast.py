@@ -114,9 +114,10 @@ class Forecast:
     @property
     def needed_host_bytes(self) -> int:
         """RAM that a node must have, of which only a share may be page-locked."""
-        pinned = self.pinned_host_bytes / SHARE_OF_HOST_MEMORY
+        pinned = self.pinned_host_bytes + self.static.pinned_beside
         ranks = self.step.per_node or self.step.world_size
-        return int(ranks * (pinned + self.static.optimizer.host))
+        unpinned = 2 * self.static.optimizer.host  # with what a checkpoint is written from
+        return int(ranks * (pinned / SHARE_OF_HOST_MEMORY + unpinned))
 
     def policy(self, name: str) -> memory.PolicyForecast:
         rows = [*self.policies, self.best_policy]
@@ -364,7 +365,7 @@ def short_memory(step: memory.MetaStep, policy: memory.PolicyForecast) -> tuple[
     budget, found = step.device.budget_bytes, list[str]()
     if budget is not None and policy.step_peak_bytes > budget:
         found.append("GPU memory")
-    if policy.host_bytes > step.device.host_bytes:
+    if policy.host_bytes > step.host_room:
         found.append("host RAM")
     return tuple(found)
 

@@ -1,9 +1,11 @@
 """What a step of a recipe holds of a device's memory, predicted and measured."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from longtake.models.streamed import streamed_bytes
 from longtake.optim import master_weights, muon
 from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_states, refuse_rounding
 from longtake.parallel import context_parallel, fsdp, mesh
+from longtake.parallel.transfer import pinned_bytes
 from longtake.planner.activation_checkpointing import QUANTIZED, BlockWeights
 from longtake.planner.block_weights import can_quantize
 from longtake.planner.devices import DeviceBudget, rounded
@@ -85,6 +88,11 @@ class MetaStep:
         return self.tracer.device
 
     @property
+    def host_room(self) -> int:
+        """The computer's memory that streamed weights and offloaded activations may take."""
+        return self.tracer.subject.host_bytes or 0
+
+    @property
     def block_names(self) -> tuple[str, ...]:
         return tuple(self.tracer.subject.blocks)
 
@@ -132,8 +140,9 @@ def outline_step(
     precision = _precision(recipe, device)
     names = {module: name for name, module in model.named_modules()}
     quantize_as_given(components, recipe, quantized)
+    pinned = pinned_beside_bytes(components, recipe, precision, device, num_shards)
     if recipe.model.stream == "all":
-        _refuse_missing_host_memory(family.blocks(model), device)
+        _refuse_missing_host_memory(family.blocks(model), device.host_bytes - pinned)
     is_bf16 = recipe.parallel.param_dtype == "bf16" and precision == "bf16"
     is_whole = num_shards == 1 and device.target == "cuda"
     subject = Subject(
@@ -149,7 +158,7 @@ def outline_step(
         gathers_in_bf16=num_shards > 1 and is_bf16,
         weights=_offered_weights(recipe, list(family.blocks(model)), is_whole, quantized),
         offloads=is_whole,
-        host_bytes=device.host_bytes,
+        host_bytes=max(0, device.host_bytes - pinned),
     )
     is_ahead = device.target == "cuda" and recipe.training.encode_ahead is True
     ahead = ahead_bytes(recipe, components, bucket, micro, device) if is_ahead else 0
@@ -218,12 +227,12 @@ def with_batch_sizes(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": changed})
 
 
-def _refuse_missing_host_memory(blocks: Sequence[nn.Module], device: DeviceBudget) -> None:
+def _refuse_missing_host_memory(blocks: Sequence[nn.Module], room: int) -> None:
     needed = sum(map(streamed_bytes, blocks))
-    if needed > device.host_bytes:
+    if needed > room:
         raise PlanError(
             f'model.stream = "all" keeps {format_size(needed)} of weights in the computer\'s '
-            f"memory, but a process may take {format_size(device.host_bytes)} of it. Set "
+            f"memory, but a process may take {format_size(max(0, room))} of it. Set "
             'recompute.host_memory to more if there is more, or model.stream = "auto".'
         )
 
@@ -343,14 +352,14 @@ def optimizer_bytes(
     section: OptimizerSection,
     precision: numerics.Precision,
     device_type: str = "cuda",
-    granule: int = 1,
+    held: Callable[[int], int] = int,
 ) -> OptimizerBytes:
-    """What `build_optimizers` will need for the same arguments; the model may be on meta."""
+    """What `build_optimizers` will need for the same arguments; the model may be on meta.
+
+    `held` is the memory that a tensor of so many bytes takes.
+    """
     adamw, eight_bit, matrices, own, prodigy = choose_optimizers(model, blocks, section)
     offloaded = section.offload and device_type != "cpu"
-
-    def held(num_bytes: int) -> int:
-        return rounded(num_bytes, granule)
 
     def masters(parameters: Sequence[Tensor], offloaded: bool = False) -> int:
         needed = [p for p in parameters if offloaded or p.dtype != torch.float32]
@@ -440,6 +449,7 @@ class StaticMemory:
     ema: int  # the running averages, each in fp32
     encoders: int  # codec and text encoders; none where data.cache keeps what they give
     encoding: int  # what they need at work, where they work one micro-batch ahead
+    pinned_beside: int  # of the computer's memory, see `pinned_beside_bytes`
 
     @property
     def resident(self) -> int:
@@ -485,7 +495,7 @@ def static_memory(
         recipe.optimizer,
         step.precision,
         target,
-        step.device.granule,
+        partial(rounded, multiple=step.device.granule),
     )
     frozen = [*components.codec.modules(), *components.text.modules()]
     elsewhere = _elsewhere_bytes(step)
@@ -507,7 +517,49 @@ def static_memory(
         ema=len(recipe.ema.averages()) * sum(4 * p.numel() for p in trained) // shards,
         encoders=0 if recipe.data.cache is not None else sum(map(module_bytes, frozen)),
         encoding=step.encoding_bytes,
+        pinned_beside=pinned_beside_bytes(
+            components, recipe, step.precision, step.device, step.num_shards
+        ),
     )
+
+
+def pinned_beside_bytes(
+    parts: build.Components,
+    recipe: Recipe,
+    precision: numerics.Precision,
+    device: DeviceBudget,
+    shards: int,
+) -> int:
+    """Page-locked memory of a process that holds neither weights nor activations.
+
+    A checkpoint's states are copied to it, to be written while training continues, and gradients on
+    their way to an offloaded optimizer.
+    """
+    if device.target != "cuda":
+        return 0
+
+    def held(num_bytes: int) -> int:
+        return shards * pinned_bytes(-(-num_bytes // shards))
+
+    model, section = parts.model, recipe.optimizer
+    blocks, averages = parts.family.blocks(model), len(recipe.ema.averages())
+    trained = [each for each in model.parameters() if each.requires_grad]
+    states = optimizer_bytes(model, blocks, section, precision, held=held)
+    staged = sum(held(each.nbytes) + averages * held(4 * each.numel()) for each in trained)
+    coming = 0
+    if section.offload:
+        adamw = choose_optimizers(model, blocks, section)[0]
+        # Three batches: that of the update, the next one, and the one before, whose weights are
+        # still being copied back. Memory that was freed serves tensors of its own size only.
+        batches = [
+            Counter(held((each.grad_dtype or each.dtype).itemsize * each.numel()) for each in batch)
+            for batch in master_weights.in_batches(adamw)
+        ]
+        most = Counter[int]()
+        for first in range(len(batches)):
+            most |= sum(batches[first : first + 3], Counter[int]())
+        coming = sum(size * count for size, count in most.items())
+    return (staged + states.device + coming) // shards
 
 
 def policy_forecast(
@@ -521,7 +573,7 @@ def policy_forecast(
     budget_bytes = step.device.budget_bytes
     peak = trace.peak_bytes - static.elsewhere
     step_peak = max(static.resident + peak, static.update_bytes)
-    fits = step_peak <= (budget_bytes or 0) and trace.host_bytes <= step.device.host_bytes
+    fits = step_peak <= (budget_bytes or 0) and trace.host_bytes <= step.host_room
     return PolicyForecast(
         name=policy,
         forward_end_bytes=trace.forward_end_bytes - static.elsewhere,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from longtake.models.streamed import NUM_BUFFERS
+from longtake.parallel.transfer import pinned_bytes
 from longtake.planner import activation_checkpointing
-from longtake.planner.activation_offload import pinned_bytes
 from longtake.planner.block_weights import Floats, WeightCosts, buffer_bytes, link_seconds
 from longtake.planner.trace import StepTrace, Tracer
 

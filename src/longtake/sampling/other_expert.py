@@ -58,7 +58,7 @@ def load_other(
         model = _model_of_run(run, parts, trust=trust, exact=exact)
     model.eval().requires_grad_(False)
     blocks = parts.family.blocks(model)
-    streams = streamed.StreamedBlocks(blocks, device) if device.type == "cuda" else None
+    streams = streamed.StreamedBlocks(blocks, device) if device.type != "cpu" else None
     other = OtherExpert(model, dtype, streams)
     other.bring(torch.device("cpu"))
     return replace(parts, other=other)

@@ -6,7 +6,7 @@ it. Sampling changes nothing that the next step depends on.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,6 @@ class SharedSampler(Sampler):
     """The sampler of rank 0, which deals the videos out to all ranks."""
 
     world: mesh.World = field(kw_only=True)
-    waits: bool = field(kw_only=True)
-    """Ranks wait for each other within a forward pass: they share a model or a clip."""
-    lost: list[Exception] = field(default_factory=list)
-    """Errors of this rank after which the others wait in a collective: they must end the run."""
 
     def sample(
         self,
@@ -93,36 +89,21 @@ class SharedSampler(Sampler):
         mine = work.requests[world.data_rank :: world.data_size]
         share = -(-len(work.requests) // world.data_size)
         padded = [*mine, *[work.requests[0]] * (share - len(mine))]
-        sampled: NDArray[np.uint8] | Exception
         try:
-            sampled = super().sample(
-                padded, work.settings, work.bucket, _still_sampling, decoding=work.decoding
-            )[: len(mine)]
-        except Exception as error:
-            is_known = isinstance(error, errors.LongtakeError | OSError)
-            if self.waits and (isinstance(error, errors.PlanError) or not is_known):
-                self.lost.append(error)
-                raise
-            sampled = errors.SamplingError(
-                f"{error}" if is_known else f"{type(error).__name__}: {error}"
-            )
+            with collectives.joint_work(world):
+                sampled = super().sample(
+                    padded, work.settings, work.bucket, _still_sampling, decoding=work.decoding
+                )[: len(mine)]
+        except Exception:
+            fsdp.free_gathered(self.components.model)
+            raise
         gathered = collectives.gather_to_first(sampled if world.speaks_for_data else None, world)
-        return _put_together(gathered[:: world.sequence_size], len(work.requests))
-
-
-def _put_together(
-    gathered: Sequence[NDArray[np.uint8] | Exception | None], count: int
-) -> NDArray[np.uint8]:
-    """The videos in the order of their requests, of which each rank had every n-th."""
-    if not gathered:
-        return np.empty(0, np.uint8)
-    found: list[NDArray[np.uint8]] = []
-    for each in gathered:
-        if isinstance(each, Exception):
-            raise each
-        assert each is not None
-        found.append(each)
-    return np.stack([found[place % len(found)][place // len(found)] for place in range(count)])
+        found = [each for each in gathered if each is not None]
+        if not found:
+            return np.empty(0, np.uint8)
+        # In the order of their requests, of which each rank had every n-th.
+        count = len(work.requests)
+        return np.stack([found[place % len(found)][place // len(found)] for place in range(count)])
 
 
 def _still_sampling(_: int) -> None:
@@ -152,6 +133,8 @@ class TrainingSampler:
         )
         self._memory = MemoryFallback()
         self._prompts: dict[tuple[str, ...], Any] = {}
+        self.failure: str | None = None
+        """Why the prompts are not encoded: then nothing is sampled in this launch."""
 
     def encode_prompts(self, text: TextEncoder) -> None:
         """Encode all prompts on rank 0, and replace its text encoder by another.
@@ -159,12 +142,18 @@ class TrainingSampler:
         Call it before the model is on the device.
         """
         world = self._session.world
-        if world.is_first:
-            sampler = self._sampler(0, "model")
-            for each in self._presets:
-                negative = each.settings.negative_prompt
-                sampler.encode_prompts(each.requests(), each.bucket, negative)
-            self._parts.bring(None, world.device)
+        try:
+            with collectives.joint_work(world), ExitStack() as opened:
+                if world.is_first:
+                    opened.callback(self._parts.bring, None, world.device)
+                    sampler = self._sampler(0, "model")
+                    for each in self._presets:
+                        negative = each.settings.negative_prompt
+                        sampler.encode_prompts(each.requests(), each.bucket, negative)
+        except Exception as error:
+            _reraise_lost_peer(error)
+            self.failure = f"Prompts could not be encoded when it began: {_describe(error)}"
+            self._prompts.clear()
         self._prompts.update(collectives.from_first(self._prompts, world, world.patient_group))
         self._parts = replace(self._parts, text=text)
 
@@ -173,41 +162,58 @@ class TrainingSampler:
 
         A failure is an event of the run.
         """
-        session, step, tasks = self._session, state.global_step, list[claims.EvaluationTask]()
-        if session.world.is_first:
+        world, step, tasks = self._session.world, state.global_step, list[claims.EvaluationTask]()
+        if world.is_first:
             with self._failure_is_event("presets", step, recorder):
                 tasks = self._pending(step)
-        tasks = collectives.from_first(tasks, session.world, session.world.patient_group)
-        model, ema = state.components.model, state.ema
+        tasks = collectives.from_first(tasks, world, world.patient_group)
         for weights in dict.fromkeys(task.preset.weights for task in tasks):
-            part, _, profile = weights.partition("/")
-            average = ema.in_place_of_weights(profile) if part == "ema" else nullcontext()
-            with _in_evaluation(model), average:
-                sampler = self._sampler(step, weights, model)
-                if session.world.is_first:
-                    mine = [task for task in tasks if task.preset.weights == weights]
+            mine = [task for task in tasks if task.preset.weights == weights]
+            with ExitStack() as opened:
+                try:
+                    sampler = self._enter(opened, weights, state)
+                except Exception as error:
+                    names = ", ".join(task.preset.name for task in mine)
+                    self._record_failure(names, step, recorder, error)
+                    continue
+                if world.is_first:
                     self._lead(mine, sampler, recorder, stop)
                 else:
                     _follow(sampler)
-        with self._failure_is_event("presets", step, recorder):
-            self._parts.bring(None, session.world.device)
+        with self._failure_is_event("presets", step, recorder), collectives.joint_work(world):
+            self._parts.bring(None, world.device)
+
+    def _enter(self, opened: ExitStack, weights: str, state: TrainingState) -> SharedSampler:
+        """A sampler of these weights, which the model has until `opened` is closed.
+
+        An error of one rank is raised on all.
+        """
+        if self.failure is not None:
+            raise errors.SamplingError(self.failure)
+        model, (part, _, profile) = state.components.model, weights.partition("/")
+        with collectives.joint_work(self._session.world):
+            opened.enter_context(_in_evaluation(model))
+            if part == "ema":
+                opened.enter_context(state.ema.in_place_of_weights(profile))
+        return self._sampler(state.global_step, weights, model)
 
     @contextmanager
-    def _failure_is_event(
-        self, name: str, step: int, recorder: Recorder, lost: Sequence[Exception] = ()
-    ) -> Iterator[None]:
-        """Training continues after any error inside, unless the other ranks are `lost` with it."""
+    def _failure_is_event(self, name: str, step: int, recorder: Recorder) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if lost:
-                raise
-            if self._session.world.is_first:
-                recorder.sampling_failed(name, step, f"{type(error).__name__}: {error}")
+            self._record_failure(name, step, recorder, error)
+
+    def _record_failure(self, name: str, step: int, recorder: Recorder, error: Exception) -> None:
+        """Training continues after any error but that of a rank that has ended."""
+        _reraise_lost_peer(error)
+        if self._session.world.is_first:
+            recorder.sampling_failed(name, step, _describe(error))
 
     def _sampler(self, step: int, weights: str, model: nn.Module | None = None) -> SharedSampler:
         session, world = self._session, self._session.world
         gathers = model is not None and fsdp.gathers_weights(model)
+        # Ranks that share a model or a clip wait for each other in each forward pass.
         waits = gathers or world.sequence_group is not None
         self._memory.first = ONE_BY_ONE if waits else MemoryStrategy()
         return SharedSampler(
@@ -221,7 +227,6 @@ class TrainingSampler:
             self._prompts,
             is_shared=world.mesh is not None,
             world=world,
-            waits=waits,
         )
 
     def _pending(self, step: int) -> list[claims.EvaluationTask]:
@@ -248,8 +253,7 @@ class TrainingSampler:
         for task in tasks:
             if stop.wanted:
                 break
-            name, lost = task.preset.name, sampler.lost
-            with self._failure_is_event(name, task.step, recorder, lost):
+            with self._failure_is_event(task.preset.name, task.step, recorder):
                 self._sample_preset(task, sampler, recorder, stop)
         collectives.from_first(None, self._session.world, self._session.world.patient_group)
 
@@ -274,8 +278,6 @@ class TrainingSampler:
         outcome = claims.attempt(
             claim, nullcontext(), evaluate, progress, claims.own_name(), _STUCK_SECONDS
         )
-        if sampler.lost:
-            raise sampler.lost[0]
         if outcome.how == "done" and outcome.scores is not None:
             self._claims.end(claim, "done")
             recorder.sampled(outcome.scores, time.monotonic() - begun)
@@ -361,7 +363,21 @@ def _follow(sampler: SharedSampler) -> None:
         heartbeat.set_phase("sampling")
         if work is None:
             return
-        sampler.compute(work)
+        try:
+            sampler.compute(work)
+        except Exception as error:  # rank 0 has it too, or is told of it, and records it
+            _reraise_lost_peer(error)
+
+
+def _reraise_lost_peer(error: Exception) -> None:
+    """Without a rank, training cannot continue either."""
+    if mesh.tells_of_a_lost_peer(error):
+        raise error
+
+
+def _describe(error: Exception) -> str:
+    known = isinstance(error, errors.LongtakeError | OSError)
+    return claims.format_error(error) if known else f"{type(error).__name__}: {error}"
 
 
 def _wanted_work(world: mesh.World) -> _Work | None:

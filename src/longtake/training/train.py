@@ -217,6 +217,8 @@ def _build(
         stored = lora_files.read_lora(file, parts.model, parts.family, expert)
         lora_files.load_lora(stored, parts.model)
     sampler = samples.open_sampler(session, parts, loader, evaluate)
+    if sampler is not None and sampler.failure is not None:
+        warnings.append(f"No samples are made in this launch. {sampler.failure}")
     sample_flops = build.count_flops(parts, recipe)  # before the weights are sharded
     threads.set_work(sample_flops, recipe.training.global_batch_size)
     if build.compiles_blocks(recipe, world.device):

@@ -1,0 +1,46 @@
+"""Copies between the computer's memory and a device, while the device computes something else."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Page-locked memory that torch takes for a tensor: the next power of 2."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Memory on the CPU for a tensor's values; for those of a GPU it is page-locked."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
+class CopyStream:
+    """Copies to and from a device: on a GPU in a stream of its own, on a CPU at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Begin to copy, behind all that was computed before.
+
+        Both tensors must be kept as they are until `wait` is called with a later mark.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Any:
+        """The end of all copies that have begun."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Have what is computed from here on wait for these copies; None: for none."""
+        if mark is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(mark)
