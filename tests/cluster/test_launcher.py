@@ -174,6 +174,8 @@ def _events(site: TrainingSite, kind: str) -> list[dict[str, object]]:
 @pytest.mark.slow
 def test_a_signal_lets_all_ranks_save(site: TrainingSite, stopped: LaunchResult) -> None:
     assert stopped.code == os.EX_TEMPFAIL, stopped.said
+    answer = "SIGUSR1: training ends after this step and saves it. It waits for rank"
+    assert stopped.said.count(answer) == 1  # by the launcher, which knows all of its ranks
     (event,) = _events(site, "interrupted")
     assert event["by"] == "SIGUSR1"
     assert event["step"] in site.run.checkpoint_steps()

@@ -142,6 +142,7 @@ def test_the_command_says_how_to_go_on(
     code, said = process.wait(timeout=600), (tmp_path / "said.log").read_text()
     assert code == 130, said
     stopped_at = RunDirectory(recipe.out).checkpoint_steps()[-1]
+    assert "SIGINT: training ends after this step and saves it." in said
     assert f"Stopped by SIGINT after step {stopped_at}, which is saved." in said
     words = said.splitlines()[-1].split()
     assert words[:-1] == ["longtake", "train"]
