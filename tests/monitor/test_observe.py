@@ -180,6 +180,14 @@ def test_who_waited_for_another_has_time_to_go_on() -> None:
     assert len(expectations.overdue([later], _NOW + 6.0)) == 1
 
 
+def test_a_rank_that_fails_has_time_to_end() -> None:
+    """It may wait for a save, and its phase is that in which it failed."""
+    failed = replace(_pulse("backward"), error="ValueError: a layer broke")
+    expectations = PhaseTimeouts(_SECTION)
+    expectations.learn([failed])
+    assert expectations.limit_of(failed, _NOW) == _SECTION.checkpoint_seconds
+
+
 def test_the_time_of_a_reported_stall_does_not_raise_limits() -> None:
     """Neither of the rank that stood, nor of one that waited for it and goes on later."""
     expectations = PhaseTimeouts(_SECTION)

@@ -342,6 +342,8 @@ class PhaseTimeouts:
             return None
         if phase in _BEFORE_STEPS:
             return settings.start_seconds
+        if heartbeat.error:  # it closes what it had opened
+            return settings.checkpoint_seconds
         longest = self._longest.get((heartbeat.role, phase))
         floor = settings.checkpoint_seconds if phase in _RARE else settings.min_seconds
         usual = max(floor, min(settings.factor * (longest or 0.0), settings.max_seconds))

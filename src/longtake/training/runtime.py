@@ -120,6 +120,8 @@ def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
                 waits = False  # the launcher starts all ranks again as soon as this one has ended
                 raise _with_failed_rank(error, writer, watcher.run) from error
             except Exception as error:
+                # After others the page says that it runs, so that its watcher outlives it.
+                waits = isinstance(error, errors.LongtakeError)
                 # A rank that is alone may have been refused a run that another process trains.
                 if size > 1 or watcher.has_begun:
                     _record_failure(error, writer, watcher.run)
