@@ -189,7 +189,8 @@ def quiet(speaker: Any) -> Iterator[None]:
     What matters in them (missing weights) is raised instead.
     """
     owner = speaker if inspect.isclass(speaker) else type(speaker)
-    library = owner.__module__.partition(".")[0]
+    libraries = {each.__module__.partition(".")[0] for each in owner.__mro__}
+    library = "diffusers" if "diffusers" in libraries else "transformers"  # or a class of a user's
     log = importlib.import_module(f"{library}.utils.logging")
     verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(logging.ERROR)
