@@ -239,6 +239,7 @@ def test_what_a_stopped_worker_was_given_is_in_its_page(
         (pid,) = pool.decoding()
         path = page_path(tmp_path, "decode", 3, pid)
         assert _page(path).given == ""
+        wait_until(lambda: _page(path).phase == "idle")  # which it says after it has answered
         os.kill(pid, signal.SIGSTOP)
         waiting = pool.submit(windows[1])
         wait_until(lambda: _page(path).given == str(windows[1].media))
