@@ -240,7 +240,7 @@ def _values(plan: _Plan) -> dict[str, Any]:
         "peak": chosen and chosen["step_peak_bytes"],
         "host": chosen.get("host_bytes", 0) if chosen else 0,
         "overhead": chosen and chosen["overhead"],
-        "blocks": len(plan["options"]),
+        "blocks": list(plan["options"]),
         "strip": block_strip(plan["options"]),
         "legend": [*_legend(plan, "activations"), *_legend(plan, "weights")],
         "notes": plan["notes"][:_MOST_NOTES],
