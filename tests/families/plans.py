@@ -49,7 +49,7 @@ def _cell(plan: Mapping[str, Any]) -> str:
     size = f"{plan['gib']:.1f} GiB"
     if not plan["fits"]:
         return f"does not fit: {size}"
-    size += f", {plan['ram_gib']} GiB RAM" if plan["ram_gib"] else ""
+    size += f", {plan['ram_gib']} GiB RAM" if plan.get("ram_gib") else ""
     total, order = plan["blocks"], (*QUANTIZED, "stream", *ACTIVATIONS)
     named = [
         name if count == total else f"{name} {count}/{total}"
