@@ -341,6 +341,29 @@ def test_what_is_too_short_too_small_or_over_is_no_drift(values: list[float]) ->
     assert _alarms(values) == []
 
 
+@pytest.mark.parametrize(
+    ("values", "share"),
+    [
+        ([100, 100, 100, 115, 115, 115, 130, 130, 130, 150, 150, 150], "+50 %"),  # in steps
+        ([100, 112, 104, 116, 110, 122, 114, 128, 120, 134, 126, 140], "+20 %"),  # back and forth
+    ],
+)
+def test_a_rise_that_stands_still_or_falls_back_is_found_by_its_trend(
+    values: list[float], share: str
+) -> None:
+    (message,) = _alarms(values)
+    assert message.startswith("brightness of low4s rose ")
+    assert f"checkpoints on the whole, {share} (from step " in message
+    assert _alarms([*values, *values[::-1]]) == []  # it is over
+
+
+def test_a_trend_is_not_seen_in_numbers_without_one() -> None:
+    rng = np.random.default_rng(0)
+    found = [_alarms([float(each) for each in rng.normal(100, 30, 12)]) for _ in range(300)]
+    in_a_row = "checkpoints in a row"
+    assert sum(bool(each) and in_a_row not in each[0] for each in found) <= 1
+
+
 def test_a_checkpoint_without_the_measure_is_passed_over() -> None:
     a, b = "brightness", "contrast"
     history = [{a: 100.0}, {a: 100.0}, {a: 120.0, b: 1.0}, {b: 2.0}, {a: 130.0}]
@@ -387,7 +410,7 @@ def test_the_order_of_evaluation_makes_no_difference(
     assert alarms[0] == alarms[1]
 
 
-@given(values=st.lists(st.floats(0, 255), min_size=3, max_size=10), checkpoints=st.integers(2, 5))
+@given(values=st.lists(st.floats(0, 255), min_size=3, max_size=7), checkpoints=st.integers(2, 5))
 def test_an_alarm_is_given_exactly_for_rows_that_are_long_and_change_enough(
     values: list[float], checkpoints: int
 ) -> None:

@@ -361,6 +361,88 @@ def test_weights_that_move_faster_at_a_higher_rate_are_no_jump(
     assert judged(_heavier(steps, 900, 0.3 * 10.0**power))[-1].reason == "weight_step"
 
 
+@pytest.mark.parametrize(("by", "within"), [(0.05, 40), (0.1, 20)])
+def test_a_drift_of_the_norm_is_found_by_its_beginning(by: float, within: int) -> None:
+    """0.007 % of the norm more in each step than the usual 0.0035 %: too little for 16 steps."""
+    verdicts = judged(
+        [
+            replace(step, weight_norm=step.weight_norm + by * max(0, step.step - 600))
+            for step in healthy(700)
+        ]
+    )
+    assert verdicts[-1].reason == "weight_step"
+    assert len(verdicts) <= 600 + within
+    assert set(verdicts[:-1]) == {OK}
+
+
+def test_a_norm_that_moves_faster_as_updates_grow_a_little_is_no_jump() -> None:
+    """As where a LoRA at a constant rate learns something at last: both change within 30 steps."""
+    rng, norm, steps = np.random.default_rng(0), 50.0, []
+    for step in healthy(800):
+        growth = min(2.4, max(1.0, (step.step - 580) / 12))
+        norm += 0.004 * growth**2 * float(rng.normal(1, 0.1))
+        updates = {k: 2e-5 * growth * float(rng.lognormal(0, 0.1)) for k in GROUPS[:3]}
+        weights = dict.fromkeys(GROUPS[:3], 50.0)
+        changed = replace(step, weight_norm=norm, learning_rate_factor=1.0)
+        steps.append(replace(changed, group_update_ratios=updates, group_weight_norms=weights))
+    assert set(judged(steps)) == {OK}
+    assert judged(_heavier(steps, 620, 0.35))[-1].reason == "weight_step"
+
+
+# --- Small changes that recur at the edges of epochs --------------------------------------------
+
+
+def _with_epochs(steps: list[StepStatistics], length: int) -> list[StepStatistics]:
+    return [
+        replace(step, edge=f"epoch {step.step // length} of stage all begins")
+        if step.step and step.step % length == 0
+        else replace(step, edge=None)
+        for step in steps
+    ]
+
+
+@pytest.mark.parametrize("length", [12, 40, 100])
+def test_a_small_change_at_each_epochs_end_is_found_at_the_fifth(length: int) -> None:
+    """Half a thousandth of the norm is too small for a jump, and no step but the edges has it."""
+    steps = _with_epochs(healthy(12 * length), length)
+    assert set(judged(steps)) == {OK}
+    first = 6 * length
+    grown = [
+        replace(step, weight_norm=step.weight_norm * 1.0005 ** max(0, step.step // length - 5))
+        for step in steps
+    ]
+    verdicts = judged(grown)
+    last = verdicts[-1]
+    assert (last.kind, last.reason, last.began) == (
+        "roll_back",
+        "edge_step",
+        first + 4 * length - 1,
+    )
+    assert last.message.endswith("where epoch 10 of stage all begins.")
+
+
+def test_larger_updates_at_each_epochs_end_are_found() -> None:
+    steps = _with_epochs(healthy(800), 40)
+    raised = [
+        _raised(step, "mlp", 4.0) if step.edge is not None and step.step >= 400 else step
+        for step in steps
+    ]
+    verdicts = judged(raised)
+    assert (len(verdicts) - 1, verdicts[-1].reason) == (560, "edge_step")
+    assert verdicts[-1].message.startswith("The updates of the mlp weights were ")
+
+
+def test_the_wilder_update_of_a_smaller_last_batch_is_no_trouble() -> None:
+    """Where an epoch ends with one sample instead of 64."""
+    steps = _with_epochs(healthy(800), 40)
+    raised = [
+        replace(_raised(step, "mlp", 4.0) if step.edge is not None else step, num_samples=size)
+        for step in steps
+        for size in [1 if step.step % 40 == 39 else 64]
+    ]
+    assert set(judged(raised)) == {OK}
+
+
 # --- Slow divergence ----------------------------------------------------------------------------
 
 
@@ -450,6 +532,59 @@ def test_a_rate_that_is_being_found_and_not_reported_is_no_divergence() -> None:
             learning_rate_factor=1.0,
             group_update_ratios=dict.fromkeys(step.group_update_ratios, 2e-3 * growth[step.step]),
             weight_norm=50.0 + 0.05 * sum(growth[: step.step]),
+        )
+        for step in healthy(400)
+    ]
+    assert set(judged(steps)) == {OK}
+    steps[301:] = [_raised(step, "mlp", 10.0) for step in steps[301:]]
+    assert judged(steps)[-1].reason == "divergence"
+
+
+def test_an_optimizer_that_still_finds_its_rate_has_not_begun_to_train() -> None:
+    """Its updates grow a hundredfold by step 80, and then the gradients do: a run's beginning."""
+    steps = []
+    for step in healthy(400):
+        size = min(1.0, math.exp((step.step - 80) / 8))
+        wild = 12.0 if 80 <= step.step < 96 and step.step % 3 == 0 else 1.0
+        updates = dict.fromkeys(step.group_update_ratios, 2e-3 * size)
+        changed = replace(step, learning_rate_factor=1.0, group_update_ratios=updates)
+        steps.append(replace(changed, grad_norm=wild * step.grad_norm))
+    assert set(judged(steps)) == {OK}
+    steps[300] = replace(steps[300], grad_norm=12.0 * steps[300].grad_norm)
+    assert [at for at, verdict in enumerate(judged(steps)) if verdict != OK] == [300]
+
+
+def test_updates_that_keep_their_size_while_the_rate_falls_are_no_divergence() -> None:
+    """As Prodigy's do where the noise of the gradients limits them: 50 times the rate at last."""
+    steps = [
+        replace(
+            step,
+            learning_rate_factor=rate,
+            group_update_ratios={
+                k: 1e-5 * (1 + 0.1 * math.sin(step.step)) for k in step.group_update_ratios
+            },
+        )
+        for step in healthy(700)
+        for rate in [0.02 ** (step.step / 700)]
+    ]
+    assert set(judged(steps)) == {OK}
+    steps[601:] = [_raised(step, "mlp", 10.0) for step in steps[601:]]
+    last = judged(steps)[-1]
+    assert (last.reason, last.began) == ("divergence", 600)
+
+
+def test_updates_that_come_back_to_what_they_were_are_no_divergence() -> None:
+    """Adam's, after large first gradients: they shrink to a twentieth, and come back slowly."""
+
+    def size(step: int) -> float:
+        fallen = math.exp(-max(0, min(step, 90) - 30) / 20)
+        return float(min(0.4, fallen * math.exp(max(0, step - 100) / 30))) if step > 90 else fallen
+
+    steps = [
+        replace(
+            step,
+            learning_rate_factor=1.0,
+            group_update_ratios={k: 2e-5 * size(step.step) for k in step.group_update_ratios},
         )
         for step in healthy(400)
     ]
@@ -619,6 +754,21 @@ def test_samples_without_a_caption_are_judged_apart() -> None:
     found = [verdict for verdict in judged(spiked) if verdict != OK]
     assert [verdict.reason for verdict in found] == ["spike"]
     assert found[0].message.startswith("The loss of samples without a caption of ")
+
+
+def test_a_creeping_loss_is_found_whatever_share_of_captions_is_dropped() -> None:
+    """Of four samples two have none on average, so either half alone is noisier than all."""
+    rng = np.random.default_rng(0)
+    dropped = rng.binomial(4, 0.5, 800)
+    steps = [_with_dropped(each, int(dropped[each.step]), 12.0) for each in healthy(800)]
+    assert set(judged(steps)) == {OK}
+    steps[_AT:] = [
+        _with_dropped(louder(each, 1.02 ** (each.step - _AT)), int(dropped[each.step]), 12.0)
+        for each in healthy(800)[_AT:]
+    ]
+    verdicts = judged(steps)
+    assert verdicts[-1].reason in ("divergence", "spike")
+    assert len(verdicts) - _AT <= 40
 
 
 def test_nothing_explains_a_loss_without_bounds() -> None:

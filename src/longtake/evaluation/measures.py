@@ -4,9 +4,12 @@ Formulas, ranges and limits: docs/concepts/measures.md.
 """
 
 import heapq
+import math
+import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice, pairwise
+from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -427,6 +430,9 @@ DRIFT_CHECKPOINTS = 4
 many, are taken to show a model that learns."""
 DRIFT_CHANGE = 0.05
 """The share by which it has to change in all."""
+_TREND_CHECKPOINTS, _TREND_SIGMAS, _TREND_CHANGE = 8, 3.0, 4.0
+"""A measure that rises in steps, or falls back now and then, is found by a test of trend: over at
+least so many results, so many standard deviations from none, and by this multiple of the change."""
 
 
 def find_drift(
@@ -438,7 +444,7 @@ def find_drift(
     checkpoints: int = DRIFT_CHECKPOINTS,
     change: float = DRIFT_CHANGE,
 ) -> list[Alarm]:
-    """Measures of ours that have risen, or fallen, at each of the last checkpoints.
+    """Measures of ours that rose, or fell, at each of the last checkpoints, or on the whole.
 
     While a model learns, all measures move: a row counts from the checkpoint on that `_learnt`
     gives. No alarm is given for a measure that has come nearer to what the training's clips have,
@@ -454,14 +460,22 @@ def find_drift(
         values = [value for _, value in series]
         start = _learnt(name, values, checkpoints, reference)
         row = last_row(values)[-max(1, len(series) - start) :]
-        share = (row[-1] - row[0]) / base(name, row)
+        share, how = (row[-1] - row[0]) / base(name, row), "checkpoints in a row"
         is_drift = len(row) > checkpoints and abs(share) >= change
+        trend = values[start:]
+        if not is_drift and len(trend) >= _TREND_CHECKPOINTS:
+            third = len(trend) // 3
+            ends = statistics.median(trend[:third]), statistics.median(trend[-third:])
+            share, how = (ends[1] - ends[0]) / base(name, ends), "checkpoints on the whole"
+            sigmas = trend_sigmas(trend) * (1 if share > 0 else -1)
+            is_drift = sigmas >= _TREND_SIGMAS and abs(share) >= _TREND_CHANGE * change
+            row = [ends[0], *trend[1:-1], ends[1]]
         is_drift = is_drift and MEASURES[name].bad in ("both", "up" if share > 0 else "down")
         if is_drift and not _comes_nearer(name, row, reference):
             first_step, last_step = series[-len(row)][0], series[-1][0]
             verb = "rose" if share > 0 else "fell"
             message = (
-                f"{name} of {preset} {verb} {len(row) - 1} checkpoints in a row, "
+                f"{name} of {preset} {verb} {len(row) - 1} {how}, "
                 f"{100 * share:+.0f} % (from step {first_step} to {last_step})."
             )
             alarms.append(Alarm(measure=name, kind="drift", message=message))
@@ -496,6 +510,19 @@ def last_row(values: Sequence[float]) -> list[float]:
             break
         backwards.append(earlier)
     return backwards[::-1]
+
+
+def trend_sigmas(values: Sequence[float]) -> float:
+    """How many standard deviations a series is from one in any order; positive if it rises.
+
+    The test of Mann (1945) and Kendall (1975): of all pairs, how many more rise than fall. Its
+    variance is less if values are equal.
+    """
+    count = len(values)
+    pairs = sum((later > earlier) - (later < earlier) for earlier, later in combinations(values, 2))
+    equal = (n * (n - 1) * (2 * n + 5) for n in Counter(values).values())
+    variance = (count * (count - 1) * (2 * count + 5) - sum(equal)) / 18
+    return math.copysign(max(0, abs(pairs) - 1), pairs) / math.sqrt(variance) if variance else 0.0
 
 
 def base(name: str, row: Sequence[float]) -> float:

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longtake.guard.history import (
     GROUPS,
+    POPULATIONS,
     GuardSettings,
     History,
     Numbers,
     StepRows,
     StepStatistics,
     StepWindow,
+    block_medians,
+    medians,
 )
 
 VerdictKind = Literal["ok", "skip", "roll_back", "stop"]
@@ -58,6 +62,7 @@ def judge(history: History, now: StepStatistics, settings: GuardSettings) -> Gua
         return (
             detect_non_finite(window)
             or detect_weight_norm_jump(window)
+            or detect_recurring_edge(window)
             or detect_divergence(window)
             or detect_spike(window)
             or OK
@@ -91,9 +96,9 @@ def detect_non_finite(window: StepWindow) -> GuardVerdict | None:
 
 # --- Jumps of the weight norm ---------------------------------------------------------------------
 
-_SPANS = {1: 16, 4: 32, 16: 64}
-"""Spans in steps in which a jump is looked for, and how many earlier changes define the usual one:
-changes over longer spans overlap, so more of them are needed."""
+_SPANS = {1: 16, 4: 32, 16: 64, 64: 192}
+"""Spans in steps in which a jump is looked for, in the longest a drift that begins; and how many
+earlier changes define the usual one: those over longer spans overlap, so more are needed."""
 _JUMP_SIGMAS = 12.0
 """Distance from the usual change. Undisturbed runs reach 5."""
 _JUMP_TIMES_LARGEST = 2.0
@@ -119,7 +124,6 @@ def detect_weight_norm_jump(window: StepWindow) -> GuardVerdict | None:
         return None
     rows = rows.append(window.row)
     rows = rows.select(np.isfinite(rows.column("weight_norm")))
-    rows = rows.select(slice(_settled(rows.updates), None))
     for span, least in _SPANS.items():
         most = max(window.settings.window, 2 * least)
         usual = _usual_change(rows, span, least, most)
@@ -136,7 +140,8 @@ def _usual_change(rows: StepRows, span: int, least: int, most: int) -> float | N
     Uses at most `most` earlier changes; None also if there are fewer than `least`. A change is
     compared with the earlier ones as they are and as they would be at the rates of the last `span`
     updates: weights that move in one direction change in proportion to the rate, and those that
-    walk at random with its square. A jump is an outlier by each of these.
+    walk at random with its square. A jump is an outlier by each of these, and also where the
+    updates themselves have grown by less than a divergence: a LoRA that learns a feature at last.
     """
     norms, rates = rows.column("weight_norm"), rows.column("rate")
     changes = norms[span:] - norms[:-span]
@@ -145,22 +150,37 @@ def _usual_change(rows: StepRows, span: int, least: int, most: int) -> float | N
     if num_past < least:
         return None
     ways = [path[span:] - path[:-span] for path in (np.cumsum(rates**2), np.cumsum(rates))]
-    past, ratios = changes[:num_past], [np.ones(num_past)]
+    past, ratios = changes[:num_past], [np.ones(num_past)] * 2
     if ways[1][-1] > 0:
         is_comparable = ways[1][:num_past] * _MOST_TIMES_THE_RATE >= ways[1][-1]
         past = past[is_comparable]
-        ratios = [*(way[-1] / way[:num_past][is_comparable] for way in ways), np.ones(len(past))]
+        ratios = [way[-1] / way[:num_past][is_comparable] for way in ways]
     if len(past) < least:
         return None
-    for ratio in ratios:
+
+    def is_outlier(ratio: Numbers) -> bool:
         expected = (past * ratio)[-most:]
         usual = median(expected)
         distance = abs(float(changes[-1]) - usual)
         largest = float(np.abs(expected - usual).max())
         limit = max(abs(usual), _JUMP_TIMES_LARGEST * largest, _MIN_JUMP_FRACTION * norms[-1])
-        if distance <= max(limit, _JUMP_SIGMAS * spread(expected, usual)):
-            return None
-    return usual
+        return bool(distance > max(limit, _JUMP_SIGMAS * spread(expected, usual)))
+
+    if not all(map(is_outlier, [np.ones(len(past)), *ratios])):
+        return None
+    growth = _growth_within_limits(rows, span)
+    grown = [ratios[0] * growth**2, ratios[-1] * growth]
+    return median(past[-most:]) if all(map(is_outlier, grown)) else None
+
+
+def _growth_within_limits(rows: StepRows, span: int) -> float:
+    """Growth of the last `span` updates of all weights; at least 1, and less than a divergence."""
+    sizes = np.linalg.norm(rows.select(rows.have_update).updates, axis=1)
+    recent, past = sizes[-span:], sizes[:-span][-_NUM_NEWEST_UPDATES:]
+    if len(past) < _MIN_USUAL_UPDATES:
+        return 1.0
+    mean_square = float(np.square(recent / median(past)).mean())
+    return min(_JUMP_UPDATE_GROWTH, max(1.0, math.sqrt(mean_square)))
 
 
 def _weight_norm_verdict(
@@ -197,19 +217,97 @@ def _max_steps_after_edge(window: StepWindow) -> int:
     return int(min(_MAX_STEPS_AFTER_EDGE, epochs.max() // 4))
 
 
+# --- Small changes that recur at the edges of epochs ----------------------------------------------
+# One of them is too small to be seen. At edge after edge, each beyond all the steps before it, they
+# are no chance: among eight earlier steps that happens at one edge in nine, at five in 60,000, and
+# they must also be twice as far off as any of those steps.
+
+_NUM_EDGES = 5
+"""Edges in a row at which the same is seen."""
+_LEAST_BETWEEN, _MOST_BETWEEN = 8, 32
+"""Steps before an edge with which it is compared, all of them within its epoch."""
+_TIMES_FURTHEST = 2.0
+"""Distance from the usual of those steps, as a multiple of the furthest one of them."""
+_EDGE_UPDATE_GROWTH = 2.0
+_MIN_EDGES_FRACTION = 1e-3
+"""Of the norm: what all these edges have added to it beyond the usual."""
+
+
+def detect_recurring_edge(window: StepWindow) -> GuardVerdict | None:
+    """Roll back if each of the last epochs ended with a change that no other step has."""
+    if window.now.edge is None or not window.is_warm:
+        return None
+    rows = window.past.append(window.row)
+    at = np.flatnonzero(rows.column("at_edge") > 0)
+    edges = at[-_NUM_EDGES:]
+    if len(edges) < _NUM_EDGES:
+        return None
+    starts = [0, *at][-_NUM_EDGES - 1 : -1]
+    between = [
+        slice(max(start + 1, edge - _MOST_BETWEEN), edge)
+        for start, edge in zip(starts, edges, strict=True)
+    ]
+    if min(before.stop - before.start for before in between) < _LEAST_BETWEEN:
+        return None
+    # The last batch of an epoch may be smaller, and its gradient wilder.
+    samples = rows.column("num_samples")
+    if any(samples[before.stop - 1] < median(samples[before]) for before in between):
+        return None
+    norms = rows.column("weight_norm")
+    changes = np.diff(norms, prepend=norms[:1])
+    excess, usual = _excess_at_edges(changes, edges, between)
+    count, began = f"each of the last {_NUM_EDGES} edges", int(rows.column("step")[edges[-1] - 1])
+    where = f", the last where {window.now.edge}."
+    if abs(excess.sum()) > _MIN_EDGES_FRACTION * norms[-1]:
+        message = (
+            f"The norm of the weights changed by {median(excess + usual):+.3g} at {count}, and "
+            f"before them by {median(usual):+.2g} in a step{where}"
+        )
+        return GuardVerdict("roll_back", "edge_step", message, began)
+    for number, group in enumerate(GROUPS):
+        excess, usual = _excess_at_edges(rows.updates[:, number], edges, between)
+        growth = (excess + usual) / np.where(usual > 0, usual, np.inf)
+        if (growth > _EDGE_UPDATE_GROWTH).all():
+            message = (
+                f"The updates of the {group} weights were {median(growth):.3g} times as large at "
+                f"{count} as in the steps before them{where}"
+            )
+            return GuardVerdict("roll_back", "edge_step", message, began)
+    return None
+
+
+def _excess_at_edges(
+    values: Numbers, edges: NDArray[np.intp], between: Sequence[slice]
+) -> tuple[Numbers, Numbers]:
+    """[edges] how far each edge is beyond all steps before it, and their usual value.
+
+    0 at all edges unless each is, to the same side.
+    """
+    usual = np.array([median(values[before]) for before in between])
+    excess = values[edges] - usual
+    furthest = np.array(
+        [np.abs(values[before] - each).max() for before, each in zip(between, usual, strict=True)]
+    )
+    is_beyond = np.abs(excess) > _TIMES_FURTHEST * furthest
+    is_found = bool(is_beyond.all()) and abs(np.sign(excess).sum()) == len(excess)
+    return excess if is_found else np.zeros(len(excess)), usual
+
+
 # --- Growth of updates ----------------------------------------------------------------------------
 # A wrong learning rate shows here first. Norms are measured by group and divided by the rate that
 # the optimizer used, its own estimate included: updates then keep their size. Relative to the
 # weights they would shrink as those grow.
 
+_MIN_SLOW = 32
+"""Recent updates from which on growth counts only if it exceeds all that there was before."""
 _MIN_USUAL_UPDATES = 16
 """Earlier updates that are needed to define the usual size."""
 _NUM_NEWEST_UPDATES = 64
 """Updates that count as newest: Adam's may shrink to a fifth in the first hundreds of steps."""
-_MOST_TIMES_A_LOWER_RATE = 2.0
-"""Updates at lower rates than this share of the present one are not compared with."""
-_BLOCK, _GROWS = 8, 1.1
-"""Updates of a block, and the growth from each block to the next of a rate that is being found."""
+_MOST_TIMES_A_LOWER_RATE, _MOST_TIMES_A_HIGHER_RATE = 2.0, 4.0
+"""Updates at rates outside of these multiples of the present one are not compared with. Where the
+noise of the gradients, and not the rate, limits the updates of an optimizer, they keep their size
+while the rate falls fiftyfold."""
 _MAX_USUAL_UPDATES = 128
 """A sample of this size is as good as all of them, and sorted sooner."""
 
@@ -238,9 +336,11 @@ def _update_growth(
     if len(rows) <= num_recent:
         return None
     # An optimizer whose estimate of its rate grows takes larger steps for a while at each rate.
-    rate = median(rows.column("rate")[-num_recent:])
-    rows = rows.select(rows.column("rate") >= rate / _MOST_TIMES_A_LOWER_RATE)
-    rows = rows.select(slice(_settled(rows.updates), None))
+    rates = rows.column("rate")
+    rate = median(rates[-num_recent:])
+    is_like = rates >= rate / _MOST_TIMES_A_LOWER_RATE
+    is_like &= rates <= rate * _MOST_TIMES_A_HIGHER_RATE
+    rows = rows.select(is_like)
     num_past = len(rows) - num_recent
     if num_past < _MIN_USUAL_UPDATES:
         return None
@@ -248,9 +348,10 @@ def _update_growth(
     recent, past = medians(updates[num_past:]), updates[:num_past]
     newest = medians(past[-_NUM_NEWEST_UPDATES:])
     of_all = medians(past[:: max(1, num_past // _MAX_USUAL_UPDATES)])
-    # A burst of gradients lowers Adam's updates for a thousand steps, from which they come back.
-    is_largest = recent > _levels(past).max(axis=0)
-    usual = np.where(is_largest, np.minimum(newest, of_all), newest)
+    # Large gradients lower Adam's updates for a thousand steps, from which they come back slowly.
+    is_largest = recent > block_medians(past).max(axis=0)
+    back = newest if num_recent < _MIN_SLOW else np.inf
+    usual = np.where(is_largest, np.minimum(newest, of_all), back)
     factors = recent / np.where(usual > 0, usual, np.inf)
     group = int(factors.argmax())
     if factors[group] <= least_factor:
@@ -259,26 +360,6 @@ def _update_growth(
     normal = np.flatnonzero(updates[:, group] <= halfway)
     began = int(rows.column("step")[normal[-1]])
     return _UpdateGrowth(GROUPS[group], float(recent[group]), float(usual[group]), began)
-
-
-def _settled(updates: Numbers) -> int:
-    """The number of first updates [steps, groups] that only ever grew, in all groups together.
-
-    An optimizer that finds its rate and does not report it begins so, and a fault does not.
-    """
-    has_any = updates.max(axis=0, initial=0.0) > 0
-    if not has_any.any() or len(updates) < 2 * _BLOCK:
-        return 0
-    levels = _levels(updates[:, has_any])
-    least_growth = np.append((levels[1:] / np.maximum(levels[:-1], 1e-300)).min(axis=1), 0.0)
-    return _BLOCK * int((least_growth <= _GROWS).argmax())
-
-
-def _levels(updates: Numbers) -> Numbers:
-    """[blocks, groups] the median of each block of successive updates [steps, groups]."""
-    blocks = len(updates) // _BLOCK
-    whole = updates[: blocks * _BLOCK].reshape(blocks, _BLOCK, -1)
-    return medians(whole.swapaxes(0, 1))
 
 
 # --- Slow divergence ------------------------------------------------------------------------------
@@ -314,23 +395,20 @@ def detect_divergence(window: StepWindow) -> GuardVerdict | None:
     for num_recent, factor in _UPDATE_GROWTH:
         if (growth := _update_growth(window, num_recent, factor)) is not None:
             return GuardVerdict("roll_back", "divergence", str(growth), growth.began)
-    verdicts = (_level_verdict(window, population) for population in window.populations)
-    return next(filter(None, verdicts), None)
+    return _level_verdict(window)
 
 
-def _level_verdict(window: StepWindow, population: str) -> GuardVerdict | None:
-    """A verdict if the loss of a population has risen, or the gradient norm with it."""
+def _level_verdict(window: StepWindow) -> GuardVerdict | None:
+    """A verdict if the loss has risen, or the gradient norm with it."""
     rows = window.same_shape.append(window.row)
-    losses, grad_norms = rows.column(f"{population}_loss"), rows.column("grad_norm")
-    rows = rows.select(
-        np.isfinite(losses) & (losses > 0) & np.isfinite(grad_norms) & (grad_norms > 0)
-    )
+    losses, grad_norms = _losses_without_captions_share(rows), rows.column("grad_norm")
+    is_measured = np.isfinite(losses) & np.isfinite(grad_norms) & (grad_norms > 0)
+    rows, loss = rows.select(is_measured), losses[is_measured]
     if len(rows) < _LEVEL_STEPS + _RECENT_STEPS:
         return None
-    steps, loss = rows.column("step"), np.log(rows.column(f"{population}_loss"))
-    loss_rise = _rise(loss)
+    steps, loss_rise = rows.column("step"), _rise(loss)
     if _is_significant(loss, loss_rise, _LOSS_RISE):
-        return _rise_verdict(f"loss{_OF_POPULATION[population]}", steps, loss, loss_rise)
+        return _rise_verdict("loss", steps, loss, loss_rise)
     if _is_significant(loss, loss_rise, _LOSS_RISE_WITH_GRAD_NORM, _LOSS_RISE_SIGMAS):
         grad_norm = np.log(rows.column("grad_norm"))
         grad_norm_rise = _rise(grad_norm)
@@ -342,7 +420,25 @@ def _level_verdict(window: StepWindow, population: str) -> GuardVerdict | None:
     return None
 
 
-_OF_POPULATION = {"captioned": "", "dropped": " of samples without a caption"}
+def _losses_without_captions_share(rows: StepRows) -> Numbers:
+    """[steps] logarithms of the loss as if each step had equally many samples with a caption.
+
+    A model that has learnt its clips has many times the loss on samples without a caption, so each
+    loss is taken relative to the usual one of its kind. NaN without a sample.
+    """
+    sums, counts = np.zeros(len(rows)), np.zeros(len(rows))
+    usual_sum, usual_count = 0.0, 0.0
+    for population in POPULATIONS:
+        losses, samples = rows.column(f"{population}_loss"), rows.column(f"{population}_samples")
+        is_measured = np.isfinite(losses) & (losses > 0) & (samples > 0)
+        if is_measured.any():
+            logs, weights = np.log(losses[is_measured]), samples[is_measured]
+            usual, total = median(logs), float(weights.sum())
+            sums[is_measured] += weights * (logs - usual)
+            counts[is_measured] += weights
+            usual_sum, usual_count = usual_sum + total * usual, usual_count + total
+    with np.errstate(invalid="ignore"):
+        return np.asarray(sums / counts + usual_sum / max(1.0, usual_count))
 
 
 def _rise(logs: Numbers) -> float:
@@ -460,6 +556,9 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
     return _skip_or_roll_back(window, "spike", message)
 
 
+_OF_POPULATION = {"captioned": "", "dropped": " of samples without a caption"}
+
+
 def _loss_spike(window: StepWindow, rows: StepRows, population: str) -> str | None:
     """What is to be said of the loss of a population, if it is a spike."""
     loss, count, *by_sigma = window.now.population(population)
@@ -561,12 +660,6 @@ def _began(window: StepWindow, reason: VerdictReason, first: int) -> int:
 
 _SIGMAS_PER_MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
-
-
-def medians(values: Numbers) -> Numbers:
-    ordered = np.sort(values, axis=0)
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return np.asarray(low + (high - low) / 2)
 
 
 def median(values: Numbers) -> float:

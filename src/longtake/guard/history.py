@@ -33,6 +33,9 @@ dominates, most in bf16."""
 POPULATIONS = ("captioned", "dropped")
 """Samples with a caption and without one: a model that has learnt has other losses on each."""
 
+_BLOCK, _GROWS = 8, 1.1
+"""Updates of a block, and the growth from each block to the next of a rate that is being found."""
+
 _NUM_DIGITS = 8
 """Significant digits kept of a float: the precision of fp32, and half the bytes in checkpoints."""
 
@@ -165,9 +168,37 @@ class StepRows:
         found: NDArray[np.bool_] = is_measured & (self.updates.max(axis=1) > 0)
         return found
 
+    @property
+    def num_finding_rate(self) -> int:
+        """Number of the first steps whose updates only ever grew, in all groups together.
+
+        An optimizer that finds its rate and does not report it begins so. No fault does, and the
+        weights are still those that the run began with: training has not begun.
+        """
+        updates = self.updates
+        has_any = updates.max(axis=0, initial=0.0) > 0
+        if not has_any.any() or len(updates) < 2 * _BLOCK:
+            return 0
+        levels = block_medians(updates[:, has_any])
+        least_growth = np.append((levels[1:] / np.maximum(levels[:-1], 1e-300)).min(axis=1), 0.0)
+        return _BLOCK * int((least_growth <= _GROWS).argmax())
+
     def have_verdict(self, kind: str) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = self.column("kind") == _VERDICT_KINDS.index(kind)
         return found
+
+
+def medians(values: Numbers) -> Numbers:
+    ordered = np.sort(values, axis=0)
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return np.asarray(low + (high - low) / 2)
+
+
+def block_medians(updates: Numbers) -> Numbers:
+    """[blocks, groups] the median of each block of successive updates [steps, groups]."""
+    blocks = len(updates) // _BLOCK
+    whole = updates[: blocks * _BLOCK].reshape(blocks, _BLOCK, -1)
+    return medians(whole.swapaxes(0, 1))
 
 
 def _row(statistics: StepStatistics, verdict_kind: str = "ok") -> Numbers:
@@ -328,9 +359,11 @@ class StepWindow:
 
     @cached_property
     def past(self) -> StepRows:
+        """Steps since the last rollback, and since the optimizer has found its rate."""
         rows = self.history.rows
         found = np.flatnonzero(rows.have_verdict("roll_back"))
-        return rows.select(slice(int(found[-1]) + 1, None)) if len(found) else rows
+        rows = rows.select(slice(int(found[-1]) + 1, None)) if len(found) else rows
+        return rows.select(slice(rows.num_finding_rate, None))
 
     @cached_property
     def same_stage(self) -> StepRows:
