@@ -304,7 +304,7 @@ _MIN_USUAL_UPDATES = 16
 """Earlier updates that are needed to define the usual size."""
 _NUM_NEWEST_UPDATES = 64
 """Updates that count as newest: Adam's may shrink to a fifth in the first hundreds of steps."""
-_MOST_TIMES_A_LOWER_RATE, _MOST_TIMES_A_HIGHER_RATE = 2.0, 4.0
+_MOST_TIMES_A_LOWER_RATE, _MOST_TIMES_A_HIGHER_RATE = 2.0, 5.0
 """Updates at rates outside of these multiples of the present one are not compared with. Where the
 noise of the gradients, and not the rate, limits the updates of an optimizer, they keep their size
 while the rate falls fiftyfold."""
