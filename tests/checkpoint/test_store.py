@@ -367,7 +367,8 @@ def test_the_first_save_may_fail(tmp_path: Path) -> None:
 
 def test_a_save_that_was_killed_leaves_only_what_the_next_replaces(run: RunDirectory) -> None:
     """SIGKILL while it writes: the checkpoints before are whole, and its folder never was one."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, __file__, str(run.path)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,12 +1,14 @@
 """A step's gradients by the attention kernel that is chosen, and by torch's formula."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from tests.families.row import Row
 from tests.families.rows import transformer_class
 from tests.families.tiny import Tiny
@@ -26,26 +28,40 @@ _WIDER = (
     *("cross_attention_dim", "audio_cross_attention_dim", "added_kv_proj_dim"),
     *("axes_dims", "axes_dims_rope", "rope_axes_dim"),
 )
+_OF_CONNECTORS = (
+    *("video_hidden_dim", "video_connector_attention_head_dim"),
+    *("audio_hidden_dim", "audio_connector_attention_head_dim"),
+)
 
 
 def make_wide(row: Row, folder: Path) -> Tiny:
-    """The tiny release of a row with heads of 96 or 128 channels, and 16 times the tokens."""
+    """The tiny release of a row with heads of 64 to 128 channels, and 4 times the pixels."""
     name = transformer_class(row)
-    made = getattr(diffusers, name)
+    made, connectors = getattr(diffusers, name), LTX2TextConnectors
 
     def make_wider(**sizes: Any) -> Any:
-        return made(**sizes | {key: _wider(sizes[key]) for key in _WIDER if sizes.get(key)})
+        return made(**_wider(sizes, _WIDER))
+
+    def make_wider_connectors(**sizes: Any) -> Any:
+        # LTX-2.3's make text of the width of each stream, and LTX-2's of its own.
+        return connectors(**_wider(sizes, _OF_CONNECTORS if "video_hidden_dim" in sizes else ()))
 
     frames, height, width = row.bucket
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diffusers, name, make_wider)
+        patch.setattr("tests.families.release_ltx2.LTX2TextConnectors", make_wider_connectors)
         return Tiny(dataclasses.replace(row, bucket=(frames, 2 * height, 2 * width)), folder)
 
 
-def _wider(size: Any) -> Any:
-    if isinstance(size, int):
-        return _FACTOR * size
-    return type(size)(_FACTOR * each for each in size)
+def _wider(sizes: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    wider = dict(sizes)
+    for key in keys:
+        size = sizes.get(key)
+        if isinstance(size, int):
+            wider[key] = _FACTOR * size
+        elif size is not None:
+            wider[key] = type(size)(_FACTOR * each for each in size)
+    return wider
 
 
 def check_gradients_by_kernels(tiny: Tiny, device: torch.device) -> None:

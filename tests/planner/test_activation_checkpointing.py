@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.build import LateCopies
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +38,12 @@ def _outcome(subject: Subject, options: Mapping[nn.Module, BlockOption]) -> list
     return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
+@pytest.fixture
+def _copies_as_late_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longtake.planner.activation_offload.CopyStream", LateCopies)
+
+
+@pytest.mark.usefixtures("_copies_as_late_as_may_be")
 @pytest.mark.parametrize("option", ACTIVATIONS)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_options_are_the_same_to_the_bit(toy: Any, option: Activations, dropout: float) -> None:
@@ -47,6 +54,7 @@ def test_options_are_the_same_to_the_bit(toy: Any, option: Activations, dropout:
     assert all(map(torch.equal, kept, recomputed))
 
 
+@pytest.mark.usefixtures("_copies_as_late_as_may_be")
 def test_mixtures_are_the_same_to_the_bit(toy: Any) -> None:
     subject = toy("cpu", dropout=0.1, num_blocks=5)
     mixed = dict(zip(subject.blocks.values(), map(BlockOption, ACTIVATIONS), strict=False))
