@@ -34,34 +34,51 @@ from longtake.errors import ClipError, DataError
 _ONE = 1 << 16
 
 
-def _write(path: Path, matrix: Sequence[int]) -> Media:
+def _write(path: Path, matrix: Sequence[int], picture: NDArray[np.float64]) -> None:
     with av.open(str(path), "w") as out:
         stream = out.add_stream("libx264", rate=24)
         assert isinstance(stream, av.VideoStream)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        stream.height, stream.width = picture.shape
+        stream.pix_fmt = "yuv420p"
         stream.set_display_matrix(list(matrix))
+        pixels = np.repeat(picture[..., None], 3, axis=2).astype(np.uint8)
         for _ in range(2):
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8))))
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
         out.mux(stream.encode())
-    return Media(str(path))
 
 
 @pytest.mark.parametrize(
-    "matrix",
+    ("a", "b", "c", "d"),
     [
-        [-_ONE, 0, 0, 0, _ONE, 0, 64 * _ONE, 0, 1 << 30],
-        [_ONE, 0, 0, 0, -_ONE, 0, 0, 64 * _ONE, 1 << 30],
-        [0, _ONE, 0, _ONE, 0, 0, 0, 0, 1 << 30],
+        *((1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0)),
+        *((-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)),  # mirrored
     ],
 )
-def test_a_mirrored_video_is_rejected_by_name(tmp_path: Path, matrix: list[int]) -> None:
-    with pytest.raises(ClipError, match="mirrored"):
-        probe(_write(tmp_path / "clip.mp4", matrix=matrix))
-
-
-def test_a_turned_video_is_not_taken_for_a_mirrored_one(tmp_path: Path) -> None:
-    turned = [0, _ONE, 0, -_ONE, 0, 0, 64 * _ONE, 0, 1 << 30]
-    assert probe(_write(tmp_path / "clip.mp4", matrix=turned)).rotation in (90, 270)
+def test_a_video_is_read_and_prepared_as_its_display_matrix_shows_it(
+    tmp_path: Path, a: int, b: int, c: int, d: int
+) -> None:
+    """The matrix shows right of a decoded picture at (a, b) and down at (c, d); y points down."""
+    (tmp_path / "clips").mkdir()
+    greys = np.array([[40, 100], [160, 220]])
+    _write(
+        tmp_path / "clips" / "clip.mp4",
+        matrix=[each * _ONE for each in (a, b, 0, c, d, 0, 0, 0)] + [1 << 30],
+        picture=np.kron(greys, np.ones((32, 64))),
+    )
+    shown = np.zeros((2, 2))
+    for q, p in np.ndindex(2, 2):
+        x, y = 2 * p - 1, 2 * q - 1  # around the centre
+        shown[int(b * x + d * y > 0), int(a * x + c * y > 0)] = greys[q, p]
+    height, width = (128, 64) if a == 0 else (64, 128)
+    index([tmp_path / "clips"], captions=None, out=tmp_path / "c.parquet", workers=0)
+    sizes = Settings(((height, width),))
+    prepared = prepare(tmp_path / "c.parquet", tmp_path / "prepared", settings=sizes, workers=0)
+    for path in (tmp_path / "c.parquet", prepared.catalog):
+        (clip,) = Catalog.load(path).clips()
+        assert (clip.height, clip.width) == (height, width)
+        window = window_of(clip, range(1), Crop(height, width, 0, 0), height, width)
+        found = read_window(window)[0, 0].reshape(2, height // 2, 2, width // 2).mean((1, 3))
+        np.testing.assert_allclose(found, shown, atol=5)
 
 
 @pytest.mark.parametrize(("height", "matrix"), [(64, 6), (720, 1)])

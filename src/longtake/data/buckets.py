@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from longtake.config import Bucket, DataSection
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip
+from longtake.data.clip import Clip, is_turned
 from longtake.data.decode import HD_LINES
 from longtake.data.order import Indices, derive, permuted, shares
 from longtake.data.window import Crop, Window, crop
@@ -388,7 +388,7 @@ def window_of(
     untagged: str = "bt709",
 ) -> Window:
     """Some frames of a clip, ascending, scaled and then cut to a size."""
-    lines = clip.width if clip.rotation in (90, 270) else clip.height
+    lines = clip.width if is_turned(clip.rotation) else clip.height
     return Window(
         identity=clip.identity,
         media=clip.media,

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from longtake.data.clip import Clip, Indexed, Media, Timing
+from longtake.data.clip import MIRRORED, Clip, Indexed, Media, Timing
 from longtake.errors import DataError
 from longtake.fsio import atomic_write, is_missing, open_regular
 
@@ -101,7 +101,7 @@ _BOUNDS = {
     "span_end": (0, 1e9),
     "seek_pts": (-(2**62), 2**62),
 }
-_CHOICES = {"kind": ("image", "video"), "rotation": (0, 90, 180, 270)}
+_CHOICES = {"kind": ("image", "video"), "rotation": tuple(range(0, 2 * MIRRORED, 90))}
 _DECIDES_TRAINING = ("num_frames", "width", "height", "stream_index", "rotation")
 ROWS_PER_GROUP = 2**17  # some tens of MB, which are in memory while a catalog is written
 _IN_DISORDER = "its clips are not sorted by identity, each there once"

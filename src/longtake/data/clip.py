@@ -6,9 +6,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Literal
 
+MIRRORED = 360
+"""Added to a rotation in degrees: the turned picture is then mirrored, left to right."""
 Kind = Literal["video", "image"]
 Given = str | tuple[float, ...]
 """What a table gives of a further input of a clip: the absolute path of a file, or numbers."""
+
+
+def is_turned(rotation: int) -> bool:
+    """Return True if width and height change places."""
+    return rotation % 180 == 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ class Clip:
     fps: float  # average frame rate by the frames' timestamps; 0 for an image
     duration_seconds: float  # from the first frame's start to the last one's end; 0 for an image
     stream_index: int  # the video stream that is read, as an index into all streams
-    rotation: int  # degrees counterclockwise that turn a decoded frame upright: 0, 90, 180 or 270
+    rotation: int  # degrees counterclockwise that turn a decoded frame upright, and `MIRRORED`
     codec: str  # FFmpeg's name of the compression format, such as `h264`; Pillow's for an image
     pix_fmt: str  # FFmpeg's name of the decoded pixel format; Pillow's mode for an image
     color_range: str = ""  # `limited`, `full`, or empty where the file does not say

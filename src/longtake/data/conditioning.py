@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from longtake.config import STEM, Bucket, ConditioningSection
 from longtake.data import stores
-from longtake.data.clip import IMAGE_SUFFIXES, MEDIA_SUFFIXES, Clip, Given, Media
+from longtake.data.clip import IMAGE_SUFFIXES, MEDIA_SUFFIXES, Clip, Given, Media, is_turned
 from longtake.data.decode import (
     decoded,
     in_square_pixels,
@@ -375,7 +375,7 @@ def _window(wanted: ConditioningPixels, stream: VideoStream, frame: VideoFrame) 
     """A window of the input's own file, by a frame of it."""
     rotation = rotation_of(wanted.media, stream, frame)
     shown = square_size(wanted.media, stream, frame)
-    height, width = shown[::-1] if rotation in (90, 270) else shown
+    height, width = shown[::-1] if is_turned(rotation) else shown
     how = _crop(wanted, height, width)
     return Window(
         identity=wanted.identity,

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from longtake.data import content, stores
-from longtake.data.clip import Item, Kind, Media, Timing
+from longtake.data.clip import MIRRORED, Item, Kind, Media, Timing, is_turned
 from longtake.data.workers import SILENCE_SECONDS, Task
 from longtake.errors import ClipError
 
@@ -481,8 +481,8 @@ def probe(
             identity=identity,
             kind="video",
             num_frames=len(pts),
-            width=height if rotation in (90, 270) else width,
-            height=width if rotation in (90, 270) else height,
+            width=height if is_turned(rotation) else width,
+            height=width if is_turned(rotation) else height,
             fps=span.fps,
             duration_seconds=span.end - span.start,
             stream_index=stream.index,
@@ -623,10 +623,10 @@ def _declared_end(container: InputContainer, stream: VideoStream, start: float) 
 
 
 def rotation_of(media: Media, stream: VideoStream, frame: VideoFrame) -> int:
-    """Degrees counterclockwise, by FFmpeg's display matrix.
+    """Degrees counterclockwise, by FFmpeg's display matrix, and `MIRRORED` if it mirrors.
 
     Raises:
-        ClipError: it is no multiple of 90, or the frame is to be mirrored or has an alpha channel.
+        ClipError: it is no multiple of 90, or the frame has an alpha channel.
     """
     has_alpha = any(each.is_alpha for each in frame.format.components)  # each frame of a GIF has
     if (has_alpha and stream.codec_context.name != "gif") or stream.metadata.get(
@@ -637,19 +637,22 @@ def rotation_of(media: Media, stream: VideoStream, frame: VideoFrame) -> int:
             "has an alpha channel, below which any colours may lie; lay it over black: ffmpeg -i "
             "IN -vf premultiply=inplace=1,format=yuv420p OUT (a WebM: -c:v libvpx-vp9 before -i)",
         )
+    rotation, mirror = frame.rotation % 360, 0
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is not None:
+        # Right and down of a decoded frame are shown at (a, b) and (c, d); x right, y down.
         a, b, _, c, d = struct.unpack("=5i", np.asarray(matrix).tobytes()[:20])
         if a * d < b * c:
-            raise ClipError(
-                str(media),
-                "is to be shown mirrored (display matrix); write it as it is shown: "
-                "ffmpeg -i IN OUT",
-            )
-    rotation = frame.rotation % 360
+            rotation, mirror = round(math.degrees(math.atan2(-b, -a))) % 360, MIRRORED
     if rotation % 90:
         raise ClipError(str(media), f"is to be shown turned by {rotation} degrees; only quarters")
-    return rotation
+    return rotation + mirror
+
+
+def upright(picture: NDArray[np.uint8], rotation: int) -> NDArray[np.uint8]:
+    """A decoded picture [H, W, ...] as it is shown: a view of it."""
+    turned = np.rot90(picture, rotation // 90)
+    return turned[:, ::-1] if rotation >= MIRRORED else turned
 
 
 _ROUNDED_RATIO = Fraction(
@@ -676,10 +679,10 @@ def square_size(media: Media, stream: VideoStream, frame: VideoFrame) -> tuple[i
 def in_square_pixels(media: Media, stream: VideoStream, frame: VideoFrame) -> NDArray[np.uint8]:
     """A frame as it is shown: [H, W, 3], upright."""
     height, width = square_size(media, stream, frame)
-    turned = rotation_of(media, stream, frame) // 90
+    rotation = rotation_of(media, stream, frame)
     if (height, width) != (frame.height, frame.width):
         frame = frame.reformat(width=width, height=height, format="rgb24", threads=1)
-    return np.rot90(rgb(frame), turned)
+    return upright(rgb(frame), rotation)
 
 
 def probe_image(media: Media) -> Probe:

@@ -29,7 +29,7 @@ from PIL import Image
 from longtake.data import content, decode, stores
 from longtake.data.catalog import TRUSTED, Catalog, Rejection, Stamp
 from longtake.data.catalog_writer import CatalogWriter
-from longtake.data.clip import Clip, Item, Media
+from longtake.data.clip import Clip, Item, Media, is_turned
 from longtake.data.index import (
     KnownFiles,
     ProbeJournal,
@@ -372,7 +372,7 @@ def _scaled(
     progress: Callable[[], object],
 ) -> Iterator[av.VideoFrame]:
     """Upright frames in 4:2:0 with timestamps from 0; conversion over RGB would darken them."""
-    height, width = size if clip.rotation in (0, 180) else size[::-1]
+    height, width = size[::-1] if is_turned(clip.rotation) else size
     tick = 1 / Fraction(clip.fps).limit_denominator(1001)  # if the file's own are unusable
     reformatter = VideoReformatter()
     for index, frame in enumerate(frames):
@@ -386,23 +386,23 @@ def _scaled(
             interpolation=Interpolation.BICUBIC,
             threads=1,
         )
-        upright = _turned(scaled, clip.rotation // 90)
-        upright.pict_type = PictureType.NONE  # else keyframes stay where they were
+        shown = _upright(scaled, clip.rotation)
+        shown.pict_type = PictureType.NONE  # else keyframes stay where they were
         if clip.timing is None or frame.pts is None:
-            upright.pts, upright.time_base = index, tick
+            shown.pts, shown.time_base = index, tick
         else:
-            upright.pts, upright.time_base = frame.pts - clip.timing.first, frame.time_base
-        yield upright
+            shown.pts, shown.time_base = frame.pts - clip.timing.first, frame.time_base
+        yield shown
 
 
-def _turned(frame: av.VideoFrame, quarters: int) -> av.VideoFrame:
-    """Turn a frame in 4:2:0 counterclockwise."""
-    if not quarters:
+def _upright(frame: av.VideoFrame, rotation: int) -> av.VideoFrame:
+    """Turn, and mirror, a frame in 4:2:0 as it is shown."""
+    if not rotation:
         return frame
     stacked, height = frame.to_ndarray(), frame.height
     chroma = stacked[height:].reshape(2, height // 2, -1)
-    planes = (np.rot90(plane, quarters) for plane in (stacked[:height], *chroma))
-    width = frame.height if quarters % 2 else frame.width
+    planes = (decode.upright(plane, rotation) for plane in (stacked[:height], *chroma))
+    width = frame.height if is_turned(rotation) else frame.width
     values = np.concatenate([plane.reshape(-1) for plane in planes])
     turned = av.VideoFrame.from_ndarray(values.reshape(-1, width), frame.format.name)
     turned.color_range, turned.colorspace = frame.color_range, frame.colorspace

@@ -31,6 +31,7 @@ from longtake.data.buckets import (
 )
 from longtake.data.caption_text import all_captions
 from longtake.data.catalog import MATRIX, Catalog
+from longtake.data.clip import MIRRORED
 from longtake.data.decode import HD_LINES
 from longtake.data.plan import (
     Plan,
@@ -145,9 +146,14 @@ def _counted(column: pa.ChunkedArray) -> dict[Any, int]:
     return {row["values"]: row["counts"] for row in sorted(rows, key=lambda row: -row["counts"])}
 
 
+def _angle(rotation: int) -> str:
+    return f"{rotation % MIRRORED}°" + ", mirrored" * (rotation >= MIRRORED)
+
+
 def _is_untagged_hd(catalog: Catalog) -> pa.ChunkedArray:
     table = catalog.table
-    is_turned = pc.is_in(table["rotation"], value_set=pa.array([90, 270], pa.int32()))
+    turned = pa.array([90, 270, MIRRORED + 90, MIRRORED + 270], pa.int32())
+    is_turned = pc.is_in(table["rotation"], value_set=turned)
     lines = pc.if_else(is_turned, table["width"], table["height"])
     is_untagged = pc.and_(pc.equal(table["kind"], "video"), pc.equal(table[MATRIX], ""))
     return pc.and_(is_untagged, pc.greater_equal(lines, HD_LINES))
@@ -689,7 +695,7 @@ def _properties(facts: Mapping[str, Any]) -> Table:
         "colour range": facts["color_ranges"],
         "colour transfer": facts["color_transfers"],
         "colour matrix": facts["color_matrices"],
-        "rotation": {f"{angle}°": count for angle, count in facts["rotations"].items()},
+        "rotation": {_angle(int(each)): count for each, count in facts["rotations"].items()},
     }
     for name, counts in counted.items():
         grid.add_row(name, _listed(counts, facts["clips"]))

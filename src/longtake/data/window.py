@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from longtake.data import stores
-from longtake.data.clip import Kind, Media
-from longtake.data.decode import decoded, opened, read_image, square_size
+from longtake.data.clip import MIRRORED, Kind, Media, is_turned
+from longtake.data.decode import decoded, opened, read_image, square_size, upright
 from longtake.errors import ClipError
 
 _AGAIN = "index it again"
@@ -79,7 +79,7 @@ class Window:
     media: Media
     kind: Kind  # for an image only `media` and the sizes matter
     stream_index: int  # into all streams of the file
-    rotation: int  # degrees counterclockwise that turn a decoded frame upright: 0, 90, 180 or 270
+    rotation: int  # degrees counterclockwise that turn a decoded frame upright, and `MIRRORED`
     source_height: int  # of the upright picture, as it was indexed
     source_width: int
     start: int  # index of the first frame
@@ -105,7 +105,7 @@ class Window:
         assert len(self.timestamps) in (0, self.num_frames)
         assert len(self.frames) in (0, self.num_frames)
         assert self.seek_to is None or self.timestamps
-        assert self.rotation in (0, 90, 180, 270)
+        assert self.rotation in range(0, 2 * MIRRORED, 90)
         assert 0 <= self.top <= self.scaled_height - self.height
         assert 0 <= self.left <= self.scaled_width - self.width
 
@@ -227,9 +227,9 @@ def planes(
     window: Window, stream: VideoStream, frame: VideoFrame, reformatter: VideoReformatter
 ) -> Sequence[NDArray[np.uint8]]:
     """Red, green and blue of one frame, each [height, width]."""
-    is_turned = window.rotation in (90, 270)
+    turned = is_turned(window.rotation)
     shown = square_size(window.media, stream, frame)
-    _check_size(window, *(shown[::-1] if is_turned else shown))
+    _check_size(window, *(shown[::-1] if turned else shown))
     height, width = window.scaled_height, window.scaled_width
     # Without scaling, swscale's fast path loses columns after the 16th: in FFmpeg 8.1 on x86 the
     # last 8 of 568 columns of yuv420p are not written in gbrp. ACCURATE_RND avoids that path.
@@ -238,8 +238,8 @@ def planes(
         interpolation |= Interpolation.ACCURATE_RND
     scaled = reformatter.reformat(
         frame,
-        width=height if is_turned else width,
-        height=width if is_turned else height,
+        width=height if turned else width,
+        height=width if turned else height,
         format="gbrp",
         interpolation=interpolation,
         threads=1,  # many give the same, 50 times slower
@@ -250,7 +250,7 @@ def planes(
         ]
         for plane in scaled.planes
     )
-    return [cut(window, np.rot90(plane, window.rotation // 90)) for plane in (red, green, blue)]
+    return [cut(window, upright(plane, window.rotation)) for plane in (red, green, blue)]
 
 
 def cut(window: Window, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
