@@ -160,6 +160,8 @@ def _usual_change(rows: StepRows, span: int, least: int, most: int) -> float | N
 
     def is_outlier(ratio: Numbers) -> bool:
         expected = (past * ratio)[-most:]
+        if expected.min() <= changes[-1] <= expected.max():  # a quick way to the same answer
+            return False
         usual = median(expected)
         distance = abs(float(changes[-1]) - usual)
         largest = float(np.abs(expected - usual).max())
@@ -348,10 +350,13 @@ def _update_growth(
     recent, past = medians(updates[num_past:]), updates[:num_past]
     newest = medians(past[-_NUM_NEWEST_UPDATES:])
     of_all = medians(past[:: max(1, num_past // _MAX_USUAL_UPDATES)])
+    lowest = np.minimum(newest, of_all)
+    if (recent <= least_factor * lowest).all():  # a quick way to the same answer
+        return None
     # Large gradients lower Adam's updates for a thousand steps, from which they come back slowly.
     is_largest = recent > block_medians(past).max(axis=0)
     back = newest if num_recent < _MIN_SLOW else np.inf
-    usual = np.where(is_largest, np.minimum(newest, of_all), back)
+    usual = np.where(is_largest, lowest, back)
     factors = recent / np.where(usual > 0, usual, np.inf)
     group = int(factors.argmax())
     if factors[group] <= least_factor:
