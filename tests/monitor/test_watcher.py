@@ -205,8 +205,10 @@ def test_a_disk_that_hangs_stops_neither_watching_nor_telling(
     watcher = stage.watcher(action="kill", hook=f"cat >> {stage.path}/alerts")
     aside = stage.node().path / ".heartbeat.partial.json"  # what it writes to next
     fifo = stage.path / "fifo"
-    os.mkfifo(fifo)
-    fifo.rename(aside)  # to which writing waits for ever
+    while not aside.is_fifo():  # else it came between writing and renaming, and was renamed
+        os.mkfifo(fifo)
+        fifo.rename(aside)  # to which writing waits for ever
+        time.sleep(1)
     (event,) = wait_until(lambda: stage.alerts("stalled"))
     assert event["suspects"][0]["pid"] == guilty
     assert stage.is_gone(guilty)
