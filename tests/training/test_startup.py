@@ -132,7 +132,7 @@ def test_starts_are_shown(restarted: RunDirectory) -> None:
     assert _line(found[0])[:60] in shown
     assert _line(found[0]).startswith("from step 0 to the next in ")
     assert "a step again" in _line(found[1])
-    for part in ("process and imports", "model is built", "since the last step before a crash"):
+    for part in ("model is built", "since the last step before a crash"):
         assert part in shown
     assert "slowest rank" not in shown
 
