@@ -51,7 +51,7 @@ _LEFT_BEHIND = re.compile(r"(parts|sign)-[0-9a-f]{16}|\.[0-9a-f]{16}\.partial\.s
 _THREADS = 4
 
 NOT_FINITE = "is encoded to"
-"""What the reason of a clip says that was decoded, but not encoded to finite numbers."""
+"""The words by which the reason of a clip tells a fault of its encoding from one of its file."""
 
 _Stamp = tuple[int, int]
 

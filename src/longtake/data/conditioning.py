@@ -292,7 +292,7 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
 
 
 def only_colour(media: Media) -> str | None:
-    """Whether a mask is white or black everywhere; of one that cannot be read nothing is known."""
+    """Return "white" or "black" if a mask is so everywhere; None also if it cannot be read."""
     found: set[str | None] = set()
     with suppress(ClipError):
         for pixels in _pictures(media):

@@ -79,7 +79,7 @@ def is_indexed(media: Media, found: str) -> bool:
 
 
 def copy_identity(identity: str, number: int) -> str:
-    """Of a further clip with the same content and another caption; 0 is the first.
+    """Return the identity of a further clip with the same content; 0 is the first.
 
     It differs in the first two of 32 digits, so that the content can still be compared.
     """

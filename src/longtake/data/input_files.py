@@ -1,4 +1,4 @@
-"""What the files of further inputs (`data.conditioning`) held when a run first used them.
+"""Records the content of further inputs (`data.conditioning`) when a run first uses them.
 
 No catalog knows them, so one rank keeps a line for each local file beside the run's catalogs, and
 every reader compares with it as clips are compared with their catalog (`longtake.data.content`).
@@ -32,7 +32,7 @@ class _Line(TypedDict):
 
 
 def read_known(folder: Path) -> dict[str, Indexed]:
-    """What each file held, by its path; its first line counts."""
+    """The recorded content of each file, by its path; of several lines the first counts."""
     known: dict[str, Indexed] = {}
     for line in read_records(folder / NAME, _Line):
         stamp = line["bytes"], line["mtime_ns"]
@@ -76,7 +76,7 @@ def note(
 
 
 def with_known(wanted: Wanted, known: Mapping[str, Indexed]) -> Wanted:
-    """The same to be read, and compared with what a run knows of its file."""
+    """Return the input such that reading compares its file with the run's record of it."""
     found = known.get(wanted.media.path)
     if found is None or wanted.media.indexed is not None:
         return wanted

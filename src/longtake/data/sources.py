@@ -117,6 +117,7 @@ def _find_in_store(
     faulty = {error.path for error in refused}
     for media in objects:
         suffix = PurePath(media.path).suffix.lower()
+        beside = _captions_beside(media, by_name, asks=media.path == url)
         if suffix == _TAR:
             try:
                 yield from read_tar(media, conditioning, notes)
@@ -126,11 +127,8 @@ def _find_in_store(
             if str(media) not in faulty:
                 yield Item(media, texts.get(str(media)))
         elif suffix in tables.LISTING_SUFFIXES and (
-            media.path == url
-            or PurePath(media.path).name in _TABLES
-            or _captions_beside(media, by_name) is not None
+            media.path == url or PurePath(media.path).name in _TABLES or beside is not None
         ):
-            beside = _captions_beside(media, by_name, asks=media.path == url)
             with tempfile.TemporaryDirectory(prefix="longtake-") as folder:
                 for each in filter(None, (media, beside)):
                     Path(folder, PurePath(each.path).name).write_bytes(stores.read_object(each))

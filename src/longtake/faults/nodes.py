@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -580,17 +580,13 @@ def expect_disk_error(evidence: Evidence, site: TrainingSite, code: int, output:
     must="The run continues, bitwise the same, and has another watcher within 5 s.",
 )
 def dead_watcher(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("dead-watcher"), Evidence()
-    with site.launch(inject=Injection("slow-steps", _WATCHER_KILLED_STEP)) as process:
-        process.wait_for_rows(_WATCHER_KILLED_STEP)
-        pid = process.wait_for_watcher()
+
+    def kill(pid: int) -> float:
         os.kill(pid, signal.SIGKILL)
-        at = time.monotonic()
-        found = process.wait_for_node_event("watcher_started", lambda event: event["pid"] != pid)
-        process.finish()
-    none = f"no watcher has replaced process {pid}"
-    evidence.expect_event(found, at, none, within=_NEW_WATCHER_SECONDS)
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
+        return time.monotonic()
+
+    site, step = sandbox.fresh("dead-watcher"), _WATCHER_KILLED_STEP
+    evidence, pid, _ = _without_watcher(sandbox, site, step, kill, _NEW_WATCHER_SECONDS)
     evidence.message = (
         f"{evidence.detected_seconds or 0:.1f} s after watcher {pid} was killed there was another; "
         "every step is bitwise the undisturbed run's."
@@ -604,25 +600,38 @@ def dead_watcher(sandbox: Sandbox) -> Evidence:
     must="The run continues, bitwise the same, and has another watcher within 20 s.",
 )
 def watcher_stopped(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("watcher-stopped"), Evidence()
-    with site.launch(inject=Injection("slow-steps", _WATCHER_STOPPED_STEP)) as process:
-        process.wait_for_rows(_WATCHER_STOPPED_STEP)
+    site, step = sandbox.fresh("watcher-stopped"), _WATCHER_STOPPED_STEP
+    evidence, pid, is_gone = _without_watcher(sandbox, site, step, stop, _NEXT_WATCHER_SECONDS)
+    evidence.expect(is_gone, f"process {pid} is still there")
+    evidence.message = (
+        f"{evidence.detected_seconds or 0:.1f} s after watcher {pid} was stopped it had been ended "
+        "and there was another; every step is bitwise the undisturbed run's."
+    )
+    return evidence
+
+
+def _without_watcher(
+    sandbox: Sandbox,
+    site: TrainingSite,
+    step: int,
+    disable: Callable[[int], float | None],
+    within: float,
+) -> tuple[Evidence, int, bool]:
+    """Train to the end after a watcher was disabled; also its pid, and whether it was gone."""
+    evidence = Evidence()
+    with site.launch(inject=Injection("slow-steps", step)) as process:
+        process.wait_for_rows(step)
         pid = process.wait_for_watcher()
-        at = stop(pid)
+        at = disable(pid)
         if at is None:
             raise process.failed("had no watcher that could be stopped")
         found = process.wait_for_node_event("watcher_started", lambda event: event["pid"] != pid)
         is_gone = read_stat(pid) is None
         process.finish()
     none = f"no watcher has replaced process {pid}"
-    evidence.expect_event(found, at, none, within=_NEXT_WATCHER_SECONDS)
-    evidence.expect(is_gone, f"process {pid} is still there")
+    evidence.expect_event(found, at, none, within=within)
     evidence.expect_undisturbed(site, sandbox.undisturbed)
-    evidence.message = (
-        f"{evidence.detected_seconds or 0:.1f} s after watcher {pid} was stopped it had been ended "
-        "and there was another; every step is bitwise the undisturbed run's."
-    )
-    return evidence
+    return evidence, pid, is_gone
 
 
 @fault(

@@ -25,9 +25,7 @@ from longtake.parallel.mesh import World
 _FLOPS_PER_THREAD = 2e7  # of a step: with fewer, threads wait for each other longer than they work
 _WARM_UP = 2  # steps that allocate memory and are not measured
 _TRIALS = 3  # steps with each number
-_HOPELESS = (
-    2.0  # times as long as the fastest step of a trial: that number is not tried again in it
-)
+_HOPELESS = 2.0  # times the fastest step of a trial, beyond which it leaves a number out
 _WINDOW = 16  # steps whose median is compared with what was measured when the number was chosen
 _CHANGE = 1.5  # by which that median differs when numbers are tried again
 _PAUSE = 64  # steps between two trials
