@@ -44,10 +44,10 @@ from longtake.optim.update import Averages
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training.inputs import InputQueue
-from longtake.training.loop import compute_gradients
 from longtake.training.runtime import keep_freed_memory
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import state_parts
+from longtake.training.step import compute_gradients
 
 _FOLDER = Path(__file__).parent / "results"
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)

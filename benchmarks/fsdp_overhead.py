@@ -43,12 +43,13 @@ from longtake.parallel.replicas import ReplicaCheck
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
+from longtake.training.guard_runner import GuardRunner
 from longtake.training.inputs import prepare
 from longtake.training.loop import train_steps
 from longtake.training.record import keep_recorder
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import Monitors
-from longtake.training.statistics import GuardRunner, NormStats
+from longtake.training.statistics import NormStats
 from longtake.training.threads import CpuThreads
 
 _RESULTS = Path(__file__).parent / "results" / "fsdp_overhead.md"

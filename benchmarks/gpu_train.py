@@ -52,9 +52,9 @@ from longtake.planner.memory import MetaStep, outline_step, static_memory
 from longtake.planner.solver import find_best, sweep_policies
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state, compile_blocks
-from longtake.training.loop import apply_update, compute_gradients
 from longtake.training.session import Session, TrainingState
 from longtake.training.statistics import NormStats
+from longtake.training.step import apply_update, compute_gradients
 
 _RESULTS = Path(__file__).parent / "results" / "gpu_train.md"
 _EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -217,8 +217,8 @@ def _recording(found: list[StepStatistics], restarts: bool, stop_at: int | None)
         return learning_rate_factor(recipe, step, position) * (wave if restarts else 1.0)
 
     with (
-        patch("longtake.training.statistics.judge", record),
-        patch("longtake.training.loop.learning_rate_factor", restarted),
+        patch("longtake.training.guard_runner.judge", record),
+        patch("longtake.training.step.learning_rate_factor", restarted),
         patch("longtake.data.conditioning.read_window", read_once),
     ):
         yield

@@ -40,12 +40,14 @@ from longtake.parallel.mesh import World
 from longtake.parallel.replicas import ReplicaCheck
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
+from longtake.training.guard_runner import GuardRunner
 from longtake.training.inputs import InputQueue
-from longtake.training.loop import apply_update, compute_gradients, train_steps
+from longtake.training.loop import train_steps
 from longtake.training.record import keep_recorder
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import Monitors
-from longtake.training.statistics import GuardRunner, NormStats
+from longtake.training.statistics import NormStats
+from longtake.training.step import apply_update, compute_gradients
 from longtake.training.threads import CpuThreads
 
 _RESULTS = Path(__file__).parent / "results" / "loop_overhead.md"

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NotRequired
+from typing import Annotated, Any, Final, Literal, NamedTuple, NotRequired
 
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
@@ -103,7 +103,7 @@ def _check(scores: Scores) -> Scores:
     """Check what is used of the settings, and that each video has the pictures it goes by."""
     pictures = _SETTINGS.validate_python(scores["settings"]).get("conditioning", {})
     for video in scores["videos"] if pictures else ():
-        number = int(video["file"].partition("_")[0])
+        number = prompt_number(video["file"])
         if not 0 <= number < min(map(len, pictures.values())):
             raise ValueError(f"no picture is known that {video['file']} was sampled with")
     return scores
@@ -111,6 +111,31 @@ def _check(scores: Scores) -> Scores:
 
 SCORES: Final[TypeAdapter[Scores]] = TypeAdapter(Annotated[Scores, AfterValidator(_check)])
 """scores.json."""
+
+
+class Scene(NamedTuple):
+    """What a video shows, of whatever checkpoint."""
+
+    prompt: str
+    seed: int
+    pictures: tuple[tuple[str, str], ...] = ()
+    """Name and content of each further input, see `longtake.sampling.preset_files.InputFile`."""
+
+
+def files_by_scene(scores: Scores) -> dict[Scene, str]:
+    """The file name of each video of a result, by its scene."""
+    pictures = scores["settings"].get("conditioning", {})
+    found = {}
+    for video in scores["videos"]:
+        number = prompt_number(video["file"]) if pictures else 0
+        of_prompt = tuple((name, contents[number]) for name, contents in pictures.items())
+        found[Scene(video["prompt"], video["seed"], of_prompt)] = video["file"]
+    return found
+
+
+def prompt_number(file: str) -> int:
+    """The number of the prompt from which a video was sampled, from its file name."""
+    return int(file.partition("_")[0])
 
 
 @fsio.with_other_fields

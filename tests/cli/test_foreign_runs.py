@@ -16,7 +16,7 @@ import torch
 from longtake.checkpoint import files
 from longtake.errors import RecipeError
 from longtake.monitor.reporting import watch_target
-from longtake.sampling.presets import find_file
+from longtake.sampling.preset_files import find_file
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -34,9 +34,9 @@ from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state, compile_blocks
 from longtake.training.latent_cache import captions_of
-from longtake.training.loop import apply_update, compute_gradients, drop_undecodable
 from longtake.training.session import Session
 from longtake.training.statistics import NormStats, local_facts, reduce_statistics
+from longtake.training.step import apply_update, compute_gradients, drop_undecodable
 
 _STEPS = 4
 _RECIPE = """

@@ -34,8 +34,8 @@ from longtake.planner.mesh import traffic_of
 from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
-from longtake.training.loop import apply_update, compute_gradients
 from longtake.training.session import Session
+from longtake.training.step import apply_update, compute_gradients
 
 _MODEL = "model.config={hidden_size=48, num_blocks=3, num_heads=4}"
 _ODD = "model.config={hidden_size=48, num_blocks=3, num_heads=3}"

@@ -21,8 +21,8 @@ from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.latent_cache import captions_of
-from longtake.training.loop import compute_gradients, skip_update
 from longtake.training.session import Session
+from longtake.training.step import compute_gradients, skip_update
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RANKS = 8

@@ -18,7 +18,6 @@ from longtake.drawing import Grid, Size
 from longtake.errors import RunError
 from longtake.evaluation.compare import (
     Comparison,
-    Scene,
     check_out,
     choose,
     draw,
@@ -26,9 +25,9 @@ from longtake.evaluation.compare import (
     grid_of,
     spread,
 )
-from longtake.evaluation_dir import Alarm, EvaluationDirectory, Scores
+from longtake.evaluation_dir import Alarm, EvaluationDirectory, Scene, Scores
 from longtake.run_dir import RunDirectory
-from longtake.sampling.presets import kept_picture
+from longtake.sampling.preset_files import kept_picture
 
 _PROMPTS = ("a red circle moving up", "a blue square moving left", "a green cross")
 _FRAMES = 8

@@ -13,8 +13,8 @@ from longtake.inspection.tables import print_run, print_steps
 from longtake.process import GUARD_VARIABLE
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
-from longtake.training.loop import compute_gradients
 from longtake.training.session import SampleLosses, Session, TrainingState
+from longtake.training.step import compute_gradients
 from longtake.training.train import train
 
 _HARM = (13, 14)

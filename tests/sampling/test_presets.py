@@ -24,16 +24,18 @@ from longtake.errors import DataError, RecipeError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.fsio import read_json
 from longtake.run_dir import RunDirectory
+from longtake.sampling.preset_files import (
+    kept_picture,
+    read_input,
+    read_picture,
+    refuse_other_inputs,
+)
+from longtake.sampling.preset_prompts import read_prompts
 from longtake.sampling.presets import (
     Preset,
     find_preset,
     keep_preset,
-    kept_picture,
     preset_names,
-    read_input,
-    read_picture,
-    read_prompts,
-    refuse_other_inputs,
     settings_for,
     weights_to_sample,
 )

@@ -18,8 +18,8 @@ from longtake.planner.devices import CPU
 from longtake.planner.memory import measured, outline_step, static_memory
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
-from longtake.training.loop import compute_gradients
 from longtake.training.session import Session
+from longtake.training.step import compute_gradients
 
 _MICRO_BATCHES = 8
 _ONE_ROUNDING = 2.0**-8

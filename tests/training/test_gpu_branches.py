@@ -23,7 +23,7 @@ from longtake.optim import build, master_weights
 from longtake.parallel import equality, mesh, replicas, transfer
 from longtake.sampling.sampler import refuse_too_large_parts
 from longtake.training import latent_cache, runtime
-from longtake.training.loop import ComputeTimer
+from longtake.training.step import ComputeTimer
 from longtake.training.threads import CpuThreads
 
 _GPU = torch.device("cuda", 0)

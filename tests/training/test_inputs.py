@@ -37,9 +37,9 @@ from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.inputs import InputQueue, encode_captions, prepare
 from longtake.training.latent_cache import captions_of
-from longtake.training.loop import apply_update, compute_gradients, encode_ahead
 from longtake.training.session import Session
 from longtake.training.statistics import NormStats, local_facts, reduce_statistics
+from longtake.training.step import apply_update, compute_gradients, encode_ahead
 
 _NAME = "standin"
 _aten = torch.ops.aten

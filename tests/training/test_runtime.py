@@ -26,9 +26,9 @@ from longtake.node_dir import read_events, this_node
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
 from longtake.training import train as training
-from longtake.training.loop import apply_update
 from longtake.training.runtime import keep_compiled_code
 from longtake.training.session import Session, TrainingState
+from longtake.training.step import apply_update
 from longtake.training.train import train
 
 

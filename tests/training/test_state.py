@@ -36,8 +36,8 @@ from longtake.planner.memory import bucket_tokens
 from longtake.process import GUARD_VARIABLE
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
-from longtake.training.loop import apply_update, compute_gradients
 from longtake.training.session import SampleLosses, Session, TrainingState
+from longtake.training.step import apply_update, compute_gradients
 from longtake.training.train import train
 
 _CURVE = ("step", "epoch", "loss", "grad_norm", "learning_rate")

@@ -20,8 +20,14 @@ from typing_extensions import TypedDict
 from longtake import errors, fsio
 from longtake.board.files import open_below
 from longtake.board.reader import Keep
-from longtake.evaluation.compare import Scene, files_by_scene
-from longtake.evaluation_dir import SCORES, Alarm, EvaluationDirectory, Scores
+from longtake.evaluation_dir import (
+    SCORES,
+    Alarm,
+    EvaluationDirectory,
+    Scene,
+    Scores,
+    files_by_scene,
+)
 from longtake.formatting import natural_key
 from longtake.inspection.facts import failed_claims
 from longtake.run_dir import RunDirectory

@@ -26,8 +26,7 @@ from longtake.board.sampled import (
     units,
 )
 from longtake.config import Recipe
-from longtake.evaluation.compare import Scene
-from longtake.evaluation_dir import Alarm
+from longtake.evaluation_dir import Alarm, Scene
 from longtake.formatting import natural_key
 from longtake.run_dir import RunDirectory
 

@@ -22,6 +22,7 @@ from longtake.cli.launch import launch, preflight
 from longtake.cli.plan import plan
 from longtake.cli.runs import bundle, health, show, stacks, watch
 from longtake.cli.train import train
+from longtake.sampling import preset_files, preset_prompts
 
 app = typer.Typer(
     name="longtake",
@@ -213,10 +214,10 @@ def sample(
             raise typer.BadParameter("a prompt is not valid UTF-8")
         recipe = find_run(run).recipe()
         for each in prompt:
-            presets.refuse_flags(each, "--prompt")
-        prompt = list(presets.with_trigger(prompt, recipe))
+            preset_prompts.refuse_flags(each, "--prompt")
+        prompt = list(preset_prompts.with_trigger(prompt, recipe))
         inputs = inputs_by_name(conditioning or ())
-        presets.refuse_other_inputs(inputs, list(recipe.model_inputs()))
+        preset_files.refuse_other_inputs(inputs, list(recipe.model_inputs()))
         settings, bucket = presets.settings_for(
             recipe,
             num_frames=num_frames,

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
 
 import av
 import numpy as np
@@ -24,10 +23,16 @@ from longtake.data.clip import Media
 from longtake.data.decode import decoded, opened, rgb
 from longtake.data.encode import encode_frames, in_yuv
 from longtake.errors import ClipError, DataError, RunError
-from longtake.evaluation_dir import EvaluationDirectory, Scores
+from longtake.evaluation_dir import (
+    EvaluationDirectory,
+    Scene,
+    Scores,
+    files_by_scene,
+    prompt_number,
+)
 from longtake.formatting import did_you_mean
 from longtake.run_dir import RunDirectory
-from longtake.sampling.presets import kept_picture
+from longtake.sampling.preset_files import kept_picture
 
 MAX_COLUMNS = 8
 _MAX_MEASURES = 6
@@ -42,29 +47,6 @@ _MIN_HEIGHT = 112
 _PAGE_SIZE: drawing.Size = 1600, 1200
 """Pixels for all pictures of a page, unless they would be lower than `_MIN_HEIGHT`."""
 _RANGE = re.compile(r"(\d*)(:?)(\d*)")
-
-
-class Scene(NamedTuple):
-    """What a video shows, of whatever checkpoint."""
-
-    prompt: str
-    seed: int
-    pictures: tuple[tuple[str, str], ...] = ()
-    """Name and content of each further input, see `longtake.sampling.presets.InputFile`."""
-
-
-def files_by_scene(scores: Scores) -> dict[Scene, str]:
-    pictures = scores["settings"].get("conditioning", {})
-    found = {}
-    for video in scores["videos"]:
-        number = _prompt_number(video["file"]) if pictures else 0
-        of_prompt = tuple((name, contents[number]) for name, contents in pictures.items())
-        found[Scene(video["prompt"], video["seed"], of_prompt)] = video["file"]
-    return found
-
-
-def _prompt_number(file: str) -> int:
-    return int(file.partition("_")[0])
 
 
 def of_prompts(scenes: Sequence[Scene], wanted: str | None) -> list[Scene]:
@@ -113,7 +95,7 @@ class Column:
 
     def picture(self, scene: Scene, name: str) -> Path:
         preset = EvaluationDirectory(self.run).preset_path(self.scores["preset"])
-        return kept_picture(preset, _prompt_number(files_by_scene(self.scores)[scene]), name)
+        return kept_picture(preset, prompt_number(files_by_scene(self.scores)[scene]), name)
 
 
 @dataclass(frozen=True)

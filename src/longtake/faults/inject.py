@@ -32,9 +32,9 @@ from longtake.models.build import Components, FlowBatch, flow_losses
 from longtake.models.numerics import Precision
 from longtake.parallel import fsdp, mesh
 from longtake.training import loop
-from longtake.training.loop import apply_update, compute_gradients
 from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.statistics import parameter_groups
+from longtake.training.step import apply_update, compute_gradients
 
 _BRIGHTER = 8.0  # pixels of poisoned batches are multiplied by it
 _RANK = 1  # that hangs or is slow

@@ -4,82 +4,35 @@ They are defined in three places, and a key in a later one replaces the same key
 shipped with longtake, the recipe's [evaluation.presets], a file given with `--presets`.
 """
 
-import errno
-import hashlib
-import json
-import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from longtake import config, fsio, trust
-from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip
-from longtake.data.conditioning import (
-    NUMBERS_SUFFIXES,
-    as_values,
-    conditioning_alone,
-    given_to,
-    read,
-)
-from longtake.data.plan import refuse_without_conditioning
-from longtake.errors import ClipError, DataError, LongtakeError, RecipeError, RecordError, RunError
+from longtake import config, fsio
+from longtake.errors import LongtakeError, RecipeError, RecordError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import did_you_mean
 from longtake.run_dir import RunDirectory
-
-DEFAULT = "default"
-"""The preset that is sampled if none is named."""
+from longtake.sampling.preset_files import (
+    InputFiles,
+    cannot_be_kept,
+    find_files,
+    keep_pictures,
+    read_input,
+    refuse_other_files,
+)
+from longtake.sampling.preset_prompts import DEFAULT, caption_prompts, find_prompts, with_trigger
 
 _SHIPPED = Path(__file__).with_name("presets.toml")
-_SHIPPED_PROMPTS = Path(__file__).with_name("prompts")
 _BATCH_SIZE = 4
 _MIN_FPS, _MAX_FPS = 0.1, 1000
-_NUM_CAPTIONS = 4
-"""Prompts of the default preset from held-out captions, and as many from trained captions."""
-_MAX_CLIPS_READ = 1000
-_MAX_LINES_NAMED = 10
-_KEPT_SIZE = 256, 256
-_FLAG = re.compile(r"(?<!\S)--[a-z][a-z_]*(?=[\s=]|$)")
-"""Such as the `--w 64` of kohya's trainers, but no dash between words."""
 
 Table = Mapping[str, Any]
 """Keys of `PresetSection`."""
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """A file of an input in `data.conditioning`."""
-
-    path: Path
-    content: str  # the first 16 hexadecimal digits of the file's sha256
-
-    def refuse_change(self) -> None:
-        """Refuse the file if it has changed since it was found."""
-        try:
-            is_same = content_of(self.path) == self.content
-        except OSError as error:
-            raise RunError(
-                f"The file {self.path} cannot be read any more: {error.strerror or error}."
-            ) from error
-        if not is_same:
-            raise RunError(
-                f"The file {self.path} has changed since the preset was read. Put the old one "
-                "back: a row of videos shows the training only if nothing else changes."
-            )
-
-
-InputFiles = Mapping[str, tuple[InputFile, ...]]
-"""By the names in `data.conditioning`: one for each prompt."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +204,7 @@ def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
     try:
         keep_pictures(path, preset.conditioning, preset.bucket)
     except OSError as error:
-        raise _cannot_be_kept(path.with_name("pictures"), error) from error
+        raise cannot_be_kept(path.with_name("pictures"), error) from error
 
 
 def _build(
@@ -268,7 +221,7 @@ def _build(
     prompts = with_trigger(prompts, recipe)
     inputs, folder = recipe.model_inputs(), folders.get("conditioning")
     files = section.conditioning or {}
-    _refuse_others(files, list(inputs))
+    refuse_other_files(files, list(inputs))
     stride = recipe.data.frame_stride
     return Preset(
         name=name,
@@ -281,7 +234,7 @@ def _build(
         decoding=section.decoding or "auto",
         measures=section.measures or (),
         conditioning={
-            name: _find_files(
+            name: find_files(
                 name,
                 files[name],
                 len(prompts),
@@ -455,166 +408,12 @@ def refuse_unwritable(bucket: config.Bucket, fps: float) -> None:
         )
 
 
-def find_prompts(
-    section: config.PresetSection, bucket: config.Bucket, folder: Path | None
-) -> tuple[str, ...]:
-    """The prompts of a preset; if it sets none, the shipped ones for videos or for images."""
-    if section.prompts_file is not None:
-        return read_prompts(find_file("prompts_file", section.prompts_file, folder))
-    if section.prompts is None:
-        return read_prompts(
-            _SHIPPED_PROMPTS / ("images.txt" if bucket.num_frames == 1 else "videos.txt")
-        )
-    empty = [str(number) for number, each in enumerate(section.prompts) if not each.strip()]
-    if empty:
-        raise RecipeError(f"prompts[{', '.join(empty)}] are empty, counted from 0. Remove them.")
-    for number, each in enumerate(section.prompts):
-        refuse_flags(each, f"prompts[{number}]")
-    return section.prompts
-
-
-def with_trigger(prompts: Sequence[str], recipe: config.Recipe) -> tuple[str, ...]:
-    """Prompts with the trigger word in place of `[trigger]`, as in captions.
-
-    Raises:
-        RecipeError: a prompt has it, and the recipe no trigger word.
-    """
-    trigger = recipe.data.trigger
-    without = [] if trigger else [each for each in prompts if config.TRIGGER in each]
-    if without:
-        raise RecipeError(
-            f"The prompt {without[0]!r:.200} has {config.TRIGGER}, and data.trigger, which would "
-            "replace it, is not set. Set data.trigger, or write the word itself."
-        )
-    return tuple(each.replace(config.TRIGGER, trigger) for each in prompts)
-
-
-def refuse_flags(prompt: str, where: str) -> None:
-    """Refuse settings in a prompt, which would be sampled as words.
-
-    Raises:
-        RecipeError: names them and the keys to write instead.
-    """
-    if flags := _FLAG.findall(prompt):
-        raise RecipeError(
-            f"{where}: {prompt!r:.200} has {', '.join(flags)}. Settings in a prompt, as other "
-            "trainers have them, are not read. Write a preset for prompts of the same settings: "
-            "width (--w), height (--h), num_frames (--f), seeds (--d), num_inference_steps (--s), "
-            "guidance_scale (--g, --l), shift (--fs), negative_prompt (--n), and the prompt "
-            "without them."
-        )
-
-
-def read_prompts(path: Path) -> tuple[str, ...]:
-    """The lines of a file without the spaces around them; those that begin with # are remarks."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise RecipeError(
-            f"The prompts file {path} cannot be read: {error.strerror or error}."
-        ) from None
-    try:
-        lines = content.decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        # Counted in the bytes as they are; Python counts from behind a byte order mark.
-        start = error.start + (len(content) - len(error.object))
-        line = content[:start].count(b"\n") + 1
-        raise RecipeError(
-            f"The prompts file {path} is not UTF-8: line {line} has the byte "
-            f"0x{content[start]:02x}. Save it as UTF-8."
-        ) from None
-    if not lines[-1].strip():
-        lines.pop()  # what stands behind the last line's end
-    prompts = {
-        number: prompt
-        for number, prompt in enumerate(map(str.strip, lines), 1)
-        if not prompt.startswith("#")
-    }
-    if not any(prompts.values()):
-        raise RecipeError(f"The prompts file {path} is empty. Write one prompt a line.")
-    empty = [str(number) for number, prompt in prompts.items() if not prompt]
-    if empty:
-        more = ", ..." if len(empty) > _MAX_LINES_NAMED else ""
-        listed = ", ".join(empty[:_MAX_LINES_NAMED])
-        which = f"lines {listed}{more} are" if empty[1:] else f"line {listed} is"
-        raise RecipeError(
-            f"The prompts file {path} cannot be used: {which} empty. Write one prompt a line, "
-            "without empty lines between them."
-        )
-    for number, prompt in prompts.items():
-        refuse_flags(prompt, f"The prompts file {path}, line {number}")
-    return tuple(prompts.values())
-
-
-def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
-    """`prompts` of the default preset, and `conditioning` of a model that takes further inputs.
-
-    They are captions of held-out and of trained clips. Prompts that were sampled before are kept
-    if later catalogs differ. Empty if no caption is known; then the shipped prompts are sampled.
-    """
-    if run is None:
-        return {}
-    directory = RunDirectory(run)
-    kept = fsio.read_json(EvaluationDirectory(directory).preset_path(DEFAULT)).get("prompts")
-    inputs = recipe.model_inputs()
-    if kept and not inputs:
-        return {"prompts": tuple(map(str, kept))}
-    held_out = [recipe.evaluation.held_out] if recipe.evaluation.held_out else []
-    trained = sorted(directory.catalogs_path.glob("*.parquet"))[:1]
-    clips = {
-        clip.caption: clip
-        for catalog in (*held_out, *trained)
-        for clip in islice(_captioned(catalog, inputs), _NUM_CAPTIONS)
-    }
-    if not clips:
-        return {}
-    found: dict[str, Any] = {"prompts": tuple(clips)}
-    if inputs:
-        found["conditioning"] = {
-            name: tuple(_file_of(clip, name, each, directory) for clip in clips.values())
-            for name, each in inputs.items()
-        }
-    return found
-
-
-def _file_of(clip: Clip, name: str, section: config.ConditioningSection, run: RunDirectory) -> Path:
-    """The file of a clip's further input; numbers of a catalog are written into the preset's."""
-    given = given_to(clip, section)
-    if isinstance(given, str):
-        return Path(given)
-    folder = EvaluationDirectory(run).preset_path(DEFAULT).with_name("conditioning")
-    path = folder / f"{clip.identity}_{name}.json"
-    rows = np.reshape(given, (-1, section.width or 1)).tolist() if section.per_frame else given
-    try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            fsio.write_text(path, json.dumps(rows), by_many=True)
-    except OSError as error:
-        raise _cannot_be_kept(path, error) from error
-    return path
-
-
-def _captioned(path: Path, inputs: Mapping[str, config.ConditioningSection]) -> Iterator[Clip]:
-    """Clips of a catalog with different captions; none if it cannot be read or lacks an input."""
-    try:
-        catalog = Catalog.load(path)
-        refuse_without_conditioning(catalog, inputs)
-    except DataError:
-        return
-    seen = set()
-    for row in range(min(len(catalog), _MAX_CLIPS_READ)):
-        clip = catalog.clip(row)
-        if clip.caption and clip.caption.strip() and clip.caption not in seen:
-            seen.add(clip.caption)
-            yield clip
-
-
 def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
     """Write a preset's record to preset.json unless it exists."""
     try:
         kept = _read_record(path) or _write_record(path, record)
     except OSError as error:
-        raise _cannot_be_kept(path, error) from error
+        raise cannot_be_kept(path, error) from error
     changed = [key for key in record.keys() | kept.keys() if record.get(key) != kept.get(key)]
     if changed:
         raise RecipeError(
@@ -623,11 +422,6 @@ def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
             f"else changes: give the new one another name, such as {name}-2, or move that "
             "folder away."
         )
-
-
-def _cannot_be_kept(path: Path, error: OSError) -> RunError:
-    advice = " Make room." if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return RunError(f"{path} cannot be kept: {error.strerror or error}.{advice}")
 
 
 def _read_record(path: Path) -> dict[str, Any]:
@@ -640,166 +434,3 @@ def _write_record(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     if not fsio.write_once(path, record) and not _read_record(path):
         fsio.write_json(path, record, by_many=True)  # what is there cannot be read
     return _read_record(path)
-
-
-def read_input(
-    section: config.ConditioningSection, path: Path, *, bucket: config.Bucket, stride: int = 1
-) -> NDArray[Any]:
-    """A file of a further input for a video of a bucket's size, one sample of what training reads.
-
-    Pixels are scaled to cover the bucket and cut in the middle; of a longer video or list of
-    numbers the first frames are taken.
-
-    Raises:
-        DataError: it cannot be read, or is not what the recipe says.
-    """
-    wanted = conditioning_alone(section, path, bucket, stride)
-    try:
-        return as_values(wanted, read(wanted))
-    except ClipError as error:
-        raise DataError(
-            f"The {section.kind} {error.path} cannot be read: {error.reason}."
-        ) from error
-
-
-_SHOWN = config.ConditioningSection(kind="picture", path="shown")
-
-
-def read_picture(file: Path, bucket: config.Bucket) -> NDArray[np.uint8]:
-    """[H, W, 3]: a picture, or a video's first frame, scaled and cropped to the bucket's size."""
-    picture: NDArray[np.uint8] = read_input(_SHOWN, file, bucket=bucket)[:, 0]
-    return np.ascontiguousarray(picture.transpose(1, 2, 0))
-
-
-def pictures_in(files: Iterable[Path], bucket: config.Bucket) -> list[NDArray[np.uint8]]:
-    """What is shown of further inputs: all that are no numbers."""
-    return [read_picture(file, bucket) for file in files if is_shown(file)]
-
-
-def is_shown(file: Path) -> bool:
-    return file.suffix.lower() not in NUMBERS_SUFFIXES
-
-
-def refuse_other_inputs(given: Mapping[str, Path], names: Sequence[str]) -> None:
-    """Refuse inputs other than those that a model was trained with.
-
-    Raises:
-        DataError: one is missing, or is not among the names.
-    """
-    if set(given) == set(names):
-        return
-    if not names:
-        raise DataError(
-            f"This model takes no further inputs, but {', '.join(given)} was given. Leave "
-            "--conditioning out."
-        )
-    advice = " ".join(f"--conditioning {name}=FILE" for name in names)
-    raise DataError(
-        f"This model takes the inputs {', '.join(names)}; given: "
-        f"{', '.join(given) or 'none'}. Give exactly those: {advice}."
-    )
-
-
-def content_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def kept_picture(preset_json: Path, number: int, name: str) -> Path:
-    return preset_json.parent / "pictures" / f"{number:02d}_{name}.png"
-
-
-def keep_pictures(preset_json: Path, files: InputFiles, bucket: config.Bucket) -> None:
-    """Write the small copies that do not exist; none of a file that cannot be read any more."""
-    for name, of_prompts in files.items():
-        for number, file in enumerate(of_prompts):
-            path = kept_picture(preset_json, number, name)
-            if is_shown(file.path) and not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with suppress(DataError):
-                    small = Image.fromarray(read_picture(file.path, bucket))
-                    small.thumbnail(_KEPT_SIZE)
-                    with fsio.atomic_write(path, by_many=True) as partial:
-                        small.save(partial, format="PNG")
-
-
-def _refuse_others(given: Mapping[str, object], names: Sequence[str]) -> None:
-    if set(given) == set(names):
-        return
-    if not names:
-        raise RecipeError(
-            f"conditioning gives {', '.join(given)}, but this model takes no further inputs "
-            "(data.conditioning is empty). Leave conditioning out."
-        )
-    missing = [name for name in names if name not in given]
-    example = ""
-    if missing:
-        example = f', such as conditioning.{missing[0]} = ["{missing[0]}.png"] in the table of the '
-        example += "preset ([evaluation.presets.NAME] in a recipe)"
-    raise RecipeError(
-        f"this model takes the inputs {', '.join(names)}; conditioning gives "
-        f"{', '.join(given) or 'none'}. Give each of them, and no other: a file for each prompt, "
-        f"or one for all{example}."
-    )
-
-
-def _find_files(
-    name: str,
-    files: Sequence[Path],
-    count: int,
-    folder: Path | None,
-    read_file: Callable[[Path], object],
-) -> tuple[InputFile, ...]:
-    """One file for each prompt; each is read once, to find what is wrong with it."""
-    key = f"conditioning.{name}"
-    if len(files) not in (1, count):
-        raise RecipeError(
-            f"{key} names {len(files)} files, but there are {count} prompts. Name one for each "
-            "prompt, or one for all."
-        )
-    found = {}
-    for file in dict.fromkeys(files):
-        path = find_file(key, file, folder)
-        read_file(path)
-        try:
-            found[file] = InputFile(path, content_of(path))
-        except OSError as error:
-            raise RecipeError(
-                f"The file {path} cannot be read: {error.strerror or error}."
-            ) from error
-    return tuple(found[file] for file in files) * (count if len(files) == 1 else 1)
-
-
-def find_file(key: str, file: Path, folder: Path | None) -> Path:
-    """The path of a file: beside the file that names it, else in the current folder."""
-    if (
-        folder is not None
-        and RunDirectory(folder).exists()
-        and not trust.is_own(RunDirectory(folder))
-    ):
-        return _find_inside(key, file, folder)
-    here = Path.cwd()
-    places = dict.fromkeys([here] if folder is None else [folder.absolute(), here])
-    found = next((place / file for place in places if (place / file).is_file()), None)
-    if found is not None:
-        return found
-    if file.is_absolute():
-        raise RecipeError(f"{key}: there is no file {file}.")
-    raise RecipeError(
-        f"{key}: there is no file {file} in {' or in '.join(map(str, places))}. Put it there, or "
-        "name it by its whole path."
-    )
-
-
-def _find_inside(key: str, file: Path, folder: Path) -> Path:
-    """Another user's run could name any file of this host, whose content the results would show."""
-    found, top = (folder / file).resolve(), folder.resolve()
-    if not found.is_relative_to(top):
-        raise RecipeError(
-            f"{key}: {file} lies outside of {folder}, which this user did not begin on this host. "
-            "Expected a file in that folder. Copy it there, or name it in a file of your own "
-            "(--presets)."
-        )
-    if not found.is_file():
-        raise RecipeError(f"{key}: there is no file {file} in {folder}. Put it there.")
-    return found

@@ -24,7 +24,7 @@ from longtake.models import build, conditioning, numerics, streamed, trainable
 from longtake.models.base import Conditioning, LatentShape
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
-from longtake.sampling import presets
+from longtake.sampling import preset_files
 from longtake.sampling.checkpoints import find_checkpoint, find_run, load_weights
 from longtake.sampling.other_expert import load_other, other_bytes, refuse_wrong_other
 from longtake.sampling.presets import Preset, Request, weights_to_sample
@@ -454,12 +454,13 @@ class Sampler:
         """What the requests name of each input in `data.conditioning` that the model gets."""
         inputs, stride = self.recipe.model_inputs(), self.recipe.data.frame_stride
         for request in requests:
-            presets.refuse_other_inputs(request.conditioning, list(inputs))
+            preset_files.refuse_other_inputs(request.conditioning, list(inputs))
         found = dict[str, Tensor]()
         for name, section in inputs.items():
             files = [request.conditioning[name] for request in requests]
             read = [
-                presets.read_input(section, file, bucket=bucket, stride=stride) for file in files
+                preset_files.read_input(section, file, bucket=bucket, stride=stride)
+                for file in files
             ]
             found[name] = torch.from_numpy(np.stack(read)).to(self.device)
         return found

@@ -13,7 +13,8 @@ from rich.console import Console
 from longtake import drawing, errors, fsio, progress
 from longtake.config import Bucket, SamplingSection
 from longtake.data.encode import write_image, write_video
-from longtake.sampling.presets import Preset, Request, pictures_in, refuse_unwritable, suffix_of
+from longtake.sampling.preset_files import pictures_in
+from longtake.sampling.presets import Preset, Request, refuse_unwritable, suffix_of
 
 if TYPE_CHECKING:
     from longtake.sampling.sampler import Sampler

@@ -27,10 +27,11 @@ from longtake.parallel.collectives import first_does, from_first, sum_over_ranks
 from longtake.parallel.replicas import ReplicaCheck
 from longtake.run_dir import RolledBack, RunDirectory
 from longtake.training.build import missing_vocabulary
+from longtake.training.guard_runner import GuardRunner
 from longtake.training.record import Recorder
 from longtake.training.samples import TrainingSampler
 from longtake.training.session import Session, TrainingState
-from longtake.training.statistics import GuardRunner, NormStats
+from longtake.training.statistics import NormStats
 from longtake.training.threads import CpuThreads, SavedThreads
 
 # Flat, so that states of several optimizers can be saved together and resharded.

@@ -38,7 +38,17 @@ from longtake.progress import answer_to
 from longtake.run_dir import EventKind, Parent, RunDirectory, beside
 from longtake.tracking import tracker, wandb
 from longtake.tracking.follower import Follower, tracking_follower
-from longtake.training import build, latent_cache, record, runtime, samples, startup, statistics
+from longtake.training import (
+    build,
+    guard_runner,
+    latent_cache,
+    record,
+    run_lease,
+    runtime,
+    samples,
+    startup,
+    statistics,
+)
 from longtake.training import parent as parents
 from longtake.training.loop import LoopExit, train_steps
 from longtake.training.session import Session, TrainingState
@@ -70,7 +80,7 @@ class _Built(NamedTuple):
 
     plan: MemoryPlan
     state: TrainingState
-    guard: statistics.GuardRunner
+    guard: guard_runner.GuardRunner
     norms: statistics.NormStats
     threads: CpuThreads
     replicas: ReplicaCheck
@@ -124,7 +134,7 @@ def train(
             loader = opened.enter_context(closing(_open_data(run, recipe, world)))
             first_does(lambda: run.claim(recipe), world)
             first_does(lambda: parents.refuse_another_parent(run, parent), world)
-            with record.hold_run(run, world, console) as lease:
+            with run_lease.hold_run(run, world, console) as lease:
                 damaged: dict[Path, str] = {}
                 while True:
                     point = find_resume_point(run, recipe, loader, world, damaged)
@@ -226,7 +236,7 @@ def _build(
     else:
         run_blocks(plan.options, parts)
     state = build.build_state(session, parts, plan.options, encodes_ahead=plan.encodes_ahead)
-    guard = statistics.GuardRunner(session)
+    guard = guard_runner.GuardRunner(session)
     norms = statistics.NormStats(parts.model, parts.family.blocks(parts.model), session.world)
     heartbeat.set_phase("load")
     if point.path is not None:

@@ -31,15 +31,15 @@ from longtake.parallel.fsdp import clip_gradients, squares
 from longtake.parallel.mesh import join
 from longtake.run_dir import RunDirectory
 from longtake.training.inputs import InputQueue, clips_not_encoded, encode_captions, prepare
-from longtake.training.loop import (
+from longtake.training.record import keep_recorder
+from longtake.training.session import Session, TrainingState
+from longtake.training.step import (
     ComputeTimer,
     apply_update,
     compute_gradients,
     drop_undecodable,
     seed_step,
 )
-from longtake.training.record import keep_recorder
-from longtake.training.session import Session, TrainingState
 
 
 def _session(recipe: Recipe) -> Session:

@@ -1,0 +1,219 @@
+"""Files that a preset names: found, read and checked, with small copies kept beside its results."""
+
+import errno
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from longtake import config, fsio, trust
+from longtake.data.conditioning import (
+    NUMBERS_SUFFIXES,
+    as_values,
+    conditioning_alone,
+    read,
+)
+from longtake.errors import ClipError, DataError, RecipeError, RunError
+from longtake.run_dir import RunDirectory
+
+_KEPT_SIZE = 256, 256
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file of an input in `data.conditioning`."""
+
+    path: Path
+    content: str  # the first 16 hexadecimal digits of the file's sha256
+
+    def refuse_change(self) -> None:
+        """Refuse the file if it has changed since it was found."""
+        try:
+            is_same = content_of(self.path) == self.content
+        except OSError as error:
+            raise RunError(
+                f"The file {self.path} cannot be read any more: {error.strerror or error}."
+            ) from error
+        if not is_same:
+            raise RunError(
+                f"The file {self.path} has changed since the preset was read. Put the old one "
+                "back: a row of videos shows the training only if nothing else changes."
+            )
+
+
+InputFiles = Mapping[str, tuple[InputFile, ...]]
+"""By the names in `data.conditioning`: one for each prompt."""
+
+
+def cannot_be_kept(path: Path, error: OSError) -> RunError:
+    advice = " Make room." if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return RunError(f"{path} cannot be kept: {error.strerror or error}.{advice}")
+
+
+def read_input(
+    section: config.ConditioningSection, path: Path, *, bucket: config.Bucket, stride: int = 1
+) -> NDArray[Any]:
+    """A file of a further input for a video of a bucket's size, one sample of what training reads.
+
+    Pixels are scaled to cover the bucket and cut in the middle; of a longer video or list of
+    numbers the first frames are taken.
+
+    Raises:
+        DataError: it cannot be read, or is not what the recipe says.
+    """
+    wanted = conditioning_alone(section, path, bucket, stride)
+    try:
+        return as_values(wanted, read(wanted))
+    except ClipError as error:
+        raise DataError(
+            f"The {section.kind} {error.path} cannot be read: {error.reason}."
+        ) from error
+
+
+_SHOWN = config.ConditioningSection(kind="picture", path="shown")
+
+
+def read_picture(file: Path, bucket: config.Bucket) -> NDArray[np.uint8]:
+    """[H, W, 3]: a picture, or a video's first frame, scaled and cropped to the bucket's size."""
+    picture: NDArray[np.uint8] = read_input(_SHOWN, file, bucket=bucket)[:, 0]
+    return np.ascontiguousarray(picture.transpose(1, 2, 0))
+
+
+def pictures_in(files: Iterable[Path], bucket: config.Bucket) -> list[NDArray[np.uint8]]:
+    """What is shown of further inputs: all that are no numbers."""
+    return [read_picture(file, bucket) for file in files if is_shown(file)]
+
+
+def is_shown(file: Path) -> bool:
+    return file.suffix.lower() not in NUMBERS_SUFFIXES
+
+
+def refuse_other_inputs(given: Mapping[str, Path], names: Sequence[str]) -> None:
+    """Refuse inputs other than those that a model was trained with.
+
+    Raises:
+        DataError: one is missing, or is not among the names.
+    """
+    if set(given) == set(names):
+        return
+    if not names:
+        raise DataError(
+            f"This model takes no further inputs, but {', '.join(given)} was given. Leave "
+            "--conditioning out."
+        )
+    advice = " ".join(f"--conditioning {name}=FILE" for name in names)
+    raise DataError(
+        f"This model takes the inputs {', '.join(names)}; given: "
+        f"{', '.join(given) or 'none'}. Give exactly those: {advice}."
+    )
+
+
+def content_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def kept_picture(preset_json: Path, number: int, name: str) -> Path:
+    return preset_json.parent / "pictures" / f"{number:02d}_{name}.png"
+
+
+def keep_pictures(preset_json: Path, files: InputFiles, bucket: config.Bucket) -> None:
+    """Write the small copies that do not exist; none of a file that cannot be read any more."""
+    for name, of_prompts in files.items():
+        for number, file in enumerate(of_prompts):
+            path = kept_picture(preset_json, number, name)
+            if is_shown(file.path) and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with suppress(DataError):
+                    small = Image.fromarray(read_picture(file.path, bucket))
+                    small.thumbnail(_KEPT_SIZE)
+                    with fsio.atomic_write(path, by_many=True) as partial:
+                        small.save(partial, format="PNG")
+
+
+def refuse_other_files(given: Mapping[str, object], names: Sequence[str]) -> None:
+    if set(given) == set(names):
+        return
+    if not names:
+        raise RecipeError(
+            f"conditioning gives {', '.join(given)}, but this model takes no further inputs "
+            "(data.conditioning is empty). Leave conditioning out."
+        )
+    missing = [name for name in names if name not in given]
+    example = ""
+    if missing:
+        example = f', such as conditioning.{missing[0]} = ["{missing[0]}.png"] in the table of the '
+        example += "preset ([evaluation.presets.NAME] in a recipe)"
+    raise RecipeError(
+        f"this model takes the inputs {', '.join(names)}; conditioning gives "
+        f"{', '.join(given) or 'none'}. Give each of them, and no other: a file for each prompt, "
+        f"or one for all{example}."
+    )
+
+
+def find_files(
+    name: str,
+    files: Sequence[Path],
+    count: int,
+    folder: Path | None,
+    read_file: Callable[[Path], object],
+) -> tuple[InputFile, ...]:
+    """One file for each prompt; each is read once, to find what is wrong with it."""
+    key = f"conditioning.{name}"
+    if len(files) not in (1, count):
+        raise RecipeError(
+            f"{key} names {len(files)} files, but there are {count} prompts. Name one for each "
+            "prompt, or one for all."
+        )
+    found = {}
+    for file in dict.fromkeys(files):
+        path = find_file(key, file, folder)
+        read_file(path)
+        try:
+            found[file] = InputFile(path, content_of(path))
+        except OSError as error:
+            raise RecipeError(
+                f"The file {path} cannot be read: {error.strerror or error}."
+            ) from error
+    return tuple(found[file] for file in files) * (count if len(files) == 1 else 1)
+
+
+def find_file(key: str, file: Path, folder: Path | None) -> Path:
+    """The path of a file: beside the file that names it, else in the current folder."""
+    if (
+        folder is not None
+        and RunDirectory(folder).exists()
+        and not trust.is_own(RunDirectory(folder))
+    ):
+        return _find_inside(key, file, folder)
+    here = Path.cwd()
+    places = dict.fromkeys([here] if folder is None else [folder.absolute(), here])
+    found = next((place / file for place in places if (place / file).is_file()), None)
+    if found is not None:
+        return found
+    if file.is_absolute():
+        raise RecipeError(f"{key}: there is no file {file}.")
+    raise RecipeError(
+        f"{key}: there is no file {file} in {' or in '.join(map(str, places))}. Put it there, or "
+        "name it by its whole path."
+    )
+
+
+def _find_inside(key: str, file: Path, folder: Path) -> Path:
+    """Another user's run could name any file of this host, whose content the results would show."""
+    found, top = (folder / file).resolve(), folder.resolve()
+    if not found.is_relative_to(top):
+        raise RecipeError(
+            f"{key}: {file} lies outside of {folder}, which this user did not begin on this host. "
+            "Expected a file in that folder. Copy it there, or name it in a file of your own "
+            "(--presets)."
+        )
+    if not found.is_file():
+        raise RecipeError(f"{key}: there is no file {file} in {folder}. Put it there.")
+    return found

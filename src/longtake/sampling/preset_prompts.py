@@ -1,0 +1,189 @@
+"""Prompts of a preset: written in its table, lines of a file, captions of clips, or shipped."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longtake import config, fsio
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip
+from longtake.data.conditioning import (
+    given_to,
+)
+from longtake.data.plan import refuse_without_conditioning
+from longtake.errors import DataError, RecipeError
+from longtake.evaluation_dir import EvaluationDirectory
+from longtake.run_dir import RunDirectory
+from longtake.sampling.preset_files import (
+    cannot_be_kept,
+    find_file,
+)
+
+DEFAULT = "default"
+"""The preset that is sampled if none is named."""
+_SHIPPED_PROMPTS = Path(__file__).with_name("prompts")
+_NUM_CAPTIONS = 4
+"""Prompts of the default preset from held-out captions, and as many from trained captions."""
+_MAX_CLIPS_READ = 1000
+_MAX_LINES_NAMED = 10
+_FLAG = re.compile(r"(?<!\S)--[a-z][a-z_]*(?=[\s=]|$)")
+"""Such as the `--w 64` of kohya's trainers, but no dash between words."""
+
+
+def find_prompts(
+    section: config.PresetSection, bucket: config.Bucket, folder: Path | None
+) -> tuple[str, ...]:
+    """The prompts of a preset; if it sets none, the shipped ones for videos or for images."""
+    if section.prompts_file is not None:
+        return read_prompts(find_file("prompts_file", section.prompts_file, folder))
+    if section.prompts is None:
+        return read_prompts(
+            _SHIPPED_PROMPTS / ("images.txt" if bucket.num_frames == 1 else "videos.txt")
+        )
+    empty = [str(number) for number, each in enumerate(section.prompts) if not each.strip()]
+    if empty:
+        raise RecipeError(f"prompts[{', '.join(empty)}] are empty, counted from 0. Remove them.")
+    for number, each in enumerate(section.prompts):
+        refuse_flags(each, f"prompts[{number}]")
+    return section.prompts
+
+
+def with_trigger(prompts: Sequence[str], recipe: config.Recipe) -> tuple[str, ...]:
+    """Prompts with the trigger word in place of `[trigger]`, as in captions.
+
+    Raises:
+        RecipeError: a prompt has it, and the recipe no trigger word.
+    """
+    trigger = recipe.data.trigger
+    without = [] if trigger else [each for each in prompts if config.TRIGGER in each]
+    if without:
+        raise RecipeError(
+            f"The prompt {without[0]!r:.200} has {config.TRIGGER}, and data.trigger, which would "
+            "replace it, is not set. Set data.trigger, or write the word itself."
+        )
+    return tuple(each.replace(config.TRIGGER, trigger) for each in prompts)
+
+
+def refuse_flags(prompt: str, where: str) -> None:
+    """Refuse settings in a prompt, which would be sampled as words.
+
+    Raises:
+        RecipeError: names them and the keys to write instead.
+    """
+    if flags := _FLAG.findall(prompt):
+        raise RecipeError(
+            f"{where}: {prompt!r:.200} has {', '.join(flags)}. Settings in a prompt, as other "
+            "trainers have them, are not read. Write a preset for prompts of the same settings: "
+            "width (--w), height (--h), num_frames (--f), seeds (--d), num_inference_steps (--s), "
+            "guidance_scale (--g, --l), shift (--fs), negative_prompt (--n), and the prompt "
+            "without them."
+        )
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """The lines of a file without the spaces around them; those that begin with # are remarks."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RecipeError(
+            f"The prompts file {path} cannot be read: {error.strerror or error}."
+        ) from None
+    try:
+        lines = content.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        # Counted in the bytes as they are; Python counts from behind a byte order mark.
+        start = error.start + (len(content) - len(error.object))
+        line = content[:start].count(b"\n") + 1
+        raise RecipeError(
+            f"The prompts file {path} is not UTF-8: line {line} has the byte "
+            f"0x{content[start]:02x}. Save it as UTF-8."
+        ) from None
+    if not lines[-1].strip():
+        lines.pop()  # what stands behind the last line's end
+    prompts = {
+        number: prompt
+        for number, prompt in enumerate(map(str.strip, lines), 1)
+        if not prompt.startswith("#")
+    }
+    if not any(prompts.values()):
+        raise RecipeError(f"The prompts file {path} is empty. Write one prompt a line.")
+    empty = [str(number) for number, prompt in prompts.items() if not prompt]
+    if empty:
+        more = ", ..." if len(empty) > _MAX_LINES_NAMED else ""
+        listed = ", ".join(empty[:_MAX_LINES_NAMED])
+        which = f"lines {listed}{more} are" if empty[1:] else f"line {listed} is"
+        raise RecipeError(
+            f"The prompts file {path} cannot be used: {which} empty. Write one prompt a line, "
+            "without empty lines between them."
+        )
+    for number, prompt in prompts.items():
+        refuse_flags(prompt, f"The prompts file {path}, line {number}")
+    return tuple(prompts.values())
+
+
+def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
+    """`prompts` of the default preset, and `conditioning` of a model that takes further inputs.
+
+    They are captions of held-out and of trained clips. Prompts that were sampled before are kept
+    if later catalogs differ. Empty if no caption is known; then the shipped prompts are sampled.
+    """
+    if run is None:
+        return {}
+    directory = RunDirectory(run)
+    kept = fsio.read_json(EvaluationDirectory(directory).preset_path(DEFAULT)).get("prompts")
+    inputs = recipe.model_inputs()
+    if kept and not inputs:
+        return {"prompts": tuple(map(str, kept))}
+    held_out = [recipe.evaluation.held_out] if recipe.evaluation.held_out else []
+    trained = sorted(directory.catalogs_path.glob("*.parquet"))[:1]
+    clips = {
+        clip.caption: clip
+        for catalog in (*held_out, *trained)
+        for clip in islice(_captioned(catalog, inputs), _NUM_CAPTIONS)
+    }
+    if not clips:
+        return {}
+    found: dict[str, Any] = {"prompts": tuple(clips)}
+    if inputs:
+        found["conditioning"] = {
+            name: tuple(_file_of(clip, name, each, directory) for clip in clips.values())
+            for name, each in inputs.items()
+        }
+    return found
+
+
+def _file_of(clip: Clip, name: str, section: config.ConditioningSection, run: RunDirectory) -> Path:
+    """The file of a clip's further input; numbers of a catalog are written into the preset's."""
+    given = given_to(clip, section)
+    if isinstance(given, str):
+        return Path(given)
+    folder = EvaluationDirectory(run).preset_path(DEFAULT).with_name("conditioning")
+    path = folder / f"{clip.identity}_{name}.json"
+    rows = np.reshape(given, (-1, section.width or 1)).tolist() if section.per_frame else given
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            fsio.write_text(path, json.dumps(rows), by_many=True)
+    except OSError as error:
+        raise cannot_be_kept(path, error) from error
+    return path
+
+
+def _captioned(path: Path, inputs: Mapping[str, config.ConditioningSection]) -> Iterator[Clip]:
+    """Clips of a catalog with different captions; none if it cannot be read or lacks an input."""
+    try:
+        catalog = Catalog.load(path)
+        refuse_without_conditioning(catalog, inputs)
+    except DataError:
+        return
+    seen = set()
+    for row in range(min(len(catalog), _MAX_CLIPS_READ)):
+        clip = catalog.clip(row)
+        if clip.caption and clip.caption.strip() and clip.caption not in seen:
+            seen.add(clip.caption)
+            yield clip

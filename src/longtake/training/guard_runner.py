@@ -1,0 +1,293 @@
+"""The guard of a run: decides on each step before its update, and reports what it found.
+
+The verdict is the same on every rank: it depends on nothing but statistics that are reduced over
+all ranks. A report names the samples of the last steps and where NaN and inf came from.
+"""
+
+import math
+import socket
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longtake import fsio
+from longtake.data.loader import Batch
+from longtake.guard.detectors import OK, GuardVerdict, judge
+from longtake.guard.history import (
+    GuardSettings,
+    History,
+    JudgedStep,
+    StepStatistics,
+)
+from longtake.parallel import collectives, mesh
+from longtake.parallel.fsdp import local_shard
+from longtake.training.session import SampleLosses, Session, TrainingState
+from longtake.training.statistics import NormStats
+
+_REPORTED_SAMPLE_STEPS = 16
+_NAMED_CLIPS = 3
+_REPORTED_STEPS = 128
+_MAX_NAMED_GRADIENTS = 3
+_GRADIENT_STEPS = 10
+"""Judged steps after which each trained parameter must have had a gradient."""
+_MAX_NAMED_PARAMETERS = 6
+
+
+class GuardRunner:
+    """The guard of one run, the same on every rank."""
+
+    def __init__(self, session: Session) -> None:
+        self.settings = GuardSettings.of(session.recipe.guard)
+        self.history = History(self.settings.window)
+        self._run, self._world = session.run, session.world
+        self._data = session.recipe.data
+        self._gradient_steps = _GRADIENT_STEPS  # that are still to be counted
+        # What is added to a frozen model from scratch has no gradient while that gives 0.
+        is_trained = session.recipe.model.pretrained is not None or session.parent is not None
+        learns = is_trained or session.recipe.trainable.base() == "full"
+        self._ends_without_gradient = self.settings.mode == "act" and learns
+        # Of each step the samples that this rank trained, as a report has them.
+        self._samples: deque[list[dict[str, Any]]] = deque(maxlen=_REPORTED_SAMPLE_STEPS)
+
+    def judge(
+        self, statistics: StepStatistics, losses: SampleLosses, batch: Batch, unlike: str = ""
+    ) -> GuardVerdict:
+        """The verdict on a step before its update; the step becomes part of the history.
+
+        `unlike` says how replicas of the weights differ, if they do.
+        """
+        self._samples.append(_trained_samples(statistics, losses, batch, self._world))
+        if unlike:  # checkpoints up to now were compared before they were saved
+            verdict = GuardVerdict("roll_back", "replicas", unlike, statistics.step)
+        else:
+            verdict = judge(self.history, statistics, self.settings)
+        verdict = self._by_mode(verdict)
+        done = "ok" if self.allows(verdict) else verdict.kind
+        self.history = self.history.append(JudgedStep(statistics, done))
+        return verdict
+
+    def judge_gradients(
+        self, norms: NormStats, batch: Batch, statistics: StepStatistics
+    ) -> GuardVerdict:
+        """End a run some of whose weights have had no gradient in its first steps, with names.
+
+        Counts steps that can reach all: with a caption, and with videos if there are any. LoRA and
+        layers that begin at zero pass gradient on after a step or two.
+        """
+        is_image = all(shape.num_frames == 1 for shape in self._data.shapes())
+        is_whole = is_image or batch.bucket.num_frames > 1
+        if not self._gradient_steps or not is_whole or not statistics.population("captioned")[1]:
+            return OK
+        self._gradient_steps -= 1
+        names = [] if self._gradient_steps else norms.without_gradient(self._world)
+        if not names or self.settings.mode == "off":
+            return OK
+        shown = ", ".join(names[:_MAX_NAMED_PARAMETERS])
+        more = len(names) - _MAX_NAMED_PARAMETERS
+        message = (
+            f"Of {norms.num_parameters} trained parameters {len(names)} had a gradient of exactly "
+            f"0 in each of the first {_GRADIENT_STEPS} steps: {shown}"
+            f"{f' and {more} more' if more > 0 else ''}. They do not train. A layer that begins at "
+            "0 behind another one that does, a product with 0, or a ReLU that is never positive "
+            "makes it so. Let one of the two begin with small numbers, or do not train these; "
+            "with --set guard.mode=report the run continues."
+        )
+        return GuardVerdict("stop", "no_gradient", message, statistics.step)
+
+    def allows(self, verdict: GuardVerdict) -> bool:
+        if verdict.reason == "no_gradient" and not self._ends_without_gradient:
+            return True
+        return verdict.kind == "ok" or (self.settings.mode != "act" and verdict.kind != "stop")
+
+    def _by_mode(self, verdict: GuardVerdict) -> GuardVerdict:
+        mode = self.settings.mode
+        if mode != "act" and verdict.reason in ("non_finite", "replicas"):  # it cannot go on so
+            return replace(verdict, kind="stop")
+        return OK if mode == "off" else verdict
+
+    def load(self, data: Any) -> None:
+        self.history = History.from_json(data, self.settings.window)
+        self._samples.clear()
+        if len(self.history) >= _GRADIENT_STEPS:
+            self._gradient_steps = 0
+
+    def report(
+        self,
+        verdict: GuardVerdict,
+        statistics: StepStatistics,
+        losses: SampleLosses,
+        state: TrainingState,
+    ) -> tuple[GuardVerdict, str | None]:
+        """Write a report on the newest step's verdict; all ranks call it."""
+        verdict = _explain_non_finite(verdict, statistics, losses, state, self._world)
+        host = {"host": socket.gethostname()}
+        mine = [host | each for step in self._samples for each in step]
+        everyone = collectives.gather_objects(mine, self._world)
+        if not self._world.is_first:
+            return verdict, None
+        samples = [each for some in everyone for each in some]
+        if verdict.reason == "non_finite" and (clips := _name_non_finite_clips(samples)):
+            verdict = replace(verdict, message=f"{verdict.message} {clips}")
+        number = len(list(self._run.guard_path.glob(f"step_{statistics.step:08d}_*.json")))
+        path = self._run.guard_report_path(statistics.step, number)
+        resumable = (step for step in self._run.checkpoint_steps() if step <= statistics.step)
+        report = {
+            "step": statistics.step,
+            "batch": statistics.batch,
+            "time": fsio.now(),
+            "verdict": asdict(verdict),
+            "history": [
+                {**each.statistics.as_dict(), "verdict": each.verdict_kind}
+                for each in list(self.history)[-_REPORTED_STEPS:]
+            ],
+            "samples": samples,
+            "state": {"checkpoint": max(resumable, default=None)},
+        }
+        self._run.write_record(path, report)
+        return verdict, str(path.relative_to(self._run.path))
+
+
+def _trained_samples(
+    statistics: StepStatistics, losses: SampleLosses, batch: Batch, world: mesh.World
+) -> list[dict[str, Any]]:
+    where = {"step": statistics.step, "batch": statistics.batch, "rank": world.rank}
+    samples = zip(batch.identities, batch.captions, batch.epochs, losses.sigmas, strict=True)
+    rows = zip(samples, losses.losses, batch.weights.tolist(), strict=True)
+    keys = ("identity", "caption", "epoch", "sigma", "loss")
+    return [
+        where | dict(zip(keys, (*row, loss if math.isfinite(loss) else str(loss)), strict=True))
+        for row, loss, weight in rows
+        if weight and world.speaks_for_data
+    ]
+
+
+def _name_non_finite_clips(samples: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on clips whose loss was never finite, while that of others was; or nothing.
+
+    Args:
+        samples: of a report: the loss of one that is not finite is a text.
+    """
+    steps = dict[str, list[int]]()
+    for each in samples:
+        if isinstance(each["loss"], str):
+            steps.setdefault(each["identity"], []).append(each["step"])
+    finite = [each for each in samples if not isinstance(each["loss"], str)]
+    first = min((min(found) for found in steps.values()), default=0)
+    if not any(each["step"] >= first for each in finite):  # the model, not a clip
+        return ""
+    for each in finite:
+        steps.pop(each["identity"], None)
+    captions = {each["identity"]: each["caption"] for each in samples}
+    named = [
+        f"{identity[:12]} ({captions[identity]!r:.80}, {len(found)} times)"
+        for identity, found in steps.items()
+        if len(found) > 1
+    ]
+    if not named:
+        return ""
+    return (
+        f"Each time that it was trained, the loss of {', '.join(named[:_NAMED_CLIPS])} was NaN or "
+        "infinite, and that of others was not: look at this clip, its caption and its inputs."
+    )
+
+
+def _explain_non_finite(
+    verdict: GuardVerdict,
+    statistics: StepStatistics,
+    losses: SampleLosses,
+    state: TrainingState,
+    world: mesh.World,
+) -> GuardVerdict:
+    """The verdict; of `non_finite` its message locates NaN and inf. All ranks must call it."""
+    if verdict.reason != "non_finite":
+        return verdict
+    parts, message = state.components, [verdict.message]
+    where = _non_finite_ranks(losses, parts.model, world)
+    if where:
+        message.append(f"It came from {where}.")
+    if not math.isfinite(statistics.grad_norm):
+        message.append(
+            describe_non_finite_gradients(parts.model, parts.family.blocks(parts.model), world)
+        )
+    if not math.isfinite(statistics.loss):
+        message.append("The loss is NaN or inf: it was already lost in the forward pass.")
+    return replace(verdict, message=" ".join(message))
+
+
+def _non_finite_ranks(losses: SampleLosses, model: nn.Module, world: mesh.World) -> str:
+    """Ranks with NaN or inf in their own losses, or else in their gradient shards, if not all.
+
+    A gradient that is NaN on one rank before it is reduced is NaN on all after that.
+    """
+    gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
+    in_losses = not all(math.isfinite(loss) for loss in losses.losses)
+    in_gradients = any(not bool(each.isfinite().all()) for each in gradients)
+    everyone = collectives.gather_objects((socket.gethostname(), in_losses, in_gradients), world)
+    for index in (1, 2):
+        ranks = [rank for rank, facts in enumerate(everyone) if facts[index]]
+        if 0 < len(ranks) < world.size:
+            hosts = ", ".join(sorted({everyone[rank][0] for rank in ranks}))
+            return f"rank {', '.join(map(str, ranks))} of {world.size} alone (on {hosts})"
+    return ""
+
+
+def describe_non_finite_gradients(
+    model: nn.Module, blocks: Sequence[nn.Module], world: mesh.World | None = None
+) -> str:
+    """Name the parameters whose gradients hold NaN or inf on any rank; all ranks must call it.
+
+    Those at the model's end come first.
+    """
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    is_replicated = world is not None and world.num_copies > 1
+    combine = max if is_replicated else sum  # one copy alone may have NaN
+    mine = _count_non_finite(gradients)
+    everyone = [mine] if world is None else collectives.gather_objects(mine, world)
+    non_finite = [name for name in gradients if any(name in counts for counts in everyone)]
+    if not non_finite:
+        return (
+            "Each gradient is finite, but together they are so large that the sum of their squares "
+            "is not."
+        )
+    named = []
+    for name in non_finite[: -_MAX_NAMED_GRADIENTS - 1 : -1]:
+        counts = zip(*(counts.get(name, (0, 0)) for counts in everyone), strict=True)
+        num_nan, num_infinite = map(combine, counts)
+        where = f"{name} ({_block_of(name, model, blocks)})"
+        named.append(f"{where}, {_numbers(num_nan, num_infinite, gradients[name].numel())}")
+    more = " and more" if len(non_finite) > _MAX_NAMED_GRADIENTS else ""
+    return (
+        f"NaN or infinity is in the gradients of {len(non_finite)} of {len(gradients)} trained "
+        "parameters. A backward pass runs from the model's end to its beginning, so the last ones "
+        f"were lost first: {'; '.join(named)}{more}."
+    )
+
+
+@torch.no_grad()
+def _count_non_finite(gradients: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Number of NaN and of inf in this rank's shard of each gradient that has any."""
+    found = {}
+    for name, gradient in gradients.items():
+        shard = local_shard(gradient)
+        # The norm is cheaper than counting; it may also overflow without NaN or inf.
+        if not torch.linalg.vector_norm(shard, dtype=torch.float32).isfinite():
+            found[name] = (int(shard.isnan().sum()), int(shard.isinf().sum()))
+    return {name: counts for name, counts in found.items() if any(counts)}
+
+
+def _numbers(num_nan: int, num_infinite: int, num_all: int) -> str:
+    counts = [f"{num_nan} NaN"] * bool(num_nan) + [f"{num_infinite} infinite"] * bool(num_infinite)
+    return f"{' and '.join(counts)} of {num_all} numbers"
+
+
+def _block_of(name: str, model: nn.Module, blocks: Sequence[nn.Module]) -> str:
+    """Which block a parameter is in, counted from 1."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for number, block in enumerate(blocks, start=1):
+        if name.startswith(f"{names[id(block)]}."):
+            return f"block {number} of {len(blocks)}"
+    return "outside the blocks"

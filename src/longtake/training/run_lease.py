@@ -1,0 +1,127 @@
+"""The right to write a run: one launch trains it at a time.
+
+Rank 0 holds the lease in the run's folder `lease`.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+from rich.console import Console
+
+from longtake import errors
+from longtake.lease import Lease, Leases, has_same_owner, is_alive, kept, newest
+from longtake.parallel import collectives, mesh
+from longtake.run_dir import LAUNCH_VARIABLE, RunDirectory
+
+_LEASE_SECONDS = 60.0
+_LOOK_SECONDS = 0.25
+_SECONDS_TO_EXIT = 10.0
+"""In which a rank 0 of the same launch, which is being replaced on this host, has ended."""
+
+
+@contextmanager
+def hold_run(run: RunDirectory, world: mesh.World, console: Console) -> Iterator[Lease | None]:
+    """Hold a run until the block ends; all ranks call it. None on ranks other than 0.
+
+    A rank 0 that a launcher or Slurm has started again inherits the lease of the one before it.
+    Another launch waits as long as the holder may still be alive.
+    """
+    taken: list[Lease] = []
+    collectives.first_does(lambda: taken.append(_take(run, console)), world)
+    lease, how = taken[0] if taken else None, "failed"
+    try:
+        with nullcontext() if lease is None else kept(lease):
+            yield lease
+        how = "ended"
+    finally:
+        if lease is not None:
+            with suppress(OSError):
+                _give_up(lease, run, how)
+
+
+def refuse_lost(lease: Lease | None) -> None:
+    """Refuse to continue if another launch has taken the run over.
+
+    That happens to a process that was stopped, or cut off from the disk, for a minute.
+    """
+    if lease is None or lease.renewed_seconds() < _LEASE_SECONDS / 2:
+        return
+    if lease.is_held:
+        with suppress(OSError):  # a full disk
+            lease.renew()
+        return
+    raise errors.RunError(
+        f"This launch was silent for more than {_LEASE_SECONDS:g} s, and "
+        f"{_holder(newest(lease.folder))} has taken over the run {lease.folder.parent}. Only "
+        "one launch may write a run, so this one ends; nothing that it saved is lost."
+    )
+
+
+def _give_up(lease: Lease, run: RunDirectory, how: str) -> None:
+    """End the lease; leave nothing of a run that was refused before it began."""
+    if run.exists():
+        lease.end(how)
+    else:
+        (lease.folder / f"{lease.number}.json").unlink()
+        lease.folder.rmdir()  # refuses if somebody else has begun to train here
+
+
+def _take(run: RunDirectory, console: Console) -> Lease:
+    owner = {**_this_launch(), "token": secrets.token_hex(4)}
+    leases = Leases(_LEASE_SECONDS, owner, inherits=("launch", "job"))
+    first, begun, is_said = newest(run.lease_path), time.monotonic(), False
+    try:
+        while (lease := leases.take(run.lease_path)) is None:
+            holder = newest(run.lease_path)
+            if holder is not None:
+                _refuse_if_alive(run, holder, first, time.monotonic() - begun)
+            if not is_said and time.monotonic() - begun > 1:
+                is_said = True
+                console.print(
+                    f"{run.path} is held by {_holder(holder)}. It has not given a sign of life "
+                    f"yet; if it gives none within {_LEASE_SECONDS:g} s, this launch takes over.",
+                    markup=False,
+                )
+            time.sleep(_LOOK_SECONDS)
+    except OSError as error:
+        raise errors.RunError(
+            f"The run directory {run.path} cannot be written: {error.strerror or error}. Make room "
+            "or make it writable, or choose another one with --set out=FOLDER."
+        ) from error
+    return lease
+
+
+def _refuse_if_alive(
+    run: RunDirectory, holder: Mapping[str, Any], first: Mapping[str, Any] | None, seconds: float
+) -> None:
+    is_same = has_same_owner(holder, _this_launch())
+    runs_here = is_alive(holder) and not (is_same and seconds < _SECONDS_TO_EXIT)
+    has_moved = first is not None and any(
+        first.get(name) != holder.get(name) for name in ("host", "pid", "time", "beat")
+    )
+    if runs_here or has_moved:
+        raise errors.RunError(
+            f"{run.path} is being trained by {_holder(holder)}. A run is trained by one launch at "
+            f"a time. Stop that one first (kill {holder['pid']} on {holder['host']}: it saves and "
+            "ends), or train beside it: --fresh, or --set out=FOLDER."
+        )
+
+
+def _this_launch() -> dict[str, str]:
+    """What a rank 0 that is started again has in common with the one before it."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+    return {"launch": os.environ.get(LAUNCH_VARIABLE, ""), "job": f"{cluster}/{job}" if job else ""}
+
+
+def _holder(record: Mapping[str, Any] | None) -> str:
+    """A holder in words: process, host, job and since when."""
+    if record is None:
+        return "another process"
+    job = f" (Slurm job {str(record['job']).rpartition('/')[2]})" if record.get("job") else ""
+    since = str(record["time"])[:19].replace("T", " ")
+    return f"process {record['pid']} on {record['host']}{job} since {since} UTC"

@@ -1,0 +1,164 @@
+"""A training step: seeds, gradients, update; its order is in `loop.py`."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longtake import errors, heartbeat
+from longtake.data.loader import Batch, Loader
+from longtake.data.order import derive
+from longtake.data.stages import StagePosition
+from longtake.models.build import flow_losses, losses_of_zero
+from longtake.optim.update import learning_rate_factor, masters_of, set_learning_rates
+from longtake.parallel import collectives, fsdp, mesh
+from longtake.training.session import SampleLosses, Session, TrainingState
+
+
+def drop_undecodable(batch: Batch, world: mesh.World) -> Batch:
+    """Drop clips that another rank of the same context-parallel group could not decode.
+
+    These ranks decode the same clips independently. All ranks call it.
+    """
+    if world.sequence_group is None:
+        return batch
+    everyone = collectives.gather_in_group(
+        (batch.weights.tolist(), batch.rejected, str(batch.bucket)), world.sequence_group
+    )
+    weights_of_ranks, rejected_of_ranks, buckets = zip(*everyone, strict=True)
+    if len(set(buckets)) > 1:
+        raise errors.DataError(
+            f"Batch {batch.step} could not be decoded on some of the ranks that share its tokens "
+            f"(their shapes: {', '.join(buckets)}). Can all nodes read the same files? Start the "
+            "same command again: it resumes from the newest checkpoint."
+        )
+    weights = [min(of_one_place) for of_one_place in zip(*weights_of_ranks, strict=True)]
+    rejected = dict.fromkeys(sample for samples in rejected_of_ranks for sample in samples)
+    return replace(batch, weights=torch.tensor(weights), rejected=tuple(rejected))
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed Python's, numpy's and torch's generators from the step, such as for dropout.
+
+    So there is no random state to save: a resumed run draws what it would have drawn, on the same
+    number of processes.
+    """
+    number = derive("step", seed, step, rank)
+    random.seed(number)
+    np.random.seed(number % 2**32)  # an older generator, but a user's module may use it
+    torch.default_generator.manual_seed(number)  # torch.manual_seed takes ten times as long
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(number)
+
+
+def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
+    """Accumulate the gradients of this rank's share of a batch.
+
+    They are those of the sum of all ranks' weighted losses over the batch's global size; a stand-in
+    for a missing clip has weight 0.
+    """
+    world, components = session.world, state.components
+    model, blocks = components.model, components.family.blocks(components.model)
+    size = _micro_batch_size(session, batch)
+    count = -(-len(batch.seeds) // size)
+    share = batch.global_size / world.data_size  # ranks average gradients
+    timer, found, sigmas = ComputeTimer(world.device), list[Tensor](), list[float]()
+    captioned, of_zero = list[bool](), list[Tensor]()
+    is_compared = state.global_step == 0 and session.recipe.model.pretrained is not None
+    micro_batches = state.inputs.micro_batches(batch, size)
+    for number in range(1, count + 1):
+        fsdp.set_gradient_sync(model, wanted=number == count)
+        heartbeat.set_phase("forward")
+        with timer.measure():
+            part = next(micro_batches)
+            losses = flow_losses(components, part.examples, session.precision, world.device)
+        heartbeat.set_phase("backward")
+        ((losses * part.weights).sum() / share).backward()  # type: ignore[no-untyped-call]
+        found.append(losses.detach())
+        if is_compared:
+            of_zero.append(losses_of_zero(components, part.examples))
+        sigmas += part.sigmas
+        captioned += part.captioned
+    fsdp.reduce_gradients(model, blocks, world)
+    zero = torch.cat(of_zero) if is_compared else None
+    return SampleLosses(torch.cat(found), tuple(sigmas), tuple(captioned), timer.seconds, zero)
+
+
+def _micro_batch_size(session: Session, batch: Batch) -> int:
+    stage = session.recipe.data.stage(batch.stage)
+    return session.recipe.micro_batch_size(stage, batch.bucket, session.world.data_size)
+
+
+def encode_ahead(session: Session, state: TrainingState, loader: Loader) -> None:
+    """Begin to encode the next batch's first micro-batch, while the device computes this batch."""
+    if state.inputs.encodes_ahead:
+        batch = loader.decoded_next()
+        size = 1 if batch is None else _micro_batch_size(session, batch)
+        state.inputs.encode_ahead(batch, size)
+
+
+class ComputeTimer:
+    """Adds up how long this rank computes without waiting for others, to identify slow ranks.
+
+    Only the forward pass is measured: all other parts of a step end in waiting for other ranks. If
+    the model is sharded the forward pass does too, and the time tells less.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Add the time of the block, as the device takes it."""
+        if not self._is_cuda:
+            begun = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - begun
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._events.append((begin, end))
+        begin.record()
+        yield
+        end.record()
+
+    def seconds(self) -> float:
+        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
+        return self._seconds + milliseconds / 1e3
+
+
+def apply_update(
+    session: Session,
+    state: TrainingState,
+    grad_norm: float,
+    scale: float,
+    position: StagePosition,
+) -> float:
+    """Update weights and EMA from the gradients, and drop these; returns the learning rate.
+
+    `scale`, the batch's global size over the number of samples that were trained, makes the
+    gradients those of the mean loss; `grad_norm` is the norm of those, over all ranks.
+    """
+    heartbeat.set_phase("optimizer")
+    section, data = session.recipe.optimizer, session.recipe.data
+    fsdp.clip_gradients(state.components.model, grad_norm, section.max_grad_norm, scale)
+    factor = learning_rate_factor(session.recipe, state.global_step, position)
+    set_learning_rates(state.optimizers, factor)
+    for optimizer in state.optimizers:
+        optimizer.step()
+    state.components.model.zero_grad(set_to_none=True)
+    state.global_step += 1
+    decay = data.stage(position.name).ema_decay
+    state.ema.update(state.global_step, masters_of(state.optimizers), decay)
+    return section.learning_rate * factor
+
+
+def skip_update(state: TrainingState) -> None:
+    state.components.model.zero_grad(set_to_none=True)
+    state.global_step += 1
