@@ -12,13 +12,13 @@ import pytest
 from tests.data.build import catalog_of
 from tests.data.test_audit import _Run
 
-from longtake.board import batch_facts, data_facts, ledger_facts, stills
 from longtake.board.data_page import render_data
 from longtake.board.pages import ServerLinks
-from longtake.board.reader import RunFacts, RunReader
 from longtake.data import summary
 from longtake.data.audit import audit
 from longtake.data.catalog import Catalog, Rejection
+from longtake.inspection import batch_facts, data_facts, ledger_facts, stills
+from longtake.inspection.reader import RunFacts, RunReader
 from longtake.run_dir import RunDirectory
 
 _HOSTILE = "<script>alert(1)</script>\x1b[31m"

@@ -10,11 +10,11 @@ import pytest
 from tests.board.node_runs import add_nodes, add_stall, make_run
 
 from longtake.board import charts
-from longtake.board.node_reader import HealthHistory
 from longtake.board.nodes_page import render_nodes
 from longtake.board.pages import ServerLinks
-from longtake.board.reader import RunReader
 from longtake.failures import RankFailure
+from longtake.inspection.node_reader import HealthHistory
+from longtake.inspection.reader import RunReader
 from longtake.node_dir import NodeDirectory
 from longtake.run_dir import RunDirectory
 
@@ -142,7 +142,9 @@ def test_numbers_over_time_are_read_once(run: RunDirectory, monkeypatch: Any) ->
             '{"time":"2030-01-01T00:00:00+00:00","step_work_seconds:0":5}\nnot a record\n{"t'
         )
     lines = []
-    monkeypatch.setattr("longtake.board.node_reader._Past.add", lambda self, it: lines.append(it))
+    monkeypatch.setattr(
+        "longtake.inspection.node_reader._Past.add", lambda self, it: lines.append(it)
+    )
     history.update(run, [node.host])
     assert len(lines) == 2
 
@@ -150,7 +152,7 @@ def test_numbers_over_time_are_read_once(run: RunDirectory, monkeypatch: Any) ->
 def test_of_long_files_the_end_and_some_lines_before_it_are_read(
     run: RunDirectory, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("longtake.board.node_reader._END_BYTES", 2**15)
+    monkeypatch.setattr("longtake.inspection.node_reader._END_BYTES", 2**15)
     (node,) = add_nodes(run, 1, 1, 400)
     history = HealthHistory()
     history.update(run, [node.host])

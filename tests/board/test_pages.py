@@ -11,8 +11,8 @@ import pytest
 from longtake.board import overview, report
 from longtake.board.pages import ServerLinks, embedded, number, percent
 from longtake.board.plots import panels_of, series_payload
-from longtake.board.reader import NO_ROWS, RunList, RunReader
 from longtake.board.runs_page import differing_keys, render_comparison, render_runs
+from longtake.inspection.reader import NO_ROWS, RunList, RunReader
 from longtake.inspection.run_list import list_runs
 from longtake.run_dir import RunDirectory
 

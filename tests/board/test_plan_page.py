@@ -10,7 +10,7 @@ from tests.board.node_runs import make_run
 
 from longtake.board.pages import ServerLinks
 from longtake.board.plan_page import block_strip, render_plan
-from longtake.board.reader import RunReader
+from longtake.inspection.reader import RunReader
 from longtake.run_dir import RunDirectory
 
 _MIB = 2**20

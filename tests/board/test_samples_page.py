@@ -13,10 +13,10 @@ from tests.board.sampled_run import PROMPTS, STEPS, add_result, make_run, write_
 
 from longtake import config, fsio
 from longtake.board.pages import ServerLinks
-from longtake.board.reader import RunReader
 from longtake.board.samples_page import cell_size, columns, render_samples, sample_options
 from longtake.board.server import Board
 from longtake.evaluation_dir import Alarm, EvaluationDirectory
+from longtake.inspection.reader import RunReader
 from longtake.run_dir import RunDirectory
 
 

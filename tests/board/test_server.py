@@ -22,10 +22,10 @@ from tests.board.conftest import serving
 from uvicorn.server import ServerState
 
 from longtake.board import server
-from longtake.board.files import open_below
 from longtake.board.pages import PAGES, ServerLinks
-from longtake.board.reader import RunList
 from longtake.errors import RunError
+from longtake.inspection.files import open_below
+from longtake.inspection.reader import RunList
 from longtake.run_dir import RunDirectory
 
 _TOKEN = "the token of this test"  # noqa: S105 - it opens nothing

@@ -10,8 +10,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from longtake.board import svg
+from longtake.inspection.columns import Numbers
 
-Numbers = NDArray[np.float64]
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 8, 20
 _ROW, _BAR = 22, 14
 _LEAST_SPAN = 0.02

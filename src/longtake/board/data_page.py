@@ -9,12 +9,12 @@ from typing import Any, Final
 from markupsafe import Markup
 
 from longtake import errors, process
-from longtake.board import batch_facts, data_facts, ledger_facts, stills
 from longtake.board import data_pictures as pictures
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, render
-from longtake.board.reader import RunFacts
 from longtake.data.clip import Clip
+from longtake.inspection import batch_facts, data_facts, ledger_facts, stills
+from longtake.inspection.reader import RunFacts
 
 _MOST_ROWS: Final = 10  # reasons, sizes, and values of one kind, that are listed
 _MOST_EPOCHS: Final = 60

@@ -7,7 +7,7 @@ from typing import Any, Final
 from markupsafe import Markup
 
 from longtake.board import svg
-from longtake.board.data_facts import Histogram, StageStrip
+from longtake.inspection.data_facts import Histogram, StageStrip
 
 _BOX_WIDTH, _BOX_HEIGHT, _SIDE, _DEPTH = 64, 46, 34, 10
 _BAR_WIDTH, _BAR_HEIGHT = 110, 12

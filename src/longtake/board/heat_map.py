@@ -8,10 +8,10 @@ import numpy as np
 from markupsafe import Markup
 
 from longtake.board import svg
-from longtake.board.charts import Numbers
-from longtake.board.node_reader import NodeNow, RankNow
 from longtake.board.pages import number
 from longtake.formatting import for_seconds
+from longtake.inspection.columns import Numbers
+from longtake.inspection.node_reader import NodeNow, RankNow
 
 COLOURS: Final = 7
 _ROWS, _LEAST_ROWS = 32, 8  # hosts below each other

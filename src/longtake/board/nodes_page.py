@@ -13,15 +13,15 @@ from markupsafe import Markup
 
 from longtake import errors, node_events, process
 from longtake.board import charts, heat_map, svg
-from longtake.board.charts import Numbers
-from longtake.board.files import read_end
-from longtake.board.node_reader import DRAWN, HealthHistory, NodeNow, RankNow, read_nodes
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, render
-from longtake.board.reader import RunFacts
 from longtake.board.stall_view import read_stalls
 from longtake.formatting import for_seconds, format_short_duration
+from longtake.inspection.columns import Numbers
+from longtake.inspection.files import read_end
+from longtake.inspection.node_reader import DRAWN, HealthHistory, NodeNow, RankNow, read_nodes
 from longtake.inspection.nodes import COLUMNS, node_facts
+from longtake.inspection.reader import RunFacts
 from longtake.monitor import node_health
 from longtake.monitor.outliers import SIGNALS
 from longtake.node_dir import NodeDirectory

@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from longtake import config, errors, process
 from longtake.board import svg
-from longtake.board.files import is_folder_below, read_end
 from longtake.board.pages import STATES, PageLinks, percent, render
 from longtake.board.plots import DEFAULT_PIXELS, marks_payload, panels_of, series_payload
-from longtake.board.reader import RunFacts
 from longtake.config import Recipe
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import for_seconds, format_duration
 from longtake.inspection.facts import next_commands
+from longtake.inspection.files import is_folder_below, read_end
+from longtake.inspection.reader import RunFacts
 from longtake.inspection.run_list import RunSummary
 from longtake.inspection.timeline import share_of_training
 from longtake.node_dir import all_nodes

@@ -17,12 +17,12 @@ from typing_extensions import TypedDict
 
 from longtake import fsio, process
 from longtake.board import charts, svg
-from longtake.board.files import read_below
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, number, render
-from longtake.board.reader import RunFacts
 from longtake.errors import RecordError
 from longtake.formatting import format_size
+from longtake.inspection.files import read_below
+from longtake.inspection.reader import RunFacts
 from longtake.planner.words import ACTIVATION_WORDS, FIXED_WORDS, POLICY_WORDS, WEIGHT_WORDS
 
 _GIB: Final = 2**30

@@ -5,7 +5,7 @@ from typing import Final
 
 from longtake.board import data_page, nodes_page, overview, plan_page, samples_page
 from longtake.board.pages import PageLinks, PageName
-from longtake.board.reader import RunFacts
+from longtake.inspection.reader import RunFacts
 
 Render = Callable[[RunFacts, PageLinks, Mapping[str, str]], str]
 

@@ -10,13 +10,14 @@ from typing import Final
 from markupsafe import Markup
 
 from longtake import errors, fsio
-from longtake.board import assets, overview, posters
-from longtake.board.files import MEDIA_TYPES, open_below
+from longtake.board import assets, overview
 from longtake.board.pages import PageName, render
-from longtake.board.reader import RunFacts, RunReader
 from longtake.board.registry import RENDER
 from longtake.board.samples_page import COLUMNS_OF_TINY, columns
 from longtake.evaluation_dir import EvaluationDirectory
+from longtake.inspection import posters
+from longtake.inspection.files import MEDIA_TYPES, open_below
+from longtake.inspection.reader import RunFacts, RunReader
 
 DEFAULT_MEDIA_MIB: Final = 24
 _MIB = 2**20
@@ -25,7 +26,7 @@ _MOST_STILLS = 256
 
 @dataclass
 class ReportLinks:
-    """PageLinks inside of one file: videos and pictures are in it, as far as there is room."""
+    """Links within one file, which embeds videos and pictures up to `media_bytes`."""
 
     run: RunFacts
     media_bytes: int

@@ -9,7 +9,7 @@ from longtake import config
 from longtake.board.overview import said_of_speed, spelled, status_line
 from longtake.board.pages import PageLinks, render
 from longtake.board.plots import PANELS, series_payload
-from longtake.board.reader import RunFacts
+from longtake.inspection.reader import RunFacts
 from longtake.inspection.run_list import RunSummary
 
 _COMPARED = ("loss", "loss_smoothed", "grad_norm", "weight_norm", "learning_rate", "step_seconds")

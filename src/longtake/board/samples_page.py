@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Final
 
 from markupsafe import Markup
@@ -15,19 +16,18 @@ from longtake import process
 from longtake.board import svg
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, render, rounded
-from longtake.board.reader import RunFacts, links_of
-from longtake.board.sampled import (
+from longtake.config import Recipe
+from longtake.evaluation_dir import Alarm, Scene
+from longtake.formatting import natural_key
+from longtake.inspection.reader import RunFacts, links_of
+from longtake.inspection.sampled import (
     Result,
     SampledPreset,
     has_results,
     is_video,
     preset_names,
     read_preset,
-    units,
 )
-from longtake.config import Recipe
-from longtake.evaluation_dir import Alarm, Scene
-from longtake.formatting import natural_key
 from longtake.run_dir import RunDirectory
 
 COLUMNS: Final = 6
@@ -328,7 +328,7 @@ def _measured(preset: SampledPreset, name: str, now: int) -> Measured:
     }
     drawing = svg.sparkline(preset.steps, values, band=band, marks=marks, now=now)
     return Measured(
-        name.replace("_", " "), units().get(name, ""), _rounded(values), band, marks, drawing
+        name.replace("_", " "), _units().get(name, ""), _rounded(values), band, marks, drawing
     )
 
 
@@ -505,3 +505,11 @@ def sample_options(settings: Mapping[str, Any], weights: str, recipe: Recipe | N
     if weights.startswith("ema/") and profile != kept:
         options.append(f"--profile {shlex.quote(profile)}")
     return options
+
+
+@cache
+def _units() -> Mapping[str, str]:
+    """Units of the measures that longtake has itself."""
+    from longtake.evaluation.measures import MEASURES  # scipy takes long to import
+
+    return {name: known.unit for name, known in MEASURES.items()}

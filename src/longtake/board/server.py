@@ -42,12 +42,13 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from longtake import errors, fsio
-from longtake.board import assets, overview, posters, runs_page
-from longtake.board.files import MEDIA_TYPES, is_folder_below, open_below
+from longtake.board import assets, overview, runs_page, svg
 from longtake.board.pages import ServerLinks, render
 from longtake.board.plots import series_payload
-from longtake.board.reader import RunList, RunReader
 from longtake.board.registry import RENDER
+from longtake.inspection import posters
+from longtake.inspection.files import MEDIA_TYPES, is_folder_below, open_below
+from longtake.inspection.reader import RunList, RunReader
 from longtake.inspection.run_list import RunSummary, find_runs, summarize
 from longtake.run_dir import RunDirectory
 
@@ -223,7 +224,8 @@ async def show_poster(request: Request) -> Response:
     except OSError as error:
         raise HTTPException(404, f"{name} cannot be shown: {error.strerror}.") from error
     if found.problem:
-        return Response(found.data, 200, {"cache-control": "no-store"}, found.kind)
+        picture = svg.no_still(found.problem)
+        return Response(picture, 200, {"cache-control": "no-store"}, "image/svg+xml")
     headers = {"cache-control": "private, max-age=86400", "etag": f'"{found.tag}"'}
     if request.headers.get("if-none-match") == headers["etag"]:
         return Response(None, 304, headers)

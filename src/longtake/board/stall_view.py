@@ -12,11 +12,11 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake import fsio
-from longtake.board.files import read_below
-from longtake.board.node_reader import hosts_of
-from longtake.board.reader import RunFacts
 from longtake.errors import RecordError
 from longtake.formatting import for_seconds
+from longtake.inspection.files import read_below
+from longtake.inspection.node_reader import hosts_of
+from longtake.inspection.reader import RunFacts
 from longtake.monitor import sentences
 from longtake.monitor.dumps import group_processes
 from longtake.node_dir import NodeDirectory, NodeDump, diagnosis_path

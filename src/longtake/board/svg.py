@@ -151,6 +151,22 @@ def _unbroken(
         yield points
 
 
+def no_still(reason: str) -> bytes:
+    """A picture for the place of a still, with the reason why there is none; a file of its own."""
+    words, lines = f"No still: {reason}".split(), [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > 30:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word[:30]}".strip()
+    spans = "".join(
+        f'<text x="8" y="{20 + 16 * place}" font-family="sans-serif" font-size="11" fill="#666d77">'
+        f"{text(line)}</text>"
+        for place, line in enumerate(lines[:7])
+    )
+    found = picture(200, 130, f'<rect width="200" height="130" fill="#8884"/>{spans}', "still")
+    return found.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).encode()
+
+
 def _title(bar: Bar) -> str:
     return f"<title>{text(bar.label)}: {text(bar.text)}</title>"
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Column = NDArray[Any]
+Numbers = NDArray[np.float64]
 
 DTYPE: Final = np.dtype(
     [

@@ -1,4 +1,4 @@
-"""What pages know of a run: read from its files, and again only where these have changed."""
+"""The facts of one run, read from its files, and again only where these have changed."""
 
 import os
 import threading
@@ -211,7 +211,7 @@ def _signature(paths: list[Path]) -> tuple[Hashable, ...]:
 
 
 def links_of(run: RunDirectory) -> Iterator[Path]:
-    """PageLinks in the folders of a run from which records are read; they are not followed."""
+    """Symbolic links in the folders of a run that hold records; links are never followed."""
     left = _MOST_LINKS_LOOKED_AT
     for name in _LINK_FREE:
         folders = [run.path / name]

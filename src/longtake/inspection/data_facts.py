@@ -1,4 +1,4 @@
-"""What the data page knows of a run's catalogs and of the plan that it follows.
+"""Facts of a run's catalogs and of the plan that it follows.
 
 Of large catalogs at most 100,000 clips are read; what is counted of them is then an estimate.
 """
@@ -16,13 +16,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from longtake import errors
-from longtake.board.reader import RunFacts, said_of_link
 from longtake.config import DataSection, Recipe
 from longtake.data import ledger, replan, stages, summary
 from longtake.data.catalog import Catalog
 from longtake.data.catalog_part import CatalogPart, read_part
 from longtake.data.plan import Plan, assemble_plan, begin
 from longtake.formatting import printable
+from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import RunDirectory
 
 MOST_CLIPS: Final = 100_000

@@ -21,12 +21,11 @@ import numpy as np
 from PIL import Image
 
 from longtake import errors, fsio
-from longtake.board.files import open_below
-from longtake.board.svg import picture, text
 from longtake.data.clip import Media
 from longtake.data.decode import decoded, in_square_pixels, opened, read_image
 from longtake.data.workers import Task, WorkerPool
 from longtake.formatting import first_line
+from longtake.inspection.files import open_below
 
 MAX_SIDE: Final = 384
 """Pixels; larger stills are shrunk."""
@@ -45,10 +44,10 @@ _MAX_STILL_BYTES = 2**20
 class Poster:
     """A picture to show in place of a video."""
 
-    data: bytes
+    data: bytes  # empty if there is a problem
     kind: str  # media type
     tag: str  # another one for another video
-    problem: str | None = None  # why the video's own frame is not shown
+    problem: str | None = None  # why there is no picture
 
 
 def poster_bytes(top: Path, name: str) -> bytes | None:
@@ -61,7 +60,7 @@ def poster_bytes(top: Path, name: str) -> bytes | None:
 
 
 def still(top: Path, name: str) -> Poster:
-    """The first frame of a video below a folder; a drawn picture if it cannot be decoded.
+    """The first frame of a video below a folder; if it cannot be decoded, the problem.
 
     Raises:
         OSError: as `open_below`.
@@ -85,27 +84,11 @@ def still(top: Path, name: str) -> Poster:
                 with suppress(OSError):
                     _keep(tag, data)
                 return Poster(data, kind_of(data), tag)
-        return Poster(drawn(problem), "image/svg+xml", tag, problem)
+        return Poster(b"", "", tag, problem)
 
 
 def kind_of(data: bytes) -> str:
     return "image/png" if data.startswith(b"\x89PNG") else "image/jpeg"
-
-
-def drawn(reason: str) -> bytes:
-    """A picture that says why there is no other."""
-    words, lines = f"No still: {reason}".split(), [""]
-    for word in words:
-        if len(lines[-1]) + len(word) > 30:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word[:30]}".strip()
-    spans = "".join(
-        f'<text x="8" y="{20 + 16 * place}" font-family="sans-serif" font-size="11" fill="#666d77">'
-        f"{text(line)}</text>"
-        for place, line in enumerate(lines[:7])
-    )
-    svg = picture(200, 130, f'<rect width="200" height="130" fill="#8884"/>{spans}', "still")
-    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).encode()
 
 
 # --- Decoding ---------------------------------------------------------------------------------

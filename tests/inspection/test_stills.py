@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from tests.data.build import clip
 
 from longtake import errors
-from longtake.board import stills
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.window import Window
+from longtake.inspection import stills
 
 
 class _Answer:

@@ -1,4 +1,4 @@
-"""What a page knows of a run's nodes: heartbeats as they are now, and numbers over the past.
+"""A run's nodes: heartbeats as they are now, and numbers over the past.
 
 Of many nodes only the ends of health.jsonl are read, and few lines of what lies before; a page that
 is opened again reads what is new.
@@ -21,10 +21,10 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake import fsio
-from longtake.board.charts import Numbers
-from longtake.board.files import open_below, read_below
 from longtake.errors import RecordError
 from longtake.formatting import natural_key
+from longtake.inspection.columns import Numbers
+from longtake.inspection.files import open_below, read_below
 from longtake.inspection.nodes import COLUMNS, SILENT_SECONDS, numbers_of
 from longtake.monitor.outliers import by_device
 from longtake.node_dir import NodeDirectory, nodes_path

@@ -12,9 +12,10 @@ from starlette.testclient import TestClient
 from tests.board.sampled_run import FPS, square
 
 from longtake import errors
-from longtake.board import posters, server
-from longtake.board.posters import poster_bytes, still
+from longtake.board import server, svg
 from longtake.data.encode import write_video
+from longtake.inspection import posters
+from longtake.inspection.posters import poster_bytes, still
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +76,13 @@ def test_the_oldest_stills_are_removed(
     assert sorted(path.name for path in cache.iterdir()) == ["3", "4", "newest"]
 
 
-def test_a_video_that_cannot_be_decoded_has_a_drawn_still_that_says_why(
+def test_a_video_that_cannot_be_decoded_has_the_reason_in_place_of_a_still(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = still(runs, "damaged.mp4")
     assert found.problem
     assert found.problem.startswith("not a readable video")
-    assert b"No still: not a readable" in found.data
+    assert b"No still: not a readable" in svg.no_still(found.problem)
     assert poster_bytes(runs, "damaged.mp4") is None
     monkeypatch.setattr(posters._decoder, "first_frame", refuse)
     assert still(runs, "damaged.mp4") == found

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
 
@@ -18,8 +17,6 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from longtake import errors, fsio
-from longtake.board.files import open_below
-from longtake.board.reader import Keep
 from longtake.evaluation_dir import (
     SCORES,
     Alarm,
@@ -30,6 +27,8 @@ from longtake.evaluation_dir import (
 )
 from longtake.formatting import natural_key
 from longtake.inspection.facts import failed_claims
+from longtake.inspection.files import open_below
+from longtake.inspection.reader import Keep
 from longtake.run_dir import RunDirectory
 
 MOST_STEPS: Final = 2000
@@ -309,14 +308,6 @@ def _failed(
         return ()
 
     return kept(f"{run.path}/claims/{preset}", tuple(version), read)
-
-
-@cache
-def units() -> Mapping[str, str]:
-    """Of the measures that longtake has itself."""
-    from longtake.evaluation.measures import MEASURES  # scipy takes long to import
-
-    return {name: known.unit for name, known in MEASURES.items()}
 
 
 def is_video(file: str) -> bool:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from longtake import errors, fsio, process
-from longtake.board.data_facts import sentence, versions
-from longtake.board.ledger_facts import clips_of
-from longtake.board.reader import RunFacts, said_of_link
+from longtake.inspection.data_facts import sentence, versions
 from longtake.inspection.facts import verdicts
+from longtake.inspection.ledger_facts import clips_of
+from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
 
 MOST_VERDICTS: Final = 20

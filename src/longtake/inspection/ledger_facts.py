@@ -1,4 +1,4 @@
-"""What the data page knows of a run's ledger, and clips by their identity."""
+"""Facts of a run's ledger, and clips by their identity."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Final
 
 from longtake import errors
-from longtake.board import data_facts
-from longtake.board.data_facts import sentence, versions
-from longtake.board.reader import RunFacts
 from longtake.data import ledger
 from longtake.data.audit import Audit, EpochAudit, audit
 from longtake.data.catalog_part import find_clips
 from longtake.data.clip import Clip
 from longtake.formatting import plural
+from longtake.inspection import data_facts
+from longtake.inspection.data_facts import sentence, versions
+from longtake.inspection.reader import RunFacts
 from longtake.run_dir import RunDirectory
 
 MOST_RECORDS: Final = 1_000_000
