@@ -50,14 +50,8 @@ from longtake.planner.activation_checkpointing import (
     options_of,
 )
 from longtake.planner.devices import DeviceBudget, device_for, rounded
-from longtake.planner.memory import (
-    MeasuredMemory,
-    MetaStep,
-    foreach_bytes,
-    measured,
-    optimizer_bytes,
-    outline_step,
-)
+from longtake.planner.memory import MetaStep, foreach_bytes, optimizer_bytes, outline_step
+from longtake.planner.profiler import MeasuredMemory, measured
 from longtake.planner.solver import PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace, Subject, Tracer
 

@@ -33,7 +33,8 @@ from longtake.config import Recipe
 from longtake.planner.activation_checkpointing import POLICIES, Options, caller, options_of
 from longtake.planner.devices import CPU
 from longtake.planner.kernels import as_on_cuda
-from longtake.planner.memory import MetaStep, measured, outline_step
+from longtake.planner.memory import MetaStep, outline_step
+from longtake.planner.profiler import measured
 from longtake.planner.solver import BestOptions, PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace
 from longtake.training.runtime import keep_freed_memory

@@ -19,7 +19,7 @@ from longtake.models.quantized import quantize_linears
 from longtake.models.streamed import StreamedBlocks
 from longtake.parallel.mesh import World
 from longtake.planner.activation_checkpointing import BlockOption, caller
-from longtake.planner.memory import MeasuredMemory, measured
+from longtake.planner.profiler import MeasuredMemory, measured
 from longtake.planner.trace import Subject
 from longtake.run_dir import RunDirectory
 

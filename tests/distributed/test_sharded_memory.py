@@ -16,8 +16,9 @@ from longtake.models.build import assemble
 from longtake.parallel.mesh import World, arranged
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.devices import CPU, device_budget
-from longtake.planner.memory import measured, module_bytes, outline_step, policy_forecast
+from longtake.planner.memory import module_bytes, outline_step, policy_forecast
 from longtake.planner.plan import run_blocks
+from longtake.planner.profiler import measured
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.latent_cache import captions_of

@@ -8,7 +8,7 @@ from torch import nn
 
 from longtake.optim import master_weights
 from longtake.optim.master_weights import MasterAdamW
-from longtake.planner.memory import measured
+from longtake.planner.profiler import measured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 

@@ -24,7 +24,8 @@ from longtake.planner.activation_checkpointing import (
     options_of,
 )
 from longtake.planner.devices import DeviceBudget, device_for
-from longtake.planner.memory import MeasuredMemory, MetaStep, measured, outline_step
+from longtake.planner.memory import MetaStep, outline_step
+from longtake.planner.profiler import MeasuredMemory, measured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from longtake.config import Quantization
 from longtake.models.quantized import quantize_linears
 from longtake.models.streamed import NUM_BUFFERS, StreamedBlocks, streamed_bytes
-from longtake.planner.memory import measured
+from longtake.planner.profiler import measured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 

@@ -22,7 +22,7 @@ from longtake.models.deferred_init import (
 from longtake.models.numerics import main_dtype
 from longtake.models.quantized import FrozenLinear, QuantizedLinear, quantize_linears
 from longtake.models.trainable import add_lora, lora_state
-from longtake.planner.memory import measured
+from longtake.planner.profiler import measured
 
 _CPU = torch.device("cpu")
 _MOST_ERROR = {"int8": 0.01, "fp8": 0.04, "nf4": 0.1}

@@ -35,7 +35,8 @@ from longtake.optim.muon import Muon
 from longtake.optim.update import schedule_factor, set_learning_rates
 from longtake.parallel.fsdp import apply_fsdp, full
 from longtake.parallel.mesh import World, join
-from longtake.planner.memory import measured, optimizer_bytes
+from longtake.planner.memory import optimizer_bytes
+from longtake.planner.profiler import measured
 from longtake.run_dir import RunDirectory
 
 _EIGHT_BIT = OptimizerSection(kind="adamw8bit", learning_rate=2e-3)

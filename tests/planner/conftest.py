@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from longtake import config
 from longtake.planner.activation_checkpointing import BlockCall, BlockOption
 from longtake.planner.devices import CPU, DeviceBudget
-from longtake.planner.memory import MeasuredMemory, MetaStep, outline_step
+from longtake.planner.memory import MetaStep, outline_step
+from longtake.planner.profiler import MeasuredMemory
 from longtake.planner.trace import Subject
 
 _RECIPES = {

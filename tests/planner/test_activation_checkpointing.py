@@ -22,7 +22,7 @@ from longtake.planner.activation_checkpointing import (
     options_of,
     run_block,
 )
-from longtake.planner.memory import measured
+from longtake.planner.profiler import measured
 from longtake.planner.trace import Subject
 
 

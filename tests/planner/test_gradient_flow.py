@@ -33,7 +33,7 @@ from longtake.planner.gradient_flow import (
     flow_traps,
     idle_recompute,
 )
-from longtake.planner.memory import measured
+from longtake.planner.profiler import measured
 from longtake.planner.trace import make_fake
 
 _LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -19,13 +19,12 @@ from longtake.planner.devices import CPU, device_named, rounded
 from longtake.planner.memory import (
     bucket_tokens,
     foreach_bytes,
-    measured,
     optimizer_bytes,
     pinned_beside_bytes,
     refuse_idle_ranks,
-    take_peak,
     with_batch_sizes,
 )
+from longtake.planner.profiler import measured, take_peak
 
 _CPU = torch.device("cpu")
 

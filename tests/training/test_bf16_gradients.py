@@ -15,7 +15,8 @@ from longtake.models.build import assemble
 from longtake.parallel.fsdp import apply_fsdp, full, reduce_gradients, set_gradient_sync
 from longtake.parallel.mesh import World, arranged, join
 from longtake.planner.devices import CPU
-from longtake.planner.memory import measured, outline_step, static_memory
+from longtake.planner.memory import outline_step, static_memory
+from longtake.planner.profiler import measured
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.session import Session

@@ -20,7 +20,7 @@ from longtake.guard import detectors, history
 from longtake.guard.rollback import RollBack
 from longtake.lease import Lease
 from longtake.parallel import collectives
-from longtake.planner.memory import measured, take_peak
+from longtake.planner.profiler import measured, take_peak
 from longtake.progress import StepProgress, step_progress
 from longtake.run_dir import EventKind, Metrics, skipped_batches
 from longtake.training.run_lease import refuse_lost

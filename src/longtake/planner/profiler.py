@@ -1,0 +1,130 @@
+"""Measures what tensors take of a device: torch's profiler on a CPU, allocator statistics on CUDA."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_MARK = "longtake mark: "
+
+
+@dataclass
+class MeasuredMemory:
+    """What was allocated, in bytes above the start; whole once the work is done.
+
+    On CUDA these are the caching allocator's bytes of tensors (512-byte rounding included); what
+    the cache holds beyond them, the CUDA context and libraries' own workspaces are not. On a CPU
+    they are the bytes that torch's allocator was asked for. A CPU tensor that is older than the
+    measurement counts neither before nor after it is freed.
+    """
+
+    peak_bytes: int = 0  # the highest total
+    end_bytes: int = 0  # the total at the end
+    at: dict[str, int] = field(default_factory=dict)  # the total at each mark
+    peaks: dict[str, int] = field(default_factory=dict)  # the highest total since the mark before
+
+    def mark(self, name: str) -> None:
+        raise NotImplementedError
+
+    def _passed(self, name: str, total: int, peak: int) -> None:
+        self.at[name], self.peaks[name] = total, peak
+        self.peak_bytes = max(self.peak_bytes, peak)
+
+
+class _CpuMemory(MeasuredMemory):
+    def mark(self, name: str) -> None:
+        with torch.profiler.record_function(_MARK + name):
+            pass
+
+    def fold(self, events: list[Any]) -> None:
+        """Add the profiler's allocator events up."""
+        sizes: dict[int, int] = {}
+        total = peak = 0
+        for event in sorted(events, key=lambda event: event.start_time_ns):
+            if event.name.startswith(_MARK):
+                self._passed(event.name.removeprefix(_MARK), total, peak)
+                peak = total
+                continue
+            block = event.extra_fields
+            if block.alloc_size > 0:
+                sizes[block.ptr] = block.alloc_size
+                total += block.alloc_size
+            else:  # the profiler also reports blocks that it met in an earlier measurement
+                total -= sizes.pop(block.ptr, 0)
+            peak = max(peak, total)
+        self.end_bytes, self.peak_bytes = total, max(self.peak_bytes, peak)
+
+
+class _CudaMemory(MeasuredMemory):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        torch.cuda.reset_peak_memory_stats(device)
+        self._start = torch.cuda.memory_allocated(device)
+
+    def mark(self, name: str) -> None:
+        self._passed(name, *self._now())
+
+    def finish(self) -> None:
+        self.end_bytes, peak = self._now()
+        self.peak_bytes = max(self.peak_bytes, peak)
+
+    def _now(self) -> tuple[int, int]:
+        """The total, and its peak since the last time."""
+        total = torch.cuda.memory_allocated(self._device) - self._start
+        return total, (take_peak(self._device) or 0) - self._start
+
+
+def take_peak(device: torch.device) -> int | None:
+    """The most bytes that tensors took on a GPU since the peak statistics were reset; resets them.
+
+    The host does not wait for the GPU. None: not a CUDA device.
+    """
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+@contextmanager
+def measured(device: torch.device) -> Iterator[MeasuredMemory]:
+    """Measure what tensors on `device` take while the body runs.
+
+    On a CPU torch's profiler watches its allocator, for every thread; it slows small operations
+    down, and no other profiler may run meanwhile. Memory that a library takes for itself (oneDNN's
+    scratchpads) is not torch's and is not seen. On CUDA the peak statistics are reset.
+
+    Returns:
+        A record to `mark` along the way; its numbers are there after the body.
+
+    Raises:
+        ValueError: the device is neither a CPU nor a CUDA device.
+    """
+    if device.type == "cuda":
+        on_gpu = _CudaMemory(device)
+        yield on_gpu
+        on_gpu.finish()
+        return
+    if device.type != "cpu":
+        raise ValueError(f"Memory can be measured on cpu and cuda, not on {device}.")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler greets on stderr
+    memory = _CpuMemory()
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        yield memory
+    assert profiler.kineto_results is not None
+    memory.fold(list(_relevant(profiler.kineto_results.experimental_event_tree())))
+
+
+def _relevant(roots: list[Any]) -> Iterator[Any]:
+    """Every CPU allocation and every mark of the profiler's trees, in any order."""
+    waiting = list(roots)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        is_block = event.name == "[memory]" and event.extra_fields.device.type == "cpu"
+        if is_block or event.name.startswith(_MARK):
+            yield event
