@@ -6,7 +6,7 @@ import pytest
 from tests.build import TINY_WAN, MakeRecipe
 
 from longtake.errors import PlanError
-from longtake.planner import devices, memory
+from longtake.planner import batch_sizes, devices
 from longtake.planner.cost import (
     FailureModel,
     StageCost,
@@ -23,7 +23,7 @@ def test_a_clip_takes_the_time_that_its_tokens_do(small_recipe: MakeRecipe) -> N
     """Three buckets are traced; the one between them is predicted as if it had been, too."""
     shapes = [f"{{num_frames=9, height={side}, width=64}}" for side in (32, 64, 128, 256)]
     recipe = small_recipe(*TINY_WAN, f"data.buckets=[{', '.join(shapes)}]")
-    device, tokens = devices.device_named("h100"), memory.bucket_tokens(recipe)
+    device, tokens = devices.device_named("h100"), batch_sizes.bucket_tokens(recipe)
     predicted = clip_seconds(recipe, device, tokens)
     assert tuple(predicted) == recipe.data.buckets
     between = recipe.data.buckets[1]

@@ -6,25 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.build import TINY_WAN, MakeRecipe
 from torch import Tensor, nn
 
 from longtake.config import EmaSection, OptimizerSection
-from longtake.errors import RecipeError
 from longtake.models.numerics import Precision
 from longtake.optim import master_weights
 from longtake.optim.build import build_optimizers
 from longtake.parallel.fsdp import accumulate_in_fp32
 from longtake.planner.devices import CPU, device_named, rounded
-from longtake.planner.memory import (
-    bucket_tokens,
-    foreach_bytes,
-    optimizer_bytes,
-    pinned_beside_bytes,
-    refuse_idle_ranks,
-    with_batch_sizes,
-)
-from longtake.planner.profiler import measured, take_peak
+from longtake.planner.memory import foreach_bytes, optimizer_bytes, pinned_beside_bytes
+from longtake.planner.profiler import measured
 
 _CPU = torch.device("cpu")
 
@@ -147,117 +138,3 @@ def test_torchs_default_would_take_another_copy_in_each_step() -> None:
         peaks[way] = memory.peak_bytes
     assert peaks["foreach"] == pytest.approx(foreach_bytes(network), rel=0.01)
     assert peaks["fused"] < 100
-
-
-def test_more_ranks_than_clips_are_refused(small_recipe: MakeRecipe) -> None:
-    recipe = small_recipe("training.global_batch_size=4")
-    refuse_idle_ranks(recipe, 4)
-    with pytest.raises(RecipeError, match=r"batch_size 4 cannot be shared by 5 .*parallel.contex"):
-        refuse_idle_ranks(recipe, 5)
-    stages = 'data.stages=[{name="a", steps=2}, {name="few", global_batch_size=3}]'
-    with pytest.raises(RecipeError, match="stage few, 3 cannot be shared by 4"):
-        refuse_idle_ranks(small_recipe("training.global_batch_size=4", stages), 4)
-    shape = "data.buckets=[{num_frames=8, height=32, width=32, batch_size=3}]"
-    with pytest.raises(RecipeError, match="bucket of 8 frames of 32x32, 3 cannot be shared by 4"):
-        refuse_idle_ranks(small_recipe(shape), 4)
-
-
-def test_buckets_have_as_many_clips_as_have_so_many_tokens(small_recipe: MakeRecipe) -> None:
-    """But at least one, and those that say their batch size have that; images and videos mixed."""
-    shapes = (
-        "{num_frames=1, height=32, width=32}, {num_frames=5, height=32, width=32}, "
-        "{num_frames=5, height=64, width=64}, {num_frames=5, height=32, width=64, batch_size=3}"
-    )
-    stages = f'data.stages=[{{name="a", steps=2, buckets=[{shapes}]}}, {{name="b"}}]'
-    recipe = small_recipe(*TINY_WAN, stages, "data.tokens_per_batch=2000")
-    filled = with_batch_sizes(recipe)
-    tokens = bucket_tokens(recipe)
-    first, *_ = filled.data.stages
-    assert first.buckets is not None
-    for before, after in zip(tokens, first.buckets, strict=True):
-        expected = before.batch_size or max(1, 2000 // tokens[before])
-        assert (after.batch_size, str(after)) == (expected, str(before))
-    sizes = [shape.batch_size or 0 for shape in first.buckets]
-    assert sizes[0] > sizes[1] > sizes[2] > 0
-    assert filled.data.buckets[0].batch_size == sizes[1]
-    assert with_batch_sizes(filled) == filled
-    unset = small_recipe(*TINY_WAN, stages)
-    assert with_batch_sizes(unset) is unset
-
-
-def test_counts_bytes_of_known_tensors_exactly() -> None:
-    with measured(_CPU) as memory:
-        kept = torch.empty(1000, dtype=torch.float32)
-        passing = torch.empty(500, dtype=torch.bfloat16)
-        del passing
-        memory.mark("first")
-        small = torch.empty(3, dtype=torch.int8)
-        memory.mark("second")
-        del kept
-        large = torch.empty(700, dtype=torch.float64)
-    assert memory.at == {"first": 4000, "second": 4003}
-    assert memory.peaks == {"first": 5000, "second": 4003}
-    assert memory.end_bytes == small.nbytes + large.nbytes == 5603
-    assert memory.peak_bytes == 5603
-
-
-def test_ignores_what_is_older_than_the_measurement() -> None:
-    with measured(_CPU):
-        older = torch.empty(1000)
-    with measured(_CPU) as memory:
-        del older
-        younger = torch.empty(10)
-    assert memory.end_bytes == memory.peak_bytes == younger.nbytes
-
-
-def test_sees_the_temporaries_inside_an_operation() -> None:
-    """A softmax of bf16 numbers in fp32 converts them first, and drops the copy."""
-    x = torch.randn(256, 64, dtype=torch.bfloat16)
-    with measured(_CPU) as memory:
-        out = torch.softmax(x, dim=1, dtype=torch.float32)
-    assert memory.end_bytes == out.nbytes
-    assert memory.peak_bytes == 2 * out.nbytes
-
-
-def test_measures_forward_and_backward() -> None:
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
-    x = torch.randn(16, 32)
-    with measured(_CPU) as memory:
-        loss = model(x).square().mean()
-        memory.mark("forward_end")
-        loss.backward()
-        del loss
-        memory.mark("backward_end")
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert memory.end_bytes == memory.at["backward_end"] == weights
-    kept = 16 * (64 + 64 + 8) * 4 + 4  # both linears' outputs, gelu's, and the loss
-    assert memory.at["forward_end"] == kept
-    assert memory.peak_bytes >= weights
-
-
-def test_measurements_are_repeatable() -> None:
-
-    def work() -> tuple[int, int]:
-        layer = nn.MultiheadAttention(32, 4, batch_first=True)
-        x = torch.randn(2, 10, 32, requires_grad=True)
-        with measured(_CPU) as memory:
-            layer(x, x, x)[0].sum().backward()
-        return memory.peak_bytes, memory.end_bytes
-
-    assert work() == work() == work()
-
-
-def test_refuses_a_device_it_cannot_measure() -> None:
-    """The meta device holds no memory."""
-    with pytest.raises(ValueError, match="not on meta"), measured(torch.device("meta")):
-        pass
-
-
-def test_the_peak_of_a_gpu_is_since_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    reset = list[torch.device]()
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
-    gpu = torch.device("cuda", 1)
-    assert take_peak(gpu) == 5
-    assert reset == [gpu]
-    assert take_peak(_CPU) is None

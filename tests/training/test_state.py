@@ -32,7 +32,7 @@ from longtake.errors import (
 )
 from longtake.fsio import write_json
 from longtake.inspection import facts, tables
-from longtake.planner.memory import bucket_tokens
+from longtake.planner.batch_sizes import bucket_tokens
 from longtake.process import GUARD_VARIABLE
 from longtake.run_dir import RunDirectory
 from longtake.training import loop

@@ -583,15 +583,15 @@ def show(
 def _with_costs(recipe: "Recipe") -> "tuple[Recipe, BucketCosts]":
     """The recipe with batch sizes of all buckets, and their costs, where they can be known."""
     from longtake.data.summary import BucketCosts
-    from longtake.planner import cost, devices, memory  # which import torch
+    from longtake.planner import batch_sizes, cost, devices  # which import torch
     from longtake.trust import training_classes
 
     if training_classes(recipe).keys() - {"optimizer.kind"}:
         return recipe, BucketCosts()  # code of the recipe's own, which is only looked at here
     tokens: dict[Bucket, int] = {}
     try:
-        recipe = memory.with_batch_sizes(recipe)
-        tokens = memory.bucket_tokens(recipe)
+        recipe = batch_sizes.with_batch_sizes(recipe)
+        tokens = batch_sizes.bucket_tokens(recipe)
         device = devices.device_budget(recipe)
         seconds = cost.clip_seconds(recipe, device, tokens)
     except errors.LongtakeError:

@@ -131,10 +131,10 @@ def plan(
     with phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.config import memory_bytes
         from longtake.data.auto_buckets import with_buckets
+        from longtake.planner.batch_sizes import with_batch_sizes
         from longtake.planner.cost import run_cost
         from longtake.planner.devices import device_budget, with_host_memory
         from longtake.planner.forecast import encoding_ahead, forecast, forecast_phases
-        from longtake.planner.memory import with_batch_sizes
         from longtake.planner.mesh import links_named, links_of, mesh_forecast
         from longtake.run_dir import RunDirectory
         from longtake.training.samples import refuse_wrong_samples

@@ -8,11 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from longtake.config import Bucket, OptimizerSection, Recipe, Stage
+from longtake.config import Bucket, OptimizerSection, Recipe
 from longtake.data.caption_text import all_captions
 from longtake.data.catalog import Catalog
-from longtake.data.loader import num_places
-from longtake.errors import PlanError, RecipeError
+from longtake.errors import PlanError
 from longtake.formatting import format_size
 from longtake.models import build, numerics
 from longtake.models.quantized import quantize_linears
@@ -22,6 +21,7 @@ from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_states,
 from longtake.parallel import context_parallel, fsdp, mesh
 from longtake.parallel.transfer import pinned_bytes
 from longtake.planner.activation_checkpointing import QUANTIZED, BlockWeights
+from longtake.planner.batch_sizes import StageBatch, bucket_tokens, largest_batch, refuse_idle_ranks
 from longtake.planner.block_weights import can_quantize
 from longtake.planner.devices import DeviceBudget, rounded
 from longtake.planner.encoding import ahead_bytes
@@ -33,18 +33,6 @@ _EIGHT_BIT_MAP_BYTES = 256 * 4
 _EIGHT_BIT_STEP_BYTES = 8
 """Per number of the largest parameter; measured on a CPU."""
 _GATHERED_BLOCKS = 3  # copies of blocks that FSDP2 holds at a time
-
-
-@dataclass(frozen=True)
-class StageBatch:
-    """What one process trains at once in a stage of the curriculum, at its largest bucket."""
-
-    name: str
-    global_batch_size: int
-    bucket: Bucket  # of the stage's, the one whose micro-batch has most tokens
-    micro_batch_size: int
-    num_micro_batches: int
-    num_tokens: int  # of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -129,7 +117,7 @@ def outline_step(
     if num_shards == 1:
         fsdp.accumulate_in_fp32(model)
     lengths = bucket_tokens(recipe, components)
-    batches = [_stage_batch(recipe, each, lengths, data_size) for each in recipe.data.curriculum()]
+    batches = [largest_batch(recipe, each, lengths, data_size) for each in recipe.data.curriculum()]
     # of equal micro-batches the one with the longest clips: attention grows with their square
     largest = max(batches, key=lambda each: (each.num_tokens, lengths[each.bucket]))
     bucket, micro = largest.bucket, largest.micro_batch_size
@@ -189,40 +177,6 @@ def quantize_as_given(
             quantize_linears(block, kind)
 
 
-def bucket_tokens(recipe: Recipe, components: build.Components | None = None) -> dict[Bucket, int]:
-    """Tokens of a clip of each bucket that attend to each other, with text and references."""
-    parts = components or build.outline(recipe)
-    return {shape: _sequence_length(parts, recipe, shape) for shape in recipe.data.shapes()}
-
-
-def with_batch_sizes(recipe: Recipe) -> Recipe:
-    """A recipe whose buckets have the batch sizes that `data.tokens_per_batch` gives them.
-
-    Raises:
-        RecipeError: the recipe's parts do not fit together.
-        ModelError: the configuration of a pretrained part cannot be found.
-    """
-    data, budget = recipe.data, recipe.data.tokens_per_batch
-    if budget is None or all(shape.batch_size for shape in data.shapes()):
-        return recipe
-    tokens = bucket_tokens(recipe)
-
-    def filled(shapes: Sequence[Bucket]) -> tuple[Bucket, ...]:
-        return tuple(
-            shape
-            if shape.batch_size or shape not in tokens
-            else shape.model_copy(update={"batch_size": max(1, budget // tokens[shape])})
-            for shape in shapes
-        )
-
-    stages = tuple(
-        each.model_copy(update={"buckets": filled(each.buckets)}) if each.buckets else each
-        for each in data.stages
-    )
-    changed = data.model_copy(update={"buckets": filled(data.buckets), "stages": stages})
-    return recipe.model_copy(update={"data": changed})
-
-
 def _refuse_missing_host_memory(blocks: Sequence[nn.Module], room: int) -> None:
     needed = sum(map(streamed_bytes, blocks))
     if needed > room:
@@ -252,20 +206,6 @@ def _offered_weights(
     return tuple(offered)
 
 
-def _stage_batch(
-    recipe: Recipe, stage: Stage, lengths: Mapping[Bucket, int], data_size: int
-) -> StageBatch:
-    shapes = stage.buckets or recipe.data.buckets
-    sizes = recipe.data.batch_sizes(stage, recipe.training.global_batch_size)
-    found = []
-    for bucket, batch_size in zip(shapes, sizes, strict=True):
-        local = num_places(batch_size, data_size)
-        micro = recipe.micro_batch_size(stage, bucket, data_size)
-        count, tokens = -(-local // micro), micro * lengths[bucket]
-        found.append(StageBatch(stage.name, batch_size, bucket, micro, count, tokens))
-    return max(found, key=lambda each: (each.num_tokens, lengths[each.bucket]))
-
-
 def _captions(recipe: Recipe) -> list[str]:
     """Captions of the catalogs, if a vocabulary is made of them and all catalogs are there."""
     sources = recipe.data.sources()
@@ -277,41 +217,12 @@ def _captions(recipe: Recipe) -> list[str]:
     return captions if any(caption.strip() for caption in captions) else []
 
 
-def refuse_idle_ranks(recipe: Recipe, data_size: int) -> None:
-    """Refuse more ranks than clips.
-
-    Raises:
-        RecipeError: some ranks would never have a clip.
-    """
-    for stage in recipe.data.curriculum():
-        sizes = recipe.data.batch_sizes(stage, recipe.training.global_batch_size)
-        for shape, size in zip(stage.buckets or recipe.data.buckets, sizes, strict=True):
-            if size >= data_size:
-                continue
-            key = "training.global_batch_size"
-            if shape.batch_size is not None:
-                key = f"batch_size of the bucket of {shape},"
-            elif stage.global_batch_size is not None:
-                key = f"global_batch_size of stage {stage.name},"
-            raise RecipeError(
-                f"{key} {size} cannot be shared by {data_size} processes: each needs a clip. Start "
-                "fewer processes, let several share a clip's tokens (parallel.context), or begin a "
-                "run with a larger batch."
-            )
-
-
 def _precision(recipe: Recipe, device: DeviceBudget) -> numerics.Precision:
     """What training would choose; every GPU that is planned for has bf16."""
     wanted = recipe.training.precision
     if wanted == "auto" and device.target == "cuda":
         return "bf16"
     return numerics.choose_precision(wanted, torch.device("cpu"))
-
-
-def _sequence_length(components: build.Components, recipe: Recipe, bucket: Bucket) -> int:
-    shape = build.latent_shape(components.codec, bucket)
-    conditioning = build.outline_conditioning(components, recipe, bucket)
-    return components.family.sequence_length(components.model, shape, conditioning)
 
 
 def _inputs_maker(

@@ -1,4 +1,4 @@
-"""Measures what tensors take of a device: torch's profiler on a CPU, allocator statistics on CUDA."""
+"""Measures what tensors take of a device, by a CPU profiler or by CUDA's allocator."""
 
 import os
 from collections.abc import Iterator
