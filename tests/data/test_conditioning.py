@@ -22,6 +22,7 @@ from longtake.data.buckets import sample_window
 from longtake.data.cache import Cache
 from longtake.data.cache_fill import find_missing
 from longtake.data.catalog import Catalog
+from longtake.data.checks import refuse_missing_conditioning
 from longtake.data.clip import Clip, Media
 from longtake.data.conditioning import (
     ConditioningInput,
@@ -36,7 +37,7 @@ from longtake.data.decode import probe
 from longtake.data.encode import write_video
 from longtake.data.index import index
 from longtake.data.loader import Loader
-from longtake.data.plan import begin, refuse_missing_conditioning
+from longtake.data.plan import begin
 from longtake.data.window import read_window
 from longtake.errors import ClipError, DataError, RecipeError
 

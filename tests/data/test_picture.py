@@ -20,12 +20,13 @@ from longtake.data.buckets import window_of
 from longtake.data.cache import Cache
 from longtake.data.cache_fill import refuse_not_finite
 from longtake.data.catalog import Catalog
+from longtake.data.checks import large_crops, plain_masks
 from longtake.data.clip import Clip, Media
 from longtake.data.conditioning import ConditioningPixels, read
 from longtake.data.decode import probe, read_image
 from longtake.data.encode import Settings, prepare, write_video
 from longtake.data.index import index
-from longtake.data.plan import begin, large_crops, plain_masks
+from longtake.data.plan import begin
 from longtake.data.stores import local
 from longtake.data.summary import catalog_stats
 from longtake.data.window import Crop, read_window

@@ -11,16 +11,9 @@ from tests.data.build import catalog_of, section
 
 from longtake.config import DataSection
 from longtake.data.catalog import Catalog
+from longtake.data.checks import Drift, drifts, refuse_missing, refuse_wrong_catalogs, review
 from longtake.data.clip import Media
-from longtake.data.plan import (
-    Drift,
-    Plan,
-    begin,
-    drifts,
-    refuse_missing,
-    refuse_wrong_catalogs,
-    review,
-)
+from longtake.data.plan import Plan, begin
 from longtake.errors import DataError
 
 
@@ -486,7 +479,9 @@ def test_files_that_are_gone_are_counted_and_named(
     assert said == f"1 of the catalog's 5 files are gone, such as {tmp_path}/3.mp4"
     with pytest.raises(DataError, match=r"1 of the catalog's 5 files are gone.*At most 0"):
         refuse_missing(clips, allowed=0)
-    monkeypatch.setattr("longtake.data.plan._MAX_PATHS", 3)  # of very many clips some speak for all
+    monkeypatch.setattr(
+        "longtake.data.checks._MAX_PATHS", 3
+    )  # of very many clips some speak for all
     for number in {0, 1, 2, 4}:
         (tmp_path / f"{number}.mp4").unlink()
     assert "3 of the catalog's 3 files that were looked for" in refuse_missing(clips, allowed=5)[0]

@@ -16,9 +16,10 @@ from tests.data.build import Oracle, catalog_of, clip, identities_of, names_of, 
 
 from longtake.data import stores
 from longtake.data.catalog import Catalog
+from longtake.data.checks import review
 from longtake.data.clip import Media
 from longtake.data.loader import Loader
-from longtake.data.plan import Plan, begin, review
+from longtake.data.plan import Plan, begin
 from longtake.data.replan import PlanHistory, Policy, keep_catalogs, replan, resume, start
 from longtake.data.window import Window
 from longtake.errors import DataChangedError, DataError

@@ -23,11 +23,12 @@ from longtake.config import StoreSection
 from longtake.data import stores
 from longtake.data.cache import ContentHashes
 from longtake.data.catalog import Catalog
+from longtake.data.checks import refuse_missing_conditioning
 from longtake.data.clip import Media
 from longtake.data.encode import write_video
 from longtake.data.index import index
 from longtake.data.loader import Batch, Loader
-from longtake.data.plan import begin, refuse_missing_conditioning
+from longtake.data.plan import begin
 from longtake.data.sources import find
 from longtake.errors import ClipError, DataError
 

@@ -7,8 +7,9 @@ import pytest
 from numpy.typing import NDArray
 from tests.data.build import catalog_of, section
 
-from longtake.data.plan import begin, drifts, review
-from longtake.data.tails import FALSE_ALARMS, tail_drifts, tail_excess
+from longtake.data.checks import drifts, review, tail_drifts
+from longtake.data.plan import begin
+from longtake.data.tails import FALSE_ALARMS, tail_excess
 from longtake.errors import DataError
 
 _Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]

@@ -191,7 +191,7 @@ def _facts(
     recipe: "Recipe", known: "Forecast", phases: "Sequence[PhaseForecast]"
 ) -> dict[str, Any]:
     """What the verb tells of one process, as JSON."""
-    from longtake.data.plan import review_catalogs
+    from longtake.data.checks import review_catalogs
     from longtake.models.build import review_model
     from longtake.planner.forecast import stored_start, suggest_changes
     from longtake.planner.plan import does_not_fit

@@ -31,6 +31,7 @@ from longtake.data.cache import (
 )
 from longtake.data.caption_text import with_sample_caption
 from longtake.data.catalog import Catalog
+from longtake.data.checks import files_of_inputs, refuse_wrong_catalogs
 from longtake.data.clip import Clip, Indexed, Media
 from longtake.data.conditioning import (
     Wanted,
@@ -40,13 +41,7 @@ from longtake.data.conditioning import (
     empty_conditioning,
 )
 from longtake.data.decode_worker import DecodePool
-from longtake.data.plan import (
-    Part,
-    PlannedBatch,
-    Stream,
-    files_of_inputs,
-    refuse_wrong_catalogs,
-)
+from longtake.data.plan import Part, PlannedBatch, Stream
 from longtake.data.stages import StagePosition
 from longtake.data.stores import NOTHING, Fetched
 from longtake.data.window import Window

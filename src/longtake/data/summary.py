@@ -31,20 +31,11 @@ from longtake.data.buckets import (
 )
 from longtake.data.caption_text import all_captions
 from longtake.data.catalog import MATRIX, Catalog
+from longtake.data.checks import drifts, large_crops, refuse_wrong_catalogs, review, tail_drifts
 from longtake.data.clip import MIRRORED
 from longtake.data.decode import HD_LINES
-from longtake.data.plan import (
-    Plan,
-    StagePlan,
-    Stream,
-    begin,
-    drifts,
-    large_crops,
-    refuse_wrong_catalogs,
-    review,
-)
+from longtake.data.plan import Plan, StagePlan, Stream, begin
 from longtake.data.stages import drop_in_turn, select
-from longtake.data.tails import tail_drifts
 from longtake.errors import DataError
 from longtake.formatting import escape, escape_lines, format_duration, plural
 

@@ -1,20 +1,15 @@
-"""Whether the hardest clips that a stage adds are far harder than all before it.
+"""Statistical tests for an upper tail that is far heavier than that of another sample.
 
 Means say little about tails: one clip in ten thousand can end a run and moves no mean. Two tests
 share `FALSE_ALARMS`; both ask for more than `limit` standard deviations beside significance.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from longtake.data.catalog import Catalog
-    from longtake.data.plan import StagePlan  # which imports this module
 
 FALSE_ALARMS = 1e-3
 """Probability of an alarm about a stage whose clips are like those before it."""
@@ -94,56 +89,3 @@ def tail_excess(
             expected = _MOST_BEYOND_LARGEST * m / n * ratio ** (-1 / exponent)
             add(count, expected, float(special.gammainc(count, expected)))
     return min(found, key=lambda each: each.probability, default=None)
-
-
-@dataclass(frozen=True)
-class TailDrift:
-    """Clips of a stage that are far harder than all that were trained before it."""
-
-    stage: str
-    attribute: str
-    count: int
-    num_clips: int  # that the stage adds to those of all stages before it
-    least: float  # the smallest value of these clips
-    expected: float  # how many there would be if the stage's clips were like those before
-    probability: float  # of so many then
-
-    def __str__(self) -> str:
-        return (
-            f"stage {self.stage}: {self.count:,} of {self.num_clips:,} clips that it adds have "
-            f"{self.attribute} of {self.least:.4g} or more, where {self.expected:.2g} would be "
-            "expected from the stages before (far harder, though the mean may have hardly moved)"
-        )
-
-
-def tail_drifts(stages: "Sequence[StagePlan]", limit: float) -> list[TailDrift]:
-    """Scores whose upper tail is more than `limit` standard deviations beyond all stages before.
-
-    Of each stage only those clips are compared that no stage before it has. Scores are the
-    catalogs' attributes; numbers such as the width are made equal by buckets.
-    """
-    found = []
-    seen: dict[int, tuple[Catalog, NDArray[np.bool_]]] = {}
-    for place, stage in enumerate(stages):
-        parts = [stream.parts[-1] for stream in stage.streams]
-        for part in parts:
-            seen.setdefault(id(part.catalog), (part.catalog, np.zeros(len(part.catalog), bool)))
-        rows = [part.members.all_rows() for part in parts]
-        pairs = list(zip(parts, rows, strict=True))
-        added = [(p.catalog, each[~seen[id(p.catalog)][1][each]]) for p, each in pairs]
-        before = [(catalog, np.flatnonzero(mask)) for catalog, mask in seen.values() if mask.any()]
-        scores = set.intersection(*(set(each.attribute_names) for each, _ in [*before, *added]))
-        num_added = sum(len(each) for _, each in added)
-        for attribute in sorted(scores) if place and num_added else ():
-            old, new = (
-                np.concatenate([catalog.column(attribute)[some] for catalog, some in each])
-                for each in (before, added)
-            )
-            excess = tail_excess(old, new, limit, FALSE_ALARMS / len(scores))
-            if excess is not None:
-                found.append(
-                    TailDrift(stage.stage.name, attribute, num_clips=num_added, **vars(excess))
-                )
-        for part, each in pairs:
-            seen[id(part.catalog)][1][each] = True
-    return found

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from longtake import errors, progress
 from longtake.config import PooledSection, Recipe, TextSection
-from longtake.data import cache_fill, plan
+from longtake.data import cache_fill, checks
 from longtake.data.cache import Cache, ContentHashes, SamplePart, make_folder
 from longtake.data.caption_text import all_captions
 from longtake.data.loader import Loader
@@ -76,7 +76,7 @@ def cache_ahead(
     with _world(recipe, on) as world:
         loader = Loader(recipe.data, batch_size=recipe.training.global_batch_size, seed=recipe.seed)
         first_does(
-            lambda: plan.refuse_missing_conditioning(loader.plan_history.plan, recipe.data), world
+            lambda: checks.refuse_missing_conditioning(loader.plan_history.plan, recipe.data), world
         )
         run = RunDirectory(recipe.out)
         if run.exists():

@@ -18,9 +18,9 @@ from longtake import errors, heartbeat, process
 from longtake.checkpoint.files import DamagedCheckpointError
 from longtake.checkpoint.store import keep_saver
 from longtake.config import Bucket, Recipe
+from longtake.data.checks import check_data, large_crops, review
 from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Loader
-from longtake.data.plan import check_data, large_crops, review
 from longtake.failures import LOG_VARIABLE
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
