@@ -54,7 +54,7 @@ class Teller:
                     self.run.append_event("epoch", **where, epoch=batch.epoch)
                 step = len(self.states)
                 self.run.append_metrics(_row(step, batch, verdicts.get(step)))
-                ledger.record(batch)
+                ledger.record(batch.consumed)
                 self.seen[step] = batch
                 self.states.append(loader.state_dict())
 

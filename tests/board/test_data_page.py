@@ -14,10 +14,9 @@ from tests.data.test_audit import _Run
 
 from longtake.board.data_page import render_data
 from longtake.board.pages import ServerLinks
-from longtake.data import summary
 from longtake.data.audit import audit
 from longtake.data.catalog import Catalog, Rejection
-from longtake.inspection import batch_facts, data_facts, ledger_facts, stills
+from longtake.inspection import batch_facts, curriculum_facts, data_facts, ledger_facts, stills
 from longtake.inspection.reader import RunFacts, RunReader
 from longtake.run_dir import RunDirectory
 
@@ -62,7 +61,7 @@ def curriculum(tmp_path: Path) -> RunDirectory:
 
 
 def _shown(run: RunDirectory) -> dict[str, Any]:
-    return summary.show(_only(run.catalogs_path, "*.parquet"), run.recipe())
+    return curriculum_facts.show(_only(run.catalogs_path, "*.parquet"), run.recipe())
 
 
 @pytest.mark.parametrize("which", ["told", "curriculum"])

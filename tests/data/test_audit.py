@@ -29,7 +29,7 @@ from longtake.data.ledger import (
 )
 from longtake.data.loader import Batch, Loader
 from longtake.data.plan import PlannedBatch
-from longtake.data.replan import PlanHistory, keep_catalogs, resume, start
+from longtake.data.plan_history import PlanHistory, keep_catalogs, resume, start
 from longtake.data.stages import StagePosition
 from longtake.errors import DataError
 from longtake.run_dir import RunDirectory
@@ -115,7 +115,7 @@ def _record(
         position=StagePosition(planned.stage, 0),
         position_before=StagePosition(planned.stage, 0),
     )
-    ledger.record(batch)
+    ledger.record(batch.consumed)
 
 
 def _facts(epochs: Sequence[EpochAudit]) -> list[tuple[int, int, bool]]:
@@ -418,7 +418,7 @@ class _RolledBackRun:
             ]
             for shares in zip(*streams, strict=True):
                 for ledger, share in zip(ledgers, shares, strict=True):
-                    ledger.record(share)
+                    ledger.record(share.consumed)
                 self.kept.append(shares[0].step)
                 states = [json.dumps(loader.state_dict()) for loader in self.loaders]
                 assert len(set(states)) == 1

@@ -10,8 +10,8 @@ from longtake.data import catalog as tables
 from longtake.data.catalog import Catalog, Duplicate, Rejection
 from longtake.data.catalog_part import find_clips, read_part
 from longtake.data.clip import Clip, Media, Timing
-from longtake.data.summary import catalog_stats
 from longtake.errors import DataError
+from longtake.inspection.catalog_facts import catalog_stats
 
 
 def _clips(count: int) -> list[Clip]:

@@ -35,10 +35,10 @@ from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
 from longtake.data.figures import CropRow, contact_sheet
 from longtake.data.index import index
-from longtake.data.summary import show
 from longtake.data.tasks import run_tasks
 from longtake.data.window import Crop
 from longtake.errors import ClipError
+from longtake.inspection.curriculum_facts import show
 
 
 def _probe(path: Path) -> Probe:

@@ -22,7 +22,7 @@ from longtake.data.ledger import (
     with_checksum,
 )
 from longtake.data.loader import Batch
-from longtake.data.replan import PlanRecord
+from longtake.data.plan_history import PlanRecord
 from longtake.data.stages import StagePosition
 from longtake.errors import DataError
 
@@ -75,7 +75,7 @@ def _launch(folder: Path, start: int, ranks: Sequence[Sequence[Batch]]) -> Path:
     for rank, batches in enumerate(ranks):
         with Ledger(path, rank, _STREAMS) as ledger:
             for batch in batches:
-                ledger.record(batch)
+                ledger.record(batch.consumed)
             ledger.flush()
     return path
 
@@ -168,7 +168,7 @@ def test_streams_of_launches_are_matched_by_name(tmp_path: Path) -> None:
     names = ("new/catalog", *_STREAMS)
     path = begin_launch(tmp_path / "ledger", 1, 1, names, [_entry(0)])
     with Ledger(path, 0, names) as ledger:
-        ledger.record(_batch(1, [2], stage="b"))
+        ledger.record(_batch(1, [2], stage="b").consumed)
     found = read_ledger(tmp_path / "ledger")
     assert {found.streams[number] for number in found.stream} == {"b/catalog"}
 
@@ -239,7 +239,7 @@ def test_more_streams_than_a_record_tells_apart_are_refused(tmp_path: Path) -> N
         tmp_path / "ledger", 0, 1, [f"s{n}/catalog" for n in range(127)], [_entry(0)]
     )
     with Ledger(path, 0, [f"s{n}/catalog" for n in range(127)]) as ledger:
-        ledger.record(_batch(0, [1], stage="s126", rejected=[2]))
+        ledger.record(_batch(0, [1], stage="s126", rejected=[2]).consumed)
     found = read_ledger(tmp_path / "ledger")
     assert found.stream.tolist() == [126, 126]
     assert found.is_rejected.tolist() == [False, True]
@@ -294,7 +294,9 @@ def test_counts_are_those_of_the_records_that_count(tmp_path: Path) -> None:
                 for step in range(start, end):
                     number = 2 * step + rank
                     rejected = [900 + step] if rank and step == 5 else []
-                    ledger.record(_batch(step, [number], epoch=step // 4, rejected=rejected))
+                    ledger.record(
+                        _batch(step, [number], epoch=step // 4, rejected=rejected).consumed
+                    )
     found = count_records(tmp_path, 1000)
     assert found.num_records == num_records(tmp_path) == 20
     facts = [(each.stream, each.epoch, each.seen, each.rejected) for each in found.epochs]
@@ -307,7 +309,7 @@ def test_counts_are_those_of_the_records_that_count(tmp_path: Path) -> None:
 def test_a_clip_twice_in_an_epoch_is_counted_as_repeated(tmp_path: Path) -> None:
     with Ledger(begin_launch(tmp_path, 0, 1, _STREAMS, [_entry(0)]), 0, _STREAMS) as ledger:
         for step, number in enumerate((1, 2, 1, 1)):
-            ledger.record(_batch(step, [number], epoch=step // 3))
+            ledger.record(_batch(step, [number], epoch=step // 3).consumed)
     assert [each.repeated for each in count_records(tmp_path, 1000).epochs] == [1, 0]
 
 
@@ -317,7 +319,7 @@ def test_counts_of_a_large_ledger_are_estimates_from_some_blocks(
     monkeypatch.setattr("longtake.data.ledger._SAMPLED_RECORDS", 8)
     with Ledger(begin_launch(tmp_path, 0, 1, _STREAMS, [_entry(0)]), 0, _STREAMS) as ledger:
         for step in range(100):
-            ledger.record(_batch(step, range(8 * step, 8 * step + 8), epoch=step // 50))
+            ledger.record(_batch(step, range(8 * step, 8 * step + 8), epoch=step // 50).consumed)
     found = count_records(tmp_path, 200)
     assert (found.num_records, found.share) == (800, 0.25)
     assert sum(each.seen for each in found.epochs) == 800

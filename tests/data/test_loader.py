@@ -25,7 +25,7 @@ from longtake.data.clip import Clip, Media
 from longtake.data.encode import write_image, write_video
 from longtake.data.index import index
 from longtake.data.loader import PREFETCH_BATCHES, Batch, Loader
-from longtake.data.replan import SkippedRanges
+from longtake.data.plan_history import SkippedRanges
 from longtake.errors import DataError
 
 _NUM_WIDE, _NUM_TALL = 7, 4

@@ -28,9 +28,9 @@ from longtake.data.encode import Settings, prepare, write_video
 from longtake.data.index import index
 from longtake.data.plan import begin
 from longtake.data.stores import local
-from longtake.data.summary import catalog_stats
 from longtake.data.window import Crop, read_window
 from longtake.errors import ClipError, DataError
+from longtake.inspection.catalog_facts import catalog_stats
 
 _ONE = 1 << 16
 

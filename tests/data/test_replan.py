@@ -20,7 +20,8 @@ from longtake.data.checks import review
 from longtake.data.clip import Media
 from longtake.data.loader import Loader
 from longtake.data.plan import Plan, begin
-from longtake.data.replan import PlanHistory, Policy, keep_catalogs, replan, resume, start
+from longtake.data.plan_history import PlanHistory, keep_catalogs, resume, start
+from longtake.data.replan import Policy, replan
 from longtake.data.window import Window
 from longtake.errors import DataChangedError, DataError
 

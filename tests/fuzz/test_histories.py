@@ -162,7 +162,7 @@ class _History:
             self._save(first, saves_at)
             for batches in zip(*(each.batches(end) for each in loaders), strict=True):
                 for batch, ledger in zip(batches, ledgers, strict=True):
-                    ledger.record(batch)
+                    ledger.record(batch.consumed)
                     self._consume(batch)
                 failed = {key: why for each in loaders for key, why in each.failures.items()}
                 if failed:

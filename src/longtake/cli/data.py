@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from longtake.data.audit import Audit, EpochAudit
     from longtake.data.catalog import Catalog, Rejection
     from longtake.data.index import IndexReport
-    from longtake.data.summary import BucketCosts, ReviewCaptions
+    from longtake.inspection.curriculum_facts import BucketCosts, ReviewCaptions
 
 _MOST_SHOWN = 5
 
@@ -478,7 +478,7 @@ def caption(
     as_json: say.AsJson = False,
 ) -> None:
     """Caption clips by a local model; after Ctrl-C the same command resumes."""
-    from longtake.data import captioning
+    from longtake.data import generated_captions
     from longtake.data.catalog import Catalog
     from longtake.data.index import check_out
 
@@ -487,7 +487,7 @@ def caption(
     with progress.phase_lines(say.console(), "loading the captioner"):
         made, given = _captioner(captioner, options or ())
     with progress.counted(say.console(), "caption") as advance:
-        done = captioning.caption(
+        done = generated_captions.caption(
             loaded,
             made,
             out=target,
@@ -496,14 +496,14 @@ def caption(
             every=every,
             fresh=fresh,
             batch_size=batch_size,
-            choice=captioning.FrameChoice(frames, side),
+            choice=generated_captions.FrameChoice(frames, side),
             workers=workers,
             memory_gib=memory_gib,
             progress=advance,
         )
     done.save(target)
     if jsonl is not None:
-        captioning.write_lines(done.catalog, jsonl)
+        generated_captions.write_lines(done.catalog, jsonl)
     facts: dict[str, Any] = {
         "catalog": str(target),
         "captioned": done.num_written,
@@ -562,8 +562,8 @@ def show(
     """Show a catalog, and which clips, buckets, crops and stages a recipe makes of it."""
     from longtake import config
     from longtake.data.auto_buckets import with_buckets
-    from longtake.data.summary import print_show
-    from longtake.data.summary import show as look_at
+    from longtake.inspection.catalog_tables import print_show
+    from longtake.inspection.curriculum_facts import show as look_at
 
     if recipe is None and changes:
         raise typer.BadParameter("there is no RECIPE that --set could change")
@@ -582,7 +582,7 @@ def show(
 
 def _with_costs(recipe: "Recipe") -> "tuple[Recipe, BucketCosts]":
     """The recipe with batch sizes of all buckets, and their costs, where they can be known."""
-    from longtake.data.summary import BucketCosts
+    from longtake.inspection.curriculum_facts import BucketCosts
     from longtake.planner import batch_sizes, cost, devices  # which import torch
     from longtake.trust import training_classes
 

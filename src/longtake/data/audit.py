@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from longtake.data import ledger, replan
+from longtake.data import ledger
 from longtake.data.catalog import Catalog
 from longtake.data.plan import Part, Stream
+from longtake.data.plan_history import PlanHistory, Span, rebuild
 from longtake.run_dir import RunDirectory
 
 Identities = NDArray[np.uint64]
@@ -85,7 +86,7 @@ def audit(run: RunDirectory, *, with_metrics: bool = True) -> Audit:
     """
     recipe = run.recipe()
     consumed = ledger.read_ledger(run.ledger_path)
-    plan_history = replan.rebuild(consumed.history, {}, recipe.data, recipe.seed, run.catalogs_path)
+    plan_history = rebuild(consumed.history, {}, recipe.data, recipe.seed, run.catalogs_path)
     expected = _expected_by_epoch(plan_history, consumed.end_step)
     skipped = _skipped_steps(plan_history, consumed.skipped, consumed.end_step)
     _exclude(expected, plan_history, skipped)
@@ -122,7 +123,7 @@ def _two_writers(run: RunDirectory) -> Iterator[str]:
 _NONE: Identities = np.empty(0, np.uint64)
 
 
-def _expected_by_epoch(plan_history: replan.PlanHistory, end_step: int) -> dict[_Key, _Expected]:
+def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _Expected]:
     """For each epoch that has begun, what it should have consumed before a step."""
     ends = [plan.first_step for plan in plan_history.plans[1:]]
     expected: dict[_Key, _Expected] = {}
@@ -141,16 +142,14 @@ def _expected_by_epoch(plan_history: replan.PlanHistory, end_step: int) -> dict[
     return expected
 
 
-def _skipped_steps(
-    plan_history: replan.PlanHistory, spans: Sequence[replan.Span], end_step: int
-) -> list[int]:
+def _skipped_steps(plan_history: PlanHistory, spans: Sequence[Span], end_step: int) -> list[int]:
     steps = [step for first, end in spans for step in range(first, min(end, end_step))]
     ends = [plan_history.plan_at(step).end_step for step in steps]
     return [step for step, end in zip(steps, ends, strict=True) if end is None or step < end]
 
 
 def _exclude(
-    expected: dict[_Key, _Expected], plan_history: replan.PlanHistory, steps: Sequence[int]
+    expected: dict[_Key, _Expected], plan_history: PlanHistory, steps: Sequence[int]
 ) -> None:
     for step in steps:
         batch = plan_history.batch(step)

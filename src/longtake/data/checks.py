@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from longtake.config import ConditioningSection, DataSection, Recipe
 from longtake.data import stores
 from longtake.data.buckets import Rows, shares_cut
-from longtake.data.caption_text import refuse_unset_trigger
 from longtake.data.catalog import CONDITIONING, Catalog
 from longtake.data.clip import Media
 from longtake.data.conditioning import conditioning_path, only_colour, read, whole_numbers
 from longtake.data.plan import Plan, StagePlan, begin
 from longtake.data.tails import FALSE_ALARMS, tail_excess
+from longtake.data.training_captions import refuse_unset_trigger
 from longtake.errors import ClipError, DataError
-
 
 _LARGE_CROP = 0.5  # share of a picture
 _NUMBERS = ("num_frames", "width", "height", "fps", "duration_seconds")

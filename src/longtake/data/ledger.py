@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,8 @@ from typing_extensions import TypedDict
 
 from longtake import fsio
 from longtake.config import DataSection
-from longtake.data.replan import History, PlanRecord, SkippedRanges
+from longtake.data.plan_history import History, PlanRecord, SkippedRanges
 from longtake.errors import DataError, RecordError
-
-if TYPE_CHECKING:
-    from longtake.data.loader import Batch  # which imports torch; an audit needs none
 
 IDENTITY_BYTES = 7
 # Every rank writes what it really trained, from its batch and not from the plan. Records are never
@@ -90,6 +87,15 @@ class Consumed:
     skipped: tuple[tuple[int, int], ...] = ()
 
 
+class StepSamples(NamedTuple):
+    """Samples of one rank in one step, each as identity and epoch."""
+
+    step: int
+    stream: str  # `stage/source`
+    trained: Sequence[tuple[str, int]]
+    rejected: Sequence[tuple[str, int]]  # planned, but not decodable
+
+
 class Ledger:
     """Appends what this rank consumed, to the folder of a launch that `begin_launch` made.
 
@@ -105,28 +111,20 @@ class Ledger:
             self._file = open(self._path, "ab", buffering=0, opener=fsio.no_follow)  # noqa: SIM115 - closed by `__exit__`
         self._streams = {name: index for index, name in enumerate(streams)}
 
-    def record(self, batch: "Batch") -> None:
+    def record(self, samples: StepSamples) -> None:
         """Record one step's samples, after its update.
 
         Raises:
             DataError: they cannot be written.
         """
-        stream = self._streams[f"{batch.stage}/{batch.source}"]
-        trained = [
-            (identity, epoch)
-            for identity, epoch, weight in zip(
-                batch.identities, batch.epochs, batch.weights.tolist(), strict=True
-            )
-            if weight
-        ]
-        lines = [_packed(*sample, batch.step, stream) for sample in trained]
-        lines += [_packed(*sample, batch.step, stream | _REJECTED) for sample in batch.rejected]
-        nothing = _packed("00" * IDENTITY_BYTES, 0, batch.step, _NOTHING)
-        whole = (
-            b"".join(lines) if self._counts else b""
-        ) or nothing  # which records that the step is done
+        step, stream = samples.step, self._streams[samples.stream]
+        records = [_packed(*sample, step, stream) for sample in samples.trained]
+        records += [_packed(*sample, step, stream | _REJECTED) for sample in samples.rejected]
+        if not records or not self._counts:  # the step is done nevertheless
+            records = [_packed("00" * IDENTITY_BYTES, 0, step, _NOTHING)]
+        data = b"".join(records)
         with _writing(self._path):
-            if self._file.write(whole) != len(whole):  # half a record would spoil all after it
+            if self._file.write(data) != len(data):  # half a record would spoil all after it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def flush(self) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtake.config import Bucket, DataSection
-from longtake.data import buckets, input_files, replan
+from longtake.data import buckets, input_files
 from longtake.data.cache import (
     Cache,
     CachedBuffer,
@@ -29,7 +29,6 @@ from longtake.data.cache import (
     verb_of,
     with_remedy,
 )
-from longtake.data.caption_text import with_sample_caption
 from longtake.data.catalog import Catalog
 from longtake.data.checks import files_of_inputs, refuse_wrong_catalogs
 from longtake.data.clip import Clip, Indexed, Media
@@ -41,9 +40,21 @@ from longtake.data.conditioning import (
     empty_conditioning,
 )
 from longtake.data.decode_worker import DecodePool
+from longtake.data.ledger import StepSamples
 from longtake.data.plan import Part, PlannedBatch, Stream
+from longtake.data.plan_history import (
+    ORDER_VERSION,
+    PlanHistory,
+    SkippedRanges,
+    Span,
+    begins_epoch,
+    keep_catalogs,
+    resume,
+    start,
+)
 from longtake.data.stages import StagePosition
 from longtake.data.stores import NOTHING, Fetched
+from longtake.data.training_captions import with_sample_caption
 from longtake.data.window import Window
 from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, DataError
@@ -85,6 +96,13 @@ class Batch:
     # embeddings [1, ...], or of each sample, with its pictures, [B, ...]
     no_caption: dict[str, Tensor] = field(default_factory=dict)
     fetched: Fetched = NOTHING  # by this process from stores, since the batch before
+
+    @property
+    def consumed(self) -> StepSamples:
+        """What the ledger records of the batch."""
+        samples = zip(self.identities, self.epochs, self.weights.tolist(), strict=True)
+        trained = [(identity, epoch) for identity, epoch, weight in samples if weight]
+        return StepSamples(self.step, f"{self.stage}/{self.source}", trained, self.rejected)
 
 
 Pixels = NDArray[np.uint8]
@@ -282,7 +300,7 @@ class Loader:
             )
         self.data = data
         self.catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
-        self._plan_history: replan.PlanHistory | None = None
+        self._plan_history: PlanHistory | None = None
         self.quarantined: dict[str, str] = {}
         self._batch_size = batch_size
         self._seed = seed
@@ -291,8 +309,8 @@ class Loader:
         self.heartbeats = None if heartbeats is None else HeartbeatDir(heartbeats, rank)
         self._rank, self._world_size = rank, world_size
         self._step = 0
-        self._requested_skips: tuple[replan.Span, ...] = ()
-        self._skipped = replan.SkippedRanges()
+        self._requested_skips: tuple[Span, ...] = ()
+        self._skipped = SkippedRanges()
         self._frame_cache = FrameCache(data.frame_cache_gib * 2**30)
         self._incidents: list[WorkerIncident] = []
         self._failures: dict[str, str] = {}
@@ -305,16 +323,14 @@ class Loader:
         refuse_wrong_catalogs(self.catalogs, data)
 
     @property
-    def plan_history(self) -> replan.PlanHistory:
+    def plan_history(self) -> PlanHistory:
         """Which clips each step trains on; of a new run, unless a state was loaded.
 
         Raises:
             DataError: a stage selects nothing, or the stages do not fit together.
         """
         if self._plan_history is None:
-            self._plan_history = replan.start(
-                self.catalogs, self.data, self._batch_size, self._seed
-            )
+            self._plan_history = start(self.catalogs, self.data, self._batch_size, self._seed)
         return self._plan_history
 
     @property
@@ -322,7 +338,7 @@ class Loader:
         return self._step
 
     @property
-    def skipped(self) -> tuple[replan.Span, ...]:
+    def skipped(self) -> tuple[Span, ...]:
         return self._skipped.spans
 
     def skip(self, first: int, end: int) -> None:
@@ -335,9 +351,7 @@ class Loader:
         Raises:
             DataError: there are no such batches.
         """
-        self._requested_skips = replan.SkippedRanges.of(
-            [*self._requested_skips, (first, end)]
-        ).spans
+        self._requested_skips = SkippedRanges.of([*self._requested_skips, (first, end)]).spans
         self._skipped = self._skipped.with_([(first, end)], since=self._step)
         self._step = self._skipped.next_kept(self._step)
 
@@ -348,7 +362,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """The state from which another loader resumes: small, JSON, the same on all ranks."""
         return {
-            "order_version": replan.ORDER_VERSION,
+            "order_version": ORDER_VERSION,
             "global_step": self._step,
             "seed": self._seed,
             "plan_version": self.plan_history.plan.version,
@@ -366,19 +380,19 @@ class Loader:
                 `data.on_change` is `refuse`; says what changed and how to resume.
             DataError: the state is not one of this loader's.
         """
-        if state.get("order_version") != replan.ORDER_VERSION or state["seed"] != self._seed:
+        if state.get("order_version") != ORDER_VERSION or state["seed"] != self._seed:
             raise DataError(
                 f"The state was taken with order version {state.get('order_version')} and seed "
-                f"{state.get('seed')}; this loader has {replan.ORDER_VERSION} and {self._seed}, "
+                f"{state.get('seed')}; this loader has {ORDER_VERSION} and {self._seed}, "
                 "and would repeat some clips and miss others. Use the same seed and the longtake "
                 "that the run was started with."
             )
         step: int = state["global_step"]
-        skipped = replan.SkippedRanges.of(state.get("skipped", ())).with_(
+        skipped = SkippedRanges.of(state.get("skipped", ())).with_(
             self._requested_skips, since=step
         )
         step = skipped.next_kept(step)
-        self._plan_history = replan.resume(
+        self._plan_history = resume(
             state["history"],
             step,
             self.catalogs,
@@ -417,7 +431,7 @@ class Loader:
         """
         if self._kept is None:
             return
-        replan.keep_catalogs(self.plan_history, self.catalogs, self._kept)
+        keep_catalogs(self.plan_history, self.catalogs, self._kept)
         files = files_of_inputs(self.plan_history.plan, self.data)
         input_files.note(self._kept, files, self._cached and self._cached[0].hash_of_file)
 
@@ -605,7 +619,7 @@ class Loader:
             stage=planned.stage,
             source=planned.source,
             epoch=planned.epoch,
-            begins_epoch=replan.begins_epoch(planned, self.plan_history, self._skipped),
+            begins_epoch=begins_epoch(planned, self.plan_history, self._skipped),
             bucket=planned.bucket,
             captions=tuple(sample.clip.caption for sample in samples),
             seeds=tuple(sample.seed for sample in samples),

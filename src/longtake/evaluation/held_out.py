@@ -14,13 +14,13 @@ from torch import Tensor
 
 from longtake.config import Bucket, DataSection, Recipe
 from longtake.data.buckets import choose, sample_window
-from longtake.data.caption_text import sample_caption
 from longtake.data.catalog import Catalog
 from longtake.data.checks import refuse_without_conditioning
 from longtake.data.clip import Clip
 from longtake.data.conditioning import as_values, conditioning_of, read
 from longtake.data.order import derive
 from longtake.data.stages import captioned_rows
+from longtake.data.training_captions import sample_caption
 from longtake.data.window import Window
 from longtake.errors import DataError, PlanError
 from longtake.models.base import Conditioning

@@ -11,9 +11,10 @@ from typing import Literal
 
 import numpy as np
 
-from longtake.data import ledger, replan
+from longtake.data import ledger
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
+from longtake.data.plan_history import compare
 from longtake.demo.shapes import write_clips
 from longtake.errors import RunError
 from longtake.faults.expect import BITWISE, Evidence, clips_at, identities_of
@@ -146,7 +147,7 @@ def expect_policy(
     evidence.expect(0 < step < STEPS, f"the change was to meet the run in mid-epoch, not at {step}")
     evidence.expect_exact(site, first)
     evidence.expect_equal(site.run, undisturbed.run, until=step)
-    changed, counts = replan.compare(old, site.catalog()), evidence.counts
+    changed, counts = compare(old, site.catalog()), evidence.counts
     assert counts is not None
     evidence.message = (
         f"With {changed.added} clips added and {changed.removed} removed it resumed by {policy}: "

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from longtake import errors
 from longtake.config import DataSection, Recipe
-from longtake.data import ledger, replan, stages, summary
+from longtake.data import ledger, stages
 from longtake.data.catalog import Catalog
 from longtake.data.catalog_part import CatalogPart, read_part
 from longtake.data.plan import Plan, assemble_plan, begin
+from longtake.data.plan_history import PlanRecord, SkippedRanges, parsed_order, rebuild
 from longtake.formatting import printable
+from longtake.inspection import catalog_facts, curriculum_facts
 from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import RunDirectory
 
@@ -186,7 +188,7 @@ def read_data(facts: RunFacts) -> DataFacts:
         files = catalog_files(run)
     except (errors.LongtakeError, OSError) as error:
         return replace(NO_DATA, problems=[sentence(error)])
-    history = list[replan.PlanRecord]()
+    history = list[PlanRecord]()
     try:
         if ledger_files(run):
             history = list(ledger.newest_history(run.ledger_path))
@@ -201,9 +203,7 @@ def read_data(facts: RunFacts) -> DataFacts:
     return replace(found, problems=[*problems, *found.problems])
 
 
-def _read_data(
-    facts: RunFacts, files: Sequence[Path], history: Sequence[replan.PlanRecord]
-) -> DataFacts:
+def _read_data(facts: RunFacts, files: Sequence[Path], history: Sequence[PlanRecord]) -> DataFacts:
     problems, recipe = list[str](), facts.recipe
     chosen, said = _sources(recipe, files, history)
     problems += said
@@ -245,7 +245,7 @@ def _most_clips(recipe: Recipe | None) -> int:
 
 
 def _sources(
-    recipe: Recipe | None, files: Sequence[Path], history: Sequence[replan.PlanRecord]
+    recipe: Recipe | None, files: Sequence[Path], history: Sequence[PlanRecord]
 ) -> tuple[dict[str, Path], list[str]]:
     """The file of each catalog of the newest plan, and sentences if it is not known."""
     if history:
@@ -271,7 +271,7 @@ def _catalog_facts(source: str, file: str, part: CatalogPart) -> CatalogFacts:
         paths = examples.setdefault(each.reason, [])
         if len(paths) < _NUM_EXAMPLES:
             paths.append(each.path)
-    stats = summary.catalog_stats(catalog)
+    stats = catalog_facts.catalog_stats(catalog)
     counts = Counter(stats["reject_reasons"]).most_common()
     seconds = catalog.column("duration_seconds").astype(np.float64)
     histogram = _histogram("seconds of video", source, seconds[seconds > 0], part.scale)
@@ -293,11 +293,11 @@ def _with_plan(
     facts: RunFacts,
     recipe: Recipe,
     parts: Mapping[str, CatalogPart],
-    history: Sequence[replan.PlanRecord],
+    history: Sequence[PlanRecord],
 ) -> DataFacts:
     data, batch_size = recipe.data, recipe.training.global_batch_size
     if history:
-        data = data.model_copy(update=replan.parsed_order(history[-1]))
+        data = data.model_copy(update=parsed_order(history[-1]))
         batch_size = history[-1]["batch_size"]
     if len(data.curriculum()) > _MOST_STAGES:
         raise errors.DataError(f"The recipe has more than {_MOST_STAGES} stages.")
@@ -306,7 +306,7 @@ def _with_plan(
     if not found.is_whole:
         plan = _to_scale(plan, parts)
     recipe = recipe.model_copy(update={"data": data})
-    result = summary.plan_summary(plan, recipe)
+    result = curriculum_facts.plan_summary(plan, recipe)
     plans, problems = [plan], list(found.problems)
     if len(history) > 1:
         plans, said = _followed(facts, recipe, plan, parts, history)
@@ -339,7 +339,7 @@ def _followed(
     recipe: Recipe,
     plan: Plan,
     parts: Mapping[str, CatalogPart],
-    history: Sequence[replan.PlanRecord],
+    history: Sequence[PlanRecord],
 ) -> tuple[list[Plan], list[str]]:
     """The plans that a run with changed data has followed; else the one of a new run."""
     changes = ", ".join(f"{each['step']:,}" for each in history[1:])
@@ -347,7 +347,7 @@ def _followed(
     if sum(part.num_clips for part in parts.values()) * len(history) > MOST_PLANNED:
         return [plan], [f"{said}: to make the plans again takes long."]
     try:
-        followed = replan.rebuild(history, {}, recipe.data, recipe.seed, facts.run.catalogs_path)
+        followed = rebuild(history, {}, recipe.data, recipe.seed, facts.run.catalogs_path)
     except UNREADABLE as error:
         return [plan], [f"{said}: {sentence(error)}"]
     return list(followed.plans), []
@@ -355,7 +355,7 @@ def _followed(
 
 def _num_skipped(facts: RunFacts) -> int:
     spans = [each["skipped"] for each in facts.events if each["event"] == "rolled_back"]
-    return len(replan.SkippedRanges.of(spans))
+    return len(SkippedRanges.of(spans))
 
 
 def _strip(plans: Sequence[Plan], steps: int, is_exact: bool) -> StageStrip:

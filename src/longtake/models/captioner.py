@@ -61,7 +61,7 @@ class TransformersCaptioner:
             tokenizer.padding_side = "left"  # prompts end where generation begins
 
     def captions(self, frames: Sequence[NDArray[np.uint8]], clips: Sequence[object]) -> list[str]:
-        """Captions of clips: see `Captioner` in longtake.data.captioning.
+        """Captions of clips: see `Captioner` in longtake.data.generated_captions.
 
         A model without a chat template is shown one frame of each clip, the middle one.
         """

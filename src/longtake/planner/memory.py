@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import Bucket, OptimizerSection, Recipe
-from longtake.data.caption_text import all_captions
 from longtake.data.catalog import Catalog
+from longtake.data.training_captions import all_captions
 from longtake.errors import PlanError
 from longtake.formatting import format_size
 from longtake.models import build, numerics

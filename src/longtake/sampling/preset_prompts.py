@@ -11,11 +11,11 @@ import numpy as np
 
 from longtake import config, fsio
 from longtake.data.catalog import Catalog
+from longtake.data.checks import refuse_without_conditioning
 from longtake.data.clip import Clip
 from longtake.data.conditioning import (
     given_to,
 )
-from longtake.data.plan import refuse_without_conditioning
 from longtake.errors import DataError, RecipeError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.run_dir import RunDirectory

@@ -32,8 +32,8 @@ from longtake import errors, progress
 from longtake.config import PooledSection, Recipe, TextSection
 from longtake.data import cache_fill, checks
 from longtake.data.cache import Cache, ContentHashes, SamplePart, make_folder
-from longtake.data.caption_text import all_captions
 from longtake.data.loader import Loader
+from longtake.data.training_captions import all_captions
 from longtake.models.base import family
 from longtake.models.build import assemble, outline, text_section
 from longtake.models.codec import Codec, build_codec

@@ -109,7 +109,7 @@ def train_steps(
             recorder.step_done(batch, statistics, None if is_allowed else verdict, learning_rate)
         if losses.of_zero is not None:
             recorder.compare_with_zero(losses, batch)
-        ledger.record(batch)
+        ledger.record(batch.consumed)
         if verdict.kind in ("roll_back", "stop") and not is_allowed:
             return LoopExit(verdict=verdict, statistics=statistics)
 

@@ -17,7 +17,7 @@ from longtake import config, errors, fsio, heartbeat, process
 from longtake.checkpoint import files, store
 from longtake.data.ledger import damage as ledger_damage
 from longtake.data.loader import Loader
-from longtake.data.replan import LoaderState
+from longtake.data.plan_history import LoaderState
 from longtake.guard.detectors import GuardVerdict
 from longtake.guard.history import HistoryColumns, StepStatistics
 from longtake.guard.rollback import RollBack, plan_rollback

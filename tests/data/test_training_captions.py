@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.data.build import clip, section
 
-from longtake.data.caption_text import all_captions, caption_variants, sample_caption
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
+from longtake.data.training_captions import all_captions, caption_variants, sample_caption
 
 _TAGS = "1girl, red hair, hat, rain, street"
 

@@ -1,4 +1,4 @@
-"""The text that a sample is trained with: trigger word, prefix and shuffled tags, torch-free.
+"""Captions that samples are trained with: trigger word, prefix and shuffled tags.
 
 A pure function of the clip's caption, the recipe and the sample's seed, so that a resumed run
 trains the same texts.

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from tests.data.build import Oracle, identities_of, names_of, pictures_of, section
 
-from longtake.data.captioning import Captioned, FrameChoice, caption, write_lines
 from longtake.data.catalog import CAPTIONED, Catalog
 from longtake.data.clip import Clip
 from longtake.data.encode import write_video
+from longtake.data.generated_captions import Captioned, FrameChoice, caption, write_lines
 from longtake.data.index import index
-from longtake.data.replan import keep_catalogs, resume, start
+from longtake.data.plan_history import keep_catalogs, resume, start
 from longtake.data.scores import score
 from longtake.errors import DataChangedError, DataError
 

@@ -1,4 +1,4 @@
-"""Captions of clips by a model: longtake decodes, the model writes, the catalog is written whole.
+"""Captions that a model writes for the clips of a catalog (`longtake data caption`).
 
 Clips are decoded ahead by supervised workers; the model runs in this process. Captions are kept
 beside the catalog until it is written, so that an interrupted command resumes.

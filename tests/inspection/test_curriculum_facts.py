@@ -21,15 +21,10 @@ from longtake.data.catalog import Catalog, Duplicate, Rejection
 from longtake.data.clip import Clip, Timing
 from longtake.data.index import index
 from longtake.data.plan import Plan, begin
-from longtake.data.summary import (
-    BucketCosts,
-    assign_clips,
-    catalog_stats,
-    plan_summary,
-    print_show,
-    show,
-)
 from longtake.errors import DataError
+from longtake.inspection.catalog_facts import catalog_stats
+from longtake.inspection.catalog_tables import print_show
+from longtake.inspection.curriculum_facts import BucketCosts, assign_clips, plan_summary, show
 
 WIDE = {"num_frames": 9, "height": 32, "width": 64}
 SQUARE = {"num_frames": 5, "height": 32, "width": 32}

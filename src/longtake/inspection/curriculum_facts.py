@@ -1,0 +1,442 @@
+"""Facts of what a recipe trains: the clips of each stage and bucket, and why others are dropped."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtake.config import Bucket, DataSection, Recipe, Stage
+from longtake.data.auto_buckets import propose_buckets
+from longtake.data.buckets import (
+    CROPPED,
+    NO_STILLS,
+    ONLY_STILLS,
+    TOO_SHORT,
+    Rows,
+    frame_counts,
+    shares_cut,
+    sort_into_buckets,
+)
+from longtake.data.catalog import Catalog
+from longtake.data.checks import drifts, large_crops, refuse_wrong_catalogs, review, tail_drifts
+from longtake.data.plan import Plan, StagePlan, Stream, begin
+from longtake.data.stages import drop_in_turn, select
+from longtake.data.training_captions import all_captions
+from longtake.errors import DataError
+from longtake.inspection.catalog_facts import catalog_stats
+
+NUM_EXAMPLES = 3  # paths for each reason to drop clips
+TIMELINE_SPANS = 60  # spans of the timeline, or one a step if there are fewer
+
+
+@dataclass(frozen=True)
+class BucketCosts:
+    """What a clip of each bucket costs, as far as it is known."""
+
+    tokens: Mapping[Bucket, int] = field(default_factory=dict)
+    seconds: Mapping[Bucket, float] = field(default_factory=dict)  # of one GPU, predicted
+    device: str = ""  # that GPU
+
+
+@dataclass(frozen=True)
+class ClipAssignment:
+    """The bucket of each clip of a catalog in one stage, and the reason if it is dropped."""
+
+    shapes: tuple[Bucket, ...]  # the stage's buckets
+    reasons: tuple[str, ...]  # why clips are dropped, in the order in which reasons are tried
+    # [N] index of each clip's bucket, also if it is dropped. A clip that no bucket takes belongs to
+    # that of the nearest aspect ratio, then of the nearest size, then of the fewest frames.
+    home: NDArray[np.int16]
+    code: NDArray[np.int16]  # [N] index of the reason why it is dropped; -1: it is trained on
+    # [N] whether a bucket that would crop a clip less was not used as the clip is too short for it
+    is_displaced: NDArray[np.bool_]
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        shape = (len(self.shapes), 1 + len(self.reasons))
+        flat = self.home.astype(np.int64) * shape[1] + self.code + 1
+        return np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
+
+    def in_first_epoch(self, stream: Stream) -> "ClipAssignment":
+        """With clips of several buckets (`Bucket.share`) where the first whole epoch has them."""
+        part = stream.parts[-1]
+        if not part.members.shared:
+            return self
+        home = self.home.copy()
+        for bucket in range(len(self.shapes)):
+            home[part.rows_in(part.epoch_span.first_epoch, bucket)] = bucket
+        return replace(self, home=home)
+
+    def kept(self, bucket: int) -> Rows:
+        return np.flatnonzero((self.home == bucket) & (self.code < 0)).astype(np.uint32)
+
+    def dropped(self, reason: int) -> Rows:
+        return np.flatnonzero(self.code == reason).astype(np.uint32)
+
+
+def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssignment:
+    shapes = stage.buckets or data.buckets
+    selection = select(catalog, stage, data)
+    reasons = tuple(selection.dropped)
+    code, is_left = np.full(len(catalog), -1, np.int16), np.ones(len(catalog), bool)
+    stills = data.stills_from_videos
+    best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills, fps=data.fps)
+    has_bucket = np.flatnonzero(best >= 0).astype(np.uint32)
+    # If no condition drops them, no bucket takes them, or theirs would crop too much.
+    no_bucket = next((reason for reason in (TOO_SHORT, ONLY_STILLS) if reason in reasons), "")
+    is_still = catalog.column("num_frames") == 1
+    for reason, rows in [
+        *drop_in_turn(catalog, stage, data),
+        (NO_STILLS, np.flatnonzero((best >= 0) | ~is_still).astype(np.uint32)),
+        (no_bucket, has_bucket),
+        (CROPPED, selection.members.all_rows()),
+    ]:
+        still = np.zeros(len(catalog), bool)
+        still[rows] = True
+        if reason in reasons:
+            code[is_left & ~still] = reasons.index(reason)
+        is_left &= still
+    nearest = _nearest(catalog, shapes, stills)
+    home = np.where(best < 0, nearest, best)
+    is_closer = _off(catalog, shapes, nearest) < _off(catalog, shapes, home)
+    return ClipAssignment(shapes, reasons, home, code, is_closer & is_left)
+
+
+def _nearest(catalog: Catalog, shapes: Sequence[Bucket], stills: bool) -> NDArray[np.int16]:
+    """[N] the best bucket of every clip if it were long enough.
+
+    For a video: of the buckets with several frames, unless all buckets take videos.
+    """
+    brief = [shape.model_copy(update={"num_frames": 1}) for shape in shapes]
+    order = sorted(range(len(shapes)), key=lambda index: shapes[index].num_frames)
+    nearest = _best(catalog, {index: brief[index] for index in order}, 1, stills=True)
+    of_videos = {index: brief[index] for index in order if shapes[index].num_frames > 1}
+    if stills or len(of_videos) in (0, len(shapes)):
+        return nearest
+    is_video = catalog.column("num_frames") > 1
+    return np.where(is_video, _best(catalog, of_videos, 1, stills=True), nearest)
+
+
+def _best(
+    catalog: Catalog,
+    shapes: Mapping[int, Bucket],
+    stride: int,
+    *,
+    stills: bool,
+    fps: float | None = None,
+) -> NDArray[np.int16]:
+    everyone = np.arange(len(catalog), dtype=np.uint32)
+    members, _ = sort_into_buckets(
+        catalog, everyone, list(shapes.values()), stride, stills=stills, fps=fps
+    )
+    best = np.full(len(catalog), -1, np.int16)
+    for index, rows in zip(shapes, members.rows, strict=True):
+        best[rows] = index
+    return best
+
+
+def _off(
+    catalog: Catalog, shapes: Sequence[Bucket], bucket: NDArray[np.int16]
+) -> NDArray[np.float64]:
+    """[N] distance of each clip's aspect ratio from its bucket's, rounded to 1 %."""
+    aspects = np.log(catalog.column("width") / catalog.column("height"))
+    wanted = np.log([shape.width / shape.height for shape in shapes])
+    off: NDArray[np.float64] = np.round(np.abs(aspects - wanted[bucket]), 2)
+    return off
+
+
+def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -> dict[str, Any]:
+    """Describe what a new run trains on.
+
+    stages: for each catalog of each stage: `stage`, `source` (the catalog's name), `share` of
+        the stage's batches, `first_step`, `steps` (null: endless), `ramp_steps`,
+        `trained_steps` of this catalog until training ends, `epochs` that these make, `clips`,
+        `selected`, `dropped` {reason: clips}, `examples` {reason: paths} and `buckets`.
+    buckets: those of the first stage. Each has `num_frames`, `height`, `width`, `batch_size`,
+        `tokens` of a clip and `batch_tokens` (null: not known), `padding` (share of the places of
+        all batches that stay empty as the last one is smaller; null: endless), `batch_seconds`
+        (predicted for one GPU; null: not known), `time_share` (of an epoch's time) and, of all
+        clips, each in one bucket: `clips` = `kept` + `dropped`, the latter by `reasons`;
+        `displaced` of the kept (too short for a bucket that would crop them less),
+        `batches_per_epoch`, `tail` (clips of the first epoch carried into the next),
+        `last_batch` (samples of the last batch; null: endless), and of the kept clips the mean
+        `share_cut`, the mean `scale` and how many are `enlarged`.
+    timeline: for each stage its share of the batches in up to 60 spans of the training.
+    drift: how clips differ from the stage before; `distance` is null where all were alike.
+    tails: of the clips that a stage adds, those that are far harder than all before it.
+    warnings, refusal: sentences; why training would refuse to begin, or null.
+    steps, planned_steps, batch_size: of the training, of all stages (null: endless), samples.
+    device: that `batch_seconds` are predicted for.
+    """
+    steps = recipe.training.steps
+    stages = [
+        entry
+        for number, stage in enumerate(plan.stages)
+        for entry in _streams(plan, number, stage, recipe, costs or BucketCosts())
+    ]
+    refusal = None
+    try:
+        warnings = review(plan, recipe.data, steps)
+    except DataError as error:  # shown together with what led to it
+        refusal = str(error)
+        lenient = recipe.data.model_copy(update={"on_drift": "warn"})
+        warnings = review(plan, lenient, _end(plan, steps))
+    first = plan.stages[0].stage.name
+    return {
+        "stages": stages,
+        "buckets": [
+            {"stage": entry["stage"], "source": entry["source"], **bucket}
+            for entry in stages
+            if entry["stage"] == first
+            for bucket in entry["buckets"]
+        ],
+        "timeline": _timeline(plan, steps),
+        "drift": [
+            {
+                **asdict(drift),
+                "distance": drift.distance if math.isfinite(drift.distance) else None,
+                "is_above_limit": drift.distance > recipe.data.drift_limit,
+            }
+            for drift in drifts(plan.stages)
+        ],
+        "tails": [asdict(each) for each in tail_drifts(plan.stages, recipe.data.drift_limit)],
+        "warnings": [*warnings, *_poor_fits(stages), *large_crops(plan)],
+        "refusal": refusal,
+        "steps": steps,
+        "planned_steps": plan.end_step,
+        "batch_size": plan.batch_size,
+        "device": costs.device if costs else "",
+    }
+
+
+def _streams(
+    plan: Plan, number: int, stage: StagePlan, recipe: Recipe, costs: BucketCosts
+) -> Iterator[dict[str, Any]]:
+    end = _end(plan, recipe.training.steps)
+    trained, total = plan.taken(end)[number], sum(stage.weights)
+    for stream, weight, count in zip(stage.streams, stage.weights, trained, strict=True):
+        catalog = stream.parts[-1].catalog
+        assignment = assign_clips(catalog, stage.stage, recipe.data).in_first_epoch(stream)
+        buckets = [_bucket(stream, assignment, i, costs) for i in range(len(assignment.shapes))]
+        seconds = [bucket["batch_seconds"] or 0.0 for bucket in buckets]
+        times = [
+            one * each["batches_per_epoch"] for one, each in zip(seconds, buckets, strict=True)
+        ]
+        for bucket, time in zip(buckets, times, strict=True):
+            bucket["time_share"] = time / sum(times) if sum(times) else None
+        dropped = dict(
+            zip(assignment.reasons, assignment.counts[:, 1:].sum(0).tolist(), strict=True)
+        )
+        span = stream.parts[-1].epoch_span
+        epochs = count / float(span.batches_per_epoch)
+        if span.num_epochs is not None and count == span.num_batches:
+            epochs = float(span.num_epochs)  # the last batches are smaller
+        yield {
+            "stage": stream.stage,
+            "source": stream.source,
+            "share": weight / total,
+            "first_step": plan.timeline.borders[number],
+            "steps": plan.timeline.lengths[number],
+            "ramp_steps": plan.timeline.ramps[number],
+            "trained_steps": count,
+            "epochs": epochs,
+            "clips": len(catalog),
+            "selected": sum(bucket["kept"] for bucket in buckets),
+            "dropped": dropped,
+            "examples": {
+                name: [catalog.clip(int(row)).path for row in assignment.dropped(i)[:NUM_EXAMPLES]]
+                for i, name in enumerate(assignment.reasons)
+            },
+            "buckets": buckets,
+        }
+
+
+def _end(plan: Plan, steps: int) -> int:
+    return steps if plan.end_step is None else min(steps, plan.end_step)
+
+
+def _bucket(
+    stream: Stream, assignment: ClipAssignment, index: int, costs: BucketCosts
+) -> dict[str, Any]:
+    catalog, epochs = stream.parts[-1].catalog, stream.parts[-1].epoch_span
+    rows, shape = assignment.kept(index), assignment.shapes[index]
+    kept, *dropped = assignment.counts[index].tolist()
+    batch_size = epochs.batch_size_of(index)
+    last = padding = None
+    if epochs.num_epochs is not None and kept:
+        samples = epochs.num_epochs * kept
+        padding = 1 - samples / (-(-samples // batch_size) * batch_size)
+        last = epochs.num_epochs * kept % batch_size or batch_size
+    return {
+        **shape.model_dump(),
+        "batch_size": batch_size,
+        "tokens": costs.tokens.get(shape),
+        "batch_tokens": _times(batch_size, costs.tokens.get(shape)),
+        "batch_seconds": _times(batch_size, costs.seconds.get(shape)),
+        "padding": padding,
+        "clips": kept + sum(dropped),
+        "kept": kept,
+        "dropped": sum(dropped),
+        "reasons": {name: n for name, n in zip(assignment.reasons, dropped, strict=True) if n},
+        "displaced": int(np.count_nonzero(assignment.is_displaced[rows])),
+        "batches_per_epoch": kept / batch_size,
+        "tail": kept % batch_size,
+        "last_batch": last,
+        **_fit(catalog, rows, shape),
+    }
+
+
+def _times(count: int, each: float | None) -> float | None:
+    return None if each is None else count * each
+
+
+def _fit(catalog: Catalog, rows: Rows, shape: Bucket) -> dict[str, Any]:
+    if not len(rows):
+        return {"share_cut": None, "scale": None, "enlarged": 0, "enlarged_by": None}
+    across = shape.width / catalog.column("width")[rows]
+    down = shape.height / catalog.column("height")[rows]
+    scale = np.maximum(across, down)
+    enlarged = scale[scale > 1]
+    return {
+        "share_cut": float(shares_cut(catalog, rows, shape).mean()),
+        "scale": float(scale.mean()),
+        "enlarged": len(enlarged),
+        "enlarged_by": float(enlarged.mean()) if len(enlarged) else None,
+    }
+
+
+def _timeline(plan: Plan, steps: int) -> dict[str, list[float]]:
+    end = _end(plan, steps)
+    spans = min(end, TIMELINE_SPANS)
+    edges = [end * place // spans for place in range(spans + 1)]
+    taken = np.array([plan.timeline.taken(edge) for edge in edges])
+    shares = np.diff(taken, axis=0) / np.diff(edges)[:, None]
+    return {stage.stage.name: shares[:, i].tolist() for i, stage in enumerate(plan.stages)}
+
+
+def _poor_fits(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    is_one = len({entry["source"] for entry in stages}) == 1
+    for entry in stages:
+        buckets = entry["buckets"]
+        where = f"stage {entry['stage']}" + ("" if is_one else f", catalog {entry['source']}")
+        kept = sum(bucket["kept"] for bucket in buckets)
+        if enlarged := sum(bucket["enlarged"] for bucket in buckets):
+            times = sum(bucket["enlarged"] * (bucket["enlarged_by"] or 0) for bucket in buckets)
+            yield (
+                f"{where}: {enlarged:,} of {kept:,} clips are smaller than their bucket and are "
+                f"enlarged, {times / enlarged:.2f} times on average"
+            )
+        if displaced := sum(bucket["displaced"] for bucket in buckets):
+            yield (
+                f"{where}: {displaced:,} of {kept:,} clips are too short for the bucket that would "
+                "crop them least, and are cut to another"
+            )
+
+
+ReviewCaptions = Callable[[Sequence[str]], tuple[dict[str, int] | None, str | None]]
+"""Maps captions to facts, None if they cannot be known, and a warning, if there is one."""
+
+
+def show(
+    path: Path,
+    recipe: Recipe | None = None,
+    out: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    review_captions: ReviewCaptions | None = None,
+    costs: BucketCosts | None = None,
+) -> dict[str, Any]:
+    """Describe a catalog, and what a recipe would train on.
+
+    A recipe of one catalog is shown with the catalog at `path` in its place. Of a recipe of
+    several, `path` has to be one, and all of them are shown.
+
+    Args:
+        path: the catalog.
+        recipe: what is planned; None: only the catalog is shown.
+        out: a folder to draw pictures in; None: none are drawn.
+        progress: called with (pictures done, pictures in all).
+        review_captions: counts the tokens of all captions that the recipe trains on.
+        costs: tokens and seconds of a clip of each bucket, for the model.
+
+    Returns:
+        JSON-able: `catalog` (the path), the keys of `catalog_stats` and `plan_summary`, `captions`
+        (facts of `review_captions`), `catalogs` (by name, if several) and `pictures` (paths).
+
+    Raises:
+        DataError: a catalog cannot be read, a stage selects nothing, or `path` is not one of the
+            recipe's catalogs.
+        RunError: a picture cannot be written.
+    """
+    paths = {"catalog": path} if recipe is None else _paths(path, recipe)
+    catalogs = {name: Catalog.load(each) for name, each in paths.items()}
+    facts = {
+        name: {"catalog": str(paths[name]), **catalog_stats(catalog)}
+        for name, catalog in catalogs.items()
+    }
+    mine = next(name for name, each in paths.items() if each.resolve() == path.resolve())
+    result = {**facts[mine], "catalog": str(path), "pictures": []}
+    if len(facts) > 1:
+        result["catalogs"] = facts
+    plan = None
+    if recipe is not None:
+        plan = begin(catalogs, recipe.data, recipe.training.global_batch_size, recipe.seed)
+        result |= plan_summary(plan, recipe, costs)
+        try:
+            refuse_wrong_catalogs(catalogs, recipe.data)
+        except DataError as error:
+            result["refusal"] = str(error)
+        result["proposal"] = propose(list(catalogs.values()), recipe.data)
+        if review_captions is not None:
+            captions = all_captions(catalogs, recipe.data)
+            result["captions"], warning = review_captions(captions)
+            result["warnings"] += [warning] if warning else []
+    if out is not None:
+        from longtake.data.figures import write_pictures  # matplotlib takes a second
+
+        stages = result.get("stages", ())
+        written = write_pictures(out, catalogs[mine], plan, recipe, progress, stages)
+        result["pictures"] = list(map(str, written))
+    return result
+
+
+def propose(catalogs: Sequence[Catalog], data: DataSection) -> dict[str, Any] | None:
+    """Buckets that keep more clips, and how many more; None if the given ones keep nearly all."""
+    if any(stage.buckets for stage in data.stages):
+        return None
+    frames, aspects = [], []
+    for catalog in catalogs:
+        frames.append(frame_counts(catalog, data.fps))
+        aspects.append(catalog.column("width") / catalog.column("height"))
+    shapes = propose_buckets(
+        np.concatenate(frames), np.concatenate(aspects), data.buckets, data.frame_stride
+    )
+    if len(shapes) == len(data.buckets):
+        return None
+
+    def fitting(buckets: Sequence[Bucket]) -> int:
+        stride, stills = data.frame_stride, data.stills_from_videos
+        numbered = dict(enumerate(buckets))
+        each = (_best(one, numbered, stride, stills=stills, fps=data.fps) for one in catalogs)
+        return sum(int(np.count_nonzero(best >= 0)) for best in each)
+
+    listed = ", ".join(shape.toml() for shape in shapes)
+    more = fitting(shapes) - fitting(data.buckets)
+    return {"set": f"data.buckets=[{listed}]", "more_clips": more}
+
+
+def _paths(path: Path, recipe: Recipe) -> dict[str, Path]:
+    paths = recipe.data.sources()
+    if len(paths) == 1:
+        return dict.fromkeys(paths, path)
+    if path.resolve() not in {each.resolve() for each in paths.values()}:
+        known = ", ".join(f"{name} ({each})" for name, each in paths.items())
+        raise DataError(
+            f"{path} is not one of the recipe's catalogs: {known}. Name one of these; or set "
+            "data.catalogs and data.weights with --set."
+        )
+    return paths
