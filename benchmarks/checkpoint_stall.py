@@ -37,7 +37,7 @@ from longtake.config import CheckpointSection, Recipe
 from longtake.data.index import index
 from longtake.data.loader import Batch, Loader
 from longtake.demo.shapes import write_clips
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.models.trainable import trained_state
 from longtake.optim.build import build_optimizers
 from longtake.optim.update import Averages

@@ -33,13 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtake import config
 from longtake.config import ParallelSection, Recipe
-from longtake.models.build import (
-    Components,
-    FlowBatch,
-    assemble,
-    flow_losses,
-    outline_conditioning,
-)
+from longtake.models.components import Components, assemble
+from longtake.models.conditioning import outline_conditioning
+from longtake.models.objective import FlowBatch, flow_losses
 from longtake.parallel.context_parallel import TokenExchange
 from longtake.parallel.mesh import World, join
 

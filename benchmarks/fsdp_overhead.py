@@ -36,7 +36,8 @@ from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Batch, Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session
-from longtake.models.build import Components, assemble, flow_losses, outline
+from longtake.models.components import Components, assemble, outline
+from longtake.models.objective import flow_losses
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, join
 from longtake.parallel.replicas import ReplicaCheck

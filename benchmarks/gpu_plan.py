@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.models.build import flow_losses
+from longtake.models.objective import flow_losses
 from longtake.optim.build import build_optimizers
 from longtake.planner.activation_checkpointing import (
     POLICIES,

@@ -42,8 +42,9 @@ from longtake.config import ParallelSection, Recipe
 from longtake.data.loader import Batch
 from longtake.data.stages import StagePosition
 from longtake.flow.timesteps import sample_sigmas
-from longtake.models.build import forward_flops, outline
+from longtake.models.components import outline
 from longtake.models.numerics import autocast
+from longtake.models.objective import forward_flops
 from longtake.parallel.fsdp import gradients_of_any_dtype
 from longtake.parallel.mesh import World, join
 from longtake.planner.activation_checkpointing import Options, caller, options_of

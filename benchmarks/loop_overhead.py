@@ -32,7 +32,7 @@ from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Batch, Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session, set_phase
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.optim.build import build_optimizers
 from longtake.optim.update import Averages
 from longtake.parallel.fsdp import squares

@@ -17,7 +17,7 @@ from longtake import config
 from longtake.cli.cost import cost_report
 from longtake.cli.plan import _ranges
 from longtake.config import Recipe
-from longtake.models.build import outline
+from longtake.models.components import outline
 from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES
 

@@ -60,7 +60,7 @@ _MAY_IMPORT_TORCH = (
 # Of those packages, modules that may not.
 _MAY_NOT = (
     "faults.registry",
-    "models.captions",
+    "models.caption_tokens",
     "models.pretrained",
 )
 _SECONDS = 60.0

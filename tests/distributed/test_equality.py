@@ -26,7 +26,7 @@ from longtake.config import ParallelSection, Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
 from longtake.fsio import append_json, read_json_lines
-from longtake.models.build import Components, assemble
+from longtake.models.components import Components, assemble
 from longtake.parallel.fsdp import full
 from longtake.parallel.mesh import World, arranged, join
 from longtake.planner.activation_checkpointing import options_of

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longtake import config
 from longtake.config import ParallelSection, Recipe
 from longtake.data.loader import Loader
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.models.numerics import Precision
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import local_shard

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longtake import config
 from longtake.data.loader import Loader
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.parallel.mesh import World, arranged
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.devices import CPU, device_budget

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longtake import config
 from longtake.data.loader import Loader
-from longtake.models.build import Components, assemble
+from longtake.models.components import Components, assemble
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import RunDirectory

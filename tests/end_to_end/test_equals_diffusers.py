@@ -27,7 +27,7 @@ from longtake.data.loader import Batch, Loader
 from longtake.demo.shapes import write_clips
 from longtake.evaluation.export import export
 from longtake.fsio import read_json_lines
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from longtake.config import Recipe
 from longtake.models.added_module import added_modules
-from longtake.models.base import LatentShape
-from longtake.models.build import Components, FlowBatch, assemble, flow_losses, latent_shape
+from longtake.models.base import LatentShape, latent_shape
+from longtake.models.components import Components, assemble
+from longtake.models.objective import FlowBatch, flow_losses
 
 _NUM_CLIPS, _STEPS = 8, 45
 _MODULES = {

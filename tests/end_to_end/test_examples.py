@@ -11,7 +11,7 @@ import pytest
 from longtake import config
 from longtake.data.catalog import Catalog
 from longtake.models.base import family
-from longtake.models.build import outline
+from longtake.models.components import outline
 from longtake.planner.devices import device_named
 from longtake.planner.forecast import check_gradients
 from longtake.planner.memory import outline_step

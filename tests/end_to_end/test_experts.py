@@ -22,13 +22,14 @@ from longtake.config import Recipe
 from longtake.errors import LongtakeError, ModelError, RecipeError
 from longtake.evaluation.evaluator import SampleEvaluator
 from longtake.evaluation.options import ServerReport
-from longtake.models import build
+from longtake.models.base import latent_shape
+from longtake.models.components import assemble, outline
 from longtake.models.experts import Experts
 from longtake.models.streamed import StreamedBlocks
 from longtake.planner.devices import device_budget
 from longtake.planner.forecast import forecast_phases
 from longtake.planner.memory import outline_step, static_memory
-from longtake.sampling.other_expert import load_other, other_bytes
+from longtake.sampling.other_expert import build_other, load_other, other_bytes
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler, load_sampler
 from longtake.training.train import train
@@ -118,7 +119,7 @@ def test_each_run_trains_the_sigmas_of_its_expert(
         assert quarters[3] is not None
     low = [quarters for (quarters,) in rows(pair("low"), "loss_by_sigma")]
     assert any(any(quarters[:3]) for quarters in low)
-    parts = build.outline(pair("low"))
+    parts = outline(pair("low"))
     assert parts.experts == Experts(0.875, "low")
     assert parts.sigma_range(pair("low").flow) == (0.0, 0.875)
     narrowed = pair("low", "flow.sigma_range=[0.25, 0.5]")
@@ -142,7 +143,7 @@ def test_a_pair_is_sampled_and_exported_as_diffusers_does(
     assert "load_into_transformer_2=True" in result.output
     exported = _pipeline(tmp_path / "out")
     assert exported.config.boundary_ratio == 0.875
-    shape = build.latent_shape(sampler.components.codec, sampler.recipe.data.buckets[0])
+    shape = latent_shape(sampler.components.codec, sampler.recipe.data.buckets[0])
     noise = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(3))[None]
     scales = {"guidance_scale": 4.0, "guidance_scale_2": 2.0}
     merged = _step(exported, noise, **scales)
@@ -222,7 +223,7 @@ def test_a_plan_counts_the_other_expert_where_it_samples(pair: MakeRecipe) -> No
     (phase,) = (each for each in forecast_phases(step) if each.name == "sampling")
     static = static_memory(step)
     more = phase.weight_bytes - static.weights - static.resident
-    other = build.build_other(step.recipe, build.outline(step.recipe))
+    other = build_other(step.recipe, outline(step.recipe))
     whole = sum(each.nbytes for each in (*other.parameters(), *other.buffers()))
     streamed = StreamedBlocks(step.components.family.blocks(other), torch.device("cpu"))
     stays = sum(each.nbytes for each in (*other.parameters(), *other.buffers()))
@@ -237,7 +238,7 @@ def test_a_plan_counts_the_other_expert_where_it_samples(pair: MakeRecipe) -> No
 def test_on_another_device_the_other_expert_is_streamed(pair: MakeRecipe) -> None:
     """The meta device stands in for a GPU."""
     recipe = pair("high")
-    parts = load_other(recipe, build.assemble(recipe, (), None), torch.device("meta"))
+    parts = load_other(recipe, assemble(recipe, (), None), torch.device("meta"))
     assert parts.other is not None
     blocks = parts.family.blocks(parts.other.model)
     weights = [

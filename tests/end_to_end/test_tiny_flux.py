@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longtake import cli
 from longtake.fsio import read_json_lines
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.run_dir import RunDirectory
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -20,7 +20,7 @@ from longtake.errors import RecipeError, RunError
 from longtake.evaluation.export import Format, export
 from longtake.flow.shift import MuLine
 from longtake.models.added_module import added_modules
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.models.trainable import lora_state, plain_copy
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler, load_sampler

@@ -15,8 +15,9 @@ from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, PlanError
 from longtake.evaluation import held_out
 from longtake.evaluation.held_out import HeldOut
-from longtake.models.build import Components, FlowBatch, flow_losses
+from longtake.models.components import Components
 from longtake.models.numerics import Precision
+from longtake.models.objective import FlowBatch, flow_losses
 from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import Sampler, load_sampler
 

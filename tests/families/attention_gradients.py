@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtake.config import TrainableSection
-from longtake.models.build import Components, FlowBatch, flow_losses
+from longtake.models.components import Components
+from longtake.models.objective import FlowBatch, flow_losses
 
 TOLERANCE = 0.05
 """Of the relative error of each parameter's gradient in bf16; kernels are within 0.02."""

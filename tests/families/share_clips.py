@@ -15,7 +15,7 @@ from torch import Tensor
 from longtake.config import ParallelSection
 from longtake.fsio import append_json
 from longtake.models.base import family
-from longtake.models.build import Components
+from longtake.models.components import Components
 from longtake.parallel.context_parallel import TokenExchange
 from longtake.parallel.mesh import World, arranged, join
 

@@ -24,8 +24,11 @@ from longtake.config import ModuleSection, Quantization, TrainableSection
 from longtake.errors import ModelError, RecipeError
 from longtake.evaluation.export import export
 from longtake.fsio import read_json_lines
-from longtake.models import build
+from longtake.models.components import Components, outline
+from longtake.models.conditioning import outline_conditioning
+from longtake.models.objective import FlowBatch
 from longtake.models.quantized import QuantizedLinear
+from longtake.models.review import refuse_sharing
 from longtake.models.streamed import StreamedBlocks
 from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES, options_of
@@ -73,8 +76,8 @@ def test_pictures_change_the_answer(tiny: Tiny) -> None:
 
 def test_an_outline_of_conditioning_has_its_shapes(tiny: Tiny) -> None:
     recipe = tiny.recipe()
-    parts, bucket = build.outline(recipe), recipe.data.buckets[0]
-    outlined = build.outline_conditioning(parts, recipe, bucket, batch_size=2)
+    parts, bucket = outline(recipe), recipe.data.buckets[0]
+    outlined = outline_conditioning(parts, recipe, bucket, batch_size=2)
     told = tiny.told(tiny.sampler, [SHORT, LONG])
     assert {name: (each.shape, each.dtype) for name, each in outlined.items()} == {
         name: (each.shape, each.dtype) for name, each in told.items()
@@ -263,7 +266,7 @@ def _is_quantised(module: nn.Module) -> bool:
     return isinstance(module, QuantizedLinear)
 
 
-def _streamed(parts: build.Components, batch: build.FlowBatch) -> dict[str, Tensor]:
+def _streamed(parts: Components, batch: FlowBatch) -> dict[str, Tensor]:
     StreamedBlocks(parts.family.blocks(parts.model), torch.device("cpu"))
     return loss_and_gradients(parts, batch)
 
@@ -299,9 +302,9 @@ def test_sharing_clips_is_refused_where_a_row_says_so(tiny: Tiny) -> None:
     parts, recipe = tiny.sampler.components, tiny.recipe(parallel={"context": 2})
     if reason := tiny.row.refuses.get("context"):
         with pytest.raises(RecipeError, match=f"the family {tiny.row.family} cannot: {reason}"):
-            build.refuse_sharing(parts, recipe)
+            refuse_sharing(parts, recipe)
     else:
-        build.refuse_sharing(parts, recipe)
+        refuse_sharing(parts, recipe)
 
 
 def test_the_checkpoint_of_another_kind_is_refused_by_name(
@@ -311,7 +314,7 @@ def test_the_checkpoint_of_another_kind_is_refused_by_name(
     recipe = tiny.recipe(model={"pretrained": str(tiny_of(others[0]).folder / "release")})
     wanted = f'set model.family = "{others[0].family}"; it is "{tiny.row.family}"'
     with pytest.raises(ModelError, match=wanted):
-        build.outline(recipe)
+        outline(recipe)
 
 
 def test_the_guide_has_a_row_for_each_kind() -> None:

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from longtake.config import Bucket, CodecSection, ModelSection, TrainableSection
 from longtake.errors import RecipeError
-from longtake.models import added_module, build, conditioning, trainable
+from longtake.models import added_module, conditioning, trainable
 from longtake.models.base import BlockInputs, LatentShape
 from longtake.models.codec import LTX2Codec, build_codec
+from longtake.models.components import outline
+from longtake.models.conditioning import training_conditioning
 from longtake.models.ltx2 import LTX2, original_name
 from longtake.planner.devices import CPU
 from longtake.planner.encoding import clip_trace, encode_clip, make_encoders_fake
@@ -246,7 +248,7 @@ def test_what_a_recipe_must_say(
         changed = getattr(recipe, name).model_copy(update=keys)
         recipe = recipe.model_copy(update={name: changed})
     with pytest.raises(RecipeError, match=message):
-        build.outline(recipe)
+        outline(recipe)
 
 
 def test_audio_is_a_key_of_this_family_alone(tiny_of: Callable[[Row], Tiny]) -> None:
@@ -256,7 +258,7 @@ def test_audio_is_a_key_of_this_family_alone(tiny_of: Callable[[Row], Tiny]) -> 
         "codec": CodecSection(kind="pixels"),
     }
     with pytest.raises(RecipeError, match=r"tubelet has no audio\. Remove model\.audio, which is"):
-        build.outline(recipe.model_copy(update=sections))
+        outline(recipe.model_copy(update=sections))
 
 
 def test_other_patches_are_refused() -> None:
@@ -267,7 +269,7 @@ def test_other_patches_are_refused() -> None:
 def test_frames_per_second_count_the_stride(tiny_of: Callable[[Row], Tiny]) -> None:
     tiny = tiny_of(_T2V)
     recipe, parts = tiny.recipe(data={"fps": 12.0, "frame_stride": 2}), tiny.sampler.components
-    told = build.training_conditioning(parts, recipe, {"prompt_embeds": torch.zeros(2, 8, 16)})
+    told = training_conditioning(parts, recipe, {"prompt_embeds": torch.zeros(2, 8, 16)})
     assert told["fps"].tolist() == [6, 6]
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from longtake import config
 from longtake.config import Quantization, Recipe, TrainableSection
-from longtake.models import build
-from longtake.models.base import Conditioning
+from longtake.models.base import Conditioning, latent_shape
+from longtake.models.components import Components, assemble
+from longtake.models.objective import FlowBatch, flow_losses
 from longtake.models.quantized import quantize_linears
 from longtake.models.trainable import make_trainable
 from longtake.sampling.other_expert import load_other
@@ -33,10 +34,10 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def loss_and_gradients(parts: build.Components, batch: build.FlowBatch) -> dict[str, Tensor]:
+def loss_and_gradients(parts: Components, batch: FlowBatch) -> dict[str, Tensor]:
     """The loss, named "", and the gradient of each parameter that has one."""
     parts.model.zero_grad(set_to_none=True)
-    loss = build.flow_losses(parts, batch, "fp32", torch.device("cpu")).sum()
+    loss = flow_losses(parts, batch, "fp32", torch.device("cpu")).sum()
     torch.autograd.backward(loss)
     named = parts.model.named_parameters()
     found = {name: each.grad for name, each in named if each.grad is not None}
@@ -91,7 +92,7 @@ class Tiny:
 
     def made(self, **sections: Any) -> Sampler:
         recipe = self.recipe(**sections)
-        parts = build.assemble(recipe, (), None)
+        parts = assemble(recipe, (), None)
         parts.model.eval()
         if parts.experts is not None:
             parts = load_other(recipe, parts, torch.device("cpu"))
@@ -99,7 +100,7 @@ class Tiny:
 
     def training(
         self, trainable: TrainableSection, quantize: Quantization | None = None
-    ) -> build.Components:
+    ) -> Components:
         """What is trained of the release, in a model of its own; no new weight is zero."""
         parts = self.sampler.components
         model = copy.deepcopy(parts.model)
@@ -114,11 +115,11 @@ class Tiny:
                 weight.data = torch.randn(weight.shape, generator=generator) / 8
         return dataclasses.replace(parts, model=model)
 
-    def batch(self) -> build.FlowBatch:
+    def batch(self) -> FlowBatch:
         """Two samples, whose captions are of unlike length."""
         latents, noise = (torch.cat([self.noise(n), self.noise(n + 1)]) for n in (1, 3))
         told = self.told(self.sampler, [SHORT, LONG])
-        return build.FlowBatch(latents, noise, torch.tensor([0.3, 0.8]), told)
+        return FlowBatch(latents, noise, torch.tensor([0.3, 0.8]), told)
 
     @cached_property
     def released(self) -> Any:
@@ -146,7 +147,7 @@ class Tiny:
         return sampler._guidance(requests, bucket, self.scale, "").conditional
 
     def noise(self, seed: int) -> Tensor:
-        shape = build.latent_shape(self.sampler.components.codec, self.recipe().data.buckets[0])
+        shape = latent_shape(self.sampler.components.codec, self.recipe().data.buckets[0])
         return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))[None]
 
     def steps(self, pipeline: Any, num_steps: int, scale: float, prompt: str) -> list[Step]:

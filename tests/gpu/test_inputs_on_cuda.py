@@ -9,7 +9,7 @@ from rich.console import Console
 from tests.build import TINY_WAN, MakeRecipe, wait_until
 
 from longtake.data.loader import Loader
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.run_dir import RunDirectory
 from longtake.training.inputs import InputQueue
 from longtake.training.latent_cache import captions_of

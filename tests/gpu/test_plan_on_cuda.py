@@ -14,7 +14,7 @@ from tests.build import hold_weights
 from torch import Tensor, nn
 
 from longtake import config
-from longtake.models.build import flow_losses
+from longtake.models.objective import flow_losses
 from longtake.planner.activation_checkpointing import (
     ACTIVATIONS,
     BlockOption,

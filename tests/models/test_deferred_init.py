@@ -17,7 +17,7 @@ from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
 from longtake import config
 from longtake.config import ModelSection, Recipe
 from longtake.errors import ModelError, RecipeError
-from longtake.models.build import Components, Source, assemble, source_of
+from longtake.models.components import Components, Source, assemble, source_of
 from longtake.models.deferred_init import (
     build_transformer,
     can_be_filled,
@@ -507,7 +507,7 @@ _ON_TWO_RANKS = """
     import torch.distributed as dist
     from longtake import config
     from longtake.config import ParallelSection
-    from longtake.models.build import assemble
+    from longtake.models.components import assemble
     from longtake.parallel.mesh import join
     from longtake.run_dir import RunDirectory
     from longtake.training.build import build_state

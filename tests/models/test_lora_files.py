@@ -19,7 +19,7 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.errors import ModelError, RecipeError
 from longtake.evaluation.export import Format, export
-from longtake.models.build import Components, assemble, outline
+from longtake.models.components import Components, assemble, outline
 from longtake.models.lora_files import StoredLora, load_lora, read_lora
 from longtake.models.trainable import adapter_layers, lora_layers, lora_state, plain_copy
 from longtake.models.wan import original_name

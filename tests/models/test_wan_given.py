@@ -16,7 +16,10 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.data.encode import write_video
 from longtake.errors import DataError, RecipeError
-from longtake.models import build, conditioning
+from longtake.models import conditioning
+from longtake.models.components import assemble, outline
+from longtake.models.conditioning import outline_conditioning
+from longtake.models.objective import FlowBatch, flow_losses
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler
 
@@ -63,7 +66,7 @@ def _recipe(release: Path, size: int, first: Mapping[str, Any], **inputs: Any) -
 
 
 def _sampler(recipe: Recipe) -> Sampler:
-    parts = build.assemble(recipe, (), None)
+    parts = assemble(recipe, (), None)
     parts.model.eval()
     return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
 
@@ -83,7 +86,7 @@ def test_several_given_frames_are_as_one_but_more(
     size = _SIZES[make]
     video = {"kind": "video", "frames": 5}
     recipe = _recipe(releases(make), size, video)
-    parts, bucket = build.assemble(recipe, (), None), recipe.data.buckets[0]
+    parts, bucket = assemble(recipe, (), None), recipe.data.buckets[0]
     frames = _frames(5, size)
 
     def told(section: Mapping[str, Any], given: Tensor) -> dict[str, Tensor]:
@@ -105,7 +108,7 @@ def test_several_given_frames_are_as_one_but_more(
     torch.testing.assert_close(latents, own, rtol=1e-4, atol=1e-4)
     if "first_embeds" in five:  # CLIP sees the first of them
         assert torch.equal(five["first_embeds"], picture["first_embeds"])
-    outlined = build.outline_conditioning(build.outline(recipe), recipe, bucket, batch_size=2)
+    outlined = outline_conditioning(outline(recipe), recipe, bucket, batch_size=2)
     assert {name: outlined[name].shape for name in five} == {
         name: each.shape for name, each in five.items()
     }
@@ -116,7 +119,7 @@ def test_given_frames_of_ti2v_have_time_0_and_no_loss(
     releases: Callable[[_Make], Path],
 ) -> None:
     recipe = _recipe(releases(release_wan.make_ti2v), 64, {"kind": "video", "frames": 5})
-    parts, bucket = build.assemble(recipe, (), None), recipe.data.buckets[0]
+    parts, bucket = assemble(recipe, (), None), recipe.data.buckets[0]
     sections = recipe.data.conditioning
     given = {"first": _frames(5, 64)}
     told = conditioning.condition_on(parts, sections, given, bucket)
@@ -136,8 +139,8 @@ def test_given_frames_of_ti2v_have_time_0_and_no_loss(
     torch.testing.assert_close(velocity, expected)
 
     def losses(clips: Tensor) -> Tensor:
-        batch = build.FlowBatch(clips, noise, sigmas, told)
-        return build.flow_losses(parts, batch, "fp32", torch.device("cpu"))
+        batch = FlowBatch(clips, noise, sigmas, told)
+        return flow_losses(parts, batch, "fp32", torch.device("cpu"))
 
     changed = latents.clone()
     changed[:, :, :2] += 1
@@ -183,7 +186,7 @@ def test_frames_that_cannot_be_continued_are_refused(
 ) -> None:
     recipe = _recipe(releases(release_wan.make_i2v), 32, {"kind": "video", **first})
     with pytest.raises(RecipeError, match=message):
-        build.outline(recipe)
+        outline(recipe)
 
 
 def test_a_last_frame_is_never_several(releases: Callable[[_Make], Path]) -> None:
@@ -191,4 +194,4 @@ def test_a_last_frame_is_never_several(releases: Callable[[_Make], Path]) -> Non
         releases(release_wan.make_i2v), 32, _PICTURE, last={"kind": "video", "frames": 5}
     )
     with pytest.raises(RecipeError, match=r'image named last .* has it as "video"'):
-        build.outline(recipe)
+        outline(recipe)

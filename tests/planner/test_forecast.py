@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from longtake import config
 from longtake.config import Quantization, Recipe
 from longtake.errors import CannotBePlannedError, ModelError, PlanError
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.models.tubelet import TubeletTransformer
 from longtake.planner import encoding
 from longtake.planner.activation_checkpointing import KEEP, POLICIES, options_of

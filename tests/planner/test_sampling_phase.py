@@ -7,7 +7,7 @@ import torch
 from tests.build import TINY_WAN, MakeRecipe, hold_weights
 
 from longtake.config import Recipe
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.planner.activation_checkpointing import BlockOption, BlockWeights, options_of
 from longtake.planner.devices import DeviceBudget, device_budget, device_named
 from longtake.planner.forecast import PhaseForecast, forecast_phases

@@ -23,8 +23,8 @@ from longtake.flow.shift import ShiftRule
 from longtake.flow.solver import integrate
 from longtake.flow.timesteps import build_sigmas
 from longtake.models.base import Conditioning, Defaults
-from longtake.models.build import Components, assemble
 from longtake.models.codec import PixelCodec, build_codec
+from longtake.models.components import Components, assemble
 from longtake.models.flux import Flux
 from longtake.run_dir import RunDirectory
 from longtake.sampling.checkpoints import find_checkpoint

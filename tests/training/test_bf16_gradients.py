@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longtake.config import ParallelSection
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.parallel.fsdp import apply_fsdp, full, reduce_gradients, set_gradient_sync
 from longtake.parallel.mesh import World, arranged, join
 from longtake.planner.devices import CPU

@@ -15,7 +15,9 @@ from tests.build import MakeRecipe
 from torch import Tensor, nn
 
 from longtake.errors import RecipeError
-from longtake.models.build import Components, assemble, latent_shape, outline_conditioning
+from longtake.models.base import latent_shape
+from longtake.models.components import Components, assemble
+from longtake.models.conditioning import outline_conditioning
 from longtake.planner.activation_checkpointing import ACTIVATIONS, BlockOption
 from longtake.training import build
 from longtake.training.build import (

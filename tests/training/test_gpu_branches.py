@@ -18,7 +18,7 @@ from longtake.cluster import checks_network
 from longtake.config import ParallelSection
 from longtake.errors import ModelError, PlanError
 from longtake.evaluation import server
-from longtake.models import captioner, codec, streamed, text
+from longtake.models import caption_writer, codec, streamed, text
 from longtake.optim import build, master_weights
 from longtake.parallel import equality, mesh, replicas, transfer
 from longtake.sampling.sampler import refuse_too_large_parts
@@ -308,10 +308,10 @@ def test_captions_are_written_on_a_gpu_where_there_is_one(
 
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(captioner, "_load", lambda *_: (SimpleNamespace(), Model()))
+    monkeypatch.setattr(caption_writer, "_load", lambda *_: (SimpleNamespace(), Model()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    captioner.TransformersCaptioner(str(tmp_path))
-    captioner.TransformersCaptioner(str(tmp_path), device="cpu")
+    caption_writer.TransformersCaptioner(str(tmp_path))
+    caption_writer.TransformersCaptioner(str(tmp_path), device="cpu")
     assert places == ["cuda" if has_gpu else "cpu", "cpu"]
 
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longtake import config
 from longtake.config import Recipe
 from longtake.data.loader import Batch, Loader
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.models.text import NO_CAPTION
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory

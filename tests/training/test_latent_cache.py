@@ -42,7 +42,7 @@ from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, RecipeChangedError, RecipeError
 from longtake.models.added_module import BlockCall
 from longtake.models.base import BlockInputs
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request
 from longtake.sampling.sampler import load_sampler

@@ -15,7 +15,7 @@ from longtake.evaluation.evaluator import CheckpointEvaluator, SampleEvaluator
 from longtake.evaluation.options import ServerOptions, ServerReport
 from longtake.evaluation.server import EvaluationServer
 from longtake.evaluation_dir import EvaluationDirectory, Scores
-from longtake.models.build import Components, Part
+from longtake.models.components import Components, Part
 from longtake.optim.update import Averages
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory

@@ -23,7 +23,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.loader import Batch, Loader
 from longtake.data.stages import StagePosition
 from longtake.models.base import Defaults
-from longtake.models.build import assemble
+from longtake.models.components import assemble
 from longtake.models.text import NO_CAPTION
 from longtake.optim.build import build_optimizers
 from longtake.optim.update import Averages

@@ -442,7 +442,7 @@ def caption(
             metavar="MODULE:CLASS",
             help="What writes captions: models of transformers, or a class of your own.",
         ),
-    ] = "longtake.models.captioner:TransformersCaptioner",
+    ] = "longtake.models.caption_writer:TransformersCaptioner",
     options: Annotated[
         list[str] | None,
         typer.Option(
@@ -604,12 +604,12 @@ def _with_costs(recipe: "Recipe") -> "tuple[Recipe, BucketCosts]":
 def _captions_reviewer(recipe: "Recipe") -> "ReviewCaptions":
     from functools import partial
 
-    from longtake.models.captions import review_captions
+    from longtake.models.caption_tokens import review_captions
 
     if recipe.text.pretrained is None:
         return partial(review_captions, recipe.text, None)
     from longtake.models.base import family  # which imports torch
-    from longtake.models.build import text_section
+    from longtake.models.components import text_section
 
     encoder = family(recipe.model.family).frozen.text
     return partial(review_captions, text_section(recipe), encoder)

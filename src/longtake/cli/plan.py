@@ -192,7 +192,7 @@ def _facts(
 ) -> dict[str, Any]:
     """What the verb tells of one process, as JSON."""
     from longtake.data.checks import review_catalogs
-    from longtake.models.build import review_model
+    from longtake.models.review import review_model
     from longtake.planner.forecast import stored_start, suggest_changes
     from longtake.planner.plan import does_not_fit
 

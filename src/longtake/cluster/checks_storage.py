@@ -215,7 +215,7 @@ def _checkpoint_size(recipe: Recipe) -> dict[str, int | str | None]:
 
 def _predict_checkpoint(recipe: Recipe) -> int:
     """Bytes of trained weights, averages and optimizer states; an upper bound."""
-    from longtake.models.build import outline
+    from longtake.models.components import outline
     from longtake.models.trainable import trained_state
 
     num_weights = sum(value.numel() for value in trained_state(outline(recipe).model).values())

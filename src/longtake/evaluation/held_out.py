@@ -24,8 +24,8 @@ from longtake.data.training_captions import sample_caption
 from longtake.data.window import Window
 from longtake.errors import DataError, PlanError
 from longtake.models.base import Conditioning
-from longtake.models.build import FlowBatch, flow_losses, training_conditioning
-from longtake.models.conditioning import encode_inputs
+from longtake.models.conditioning import encode_inputs, training_conditioning
+from longtake.models.objective import FlowBatch, flow_losses
 from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import Sampler, try_within_memory
 

@@ -27,11 +27,11 @@ from longtake.data import workers
 from longtake.data.loader import Batch
 from longtake.faults import faulty_processes, sandbox
 from longtake.guard.history import GROUPS
-from longtake.models import build as models
-from longtake.models.build import Components, FlowBatch, flow_losses
+from longtake.models.components import Components, assemble
 from longtake.models.numerics import Precision
+from longtake.models.objective import FlowBatch, flow_losses
 from longtake.parallel import fsdp, mesh
-from longtake.training import loop
+from longtake.training import build, loop
 from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.statistics import parameter_groups
 from longtake.training.step import apply_update, compute_gradients
@@ -145,7 +145,6 @@ def give_other_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 
 def give_other_weights(trigger: Trigger, step: StepFunctions) -> StepFunctions:
     """Let rank 1 read a frozen weight that is a little larger."""
-    assemble = models.assemble
 
     def assemble_other(*arguments: Any, **options: Any) -> Components:
         parts = assemble(*arguments, **options)
@@ -154,7 +153,7 @@ def give_other_weights(trigger: Trigger, step: StepFunctions) -> StepFunctions:
         return parts
 
     if os.environ.get("RANK") == str(_RANK):
-        vars(models).update(assemble=assemble_other)
+        vars(build).update(assemble=assemble_other)
     return step
 
 

@@ -16,13 +16,14 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from longtake import config
 from longtake.config import Bucket, ModelSection
 from longtake.errors import RecipeError
 from longtake.flow import solver
 from longtake.flow.shift import ShiftRule
 from longtake.formatting import did_you_mean
 from longtake.models import deferred_init, pretrained
-from longtake.models.codec import Codec, encode_videos
+from longtake.models.codec import NO_PATCH, Codec, encode_videos
 from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 from longtake.trust import import_class
@@ -499,3 +500,19 @@ def _own_family(path: str) -> Family:
         raise RecipeError(f"model.family {path!r} lacks {listed}. {advice}")
     own: Family = found()
     return own
+
+
+def latent_shape(
+    codec: Codec, bucket: config.Bucket, patch: Sequence[int] = NO_PATCH
+) -> LatentShape:
+    """Shape of the latents of one clip in a bucket.
+
+    Args:
+        codec: of the recipe.
+        bucket: in pixels.
+        patch: the family's; without it only the codec has to divide the bucket.
+
+    Raises:
+        RecipeError: the bucket does not divide; names the nearest that does.
+    """
+    return LatentShape(codec.channels, *codec.latent_shape(bucket, patch))

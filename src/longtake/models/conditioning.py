@@ -10,7 +10,6 @@ of the same frames, rows and columns.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +18,11 @@ from torch import Tensor
 from longtake.config import Bucket, ConditioningSection, Recipe
 from longtake.models.base import Conditioning, Family
 from longtake.models.codec import Codec
-
-if TYPE_CHECKING:
-    from longtake.models.build import Components
+from longtake.models.components import Components
 
 
 def encode_inputs(
-    parts: "Components", recipe: Recipe, given: Mapping[str, Tensor], bucket: Bucket
+    parts: Components, recipe: Recipe, given: Mapping[str, Tensor], bucket: Bucket
 ) -> tuple[Conditioning, Tensor | None]:
     """What the model gets of the clips' inputs, and weights of the loss if it has a mask."""
     sections, flow = recipe.model_inputs(), recipe.flow
@@ -44,7 +41,7 @@ def encoded_together(chosen: Family, recipe: Recipe) -> tuple[str, ...]:
 
 
 def condition_on(
-    parts: "Components",
+    parts: Components,
     sections: Mapping[str, ConditioningSection],
     given: Mapping[str, Tensor],
     bucket: Bucket,
@@ -94,7 +91,7 @@ def on_latents(codec: Codec, mask: Tensor) -> Tensor:
 
 
 def outline_inputs(
-    parts: "Components", sections: Mapping[str, ConditioningSection], bucket: Bucket
+    parts: Components, sections: Mapping[str, ConditioningSection], bucket: Bucket
 ) -> Conditioning:
     """What `condition_on` gives for one sample of a bucket, on the meta device."""
     pixels = bucket.num_frames, bucket.height, bucket.width
@@ -115,3 +112,42 @@ def outline_inputs(
     if encoded:
         found |= parts.family.outline_inputs(parts.codec, parts.text, encoded, bucket)
     return found
+
+
+def training_conditioning(
+    parts: Components, recipe: Recipe, conditioning: Conditioning
+) -> Conditioning:
+    if fps := fps_of(conditioning, parts.family, recipe):
+        conditioning = conditioning | fps
+    if not parts.family.distils_guidance(parts.model):
+        return conditioning
+    return conditioning | guidance_of(conditioning, recipe.model.guidance)
+
+
+def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
+    like = next(iter(conditioning.values()))
+    return {"guidance": torch.full((len(like),), scale, device=like.device)}
+
+
+def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Conditioning:
+    """Frames per second of what is trained and sampled, of a model that takes them."""
+    if not chosen.takes_fps or recipe.data.fps is None:
+        return {}
+    like, fps = next(iter(conditioning.values())), recipe.data.fps / recipe.data.frame_stride
+    return {"fps": torch.full((len(like),), fps, device=like.device)}
+
+
+def outline_conditioning(
+    parts: Components, recipe: Recipe, bucket: Bucket, batch_size: int = 1
+) -> Conditioning:
+    """A model's conditioning in training, on the meta device, for samples of a bucket."""
+    one = parts.text.outline(picture_sizes(parts.family, recipe, bucket))
+    one |= outline_inputs(parts, recipe.model_inputs(), bucket)
+    batch = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}
+    return training_conditioning(parts, recipe, batch)
+
+
+def picture_sizes(chosen: Family, recipe: Recipe, bucket: Bucket) -> list[tuple[int, int]]:
+    """Height and width of each picture that is encoded together with a caption."""
+    sizes = dict.fromkeys(recipe.model_inputs(), (bucket.height, bucket.width))
+    return list(chosen.seen_with_text(sizes).values())

@@ -15,7 +15,7 @@ from longtake import errors, fsio
 from longtake.config import PooledSection, TextSection
 from longtake.formatting import reason_of
 from longtake.models import deferred_init, numerics, pretrained
-from longtake.models.captions import clean
+from longtake.models.caption_tokens import clean
 from longtake.models.quantized import quantize_linears
 
 NO_CAPTION = ""

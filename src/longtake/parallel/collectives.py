@@ -58,7 +58,7 @@ def from_first(thing: T, world: World, group: dist.ProcessGroup | None = None) -
     return box[0]
 
 
-def first_does(work: Callable[[], None], world: World) -> None:
+def first_does(work: Callable[[], object], world: World) -> None:
     """Let rank 0 do something while the others wait; a user's error there is raised on all.
 
     Raises:

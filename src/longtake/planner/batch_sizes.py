@@ -12,7 +12,7 @@ from longtake.data.loader import num_places
 from longtake.errors import RecipeError
 
 if TYPE_CHECKING:
-    from longtake.models.build import Components
+    from longtake.models.components import Components
 
 
 def with_batch_sizes(recipe: Recipe) -> Recipe:
@@ -45,13 +45,15 @@ def with_batch_sizes(recipe: Recipe) -> Recipe:
 
 def bucket_tokens(recipe: Recipe, components: "Components | None" = None) -> dict[Bucket, int]:
     """Count the tokens of each bucket's clip that attend to each other, text and references too."""
-    from longtake.models import build  # which imports torch, and all families
+    from longtake.models.base import latent_shape  # which imports torch
+    from longtake.models.components import outline
+    from longtake.models.conditioning import outline_conditioning
 
-    parts = components or build.outline(recipe)
+    parts = components or outline(recipe)
 
     def count(bucket: Bucket) -> int:
-        shape = build.latent_shape(parts.codec, bucket)
-        conditioning = build.outline_conditioning(parts, recipe, bucket)
+        shape = latent_shape(parts.codec, bucket)
+        conditioning = outline_conditioning(parts, recipe, bucket)
         return parts.family.sequence_length(parts.model, shape, conditioning)
 
     return {shape: count(shape) for shape in recipe.data.shapes()}

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import Bucket, Recipe
-from longtake.models import build
-from longtake.models.base import Family, family
+from longtake.models.base import Family, family, latent_shape
 from longtake.models.codec import Codec, outline_codec
+from longtake.models.components import Components, text_section
+from longtake.models.conditioning import outline_conditioning, picture_sizes
 from longtake.models.text import TextEncoder, outline_text
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.fake_tensors import CachedFakeMode
@@ -78,12 +79,12 @@ def encode_clip(codec: Codec, bucket: Bucket) -> Tensor:
 
 
 def decode_video(codec: Codec, bucket: Bucket) -> Tensor:
-    return codec.decode(torch.empty(1, *build.latent_shape(codec, bucket)))
+    return codec.decode(torch.empty(1, *latent_shape(codec, bucket)))
 
 
 def ahead_bytes(
     recipe: Recipe,
-    components: build.Components,
+    components: Components,
     bucket: Bucket,
     micro_batch_size: int,
     device: DeviceBudget,
@@ -95,14 +96,14 @@ def ahead_bytes(
     """
     chosen = family(recipe.model.family)
     codec = outline_codec(recipe.codec, chosen.frozen.codec)  # those of `components` stay
-    text = outline_text(build.text_section(recipe), chosen)
+    text = outline_text(text_section(recipe), chosen)
     mode = CachedFakeMode(allow_non_fake_inputs=True)
     traces: list[InferenceTrace] = []
     with mode:
         make_encoders_fake(codec, text)
         try:
             if text.modules():
-                pictures = build.picture_sizes(chosen, recipe, bucket)
+                pictures = picture_sizes(chosen, recipe, bucket)
                 traces.append(text_trace(mode, text, device, pictures))
             if codec.modules():
                 largest = encoded_bucket(chosen, recipe, bucket)
@@ -112,7 +113,7 @@ def ahead_bytes(
     working = max((each.peak_bytes - each.weight_bytes for each in traces), default=0)
     num_clips = 1 + sum(each.is_encoded for each in recipe.model_inputs().values())
     pixels = 3 * bucket.num_frames * bucket.height * bucket.width
-    results = build.outline_conditioning(components, recipe, bucket)
-    latents = torch.empty(build.latent_shape(components.codec, bucket), device="meta")
+    results = outline_conditioning(components, recipe, bucket)
+    latents = torch.empty(latent_shape(components.codec, bucket), device="meta")
     size = num_clips * pixels + sum(each.nbytes for each in results.values()) + 2 * latents.nbytes
     return working + micro_batch_size * size

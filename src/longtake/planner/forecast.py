@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 import longtake
 from longtake import config, errors
 from longtake.formatting import first_line, format_size
-from longtake.models import build
+from longtake.models.base import latent_shape
+from longtake.models.components import Components, Kinds, outline
+from longtake.models.conditioning import outline_conditioning, picture_sizes
 from longtake.models.lora_files import read_lora
 from longtake.models.numerics import autocast, count_weights
 from longtake.models.trainable import lora_layers
@@ -136,7 +138,7 @@ def forecast(
     *,
     world_size: int = 1,
     per_node: int | None = None,
-    quantized: build.Kinds | None = None,
+    quantized: Kinds | None = None,
     kernels: KernelChooser | None = None,
 ) -> Forecast:
     """Trace a recipe's step under every policy, find the best that fits, and look for traps.
@@ -545,7 +547,7 @@ def forecast_phases(
         step: of the recipe.
         options: how blocks are run in training; None: with weights as the recipe has them.
     """
-    components = build.outline(step.recipe)
+    components = outline(step.recipe)
     memory.quantize_as_given(components, step.recipe)
     blocks = components.family.blocks(components.model)
     base = step.tracer.subject.weights[0]
@@ -596,7 +598,7 @@ def forecast_phases(
 def _model_alone(
     mode: fake_tensors.CachedFakeMode,
     step: memory.MetaStep,
-    components: build.Components,
+    components: Components,
     held: Sequence[BlockWeights],
 ) -> tuple[InferenceTrace, bool]:
     """A forward pass where only videos are sampled; whether weights are streamed for it.
@@ -623,11 +625,11 @@ def _model_alone(
 
 
 def _phase_traces(
-    mode: fake_tensors.CachedFakeMode, step: memory.MetaStep, components: build.Components
+    mode: fake_tensors.CachedFakeMode, step: memory.MetaStep, components: Components
 ) -> Iterator[tuple[str, Callable[[], InferenceTrace]]]:
     codec, text, device = components.codec, components.text, step.device
     if text.modules():
-        pictures = build.picture_sizes(components.family, step.recipe, step.bucket)
+        pictures = picture_sizes(components.family, step.recipe, step.bucket)
         yield "text", lambda: encoding.text_trace(mode, text, device, pictures)
     if codec.modules():
         largest = encoding.encoded_bucket(components.family, step.recipe, step.bucket)
@@ -636,12 +638,12 @@ def _phase_traces(
         yield "decode", partial(trace, step.bucket, encoding.decode_video, device)
 
 
-def _denoise(components: build.Components, step: memory.MetaStep) -> Tensor:
+def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
     """One forward pass over one video, as sampling in two passes makes it."""
-    shape = build.latent_shape(components.codec, step.bucket)
+    shape = latent_shape(components.codec, step.bucket)
     conditioning = {
         name: torch.empty(each.shape, dtype=each.dtype)
-        for name, each in build.outline_conditioning(components, step.recipe, step.bucket).items()
+        for name, each in outline_conditioning(components, step.recipe, step.bucket).items()
     }
     precision = "fp32" if step.recipe.model.dtype == "bf16" else step.precision
     with autocast(precision, torch.device("cpu")):

@@ -13,8 +13,13 @@ from longtake.data.catalog import Catalog
 from longtake.data.training_captions import all_captions
 from longtake.errors import PlanError
 from longtake.formatting import format_size
-from longtake.models import build, numerics
+from longtake.models import numerics
+from longtake.models.base import latent_shape
+from longtake.models.components import Components, Kinds, outline
+from longtake.models.conditioning import outline_conditioning
+from longtake.models.objective import FlowBatch, flow_losses
 from longtake.models.quantized import quantize_linears
+from longtake.models.review import refuse_sharing
 from longtake.models.streamed import streamed_bytes
 from longtake.optim import master_weights, muon
 from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_states, refuse_rounding
@@ -40,7 +45,7 @@ class MetaStep:
     """A micro-batch's forward and backward pass without weights and values, ready to be traced."""
 
     recipe: Recipe
-    components: build.Components  # on the meta device
+    components: Components  # on the meta device
     tracer: Tracer
     bucket: Bucket  # the shape of clips that makes most tokens: the others fit if it does
     num_tokens: int  # of one sample of it that attend to each other, with text and references
@@ -90,7 +95,7 @@ def outline_step(
     device: DeviceBudget,
     world_size: int = 1,
     per_node: int | None = None,
-    quantized: build.Kinds | None = None,
+    quantized: Kinds | None = None,
 ) -> MetaStep:
     """A recipe's largest step of all stages; neither catalog nor weights are needed.
 
@@ -105,8 +110,8 @@ def outline_step(
     num_shards = mesh.shard_size(recipe.parallel, world_size, per_node)
     data_size = world_size // recipe.parallel.context
     refuse_idle_ranks(recipe, data_size)
-    components = build.outline(recipe, _captions(recipe))
-    build.refuse_sharing(components, recipe)
+    components = outline(recipe, _captions(recipe))
+    refuse_sharing(components, recipe)
     family, model = components.family, components.model
     refuse_rounding((each for each in model.parameters() if each.requires_grad), recipe.optimizer)
     if recipe.parallel.context > 1:
@@ -134,9 +139,7 @@ def outline_step(
         blocks={names[block]: block for block in family.blocks(model)},
         call_blocks_by=lambda call: family.call_blocks_by(model, call),
         make_inputs=_inputs_maker(components, recipe, bucket, micro),
-        loss=lambda batch: build.flow_losses(
-            components, batch, precision, torch.device("cpu")
-        ).mean(),
+        loss=lambda batch: flow_losses(components, batch, precision, torch.device("cpu")).mean(),
         is_accumulating=any(each.num_micro_batches > 1 for each in batches),
         num_shards=num_shards,
         gathers_in_bf16=num_shards > 1 and is_bf16,
@@ -165,7 +168,7 @@ def outline_step(
 
 
 def quantize_as_given(
-    components: build.Components, recipe: Recipe, quantized: build.Kinds | None = None
+    components: Components, recipe: Recipe, quantized: Kinds | None = None
 ) -> None:
     """Quantise what is not for a plan to choose; `quantized` as for `outline_step`."""
     names = {module: name for name, module in components.model.named_modules()}
@@ -188,7 +191,7 @@ def _refuse_missing_host_memory(blocks: Sequence[nn.Module], room: int) -> None:
 
 
 def _offered_weights(
-    recipe: Recipe, blocks: Sequence[nn.Module], may_stream: bool, quantized: build.Kinds | None
+    recipe: Recipe, blocks: Sequence[nn.Module], may_stream: bool, quantized: Kinds | None
 ) -> tuple[BlockWeights, ...]:
     """What a plan may do with blocks' frozen weights; the first is done where it has no choice.
 
@@ -226,20 +229,20 @@ def _precision(recipe: Recipe, device: DeviceBudget) -> numerics.Precision:
 
 
 def _inputs_maker(
-    components: build.Components, recipe: Recipe, bucket: Bucket, batch_size: int
-) -> Callable[[], build.FlowBatch]:
+    components: Components, recipe: Recipe, bucket: Bucket, batch_size: int
+) -> Callable[[], FlowBatch]:
     """Makes a micro-batch's tensors where it is called: without values in a trace."""
-    shape = build.latent_shape(components.codec, bucket)
-    outlined = build.outline_conditioning(components, recipe, bucket, batch_size)
+    shape = latent_shape(components.codec, bucket)
+    outlined = outline_conditioning(components, recipe, bucket, batch_size)
 
-    def make() -> build.FlowBatch:
+    def make() -> FlowBatch:
         latents = torch.empty(batch_size, *shape)
         conditioning: Mapping[str, Tensor] = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in outlined.items()
         }
         noise, sigmas = torch.empty_like(latents), torch.empty(batch_size)
         weights = torch.empty(batch_size, 1, *shape[1:]) if recipe.flow.loss_mask else None
-        return build.FlowBatch(latents, noise, sigmas, dict(conditioning), weights)
+        return FlowBatch(latents, noise, sigmas, dict(conditioning), weights)
 
     return make
 
@@ -431,7 +434,7 @@ def static_memory(
 
 
 def pinned_beside_bytes(
-    parts: build.Components,
+    parts: Components,
     recipe: Recipe,
     precision: numerics.Precision,
     device: DeviceBudget,

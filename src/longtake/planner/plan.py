@@ -17,7 +17,7 @@ import longtake
 from longtake import config, fsio
 from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.formatting import format_size
-from longtake.models.build import Components, Kinds, read_kinds
+from longtake.models.components import Components, Kinds, read_kinds
 from longtake.models.numerics import Precision
 from longtake.parallel import attention_rules
 from longtake.parallel.collectives import from_first, gather_objects

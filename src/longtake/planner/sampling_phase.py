@@ -11,7 +11,8 @@ from longtake.config import Bucket
 from longtake.errors import PlanError
 from longtake.flow.solver import SolverName, integrate, num_evaluations
 from longtake.formatting import plural
-from longtake.models.build import Components, outline_conditioning
+from longtake.models.components import Components
+from longtake.models.conditioning import outline_conditioning
 from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.memory import MetaStep, module_bytes, static_memory
 from longtake.planner.trace import InferenceTrace, trace_inference

@@ -11,8 +11,9 @@ from torch import nn
 
 from longtake.config import EvaluationSection, Recipe
 from longtake.errors import RecipeError
-from longtake.models import streamed
-from longtake.models.build import Components, assemble, build_other, with_exact_weights
+from longtake.models import numerics, streamed
+from longtake.models.base import latent_shape
+from longtake.models.components import Components, assemble, with_exact_weights
 from longtake.models.experts import OtherExpert
 from longtake.models.trainable import trained_state
 from longtake.sampling.checkpoints import find_checkpoint, find_run, load_weights
@@ -62,6 +63,20 @@ def load_other(
     other = OtherExpert(model, dtype, streams)
     other.bring(torch.device("cpu"))
     return replace(parts, other=other)
+
+
+def build_other(recipe: Recipe, parts: Components, *, weights: bool = True) -> nn.Module:
+    """The release's transformer that the recipe does not train, on the CPU; frozen.
+
+    Without `weights` it is on the meta device.
+    """
+    assert parts.experts is not None
+    section = recipe.model.model_copy(update={"expert": parts.experts.other})
+    patch = parts.family.patch(section)
+    shapes = [latent_shape(parts.codec, bucket, patch) for bucket in recipe.data.shapes()]
+    model = parts.family.build(section, shapes, parts.text, weights=weights)
+    numerics.keep_weights_in(model, numerics.DTYPES[section.dtype])
+    return model.eval().requires_grad_(False)
 
 
 def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:

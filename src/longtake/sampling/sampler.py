@@ -20,8 +20,10 @@ from longtake.config import EXPERT_FOLDERS, Bucket, EvaluationSection, Recipe, S
 from longtake.errors import PlanError, RecipeError, SamplingError
 from longtake.flow import solver
 from longtake.formatting import format_size
-from longtake.models import build, conditioning, numerics, streamed, trainable
-from longtake.models.base import Conditioning, LatentShape
+from longtake.models import conditioning, numerics, streamed, trainable
+from longtake.models.base import Conditioning, LatentShape, latent_shape
+from longtake.models.components import Components, assemble, with_exact_weights
+from longtake.models.conditioning import fps_of, guidance_of
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
 from longtake.sampling import preset_files
@@ -132,7 +134,7 @@ def try_within_memory(work: Callable[..., T], *arguments: object) -> T | None:
     return None
 
 
-def refuse_too_large_parts(parts: build.Components, device: torch.device) -> None:
+def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
     """Refuse a GPU whose memory does not hold the weights of the largest part."""
     if device.type != "cuda":
         return
@@ -160,7 +162,7 @@ class Placement:
     streams: bool = False  # frozen weights are copied to the device just in time
 
 
-def place(wanted: str, parts: build.Components, recipe: Recipe) -> Placement:
+def place(wanted: str, parts: Components, recipe: Recipe) -> Placement:
     """The device to sample on.
 
     `auto` is the GPU with most free memory if that holds the largest part and some activations,
@@ -195,7 +197,7 @@ def _free_bytes(device: torch.device | int) -> int:
     return total - torch.cuda.device_memory_used(device)
 
 
-def _needed_bytes(parts: build.Components, more: int, *, streams: bool) -> int:
+def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
     """Of the largest part; the model takes `more` besides."""
     needed = parts.part_bytes()
     needed["model"] += more
@@ -249,7 +251,7 @@ class Guidance:
 class Sampler:
     """A model with trained weights."""
 
-    components: build.Components  # text encoder, model, codec; on a GPU is only the one that works
+    components: Components  # text encoder, model, codec; on a GPU is only the one that works
     recipe: Recipe
     step: int  # optimizer updates of the weights
     device: torch.device
@@ -418,11 +420,11 @@ class Sampler:
         prompts = [request.prompt for request in requests]
         conditional = self._encode_text(prompts, requests, read)
         inputs = self._encode_inputs(read, bucket)
-        inputs |= build.fps_of(conditional, parts.family, self.recipe)
+        inputs |= fps_of(conditional, parts.family, self.recipe)
         conditional |= inputs
         is_distilled = parts.family.distils_guidance(parts.model)
         if is_distilled:
-            conditional |= build.guidance_of(conditional, scale)
+            conditional |= guidance_of(conditional, scale)
         if is_distilled or scale <= 1:
             return Guidance(self.predict, conditional, None, scale)
         negative = [negative_prompt] * len(requests)
@@ -480,13 +482,13 @@ class Sampler:
             return self.components.predict_velocity(latents, sigmas, conditioning).float()
 
 
-def fitting_shape(components: build.Components, recipe: Recipe, bucket: Bucket) -> LatentShape:
-    shape = build.latent_shape(components.codec, bucket, components.family.patch(recipe.model))
+def fitting_shape(components: Components, recipe: Recipe, bucket: Bucket) -> LatentShape:
+    shape = latent_shape(components.codec, bucket, components.family.patch(recipe.model))
     components.family.check(recipe.model, [shape])
     return shape
 
 
-def refuse_unfitting(components: build.Components, recipe: Recipe, preset: Preset) -> None:
+def refuse_unfitting(components: Components, recipe: Recipe, preset: Preset) -> None:
     """Refuse a preset whose size the codec or the model cannot divide, or that has no effect.
 
     Raises:
@@ -500,7 +502,7 @@ def refuse_unfitting(components: build.Components, recipe: Recipe, preset: Prese
         raise RecipeError(f"Preset {preset.name}: {reason}") from None
 
 
-def refuse_unused_guidance(components: build.Components, settings: SamplingSection) -> None:
+def refuse_unused_guidance(components: Components, settings: SamplingSection) -> None:
     """Refuse a negative prompt, or a scale of the second expert, that would have no effect.
 
     Raises:
@@ -566,14 +568,14 @@ class SamplerLoader:
     ) -> None:
         self.run, self.recipe = run, run.recipe()
         if exact:
-            self.recipe = build.with_exact_weights(self.recipe)
+            self.recipe = with_exact_weights(self.recipe)
         # Without presets: their measures are loaded elsewhere.
         model_recipe = self.recipe.model_copy(update={"evaluation": EvaluationSection()})
         refuse_foreign_code(run, trust=trust, recipe=model_recipe)
         refuse_wrong_other(self.recipe, other_expert)
         if device != "auto":
             pick_device(device)  # refuses a missing device before anything is loaded
-        self.components = build.assemble(self.recipe, (), run.components_path)
+        self.components = assemble(self.recipe, (), run.components_path)
         placed = place(device, self.components, self.recipe)
         self.device, self.why_device = placed.device, placed.why
         self._trained = frozenset(trainable.trained_state(self.components.model))

@@ -15,8 +15,17 @@ from longtake import errors, heartbeat
 from longtake.config import Bucket, Quantization, Recipe
 from longtake.data.loader import Loader
 from longtake.formatting import escape
-from longtake.models import build as models
 from longtake.models import pretrained
+from longtake.models.components import (
+    Components,
+    Kinds,
+    Source,
+    assemble,
+    fetch,
+    keep_kinds,
+    outline,
+)
+from longtake.models.objective import forward_flops
 from longtake.models.streamed import StreamedBlocks
 from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages
@@ -38,9 +47,9 @@ def build_components(
     session: Session,
     loader: Loader,
     watcher: runtime.NodeWatcher,
-    source: models.Source,
+    source: Source,
     options: activation_checkpointing.Options,
-) -> models.Components:
+) -> Components:
     """Build model, codec and text encoder; all ranks call it.
 
     Rank 0 creates the run directory and the parts that are pretrained nowhere. With a cache, it is
@@ -52,14 +61,14 @@ def build_components(
         return _build_with_cache(session, loader, watcher, source, quantized)
     recipe, run, world = session.recipe, session.run, session.world
     captions = latent_cache.captions_of(loader)
-    made: list[models.Components] = []
+    made: list[Components] = []
 
     def open_run() -> None:
-        models.fetch(recipe)
+        fetch(recipe)
         if run.exists():
             return
         with pretrained.local_copies():
-            parts = models.assemble(
+            parts = assemble(
                 recipe,
                 captions,
                 _parents_parts(session),
@@ -74,24 +83,20 @@ def build_components(
     collectives.first_does(open_run, world)
     _fetch_on_nodes(recipe, world)
     with pretrained.local_copies():
-        parts = (
-            made[0]
-            if made
-            else models.assemble(recipe, captions, run.components_path, weights=source)
-        )
+        parts = made[0] if made else assemble(recipe, captions, run.components_path, weights=source)
     parts.codec.to(world.device)
     parts.text.to(world.device)
     return parts
 
 
-def quantized_by(options: activation_checkpointing.Options) -> models.Kinds:
+def quantized_by(options: activation_checkpointing.Options) -> Kinds:
     kinds = get_args(Quantization)
     return {name: each.weights for name, each in options.items() if each.weights in kinds}  # type: ignore[misc]
 
 
-def _create(session: Session, quantized: models.Kinds) -> None:
+def _create(session: Session, quantized: Kinds) -> None:
     if session.recipe.model.quantize == "auto":
-        models.keep_kinds(quantized, session.run.components_path)
+        keep_kinds(quantized, session.run.components_path)
     session.run.create(session.recipe, session.parent)
 
 
@@ -99,15 +104,15 @@ def _build_with_cache(
     session: Session,
     loader: Loader,
     watcher: runtime.NodeWatcher,
-    source: models.Source,
-    quantized: models.Kinds,
-) -> models.Components:
+    source: Source,
+    quantized: Kinds,
+) -> Components:
     recipe, run, world, console = session.recipe, session.run, session.world, session.console
     captions = latent_cache.captions_of(loader)
 
     def open_run() -> None:
         if not run.exists():
-            models.outline(recipe)  # errors before the run exists
+            outline(recipe)  # errors before the run exists
             latent_cache.make_parts(recipe, captions, run.components_path, _parents_parts(session))
             _create(session, quantized)
 
@@ -120,15 +125,11 @@ def _build_with_cache(
         console.print(escape(f"  cache {cache.folder}: {report}"), highlight=False)
     heartbeat.set_phase("build")
     samples = recipe.sampling.every is not None
-
-    def fetch() -> None:
-        models.fetch(recipe, frozen_parts=samples)
-
-    collectives.first_does(fetch, world)
+    collectives.first_does(lambda: fetch(recipe, frozen_parts=samples), world)
     _fetch_on_nodes(recipe, world, frozen_parts=samples)
     made = run.components_path
     with pretrained.local_copies():
-        return models.assemble(recipe, captions, made, frozen_parts=False, weights=source)
+        return assemble(recipe, captions, made, frozen_parts=False, weights=source)
 
 
 def _parents_parts(session: Session) -> Path | None:
@@ -148,11 +149,11 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
     """
     with pretrained.local_copies():
         if world.local_rank == 0:
-            models.fetch(recipe, frozen_parts=frozen_parts)
+            fetch(recipe, frozen_parts=frozen_parts)
         collectives.gather_objects(None, world, patiently=True)
         if world.mesh is None:
             return
-        paths = models.fetch(recipe, frozen_parts=frozen_parts)
+        paths = fetch(recipe, frozen_parts=frozen_parts)
     if recipe.trainable.init_from is not None:
         paths["trainable.init_from"] = recipe.trainable.init_from
     equality.compare_with_first(equality.files_read(paths), world)
@@ -160,7 +161,7 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
 
 def build_state(
     session: Session,
-    parts: models.Components,
+    parts: Components,
     options: activation_checkpointing.Options = MappingProxyType({}),
     *,
     encodes_ahead: bool = False,
@@ -196,7 +197,7 @@ def build_state(
 
 
 def streamed_by(
-    recipe: Recipe, options: activation_checkpointing.Options, parts: models.Components
+    recipe: Recipe, options: activation_checkpointing.Options, parts: Components
 ) -> list[nn.Module]:
     """The blocks that are streamed, in their order."""
     blocks = parts.family.blocks(parts.model)
@@ -210,12 +211,12 @@ def streamed_by(
     ]
 
 
-def count_flops(parts: models.Components, recipe: Recipe) -> dict[Bucket, int]:
+def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
     """Operations of a step on one clip of each shape; empty if they cannot be counted."""
     trains_all = recipe.trainable.base() == "full"
     try:
         return {
-            bucket: models.forward_flops(parts, recipe, bucket).for_training(trains_all=trains_all)
+            bucket: forward_flops(parts, recipe, bucket).for_training(trains_all=trains_all)
             for bucket in recipe.data.shapes()
         }
     except RuntimeError:  # a module that reads values cannot run on the meta device
@@ -280,7 +281,7 @@ def _missing_compiler(device: torch.device) -> str:
 
 
 def compile_blocks(
-    options: activation_checkpointing.Options, parts: models.Components, recipe: Recipe
+    options: activation_checkpointing.Options, parts: Components, recipe: Recipe
 ) -> None:
     """Compile each block of a model, with its activation checkpointing.
 

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from longtake.config import Bucket, Recipe
 from longtake.data.loader import Batch, Loader
-from longtake.models.build import Components, FlowBatch, latent_shape, training_conditioning
+from longtake.models.base import latent_shape
 from longtake.models.codec import encode_videos
-from longtake.models.conditioning import encode_inputs
+from longtake.models.components import Components
+from longtake.models.conditioning import encode_inputs, training_conditioning
+from longtake.models.objective import FlowBatch
 from longtake.models.text import NO_CAPTION, TextEncoder
 from longtake.parallel import collectives, context_parallel
 

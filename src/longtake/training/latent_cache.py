@@ -35,8 +35,8 @@ from longtake.data.cache import Cache, ContentHashes, SamplePart, make_folder
 from longtake.data.loader import Loader
 from longtake.data.training_captions import all_captions
 from longtake.models.base import family
-from longtake.models.build import assemble, outline, text_section
 from longtake.models.codec import Codec, build_codec
+from longtake.models.components import assemble, outline, text_section
 from longtake.models.conditioning import encoded_together
 from longtake.models.pretrained import PipelinePart, find_part, has_part, locate
 from longtake.models.text import LENGTH_STEP, NO_CAPTION, TextEncoder, build_text, outline_text

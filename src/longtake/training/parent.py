@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from longtake import config, errors
 from longtake.checkpoint import store
 from longtake.formatting import join_words
-from longtake.models.build import assemble, outline
+from longtake.models.components import assemble, outline
 from longtake.models.lora_files import read_lora
 from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.fsdp import gradients_of_any_dtype

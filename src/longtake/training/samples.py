@@ -19,7 +19,7 @@ from torch import nn
 from longtake import config, errors, heartbeat, process
 from longtake.data.loader import Loader
 from longtake.evaluation_dir import Scores
-from longtake.models.build import PARTS, Components, Part, build_frozen_parts
+from longtake.models.components import PARTS, Components, Part, build_frozen_parts
 from longtake.models.pretrained import local_copies
 from longtake.models.text import TextEncoder
 from longtake.parallel import collectives, context_parallel, fsdp, mesh

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from longtake.config import Recipe
-from longtake.models.build import Components
+from longtake.models.components import Components
 from longtake.models.numerics import Precision
 from longtake.optim.update import Averages
 from longtake.parallel.equality import RankDifference

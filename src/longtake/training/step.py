@@ -14,7 +14,7 @@ from longtake import errors, heartbeat
 from longtake.data.loader import Batch, Loader
 from longtake.data.order import derive
 from longtake.data.stages import StagePosition
-from longtake.models.build import flow_losses, losses_of_zero
+from longtake.models.objective import flow_losses, losses_of_zero
 from longtake.optim.update import learning_rate_factor, masters_of, set_learning_rates
 from longtake.parallel import collectives, fsdp, mesh
 from longtake.training.session import SampleLosses, Session, TrainingState

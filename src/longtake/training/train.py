@@ -24,8 +24,9 @@ from longtake.data.loader import Loader
 from longtake.failures import LOG_VARIABLE
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
-from longtake.models import captions, lora_files, numerics, pretrained
-from longtake.models.build import Components, review_model, source_of, text_section
+from longtake.models import caption_tokens, lora_files, numerics, pretrained
+from longtake.models.components import Components, source_of, text_section
+from longtake.models.review import review_model
 from longtake.optim.build import refuse_missing_torchao
 from longtake.parallel import equality
 from longtake.parallel.collectives import first_does, from_first, gather_objects
@@ -252,7 +253,7 @@ def _build(
         keep_plan(plan, recipe, precision, run, world, free_bytes)
         with pretrained.local_copies():
             encoder = state.components.family.frozen.text
-            facts, truncated = captions.review_captions(
+            facts, truncated = caption_tokens.review_captions(
                 text_section(recipe), encoder, latent_cache.captions_of(loader)
             )
         notes = [*filter(None, [truncated]), *plan.notes]

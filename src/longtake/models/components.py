@@ -1,6 +1,6 @@
-"""Builds the family, transformer, codec and text encoder that a recipe names; their objective."""
+"""The components of a model (family, transformer, codec, text encoder): built, moved, outlined."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.errors import RecipeError
-from longtake.flow import path, timesteps
+from longtake.flow import timesteps
 from longtake.flow.shift import ClipSize, ShiftRule, named_rule
 from longtake.fsio import read_record, write_json
 from longtake.models import (
@@ -22,11 +22,19 @@ from longtake.models import (
     recognition,
     trainable,
 )
-from longtake.models.base import FAMILIES, Conditioning, Defaults, Family, LatentShape, family
-from longtake.models.codec import NO_PATCH, Codec, build_codec, outline_codec
-from longtake.models.conditioning import outline_inputs
+from longtake.models.base import (
+    FAMILIES,
+    Conditioning,
+    Defaults,
+    Family,
+    LatentShape,
+    family,
+    latent_shape,
+)
+from longtake.models.codec import Codec, build_codec, outline_codec
 from longtake.models.experts import Experts, OtherExpert, read_experts
 from longtake.models.quantized import quantize_linears
+from longtake.models.recipe_checks import fit_latents, trained_shapes
 from longtake.models.text import TextEncoder, build_text, outline_text
 from longtake.parallel import attention_rules
 
@@ -193,7 +201,7 @@ def assemble(
             codec = build_codec(section, chosen.frozen.codec, made)
         else:
             codec = outline_codec(section, chosen.frozen.codec)
-        shapes = _check(recipe, chosen, codec)
+        shapes = fit_latents(recipe, chosen, codec)
         if frozen_parts or recipe.text.kind == "words":
             text = build_text(text_section(recipe), chosen, captions, made)
         else:
@@ -213,20 +221,6 @@ def assemble(
     parts = Components(chosen, model, codec, text, defaults, unfilled, experts=experts)
     _check_sigma_range(parts, recipe)
     return parts
-
-
-def build_other(recipe: config.Recipe, parts: Components, *, weights: bool = True) -> nn.Module:
-    """The release's transformer that the recipe does not train, on the CPU; frozen.
-
-    Without `weights` it is on the meta device.
-    """
-    assert parts.experts is not None
-    section = recipe.model.model_copy(update={"expert": parts.experts.other})
-    patch = parts.family.patch(section)
-    shapes = [latent_shape(parts.codec, bucket, patch) for bucket in recipe.data.shapes()]
-    model = parts.family.build(section, shapes, parts.text, weights=weights)
-    numerics.keep_weights_in(model, numerics.DTYPES[section.dtype])
-    return model.eval().requires_grad_(False)
 
 
 def build_frozen_parts(
@@ -360,7 +354,7 @@ def outline(recipe: config.Recipe, captions: Sequence[str] = ()) -> Components:
         torch.manual_seed(recipe.seed)
         chosen = chosen_family(recipe.model)
         codec = outline_codec(recipe.codec, chosen.frozen.codec)
-        shapes = _check(recipe, chosen, codec)
+        shapes = fit_latents(recipe, chosen, codec)
         text = outline_text(text_section(recipe), chosen, captions)
         model = chosen.build(recipe.model, shapes, text, weights=False)
         _finish(model, chosen, recipe, codec)
@@ -372,145 +366,8 @@ def outline(recipe: config.Recipe, captions: Sequence[str] = ()) -> Components:
 
 def _check_sigma_range(parts: Components, recipe: config.Recipe) -> None:
     """Refuse a range of sigmas that nothing lies in, at the shift of each bucket."""
-    for flow, bucket in _trained_shapes(recipe):
+    for flow, bucket in trained_shapes(recipe):
         parts.sample_sigmas(torch.zeros(1), flow, bucket)
-
-
-def _trained_shapes(recipe: config.Recipe) -> Iterator[tuple[config.FlowSection, config.Bucket]]:
-    for stage in recipe.data.curriculum():
-        flow = recipe.in_stage(stage.name).flow
-        yield from ((flow, bucket) for bucket in stage.buckets or recipe.data.buckets)
-
-
-_FEW = 0.01
-_LEAST_NOISE = 0.5
-"""Logit-normal sigmas by the releases' own shifts have 1 % below 0.2 to 0.47, and serve well."""
-
-
-def review_model(
-    parts: Components, recipe: config.Recipe, *, has_parent: bool = False
-) -> list[str]:
-    """Sentences about parts of a recipe that train other than one would think, on any device.
-
-    `has_parent`: the run begins with the weights of another one.
-    """
-    warnings = []
-    settings, section = recipe.sampling, recipe.trainable
-    if recipe.model.pretrained is None and section.base() != "full" and not has_parent:
-        added = "trainable.modules" if section.base() == "frozen" else f"A {section.kind}"
-        warnings.append(
-            f"{added} on a model of random weights that stays frozen (model.pretrained is unset): "
-            "what it can learn is of no use to a trained model, and it learns nothing where the "
-            "model's last layer begins at 0. Name a release in model.pretrained, begin with the "
-            'weights of a run (--from), or train all (trainable.kind = "full").'
-        )
-    steps = settings.num_inference_steps or parts.defaults.num_inference_steps
-    terminal = parts.shift_rule(settings.shift).terminal
-    for flow, bucket in _trained_shapes(recipe):
-        if parts.sigma_range(flow)[0] > 0 or steps < 2:
-            continue  # low sigmas are left out on purpose
-        uniform = torch.tensor([_FEW], dtype=torch.float64)
-        lowest = parts.sample_sigmas(uniform, flow, bucket).item()
-        shift = parts.shift(settings.shift, bucket, steps)
-        sampled = timesteps.build_sigmas(steps, shift, terminal)[-3]  # the last one is 0
-        if lowest > max(sampled, _LEAST_NOISE):
-            warnings.append(
-                f"Of the sigmas trained on clips of {bucket} 99 % lie above {lowest:.3f}, but the "
-                f"second last of {steps} sampled steps is at sigma {sampled:.3f}, where hardly "
-                f"anything is trained. Lower flow.shift ({flow.shift}) or flow.logit_mean."
-            )
-            break
-    layers = [layer for _, layer in trainable.adapter_layers(parts.model)]
-    full = [layer for layer in layers if section.kind == "lokr" and trainable.is_full_lokr(layer)]
-    if full and section.alpha not in (None, section.rank):
-        warnings.append(
-            f"trainable.alpha = {section.alpha:g} has no effect on {len(full)} of {len(layers)} "
-            f"layers: with trainable.rank = {section.rank} their LoKr is of two full matrices, "
-            "whose scale is 1, as in LyCORIS."
-        )
-    return warnings
-
-
-def _check(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
-    """The shapes of the latents, which the family can take."""
-    _check_time_and_audio(recipe, chosen)
-    given = recipe.model_inputs()
-    needed, taken = chosen.inputs_of(recipe.model)
-    for name in (*needed, *(each for each in taken if each in given)):
-        section = given.get(name)
-        begins = section is not None and section.frames is not None and name in chosen.continues
-        is_picture = section is not None and (section.kind == "picture" or begins)
-        if section is None or not is_picture or not section.is_encoded:
-            has = "does not have it" if section is None else f'has it as "{section.kind}"'
-            if section is not None and is_picture:
-                has = "has it with encode = false"
-            raise RecipeError(
-                f"The family {recipe.model.family} needs a reference image named {name} for each "
-                f"clip, encoded, but data.conditioning {has}. Name its files, such as "
-                f'data.conditioning.{name} = {{ kind = "picture", '
-                f'path = "../{name}/{{stem}}.png" }}.{_or_frames(name, chosen)}'
-            )
-    _refuse_frames(given, recipe, codec)
-    unused = [name for name in given if name not in taken]
-    if unused and not recipe.trainable.modules:  # a module may use any of them
-        takes = ", ".join(taken)
-        raise RecipeError(
-            f"data.conditioning has {', '.join(unused)}, which would be read and then not used: "
-            f"the family {recipe.model.family} takes {takes or 'no image'}, and there are no "
-            "trainable.modules. Remove it, or name the family or module that uses it."
-        )
-    patch = chosen.patch(recipe.model)
-    shapes = [latent_shape(codec, bucket, patch) for bucket in recipe.data.shapes()]
-    chosen.check(recipe.model, shapes)
-    return shapes
-
-
-def _or_frames(name: str, chosen: Family) -> str:
-    if name not in chosen.continues:
-        return ""
-    own = f'{{ kind = "picture", frame = "{name}" }}'
-    return (
-        f" Or take it from the clip: {own}, or as a video that is continued "
-        '{ kind = "video", frames = 5 }.'
-    )
-
-
-def _refuse_frames(
-    given: Mapping[str, config.ConditioningSection], recipe: config.Recipe, codec: Codec
-) -> None:
-    """Refuse first frames of a video that are all of it, or that the codec cannot encode alone."""
-    for name, section in given.items():
-        if section.frames is None:
-            continue
-        key = f"data.conditioning.{name}.frames = {section.frames}"
-        for bucket in recipe.data.shapes():
-            if section.frames >= bucket.num_frames:
-                raise RecipeError(
-                    f"{key}, but a bucket has {bucket.num_frames} frames: nothing would be left to "
-                    "generate. Set fewer, or larger buckets."
-                )
-            size = {"height": bucket.height, "width": bucket.width}
-            try:
-                codec.latent_shape(config.Bucket(num_frames=section.frames, **size))
-            except RecipeError as error:
-                raise RecipeError(f"{key} cannot be encoded alone. {error}") from None
-
-
-def _check_time_and_audio(recipe: config.Recipe, chosen: Family) -> None:
-    named, audio = f"The family {recipe.model.family}", recipe.model.audio
-    if audio is not None and not chosen.has_audio:
-        raise RecipeError(f"{named} has no audio. Remove model.audio, which is {audio!r}.")
-    if audio is None and chosen.has_audio:
-        raise RecipeError(
-            f"{named} makes videos with audio, and longtake trains its video alone. Set "
-            'model.audio = "off": video and audio are isolated from each other, and the audio\'s '
-            "weights stay as they are (docs/guides/families.md)."
-        )
-    if chosen.takes_fps and recipe.data.fps is None:
-        raise RecipeError(
-            f"{named} takes the number of frames per second as an input, and data.fps is unset. "
-            "Set it, such as data.fps = 24: videos are then trained at this rate."
-        )
 
 
 def _finish(
@@ -569,152 +426,3 @@ def keep_kinds(quantized: Kinds, made: Path) -> None:
 def read_kinds(made: Path) -> dict[str, config.Quantization] | None:
     """What the blocks of a run that chose for itself are quantised to; None: it has not chosen."""
     return read_record(made / _KINDS, dict[str, config.Quantization])
-
-
-def latent_shape(
-    codec: Codec, bucket: config.Bucket, patch: Sequence[int] = NO_PATCH
-) -> LatentShape:
-    """Shape of the latents of one clip in a bucket.
-
-    Args:
-        codec: of the recipe.
-        bucket: in pixels.
-        patch: the family's; without it only the codec has to divide the bucket.
-
-    Raises:
-        RecipeError: the bucket does not divide; names the nearest that does.
-    """
-    return LatentShape(codec.channels, *codec.latent_shape(bucket, patch))
-
-
-def refuse_sharing(parts: Components, recipe: config.Recipe) -> None:
-    """Refuse a recipe whose ranks cannot share the model's tokens (`parallel.context`).
-
-    Raises:
-        RecipeError: a clip has too few tokens, an added module reads them, or the family has no
-            way to share them.
-    """
-    size = recipe.parallel.context
-    if size == 1:
-        return
-    asked = f"parallel.context = {size}: so many processes share the tokens of each clip, "
-    if not parts.family.shares_tokens:
-        raise RecipeError(
-            f"{asked}which the family {recipe.model.family} cannot: its captions are of unlike "
-            "length in a batch. Set parallel.context = 1."
-        )
-    if recipe.trainable.modules:
-        raise RecipeError(
-            f"{asked}but the modules of trainable.modules ({', '.join(recipe.trainable.modules)}) "
-            "get all tokens of a clip. Set parallel.context = 1, or leave them out."
-        )
-    for bucket in recipe.data.shapes():
-        num_tokens = parts.family.num_tokens(parts.model, latent_shape(parts.codec, bucket))
-        if num_tokens < size:
-            raise RecipeError(
-                f"{asked}but a clip of {bucket} has only {num_tokens}. Take fewer processes for "
-                "it, or longer clips."
-            )
-
-
-@dataclass(frozen=True)
-class FlowBatch:
-    """Samples of one forward pass, and what their velocities are computed from."""
-
-    latents: Tensor  # [B, C, F, H, W]
-    noise: Tensor  # [B, C, F, H, W]
-    sigmas: Tensor  # [B]
-    conditioning: Conditioning
-    loss_weights: Tensor | None = None  # [B, 1, F, H, W], see `flow.loss_mask`
-
-
-def flow_losses(
-    parts: Components, batch: FlowBatch, precision: numerics.Precision, device: torch.device
-) -> Tensor:
-    """[B] fp32: the flow-matching loss of each sample.
-
-    A model whose weights are bf16 computes in it without autocast.
-    """
-    noisy = path.interpolate(batch.latents, batch.noise, batch.sigmas)
-    with numerics.autocast(precision if parts.dtype == torch.float32 else "fp32", device):
-        predicted = parts.predict_velocity(noisy, batch.sigmas, batch.conditioning)
-    return _velocity_loss(parts, batch, predicted)
-
-
-def losses_of_zero(parts: Components, batch: FlowBatch) -> Tensor:
-    """[B] fp32: the loss of each sample if the model predicted a velocity of 0 everywhere."""
-    return _velocity_loss(parts, batch, torch.zeros_like(batch.noise))
-
-
-def _velocity_loss(parts: Components, batch: FlowBatch, predicted: Tensor) -> Tensor:
-    weights = parts.family.loss_weights(batch.latents, batch.conditioning)
-    if weights is None or batch.loss_weights is None:
-        weights = batch.loss_weights if weights is None else weights
-    else:
-        weights = weights * batch.loss_weights
-    return path.velocity_loss(predicted, path.velocity(batch.latents, batch.noise), weights)
-
-
-def training_conditioning(
-    parts: Components, recipe: config.Recipe, conditioning: Conditioning
-) -> Conditioning:
-    if fps := fps_of(conditioning, parts.family, recipe):
-        conditioning = conditioning | fps
-    if not parts.family.distils_guidance(parts.model):
-        return conditioning
-    return conditioning | guidance_of(conditioning, recipe.model.guidance)
-
-
-def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
-    like = next(iter(conditioning.values()))
-    return {"guidance": torch.full((len(like),), scale, device=like.device)}
-
-
-def fps_of(conditioning: Conditioning, chosen: Family, recipe: config.Recipe) -> Conditioning:
-    """Frames per second of what is trained and sampled, of a model that takes them."""
-    if not chosen.takes_fps or recipe.data.fps is None:
-        return {}
-    like, fps = next(iter(conditioning.values())), recipe.data.fps / recipe.data.frame_stride
-    return {"fps": torch.full((len(like),), fps, device=like.device)}
-
-
-def outline_conditioning(
-    parts: Components, recipe: config.Recipe, bucket: config.Bucket, batch_size: int = 1
-) -> Conditioning:
-    """A model's conditioning in training, on the meta device, for samples of a bucket."""
-    one = parts.text.outline(picture_sizes(parts.family, recipe, bucket))
-    one |= outline_inputs(parts, recipe.model_inputs(), bucket)
-    batch = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}
-    return training_conditioning(parts, recipe, batch)
-
-
-def picture_sizes(
-    chosen: Family, recipe: config.Recipe, bucket: config.Bucket
-) -> list[tuple[int, int]]:
-    """Height and width of each picture that is encoded together with a caption."""
-    sizes = dict.fromkeys(recipe.model_inputs(), (bucket.height, bucket.width))
-    return list(chosen.seen_with_text(sizes).values())
-
-
-def forward_flops(
-    parts: Components, recipe: config.Recipe, bucket: config.Bucket
-) -> numerics.ForwardFlops:
-    """Operations of one forward pass over one sample."""
-    inputs = {
-        "noisy_latents": torch.empty(1, *latent_shape(parts.codec, bucket), device="meta"),
-        "sigmas": torch.empty(1, device="meta"),
-        **outline_conditioning(parts, recipe, bucket),
-    }
-    return numerics.count_flops(_WithConditioning(parts), inputs)
-
-
-class _WithConditioning(nn.Module):
-    """A family's model as a module, so that its FLOPs can be counted through `forward`."""
-
-    def __init__(self, parts: Components) -> None:
-        super().__init__()
-        self.model = parts.model
-        self.parts = parts
-
-    def forward(self, noisy_latents: Tensor, sigmas: Tensor, **conditioning: Tensor) -> Tensor:
-        return self.parts.predict_velocity(noisy_latents, sigmas, conditioning)

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from longtake.errors import ModelError
-from longtake.models.captioner import TransformersCaptioner
+from longtake.models.caption_writer import TransformersCaptioner
 from longtake.models.pretrained import quiet
 
 _WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<image>", "user", ":", "describe", "a", "red"]

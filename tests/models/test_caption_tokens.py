@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from longtake.config import PooledSection, TextSection
-from longtake.models.captions import MOST_COUNTED, caption_lengths, review_captions
+from longtake.models.caption_tokens import MOST_COUNTED, caption_lengths, review_captions
 from longtake.models.wan import Wan
 
 _SHORT, _LONG = "a red ball", "a red ball rolls left and then right again"

@@ -15,28 +15,23 @@ from longtake.config import Recipe
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.shift import MuLine, ShiftRule
 from longtake.flow.timesteps import sample_sigmas, stretched_logit_normal
-from longtake.models.base import family
-from longtake.models.build import (
+from longtake.models.base import family, latent_shape
+from longtake.models.components import (
     Components,
-    FlowBatch,
     Kinds,
     assemble,
     fetch,
-    flow_losses,
-    forward_flops,
     keep_kinds,
-    latent_shape,
     outline,
-    outline_conditioning,
-    refuse_sharing,
-    review_model,
     text_section,
-    training_conditioning,
     with_exact_weights,
 )
+from longtake.models.conditioning import outline_conditioning, training_conditioning
 from longtake.models.numerics import Precision, count_weights
+from longtake.models.objective import FlowBatch, flow_losses, forward_flops
 from longtake.models.pretrained import quiet
 from longtake.models.quantized import QuantizedLinear
+from longtake.models.review import refuse_sharing, review_model
 from longtake.models.trainable import adapter_layers
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]

@@ -1,0 +1,75 @@
+"""The loss of flow matching on one batch, and the operations of one forward pass."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from longtake import config
+from longtake.flow import path
+from longtake.models import numerics
+from longtake.models.base import Conditioning, latent_shape
+from longtake.models.components import Components
+from longtake.models.conditioning import outline_conditioning
+
+
+@dataclass(frozen=True)
+class FlowBatch:
+    """Samples of one forward pass, and what their velocities are computed from."""
+
+    latents: Tensor  # [B, C, F, H, W]
+    noise: Tensor  # [B, C, F, H, W]
+    sigmas: Tensor  # [B]
+    conditioning: Conditioning
+    loss_weights: Tensor | None = None  # [B, 1, F, H, W], see `flow.loss_mask`
+
+
+def flow_losses(
+    parts: Components, batch: FlowBatch, precision: numerics.Precision, device: torch.device
+) -> Tensor:
+    """[B] fp32: the flow-matching loss of each sample.
+
+    A model whose weights are bf16 computes in it without autocast.
+    """
+    noisy = path.interpolate(batch.latents, batch.noise, batch.sigmas)
+    with numerics.autocast(precision if parts.dtype == torch.float32 else "fp32", device):
+        predicted = parts.predict_velocity(noisy, batch.sigmas, batch.conditioning)
+    return _velocity_loss(parts, batch, predicted)
+
+
+def losses_of_zero(parts: Components, batch: FlowBatch) -> Tensor:
+    """[B] fp32: the loss of each sample if the model predicted a velocity of 0 everywhere."""
+    return _velocity_loss(parts, batch, torch.zeros_like(batch.noise))
+
+
+def _velocity_loss(parts: Components, batch: FlowBatch, predicted: Tensor) -> Tensor:
+    weights = parts.family.loss_weights(batch.latents, batch.conditioning)
+    if weights is None or batch.loss_weights is None:
+        weights = batch.loss_weights if weights is None else weights
+    else:
+        weights = weights * batch.loss_weights
+    return path.velocity_loss(predicted, path.velocity(batch.latents, batch.noise), weights)
+
+
+def forward_flops(
+    parts: Components, recipe: config.Recipe, bucket: config.Bucket
+) -> numerics.ForwardFlops:
+    """Operations of one forward pass over one sample."""
+    inputs = {
+        "noisy_latents": torch.empty(1, *latent_shape(parts.codec, bucket), device="meta"),
+        "sigmas": torch.empty(1, device="meta"),
+        **outline_conditioning(parts, recipe, bucket),
+    }
+    return numerics.count_flops(_WithConditioning(parts), inputs)
+
+
+class _WithConditioning(nn.Module):
+    """A family's model as a module, so that its FLOPs can be counted through `forward`."""
+
+    def __init__(self, parts: Components) -> None:
+        super().__init__()
+        self.model = parts.model
+        self.parts = parts
+
+    def forward(self, noisy_latents: Tensor, sigmas: Tensor, **conditioning: Tensor) -> Tensor:
+        return self.parts.predict_velocity(noisy_latents, sigmas, conditioning)

@@ -1,0 +1,96 @@
+"""Refusals of recipes whose family, codec, buckets and inputs do not fit together."""
+
+from collections.abc import Iterator, Mapping
+
+from longtake import config
+from longtake.errors import RecipeError
+from longtake.models.base import Family, LatentShape, latent_shape
+from longtake.models.codec import Codec
+
+
+def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
+    """The shapes of the latents, which the family can take."""
+    _check_time_and_audio(recipe, chosen)
+    given = recipe.model_inputs()
+    needed, taken = chosen.inputs_of(recipe.model)
+    for name in (*needed, *(each for each in taken if each in given)):
+        section = given.get(name)
+        begins = section is not None and section.frames is not None and name in chosen.continues
+        is_picture = section is not None and (section.kind == "picture" or begins)
+        if section is None or not is_picture or not section.is_encoded:
+            has = "does not have it" if section is None else f'has it as "{section.kind}"'
+            if section is not None and is_picture:
+                has = "has it with encode = false"
+            raise RecipeError(
+                f"The family {recipe.model.family} needs a reference image named {name} for each "
+                f"clip, encoded, but data.conditioning {has}. Name its files, such as "
+                f'data.conditioning.{name} = {{ kind = "picture", '
+                f'path = "../{name}/{{stem}}.png" }}.{_or_frames(name, chosen)}'
+            )
+    _refuse_frames(given, recipe, codec)
+    unused = [name for name in given if name not in taken]
+    if unused and not recipe.trainable.modules:  # a module may use any of them
+        takes = ", ".join(taken)
+        raise RecipeError(
+            f"data.conditioning has {', '.join(unused)}, which would be read and then not used: "
+            f"the family {recipe.model.family} takes {takes or 'no image'}, and there are no "
+            "trainable.modules. Remove it, or name the family or module that uses it."
+        )
+    patch = chosen.patch(recipe.model)
+    shapes = [latent_shape(codec, bucket, patch) for bucket in recipe.data.shapes()]
+    chosen.check(recipe.model, shapes)
+    return shapes
+
+
+def _or_frames(name: str, chosen: Family) -> str:
+    if name not in chosen.continues:
+        return ""
+    own = f'{{ kind = "picture", frame = "{name}" }}'
+    return (
+        f" Or take it from the clip: {own}, or as a video that is continued "
+        '{ kind = "video", frames = 5 }.'
+    )
+
+
+def _refuse_frames(
+    given: Mapping[str, config.ConditioningSection], recipe: config.Recipe, codec: Codec
+) -> None:
+    """Refuse first frames of a video that are all of it, or that the codec cannot encode alone."""
+    for name, section in given.items():
+        if section.frames is None:
+            continue
+        key = f"data.conditioning.{name}.frames = {section.frames}"
+        for bucket in recipe.data.shapes():
+            if section.frames >= bucket.num_frames:
+                raise RecipeError(
+                    f"{key}, but a bucket has {bucket.num_frames} frames: nothing would be left to "
+                    "generate. Set fewer, or larger buckets."
+                )
+            size = {"height": bucket.height, "width": bucket.width}
+            try:
+                codec.latent_shape(config.Bucket(num_frames=section.frames, **size))
+            except RecipeError as error:
+                raise RecipeError(f"{key} cannot be encoded alone. {error}") from None
+
+
+def _check_time_and_audio(recipe: config.Recipe, chosen: Family) -> None:
+    named, audio = f"The family {recipe.model.family}", recipe.model.audio
+    if audio is not None and not chosen.has_audio:
+        raise RecipeError(f"{named} has no audio. Remove model.audio, which is {audio!r}.")
+    if audio is None and chosen.has_audio:
+        raise RecipeError(
+            f"{named} makes videos with audio, and longtake trains its video alone. Set "
+            'model.audio = "off": video and audio are isolated from each other, and the audio\'s '
+            "weights stay as they are (docs/guides/families.md)."
+        )
+    if chosen.takes_fps and recipe.data.fps is None:
+        raise RecipeError(
+            f"{named} takes the number of frames per second as an input, and data.fps is unset. "
+            "Set it, such as data.fps = 24: videos are then trained at this rate."
+        )
+
+
+def trained_shapes(recipe: config.Recipe) -> Iterator[tuple[config.FlowSection, config.Bucket]]:
+    for stage in recipe.data.curriculum():
+        flow = recipe.in_stage(stage.name).flow
+        yield from ((flow, bucket) for bucket in stage.buckets or recipe.data.buckets)
