@@ -6,6 +6,7 @@ compares what this script would write with the files.
 """
 
 import ast
+import importlib
 import inspect
 import re
 import sys
@@ -19,7 +20,7 @@ from longtake import config, errors, run_dir
 from longtake.cli.app import app
 
 HERE = Path(__file__).parent
-_SOURCE = Path(config.__file__).parent
+_SOURCE = Path(errors.__file__).parent
 _GENERATED = "Generated from the code by `make reference`."
 
 EXIT_CODES = (
@@ -92,8 +93,12 @@ def attribute_docstrings(source: str) -> dict[str, dict[str, str]]:
 def recipe_page() -> str:
     """Every key of a recipe with its type, default and meaning."""
     schema = config.Recipe.model_json_schema()
-    texts = attribute_docstrings(Path(config.__file__).read_text(encoding="utf-8"))
-    models = {name: getattr(config, name) for name in texts if hasattr(config, name)}
+    texts: dict[str, dict[str, str]] = {}
+    models: dict[str, type] = {}
+    for name in ("data", "model", "training", "sampling", "recipe"):
+        module = importlib.import_module(f"longtake.config.{name}")
+        texts |= attribute_docstrings(inspect.getsource(module))
+        models |= dict(inspect.getmembers(module, inspect.isclass))
     lines = [
         *("# Recipe keys", "", _GENERATED, ""),
         "A recipe is TOML. A key can also be given on the command line: `--set seed=1`.",

@@ -104,6 +104,10 @@ def did_you_mean(
     return f"there are: {', '.join(names[:shown]) or 'none'}{more}."
 
 
+def shorten(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def first_line(error: BaseException, max_length: int = 300) -> str:
     line = str(error).strip().partition("\n")[0][:max_length].rstrip()
     return line or type(error).__name__

@@ -1,0 +1,248 @@
+"""Reads a recipe and explains what is wrong with it."""
+
+import codecs
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from longtake import fsio, process
+from longtake.config.data import Bucket, CaptionsSection, ConditioningSection, Stage
+from longtake.config.model import ModuleSection, PooledSection
+from longtake.config.recipe import Recipe
+from longtake.config.sampling import PresetSection
+from longtake.config.training import EmaProfile
+from longtake.config.values import Section
+from longtake.errors import RecipeError
+from longtake.formatting import nearest, shorten
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `a.b=c` overrides.
+
+    Raises:
+        RecipeError: the file is missing or not TOML, a key is unknown, or a value does not fit.
+    """
+    values = _read_toml(path)
+    for override in overrides:
+        _apply_override(values, override)
+    return parse(values, source=str(path))
+
+
+def changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """Another recipe, with `a.b=c` overrides applied.
+
+    Raises:
+        RecipeError: a key is unknown, or a value does not fit.
+    """
+    values = recipe.model_dump(exclude_none=True)
+    for override in overrides:
+        _apply_override(values, override)
+    return parse(values, source="The changed recipe")
+
+
+def parse(values: Mapping[str, Any], source: str) -> Recipe:
+    """Validate nested values as a recipe; `source` names them in error messages.
+
+    Raises:
+        RecipeError: with every problem found, one per line.
+    """
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = _explain_all(error.errors())
+        listed = f" {problems[0]}" if len(problems) == 1 else "\n  " + "\n  ".join(problems)
+        raise RecipeError(f"{source}:{listed}") from None
+
+
+def dump(recipe: Recipe) -> str:
+    return tomli_w.dumps(recipe.model_dump(exclude_none=True))
+
+
+def kept(recipe: Recipe) -> Recipe:
+    once = {"on_change": "refuse", "retry_quarantined": False}
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=once)})
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = fsio.read_regular(path, _MAX_RECIPE_BYTES).removeprefix(codecs.BOM_UTF8)
+        return tomllib.loads(text.decode())
+    except FileNotFoundError:
+        raise RecipeError(
+            f"There is no recipe {path}. `{process.command()} init` writes one."
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise RecipeError(
+            f"The recipe {path} is not valid TOML: it is nested too deeply."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"The recipe {path} is not valid TOML: it is no text in UTF-8."
+        ) from error
+    except ValueError as error:  # no TOML, or a number of thousands of digits
+        raise RecipeError(f"The recipe {path} is not valid TOML: {_first(error)}.") from error
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, _, text = (part.strip() for part in override.partition("="))
+    parts = [part.strip() for part in key.split(".")]
+    if not text or not all(parts):
+        raise RecipeError(
+            f"--set {shorten(override)}: expected key=value, such as training.steps=2000."
+        )
+    section = values
+    for depth, part in enumerate(parts[:-1], start=1):
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise RecipeError(
+                f"--set {shorten(override)}: {shorten('.'.join(parts[:depth]))} is a value, not a "
+                "section; set it as a whole."
+            )
+    section[parts[-1]] = parse_value(text)
+
+
+def parse_value(text: str) -> object:
+    """A TOML value, or the text itself, so that quotes need no quotes in a shell."""
+    try:
+        values = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # the text is no TOML, or too long to be a number
+        return text
+    value: object = values.pop("value")
+    is_plain = isinstance(value, bool | int | float | str | list | dict)  # and no date
+    return value if is_plain and not values else text
+
+
+def _explain_all(details: Sequence[ErrorDetails]) -> list[str]:
+    blamed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
+    said = (_explain(each) for each in details if not each["loc"] or each["loc"] not in blamed)
+    return list(dict.fromkeys(said))[:_MAX_PROBLEMS]
+
+
+def _explain(detail: ErrorDetails) -> str:
+    parts = tuple(part for part in detail["loc"] if not _ALTERNATIVE.match(str(part)))
+    location = shorten(".".join(map(str, parts)))
+    kind, message = detail["type"], shorten(detail["msg"], 400)
+    if len(parts) < len(detail["loc"]) and parts[-1:] == ("shift",):
+        return f"{location} is {shorten(repr(detail['input']))}; it should be {_SHIFT}."
+    if kind == "extra_forbidden":
+        return _explain_unknown(location, [part for part in parts if isinstance(part, str)])
+    if kind == "missing":
+        return f"{location} is missing, and it has no default."
+    if kind == "value_error":
+        return f"{message.removeprefix('Value error, ')}."
+    expected = _EXPECTED.get(kind) or message.removeprefix("Input should ")
+    if kind == "string_pattern_mismatch":
+        expected = _PATTERNS[location.rpartition(".")[2]]
+    if kind in ("too_short", "too_long"):
+        expected = message.removeprefix("Tuple should ").partition(" after")[0]
+    return f"{location} is {shorten(_repr(detail['input']))}; it should {expected}."
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "an integer of thousands of digits"
+
+
+def _first(error: Exception) -> str:
+    return shorten(str(error).partition(";")[0].rstrip("."), 200)
+
+
+_MAX_RECIPE_BYTES = 2**20
+_MAX_PROBLEMS = 20
+_SHIFT = 'a number above 0 and up to 1000, "release", "flux" or "opensora"'
+# What pydantic appends to a key whose value may be of several types.
+_ALTERNATIVE = re.compile(r"(constrained-\w+|literal\[.*\])$")
+
+_EXPECTED = {
+    "dict_type": "be a table of keys and values",
+    "model_type": "be a table of keys and values",
+    "path_type": "be a path in quotes",
+    "tuple_type": "be a list",
+    "string_type": "be a text in quotes",
+}
+"""What pydantic says in Python's words, by the kind of error."""
+
+_NAME_PATTERN = "be a name of small letters, digits, - and _"
+_PATTERNS = {
+    "module": "be a module and a class, such as my_project.adapter:PoseAdapter",
+    "name": _NAME_PATTERN,
+    "[key]": _NAME_PATTERN,
+}
+"""What a text should be that a pattern does not fit, by the last part of its key."""
+
+
+_OTHER_NAMES = dict.fromkeys(("batch_size", "batchsize"), "training.global_batch_size")
+"""Keys by the names that other trainers give them."""
+
+
+_IN_STEPS = "a run ends by training.steps; longtake data show says how many steps an epoch has."
+_NOT_HERE = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _IN_STEPS),
+    "max_train_epochs": _IN_STEPS,
+    "dropout": "no layer has dropout; captions have, by data.caption_dropout.",
+}
+
+
+def _explain_unknown(location: str, parts: list[str]) -> str:
+    *section, name = parts
+    if section in ([], ["training"], ["trainable"]) and name in _NOT_HERE:
+        return f"{location} is not a key of a recipe; {_NOT_HERE[name]}"
+    by_name = (
+        ["evaluation", "presets"],
+        ["data", "conditioning"],
+        ["data", "captions"],
+        ["trainable", "modules"],
+    )
+    if section[:2] in by_name:
+        section = section[:2]  # whatever the preset, the input, catalog or module is called
+    known = _known_keys()
+    inside = [key for key in known if key.split(".")[:-1] == section]
+    # Rather a similar key of the same section than an equal one elsewhere.
+    near = (
+        _OTHER_NAMES.get(name)
+        or _most_similar(name, inside, cutoff=0.6)
+        or _most_similar(name, known, cutoff=0.8)
+    )
+    names = sorted(key.rpartition(".")[2] for key in inside)
+    hint = f"did you mean {near}?" if near else f"known there: {', '.join(names)}."
+    return f"{location} is not a key of a recipe; {hint}"
+
+
+def _most_similar(name: str, keys: Sequence[str], cutoff: float) -> str | None:
+    """The key whose last part resembles a name, has it as a word, or is abbreviated by it."""
+    by_name: dict[str, str] = {}
+    for key in keys:
+        by_name.setdefault(key.rpartition(".")[2], key)
+    if close := nearest(name, by_name, cutoff):
+        return by_name[close]
+    for candidate in by_name:
+        words = candidate.split("_")
+        if name in words or name == "".join(word[0] for word in words):
+            return by_name[candidate]
+    return None
+
+
+def _known_keys() -> list[str]:
+    keys = []
+    for name, field in Recipe.model_fields.items():
+        keys.append(name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            keys += [f"{name}.{inner}" for inner in field.annotation.model_fields]
+    keys += [f"data.buckets.{inner}" for inner in Bucket.model_fields]
+    keys += [f"data.conditioning.{inner}" for inner in ConditioningSection.model_fields]
+    keys += [f"data.captions.{inner}" for inner in CaptionsSection.model_fields]
+    keys += [f"text.pooled.{inner}" for inner in PooledSection.model_fields]
+    keys += [f"ema.profiles.{inner}" for inner in EmaProfile.model_fields]
+    keys += [f"evaluation.presets.{inner}" for inner in PresetSection.model_fields]
+    keys += [f"trainable.modules.{inner}" for inner in ModuleSection.model_fields]
+    return [*keys, *(f"data.stages.{inner}" for inner in Stage.model_fields)]

@@ -1,0 +1,201 @@
+"""The whole recipe, and what its sections ask of each other."""
+
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from longtake.config.data import Bucket, ConditioningSection, DataSection, Stage
+from longtake.config.model import CodecSection, ModelSection, TextSection, TrainableSection
+from longtake.config.sampling import EvaluationSection, SamplingSection
+from longtake.config.training import (
+    CheckpointSection,
+    EmaSection,
+    FlowSection,
+    GuardSection,
+    OptimizerSection,
+    ParallelSection,
+    RecomputeSection,
+    TrackingSection,
+    TrainingSection,
+    WatchSection,
+)
+from longtake.config.values import FilePath, Section
+
+_KEYS_OF_STAGES = {
+    "learning_rate": ("optimizer", "learning_rate"),
+    "ema_decay": ("ema", "decay"),
+    "global_batch_size": ("training", "global_batch_size"),
+    "shift": ("flow", "shift"),
+    "caption_dropout": ("data", "caption_dropout"),
+}
+"""Keys of a stage, and the section and key in the place of which each is."""
+
+
+class Recipe(Section):
+    """All that decides a run."""
+
+    out: FilePath
+    """The run directory."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    data: DataSection
+    model: ModelSection
+    codec: CodecSection = CodecSection()
+    text: TextSection = TextSection()
+    flow: FlowSection = FlowSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    training: TrainingSection
+    trainable: TrainableSection = TrainableSection()
+    recompute: RecomputeSection = RecomputeSection()
+    ema: EmaSection = EmaSection()
+    guard: GuardSection = GuardSection()
+    watch: WatchSection = WatchSection()
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    sampling: SamplingSection = SamplingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    tracking: TrackingSection = TrackingSection()
+
+    def model_inputs(self) -> dict[str, ConditioningSection]:
+        """What of `data.conditioning` the model gets, in training and in sampling."""
+        of_loss = self.flow.loss_mask
+        return {name: each for name, each in self.data.conditioning.items() if name != of_loss}
+
+    def encodes_in_steps(self) -> bool:
+        """Whether codec or text encoder work in training: without a cache, unless there is none."""
+        has_encoder = self.codec.kind != "pixels" or self.text.kind != "words"
+        return has_encoder and self.data.cache is None
+
+    @model_validator(mode="after")
+    def _has_what_is_encoded_ahead(self) -> Self:
+        if self.training.encode_ahead is True and not self.encodes_in_steps():
+            because = f'codec.kind = "{self.codec.kind}" and text.kind = "{self.text.kind}"'
+            if self.data.cache is not None:
+                because = f"data.cache = {str(self.data.cache)!r}"
+            raise ValueError(
+                f"training.encode_ahead = true, but with {because} nothing is encoded in a step: "
+                "leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_mask_is_there(self) -> Self:
+        name, known = self.flow.loss_mask, self.data.conditioning
+        if name is None and self.flow.loss_mask_floor:
+            raise ValueError("flow.loss_mask_floor needs flow.loss_mask, the name of a mask")
+        if name is not None and (name not in known or known[name].kind != "mask"):
+            masks = [each for each, section in known.items() if section.kind == "mask"]
+            raise ValueError(
+                f'flow.loss_mask = "{name}" is no mask in data.conditioning; masks there: '
+                f"{', '.join(masks) or 'none'}"
+            )
+        return self
+
+    def micro_batch_size(self, stage: Stage, bucket: Bucket, data_size: int) -> int:
+        """Clips per forward pass of one of `data_size` processes that share a batch.
+
+        A bucket with a batch size of its own has as many micro-batches as the stage's others.
+        """
+        of_stage = -(-(stage.global_batch_size or self.training.global_batch_size) // data_size)
+        micro = self.training.micro_batch_size
+        if bucket.batch_size is None:
+            return min(micro or of_stage, of_stage)
+        count = 1 if micro is None else -(-of_stage // micro)
+        return -(-bucket.batch_size // (data_size * count))
+
+    def in_stage(self, name: str) -> "Recipe":
+        """The recipe with what a stage sets in the place of the keys that it stands for.
+
+        Its `warmup_steps` are not among them: they count from the stage's first step.
+        """
+        stage = self.data.stage(name)
+        given: dict[str, dict[str, Any]] = {}
+        for key, (section, inner) in _KEYS_OF_STAGES.items():
+            if (value := getattr(stage, key)) is not None:
+                given.setdefault(section, {})[inner] = value
+        sections = {
+            section: getattr(self, section).model_copy(update=values)
+            for section, values in given.items()
+        }
+        return self.model_copy(update=sections) if sections else self
+
+    def stage_changes(self, before: str, after: str) -> dict[str, tuple[object, object]]:
+        """What differs between two stages, by the stage's key: (value before, value after)."""
+        old, new = self.in_stage(before), self.in_stage(after)
+        found = {
+            key: (getattr(getattr(old, section), inner), getattr(getattr(new, section), inner))
+            for key, (section, inner) in _KEYS_OF_STAGES.items()
+        }
+        changes = {key: (one, other) for key, (one, other) in found.items() if one != other}
+        warmup = self.data.stage(after).warmup_steps
+        return changes | ({"warmup_steps": (None, warmup)} if warmup else {})
+
+    @model_validator(mode="after")
+    def _stalls_are_named_in_time(self) -> Self:
+        seconds, stall = self.parallel.timeout_seconds, self.watch.min_seconds
+        is_set = "timeout_seconds" in self.parallel.model_fields_set
+        if is_set and self.watch.enabled and seconds <= stall:
+            raise ValueError(
+                f"parallel.timeout_seconds {seconds:g} is not more than watch.min_seconds "
+                f"{stall:g}: a launch would end before its stall is named; set it to more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batches_divide(self) -> Self:
+        micro = self.training.micro_batch_size
+        batches = {"training.global_batch_size": self.training.global_batch_size}
+        for stage in self.data.stages:
+            if stage.global_batch_size is not None:
+                batches[f"global_batch_size of stage {stage.name},"] = stage.global_batch_size
+        for key, batch in batches.items():
+            if micro is not None and batch % micro:
+                raise ValueError(f"training.micro_batch_size {micro} does not divide {key} {batch}")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_have_an_average_to_change(self) -> Self:
+        for stage in self.data.stages:
+            if stage.ema_decay is None or (self.ema.decay and not self.ema.profiles):
+                continue
+            has = "ema.decay = 0 keeps none"
+            if self.ema.profiles:
+                names = ", ".join(each.name for each in self.ema.profiles)
+                has = f"ema.profiles ({names}) have decays of their own"
+            raise ValueError(
+                f"stage {stage.name} sets ema_decay = {stage.ema_decay:g} of the one average that "
+                f"ema.decay makes, but {has}: leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dora_has_exact_weights(self) -> Self:
+        if self.trainable.kind == "dora" and self.model.quantize != "none":
+            raise ValueError(
+                f'trainable.kind = "dora" begins with the lengths of the weights\' rows, and '
+                f'model.quantize = "{self.model.quantize}" rounds them: take trainable.kind = '
+                '"lora", or leave model.quantize out'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_frozen_and_whole(self) -> Self:
+        """Only frozen weights can be in fewer bits or elsewhere, and each process has all of them.
+
+        With `stream` = "auto" a plan streams nothing where it cannot.
+        """
+        for key, is_set in (
+            (f'model.quantize = "{self.model.quantize}"', self.model.quantize != "none"),
+            ('model.stream = "all"', self.model.stream == "all"),
+        ):
+            if is_set and self.trainable.base() == "full":
+                raise ValueError(
+                    f'{key} is for frozen weights, and trainable.kind = "full" trains them all: '
+                    'set trainable.kind = "lora", or leave the key out'
+                )
+            if is_set and self.parallel.strategy != "replicate":
+                raise ValueError(
+                    f'{key} works with parallel.strategy = "replicate", not '
+                    f'"{self.parallel.strategy}", whose processes each hold a part of the weights: '
+                    "choose one of the two"
+                )
+        return self

@@ -1,0 +1,116 @@
+"""Which keys may change when a run is resumed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from longtake.config.recipe import Recipe
+
+MAY_CHANGE_ON_RESUME = (
+    "out",  # a run directory may be moved
+    "data.catalog",  # what a catalog holds is compared by its own fingerprint
+    "data.catalogs",
+    "data.auto_buckets",  # what they chose is in data.buckets
+    "data.tokens_per_batch",  # as above
+    "data.on_change",
+    "data.on_drift",
+    "data.drift_limit",
+    "data.workers",
+    "data.sample_timeout_seconds",
+    "data.sample_memory_gib",
+    "data.store",
+    "data.frame_cache_gib",
+    "data.cache",
+    "data.cache_checksums",
+    "data.max_quarantined_clips",
+    "data.retry_quarantined",
+    "model.stream",
+    "training.micro_batch_size",
+    "training.device",
+    "training.compile",
+    "training.encode_ahead",
+    "recompute",
+    "parallel",
+    "checkpoint",
+    "guard",
+    "watch",
+    "sampling",
+    "evaluation",
+    "tracking",
+)
+"""Keys (or sections) that do not change what a healthy run computes."""
+
+DECIDES_ORDER = (
+    "data.buckets",
+    "data.frame_stride",
+    "data.fps",
+    "data.stills_from_videos",
+    "data.max_crop",
+    "data.stages",
+    "data.weights",
+    "data.repeats",
+    "data.difficulty",
+    "training.global_batch_size",
+    "training.steps",
+)
+"""Keys that may change on resume where `data.on_change` says how to continue; of the last, because
+other data may make the stages longer or shorter (a schedule then aims at the new end)."""
+
+
+def flat(recipe: Recipe) -> dict[str, object]:
+    """All values by their dotted keys, such as `training.steps`."""
+    return dict(flatten(recipe.model_dump()))
+
+
+def defaults(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, object]:
+    """The values by dotted keys of what a recipe need not say."""
+    found: dict[str, object] = {}
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found |= defaults(kind, f"{prefix}{name}.")
+        elif not field.is_required():
+            found[f"{prefix}{name}"] = field.get_default(call_default_factory=True)
+    return found
+
+
+def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
+    """Keys whose values differ and may not on resume, as (key, old value, new value).
+
+    A run at a constant learning rate may be made longer; any other schedule has aimed at its end.
+    """
+    before, after = flat(old), flat(new)
+    keys = sorted(before.keys() | after.keys())
+    return [
+        (key, before.get(key), after.get(key))
+        for key in keys
+        if before.get(key) != after.get(key)
+        and not _may_change(key, new.data.on_change)
+        and not (key == "training.steps" and _is_longer(old, new))
+    ]
+
+
+def _is_longer(old: Recipe, new: Recipe) -> bool:
+    return old.optimizer.schedule == "constant" and new.training.steps > old.training.steps
+
+
+def decides_order(key: str) -> bool:
+    return is_among(key, DECIDES_ORDER)
+
+
+def _may_change(key: str, on_change: str) -> bool:
+    is_free = is_among(key, MAY_CHANGE_ON_RESUME)
+    return is_free or (on_change != "refuse" and decides_order(key))
+
+
+def is_among(key: str, keys: Sequence[str]) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in keys)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

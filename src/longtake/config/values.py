@@ -1,0 +1,85 @@
+"""Types of a recipe's values, and the base class of its sections."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    Strict,
+    ValidationInfo,
+)
+
+from longtake.errors import RecipeError
+from longtake.formatting import shorten
+
+
+def _at_home(path: Path) -> Path:
+    """A path whose ~ is the home folder, as in a shell."""
+    if "\0" in str(path):
+        raise ValueError("a path has no NUL character")
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+# TOML knows neither paths nor tuples: these two are made from strings and lists.
+FilePath = Annotated[Path, Strict(False), AfterValidator(_at_home), PlainSerializer(str)]
+FromList = Strict(False)
+MAX_SIDE, MAX_BATCH, MAX_STEPS = 2**16, 2**16, 10**9
+MAX_SECONDS, MAX_GUIDANCE = 1e7, 1000.0
+
+
+def _not_reserved(name: str) -> str:
+    if name in ("claims", "servers"):  # folders beside those of presets
+        raise ValueError(f"a preset cannot be called {name}; give it another name")
+    return name
+
+
+SectionName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$"), AfterValidator(_not_reserved)]
+
+
+class Section(BaseModel):
+    # Strict, so that caption_dropout = true is refused rather than read as 1.0.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Shift = Annotated[float, Field(gt=0, le=1000)] | Literal["release", "flux", "opensora"]
+"""`release`: as the pretrained model's scheduler says; `flux`: exp(mu), mu linear in the
+transformer's tokens; `opensora`: by pixels and frames."""
+
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)")
+_MAX_MEMORY_BYTES = 2**50
+_UNIT_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes of a size such as "48GiB" (2**30) or "48GB" (10**9).
+
+    Raises:
+        RecipeError: it is not an amount of memory.
+    """
+    found = _MEMORY.fullmatch(text.strip().lower())
+    num_bytes = 0.0 if found is None else float(found[1]) * _UNIT_BYTES[found[2]]
+    if not 1 <= num_bytes <= _MAX_MEMORY_BYTES:
+        raise RecipeError(
+            f"{shorten(repr(text))} is no amount of memory; write it like 48GiB or 48GB."
+        )
+    return int(num_bytes)
+
+
+def check_memory(text: object, info: ValidationInfo) -> object:
+    key = f"recompute.{info.field_name}"
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        raise ValueError(f'{key} is {text}; write it with its unit, such as "{text}GiB"')
+    if isinstance(text, str):
+        try:
+            memory_bytes(text)
+        except RecipeError as error:
+            raise ValueError(f"{key}: {str(error).rstrip('.')}") from None
+    return text
