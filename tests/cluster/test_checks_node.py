@@ -200,7 +200,7 @@ def test_variables_packages_files_and_keys_come_with_what_to_type() -> None:
     assert clean[0].command == "git fetch --all && git checkout --force v1-3-gabc"
     file = judge_code(facts("files", {"own.py": "1"}, {"own.py": "2"}), None).differences
     assert file[0].command == "rsync a:$PWD/own.py own.py"
-    ours = judge_code(facts("files", {"longtake/fsio.py": "1"}, {}), None).differences
+    ours = judge_code(facts("files", {"longtake/errors.py": "1"}, {}), None).differences
     assert re.fullmatch(r"rsync --archive --delete a:(\S+/longtake/) \1", ours[0].command)
     keys = judge_recipe(facts("keys", {"seed": "1"}, {"seed": "2"}), None).differences
     assert keys[0].command == "longtake launch RECIPE --set seed=1"

@@ -223,7 +223,7 @@ def test_a_preset_that_is_kept_is_served_from_a_full_disk(
         raise OSError(28, "No space left on device", "somewhere")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fsio, "_write_durably", full)
+        patch.setattr(fsio.writing, "_write_durably", full)
         assert serve(run).failed == {f"{run.path}: probe of step 20"}
     said = capsys.readouterr().out
     reason = "somewhere: No space left on device. Make room: it is tried again."

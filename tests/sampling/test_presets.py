@@ -338,7 +338,7 @@ def test_a_preset_that_is_kept_needs_no_room(
     def full(*arguments: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / ".aside"))
 
-    monkeypatch.setattr(fsio, "_write_durably", full)
+    monkeypatch.setattr(fsio.writing, "_write_durably", full)
     keep_preset(directory, preset)
     with pytest.raises(RecipeError, match="holds videos of another one"):
         keep_preset(directory, _with(preset, seeds=(1,)))

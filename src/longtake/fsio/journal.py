@@ -1,0 +1,88 @@
+"""JSON lines about a result that is being made."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Generic, Self, TypeVar
+
+from longtake.errors import DataError
+from longtake.fsio.records import MAX_LINE_BYTES, Kind, read_lines, validate_lines
+from longtake.fsio.writing import no_follow
+
+_T = TypeVar("_T")
+
+
+class Journal(Generic[_T]):
+    """JSON lines about a result that is being made: an interrupted command resumes from them.
+
+    Each item is safe from this process's end as soon as it was added. `remove` it once the result
+    is written. Items under another header, which is all that they follow from, are not used.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: Kind[_T],
+        *,
+        header: Mapping[str, str] | None = None,
+        max_line_bytes: int = MAX_LINE_BYTES,
+    ) -> None:
+        self._path, self._kind, self._max_line_bytes = path, kind, max_line_bytes
+        self._header = None if header is None else dict(header)
+        self._file: IO[str] | None = None
+
+    def read(self) -> list[_T]:
+        """The items that an interrupted command has finished."""
+        return list(self.entries())
+
+    def entries(self) -> Iterator[_T]:
+        """The same, read as they are needed."""
+        lines = read_lines(self._path, self._max_line_bytes)
+        if self._header is not None:
+            first = next(filter(None, lines), b"{}")
+            if list(validate_lines([first], dict[str, Any], self._path)) != [self._header]:
+                self._path.unlink(missing_ok=True)
+                return
+        yield from validate_lines(lines, self._kind, self._path)
+
+    def add(self, item: Mapping[str, Any] | Sequence[Any]) -> None:
+        """Append an item.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        try:
+            if self._file is None:
+                self._file = self._begin()
+            self._file.write(json.dumps(item) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(
+                f"{self._path} cannot be written: {error.strerror or error}. Make room or make it "
+                "writable, and run the same command again: it resumes from what is written."
+            ) from error
+
+    def close(self) -> None:
+        """Leave the file for the next command."""
+        if self._file is not None:
+            with suppress(OSError):  # what is not written by now was raised as an error
+                self._file.close()
+            self._file = None
+
+    def remove(self) -> None:
+        self.close()
+        self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin(self) -> IO[str]:
+        is_new = not self._path.exists()
+        file = open(self._path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115 - kept
+        # A newline in case the last line was cut off.
+        file.write(f"{json.dumps(self._header)}\n" if is_new and self._header is not None else "\n")
+        return file

@@ -1,0 +1,146 @@
+"""Opens regular files only, and below a folder without following links."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+MAX_FILE_BYTES: Final = 256 * 2**20
+
+
+_FILE_TYPES = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a symbolic link",
+}
+_READING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+_only_below: ContextVar[Path | None] = ContextVar("only_below", default=None)
+
+
+@contextmanager
+def reading_below(top: Path) -> Iterator[None]:
+    """Within it `open_regular` opens files below a folder only, and follows no links there.
+
+    Files in `cache_folder` are opened too: they are this program's own.
+    """
+    token = _only_below.set(top)
+    try:
+        yield
+    finally:
+        _only_below.reset(token)
+
+
+def cache_folder() -> Path:
+    """Longtake's in the user's cache folder.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    top = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake"
+
+
+def _is_cached(path: Path) -> bool:
+    with suppress(RuntimeError):
+        return path.is_relative_to(cache_folder()) and ".." not in path.parts
+    return False
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file to read; links are followed, except within `reading_below`.
+
+    A named pipe or a device would make a reader wait forever.
+
+    Raises:
+        OSError: it cannot be opened, or is a folder, a named pipe, a device or a socket.
+    """
+    top = _only_below.get()
+    if top is not None and not _is_cached(path):
+        if not path.is_relative_to(top):
+            raise OSError(errno.EACCES, f"it is not in {top}", str(path))
+        return open_below(top, str(path.relative_to(top)))
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "the name contains a NUL character", str(path))
+    _refuse_irregular(path.stat().st_mode, path)  # a device may react to being opened
+    descriptor = os.open(path, _READING)
+    return _opened(descriptor, path)
+
+
+def open_below(top: Path, name: str) -> BufferedReader:
+    """Open a regular file by its path below a folder; no part of the path may be a link.
+
+    Each part is opened from the one before it, so that a link that is made meanwhile is not
+    followed either. `top` itself may be reached by links.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    path, parts = top / name, PurePosixPath(name).parts
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name:
+        raise OSError(errno.EACCES, "it is not below the folder", str(path))
+    with open_folder_below(top, parts[:-1]) as folder:
+        _refuse_irregular(os.lstat(parts[-1], dir_fd=folder).st_mode, path)
+        descriptor = os.open(parts[-1], _READING | os.O_NOFOLLOW, dir_fd=folder)
+    return _opened(descriptor, path)
+
+
+@contextmanager
+def open_folder_below(top: Path, parts: Sequence[str]) -> Iterator[int]:
+    """The descriptor of a folder, of whose path below `top` no part is a link.
+
+    Raises:
+        OSError: there is none.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    folder = os.open(top, flags)
+    try:
+        for part in parts:
+            if stat.S_ISLNK(os.lstat(part, dir_fd=folder).st_mode):
+                raise OSError(errno.ELOOP, f"{part} is a symbolic link", str(top.joinpath(*parts)))
+            inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _opened(descriptor: int, path: Path) -> BufferedReader:
+    try:
+        _refuse_irregular(os.fstat(descriptor).st_mode, path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _refuse_irregular(mode: int, path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _FILE_TYPES.get(stat.S_IFMT(mode), "no file")
+        raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
+
+
+def read_regular(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: as `open_regular`; or the file has more than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+        return file.read()
+
+
+def is_missing(error: OSError) -> bool:
+    return isinstance(error, FileNotFoundError | NotADirectoryError)

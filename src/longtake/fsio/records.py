@@ -1,0 +1,306 @@
+"""Typed records of JSON files and JSON lines.
+
+Readers trust nothing: lines and nesting are limited, and pydantic validates every record.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Generic, TypeVar
+
+import pydantic
+
+from longtake.errors import RecordError
+from longtake.fsio.opening import MAX_FILE_BYTES, is_missing, open_regular, read_regular
+
+MAX_LINE_BYTES: Final = 64 * 2**10
+MAX_LINE_DEPTH: Final = 8
+
+
+MAX_FILE_DEPTH: Final = 32
+
+
+_BLOCK_BYTES = 2**18
+_TAIL_BYTES, _MAX_TAIL_BYTES = 2**14, 2**26
+_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
+
+
+_num_skipped: dict[Path, int] = {}
+
+
+_T = TypeVar("_T")
+Kind = type[_T] | pydantic.TypeAdapter[_T]
+
+
+def read_record(path: Path, kind: Kind[_T], max_bytes: int = MAX_FILE_BYTES) -> _T | None:
+    """The record in a JSON file; None if there is no file.
+
+    Raises:
+        RecordError: the file cannot be read, or holds no such record.
+    """
+    try:
+        data = read_regular(path, max_bytes)
+    except OSError as error:
+        if is_missing(error):
+            return None
+        raise RecordError(path, error.strerror or str(error)) from error
+    return parse_record(data, kind, path)
+
+
+def require_record(path: Path, kind: Kind[_T], max_bytes: int = MAX_FILE_BYTES) -> _T:
+    """`read_record` for a file that must exist.
+
+    Raises:
+        RecordError: there is no file, it cannot be read, or holds no such record.
+    """
+    found = read_record(path, kind, max_bytes)
+    if found is None:
+        raise RecordError(path, "there is no such file")
+    return found
+
+
+def parse_record(data: bytes, kind: Kind[_T], path: Path, max_depth: int = MAX_FILE_DEPTH) -> _T:
+    """The record in JSON text; `path` is for the error.
+
+    Raises:
+        RecordError: it is no such record.
+    """
+    if is_nested_deeper(data, max_depth):
+        raise RecordError(path, f"it is nested deeper than {max_depth} levels")
+    try:
+        return _adapter(kind).validate_json(data, strict=True)
+    except pydantic.ValidationError as error:
+        raise RecordError(path, _reason(error)) from None
+
+
+def check_record(value: Any, kind: Kind[_T], path: Path) -> _T:
+    """A value that was read from a file, as a record.
+
+    Raises:
+        RecordError: it is no such record.
+    """
+    try:
+        return _adapter(kind).validate_python(value, strict=True)
+    except pydantic.ValidationError as error:
+        raise RecordError(path, _reason(error)) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    with suppress(RecordError):
+        return read_record(path, dict[str, Any]) or {}
+    return {}
+
+
+def read_records(path: Path, kind: Kind[_T], max_line_bytes: int = MAX_LINE_BYTES) -> list[_T]:
+    """The records of a JSON lines file, in its order; none if there is no file.
+
+    A last line without a newline is still being written, and left out. Other lines that are not
+    records are left out and counted; see `skipped_lines`.
+
+    Raises:
+        RecordError: the file cannot be read.
+    """
+    return list(validate_lines(read_lines(path, max_line_bytes), kind, path))
+
+
+def validate_lines(lines: Iterable[bytes | None], kind: Kind[_T], path: Path) -> Iterator[_T]:
+    num_skipped, validate = 0, _adapter(kind).validate_json
+    for line in lines:
+        try:
+            if line:
+                yield validate(line, strict=True)
+                continue
+        except pydantic.ValidationError:
+            pass
+        num_skipped += line is None or bool(line.strip())
+    _num_skipped[path] = num_skipped
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    return read_records(path, dict[str, Any])
+
+
+def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes | None]:
+    """The complete lines of a JSON lines file, without newlines; none if there is no file.
+
+    None stands for a line that is too long or nested too deeply to be given to a JSON reader.
+
+    Raises:
+        RecordError: the file cannot be read.
+    """
+    try:
+        with open_regular(path) as file:
+            yield from _split_lines(file, max_line_bytes)
+    except OSError as error:
+        if not is_missing(error):
+            raise RecordError(path, error.strerror or str(error)) from error
+
+
+def note_skipped_lines(path: Path, num_skipped: int) -> None:
+    _num_skipped[path] = num_skipped
+
+
+def skipped_lines() -> list[str]:
+    """A sentence for each file in which `read_records` has skipped lines, since the last call."""
+    counts = [(path, count) for path, count in _num_skipped.items() if count]
+    _num_skipped.clear()
+    return [
+        f"{path}: {count} lines are no records and were left out."
+        if count > 1
+        else f"{path}: 1 line is no record and was left out."
+        for path, count in counts
+    ]
+
+
+def read_last_record(path: Path, kind: Kind[_T]) -> _T | None:
+    """The last record of a JSON lines file, however long that is; None if there is none.
+
+    Raises:
+        RecordError: the file cannot be read.
+    """
+    validate = _adapter(kind).validate_json
+    try:
+        with open_regular(path) as file:
+            reach, size = _TAIL_BYTES, file.seek(0, os.SEEK_END)
+            while True:
+                file.seek(max(0, size - reach))
+                lines = file.read(reach).splitlines(keepends=True)
+                for line in reversed(lines[reach < size :]):  # the first may be a part of one
+                    if line.endswith(b"\n") and _is_readable(line):
+                        with suppress(pydantic.ValidationError):
+                            return validate(line, strict=True)
+                if reach >= min(size, _MAX_TAIL_BYTES):
+                    return None
+                reach *= 8
+    except OSError as error:
+        if is_missing(error):
+            return None
+        raise RecordError(path, error.strerror or str(error)) from error
+
+
+def read_new_records(
+    path: Path, kind: Kind[_T], offset: int, limit: int = sys.maxsize
+) -> tuple[list[_T], int]:
+    """At most `limit` records from the byte `offset` on, and the byte after them.
+
+    Lines that are not records are left out. A file shorter than `offset` is another one, and is
+    read from its start.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found: list[_T] = []
+    validate = _adapter(kind).validate_json
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == offset:
+            return found, offset
+        offset = file.seek(offset if offset < size else 0)
+        while len(found) < limit:
+            line, length = _next_line(file)
+            if not length:
+                break
+            offset += length
+            if line and _is_readable(line):
+                with suppress(pydantic.ValidationError):
+                    found.append(validate(line, strict=True))
+    return found, offset
+
+
+class Tail(Generic[_T]):
+    """Follows a JSON lines file that grows: no line is read twice.
+
+    A file that was replaced or shortened is read from its start.
+    """
+
+    def __init__(self, path: Path, kind: Kind[_T], offset: int = 0) -> None:
+        self.offset = offset  # the byte up to which it was read
+        self.has_restarted = False  # the last `read` began at the start, or there was no file
+        self._path, self._kind = path, kind
+        self._inode: int | None = None
+
+    def read(self, limit: int = sys.maxsize) -> list[_T]:
+        """At most `limit` records that were appended since the last call.
+
+        Raises:
+            OSError: the file cannot be read; that there is none is no error.
+        """
+        try:
+            status = self._path.stat()
+            is_same = self._inode in (None, status.st_ino) and status.st_size >= self.offset
+            if is_same and status.st_size == self.offset:
+                found: list[_T] = []
+            else:
+                start = self.offset if is_same else 0
+                found, self.offset = read_new_records(self._path, self._kind, start, limit)
+            self._inode, self.has_restarted = status.st_ino, not is_same
+        except FileNotFoundError:
+            found, self.offset, self._inode, self.has_restarted = [], 0, None, True
+        return found
+
+
+def is_nested_deeper(data: bytes, max_depth: int) -> bool:
+    """Whether JSON text has arrays and objects nested at more than so many levels."""
+    if data.count(b"[") + data.count(b"{") <= max_depth:
+        return False
+    depth = 0
+    for mark in _MARK.finditer(data):
+        first = data[mark.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > max_depth:
+                return True
+        elif first in b"]}":
+            depth -= 1
+    return False
+
+
+def _split_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
+    rest, is_too_long = b"", False
+    while block := file.read(_BLOCK_BYTES):
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            yield line if _is_readable(line, max_bytes) and not is_too_long else None
+            is_too_long = False
+        if len(rest) > max_bytes:
+            rest, is_too_long = b"", True
+
+
+def _next_line(file: BinaryIO) -> tuple[bytes, int]:
+    """The next complete line and its length; empty if it is too long; (b"", 0): there is none."""
+    line = file.readline(MAX_LINE_BYTES + 1)
+    length, piece = len(line), line
+    while piece and not piece.endswith(b"\n"):
+        piece = file.readline(_BLOCK_BYTES)
+        length += len(piece)
+        line = b""
+    return (line, length) if piece else (b"", 0)
+
+
+def _is_readable(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> bool:
+    return len(line) <= max_bytes and not is_nested_deeper(line, MAX_LINE_DEPTH)
+
+
+def _adapter(kind: Kind[_T]) -> pydantic.TypeAdapter[_T]:
+    return kind if isinstance(kind, pydantic.TypeAdapter) else _adapter_of(kind)  # type: ignore[arg-type]
+
+
+@cache
+def _adapter_of(kind: type[_T]) -> pydantic.TypeAdapter[_T]:
+    return pydantic.TypeAdapter(kind)
+
+
+def _reason(error: pydantic.ValidationError) -> str:
+    """What is wrong with a record, such as: launches.0.host: Field required."""
+    errors = error.errors(include_url=False, include_input=False)
+    # Another format explains whatever else is wrong.
+    first = next((each for each in errors if each["loc"] == ("format",)), errors[0])
+    if first["loc"] == ("format",) and first["type"] == "missing":
+        return "it has no format number, since an older longtake wrote it: begin a new run"
+    place = ".".join(map(str, first["loc"]))
+    text = first["msg"].removeprefix("Value error, ")
+    return f"{place[:200]}: {text}" if place and place != "format" else text

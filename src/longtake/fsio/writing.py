@@ -1,0 +1,188 @@
+"""Writes files aside and renames them, or appends lines; never through a link."""
+
+import errno
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from longtake.errors import RunError
+from longtake.fsio.opening import open_regular
+
+_IS_LINK = "it is a symbolic link; links are not followed when writing"
+_PICTURE_STARTS = {
+    ".png": (0, b"\x89PNG"),
+    ".mp4": (4, b"ftyp"),
+    ".html": (0, b"<!doctype html>"),
+}  # offset and bytes
+
+
+@contextmanager
+def atomic_write(path: Path, *, by_many: bool = False) -> Iterator[Path]:
+    """Yield a path beside `path` to write to, and rename it to `path` when the block succeeds.
+
+    Nothing half-written is left, and an existing file stays until the new one is complete. The
+    name begins with a dot and keeps the suffix, by which some libraries choose a format.
+
+    `by_many`: several processes may write it at a time, so that each takes a unique name. With one
+    writer, the next write overwrites what a killed one left.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    partial = partial_path(path, f".{secrets.token_hex(4)}" if by_many else "")
+    partial.unlink(missing_ok=True)  # left by a writer that was killed; or a link to another file
+    try:
+        yield partial
+        if partial.is_symlink():
+            raise OSError(errno.ELOOP, _IS_LINK, str(partial))
+        partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def partial_path(path: Path, unique: str = "") -> Path:
+    return path.with_name(f".{path.stem}{unique}.partial{path.suffix}")
+
+
+def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False) -> None:
+    """Append a record as one line, after ending a line that an interrupted write left half.
+
+    `durably`: return when it is on disk.
+
+    Raises:
+        OSError: it cannot be written, or `path` is a link.
+    """
+    line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    with open(path, "ab+", opener=no_follow) as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        file.write(line)
+        if durably:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def write_json(path: Path, record: Mapping[str, Any], *, by_many: bool = False) -> None:
+    write_text(path, _as_text(record), by_many=by_many)
+
+
+def write_text(path: Path, text: str, *, by_many: bool = False) -> None:
+    with atomic_write(path, by_many=by_many) as partial:
+        _write_durably(partial, text, path)
+
+
+def write_once(path: Path, record: Mapping[str, Any]) -> bool:
+    """Create a JSON file unless there is one; whether this call created it.
+
+    It is on disk before it has its name: a machine that loses its power leaves no empty file.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        _write_durably(partial, _as_text(record), path)
+        os.link(partial, path)  # fails where rename would overwrite
+    except FileExistsError:
+        return False
+    finally:
+        with suppress(OSError):  # whether the file is there is what counts
+            partial.unlink()
+    return True
+
+
+def _as_text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=2) + "\n"
+
+
+def _write_durably(partial: Path, text: str, path: Path) -> None:
+    try:
+        with partial.open("x", encoding="utf-8") as file:  # never through a link
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.filename is None:  # the error of a full disk names no file
+            error.filename = str(path)
+        raise
+
+
+def flush_to_disk(path: Path) -> None:
+    """Flush a file, or the names in a folder, so that they survive a power cut.
+
+    Raises:
+        OSError: it cannot be opened or flushed; a disk that cannot flush folders is no error.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def no_follow(path: str, flags: int) -> int:
+    """An `opener` for `open` that does not follow a link of this name.
+
+    Raises:
+        OSError: the path is a link, or cannot be opened.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, _IS_LINK, path) from None
+        raise
+
+
+def is_there(path: Path | str) -> bool:
+    """Whether a file or folder exists; False if the name is impossible or forbidden."""
+    try:
+        os.stat(path)  # noqa: PTH116 - millions of times: a Path would take longer than the call
+    except (OSError, ValueError):  # such as a name of more than 255 letters, or with a NUL
+        return False
+    return True
+
+
+def check_picture_name(out: Path, suffixes: Sequence[str] = (".png",)) -> None:
+    """Refuse a path for a picture or video (`--out`) that has another suffix or holds other data.
+
+    Raises:
+        RunError: the name ends otherwise, or is that of a folder, a device or another kind of file.
+    """
+    wanted = " or ".join(f"name{suffix}" for suffix in suffixes)
+    suffix = out.suffix.lower()
+    if suffix not in suffixes:
+        raise RunError(f"--out {str(out)[:200]}: expected a file name such as {wanted}.")
+    try:
+        mode = out.stat().st_mode
+        is_alike = stat.S_ISREG(mode) and _starts_like(out, suffix)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"--out {str(out)[:200]} cannot be written: {why}. Choose another folder."
+        ) from error
+    if not is_alike:
+        raise RunError(
+            f"--out {out} is there already, and is no {suffix} file. It was not overwritten; "
+            "choose another name."
+        )
+
+
+def _starts_like(path: Path, suffix: str) -> bool:
+    start, expected = _PICTURE_STARTS[suffix]
+    with open_regular(path) as file:
+        data = file.read(start + len(expected))
+    return not data or data[start:] == expected
