@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from longtake.heartbeat import Heartbeat
-from longtake.monitor.diagnosis import StallDiagnosis
+from longtake.monitor.stall_record import StallDiagnosis
 from longtake.node_dir import NodeDump, ProcessDump
 
 Calls = Sequence[tuple[str, str, int]]

@@ -13,19 +13,11 @@ from tests.monitor.build import make_diagnosis, make_dump, make_process, make_th
 
 import longtake
 from longtake.fsio import parse_record
-from longtake.monitor.diagnosis import (
-    MissingIn,
-    StallDiagnosis,
-    StallSnapshot,
-    Suspect,
-    Wait,
-    WaitingRanks,
-    classify_wait,
-    describe,
-    diagnose,
-    ranges,
-)
+from longtake.monitor.diagnosis import diagnose
 from longtake.monitor.flight_recorder import read_folders
+from longtake.monitor.stall_record import MissingIn, StallDiagnosis, Suspect, WaitingRanks
+from longtake.monitor.stall_sentence import describe, ranges
+from longtake.monitor.stall_snapshot import StallSnapshot, Wait, classify_wait
 from longtake.node_dir import DumpRequest, NodeDump, ProcessDump
 from longtake.node_events import NodeEvent
 from longtake.stacks import is_library_file, short_file, user_frame

@@ -17,7 +17,6 @@ from tests.monitor.build import make_diagnosis
 from longtake.config import WatchSection
 from longtake.fsio import read_json_lines
 from longtake.heartbeat import Heartbeat, read_heartbeats
-from longtake.monitor.diagnosis import Suspect
 from longtake.monitor.observe import PhaseTimeouts
 from longtake.monitor.reporting import (
     AlertQueue,
@@ -29,6 +28,7 @@ from longtake.monitor.reporting import (
     kill_process,
     run_hook,
 )
+from longtake.monitor.stall_record import Suspect
 from longtake.node_dir import DumpRequest, NodeDirectory
 from longtake.process import TERMINAL_VARIABLE
 from longtake.run_dir import RunDirectory

@@ -21,7 +21,6 @@ from longtake.config.values import (
 _MAX_NUMBERS = 2**16  # of a clip or a frame
 _Frames = Annotated[int, Field(gt=0, le=MAX_SIDE)]
 _Aspect = Annotated[float, Field(ge=0.05, le=20)]
-
 STEM = "{stem}"
 """What stands for a clip's file name, without its ending, in `path` of `data.conditioning`."""
 

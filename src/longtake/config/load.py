@@ -162,7 +162,6 @@ _MAX_PROBLEMS = 20
 _SHIFT = 'a number above 0 and up to 1000, "release", "flux" or "opensora"'
 # What pydantic appends to a key whose value may be of several types.
 _ALTERNATIVE = re.compile(r"(constrained-\w+|literal\[.*\])$")
-
 _EXPECTED = {
     "dict_type": "be a table of keys and values",
     "model_type": "be a table of keys and values",

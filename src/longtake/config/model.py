@@ -19,7 +19,6 @@ def _with_counts_that_end(config: dict[str, Any]) -> dict[str, Any]:
 
 
 _MOST_OF_A_MODEL = 4096
-
 Quantization = Literal["fp8", "int8", "nf4"]
 """Numbers of fewer bits that a frozen linear layer's weight can be kept in."""
 

@@ -13,8 +13,6 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union
 import pydantic
 
 _T = TypeVar("_T")
-
-
 with_other_fields: Final[Callable[[type[_T]], type[_T]]] = pydantic.with_config(
     pydantic.ConfigDict(extra="allow")
 )

@@ -11,8 +11,6 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 MAX_FILE_BYTES: Final = 256 * 2**20
-
-
 _FILE_TYPES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -22,8 +20,6 @@ _FILE_TYPES = {
     stat.S_IFLNK: "a symbolic link",
 }
 _READING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-
-
 _only_below: ContextVar[Path | None] = ContextVar("only_below", default=None)
 
 

@@ -19,19 +19,11 @@ from longtake.fsio.opening import MAX_FILE_BYTES, is_missing, open_regular, read
 
 MAX_LINE_BYTES: Final = 64 * 2**10
 MAX_LINE_DEPTH: Final = 8
-
-
 MAX_FILE_DEPTH: Final = 32
-
-
 _BLOCK_BYTES = 2**18
 _TAIL_BYTES, _MAX_TAIL_BYTES = 2**14, 2**26
 _MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
-
-
 _num_skipped: dict[Path, int] = {}
-
-
 _T = TypeVar("_T")
 Kind = type[_T] | pydantic.TypeAdapter[_T]
 

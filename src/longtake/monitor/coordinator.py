@@ -33,7 +33,8 @@ from longtake.heartbeat import (
     read_heartbeats,
 )
 from longtake.monitor import dumps, flight_recorder, observe, reporting
-from longtake.monitor.diagnosis import StallDiagnosis, diagnose
+from longtake.monitor.diagnosis import diagnose
+from longtake.monitor.stall_record import StallDiagnosis
 from longtake.run_dir import RunDirectory
 from longtake.stacks import facts
 

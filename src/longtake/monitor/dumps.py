@@ -326,6 +326,23 @@ class ProcessTrace:
         return any(_has_progressed(*one, *other) for one, other in pairwise(beats))
 
     @property
+    def is_stopped(self) -> bool:
+        """A signal or a debugger has stopped it, or it has ended and was not reaped."""
+        return self.last["state"] in ("T", "t", "Z")
+
+    @property
+    def is_in_device_wait(self) -> bool:
+        """It was in state D in each of several rounds: a disk or a driver does not answer."""
+        return len(self.rounds) > 1 and {each["state"] for each in self.rounds} == {"D"}
+
+    @property
+    def is_held_up(self) -> bool:
+        """A decode worker that says that it is idle cannot run, or was given a clip."""
+        given = {(each["heartbeat"] or {}).get("given", "") for each in self.rounds}
+        has_not_begun = len(given) == 1 and given != {""} and not self.has_moved
+        return has_not_begun or self.is_stopped or self.is_in_device_wait
+
+    @property
     def cpu_share(self) -> float:
         seconds = self.seconds[-1] - self.seconds[0]
         used = self.last["cpu_seconds"] - self.rounds[0]["cpu_seconds"]

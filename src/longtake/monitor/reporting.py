@@ -27,8 +27,8 @@ from longtake import errors, fsio, process
 from longtake.config import WatchSection
 from longtake.formatting import printable_lines
 from longtake.heartbeat import STORE_WAIT, Heartbeat, heartbeat_dir, read_heartbeats
-from longtake.monitor.diagnosis import StallDiagnosis, Suspect
 from longtake.monitor.observe import PhaseTimeouts, WatchSettings
+from longtake.monitor.stall_record import StallDiagnosis, Suspect
 from longtake.node_dir import DumpRequest, NodeDirectory, NodeEventKind
 from longtake.run_dir import RunDirectory
 from longtake.trust import is_own

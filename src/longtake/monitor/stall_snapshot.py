@@ -1,0 +1,313 @@
+"""The processes of a stall: what each waits for, by its calls and its heartbeat."""
+
+import linecache
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import longtake
+from longtake import node_dir, stacks
+from longtake.heartbeat import Phase
+from longtake.monitor.dumps import ProcessTrace, traces
+from longtake.monitor.stall_record import Suspect, WaitingRanks
+
+Wait = Literal["collective", "data", "device", "checkpoint", "lock", "nothing"]
+"""`lock`: another thread or process of the same node; `nothing`: it computes or hangs by itself."""
+
+_WAIT_WORDS: dict[Wait, str] = {
+    "collective": "a collective",
+    "data": "data",
+    "device": "the device",
+    "checkpoint": "a checkpoint",
+    "lock": "a lock",
+    "nothing": "nothing",
+}
+_ON_DEVICE = ("forward", "backward", "collective", "optimizer")
+_PHASE_ORDER: dict[str, int] = {phase: place for place, phase in enumerate(get_args(Phase))}
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessState:
+    """A rank or decode worker: the thread that matters, and what it waits for."""
+
+    trace: ProcessTrace
+    thread: str  # empty: the main one
+    calls: stacks.Stack  # of that thread, in the last round
+    native: stacks.Stack  # the C calls below them, where they were read
+    wait: Wait
+    has_gil: bool  # that thread holds it
+
+    @classmethod
+    def of(cls, trace: ProcessTrace) -> "ProcessState":
+        """Find the thread that tells what a process waits for.
+
+        A rank that waits for its checkpoint is where the thread is that writes it; one that
+        computes gradients on a device, where autograd's is; one that decodes in threads, there.
+        """
+        phase = str((trace.heartbeat or {}).get("phase", ""))
+        threads = trace.threads
+        if not threads:
+            return cls(trace, "", (), (), classify_wait((), phase), has_gil=False)
+        main = cls._of_thread(trace, threads[0], "", phase)
+        if trace.role == "rank":
+            for each in threads[1:]:
+                if each["frames"] and main._is_represented_by(each):
+                    return cls._of_thread(trace, each, str(each["name"]), phase)
+        return main
+
+    @classmethod
+    def _of_thread(
+        cls, trace: ProcessTrace, thread: Mapping[str, Any], name: str, phase: str
+    ) -> "ProcessState":
+        calls, native = stacks.python_stack(thread), stacks.native_stack(thread)
+        wait = classify_wait(calls, phase, native)
+        return cls(trace, name, calls, native, wait, thread["has_gil"])
+
+    def _is_represented_by(self, thread: Mapping[str, Any]) -> bool:
+        name = str(thread["name"])
+        if self.wait == "checkpoint":
+            return name.startswith("checkpoint")
+        if self.wait == "data":  # "decode_0": of a pool without processes
+            return (
+                name.startswith("decode_")
+                and stacks.user_frame(stacks.python_stack(thread)) is not None
+            )
+        in_autograd = bool(self.calls) and self.calls[0][0] == "_engine_run_backward"
+        return in_autograd and name.startswith("pt_autograd")
+
+    @property
+    def rank(self) -> int:
+        return -1 if self.trace.rank is None else self.trace.rank
+
+    @property
+    def phase(self) -> str:
+        return str((self.trace.heartbeat or {}).get("phase", ""))
+
+    @property
+    def seconds(self) -> float:
+        return self.trace.seconds_in_phase
+
+    @cached_property
+    def has_moved(self) -> bool:
+        """Whether the thread's stack or the heartbeat changed between rounds."""
+        if self.trace.has_moved:
+            return True
+        seen = self.trace.stacks_of(self.thread) if self.thread else []
+        return any(stack != seen[0] for stack in seen[1:])
+
+    @property
+    def position(self) -> tuple[int, int]:
+        steps_done = int((self.trace.heartbeat or {}).get("steps_done", 0))
+        return steps_done, _PHASE_ORDER.get(self.phase, 0)
+
+    @property
+    def place(self) -> stacks.Call | None:
+        return stacks.user_frame(self.calls) or (self.calls[0] if self.calls else None)
+
+    def suspect(self) -> Suspect:
+        trace, heartbeat = self.trace, self.trace.heartbeat or {}
+        function, file, line = self.place or ("", "", 0)
+        within = ""
+        if self.calls and self.calls[0] != self.place:
+            name, inner_file, inner_line = self.calls[0]
+            within = f"{name} ({stacks.short_file(inner_file)}:{inner_line})"
+        native = None
+        if self.native:
+            name, library, _ = self.native[0]
+            native = f"{name} ({library.rpartition('/')[2]})" if library else name
+        return replace(
+            _by_heartbeat(trace.host, trace.pid, trace.role, trace.rank, heartbeat),
+            thread=self.thread,
+            function=function,
+            file=file,
+            line=line,
+            within=within,
+            state=trace.last["state"],
+            cpu_share=round(max(0.0, trace.cpu_share), 3),
+            native=native,
+            has_gil=self.has_gil,
+            moved=self.has_moved,
+            waits_in=self.wait,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StallSnapshot:
+    """All processes of a stall."""
+
+    ranks: Sequence[ProcessState]  # living ones
+    # By rank: busy decode workers, and idle ones that would have to work and do not.
+    decoding: Mapping[int, Sequence[ProcessTrace]]
+    lost: Sequence[Suspect]  # ranks whose process died
+    rounds: int  # of dumps
+    world_size: int  # 0: unknown
+
+    @classmethod
+    def of(cls, dumps: Sequence[node_dir.NodeDump], stalled: frozenset[int]) -> "StallSnapshot":
+        """Arrange dumps; `stalled`: ranks in an unfinished collective by the flight recorder."""
+        last = {each["host"]: [r["seconds"] for r in each["rounds"]][-1:] for each in dumps}
+        ranks: list[ProcessState] = []
+        decoding: dict[int, list[ProcessTrace]] = defaultdict(list)
+        idle: list[ProcessTrace] = []
+        lost = [
+            _by_heartbeat(dump["host"], int(each["pid"]), each["role"], int(each["rank"]), each)
+            for dump in dumps
+            for each in dump["missing"]
+        ]
+        for trace in traces(dumps):
+            is_last = trace.seconds[-1] >= last[trace.host][0]
+            is_there = is_last and trace.last["state"] not in ("", "X")
+            is_idle = (trace.heartbeat or {"phase": "idle"})["phase"] in ("idle", "ended")
+            if trace.role == "rank" and is_there:
+                ranks.append(ProcessState.of(trace))
+            elif trace.role == "rank":
+                lost.append(replace(ProcessState.of(trace).suspect(), state=""))
+            elif trace.role == "decode" and is_there and is_idle:
+                idle.append(trace)
+            elif trace.role == "decode" and is_there:
+                decoding[-1 if trace.rank is None else trace.rank].append(trace)
+        starved = {each.rank for each in ranks if each.wait == "data"}
+        for trace in idle:
+            if trace.rank in starved and trace.is_held_up:
+                decoding[trace.rank].append(trace)
+        # Each once: a process may have died while the rounds were read.
+        once = {(each.host, each.pid): each for each in lost if each.role == "rank"}
+        sizes = [int((each.trace.heartbeat or {}).get("world_size", 0)) for each in ranks]
+        return cls(
+            ranks=_with_device_waits(ranks, stalled),
+            decoding=decoding,
+            lost=sorted(once.values(), key=lambda each: -each.seconds),
+            rounds=max((len(each["rounds"]) for each in dumps), default=0),
+            world_size=max(sizes, default=0),
+        )
+
+    @property
+    def absent(self) -> list[int]:
+        seen = {each.rank for each in self.ranks} | {each.rank for each in self.lost}
+        return [rank for rank in range(self.world_size) if rank not in seen]
+
+    def waiting(self, suspects: Iterable[Suspect]) -> tuple[WaitingRanks, ...]:
+        """Ranks that only wait, by what for; the largest group first."""
+        blamed = {(each.host, each.pid) for each in suspects}
+        groups: dict[str, list[ProcessState]] = defaultdict(list)
+        for each in self.ranks:
+            if each.wait != "nothing" and (each.trace.host, each.trace.pid) not in blamed:
+                groups[_WAIT_WORDS[each.wait]].append(each)
+        found = []
+        for doing, group in groups.items():
+            ranks, hosts = sorted(each.rank for each in group), {each.trace.host for each in group}
+            found.append(WaitingRanks(doing, tuple(ranks), len(hosts)))
+        return tuple(sorted(found, key=lambda each: -len(each.ranks)))
+
+
+def _with_device_waits(
+    ranks: Sequence[ProcessState], stalled: frozenset[int]
+) -> list[ProcessState]:
+    """Mark ranks that wait for their GPU, which their Python calls do not show.
+
+    Those that do not move and, by the flight recorder, have an unfinished collective; or those at
+    the same line as most ranks.
+    """
+    candidates = {
+        each
+        for each in ranks
+        if each.wait == "nothing" and each.phase in _ON_DEVICE and not each.has_moved
+    }
+    places = Counter((each.position, each.place) for each in candidates)
+    place, count = next(iter(places.most_common(1)), (None, 0))
+    most = place if 2 * count > max(2, len(ranks)) else None
+    return [
+        replace(each, wait="device")
+        if each in candidates and (each.rank in stalled or (each.position, each.place) == most)
+        else each
+        for each in ranks
+    ]
+
+
+def _by_heartbeat(
+    host: str, pid: int, role: str, rank: int | None, heartbeat: Mapping[str, Any]
+) -> Suspect:
+    """What a process's heartbeat says, which may be all that is left of it."""
+    is_decoding = role == "decode"
+    return Suspect(
+        *(host, pid, "decode" if is_decoding else "rank", rank),
+        doing=str(heartbeat.get("phase", "")),
+        step=int(heartbeat.get("step", 0)),
+        seconds=float(heartbeat.get("seconds", 0.0)),
+        clip=str(heartbeat.get("detail", "")) if is_decoding else "",
+        clip_path=str(heartbeat.get("path_of_clip") or heartbeat.get("given", "")),
+    )
+
+
+# Calls tell more than a phase: a rank in the phase `collective` may sleep in a hook, and one in
+# `forward` may gather weights.
+_COLLECTIVE = re.compile(
+    r"/torch/distributed/(?:distributed_c10d|_functional_collectives|rendezvous|c10d_logger|"
+    r"utils|nn/functional|device_mesh|fsdp/|tensor/|_composable/|algorithms/|_tools/|"
+    r"checkpoint/utils|checkpoint/_nested_dict)"
+)
+_OWN_COLLECTIVE = "/longtake/parallel/collectives.py"
+_SAVER = "/longtake/checkpoint/store.py"
+_THREADS = re.compile(
+    r"/(?:threading|queue|subprocess|selectors|concurrent/futures/\w+|multiprocessing/\w+)\.py$"
+)
+_WAITS = {
+    *("wait", "_wait_for_tstate_lock", "acquire", "__enter__", "join", "get", "put", "select"),
+    *("result", "exception", "poll", "_poll", "recv", "recv_bytes", "_recv", "_recv_bytes"),
+    *("_try_wait", "_wait", "communicate", "_communicate"),
+}
+_DEVICE = re.compile(r"/torch/(?:cuda|accelerator)/\w+\.py$")
+_READS_DEVICE = re.compile(r"\.(?:tolist|item|cpu|to)\(")
+_PACKAGE = Path(longtake.__file__).parent
+_DRIVER = re.compile(r"^(?:cuda|cu|hip)\w*Synchronize|^cu(?:da)?Memcpy|^cuEventQuery")
+_BY_PHASE: dict[str, Wait] = {
+    "collective": "collective",
+    "rendezvous": "collective",
+    "data": "data",
+    "checkpoint": "checkpoint",
+    "save": "checkpoint",
+}
+
+
+def classify_wait(calls: stacks.Stack, phase: str, native: stacks.Stack = ()) -> Wait:
+    """What a thread waits for."""
+    if not calls:
+        return _BY_PHASE.get(phase, "nothing")
+    below, own = (
+        tuple(takewhile(lambda call: stacks.is_library_file(call[1]), calls)),
+        stacks.user_frame(calls),
+    )
+    own_file = "" if own is None else own[1]
+    if own_file.endswith(_OWN_COLLECTIVE) or any(_COLLECTIVE.search(file) for _, file, _ in below):
+        return "collective"
+    if any(_DRIVER.search(name) for name, _, _ in native):
+        return "device"
+    if any("synchronize" in name and _DEVICE.search(file) for name, file, _ in below):
+        return "device"
+    if not native and _reads_device(calls[0]):
+        return "device"
+    # py-spy says `Condition.wait` where Python knows qualified names, and `wait` elsewhere.
+    names = (name.rpartition(".")[2] for name, file, _ in below if _THREADS.search(file))
+    if not any(name in _WAITS for name in names):
+        return "nothing"
+    if own_file.endswith(_SAVER):
+        return "checkpoint"
+    return "data" if phase in ("data", "cache") else "lock"
+
+
+def _reads_device(call: stacks.Call) -> bool:
+    """Whether a line of training takes values from the device, which shows no call of torch's.
+
+    The line is read in this process's own package: another process's file may be anything.
+    """
+    _, file, line = call
+    _, ours, name = file.rpartition("/longtake/training/")
+    if not ours or "/" in name:
+        return False
+    code = linecache.getline(str(_PACKAGE / "training" / name), line)
+    return _READS_DEVICE.search(code) is not None
