@@ -6,13 +6,9 @@ import pytest
 
 from longtake.faults.expect import Evidence
 from longtake.faults.faulty_processes import CLOCK_FILE, Hang
-from longtake.faults.nodes import (
-    expect_clock_event,
-    expect_diagnosis,
-    expect_disk_error,
-    expect_restart,
-    expect_slow_rank,
-)
+from longtake.faults.hangs import expect_diagnosis, expect_restart
+from longtake.faults.health import expect_clock_event, expect_slow_rank
+from longtake.faults.nodes import expect_disk_error
 from longtake.faults.sandbox import ObservedEvent, TrainingSite
 from longtake.fsio import write_json
 from longtake.node_dir import this_node

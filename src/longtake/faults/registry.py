@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Drill = Callable[["Sandbox"], "Evidence"]
 _ALL = "all"
-_MODULES = ("data", "stores", "numerics", "ranks", "nodes", "evaluation")
+_MODULES = ("data", "stores", "numerics", "ranks", "hangs", "health", "nodes", "evaluation")
 _NAME_WIDTH = 18
 _NUMBERS = (
     "found\nin s",

@@ -1,0 +1,208 @@
+"""Faults of a node that works badly: slow ranks and wrong clocks."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from longtake import fsio, node_dir
+from longtake.faults.expect import Evidence
+from longtake.faults.faulty_processes import CLOCK_FILE
+from longtake.faults.faulty_processes import PROGRAM as FAULTY_PROCESSES
+from longtake.faults.hangs import expect_rank_named, launch_with_hang
+from longtake.faults.registry import fault
+from longtake.faults.sandbox import (
+    Injection,
+    InjectionKind,
+    ObservedEvent,
+    Sandbox,
+    TrainingSite,
+)
+from longtake.health.clock import STEP_SECONDS
+from longtake.process import program, start
+
+_SLOW_CHANGES = ("data.workers=0", "training.steps=600")
+_SLOW_SETTINGS = {"health_seconds": 4.0}
+_SLOW_RANK = 1
+_SLOW_FROM_STEP = 16
+_SLOW_WITHIN_SECONDS = 45.0
+_LARGEST_SHARE_ERROR = 0.05
+_CLOCK_STEP_SECONDS = -2.5
+_LARGEST_STEP_ERROR_SECONDS = 1e-3
+_CLOCK_PPM = 500.0
+_LARGEST_PPM_ERROR = 100.0  # of the machine's own clock, and of measuring it
+
+
+@fault(
+    "slow-rank-by-10",
+    family="slow-rank",
+    does="Lets one rank of two take 10 % longer for its own part of each step.",
+    must="It is named, with how much slower it is, though all ranks' steps take the same time.",
+)
+def slow_rank_by_10(sandbox: Sandbox) -> Evidence:
+    return _slow_rank(sandbox, "slow-rank-by-10", "slow-rank-1-by-10", 0.1)
+
+
+@fault(
+    "slow-rank-by-30",
+    family="slow-rank",
+    does="Lets one rank of two take 30 % longer for its own part of each step.",
+    must="It is named, with how much slower it is, though all ranks' steps take the same time.",
+)
+def slow_rank_by_30(sandbox: Sandbox) -> Evidence:
+    return _slow_rank(sandbox, "slow-rank-by-30", "slow-rank-1-by-30", 0.3)
+
+
+def _slow_rank(sandbox: Sandbox, name: str, kind: InjectionKind, share: float) -> Evidence:
+    """Train until a rank is reported as slow."""
+    site, evidence = sandbox.fresh(name), Evidence()
+    inject = Injection(kind, _SLOW_FROM_STEP)
+    with site.launch(*_SLOW_CHANGES, ranks=2, inject=inject, watch=_SLOW_SETTINGS) as process:
+        process.wait_for_rows(_SLOW_FROM_STEP)
+        began = process.polled_at
+        found = process.wait_for_node_event("degraded", lambda event: "rank" in event)
+    expect_slow_rank(evidence, found, began, share)
+    evidence.message = f"It said: {found.event['message'] if found else ''}"
+    return evidence
+
+
+def expect_slow_rank(
+    evidence: Evidence, found: ObservedEvent | None, began: float, share: float
+) -> None:
+    """Expect that the slow rank is named in time, with how much slower it is."""
+    none = "no event says that a rank is slow"
+    evidence.expect_event(found, began, none, within=_SLOW_WITHIN_SECONDS)
+    if found:
+        rank, slower = found.event["rank"], found.event.get("percent", math.nan) / 100
+        wrong = f"rank {rank} is said to be slow, and rank {_SLOW_RANK} is"
+        evidence.expect(rank == _SLOW_RANK, wrong)
+        evidence.expect(
+            abs(slower - share) <= _LARGEST_SHARE_ERROR,
+            f"it is said to take {slower:.1%} longer, and takes {share:.0%} longer",
+        )
+
+
+@fault(
+    "clock-step-back",
+    does=f"Sets the clock that a run's watcher reads by {_CLOCK_STEP_SECONDS:g} s.",
+    must="The step is reported with its size, to a millisecond; no stall is reported.",
+)
+def clock_step_back(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("clock-step-back"), Evidence()
+    wrong = ("--step", str(_CLOCK_STEP_SECONDS), "--after", "1.5")
+    found = _train_by_wrong_clock(site, "clock_stepped", *wrong, slow_from=38)
+    expect_clock_event(evidence, site, found, "clock_stepped", within=3.0)
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    if found:
+        seconds = found.event["seconds"]
+        evidence.expect(
+            abs(seconds - _CLOCK_STEP_SECONDS) <= _LARGEST_STEP_ERROR_SECONDS,
+            f"it was said to be set by {seconds:+.6f} s, and was by {_CLOCK_STEP_SECONDS:+.6f} s",
+        )
+    return evidence
+
+
+@fault(
+    "clock-slew",
+    does=f"Lets the clock that a run's watcher reads run {_CLOCK_PPM:g} ppm too fast.",
+    must="The slew is reported with its rate; no step and no stall is reported.",
+)
+def clock_slew(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("clock-slew"), Evidence()
+    found = _train_by_wrong_clock(site, "clock_slewed", "--ppm", str(_CLOCK_PPM), slow_from=4)
+    expect_clock_event(evidence, site, found, "clock_slewed", within=20.0)
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    if found:
+        ppm = found.event["ppm"]
+        evidence.expect(
+            abs(ppm - _CLOCK_PPM) <= _LARGEST_PPM_ERROR,
+            f"it was said to be {ppm:+.0f} ppm fast, and was {_CLOCK_PPM:+.0f}",
+        )
+    return evidence
+
+
+@fault(
+    "clock-step-during-collective",
+    does=(
+        f"Sets the clock that a run's watcher reads by {_CLOCK_STEP_SECONDS:g} s while rank 0 of "
+        "two waits in a collective that rank 1 never joins; then kills rank 1."
+    ),
+    must="The sentences of the stall and of the failed collective name the step of the clock.",
+)
+def clock_step_during_collective(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("clock-step-during-collective"), Evidence()
+    kind: InjectionKind = "hang-rank-1-in-collective"
+    with launch_with_hang(site, kind, "watch.enabled=false", restarts=1) as process:
+        hang = process.wait_for_hang()
+        wrong = ("--step", str(_CLOCK_STEP_SECONDS), "--after", "1.0")
+        with _watcher_with_wrong_clock(site, *wrong):
+            sentence = expect_rank_named(evidence, process, site, hang)
+            os.kill(hang.pid, signal.SIGKILL)
+            process.wait_for_event("resumed")
+        process.finish()
+    step = f"the clock was set back by {-_CLOCK_STEP_SECONDS:.3f} s"
+    evidence.expect(step in sentence, f"the sentence does not say that {step}: {sentence}")
+    evidence.expect_output(process.output, "Rank 1 of 2", step)
+    evidence.expect_near(site, sandbox.undisturbed)
+    evidence.message = (
+        f"{sentence} Rank 1 was killed, and the message of the collective that failed in rank 0 "
+        f"says the same of the clock; {evidence.steps_lost} steps were trained twice."
+    )
+    return evidence
+
+
+def _train_by_wrong_clock(
+    site: TrainingSite, kind: node_dir.NodeEventKind, *arguments: str, slow_from: int
+) -> ObservedEvent | None:
+    """Train a run whose only watcher has a wrong clock; returns what that reported."""
+    inject = Injection("slow-steps", slow_from)
+    with site.launch("watch.enabled=false", inject=inject) as process:
+        process.wait_for_rows(1)
+        with _watcher_with_wrong_clock(site, *arguments):
+            found = process.wait_for_node_event(kind, _is_clock_event)
+            process.finish()
+    return found
+
+
+@contextmanager
+def _watcher_with_wrong_clock(site: TrainingSite, *arguments: str) -> Iterator[None]:
+    command = program(FAULTY_PROCESSES, "watcher", *arguments, str(site.run.path))
+    with (site.folder / "watcher.log").open("wb") as log:
+        watcher = start(command, log, site.folder)
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.wait()
+
+
+def expect_clock_event(
+    evidence: Evidence,
+    site: TrainingSite,
+    found: ObservedEvent | None,
+    kind: node_dir.NodeEventKind,
+    within: float,
+) -> None:
+    """Expect one event of the clock in time, and no stall, dead rank or other clock event."""
+    began = fsio.read_json(site.folder / CLOCK_FILE).get("at")
+    evidence.expect(began is not None, "the clock has never gone wrong")
+    none = f"no event {kind} tells of the clock"
+    since = time.monotonic() if began is None else began
+    evidence.expect_event(found, since, none, within)
+    events = filter(_is_clock_event, fsio.read_json_lines(node_dir.this_node(site.run).events_path))
+    kinds = [event["event"] for event in events]
+    others = {"stalled", "clock_stepped", "clock_slewed", "rank_failed"} - {kind}
+    wrong = sorted(others.intersection(kinds))
+    evidence.expect(not wrong, f"events of what did not happen: {', '.join(wrong)}")
+    evidence.expect(kinds.count(kind) <= 1, f"it was reported {kinds.count(kind)} times")
+    evidence.message = (
+        f"It said: {found.event['message'] if found else ''} No stall was reported, and every step "
+        "is bitwise the undisturbed run's."
+    )
+
+
+def _is_clock_event(event: dict[str, Any]) -> bool:
+    return event["event"] != "clock_stepped" or abs(float(event["seconds"])) >= STEP_SECONDS
