@@ -4,8 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from longtake.checkpoint.files import commit, describe_files, list_files, needed_steps
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.fsio import append_json, write_json
@@ -81,46 +79,3 @@ Train = Callable[[Path], Trainer]
 def write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
-
-
-class Place:
-    """A folder of runs, as it is reached by one way or another.
-
-    Args:
-        folder: where the runs are trained.
-        way: `rsync`, `file` or `memory`.
-    """
-
-    def __init__(self, folder: Path, way: str) -> None:
-        self.folder, self._way = folder, way
-        self.text = {"rsync": str(folder), "file": f"file://{folder}", "memory": "memory://runs"}[
-            way
-        ]
-
-    def publish(self) -> None:
-        if self._way == "memory":
-            store = fsspec.filesystem("memory")
-            if store.exists("/runs"):
-                store.rm("/runs", recursive=True)
-            for path in self._paths():
-                store.pipe_file(f"/runs/{path.relative_to(self.folder)}", path.read_bytes())
-
-    def read(self, name: str) -> bytes:
-        if self._way == "memory":
-            return bytes(fsspec.filesystem("memory").cat_file(f"/runs/{name}"))
-        return (self.folder / name).read_bytes()
-
-    def delete(self, name: str) -> None:
-        if self._way == "memory":
-            fsspec.filesystem("memory").rm_file(f"/runs/{name}")
-        else:
-            (self.folder / name).unlink()
-
-    def names(self) -> list[str]:
-        if self._way == "memory":
-            found = fsspec.filesystem("memory").find("/runs")
-            return sorted(name.removeprefix("/runs/") for name in found)
-        return sorted(str(path.relative_to(self.folder)) for path in self._paths())
-
-    def _paths(self) -> list[Path]:
-        return [path for path in self.folder.rglob("*") if path.is_file()]

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import fsspec
 import pytest
 from rich.console import Console
 from tests.cluster.hosts import Cluster
 from tests.evaluation import probe
-from tests.evaluation.build import MakeRun, Place, Train, Trainer, write_checkpoint
+from tests.evaluation.build import MakeRun, Train, Trainer, write_checkpoint
 from tests.evaluation.probe import Probe
 
 from longtake.evaluation.options import ServerOptions, ServerReport
@@ -111,18 +110,15 @@ def probing(tmp_path: Path) -> Callable[..., Any]:
     return probing
 
 
-@pytest.fixture(params=["rsync", "file", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """A folder of one run, `one [a]`, with two checkpoints; reached in each way."""
-    if request.param == "rsync" and not shutil.which("rsync"):
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder of one run, `one [a]`, with two checkpoints."""
+    if not shutil.which("rsync"):
         pytest.skip("rsync is not installed")
-    place = Place(tmp_path / "runs", request.param)
-    trainer = Trainer(place.folder / "one [a]")
+    trainer = Trainer(tmp_path / "runs" / "one [a]")
     trainer.save(1)
     trainer.save(2)
-    place.publish()
-    yield place
-    fsspec.filesystem("memory").store.clear()
+    return tmp_path / "runs"
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.evaluation.build import MakeRun, Place, Train
+from tests.evaluation.build import MakeRun, Train
 from tests.evaluation.probe import Probe
 
 from longtake.checkpoint.files import STALE_SECONDS, needed_steps
@@ -38,8 +38,8 @@ def mirror(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def source(place: Place, mirror: Path) -> Iterator[Mirror]:
-    with closing(open_mirror(place.text, mirror, "vm-1")) as source:
+def source(place: Path, mirror: Path) -> Iterator[Mirror]:
+    with closing(open_mirror(str(place), mirror, "vm-1")) as source:
         yield source
 
 
@@ -64,22 +64,21 @@ def test_what_is_small_is_mirrored_and_what_nobody_samples_from_is_not(
     assert is_mirror(run.mirror.path)
 
 
-def test_a_run_itself_can_be_the_source(place: Place, mirror: Path) -> None:
-    with closing(open_mirror(f"{place.text}/one [a]", mirror, "vm-1")) as source:
+def test_a_run_itself_can_be_the_source(place: Path, mirror: Path) -> None:
+    with closing(open_mirror(f"{place}/one [a]", mirror, "vm-1")) as source:
         (run,) = source.look()
         source.pull(run, [2])
         write_result(run.mirror, 2)
         source.push(run)
     assert RunDirectory(mirror).checkpoint_steps() == [2]
-    assert "one [a]/evaluations/demo/step_00000002/scores.json" in place.names()
+    assert "one [a]/evaluations/demo/step_00000002/scores.json" in files(place)
 
 
-def test_a_run_that_appears_later_is_found(place: Place, source: Mirror, train: Train) -> None:
+def test_a_run_that_appears_later_is_found(place: Path, source: Mirror, train: Train) -> None:
     """The next look has it, and rows that were added since."""
     source.look()
-    train(place.folder / "one [a]").log(1)
-    train(place.folder / "two").save(5)
-    place.publish()
+    train(place / "one [a]").log(1)
+    train(place / "two").save(5)
     one, two = source.look()
     assert (two.name, two.index.checkpoint_steps()) == ("two", [5])
     assert one.mirror.metrics_path.read_text().count("\n") == 2
@@ -97,27 +96,24 @@ def test_checkpoints_come_whole_without_the_optimizer_and_once(
 
 
 def test_half_a_checkpoint_is_not_shown_until_it_is_whole(
-    place: Place, source: Mirror, train: Train
+    place: Path, source: Mirror, train: Train
 ) -> None:
-    file = place.folder / "one [a]" / "checkpoints" / "step_00000002" / "model" / "__0_0.distcp"
+    file = place / "one [a]" / "checkpoints" / "step_00000002" / "model" / "__0_0.distcp"
     file.write_bytes(b"w" * 10)
-    place.publish()
     (run,) = source.look()
     assert [each.step for each in source.pull(run, [1, 2])] == [1]
     assert run.mirror.checkpoint_steps() == [1]
     file.write_bytes(b"w" * 1000)
-    place.publish()
     (run,) = source.look()
     assert [each.step for each in source.pull(run, [1, 2])] == [2]
 
 
 def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
-    place: Place, source: Mirror, run: RemoteRun, train: Train
+    place: Path, source: Mirror, run: RemoteRun, train: Train
 ) -> None:
     """A run went back and came by again; but not while somebody reads what is here."""
     source.pull(run, [1, 2])
-    train(place.folder / "one [a]").save(2, b"n" * 1000)
-    place.publish()
+    train(place / "one [a]").save(2, b"n" * 1000)
     (run,) = source.look()
     need(run.mirror, 2)
     weights = run.mirror.checkpoint_path(2) / "model" / "__0_0.distcp"
@@ -130,13 +126,12 @@ def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
 
 
 def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
-    place: Place, source: Mirror, train: Train
+    place: Path, source: Mirror, train: Train
 ) -> None:
     ahead = time.time() + 10 * STALE_SECONDS
     for step in (1, 2):
-        checkpoint = train(place.folder / "one [a]").run.checkpoint_path(step)
+        checkpoint = train(place / "one [a]").run.checkpoint_path(step)
         os.utime(checkpoint / "COMMITTED", (ahead, ahead))
-    place.publish()
     (run,) = source.look()
     source.pull(run, [1, 2])
     need(run.mirror, 1)
@@ -145,14 +140,13 @@ def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing(
-    place: Place, source: Mirror, run: RemoteRun
+    place: Path, source: Mirror, run: RemoteRun
 ) -> None:
     remains = run.mirror.checkpoints_path / ".pulling" / "step_00000001" / "model" / "x"
     remains.parent.mkdir(parents=True)
     remains.touch()
-    gone = place.folder / "one [a]" / "checkpoints" / "step_00000001"
+    gone = place / "one [a]" / "checkpoints" / "step_00000001"
     gone.rename(gone.with_name(".step_00000001.deleted"))
-    place.publish()
     assert [each.step for each in source.pull(run, [1, 2])] == [2]
     (run,) = source.look()
     assert run.index.checkpoint_steps() == [2]
@@ -171,32 +165,30 @@ class Watching(Rsync):
         super().fetch(folder, into, rules, exactly=exactly)
 
 
-@pytest.mark.parametrize("place", ["rsync"], indirect=True)
 def test_checkpoints_are_needed_at_the_source_while_they_are_pulled(
-    place: Place, mirror: Path
+    place: Path, mirror: Path
 ) -> None:
-    transport = Watching(place.folder)
+    transport = Watching(place)
     with closing(
-        Mirror(transport, MirrorFolder(mirror, parse_address(place.text)), "vm-1")
+        Mirror(transport, MirrorFolder(mirror, parse_address(str(place))), "vm-1")
     ) as source:
         source.pull(source.look()[0], [2, 1])
     both = {1, 2}
     assert transport.needed == {"": set(), "step_00000002": both, "step_00000001": both}
-    assert needed_steps(RunDirectory(place.folder / "one [a]")) == set()
+    assert needed_steps(RunDirectory(place / "one [a]")) == set()
 
 
 def test_a_pull_writes_the_heartbeat_of_its_own_server_only(
-    place: Place, source: Mirror, run: RemoteRun
+    place: Path, source: Mirror, run: RemoteRun
 ) -> None:
-    there = RunDirectory(place.folder / "one [a]")
+    there = RunDirectory(place / "one [a]")
     for server in ("vm-1", "vm-2"):
         need(there, 1, server=server)
-    place.publish()
     here = ServerDirectory(run.mirror, "vm-1")
     here.write_heartbeat({"server": "vm-1", "time": "2026-01-01", "needs": [7], "beat": 3})
     source.pull(run, [2])
     own, other = (
-        json.loads(place.read(f"one [a]/{_heartbeat(name)}")) for name in ("vm-1", "vm-2")
+        json.loads((place / "one [a]" / _heartbeat(name)).read_bytes()) for name in ("vm-1", "vm-2")
     )
     assert (own["beat"], own["needs"]) == (3, [])
     assert other["needs"] == [1]
@@ -220,7 +212,7 @@ def test_a_heartbeat_is_sent_again_as_long_as_a_pull_lasts(tmp_path: Path) -> No
     transport.close()
 
 
-def test_results_arrive_whole_at_the_source(place: Place, source: Mirror, run: RemoteRun) -> None:
+def test_results_arrive_whole_at_the_source(place: Path, source: Mirror, run: RemoteRun) -> None:
     write_result(run.mirror, 1)
     half = run.mirror.evaluation_path("demo", 2)
     write_json_in(half / "00_s0.mp4")
@@ -230,32 +222,33 @@ def test_results_arrive_whole_at_the_source(place: Place, source: Mirror, run: R
     write_json_in(half.parents[1] / "servers" / "vm-1" / "events.jsonl")
     need(run.mirror, 1)
     source.push(run)
-    assert [name for name in place.names() if "evaluations" in name] == [
+    assert [name for name in files(place) if "evaluations" in name] == [
         "one [a]/evaluations/demo/step_00000001/00_s0.mp4",
         "one [a]/evaluations/demo/step_00000001/scores.json",
         "one [a]/evaluations/servers/vm-1/events.jsonl",
         f"one [a]/{_heartbeat('vm-1')}",
     ]
-    assert json.loads(place.read(f"one [a]/{_heartbeat('vm-1')}"))["needs"] == []  # there
+    assert (
+        json.loads((place / f"one [a]/{_heartbeat('vm-1')}").read_bytes())["needs"] == []
+    )  # there
 
 
-def test_what_was_pushed_is_not_pushed_again(place: Place, source: Mirror, run: RemoteRun) -> None:
+def test_what_was_pushed_is_not_pushed_again(place: Path, source: Mirror, run: RemoteRun) -> None:
     first, second = (f"one [a]/evaluations/demo/step_0000000{step}/scores.json" for step in (1, 2))
     write_result(run.mirror, 1)
     source.push(run)
-    place.delete(first)
+    (place / first).unlink()
     source.push(run)
-    assert first not in place.names()
+    assert first not in files(place)
     write_result(run.mirror, 2)
     source.push(run)
-    assert second in place.names()
+    assert second in files(place)
 
 
-def test_results_of_others_are_known_here(place: Place, source: Mirror, run: RemoteRun) -> None:
-    there = RunDirectory(place.folder / "one [a]")
+def test_results_of_others_are_known_here(place: Path, source: Mirror, run: RemoteRun) -> None:
+    there = RunDirectory(place / "one [a]")
     for step in (1, 2):
         write_result(there, step, by="another")
-    place.publish()
     write_json_in(run.mirror.path / "evaluations" / "claims" / "demo" / "step_00000002-ab" / "0")
     write_result(run.mirror, 2, by="us")
     source.look()
@@ -264,8 +257,8 @@ def test_results_of_others_are_known_here(place: Place, source: Mirror, run: Rem
     assert "us" in (run.mirror.evaluation_path("demo", 2) / "scores.json").read_text()
 
 
-def test_one_server_mirrors_at_a_time(place: Place, source: Mirror, mirror: Path) -> None:
-    with closing(open_mirror(place.text, mirror, "vm-2")) as other:
+def test_one_server_mirrors_at_a_time(place: Path, source: Mirror, mirror: Path) -> None:
+    with closing(open_mirror(str(place), mirror, "vm-2")) as other:
         assert len(source.look()) == 1
         assert other.look() == []
         source.close()
@@ -283,31 +276,30 @@ def test_what_is_evaluated_is_forgotten_but_for_the_newest(source: Mirror, run: 
     assert run.mirror.checkpoint_steps() == [2]
 
 
-def test_a_run_of_ones_own_is_no_mirror(place: Place, tmp_path: Path) -> None:
-    for folder, text in ((tmp_path / "runs", place.text), (tmp_path / "own", place.text)):
+def test_a_run_of_ones_own_is_no_mirror(place: Path, tmp_path: Path) -> None:
+    for folder, text in ((tmp_path / "runs", str(place)), (tmp_path / "own", str(place))):
         write_json_in(folder / "x" / "recipe.toml")
         with pytest.raises(RunError, match=r"itself|no mirror"):
             open_mirror(text, folder, "vm-1")
 
 
 def test_a_mirror_belongs_to_the_first_source_from_which_something_came(
-    place: Place, tmp_path: Path
+    place: Path, tmp_path: Path
 ) -> None:
-    open_mirror(f"{place.text}typo", tmp_path / "mirror", "vm-1").close()
-    with closing(open_mirror(place.text, tmp_path / "mirror", "vm-1")) as source:
+    open_mirror(f"{place}typo", tmp_path / "mirror", "vm-1").close()
+    with closing(open_mirror(str(place), tmp_path / "mirror", "vm-1")) as source:
         assert source.look()
     with pytest.raises(RunError, match="choose another folder"):
-        open_mirror(f"{place.text}2", tmp_path / "mirror", "vm-1")
+        open_mirror(f"{place}2", tmp_path / "mirror", "vm-1")
 
 
 def test_a_source_that_is_not_there_is_told_in_a_sentence_and_tried_again(
-    tmp_path: Path, place: Place, train: Train
+    tmp_path: Path, place: Path, train: Train
 ) -> None:
-    with closing(open_mirror(f"{place.text}/later", tmp_path / "mirror", "vm-1")) as source:
+    with closing(open_mirror(f"{place}/later", tmp_path / "mirror", "vm-1")) as source:
         with pytest.raises(RunError, match=r"there is no .*later"):
             source.look()
-        train(place.folder / "later" / "one")
-        place.publish()
+        train(place / "later" / "one")
         assert [run.name for run in source.look()] == ["one"]
 
 

@@ -1,25 +1,20 @@
-"""Addresses, rules and errors of rsync and fsspec."""
+"""Addresses, rules and errors of rsync."""
 
-import os
 import shutil
-import subprocess
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFile
+from tests.evaluation.build import write
 
 from longtake.errors import RunError
 from longtake.evaluation import mirror
-from longtake.evaluation.mirror import RemoteRun, open_mirror
+from longtake.evaluation.mirror import open_mirror
 from longtake.evaluation.transports import (
-    FsspecTransport,
     GoneError,
+    Rsync,
     Rules,
     is_success,
-    names_in,
     parse_address,
     rsync_error,
 )
@@ -34,7 +29,6 @@ from longtake.run_dir import RunDirectory
         ("cluster:runs", "cluster", "runs"),
         ("me@[fe80::1]:/runs", "me@[fe80::1]", "/runs"),
         ("/mnt/runs/a:b", "", "/mnt/runs/a:b"),
-        ("s3://bucket/runs/", "", "s3://bucket/runs"),
     ],
 )
 def test_an_address_is_a_host_and_a_path(text: str, host: str, path: str) -> None:
@@ -43,23 +37,24 @@ def test_an_address_is_a_host_and_a_path(text: str, host: str, path: str) -> Non
 
 
 @pytest.mark.parametrize("text", ["", ":/runs", "cluster:", "cluster::runs", "-oProxyCommand=x:/a"])
-def test_what_names_no_place_is_refused(text: str) -> None:
+def test_an_address_without_host_and_path_is_refused(text: str) -> None:
     with pytest.raises(RunError, match=r"Expected user@host:/path"):
         parse_address(text)
 
 
-def test_what_cannot_be_reached_from_here_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("text", ["s3://bucket/runs", "file:///runs", "memory://runs"])
+def test_a_url_is_refused_with_rsync_and_a_mount_as_remedies(text: str) -> None:
+    with pytest.raises(RunError, match=rf"{text}: URLs are not read.* by rsync.* Mount the store"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize("source", ["cluster:/runs", "/runs"])
+def test_a_source_is_refused_where_rsync_is_not_installed(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    into = tmp_path / "mirror"
-    with pytest.raises(RunError, match=r"nosuch.*cannot be read"):
-        open_mirror("nosuch://runs", into / "0", "vm-1")
-    with pytest.raises(RunError, match=r"adlfs"):
-        open_mirror("abfs://bucket/runs", into / "1", "vm-1")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(RunError, match=r"needs rsync, which is not installed here"):
-        open_mirror("cluster:/runs", into / "2", "vm-1")
-    open_mirror("/runs", into / "3", "vm-1").close()  # by fsspec
+    with pytest.raises(RunError, match=r"needs rsync, which is not installed here\. Install it"):
+        open_mirror(source, tmp_path / "mirror", "vm-1")
 
 
 _FILES = [
@@ -102,42 +97,54 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def all_rules(tree: Path) -> dict[str, Rules]:
-    run = RunDirectory(tree / "[b]")
-    remote = RemoteRun("[b]", run, run)
-    return {
-        "signs": mirror.marker_rules(),
-        "records of one": mirror.record_rules([("", RunDirectory(tree))]),
-        "records of runs": mirror.record_rules([(remote.name, remote.mirror)]),
+_REMOTE = "[b]"
+_COPIED = {
+    "markers": {
+        "recipe.toml",
+        "checkpoints/step_00000001/COMMITTED",
+        "[b]/recipe.toml",
+        "[b]/checkpoints/step_00000001/COMMITTED",
+        "[b]/evaluations/low4s/step_00000001/scores.json",
+        "[b]/evaluations/low4s/step_00000002/scores.json",
+        "b/recipe.toml",
+    },
+    "records": {  # step 2 is claimed here; step 1 is another server's result
+        "[b]/evaluations/low4s/step_00000001/00_s0.mp4",
+        "[b]/evaluations/low4s/superseded/step_00000002-ab/scores.json",
+        "[b]/deep/ledger/x.json",
+    },
+    "checkpoint": set(_FILES) - {"optimizer/x"},
+    "heartbeat": {"servers/vm-1/heartbeat.json"},
+    "results": {
+        name
+        for name in _FILES
+        if not name.startswith((".hidden", ".source", "claims", "low4s", "checkpoints"))
+        and "/.step" not in name
+        and not name.startswith("servers/vm-")
+    }
+    | {"servers/vm-1/events.jsonl"},
+    "scores": {"low4s/step_00000001/scores.json"},
+}
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+def test_rules_copy_these_files(tree: Path, tmp_path: Path) -> None:
+    rules: dict[str, Rules] = {
+        "markers": mirror.marker_rules(),
+        "records": mirror.record_rules([(_REMOTE, RunDirectory(tree / _REMOTE))]),
         "checkpoint": mirror.CHECKPOINT_RULES,
         "heartbeat": mirror.heartbeat_rules("vm-1"),
         "results": mirror.result_rules(tree),
         "scores": mirror.SCORE_RULES,
     }
+    transport = Rsync(parse_address(str(tree)))
+    for name, of_name in rules.items():
+        transport.fetch("", tmp_path / name, of_name)
+        assert _files(tmp_path / name) == _COPIED[name], name
 
 
-@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
-def test_rsync_takes_the_rules_as_we_do(tree: Path, tmp_path: Path) -> None:
-    for name, rules in all_rules(tree).items():
-        into = tmp_path / name
-        command = ["rsync", "-r", "--exclude-from=-", f"{tree}/", f"{into}/"]
-        subprocess.run(command, input="\n".join(rules), text=True, check=True)
-        copied = [
-            os.path.relpath(Path(folder) / file, into)
-            for folder, _, files in os.walk(into)
-            for file in files
-        ]
-        assert sorted(copied) == sorted(names_in(tree, rules)), name
-
-
-def test_of_a_run_neither_leases_nor_what_this_mirror_makes_is_pulled(tree: Path) -> None:
-    """Step 2 is claimed here; step 1 is somebody else's result."""
-    found = set(names_in(tree, all_rules(tree)["records of runs"]))
-    assert found == {
-        "[b]/evaluations/low4s/step_00000001/00_s0.mp4",
-        "[b]/evaluations/low4s/superseded/step_00000002-ab/scores.json",
-        "[b]/deep/ledger/x.json",
-    }
+def _files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 _CUT_OFF = """
@@ -195,52 +202,24 @@ def test_a_link_that_leads_nowhere_stops_nothing() -> None:
     assert not is_success(23, "")
 
 
-@pytest.fixture
-def store() -> Any:
-    store = fsspec.filesystem("memory")
-    yield store
-    store.store.clear()
-    store.pseudo_dirs[:] = [""]
-
-
-def _put(store: Any, key: str) -> None:
-    store.store[key] = MemoryFile(store, key, b"content")
-
-
-@pytest.mark.parametrize("last", ["..", ".", "a\0b"])
-def test_a_key_that_is_no_file_name_is_refused(store: Any, tmp_path: Path, last: str) -> None:
-    _put(store, "/runs/good.json")
-    listed = store.ls
-
-    def ls(path: str, **options: Any) -> Any:
-        return [*listed(path, **options), {"name": f"/runs/{last}", "type": "file", "size": 7}]
-
-    carrier = FsspecTransport(parse_address("memory://runs"))
-    carrier._store.ls = ls
-    try:
-        with pytest.raises(RunError, match="no name of a file that can be mirrored"):
-            carrier.fetch("", tmp_path / "mirror", ())
-    finally:
-        carrier._store.ls = listed
-    assert list(tmp_path.rglob("*")) == [tmp_path / "mirror"]
-
-
-def test_only_records_are_mirrored(store: Any, tmp_path: Path) -> None:
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+def test_only_records_are_mirrored(tmp_path: Path) -> None:
     """Neither Python, nor libraries, nor anything else that a host could run."""
     names = {"recipe.toml", "run.json", "events.jsonl", "prompts.txt", "pictures/a.png"}
     names |= {"components/vae/config.json", "components/vae/model.safetensors"}
     others = {"evil.py", "package/__init__.py", "native.so", "evil.pth", "a.sh", "weights.bin"}
     for name in names | others:
-        _put(store, f"/runs/one/{name}")
-    with closing(open_mirror("memory://runs", tmp_path / "mirror", "vm")) as source:
+        write(tmp_path / "runs" / "one" / name, b"content")
+    with closing(open_mirror(str(tmp_path / "runs"), tmp_path / "mirror", "vm")) as source:
         source.look()
-    found = (path for path in (tmp_path / "mirror" / "one").rglob("*") if path.is_file())
-    assert {str(path.relative_to(tmp_path / "mirror" / "one")) for path in found} == names
+    assert _files(tmp_path / "mirror" / "one") == names
 
 
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
 def test_links_here_are_not_sent(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("x")
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "a.json").write_text("{}")
+    write(tmp_path / "secret", b"x")
+    write(tmp_path / "results" / "a.json", b"{}")
     (tmp_path / "results" / "b.json").symlink_to(tmp_path / "secret")
-    assert list(names_in(tmp_path / "results", ())) == ["a.json"]
+    (tmp_path / "runs").mkdir()
+    Rsync(parse_address(str(tmp_path / "runs"))).send(tmp_path / "results", "", ())
+    assert _files(tmp_path / "runs") == {"a.json"}

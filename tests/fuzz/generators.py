@@ -63,6 +63,7 @@ _SHOW = [
     Case(["show", "run", "--around", "3"]),
     Case(["show", "run", "--around", "2", "--span", "1", "--json"]),
 ]
+_REPORT = Case(["report", "run", "--out", "r.html"])
 _CURVES = [
     Case(["show", "run", "--out", "o.png"]),
     Case(["show", "run", "--around", "3", "--out", "o.png"]),
@@ -123,7 +124,7 @@ def node_files(chance: random.Random, place: Path) -> Case:
 def run_json(chance: random.Random, place: Path) -> Case:
     """Who launched the run."""
     damage_json(chance, place / "run" / "run.json")
-    return chance.choice([*_SHOW, _AUDIT, _SAMPLE, _compare(chance)])
+    return chance.choice([*_SHOW, _AUDIT, _SAMPLE, _REPORT])
 
 
 def scores(chance: random.Random, place: Path) -> Case:
@@ -134,7 +135,7 @@ def scores(chance: random.Random, place: Path) -> Case:
         str(path.relative_to(evaluations)) for path in (evaluations / "claims").rglob("*.json")
     ]
     damage_json(chance, evaluations / chance.choice([*names, *claims]))
-    return chance.choice([*_SHOW, *_CURVES, _compare(chance), _compare(chance), _EVALUATE])
+    return chance.choice([*_SHOW, *_CURVES, _REPORT, _REPORT, _EVALUATE])
 
 
 def checkpoint_bytes(chance: random.Random, place: Path) -> Case:
@@ -240,8 +241,7 @@ def arguments(chance: random.Random, place: Path) -> Case:
         ["sample", run, "--prompt", chance.choice([value, "x"]), "--out", "o.mp4", *device,
          chance.choice(["--step", "--steps", "--guidance", "--shift", "--frames", "--height",
                         "--width", "--fps", "--seed", "--solver", "--profile", "--batch"]), value],
-        ["compare", run, "--preset", chance.choice([value, "tiny"]), "--out", "c.png",
-         chance.choice(["--prompts", "--steps", "--columns"]), value],
+        ["report", run, "--out", "r.html", "--media-mib", value],
         ["data", "show", value],
         ["data", "show", "catalog.parquet", "recipe.toml", "--set", value],
         ["data", "audit", value],
@@ -261,7 +261,7 @@ def arguments(chance: random.Random, place: Path) -> Case:
 def disks(chance: random.Random, place: Path) -> Case:
     """Full disks, folders without permission, and things that are no files in place of files."""
     kind = chance.choice(["full", "kind", "kind", "permission"])
-    commands = [*_SHOW, *_CURVES, _AUDIT, _SAMPLE, _EVALUATE, _TRAIN, _compare(chance)]
+    commands = [*_SHOW, *_CURVES, _AUDIT, _SAMPLE, _EVALUATE, _TRAIN, _REPORT]
     if kind == "kind":
         names = sorted(
             str(path.relative_to(place))
@@ -324,11 +324,6 @@ SHARES: list[tuple[Generator, int]] = [
     (resume, 385),
 ]
 """How many of 6,415 cases each set has."""
-
-
-def _compare(chance: random.Random) -> Case:
-    out = chance.choice(["c.png", "c.mp4"])
-    return Case(["compare", "run", "--preset", "tiny", "--out", out])
 
 
 def take_permission(place: Path) -> None:

@@ -55,7 +55,7 @@ _TRAIN_NEW = (*_TRAIN, "--set", "out=new")
 _CPU = ("--device", "cpu")
 _SAMPLE = ("sample", "run", "--prompt", "a red circle", "--out", "o.mp4", *_CPU)
 _EVALUATE = ("evaluate", "run", *_CPU)
-_COMPARE = ("compare", "run", "--preset", "tiny", "--out", "c.png")
+_REPORT_RUN = ("report", "run", "--out", "r.html")
 _INDEX = ("data", "index", "more", "--out", "new.parquet")
 _SHOW_DATA = ("data", "show", "catalog.parquet", "recipe.toml")
 _SELECT = (*_SHOW_DATA, "--set", 'data.stages=[{name="a",where=["score >= q40"]}]')
@@ -108,7 +108,7 @@ _T1 = [
             (_REPORT, "clips.py:22,84 tables.py:221", (*_AROUND, "--json")),
             (_LAUNCH, "course.py:143 ledger.py:218 audit.py:125", _AUDIT),
             (_LAUNCH, "skipped.py:30 order.py:62 clips.py:57", _AROUND),
-            (_SCORES, "choose.py:40 draw.py:118", _COMPARE),
+            (_SCORES, "choose.py:40 draw.py:118", _REPORT_RUN),
             (_SCORES, "evaluated scores", _SHOW),
             (_CLAIM, "evaluated.py:44", _SHOW),
             (_HEARTBEAT, "heartbeat", _SHOW),
@@ -122,7 +122,7 @@ _T1 = [
     _case("T1 ledger.py:276,278,283", set_values(_LAUNCH, world_size="x", streams=5), _AUDIT),
     _case("T1 course.py:287", set_values(_LAUNCH, history=[5], start_step=-1), _AUDIT),
     _case("T1 audit.py:227", set_values(_LAUNCH, catalogs={"a": "../x"}), _AUDIT),
-    _case("T1 page.py:114", set_values(_SCORES, measures={"a": "x"}, alarms=[5]), _COMPARE),
+    _case("T1 page.py:114", set_values(_SCORES, measures={"a": "x"}, alarms=[5]), _REPORT_RUN),
     _case("T1 claims without ended", set_values(_CLAIM, ended=None, server=5), _SHOW),
     _case("T1 studio.py:88,90 []", recommit("trainer.json", b"[]"), _SAMPLE),
     _case("T1 studio.py:88,90 {}", recommit("trainer.json", b"{}"), _SAMPLE),
@@ -170,12 +170,12 @@ _T3 = [
         (_REPORT, _AROUND),
         (f"{STEP}/trainer.json", _TRAIN),
         (f"{STEP}/COMMITTED", _SAMPLE),
-        (_SCORES, _COMPARE),
+        (_SCORES, _REPORT_RUN),
         (_LAUNCH, _AUDIT),
         ("run/ledger/launch_0000/rank_0000.bin", _AUDIT),
         ("run/catalogs/*.parquet", _AUDIT),
         (_HEARTBEAT, _SHOW),
-        ("run/evaluations/tiny/step_00000004/00_s0.mp4", _COMPARE),
+        ("run/evaluations/tiny/step_00000004/00_s0.mp4", _REPORT_RUN),
         ("recipe.toml", _SHOW_DATA),
         ("catalog.parquet", _SHOW_DATA),
         (_JOURNAL, ("data", "index", "catalog.parquet", "--out", "new.parquet")),
@@ -311,7 +311,7 @@ _T7 = [
             ("run_dir.py:210", "run", _SHOW),
             ("run_dir.py:210 recipe", "run/recipe.toml", _SHOW),
             ("evaluation_dir.py:130", "run/evaluations", _SHOW),
-            ("evaluation_dir.py:226", "run/evaluations/tiny", _COMPARE),
+            ("evaluation_dir.py:226", "run/evaluations/tiny", _REPORT_RUN),
             ("node_dir.py:198", "run/nodes", _SHOW),
             ("node_dir.py:198 node", "run/nodes/node7", _SHOW),
             ("clips.py:80", "run/ledger", _AROUND),

@@ -16,7 +16,7 @@ from longtake import __version__, errors, process, progress
 from longtake.cli import say
 from longtake.cli.board import board, report
 from longtake.cli.data import data_app
-from longtake.cli.evaluate import compare, evaluate
+from longtake.cli.evaluate import evaluate
 from longtake.cli.init import init
 from longtake.cli.launch import launch, preflight
 from longtake.cli.plan import plan
@@ -355,7 +355,7 @@ def drill(
 # In the order in which --help lists them: that in which a user comes to need them.
 _BEFORE, _AFTER = (
     (demo, init, plan, preflight, train, launch),
-    (evaluate, compare, sample, export, show),
+    (evaluate, sample, export, show),
 )
 for _verb in (*_BEFORE, *_AFTER, board, report, health, watch, stacks, bundle, drill):
     app.command()(_verb)

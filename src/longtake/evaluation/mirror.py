@@ -211,7 +211,7 @@ def _copy(marker: Path, place: Path) -> None:
 class Mirror:
     """Runs elsewhere, and their mirrors here."""
 
-    def __init__(self, transport: transports.Transport, folder: MirrorFolder, server: str) -> None:
+    def __init__(self, transport: transports.Rsync, folder: MirrorFolder, server: str) -> None:
         self._transport, self._folder, self._server = transport, folder, server
         self._pushed: dict[RunDirectory, dict[Path, tuple[int, int]]] = {}
         self._stack = ExitStack()
@@ -290,16 +290,12 @@ class Mirror:
 def open_mirror(text: str, into: Path, server: str) -> Mirror:
     """A mirror of a source; nothing is asked of the source yet."""
     address = transports.parse_address(text)
-    folder = MirrorFolder(into, address)
-    # rsync is faster and keeps less in memory; without it a folder here is a store like others.
-    if address.is_url or not (address.host or shutil.which("rsync")):
-        return Mirror(transports.FsspecTransport(address), folder, server)
-    return Mirror(transports.Rsync(address), folder, server)
+    return Mirror(transports.Rsync(address), MirrorFolder(into, address), server)
 
 
 @contextmanager
 def needed_at_source(
-    transport: transports.Transport,
+    transport: transports.Rsync,
     run: RemoteRun,
     steps: Collection[int],
     server: str,
@@ -321,7 +317,7 @@ def needed_at_source(
 
 
 def send_heartbeat(
-    transport: transports.Transport, run: RemoteRun, server: str, needs: Collection[int]
+    transport: transports.Rsync, run: RemoteRun, server: str, needs: Collection[int]
 ) -> None:
     """Send this server's heartbeat, with the steps that it needs at the source.
 

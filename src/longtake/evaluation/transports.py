@@ -1,8 +1,4 @@
-"""Carries files between a source and its mirror: by rsync, or by fsspec; torch-free.
-
-Which files are meant is said by ordered rules, of which the first that matches decides: a small
-part of rsync's filter rules, so that rsync is given them as they are.
-"""
+"""Copies files between a source and its mirror by rsync, over ssh or on one machine; torch-free."""
 
 import os
 import re
@@ -11,18 +7,15 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
 
 from longtake.errors import RunError
 
 _EXPECTED = (
-    "Expected user@host:/path or host:/path (rsync over ssh), /path (a disk that is shared), or "
-    "protocol://path (by fsspec, such as s3://bucket/runs): a run, or a folder of runs."
+    "Expected user@host:/path or host:/path (over ssh), or /path (a disk that is shared): a run, "
+    "or a folder of runs."
 )
 
 
@@ -35,19 +28,29 @@ class Address:
     path: str
 
     @property
-    def is_url(self) -> bool:
-        return "://" in self.path
-
-    @property
     def for_rsync(self) -> str:
         return f"{self.host}:{self.path}" if self.host else self.path
 
 
 def parse_address(text: str) -> Address:
-    """Parse what was given after --source; a relative path is one of this folder."""
+    """Parse the value of --source; a relative path is one of the current folder.
+
+    Raises:
+        RunError: it names no host and path, or is a URL.
+    """
     if "://" in text:
-        return Address(text, "", text.rstrip("/"))
-    host, colon, path = _split(text)
+        raise RunError(
+            f"--source {text}: URLs are not read; runs are copied by rsync. {_EXPECTED} Mount the "
+            "store (such as with rclone mount) and name the folder, or copy the runs here by "
+            "another program and name that folder as RUN, without --source."
+        )
+    # An IPv6 address has brackets; without a colon it is a path.
+    before, bracket, after = text.partition("]:")
+    host, colon, path = text.partition(":")
+    if bracket and "/" not in before:
+        host, colon, path = f"{before}]", ":", after
+    elif "/" in host:
+        host, colon, path = "", "", text
     if colon and (not host or host.startswith("-") or not path or path.startswith(":")):
         raise RunError(f"--source {text}: this names no host and path. {_EXPECTED}")
     if not text.strip():
@@ -57,36 +60,22 @@ def parse_address(text: str) -> Address:
     return Address(text, "", str(Path(text).expanduser().absolute()))
 
 
-def _split(text: str) -> tuple[str, str, str]:
-    """Host, colon and path; without a colon it is a path. An IPv6 address has brackets."""
-    before, bracket, after = text.partition("]:")
-    if bracket and "/" not in before:
-        return f"{before}]", ":", after
-    host, colon, path = text.partition(":")
-    return (host, colon, path) if "/" not in host else ("", "", text)
-
-
 Rules = tuple[str, ...]
-r"""Which files of a tree are meant: `+ PATTERN` and `- PATTERN`; the first that matches decides.
+"""Filter rules of rsync, `+ PATTERN` and `- PATTERN`: the first that matches a path decides.
 
 A pattern that begins with / is anchored at the top of the tree, another matches a name at any
-depth; one that ends with / matches folders only; * stands for any part of a name; `\` takes the
-next character's meaning. A folder that is left out is left out with all that is in it. What no rule
-matches is meant.
+depth; one that ends with / matches folders only. A folder that is left out is left out with all
+that is in it. A path that no rule matches is copied.
 """
 
 
 def literal(name: str) -> str:
+    """A name as the pattern that matches it alone."""
     return re.sub(r"([*?\[])", r"\\\1", name)
 
 
-def chosen(rules: Rules, name: str, *, is_folder: bool) -> bool:
-    first = next((rule for rule in rules if _matches(rule[2:], name, is_folder)), "+ ")
-    return first.startswith("+")
-
-
 def only(patterns: Iterable[str]) -> Rules:
-    """Rules by which nothing but some paths is meant; with the folders on the way to them."""
+    """Rules that copy nothing but some paths, with the folders on the way to them."""
     wanted: dict[str, None] = {}
     for pattern in patterns:
         parts = pattern.strip("/").split("/")
@@ -95,47 +84,8 @@ def only(patterns: Iterable[str]) -> Rules:
     return (*(f"+ {each}" for each in wanted), "- *")
 
 
-def _matches(pattern: str, name: str, is_folder: bool) -> bool:
-    if pattern.endswith("/") and not is_folder:
-        return False
-    compared = name if pattern.startswith("/") else name.rpartition("/")[2]
-    parts, wild = re.findall(r"\\.|.", pattern.strip("/"), re.DOTALL), {"*": "[^/]*", "?": "[^/]"}
-    expression = "".join(wild.get(part, re.escape(part[-1])) for part in parts)
-    return re.fullmatch(expression, compared, re.DOTALL) is not None
-
-
 class GoneError(RunError):
-    """What was to be carried is not there, or was deleted meanwhile."""
-
-
-class Transport(Protocol):
-    """Carries trees of files; a file at its final name is always whole, or a beginning of it.
-
-    Folders at the source are named below the address, "" for the address itself. What is there
-    already, with the same size and time, is not carried again; a partial file is completed. All
-    raise `GoneError` if there is nothing to carry, and `RunError`, one sentence, for any other
-    failure; both may be tried again.
-    """
-
-    def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
-        """Bring the files of a folder at the source that the rules mean into one here.
-
-        `exactly`: delete what the rules mean and the source does not have. Else what is newer here
-        stays.
-        """
-
-    def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
-        """Bring the files of a folder here that the rules mean to one at the source.
-
-        `exactly`: write all of them anew, with the time of writing, and delete what the rules mean
-        and is not here. Else what is newer there stays.
-        """
-
-    def interrupt(self) -> None:
-        """End what another thread fetches; nothing is fetched any more."""
-
-    def close(self) -> None:
-        """Close connections."""
+    """The files to copy do not exist, or were deleted meanwhile."""
 
 
 _CONNECT_SECONDS = 10
@@ -150,7 +100,6 @@ _OPTIONS = (
     f"--timeout={_SILENCE_SECONDS}",
     "--exclude-from=-",
 )
-_IF_NEWER = ("--update", "--times", "--prune-empty-dirs")
 
 _PARTIAL, _VANISHED = 23, 24  # exit codes of rsync
 _NO_CONNECTION = (5, 10, 12, 30, 35, 255)  # 255 is ssh's
@@ -178,9 +127,12 @@ _KNOWN_CAUSES = (
 
 
 class Rsync:
-    """Carries by rsync, over ssh or on this machine.
+    """Copies trees of files by rsync; a file at its final name is always whole.
 
-    One ssh connection is shared by all transfers, and kept between them.
+    Folders at the source are named below the address, "" for the address itself. Files that exist
+    with the same size and time are not copied again, and a partial file is completed. `GoneError`
+    is raised if there is nothing to copy, and `RunError`, one sentence, for any other failure; both
+    may be tried again. One ssh connection is shared by all transfers, and kept between them.
     """
 
     def __init__(self, address: Address) -> None:
@@ -193,23 +145,38 @@ class Rsync:
         self._is_interrupted = False
 
     def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
+        """Copy the files of a folder at the source that match the rules into a folder here.
+
+        `exactly`: delete those that the source does not have. Else files that are newer here stay.
+        """
         into.mkdir(parents=True, exist_ok=True)
         how = ["-L", "--times", "--prune-empty-dirs"]  # the targets of the source's links
         how += ["--delete" if exactly else "--update"]
         self._carry(how, self._there(folder), f"{into}/", rules, fetches=True)
 
     def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
+        """Copy the files of a folder here that match the rules to a folder at the source.
+
+        `exactly`: write all of them anew, with the time of writing, and delete those that are not
+        here. Else files that are newer there stay.
+        """
         how = ["--no-links"]  # one could bring any file of this host there
-        how += ["--delete", "--ignore-times"] if exactly else _IF_NEWER
+        how += (
+            ["--delete", "--ignore-times"]
+            if exactly
+            else ["--update", "--times", "--prune-empty-dirs"]
+        )
         self._carry(how, f"{folder}/", self._there(to), rules)
 
     def interrupt(self) -> None:
+        """End what another thread fetches; nothing is fetched any more."""
         with self._lock:
             self._is_interrupted = True
             for process in self._running:
                 process.terminate()
 
     def close(self) -> None:
+        """Close the ssh connection."""
         if self._sockets is None:
             return
         if any(Path(self._sockets).glob("*")):
@@ -267,9 +234,9 @@ class Rsync:
 
 
 def is_success(status: int, stderr: str) -> bool:
-    """Whether rsync has brought all that there is.
+    """True if rsync has copied all files that exist.
 
-    A file that is deleted while it is listed is not missed, nor the target of a link to nothing.
+    A file that is deleted while it is listed may be missing, and the target of a link to nothing.
     """
     causes = _causes(stderr)
     only_links = bool(causes) and all(_DANGLING in line for line in causes)
@@ -301,181 +268,8 @@ def _causes(stderr: str) -> list[str]:
 def _find_program(program: str, address: Address) -> str:
     found = shutil.which(program)
     if found is None:
-        raise RunError(f"--source {address.text} needs {program}, which is not installed here.")
+        raise RunError(
+            f"--source {address.text} needs {program}, which is not installed here. Install it, "
+            "such as with apt-get install rsync openssh-client."
+        )
     return found
-
-
-_CHUNK = 8 * 2**20
-_SMALL = 2**20  # below it, a file whose time is not known is read again
-_INSTANT = 1e-3
-_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
-_APPENDED = ".jsonl"
-_DIRECTORY = "directory"
-
-
-@dataclass(frozen=True)
-class _There:
-    """A file of the store."""
-
-    name: str  # below the folder
-    path: str
-    bytes: int
-    time: float | None  # None: unknown
-
-
-class FsspecTransport:
-    """Carries by fsspec: from any store that it knows, and from a folder here without rsync.
-
-    A store that needs a package of its own (s3fs, gcsfs, adlfs, ...) says which. A file that is
-    here already is known by its size and, if the store has it, its modification time.
-    """
-
-    def __init__(self, address: Address) -> None:
-        import fsspec
-
-        self._address = address
-        try:
-            self._store, self._top = fsspec.core.url_to_fs(address.path, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            raise RunError(f"--source {address.text} cannot be read: {error}.") from error
-        self._renames = type(self._store).mv is not fsspec.AbstractFileSystem.mv
-        self._is_interrupted = threading.Event()
-
-    def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
-        into.mkdir(parents=True, exist_ok=True)
-        with self._explained():
-            found = list(self._files(self._join(folder), rules))
-            for there in found:
-                if not _is_here(there, into / there.name, exactly=exactly):
-                    self._bring(there, into / there.name)
-        if exactly:
-            names = {there.name for there in found}
-            for name in [each for each in names_in(into, rules) if each not in names]:
-                (into / name).unlink(missing_ok=True)
-
-    def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
-        top = self._join(to)
-        names = list(names_in(folder, rules))
-        with self._explained():
-            self._store.makedirs(top, exist_ok=True)
-            there = {each.name: each for each in self._files(top, rules)}
-            for name in names:
-                if exactly or not _is_there(there.get(name), folder / name):
-                    self._put(folder / name, f"{top}/{name}")
-            for name in there.keys() - set(names) if exactly else ():
-                self._store.rm_file(there[name].path)
-
-    def interrupt(self) -> None:
-        self._is_interrupted.set()
-
-    def close(self) -> None:
-        pass
-
-    def _files(self, top: str, rules: Rules, below: str = "") -> Iterator[_There]:
-        """Files that the rules mean; folders that they do not mean are not listed."""
-        for about in self._store.ls(f"{top}/{below}".rstrip("/"), detail=True):
-            last = about["name"].rstrip("/").rpartition("/")[2]
-            if last in ("", ".", "..") or "\0" in last:
-                raise RunError(
-                    f"{self._address.text}: {about['name']!r} is no name of a file that can be "
-                    "mirrored. Rename or remove it there."
-                )
-            name = f"{below}{last}"
-            is_folder = about["type"] == _DIRECTORY
-            if not chosen(rules, name, is_folder=is_folder):
-                continue
-            if is_folder:
-                yield from self._files(top, rules, f"{name}/")
-            else:
-                yield _There(name, about["name"], about["size"] or 0, _time(about))
-
-    def _bring(self, there: _There, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{there.bytes}-{there.time or 0:.3f}.partial")
-        if path.suffix == _APPENDED and path.exists() and path.stat().st_size < there.bytes:
-            aside = path  # such files only grow: what is here is their beginning
-        self._copy(there, aside)
-        if there.time is not None:
-            os.utime(aside, (there.time, there.time))
-        aside.replace(path)
-
-    def _copy(self, there: _There, path: Path) -> None:
-        """Append what is missing."""
-        with self._store.open(there.path, "rb") as source, path.open("ab") as target:
-            source.seek(target.tell())
-            while target.tell() < there.bytes:
-                if self._is_interrupted.is_set():
-                    raise RunError(f"{self._address.text}: copying was interrupted.")
-                piece = source.read(min(_CHUNK, there.bytes - target.tell()))
-                if not piece:
-                    raise FileNotFoundError(there.path)  # replaced by a shorter one
-                target.write(piece)
-
-    def _put(self, path: Path, to: str) -> None:
-        """Send a file as a whole: where the store can rename files, under a hidden name first."""
-        folder, _, name = to.rpartition("/")
-        self._store.makedirs(folder, exist_ok=True)
-        if not self._renames:  # what keeps objects shows none before it has all of it
-            self._store.put_file(str(path), to)
-            return
-        aside = f"{folder}/.{name}.partial"
-        self._store.put_file(str(path), aside)
-        self._store.mv(aside, to)
-
-    def _join(self, folder: str) -> str:
-        return f"{self._top.rstrip('/')}/{folder}".rstrip("/")
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn what stores raise, each its own, into errors of ours."""
-        try:
-            yield
-        except RunError:
-            raise
-        except FileNotFoundError as error:
-            raise GoneError(
-                f"{self._address.text}: there is no {error.filename or error}."
-            ) from error
-        except Exception as error:
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            raise RunError(f"{self._address.text}: it could not be copied ({said[-1]}).") from error
-
-
-def names_in(top: Path, rules: Rules) -> Iterator[str]:
-    """Files here that the rules mean."""
-    for folder, folders, names in os.walk(top):
-
-        def below(name: str, folder: str = folder) -> str:
-            return (Path(folder) / name).relative_to(top).as_posix()
-
-        folders[:] = [name for name in folders if chosen(rules, below(name), is_folder=True)]
-        for name in names:  # a link could bring any file of this host there
-            is_link = (Path(folder) / name).is_symlink()
-            if not is_link and chosen(rules, below(name), is_folder=False):
-                yield below(name)
-
-
-def _is_here(there: _There, path: Path, *, exactly: bool) -> bool:
-    """Whether a file is here as it is there; or, unless it must be that one, newer."""
-    if not path.exists():
-        return False
-    bytes_here, time = path.stat().st_size, path.stat().st_mtime
-    if there.time is None:
-        return bytes_here == there.bytes and bytes_here > _SMALL
-    if not exactly and time > there.time + _INSTANT:
-        return True
-    return bytes_here == there.bytes and abs(time - there.time) < _INSTANT
-
-
-def _is_there(there: _There | None, path: Path) -> bool:
-    if there is None or there.bytes != path.stat().st_size:
-        return False
-    return there.time is None or there.time > path.stat().st_mtime - _INSTANT
-
-
-def _time(about: dict[str, Any]) -> float | None:
-    """When the store says that a file was last changed, in seconds since 1970."""
-    found = next((about[key] for key in _TIMES if about.get(key) is not None), None)
-    if isinstance(found, str):
-        found = datetime.fromisoformat(found)
-    return found.timestamp() if isinstance(found, datetime) else found
