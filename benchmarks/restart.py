@@ -2,11 +2,11 @@
 
     python -m benchmarks.restart [--kills 5] [--nodes 3]
 
-Trains a small model by `longtake launch` on two ranks until the standby process is ready, kills one
-rank with SIGKILL several times, and waits each time until the restarted ranks have done a step.
-With --nodes 3 there are three hosts of one rank each, as network namespaces of this machine (root
-and iproute2 are needed). Prints a table and writes it to benchmarks/results/restart.md, which keeps
-the table of the other mode. Two minutes on two idle CPU cores.
+Trains a small model by `longtake launch` on two ranks, kills one rank with SIGKILL several times,
+and waits each time until the restarted ranks have done a step. With --nodes 3 there are three hosts
+of one rank each, as network namespaces of this machine (root and iproute2 are needed). Prints a
+table and writes it to benchmarks/results/restart.md, which keeps the table of the other mode. Two
+minutes on two idle CPU cores.
 """
 
 import argparse
@@ -26,7 +26,6 @@ import torch
 from tests.cluster.hosts import Cluster, hosts, why_not
 from tests.cluster.launchers import Launchers
 
-from longtake.cluster.standby import STANDBY_NAME
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.faults.sandbox import RunObserver, TrainingProcess
@@ -83,7 +82,6 @@ def main() -> None:
                 TrainingProcess(folder, (), ranks=2, restarts=asked.kills + 1)
             )
             kill = _killer_here(folder)
-        _wait_for_standbys(observer, folder, asked.nodes)
         measured = [_recover(observer, kill) for _ in range(asked.kills)]
     _write(asked.nodes, _report(measured, asked.nodes))
 
@@ -111,14 +109,6 @@ def _killer_on(cluster: Cluster, folder: Path) -> Callable[[], None]:
         cluster.run(cluster.names[-1], [sys.executable, "-c", _KILL_THERE], cwd=folder)
 
     return kill
-
-
-def _wait_for_standbys(observer: RunObserver, folder: Path, count: int) -> None:
-    """Wait until each node's standby process has imported all, as in a run of minutes."""
-    for _ in observer.polls(0.5):
-        found = [each.info for each in psutil.process_iter(["name", "cwd"])]
-        if found.count({"name": STANDBY_NAME, "cwd": str(folder)}) == count:
-            return
 
 
 def _wait_for_end(folder: Path) -> None:

@@ -29,8 +29,6 @@ from typing import IO, Any, Final, Literal, NoReturn, Self
 LAUNCHER_VARIABLE = "LONGTAKE_LAUNCHER"
 """In the environment of a rank that `longtake launch` has started: the launcher's process."""
 
-STANDBY_VARIABLE = "LONGTAKE_STANDBY"
-"""In the environment of a launcher's standby process: the launcher's process."""
 
 SECTION_VARIABLE = "LONGTAKE_WATCH_SECTION"
 """Passes the recipe's `watch` to a watcher, as JSON."""

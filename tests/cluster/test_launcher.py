@@ -13,15 +13,14 @@ from typing import Literal
 import psutil
 import pytest
 import torch
-from tests.build import saved, wait_until
+from tests.build import saved
 
 from longtake.cluster.launcher import classify_exit
-from longtake.cluster.standby import STANDBY_NAME
 from longtake.failures import RankFailure
 from longtake.faults.sandbox import ONE_THREAD, SHORT_RECIPE, TrainingSite
 from longtake.fsio import read_json_lines
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
-from longtake.process import STANDBY_VARIABLE, environment, program
+from longtake.process import environment, program
 from longtake.run_dir import RunDirectory
 
 _SECONDS = 300.0
@@ -39,9 +38,8 @@ def _launch(
     site: TrainingSite,
     *options: str,
     then: Callable[["subprocess.Popen[str]"], None] | None = None,
-    standby: str = "--no-standby",
 ) -> LaunchResult:
-    command = program("longtake", "launch", "recipe.toml", *_RANKS, standby, *options)
+    command = program("longtake", "launch", "recipe.toml", *_RANKS, *options)
     for change in _QUICK:
         command += ["--set", change]
     with subprocess.Popen(
@@ -124,7 +122,7 @@ def site(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Trai
 
 @pytest.fixture(scope="module")
 def stopped(site: TrainingSite) -> LaunchResult:
-    """A launch without a standby process that got SIGUSR1, twice, as from a scheduler."""
+    """A launch that got SIGUSR1, twice, as from a scheduler."""
 
     def stop(process: "subprocess.Popen[str]") -> None:
         _wait_for_rows(process, site, 3)
@@ -138,31 +136,16 @@ def stopped(site: TrainingSite) -> LaunchResult:
 
 @pytest.fixture(scope="module")
 def restarted(site: TrainingSite, stopped: LaunchResult) -> LaunchResult:
-    """The next launch, one of whose ranks is killed when the standby process is ready."""
+    """The next launch, one of whose ranks is killed."""
     before = len(list(read_json_lines(site.run.metrics_path)))
 
     def kill(process: "subprocess.Popen[str]") -> None:
         _wait_for_rows(process, site, before + 8)
-        first, second = sorted(_ranks(site), key=lambda each: each.rank)
-        os.kill(first.pid, signal.SIGSTOP)  # so that the run does not end before it is ready
-        (standby,) = wait_until(lambda: _named(process.pid, STANDBY_NAME))
+        (second,) = (each for each in _ranks(site) if each.rank == 1)
         os.kill(second.pid, signal.SIGKILL)
-        os.kill(first.pid, signal.SIGCONT)
-        wait_until(lambda: {each.pid for each in _ranks(site)}.isdisjoint({first.pid, second.pid}))
-        ranks = [psutil.Process(each.pid) for each in wait_until(lambda: _ranks(site))]
-        forked = [each.ppid() == process.pid and _was_forked(each) for each in ranks]
-        (site.folder / "forked").write_text(f"{forked} {standby.memory_info().rss}")
         (site.folder / "fast").touch()
 
-    return _launch(site, then=kill, standby="--standby")
-
-
-def _named(launcher: int, name: str) -> list[psutil.Process]:
-    return [each for each in psutil.Process(launcher).children() if each.name() == name]
-
-
-def _was_forked(rank: psutil.Process) -> bool:
-    return STANDBY_VARIABLE in rank.environ()  # as it was at the last exec
+    return _launch(site, then=kill)
 
 
 def _events(site: TrainingSite, kind: str) -> list[dict[str, object]]:
@@ -209,31 +192,6 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(
     assert named in log.read_text()
     assert len(_events(site, "resumed")) == 2
     assert site.run.metrics()[-1]["step"] == 50
-
-
-@pytest.mark.slow
-def test_ranks_start_again_as_forks_of_the_standby_process(
-    site: TrainingSite, restarted: LaunchResult
-) -> None:
-    """Which has its imports done, in at most 400 MB; and the run ends as an undisturbed one."""
-    assert restarted.code == 0, restarted.said
-    *forked, rss = (site.folder / "forked").read_text().replace("[", "").replace("]", "").split()
-    assert forked in (["True"], ["True,", "True"])
-    assert int(rss) <= 400e6
-    assert "standby" not in restarted.said
-    whole = TrainingSite(site.folder / "whole")
-    whole.folder.mkdir()
-    (whole.folder / "fast").touch()
-    (whole.folder / "slow_steps.py").write_text(_SLOW)
-    whole.write_recipe((site.folder / "recipe.toml").read_text())
-    assert _launch(whole).code == 0
-    losses = {row["step"]: row["loss"] for row in site.run.metrics()}
-    assert losses == {row["step"]: row["loss"] for row in whole.run.metrics()}
-    both = (site, whole)
-    for name in ("model", "optimizer"):
-        recipes = (each.run.recipe().model_copy(update={"out": each.run.path}) for each in both)
-        ends = [saved(recipe, 50, name) for recipe in recipes]
-        torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -145,10 +145,8 @@ def test_a_job_of_one_node_opens_no_port(job: BatchJob) -> None:
 
 
 def test_options_of_the_verb_are_passed_on(job: BatchJob) -> None:
-    changed = _with_launch(
-        job, begin_from="runs/it's@8", weights_only=True, trust=True, standby=False
-    )
-    options = "--from 'runs/it'\"'\"'s@8' --weights-only --trust --no-standby "
+    changed = _with_launch(job, begin_from="runs/it's@8", weights_only=True, trust=True)
+    options = "--from 'runs/it'\"'\"'s@8' --weights-only --trust "
     assert f"--max-restarts 3 {options}" in changed.script()
     assert "--from" not in job.script()
     assert "--trust" not in job.script()

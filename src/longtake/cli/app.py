@@ -66,10 +66,6 @@ def main() -> None:
     """Run a verb; a user's mistake becomes one message on stderr and an exit code, mostly 2."""
     # Before torch is imported: its C++ parts remark on memory that is older than a measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if process.STANDBY_VARIABLE in os.environ:
-        from longtake.cluster.standby import serve
-
-        serve()  # and then be a rank
     try:
         app()
     except errors.LostPeerError as error:

@@ -31,13 +31,6 @@ _RunId = Annotated[
 _MaxRestarts = Annotated[
     int, typer.Option(min=0, help="Restarts after a crash, without a new checkpoint in between.")
 ]
-_Standby = Annotated[
-    bool,
-    typer.Option(
-        "--standby/--no-standby",
-        help="Keep a process with all imports done (400 MB), of which ranks start again sooner.",
-    ),
-]
 _Tee = Annotated[bool, typer.Option("--tee/--no-tee", help="Show the output of rank 0 here.")]
 _Slurm = Annotated[
     bool, typer.Option("--slurm", help="Submit it as a job.", rich_help_panel=_SLURM)
@@ -98,7 +91,6 @@ def launch(
     rdzv_endpoint: _Endpoint = None,
     rdzv_id: _RunId = "longtake",
     max_restarts: _MaxRestarts = 3,
-    standby: _Standby = True,
     tee: _Tee = True,
     changes: say.Changes = None,
     fresh: train.Fresh = False,
@@ -152,7 +144,6 @@ def launch(
         trust,
         begin_from,
         weights_only,
-        standby,
     )
     if not slurm:
         from longtake.cluster.launcher import launch as start

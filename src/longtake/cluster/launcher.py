@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
@@ -31,7 +30,6 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from longtake import errors, failures, fsio, process
 from longtake.cluster.options import LaunchOptions
-from longtake.cluster.standby import Standby
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.node_dir import NodeDirectory, this_node
 from longtake.parallel.mesh import LOOPBACK
@@ -43,7 +41,6 @@ _CONNECT_EVERY_SECONDS = 2.0
 _REPORT_SECONDS = 5.0  # after a failure: the other ranks find and report the failed rank
 _STOP_SECONDS = 30.0  # in which ranks begin to save before all are restarted for a new node
 _SAVING_PHASES = ("checkpoint", "save")
-_LOOK_SECONDS = 1.0
 
 _ENVIRONMENT: Final = {
     # A store that outlives a start would show ranks what those of the start before wrote.
@@ -102,7 +99,6 @@ def launch(options: LaunchOptions, console: Console) -> int:
                 result = agent.run()
             finally:
                 ended = agent.ended
-                agent.standby.close()
         if result is not None and not result.is_failed():
             return 0
     except SignalException:
@@ -236,33 +232,25 @@ def _last_line(log: Path, code: int) -> str:
 
 
 class RankHandler(SubprocessHandler):
-    """Starts a rank of this node: by the standby process if that is ready, else by exec."""
-
-    def __init__(self, standby: Standby, **options: Any) -> None:
-        self._standby = standby
-        super().__init__(**options)
+    """Starts a rank of this node, which inherits the launcher's terminal for its watcher."""
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        """As torch's, but the rank also inherits the launcher's terminal, for its watcher."""
-        assert self._stdout is not None
-        terminal = int(env[process.TERMINAL_VARIABLE])
-        forked = self._standby.fork(env, self._stdout, terminal)
-        return forked or subprocess.Popen(  # noqa: S603 - ourselves
+        return subprocess.Popen(  # noqa: S603 - ourselves
             args,
             env=env,
             stdout=self._stdout,
             stderr=self._stderr,
             start_new_session=True,
-            pass_fds=(terminal,),
+            pass_fds=(int(env[process.TERMINAL_VARIABLE]),),
         )
 
 
 @contextmanager
-def _started_by(standby: Standby) -> Iterator[None]:
+def _starting_by_rank_handler() -> Iterator[None]:
     """Within the block torch starts processes by `RankHandler`, for which it has no argument."""
     api: Any = subprocesses
     usual = api.get_subprocess_handler
-    api.get_subprocess_handler = partial(RankHandler, standby)
+    api.get_subprocess_handler = RankHandler
     try:
         yield
     finally:
@@ -444,17 +432,16 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs, log_line_prefix_template="${role_name}")  # which is empty
         self.ended: RanksExit | None = None
         self._has_answered = False  # a request to stop
-        self.standby = Standby(options.train_arguments, console)
         self._logs, self._options, self._stop, self._console = logs, options, stop, console
         self._newest = self._newest_checkpoint()
-        self._oom_kills, self._started_at, self._standby_due = 0, "", 0.0
+        self._oom_kills, self._started_at = 0, ""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stop.hold()
         self._oom_kills, self._started_at = _machine_oom_kills(), fsio.now()
         if self._options.endpoint:
             os.environ[LAUNCH_VARIABLE] = _launch_of_all_nodes(worker_group.store)
-        with _started_by(self.standby):
+        with _starting_by_rank_handler():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         self._stop.begin(pids.values())
         return pids
@@ -478,17 +465,7 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state.name != "HEALTHY":
             self._stop.end()
-        elif self._options.standby and not self.standby.is_started:
-            self._start_standby(ranks)
         return result
-
-    def _start_standby(self, ranks: Mapping[int, int]) -> None:
-        """Start the standby process once all ranks have done a step: it takes no core from them."""
-        if time.monotonic() > self._standby_due:
-            self._standby_due = time.monotonic() + _LOOK_SECONDS
-            stepping = [each for each in self._heartbeats(ranks) if each.steps_done]
-            if len(stepping) == len(ranks) and self._stop.first_signal is None:
-                self.standby.start()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Before a restart: ranks that still run may save; those that hang have less time."""

@@ -32,7 +32,6 @@ class LaunchOptions:
     trust: bool = False  # run code that a kept recipe names, also if others began its run
     begin_from: str | None = None  # `train --from`
     weights_only: bool = False  # `train --weights-only`
-    standby: bool = True  # keep a process with its imports done, for restarts
 
     @property
     def run(self) -> RunDirectory:
@@ -48,11 +47,6 @@ class LaunchOptions:
         parent = [] if self.begin_from is None else ["--from", self.begin_from]
         flags = {"--weights-only": self.weights_only, "--trust": self.trust}
         return [*parent, *(flag for flag, is_set in flags.items() if is_set)]
-
-    @property
-    def launch_arguments(self) -> list[str]:
-        """Options of `launch` in a job, besides those of its size."""
-        return [*self.begin_arguments, *([] if self.standby else ["--no-standby"])]
 
     @property
     def train_arguments(self) -> list[str]:

@@ -93,7 +93,7 @@ class BatchJob:
             num_ports=topology.NUM_PORTS,
             runs_preflight=self.slurm.runs_preflight,
             requeues=self.slurm.requeues,
-            options="".join(f" {shlex.quote(part)}" for part in self.launch.launch_arguments),
+            options="".join(f" {shlex.quote(part)}" for part in self.launch.begin_arguments),
         )
         return text
 
