@@ -42,9 +42,9 @@ from longtake.models.trainable import trained_state
 from longtake.optim.build import build_optimizers
 from longtake.optim.update import Averages
 from longtake.parallel.mesh import World
+from longtake.process import keep_freed_memory
 from longtake.run_dir import RunDirectory
 from longtake.training.inputs import InputQueue
-from longtake.training.runtime import keep_freed_memory
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import state_parts
 from longtake.training.step import compute_gradients

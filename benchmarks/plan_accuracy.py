@@ -37,7 +37,7 @@ from longtake.planner.memory import MetaStep, outline_step
 from longtake.planner.profiler import measured
 from longtake.planner.solver import BestOptions, PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace
-from longtake.training.runtime import keep_freed_memory
+from longtake.process import keep_freed_memory
 
 _RESULTS = Path(__file__).parent / "results" / "plan_accuracy.md"
 _MIB = 2**20

@@ -1,6 +1,7 @@
 """Our own programs, kept processes, signals, periodic work and the identity of processes."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -388,3 +389,32 @@ def test_a_process_is_identified_by_when_it_was_started() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/cpuinfo is Linux's")
 def test_flags_are_read_from_this_machine() -> None:
     assert ({"fpu", "sse2"} <= cpu_flags()) == (os.uname().machine == "x86_64")
+
+
+_FAULTS = """
+import resource, sys, torch
+from longtake.process import keep_freed_memory
+print(keep_freed_memory())
+def touch(): return torch.ones(4 * 2**20)  # 16 MiB: between glibc's threshold and its limit
+touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20): touch()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _count_faults(**variables: str) -> tuple[str, int]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | variables
+    command = [sys.executable, "-c", _FAULTS]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    kept, faults = printed.stdout.split()
+    return kept, int(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_blocks_are_used_again_unless_the_user_decides() -> None:
+    """Of twenty blocks of 4,096 pages in turn all are cleared by default, and few when kept."""
+    decided, default_faults = _count_faults(MALLOC_TRIM_THRESHOLD_="131072")
+    kept, faults = _count_faults()
+    assert (decided, kept) == ("False", "True")
+    assert faults < default_faults / 2

@@ -108,6 +108,11 @@ def shorten(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def one_line(error: BaseException) -> str:
+    """The whole message of an error in one line; its type if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def first_line(error: BaseException, max_length: int = 300) -> str:
     line = str(error).strip().partition("\n")[0][:max_length].rstrip()
     return line or type(error).__name__

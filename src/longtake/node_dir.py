@@ -144,8 +144,8 @@ class NodeDump(TypedDict):
 
 
 @fsio.with_other_fields
-class StalledProcess(TypedDict):
-    """`Heartbeat.as_dict` of the process that raised an alarm, its host, and its limit."""
+class StallAlarm(TypedDict):
+    """The process that raised an alarm, as its heartbeat said, and the limit of its phase."""
 
     role: Literal["rank", "decode"]
     pid: fsio.Count
@@ -154,6 +154,7 @@ class StalledProcess(TypedDict):
     step: fsio.Count
     phase: Annotated[str, Field(max_length=64)]
     seconds: fsio.Finite
+    detail: Annotated[str, Field(max_length=4096)]
     host: fsio.FileName
     limit: fsio.Finite
 
@@ -168,7 +169,7 @@ class DumpRequest(TypedDict):
     reason: Literal["stall", "asked"]
     rounds: Annotated[int, Field(ge=1, le=100)]
     native: bool
-    stall: NotRequired[StalledProcess]
+    stall: NotRequired[StallAlarm]
     """Of a stall."""
 
 

@@ -623,3 +623,39 @@ def host_identity() -> dict[str, Any]:
         number = Path("/etc/machine-id").read_text(encoding="ascii").strip()
         machine = hashlib.sha256(f"longtake {number}".encode()).hexdigest()[:16]
     return {"uid": os.getuid(), "host": socket.gethostname(), "machine": machine}
+
+
+# --- Memory that glibc has freed ------------------------------------------------------------------
+
+
+# M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
+_NEVER = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed blocks up to 32 MiB; whether it accepts.
+
+    Each training step frees what the next one allocates again. By default glibc gives larger
+    blocks back, and the kernel then clears every page anew: a third of the demo's step
+    (`benchmarks/allocator.py`). Without glibc, or with MALLOC_* variables, nothing changes.
+    """
+    is_users_choice = any(name.startswith("MALLOC_") for name in os.environ)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if is_users_choice or mallopt is None:
+        return False
+    kept = mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), mallopt(_TRIM_THRESHOLD, _NEVER)
+    return all(kept)
+
+
+def return_large_blocks(num_bytes: int) -> None:
+    """Let glibc return freed blocks of at least so many bytes at once, for the process's life."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_MMAP_THRESHOLD, num_bytes)
+
+
+def return_freed_memory() -> None:
+    """Return the holes that freed blocks left in the heap, in milliseconds; only glibc can."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

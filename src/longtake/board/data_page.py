@@ -13,6 +13,7 @@ from longtake.board import data_pictures as pictures
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, render
 from longtake.data.clip import Clip
+from longtake.formatting import one_line
 from longtake.inspection import batch_facts, data_facts, ledger_facts, stills
 from longtake.inspection.reader import RunFacts
 
@@ -232,7 +233,7 @@ def _ledger(
     try:
         return ledger_facts.read_ledger(facts, data), ""
     except (errors.LongtakeError, OSError) as error:
-        return None, data_facts.sentence(error)
+        return None, one_line(error)
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def rejected_view(facts: RunFacts) -> RejectedView:
             why = stills.why_none(facts.run, data_facts.catalog_files(facts.run)) or ""
             found = {} if why else stills.stills_of(list(known.values()))
         except (errors.LongtakeError, OSError) as error:
-            problem = data_facts.sentence(error)
+            problem = one_line(error)
     clips = [
         (each, clip, found.get(clip.identity) if clip else None)
         for each in shown

@@ -16,7 +16,7 @@ from longtake.board import charts, heat_map, svg
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, render
 from longtake.board.stall_view import read_stalls
-from longtake.formatting import for_seconds, format_short_duration
+from longtake.formatting import for_seconds, format_short_duration, one_line
 from longtake.inspection.columns import Numbers
 from longtake.inspection.files import read_end
 from longtake.inspection.node_reader import DRAWN, HealthHistory, NodeNow, RankNow, read_nodes
@@ -233,7 +233,7 @@ def _compared(facts: RunFacts) -> Health:
     try:
         found = node_facts(facts.run, _EVENT_SECONDS)["nodes"]
     except (errors.LongtakeError, OSError, ValueError, KeyError) as error:
-        return Health({}, {}, [], False, True, " ".join(str(error).split()))
+        return Health({}, {}, [], False, True, one_line(error))
     outliers = {
         node["host"]: [each["sentence"] for each in node["outliers"]]
         for node in found

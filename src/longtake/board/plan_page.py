@@ -20,7 +20,7 @@ from longtake.board import charts, svg
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, number, render
 from longtake.errors import RecordError
-from longtake.formatting import format_size
+from longtake.formatting import format_size, one_line
 from longtake.inspection.files import read_below
 from longtake.inspection.reader import RunFacts
 from longtake.planner.words import ACTIVATION_WORDS, FIXED_WORDS, POLICY_WORDS, WEIGHT_WORDS
@@ -170,7 +170,7 @@ def read_plan(facts: RunFacts) -> tuple[_Plan | None, str]:
         if kept is not None:
             return kept["plan"], ""
     except (RecordError, OSError) as error:
-        problem = " ".join(str(error).split())
+        problem = one_line(error)
     planned = _newest(facts.events, "memory_planned", _Planned)
     return (_of_event(planned[0]) if planned else None), problem
 

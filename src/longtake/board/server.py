@@ -5,7 +5,6 @@ the folder.
 """
 
 import asyncio
-import ctypes
 import gzip
 import hmac
 import ipaddress
@@ -41,11 +40,12 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from longtake import errors, fsio
+from longtake import errors, fsio, process
 from longtake.board import assets, overview, runs_page, svg
 from longtake.board.pages import ServerLinks, render
 from longtake.board.plots import series_payload
 from longtake.board.registry import RENDER
+from longtake.formatting import one_line
 from longtake.inspection import posters
 from longtake.inspection.files import MEDIA_TYPES, is_folder_below, open_below
 from longtake.inspection.reader import RunList, RunReader
@@ -64,7 +64,7 @@ _LISTED_SECONDS = 10.0
 _POSTERS_AT_ONCE = CapacityLimiter(4)
 """Decoding takes long: with threads of its own, it keeps no page waiting."""
 _GZIPPED_BYTES = 2048
-_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 2**20  # M_MMAP_THRESHOLD; glibc would raise it up to 32 MiB
+_COLUMN_BYTES = 2**20  # of a long run, which glibc would keep where they are below 32 MiB
 _STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _POLICY: Final = "; ".join(
     (
@@ -381,7 +381,7 @@ def _show_http_error(request: Request, error: Exception) -> Response:
 
 
 def _show_failure(request: Request, error: Exception) -> Response:
-    sentence = " ".join(str(error).split()) or type(error).__name__
+    sentence = one_line(error)
     if not isinstance(error, errors.LongtakeError):
         sentence = f"This page failed: {type(error).__name__}: {sentence}"
     return _error(request, 500, sentence)
@@ -549,7 +549,7 @@ def serve(folder: Path, host: str, sock: socket.socket, token: str | None) -> No
     """Answer until Ctrl-C or SIGTERM."""
     port = sock.getsockname()[1]
     app = make_app(folder, hosts=known_hosts(host), token=token, port=port)
-    _give_back_memory()
+    process.return_large_blocks(_COLUMN_BYTES)
     config = uvicorn.Config(
         app,
         log_level="error",
@@ -561,12 +561,6 @@ def serve(folder: Path, host: str, sock: socket.socket, token: str | None) -> No
         ws="none",
     )
     _Server(config, app.app.state.board).run(sockets=[sock])
-
-
-def _give_back_memory() -> None:
-    """Let glibc return a long run's columns to the system as soon as they are freed."""
-    with suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def new_token() -> str:

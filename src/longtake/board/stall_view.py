@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from longtake import fsio
 from longtake.errors import RecordError
-from longtake.formatting import for_seconds
+from longtake.formatting import for_seconds, one_line
 from longtake.inspection.files import read_below
 from longtake.inspection.node_reader import hosts_of
 from longtake.inspection.reader import RunFacts
@@ -152,7 +152,7 @@ def read_stalls(facts: RunFacts, chosen: str | None) -> tuple[list[Stall], list[
         try:
             record = read_below(facts.run.path, name, _Diagnosis, _DIAGNOSIS_BYTES)
         except RecordError as error:
-            problems.append(" ".join(str(error).split()))
+            problems.append(one_line(error))
             continue
         if record is not None:
             found.append(record)
@@ -277,7 +277,7 @@ def _read_tree(
         try:
             found = read_below(run.path, path, NodeDump, _DUMP_BYTES)
         except RecordError as error:
-            problems.append(" ".join(str(error).split()))
+            problems.append(one_line(error))
             continue
         if found is not None:
             dumps.append(_cleaned(found))

@@ -7,7 +7,6 @@ numbers are its rank, its parent's process id and inherited file descriptors. It
 torch nor the user's program (unless the task does so), and ends when its parent does.
 """
 
-import ctypes
 import mmap
 import pickle
 import sys
@@ -158,7 +157,8 @@ def main() -> None:
                 connection.send(("fetched", fetched))
             connection.send(reply)
             if number % _TRIM_EVERY == 0:
-                _trim()
+                # Frames of varying sizes leave holes in the heap that add up.
+                process.return_freed_memory()
 
 
 def _reply(
@@ -201,12 +201,6 @@ def _reply(
 
 def _shared(memory: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(memory, int(np.prod(shape))), np.uint8).reshape(shape)
-
-
-def _trim() -> None:
-    # Frames of varying sizes leave holes in the heap that add up; this returns them in 2 ms.
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's own
-        trim(0)
 
 
 def _read_twice(

@@ -27,7 +27,7 @@ from typing import Any, Generic, NamedTuple
 from longtake import fsio, process
 from longtake.data.workers import Item, Result, Task, WorkerPool
 from longtake.errors import DataError, LongtakeError
-from longtake.formatting import first_line
+from longtake.formatting import first_line, one_line
 
 RAY_ATTEMPTS = 3  # for an item whose Ray worker is lost
 
@@ -412,7 +412,7 @@ class _RayRun(Generic[Item, Result]):
         except self._losses as error:
             self._failed_starts += 1
             if self._failed_starts >= RAY_ATTEMPTS and not (self._free or self._busy):
-                raise DataError(f"No Ray worker can be started: {_shortened(error)}") from error
+                raise DataError(f"No Ray worker can be started: {one_line(error)[:300]}") from error
             return
         self._free.append(actor)
         self._failed_starts = 0
@@ -433,7 +433,8 @@ class _RayRun(Generic[Item, Result]):
                 self._lost_in_a_row += 1
                 if self._lost_in_a_row == _MAX_LOST_IN_A_ROW:
                     raise DataError(
-                        f"Ray workers are lost again and again; the last one: {_shortened(error)} "
+                        f"Ray workers are lost again and again; the last one: "
+                        f"{one_line(error)[:300]} "
                         "Look at its node. The same command again resumes where this one ended."
                     ) from error
                 yield number, self._task.lost(item, f"{self._task.doing} it ended the Ray worker")
@@ -456,10 +457,6 @@ class _RayRun(Generic[Item, Result]):
     def _end(self, actor: _Actor) -> None:
         with suppress(Exception):  # whatever has become of it, or of the cluster
             self._ray.kill(actor.handle)
-
-
-def _shortened(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 @contextmanager

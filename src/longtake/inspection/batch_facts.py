@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from longtake import errors, fsio, process
-from longtake.inspection.data_facts import sentence, versions
+from longtake.formatting import one_line
+from longtake.inspection.data_facts import versions
 from longtake.inspection.facts import verdicts
 from longtake.inspection.ledger_facts import clips_of
 from longtake.inspection.reader import RunFacts, said_of_link
@@ -84,7 +85,7 @@ def batches_around_verdicts(facts: RunFacts, step: int | None) -> tuple[list[Ver
             try:
                 reported = _read_report(facts, path, event["step"])
             except (errors.LongtakeError, OSError) as error:
-                why = sentence(error)
+                why = one_line(error)
         read.append((event, reported, why))
     paths, trouble = _paths(facts, [each for _, each, _ in read if each])
     return [_batch(facts, *each, step, paths, trouble) for each in read], len(found)
@@ -135,7 +136,7 @@ def _paths(facts: RunFacts, reports: list[_Reported]) -> tuple[dict[str, str], s
     try:
         found = clips_of(facts, "batches", names)
     except (errors.LongtakeError, OSError) as error:
-        return {}, sentence(error)
+        return {}, one_line(error)
     return {name: clip.path for name, clip in found.items()}, ""
 
 

@@ -3,7 +3,6 @@
 Of large catalogs at most 100,000 clips are read; what is counted of them is then an estimate.
 """
 
-import ctypes
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -15,14 +14,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from longtake import errors
+from longtake import errors, process
 from longtake.config import DataSection, Recipe
 from longtake.data import ledger, stages
 from longtake.data.catalog import Catalog
 from longtake.data.catalog_part import CatalogPart, read_part
 from longtake.data.plan import Plan, assemble_plan, begin
 from longtake.data.plan_history import PlanRecord, SkippedRanges, parsed_order, rebuild
-from longtake.formatting import printable
+from longtake.formatting import one_line, printable
 from longtake.inspection import catalog_facts, curriculum_facts
 from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import RunDirectory
@@ -187,13 +186,13 @@ def read_data(facts: RunFacts) -> DataFacts:
     try:
         files = catalog_files(run)
     except (errors.LongtakeError, OSError) as error:
-        return replace(NO_DATA, problems=[sentence(error)])
+        return replace(NO_DATA, problems=[one_line(error)])
     history = list[PlanRecord]()
     try:
         if ledger_files(run):
             history = list(ledger.newest_history(run.ledger_path))
     except (errors.LongtakeError, OSError) as error:
-        problems.append(sentence(error))
+        problems.append(one_line(error))
     if not files:
         return replace(NO_DATA, problems=problems)
     launches = sorted(run.ledger_path.glob("launch_*/launch.json"))[-1:]
@@ -213,7 +212,7 @@ def _read_data(facts: RunFacts, files: Sequence[Path], history: Sequence[PlanRec
         try:
             parts[source] = read_part(path, most)
         except UNREADABLE as error:
-            problems.append(sentence(error))
+            problems.append(one_line(error))
     catalogs = [_catalog_facts(each, chosen[each].name, parts[each]) for each in parts]
     found = DataFacts(catalogs, None, None, [], len(history), problems)
     if recipe is None or not parts or parts.keys() != chosen.keys() or said:
@@ -221,18 +220,13 @@ def _read_data(facts: RunFacts, files: Sequence[Path], history: Sequence[PlanRec
     try:
         return _with_plan(found, facts, recipe, parts, history)
     except (*UNREADABLE, LookupError, TypeError, AssertionError) as error:
-        return replace(found, problems=[*problems, sentence(error)])
+        return replace(found, problems=[*problems, one_line(error)])
 
 
 def release_memory() -> None:
     """Give back what reading took: heap and Arrow keep it otherwise."""
     pa.default_memory_pool().release_unused()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's own
-        trim(0)
-
-
-def sentence(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    process.return_freed_memory()
 
 
 def _most_clips(recipe: Recipe | None) -> int:
@@ -349,7 +343,7 @@ def _followed(
     try:
         followed = rebuild(history, {}, recipe.data, recipe.seed, facts.run.catalogs_path)
     except UNREADABLE as error:
-        return [plan], [f"{said}: {sentence(error)}"]
+        return [plan], [f"{said}: {one_line(error)}"]
     return list(followed.plans), []
 
 

@@ -12,9 +12,9 @@ from longtake.data import ledger
 from longtake.data.audit import Audit, EpochAudit, audit
 from longtake.data.catalog_part import find_clips
 from longtake.data.clip import Clip
-from longtake.formatting import plural
+from longtake.formatting import one_line, plural
 from longtake.inspection import data_facts
-from longtake.inspection.data_facts import sentence, versions
+from longtake.inspection.data_facts import versions
 from longtake.inspection.reader import RunFacts
 from longtake.run_dir import RunDirectory
 
@@ -82,7 +82,7 @@ def _read_ledger(run: RunDirectory, data: data_facts.DataFacts) -> LedgerFacts:
         try:
             return _audited(run, total)
         except errors.RunError as error:
-            said = sentence(error)
+            said = one_line(error)
     counts = ledger.count_records(run.ledger_path, MOST_RECORDS)
     is_estimate = counts.share < 1
     rows = [_counted_row(each, is_estimate) for each in counts.epochs]

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from longtake import fsio
 from longtake.errors import RecordError
-from longtake.formatting import natural_key
+from longtake.formatting import natural_key, one_line
 from longtake.inspection.columns import Numbers
 from longtake.inspection.files import open_below, read_below
 from longtake.inspection.nodes import COLUMNS, SILENT_SECONDS, numbers_of
@@ -113,7 +113,7 @@ def read_nodes(run: RunDirectory, *, is_live: bool) -> tuple[list[NodeNow], list
             name = node.heartbeat_path.relative_to(run.path).as_posix()
             beat = read_below(run.path, name, _Beat, _HEARTBEAT_BYTES) or {}
         except RecordError as error:
-            problems.append(" ".join(str(error).split()))
+            problems.append(one_line(error))
         now = _node_now(node, beat, is_live)
         num_ranks += len(now.ranks)
         found.append(now)

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from longtake import errors, node_dir
 from longtake.config import Recipe
+from longtake.formatting import one_line
 from longtake.inspection.rows import MetricRows, read_rows
 from longtake.inspection.run_list import RunSummary, list_runs, summarize
 from longtake.inspection.timeline import Mark, TimePart, all_events, goodput, timeline
@@ -114,7 +115,7 @@ class RunReader:
             try:
                 return read()
             except (errors.LongtakeError, OSError) as error:
-                said = " ".join(str(error).split())
+                said = one_line(error)
                 if said not in problems:
                     problems.append(said)
                 return default

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from longtake import errors, fsio, node_dir
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.formatting import natural_key, plural
+from longtake.formatting import natural_key, one_line, plural
 from longtake.inspection.rows import read_rows
 from longtake.inspection.timeline import goodput, share_of_training
 from longtake.node_dir import StateKind
@@ -135,7 +135,7 @@ def summarize(folder: Path, path: Path) -> RunSummary:
         try:
             found = read(run, found)
         except (errors.LongtakeError, OSError) as error:
-            problem = found.problem or " ".join(str(error).split())
+            problem = found.problem or one_line(error)
             found = replace(found, problem=problem)
     return found
 

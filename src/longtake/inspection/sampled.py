@@ -25,7 +25,7 @@ from longtake.evaluation_dir import (
     Scores,
     files_by_scene,
 )
-from longtake.formatting import natural_key
+from longtake.formatting import natural_key, one_line
 from longtake.inspection.facts import failed_claims
 from longtake.inspection.files import open_below
 from longtake.inspection.reader import Keep
@@ -228,7 +228,7 @@ def _read_result(run: RunDirectory, preset: str, step: int, kept: Keep) -> Resul
     except OSError as error:
         return f"scores.json cannot be read ({error.strerror})."
     except errors.RecordError as error:
-        return " ".join(str(error).split())
+        return one_line(error)
     if (found.preset, found.step) != (preset, step):
         return "its scores.json is of another result."
     return found

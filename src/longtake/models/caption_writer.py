@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from longtake import errors
+from longtake.formatting import one_line
 from longtake.models.pretrained import quiet
 
 PROMPT = "Describe what this video shows in one or two plain sentences."
@@ -110,7 +111,7 @@ def _load(folder: Path, dtype: str) -> tuple[Any, Any]:
                 str(folder), use_safetensors=True, dtype=dtype, output_loading_info=True, **safe
             )
     except Exception as error:  # each model's files raise their own kinds
-        reason = " ".join(str(error).split())[:400].rstrip(".") or type(error).__name__
+        reason = one_line(error)[:400].rstrip(".")
         raise errors.ModelError(
             f"No captioner can be loaded from {folder}: {reason}. Expected a model of transformers "
             "for image-text-to-text with its processor; code beside the weights is not run."

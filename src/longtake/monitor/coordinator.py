@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 StallOutcome = Literal["stalled", "cleared", "failed"]
 _NO_LAUNCH = "start"  # of a stall before the ranks have met
 _MAX_REQUEST_BYTES = 2**16
-_LATE_REQUEST_SECONDS = 10.0  # for which who asked waits
+_LATE_REQUEST_SECONDS = 10.0  # how long the requester waits for dumps
 _POLL_SECONDS, _POLL_DUMPS_SECONDS = 1.0, 0.2
 _POLL_NEAR_SECONDS = 0.25  # when a stall is near
 _ROUND_SECONDS = 0.5  # that a round of dumps takes, and the watcher's look before
@@ -52,7 +52,7 @@ _FORGET_SECONDS = 60.0
 _SECONDS_FOR_OTHERS = 3.0
 _ALIVE_SECONDS = 2.5  # within which a living watcher writes a heartbeat
 _READ_SECONDS, _READ_SECONDS_PER_NODE = 3.0, 0.05
-_ASKED: Any = {"rounds": 2, "round_seconds": 1.0}  # of `longtake stacks`
+_ASKED_ROUNDS, _ASKED_ROUND_SECONDS = 2, 1.0  # of `longtake stacks`
 _ASKED_SECONDS = 10.0
 
 
@@ -62,8 +62,19 @@ _ASKED_SECONDS = 10.0
 def stall_request(
     target: reporting.WatchTarget, token: str, overdue: observe.Overdue, launch: str, step: int
 ) -> node_dir.DumpRequest:
-    alarm: Any = {**overdue.heartbeat.as_dict(), "launch": launch, "step": step}
-    alarm |= {"host": target.host, "limit": round(overdue.limit, 3)}
+    heartbeat = overdue.heartbeat
+    alarm: node_dir.StallAlarm = {
+        "role": heartbeat.role,
+        "pid": heartbeat.pid,
+        "rank": heartbeat.rank,
+        "launch": launch,
+        "step": step,
+        "phase": heartbeat.phase,
+        "seconds": round(heartbeat.seconds, 3),
+        "detail": heartbeat.detail,
+        "host": target.host,
+        "limit": round(overdue.limit, 3),
+    }
     return node_dir.DumpRequest(
         token=token,
         time=now(),
@@ -488,8 +499,8 @@ class DumpService:
 
         It may have moved on while the other nodes' dumps were awaited.
         """
-        alarm: Mapping[str, Any] = request.get("stall", {})
-        if not alarm or alarm["host"] != self._target.host or dump["host"] != alarm["host"]:
+        alarm = request.get("stall")
+        if alarm is None or alarm["host"] != self._target.host or dump["host"] != alarm["host"]:
             return dump
         role, pid = alarm["role"], alarm["pid"]
         found = read_heartbeat(page_path(self._target.folder, role, alarm["rank"], pid))
@@ -566,7 +577,7 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
         "time": now(),
         "by": here,
         "reason": "asked",
-        "rounds": _ASKED["rounds"],
+        "rounds": _ASKED_ROUNDS,
         "native": native,
     }
     silent: list[str] = []
@@ -580,7 +591,15 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
     nodes, own = _nodes_with_dump(run, token), None
     is_here = any(each.is_alive for each in read_heartbeats(folder))
     if is_here and here not in (node.host for node in nodes):
-        own = dumps.dump_node(folder, here, token, "asked", **_ASKED, native=native)
+        own = dumps.dump_node(
+            folder,
+            here,
+            token,
+            "asked",
+            rounds=_ASKED_ROUNDS,
+            round_seconds=_ASKED_ROUND_SECONDS,
+            native=native,
+        )
         silent = [host for host in silent if host != here]
     if not (nodes or own or silent):
         raise RunError(
@@ -611,7 +630,10 @@ def dump_process_tree(pid: int, *, native: bool) -> RunDumps:
             f"Process {pid} belongs to {_user(owner)}, and this is {_user(os.geteuid())}: its "
             f"stacks can be read by its user or by root (sudo longtake stacks --pid {pid})."
         )
-    return RunDumps(own=dumps.dump_tree(pid, here, **_ASKED, native=native))
+    own = dumps.dump_tree(
+        pid, here, rounds=_ASKED_ROUNDS, round_seconds=_ASKED_ROUND_SECONDS, native=native
+    )
+    return RunDumps(own=own)
 
 
 def _user(number: int) -> str:

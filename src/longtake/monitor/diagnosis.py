@@ -26,6 +26,7 @@ from longtake.monitor.flight_recorder import BlockedCollective, analyse
 from longtake.monitor.stall_record import MissingIn, StallDiagnosis, StallKind, Suspect
 from longtake.monitor.stall_sentence import describe
 from longtake.monitor.stall_snapshot import ProcessState, StallSnapshot
+from longtake.node_dir import StallAlarm
 
 _FOR_OTHER_RANKS = ("collective", "device")
 _MAX_SUSPECTS = 8
@@ -44,9 +45,9 @@ def diagnose(
     blocked = analyse(recorders)
     stalled = frozenset(rank for each in blocked for rank in each.stalled_ranks)
     snapshot = StallSnapshot.of(dumps, stalled)
-    alarm: Mapping[str, Any] = request.get("stall", {})
+    alarm = request.get("stall")
     kind, suspects = _find_cause(snapshot, alarm, silent, blocked)
-    if alarm and has_moved_on(alarm, dumps):
+    if alarm is not None and has_moved_on(alarm, dumps):
         kind, suspects = "cleared", []
     first = suspects[0] if suspects else None
     found = StallDiagnosis(
@@ -54,11 +55,11 @@ def diagnose(
         time=fsio.now(),
         host=host,
         kind=kind,
-        launch=str(alarm.get("launch", "")) or next((each["launch"] for each in dumps), ""),
-        step=int(alarm.get("step", first.step if first else 0)),
-        phase=str(alarm.get("phase", first.doing if first else "")),
-        seconds=alarm.get("seconds"),
-        limit=alarm.get("limit"),
+        launch=(alarm["launch"] if alarm else "") or next((each["launch"] for each in dumps), ""),
+        step=alarm["step"] if alarm else first.step if first else 0,
+        phase=alarm["phase"] if alarm else first.doing if first else "",
+        seconds=alarm["seconds"] if alarm else None,
+        limit=alarm["limit"] if alarm else None,
         suspects=tuple(suspects),
         waiting=snapshot.waiting(suspects),
         silent_nodes=tuple(silent),
@@ -70,7 +71,7 @@ def diagnose(
     return replace(found, suspects=found.suspects[:_MAX_SUSPECTS], sentence=sentence)
 
 
-def has_moved_on(alarm: Mapping[str, Any], dumps: Sequence[node_dir.NodeDump]) -> bool:
+def has_moved_on(alarm: StallAlarm, dumps: Sequence[node_dir.NodeDump]) -> bool:
     """Whether the process that raised an alarm has left that phase, by its node's last round.
 
     A rank that died has not. One that ended as it should has, and so has a decode worker that died:
@@ -84,8 +85,9 @@ def has_moved_on(alarm: Mapping[str, Any], dumps: Sequence[node_dir.NodeDump]) -
         after = each["heartbeat"]
         if after and (after["role"], after["pid"]) == who and each["state"] not in ("", "Z", "X"):
             # A decode worker counts windows, and its alarm has the run's step.
-            names = ("phase", "step", "detail") if alarm["role"] == "rank" else ("phase", "detail")
-            is_same = all(alarm.get(name) in (None, after[name]) for name in names)
+            is_same = (alarm["phase"], alarm["detail"]) == (after["phase"], after["detail"])
+            if alarm["role"] == "rank":
+                is_same = is_same and alarm["step"] == after["step"]
             return not is_same or after["seconds"] < alarm["seconds"]
     died = any((each["role"], each["pid"]) == who for each in dump["missing"])
     return alarm["role"] != "rank" or not died
@@ -99,7 +101,7 @@ _Cause = tuple[StallKind, list[Suspect]]
 
 def _find_cause(
     snapshot: StallSnapshot,
-    alarm: Mapping[str, Any],
+    alarm: StallAlarm | None,
     silent: Sequence[str],
     blocked: Sequence[BlockedCollective],
 ) -> _Cause:
@@ -133,7 +135,7 @@ def _by_seconds(process: ProcessState) -> float:
     return -process.seconds
 
 
-def _hanging_alone(snapshot: StallSnapshot, alarm: Mapping[str, Any]) -> list[ProcessState]:
+def _hanging_alone(snapshot: StallSnapshot, alarm: StallAlarm | None) -> list[ProcessState]:
     """Processes that wait for no other rank: first who raised the alarm, then who is behind.
 
     If any do not move, only those, without such as have only just arrived.
@@ -147,7 +149,7 @@ def _hanging_alone(snapshot: StallSnapshot, alarm: Mapping[str, Any]) -> list[Pr
     longest = max((each.seconds for each in still), default=0.0)
     found = [each for each in still if 2 * each.seconds >= longest] or found
     position = {each.rank: each.position for each in snapshot.ranks}
-    alarmed = alarm.get("host"), alarm.get("pid")
+    alarmed = alarm and (alarm["host"], alarm["pid"])
     return sorted(
         found,
         key=lambda each: (
@@ -159,19 +161,19 @@ def _hanging_alone(snapshot: StallSnapshot, alarm: Mapping[str, Any]) -> list[Pr
 
 
 def _hanging_workers(
-    snapshot: StallSnapshot, starved: set[int], alarm: Mapping[str, Any]
+    snapshot: StallSnapshot, starved: set[int], alarm: StallAlarm | None
 ) -> list[ProcessState]:
     """Decode workers that ranks wait for, or that raised the alarm.
 
     Those that do not move and have been at one clip longest; without such, the first of the rest.
     """
-    is_alarmed = alarm.get("role") == "decode"
-    owners = starved | ({int(alarm["rank"])} if is_alarmed else set())
+    alarmed = alarm if alarm and alarm["role"] == "decode" else None
+    owners = starved | ({alarmed["rank"]} if alarmed else set())
     of_owners = (each for rank in owners for each in snapshot.decoding.get(rank, ()))
     longest = sorted(of_owners, key=lambda each: -each.seconds_in_phase)[:_MAX_EXAMINED]
     found: list[ProcessState] = []
     for trace in longest:
-        if trace.rank in starved or (is_alarmed and trace.pid == alarm["pid"]):
+        if trace.rank in starved or (alarmed and trace.pid == alarmed["pid"]):
             found.append(ProcessState.of(trace))
         if sum(not each.has_moved for each in found[-2 * _MAX_SUSPECTS :]) > _MAX_SUSPECTS:
             break

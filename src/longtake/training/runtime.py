@@ -3,7 +3,6 @@
 The watcher (`longtake.monitor`) is a program of its own: it must survive this process.
 """
 
-import ctypes
 import os
 import re
 import resource
@@ -27,10 +26,6 @@ from longtake.training.session import TrainingState
 _WATCHER_PROGRAM = "longtake.monitor.watcher"
 _SECONDS_TO_END = 3.0
 _SILENT_SECONDS = 12.0  # more than a watcher waits for anything
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
-_NEVER = 2**31 - 1
 
 
 # --- Heartbeat and watcher --------------------------------------------------------------------
@@ -158,21 +153,6 @@ def _with_failed_rank(
 
 
 # --- This process -----------------------------------------------------------------------------
-
-
-def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed blocks up to 32 MiB; whether it accepts.
-
-    Each training step frees what the next one allocates again. By default glibc gives larger
-    blocks back, and the kernel then clears every page anew: a third of the demo's step
-    (`benchmarks/allocator.py`). Without glibc, or with MALLOC_* variables, nothing changes.
-    """
-    is_users_choice = any(name.startswith("MALLOC_") for name in os.environ)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if is_users_choice or mallopt is None:
-        return False
-    kept = mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), mallopt(_TRIM_THRESHOLD, _NEVER)
-    return all(kept)
 
 
 def keep_compiled_code() -> None:

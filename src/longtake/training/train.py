@@ -125,7 +125,7 @@ def train(
         if build.compiles_blocks(recipe, world.device):
             runtime.keep_compiled_code()
         if world.device.type == "cpu":
-            runtime.keep_freed_memory()
+            process.keep_freed_memory()
         if fresh:
             recipe = recipe.model_copy(update={"out": from_first(beside(recipe.out), world)})
         run = RunDirectory(recipe.out)
