@@ -61,7 +61,8 @@ def curriculum(tmp_path: Path) -> RunDirectory:
 
 
 def _shown(run: RunDirectory) -> dict[str, Any]:
-    return curriculum_facts.show(_only(run.catalogs_path, "*.parquet"), run.recipe())
+    loaded = curriculum_facts.load(_only(run.catalogs_path, "*.parquet"), run.recipe())
+    return curriculum_facts.describe(loaded)
 
 
 @pytest.mark.parametrize("which", ["told", "curriculum"])

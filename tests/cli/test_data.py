@@ -199,12 +199,18 @@ def test_truncated_captions_are_counted(catalog: Path, place: Path, call: Call) 
     assert any("captions are truncated" in each for each in shown["warnings"])
 
 
-def test_pictures_are_drawn(catalog: Path, place: Path, tmp_path: Path, call: Call) -> None:
-    out = tmp_path / "pictures"
-    code, _, err = call("data", "show", catalog, place / "recipe.toml", "--out", out)
-    assert code == 0
-    assert {path.name for path in out.iterdir()} >= {"buckets.png", "contact_sheet.png"}
-    assert "contact_sheet.png" in err
+def test_a_catalog_and_what_a_recipe_makes_of_it_are_drawn_in_one_file(
+    catalog: Path, place: Path, tmp_path: Path, call: Call
+) -> None:
+    code, _, err = call("data", "show", catalog, "--out", tmp_path / "pictures")
+    assert code == 2
+    assert "expected a file name such as name.html" in err
+    out = tmp_path / "shown.html"
+    for recipe in ((), (place / "recipe.toml",)):
+        code, _, err = call("data", "show", catalog, *recipe, "--out", out)
+        assert (code, f"wrote {out}" in err) == (0, True)
+        page = out.read_text()
+        assert ("data-catalog" in page, 'id="data-buckets"' in page) == (True, bool(recipe))
 
 
 def test_a_size_is_width_and_height() -> None:

@@ -33,12 +33,9 @@ from longtake.data.decode import (
 )
 from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
-from longtake.data.figures import CropRow, contact_sheet
-from longtake.data.index import index
 from longtake.data.tasks import run_tasks
 from longtake.data.window import Crop
 from longtake.errors import ClipError
-from longtake.inspection.curriculum_facts import show
 
 
 def _probe(path: Path) -> Probe:
@@ -613,18 +610,3 @@ def test_a_limit_of_memory_ends_with_its_block() -> None:
 def _reference(path: Path) -> ConditioningPixels:
     whole = Crop(8, 8, 0, 0)
     return ConditioningPixels("picture", "", Media(str(path)), 8, 8, whole, 8, 8, is_flipped=False)
-
-
-def test_a_very_wide_picture_is_drawn_small(tmp_path: Path) -> None:
-    _png(tmp_path / "wide.png", 60_000, 1, bytes(1 + 3 * 60_000))
-    index([tmp_path], captions=None, out=tmp_path / "catalog.parquet", workers=1)
-    (picture,) = show(tmp_path / "catalog.parquet", out=tmp_path / "out")["pictures"][-1:]
-    with Image.open(picture) as sheet:
-        assert sheet.width < 1000
-
-
-def test_of_a_caption_of_megabytes_the_beginning_is_drawn(tmp_path: Path) -> None:
-    frames = np.zeros((1, 8, 8, 3), np.uint8)
-    for name, length in (("short", 2000), ("long", 3_000_000)):
-        contact_sheet(tmp_path / f"{name}.png", [CropRow("all", "a cat " * length, frames, None)])
-    assert (tmp_path / "short.png").read_bytes() == (tmp_path / "long.png").read_bytes()

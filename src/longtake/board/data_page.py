@@ -4,17 +4,20 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from markupsafe import Markup
 
 from longtake import errors, process
 from longtake.board import data_pictures as pictures
+from longtake.board import html_file
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, render
 from longtake.data.clip import Clip
 from longtake.formatting import one_line
 from longtake.inspection import batch_facts, data_facts, ledger_facts, stills
+from longtake.inspection.curriculum_facts import LoadedData
 from longtake.inspection.reader import RunFacts
 
 _MOST_ROWS: Final = 10  # reasons, sizes, and values of one kind, that are listed
@@ -58,16 +61,8 @@ def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
         page="data",
         facts=facts,
         status=status_of(facts),
-        about=pictures.about,
-        catalogs=[CatalogView.of(each) for each in data.catalogs],
-        data=data,
-        plan=data.summary,
-        stages=[] if data.summary is None else stages_of(data, current),
-        strip=None if data.strip is None else pictures.strip(data.strip, current),
+        **catalog_values(data, current),
         current=current,
-        histograms=[(each, histogram_of(each)) for each in data.histograms],
-        colour=pictures.colour,
-        score_names=SCORE_NAMES,
         ledger=ledger,
         epochs=[] if ledger is None else ledger.rows[-_MOST_EPOCHS:],
         ledger_problem=trouble,
@@ -80,6 +75,34 @@ def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
         around_command=f"{process.command()} show {path} --around {step}",
         show_command=show_command(facts, data),
     )
+
+
+def catalog_values(data: data_facts.DataFacts, current: int | None) -> dict[str, Any]:
+    """Values of the templates `data_catalog.html` and `data_curriculum.html`."""
+    return {
+        "data": data,
+        "catalogs": [CatalogView.of(each) for each in data.catalogs],
+        "plan": data.summary,
+        "stages": [] if data.summary is None else stages_of(data, current),
+        "strip": None if data.strip is None else pictures.strip(data.strip, current),
+        "histograms": [(each, histogram_of(each)) for each in data.histograms],
+        "score_names": SCORE_NAMES,
+        "about": pictures.about,
+        "colour": pictures.colour,
+    }
+
+
+def write_catalog_report(out: Path, loaded: LoadedData, summary: dict[str, Any]) -> None:
+    """Write catalogs, and what a recipe makes of them, to one HTML file.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    values = catalog_values(data_facts.facts_of(loaded, summary), None)
+    text = html_file.render_file(
+        "catalog_report.html", title=str(loaded.path), show_command="", **values
+    )
+    html_file.write(out, text)
 
 
 def current_batch(facts: RunFacts) -> int | None:

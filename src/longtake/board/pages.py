@@ -101,7 +101,7 @@ def _quoted(path: str) -> str:
     return quote(path, errors="replace")
 
 
-def render(template: str, links: PageLinks, **values: Any) -> str:
+def render(template: str, links: PageLinks | None, **values: Any) -> str:
     """A page's HTML; all text is escaped, and control characters are spelled."""
     return environment().get_template(template).render(links=links, **values)
 

@@ -3,15 +3,14 @@
 import base64
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from markupsafe import Markup
 
 from longtake import errors, fsio
-from longtake.board import assets, overview
-from longtake.board.pages import PageName, render
+from longtake.board import assets, html_file, overview
+from longtake.board.pages import PageName
 from longtake.board.registry import RENDER
 from longtake.board.samples_page import COLUMNS_OF_TINY, columns
 from longtake.evaluation_dir import EvaluationDirectory
@@ -130,19 +129,15 @@ def render_report(facts: RunFacts, links: ReportLinks) -> str:
     order = sorted(RENDER, key=lambda name: name != "samples") if has_samples else list(RENDER)
     sections = {name: Markup(RENDER[name](facts, links, {})) for name in order}  # noqa: S704 - rendered
     files = assets.static_files()
-    styles = [files[name].decode() for name in assets.STYLES]
     scripts = [*(files[name].decode() for name in assets.SCRIPTS), _in_function()]
-    return render(
+    return html_file.render_file(
         "report.html",
         links,
+        scripts,
         facts=facts,
         status=overview.status_of(facts),
         results=list(_results(facts)),
         sections=sections,
-        styles=[Markup(each) for each in styles],  # noqa: S704 - files of this package
-        scripts=[Markup(each) for each in scripts],  # noqa: S704 - files of this package
-        policy=_policy(styles, scripts),
-        written=fsio.now(),
     )
 
 
@@ -169,23 +164,6 @@ def _in_function() -> str:
     return f"(() => {{\n{assets.bundled_module()}}})();\n"
 
 
-def _policy(styles: Iterable[str], scripts: Iterable[str]) -> str:
-    """Only what is in the file may run, and nothing is loaded from elsewhere."""
-
-    def hashes(texts: Iterable[str]) -> str:
-        digests = (base64.b64encode(sha256(each.encode()).digest()).decode() for each in texts)
-        return " ".join(f"'sha256-{each}'" for each in digests)
-
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"style-src {hashes(styles)}",
-            f"script-src {hashes(scripts)}",
-            *("img-src data:", "media-src data: blob:", "base-uri 'none'", "form-action 'none'"),
-        )
-    )
-
-
 def write_report(path: Path, out: Path, media_mib: float = DEFAULT_MEDIA_MIB) -> ReportLinks:
     """Write the pages of a run to a file; returns what is known of its videos.
 
@@ -198,15 +176,10 @@ def write_report(path: Path, out: Path, media_mib: float = DEFAULT_MEDIA_MIB) ->
             f"{path} is not a run directory: it has no recipe.toml. Expected the `out` folder of a "
             "recipe that was trained."
         )
-    fsio.check_picture_name(out, (".html",))
+    html_file.check_name(out)
     with fsio.reading_below(reader.folder):
         facts = reader.facts()
         links = ReportLinks(facts, int(media_mib * _MIB))
         text = render_report(facts, links)
-    try:
-        fsio.write_text(out, text)
-    except OSError as error:
-        raise errors.RunError(
-            f"{out} cannot be written: {error.strerror}. Choose another --out."
-        ) from error
+    html_file.write(out, text)
     return links

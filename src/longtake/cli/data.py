@@ -555,27 +555,35 @@ def show(
     changes: say.Changes = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="A folder for pictures: buckets, histograms, and a contact sheet."),
+        typer.Option(help="Also draw it: the name.html to write."),
     ] = None,
     as_json: say.AsJson = False,
 ) -> None:
     """Show a catalog, and which clips, buckets, crops and stages a recipe makes of it."""
     from longtake import config
     from longtake.data.auto_buckets import with_buckets
+    from longtake.inspection import curriculum_facts
     from longtake.inspection.catalog_tables import print_show
-    from longtake.inspection.curriculum_facts import show as look_at
 
     if recipe is None and changes:
         raise typer.BadParameter("there is no RECIPE that --set could change")
+    if out is not None:
+        from longtake.board import data_page, html_file
+
+        html_file.check_name(out)
     loaded = None if recipe is None else with_buckets(config.load(recipe, changes or ()), catalog)
     review_captions = None if loaded is None else _captions_reviewer(loaded)
     loaded, costs = (None, None) if loaded is None else _with_costs(loaded)
-    with progress.counted(say.console(), "draw") as advance:
-        shown = look_at(catalog, loaded, out, advance, review_captions, costs)
+    data = curriculum_facts.load(catalog, loaded)
+    shown = curriculum_facts.describe(data, review_captions, costs)
+    if out is not None:
+        data_page.write_catalog_report(out, data, shown)
     if as_json:
         say.result(shown)
     else:
         print_show(say.console(), shown)
+        if out is not None:
+            say.line(f"wrote {out}")
     if shown.get("refusal"):
         raise typer.Exit(2)
 

@@ -37,7 +37,7 @@ _LEGEND = {
 
 
 def print_show(console: Console, result: Mapping[str, Any]) -> None:
-    """Print what `curriculum_facts.show` returned, at least 100 columns wide in a pipe."""
+    """Print what `curriculum_facts.describe` returned, at least 100 columns wide in a pipe."""
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     catalogs = result.get("catalogs", {"": result})
@@ -45,8 +45,6 @@ def print_show(console: Console, result: Mapping[str, Any]) -> None:
         print_catalog(console, facts, name)
     if "stages" in result:
         print_plan(console, result)
-    for picture in result["pictures"]:
-        _print(console, escape(f"wrote {picture}"))
 
 
 def print_catalog(console: Console, facts: Mapping[str, Any], name: str = "") -> None:

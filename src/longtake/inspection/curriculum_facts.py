@@ -342,65 +342,81 @@ ReviewCaptions = Callable[[Sequence[str]], tuple[dict[str, int] | None, str | No
 """Maps captions to facts, None if they cannot be known, and a warning, if there is one."""
 
 
-def show(
-    path: Path,
-    recipe: Recipe | None = None,
-    out: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    review_captions: ReviewCaptions | None = None,
-    costs: BucketCosts | None = None,
-) -> dict[str, Any]:
-    """Describe a catalog, and what a recipe would train on.
+@dataclass(frozen=True)
+class LoadedData:
+    """Catalogs, and what a new run of a recipe would train of them."""
+
+    path: Path  # the catalog that is shown
+    paths: Mapping[str, Path]  # of all catalogs of the recipe, by name
+    catalogs: dict[str, Catalog]
+    recipe: Recipe | None
+    plan: Plan | None
+
+
+def load(path: Path, recipe: Recipe | None = None) -> LoadedData:
+    """Load a catalog, or those of a recipe, and plan.
 
     A recipe of one catalog is shown with the catalog at `path` in its place. Of a recipe of
     several, `path` has to be one, and all of them are shown.
 
+    Raises:
+        DataError: a catalog cannot be read, a stage selects nothing, or `path` is not one of the
+            recipe's catalogs.
+    """
+    paths, plan = {"catalog": path}, None
+    if recipe is not None:
+        paths = recipe.data.sources()
+        if len(paths) == 1:
+            paths = dict.fromkeys(paths, path)
+        elif path.resolve() not in {each.resolve() for each in paths.values()}:
+            known = ", ".join(f"{name} ({each})" for name, each in paths.items())
+            raise DataError(
+                f"{path} is not one of the recipe's catalogs: {known}. Name one of these; or set "
+                "data.catalogs and data.weights with --set."
+            )
+    catalogs = {name: Catalog.load(each) for name, each in paths.items()}
+    if recipe is not None:
+        plan = begin(catalogs, recipe.data, recipe.training.global_batch_size, recipe.seed)
+    return LoadedData(path, paths, catalogs, recipe, plan)
+
+
+def describe(
+    loaded: LoadedData,
+    review_captions: ReviewCaptions | None = None,
+    costs: BucketCosts | None = None,
+) -> dict[str, Any]:
+    """Describe catalogs, and what a recipe would train on.
+
     Args:
-        path: the catalog.
-        recipe: what is planned; None: only the catalog is shown.
-        out: a folder to draw pictures in; None: none are drawn.
-        progress: called with (pictures done, pictures in all).
+        loaded: what `load` returned.
         review_captions: counts the tokens of all captions that the recipe trains on.
         costs: tokens and seconds of a clip of each bucket, for the model.
 
     Returns:
         JSON-able: `catalog` (the path), the keys of `catalog_stats` and `plan_summary`, `captions`
-        (facts of `review_captions`), `catalogs` (by name, if several) and `pictures` (paths).
-
-    Raises:
-        DataError: a catalog cannot be read, a stage selects nothing, or `path` is not one of the
-            recipe's catalogs.
-        RunError: a picture cannot be written.
+        (facts of `review_captions`), and `catalogs` (by name, if several).
     """
-    paths = {"catalog": path} if recipe is None else _paths(path, recipe)
-    catalogs = {name: Catalog.load(each) for name, each in paths.items()}
     facts = {
-        name: {"catalog": str(paths[name]), **catalog_stats(catalog)}
-        for name, catalog in catalogs.items()
+        name: {"catalog": str(loaded.paths[name]), **catalog_stats(catalog)}
+        for name, catalog in loaded.catalogs.items()
     }
-    mine = next(name for name, each in paths.items() if each.resolve() == path.resolve())
-    result = {**facts[mine], "catalog": str(path), "pictures": []}
+    path, recipe = loaded.path, loaded.recipe
+    shown = next(name for name, each in loaded.paths.items() if each.resolve() == path.resolve())
+    result = {**facts[shown], "catalog": str(path)}
     if len(facts) > 1:
         result["catalogs"] = facts
-    plan = None
-    if recipe is not None:
-        plan = begin(catalogs, recipe.data, recipe.training.global_batch_size, recipe.seed)
-        result |= plan_summary(plan, recipe, costs)
-        try:
-            refuse_wrong_catalogs(catalogs, recipe.data)
-        except DataError as error:
-            result["refusal"] = str(error)
-        result["proposal"] = propose(list(catalogs.values()), recipe.data)
-        if review_captions is not None:
-            captions = all_captions(catalogs, recipe.data)
-            result["captions"], warning = review_captions(captions)
-            result["warnings"] += [warning] if warning else []
-    if out is not None:
-        from longtake.data.figures import write_pictures  # matplotlib takes a second
-
-        stages = result.get("stages", ())
-        written = write_pictures(out, catalogs[mine], plan, recipe, progress, stages)
-        result["pictures"] = list(map(str, written))
+    if recipe is None or loaded.plan is None:
+        return result
+    result |= plan_summary(loaded.plan, recipe, costs)
+    try:
+        refuse_wrong_catalogs(loaded.catalogs, recipe.data)
+    except DataError as error:
+        result["refusal"] = str(error)
+    result["proposal"] = propose(list(loaded.catalogs.values()), recipe.data)
+    if review_captions is not None:
+        captions = all_captions(loaded.catalogs, recipe.data)
+        result["captions"], warning = review_captions(captions)
+        result["warnings"] += [warning] if warning else []
     return result
 
 
@@ -427,16 +443,3 @@ def propose(catalogs: Sequence[Catalog], data: DataSection) -> dict[str, Any] | 
     listed = ", ".join(shape.toml() for shape in shapes)
     more = fitting(shapes) - fitting(data.buckets)
     return {"set": f"data.buckets=[{listed}]", "more_clips": more}
-
-
-def _paths(path: Path, recipe: Recipe) -> dict[str, Path]:
-    paths = recipe.data.sources()
-    if len(paths) == 1:
-        return dict.fromkeys(paths, path)
-    if path.resolve() not in {each.resolve() for each in paths.values()}:
-        known = ", ".join(f"{name} ({each})" for name, each in paths.items())
-        raise DataError(
-            f"{path} is not one of the recipe's catalogs: {known}. Name one of these; or set "
-            "data.catalogs and data.weights with --set."
-        )
-    return paths

@@ -23,6 +23,7 @@ from longtake.data.plan import Plan, assemble_plan, begin
 from longtake.data.plan_history import PlanRecord, SkippedRanges, parsed_order, rebuild
 from longtake.formatting import one_line, printable
 from longtake.inspection import catalog_facts, curriculum_facts
+from longtake.inspection.curriculum_facts import LoadedData
 from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import RunDirectory
 
@@ -213,7 +214,9 @@ def _read_data(facts: RunFacts, files: Sequence[Path], history: Sequence[PlanRec
             parts[source] = read_part(path, most)
         except UNREADABLE as error:
             problems.append(one_line(error))
-    catalogs = [_catalog_facts(each, chosen[each].name, parts[each]) for each in parts]
+    catalogs = [
+        _catalog_facts(each, f"catalogs/{chosen[each].name}", parts[each]) for each in parts
+    ]
     found = DataFacts(catalogs, None, None, [], len(history), problems)
     if recipe is None or not parts or parts.keys() != chosen.keys() or said:
         return found
@@ -221,6 +224,24 @@ def _read_data(facts: RunFacts, files: Sequence[Path], history: Sequence[PlanRec
         return _with_plan(found, facts, recipe, parts, history)
     except (*UNREADABLE, LookupError, TypeError, AssertionError) as error:
         return replace(found, problems=[*problems, one_line(error)])
+
+
+def facts_of(loaded: LoadedData, summary: dict[str, Any]) -> DataFacts:
+    """The facts of catalogs that were read whole; `summary` is what `describe` returned."""
+    parts = {
+        source: CatalogPart(catalog, len(catalog), len(catalog.rejected) + len(catalog.duplicates))
+        for source, catalog in loaded.catalogs.items()
+    }
+    catalogs = [_catalog_facts(each, str(loaded.paths[each]), parts[each]) for each in parts]
+    found = DataFacts(catalogs, None, None, [], 0, [])
+    if loaded.recipe is None or loaded.plan is None:
+        return found
+    return replace(
+        found,
+        summary=summary,
+        strip=_strip([loaded.plan], loaded.recipe.training.steps, is_exact=True),
+        histograms=_histograms(loaded.plan, loaded.recipe.data, parts),
+    )
 
 
 def release_memory() -> None:
@@ -271,7 +292,7 @@ def _catalog_facts(source: str, file: str, part: CatalogPart) -> CatalogFacts:
     histogram = _histogram("seconds of video", source, seconds[seconds > 0], part.scale)
     return CatalogFacts(
         source,
-        f"catalogs/{file}",
+        file,
         {name: value for name, value in stats.items() if name != "rejected"},
         len(catalog),
         part.num_clips,
