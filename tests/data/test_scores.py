@@ -122,6 +122,14 @@ def test_several_processes_count_like_one() -> None:
     assert counts == list(map(num_nouns, captions))
 
 
+def test_a_tagger_that_is_not_installed_is_named_with_what_installs_it(
+    shapes: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "HanTa", None)
+    with pytest.raises(DataError, match=r"HanTa.* pip install 'longtake\[nouns\]'"):
+        score(shapes, "nouns")
+
+
 @pytest.mark.parametrize("caption", ["", "  \n", "猫が走る", "?!"])
 def test_nouns_are_unknown_where_there_is_nothing_to_tag(caption: str) -> None:
     """NaN instead of 0, which would make such a clip the easiest of all."""

@@ -1,7 +1,7 @@
-"""Gives every clip of a catalog a number that a curriculum can select by."""
+"""Scores: a number for each clip of a catalog, by which a curriculum can select."""
 
 import hashlib
-import importlib
+import importlib.util
 import math
 import re
 import sys
@@ -116,7 +116,7 @@ class _TagTask(Task[Sequence[str], list[float]]):
 
 @cache
 def _tagger() -> "HanoverTagger":
-    from HanTa.HanoverTagger import HanoverTagger  # only who tags needs the model in memory
+    from HanTa.HanoverTagger import HanoverTagger  # it takes long to load
 
     return HanoverTagger("morphmodel_en.pgz")
 
@@ -326,25 +326,24 @@ def score(
         lengths = [num_words(caption) for caption in catalog.captions()]
         values = np.array(lengths, dtype=np.float64)
         return Scored(catalog.with_attribute(name, values), name, values)
-    if own and on is None:
-        workers = 0  # a user's function need not work in another process
-    facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
+    if by == "nouns" and importlib.util.find_spec("HanTa") is None:
+        raise DataError(
+            "The score nouns needs HanTa, which is not installed: pip install 'longtake[nouns]'. A "
+            "tagger of your own is a score, too: --by module:function."
+        )
     journal, is_hashed = None, by == "duplicates"
     if out is not None:
         path = out.with_name(f".{out.name}.{name}.journal.jsonl")
+        facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
         journal = Journal(path, _HASHES_ROW if is_hashed else _ROW, header=facts)
     known = dict(journal.read()) if journal else {}
     num_known, failed = len(known), list[Rejection]()
     rows = [row for row in range(len(catalog)) if row not in known]
-    results: Generator[float | str | ClipError]
-    if by == "nouns":
-        captions = catalog.captions()
-        results = nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
-    else:
-        clips = catalog.clips() if not known else (catalog.clip(row) for row in rows)
-        task = _task(by, own, decode.Limits(memory_gib))
-        results = tasks.in_order(tasks.run_tasks(task, clips, on=on, workers=workers))
-    with closing(results), journal or nullcontext():
+    limits = decode.Limits(memory_gib)
+    with (
+        closing(_results(catalog, rows, by, own, limits, on, workers)) as results,
+        journal or nullcontext(),
+    ):
         for done, (row, result) in enumerate(zip(rows, results, strict=True), num_known + 1):
             if isinstance(result, ClipError):
                 failed.append(Rejection(catalog.clip(row).path, result.reason))
@@ -364,8 +363,27 @@ def score(
     return Scored(scored, name, values, tuple(failed), journal, groups)
 
 
-def _task(by: str, own: OwnScore | None, limits: decode.Limits) -> Task[Clip, Any]:
-    return own or (duplicates.HashTask(limits) if by == "duplicates" else MotionScore(limits))
+def _results(
+    catalog: Catalog,
+    rows: Sequence[int],
+    by: str,
+    own: OwnScore | None,
+    limits: decode.Limits,
+    on: str | None,
+    workers: int | None,
+) -> Generator[float | str | ClipError]:
+    """The score of each row, or the hashes of its frames."""
+    if by == "nouns":
+        captions = catalog.captions()
+        return nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
+    if own and on is None:
+        workers = 0  # a user's function need not work in another process
+    task: Task[Clip, Any] = own or MotionScore(limits)
+    if by == "duplicates":
+        task = duplicates.HashTask(limits)
+    # Iterating over all clips is faster than asking for each by its row.
+    clips = catalog.clips() if len(rows) == len(catalog) else (catalog.clip(row) for row in rows)
+    return tasks.in_order(tasks.run_tasks(task, clips, on=on, workers=workers))
 
 
 def _own(by: str) -> OwnScore:
