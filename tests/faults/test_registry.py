@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from longtake.errors import LongtakeError, RunError
+from longtake.config import TrackingSection
+from longtake.errors import LongtakeError, RecipeError, RunError
+from longtake.faults import evaluation
 from longtake.faults.expect import Evidence
 from longtake.faults.registry import (
     DrillResult,
@@ -76,7 +78,9 @@ def _result_of(folder: Path, error: LongtakeError) -> DrillResult:
     def run(sandbox: Sandbox) -> Evidence:
         raise error
 
-    return run_drill(Fault("broken", "Does nothing.", "Nothing.", run, ""), Sandbox(folder, _QUIET))
+    return run_drill(
+        Fault("broken", "Does nothing.", "Nothing.", run, __name__, ""), Sandbox(folder, _QUIET)
+    )
 
 
 def test_a_drill_that_cannot_be_finished_has_failed(tmp_path: Path) -> None:
@@ -142,3 +146,14 @@ def _table(results: list[DrillResult]) -> list[str]:
     written = io.StringIO()
     show_results(results, Console(file=written, width=80))
     return written.getvalue().splitlines()
+
+
+def test_without_wandb_the_drill_of_a_tracker_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(section: TrackingSection) -> None:
+        raise RecipeError("tracking.wandb needs W&B")
+
+    monkeypatch.setattr(evaluation, "refuse_missing_packages", refuse)
+    result = run_drill(all_faults()["tracker-down"], Sandbox(tmp_path, _QUIET))
+    assert result.skipped == "W&B is not installed: pip install 'longtake[wandb]'"

@@ -4,10 +4,7 @@ import pytest
 
 from longtake.errors import RunError
 from longtake.faults.sandbox import (
-    STEPS,
-    Injection,
     TrainingProcess,
-    TrainingSite,
     stop_while_decoding,
 )
 
@@ -21,15 +18,3 @@ def test_a_process_that_ends_too_early_is_an_error_with_its_output(tmp_path: Pat
         with pytest.raises(RunError, match="before a decode worker could be stopped"):
             stop_while_decoding(process, tmp_path)
         assert process.wait_for_event("finished") is None
-
-
-def test_an_injection_is_told_to_its_process() -> None:
-    assert Injection("poison", 5).arguments == ["poison", "5"]
-    assert Injection("poison", 5, lasting=True).arguments == ["--lasting", "poison", "5"]
-
-
-def test_the_steps_of_a_drill_hold_whole_epochs(trained: TrainingSite) -> None:
-    """Two epochs are complete at the end, or nothing could be found missing in them."""
-    epochs = [row["epoch"] for row in trained.run.metrics()]
-    assert len(epochs) == STEPS
-    assert max(epochs) >= 3

@@ -43,7 +43,6 @@ _CORRUPT_STEP = 8
 
 
 @fault(
-    "data-grown",
     does="Kills a run in mid-epoch and adds a tenth more clips to its catalog.",
     must="It refuses to resume; with on_change=merge it repeats no clip and misses none.",
 )
@@ -56,7 +55,10 @@ def data_grown(sandbox: Sandbox) -> Evidence:
     with site.launch() as process:
         code = process.wait()
         seconds = process.polled_at - process.began
-    expect_refusal(evidence, code, process.output, added=len(site.catalog()) - len(old))
+    evidence.expect_exit(code, 2, "without data.on_change")
+    evidence.expect_output(process.output, f"{len(site.catalog()) - len(old)} clips added")
+    unnamed = [way for way in _POLICIES if not re.search(rf"^  {way}\b", process.output, re.M)]
+    evidence.expect(not unnamed, f"the refusal does not offer {', '.join(unnamed)}")
     evidence.expect(len(site.run.metrics()) == num_rows, "it trained, though the data had changed")
     _resume_by_policy(evidence, sandbox, site, old, "merge")
     evidence.detected_seconds = seconds
@@ -64,16 +66,7 @@ def data_grown(sandbox: Sandbox) -> Evidence:
     return evidence
 
 
-def expect_refusal(evidence: Evidence, code: int, output: str, added: int) -> None:
-    """Expect that a run without data.on_change refused, and said why and how to resume."""
-    evidence.expect_exit(code, 2, "without data.on_change")
-    evidence.expect_output(output, f"{added} clips added")
-    unnamed = [way for way in _POLICIES if not re.search(rf"^  {way}\b", output, re.MULTILINE)]
-    evidence.expect(not unnamed, f"the refusal does not offer {', '.join(unnamed)}")
-
-
 @fault(
-    "data-shrunk",
     does="Kills a run in mid-epoch and deletes three in ten of its clips.",
     must="With on_change=merge it repeats no clip and misses none.",
 )
@@ -87,7 +80,6 @@ def data_shrunk(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "data-swapped",
     does="Kills a run in mid-epoch and replaces its catalog by one of other clips.",
     must="With on_change=finish it ends the epoch with the old clips, then trains the new ones.",
 )
@@ -100,7 +92,6 @@ def data_swapped(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "one-clip-removed",
     does="Kills a run in mid-epoch and deletes a single clip that was still to come.",
     must="With on_change=merge it repeats no clip and misses none.",
 )
@@ -115,38 +106,24 @@ def one_clip_removed(sandbox: Sandbox) -> Evidence:
 def _resume_by_policy(
     evidence: Evidence, sandbox: Sandbox, site: TrainingSite, old: Catalog, policy: Policy
 ) -> Evidence:
-    """Resume with `data.on_change`, to the end of the run, and check it."""
-    with site.launch(f"data.on_change={policy}") as process:
-        found = process.wait_for_event("data_changed", policy=policy)
-        process.finish()
-    expect_policy(evidence, site, old, policy, found, process.began, sandbox.undisturbed)
-    return evidence
-
-
-def expect_policy(
-    evidence: Evidence,
-    site: TrainingSite,
-    old: Catalog,
-    policy: Policy,
-    found: ObservedEvent | None,
-    began: float,
-    undisturbed: TrainingSite,
-) -> None:
-    """Expect of a run whose data changed what the policy promises.
+    """Resume with `data.on_change`, to the end of the run, and expect what the policy promises.
 
     `merge`: epoch 0 is what was consumed before and the rest of the new catalog. `finish`: epoch 0
     is the old catalog. Either way later epochs are the new catalog, and the steps before the change
     are bitwise the undisturbed run's.
     """
+    with site.launch(f"data.on_change={policy}") as process:
+        found = process.wait_for_event("data_changed", policy=policy)
+        process.finish()
     step, first = found.event["step"] if found else 0, identities_of(old)
     if policy == "merge":
         consumed = ledger.read_ledger(site.run.ledger_path)
         before = consumed.identity[(consumed.step < step) & (consumed.epoch == 0)]
         first = np.union1d(before, identities_of(site.catalog()))
-    evidence.expect_event(found, began, f"no event says that the data changed ({policy})")
+    evidence.expect_event(found, process.began, f"no event says that the data changed ({policy})")
     evidence.expect(0 < step < STEPS, f"the change was to meet the run in mid-epoch, not at {step}")
     evidence.expect_exact(site, first)
-    evidence.expect_equal(site.run, undisturbed.run, until=step)
+    evidence.expect_equal(site.run, sandbox.undisturbed.run, until=step)
     changed, counts = compare(old, site.catalog()), evidence.counts
     assert counts is not None
     evidence.message = (
@@ -154,59 +131,41 @@ def expect_policy(
         f"{counts.repeated} samples repeated, {counts.missing} missing; the steps before are "
         "bitwise the undisturbed run's."
     )
+    return evidence
 
 
 @fault(
-    "corrupt-clip",
     does="Overwrites the middle of a clip's file after it was indexed.",
     must="The run rejects the clip with a reason and trains all others.",
 )
 def corrupt_clip(sandbox: Sandbox) -> Evidence:
     site = sandbox.fresh("corrupt-clip")
     clip = site.clips / clips_at(sandbox.undisturbed, _CORRUPT_STEP)[0].name
-    damage(clip)
+    # Inverts all bits in the middle third; the file's ends and its length stay.
+    content = bytearray(clip.read_bytes())
+    third = len(content) // 3
+    content[third : 2 * third] = bytes(0xFF ^ octet for octet in content[third : 2 * third])
+    clip.write_bytes(content)
     with site.launch() as process:
         found = process.wait_for_event("sample_rejected")
         process.finish()
-    evidence = Evidence()
-    expect_rejected(evidence, site, clip, found, process.began, sandbox.undisturbed)
-    return evidence
-
-
-def damage(clip: Path) -> None:
-    """Invert all bits in the middle third of a file; its ends and its length stay."""
-    data = bytearray(clip.read_bytes())
-    third = len(data) // 3
-    data[third : 2 * third] = bytes(0xFF ^ octet for octet in data[third : 2 * third])
-    clip.write_bytes(data)
-
-
-def expect_rejected(
-    evidence: Evidence,
-    site: TrainingSite,
-    clip: Path,
-    found: ObservedEvent | None,
-    began: float,
-    undisturbed: TrainingSite,
-) -> None:
-    """Expect that the clip is left out from its first step on, and no other is."""
-    evidence.expect_event(found, began, "no event says that a clip could not be decoded")
-    step, reason = 0, ""
+    evidence, step, reason = Evidence(), 0, ""
+    evidence.expect_event(found, process.began, "no event says that a clip could not be decoded")
     if found:
         step, reason = found.event["step"], found.event["reason"]
         wrong = f"it was rejected at step {step}; it was due at {_CORRUPT_STEP}"
         evidence.expect(step == _CORRUPT_STEP, wrong)
         evidence.expect(clip.name in reason, f"another clip was rejected: {reason}")
     evidence.expect_exact(site, rejected=1)
-    evidence.expect_equal(site.run, undisturbed.run, until=step)
+    evidence.expect_equal(site.run, sandbox.undisturbed.run, until=step)
     evidence.message = (
         f"The clip was rejected at step {step}, when it was due, and the batch had one sample "
         f"less; the run continued. The reason: {reason.rpartition(': ')[2]}."
     )
+    return evidence
 
 
 @fault(
-    "decoder-hang",
     does="Stops a decode worker (SIGSTOP) while it decodes a clip.",
     must="It is dumped, killed and replaced at its deadline; every step is bitwise the same.",
 )
@@ -217,7 +176,7 @@ def decoder_hang(sandbox: Sandbox) -> Evidence:
         hang = stop_while_decoding(process, site.clips)
         found = process.wait_for_event("decoder_stalled", pid=hang.pid)
         process.finish()
-    expect_replaced(evidence, "decoder_stalled", site, hang, found, sandbox.undisturbed)
+    _expect_replaced(evidence, "decoder_stalled", site, hang, found, sandbox.undisturbed)
     where = found.event["where"] if found else ""
     evidence.message = (
         f"Process {hang.pid} was stopped while it decoded {Path(hang.path).name}, was past its "
@@ -228,7 +187,6 @@ def decoder_hang(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "killed-loader-worker",
     does="Kills a decode worker (SIGKILL) while it decodes a clip.",
     must="It is replaced; every step is bitwise the same.",
 )
@@ -240,7 +198,7 @@ def killed_loader_worker(sandbox: Sandbox) -> Evidence:
         os.kill(hang.pid, signal.SIGKILL)
         found = process.wait_for_event("decoder_died", pid=hang.pid)
         process.finish()
-    expect_replaced(evidence, "decoder_died", site, hang, found, sandbox.undisturbed)
+    _expect_replaced(evidence, "decoder_died", site, hang, found, sandbox.undisturbed)
     evidence.message = (
         f"Process {hang.pid} was killed while it decoded {Path(hang.path).name} and was replaced; "
         "every step is bitwise the undisturbed run's."
@@ -248,7 +206,7 @@ def killed_loader_worker(sandbox: Sandbox) -> Evidence:
     return evidence
 
 
-def expect_replaced(
+def _expect_replaced(
     evidence: Evidence,
     kind: Literal["decoder_stalled", "decoder_died"],
     site: TrainingSite,
@@ -269,7 +227,6 @@ def expect_replaced(
 
 
 @fault(
-    "processes-changed",
     does="Kills a run in mid-epoch and resumes it on two ranks instead of one, without workers.",
     must="No clip is repeated or missing; the losses are the same but for rounding.",
 )
@@ -296,7 +253,6 @@ _OPTIMIZER = "optimizer/__0_0.distcp"
 
 
 @fault(
-    "kill",
     does="Kills a run (SIGKILL) after a random step and starts the same command again.",
     must="Every step, and weights, EMA and optimizer at the end, are bitwise the same.",
 )
@@ -316,7 +272,6 @@ def kill(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "kill-while-saving",
     does="Kills a run (SIGKILL) while it writes a checkpoint, and starts it again.",
     must="It resumes from the checkpoint before; what follows is bitwise the same.",
 )
@@ -350,7 +305,6 @@ def _stop_while_saving(process: TrainingProcess, site: TrainingSite) -> Path:
 
 
 @fault(
-    "truncated-checkpoint",
     does="Kills a run and cuts off half of a file of its newest checkpoint.",
     must="It names the file and resumes from the checkpoint before; the rest is bitwise the same.",
 )
@@ -367,7 +321,6 @@ def truncated_checkpoint(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "bit-rot-in-checkpoint",
     does="Kills a run and flips one random bit of its newest checkpoint.",
     must="It names the file and resumes from the checkpoint before; the rest is bitwise the same.",
 )
@@ -386,15 +339,12 @@ def bit_rot_in_checkpoint(sandbox: Sandbox) -> Evidence:
 
 def flip(path: Path, bit: int) -> None:
     """Flip one bit of a file; bit 8 is the lowest of the second byte."""
-    with path.open("rb+") as file:
-        file.seek(bit // 8)
-        octet = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([octet ^ 1 << bit % 8]))
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
 
 
 @fault(
-    "disk-full-while-saving",
     does="Leaves a run no room for further checkpoints; then makes room and starts it again.",
     must="It says what is lost: the steps since the last whole checkpoint, and nothing else.",
 )
@@ -407,7 +357,11 @@ def disk_full_while_saving(sandbox: Sandbox) -> Evidence:
         found = process.wait_for_event("checkpoint_failed")
         code = process.wait()
     saved = site.run.checkpoint_steps()[-1]
-    expect_unsaved_end(evidence, site, found, code, process.output)
+    evidence.expect(found is not None, "no event says that a checkpoint failed")
+    evidence.expect_exit(code, 2, "though its end was not saved,")
+    kept = site.run.checkpoint_path(saved).name
+    evidence.expect_output(process.output, f"nothing is lost but the steps since {kept}")
+    evidence.expect_no_partial_checkpoints(site)
     resume(evidence, site, sandbox.undisturbed)
     if found:
         evidence.detected_seconds = found.at - at
@@ -428,24 +382,13 @@ def limit_file_size(pid: int, num_bytes: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-def expect_unsaved_end(
-    evidence: Evidence, site: TrainingSite, found: ObservedEvent | None, code: int, output: str
-) -> None:
-    """Expect that a run whose checkpoints find no room fails and says what is lost."""
-    evidence.expect(found is not None, "no event says that a checkpoint failed")
-    evidence.expect_exit(code, 2, "though its end was not saved,")
-    kept = site.run.checkpoint_path(site.run.checkpoint_steps()[-1]).name
-    evidence.expect_output(output, f"nothing is lost but the steps since {kept}")
-    evidence.expect_no_partial_checkpoints(site)
-
-
 def resume(evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite) -> Evidence:
     """Start the same command again, to the end of the run, and check it."""
     newest = site.run.checkpoint_steps()[-1]
     with site.launch() as process:
         found = process.wait_for_event("resumed")
         process.finish()
-    expect_resumed_run(evidence, site, newest, found, undisturbed)
+    _expect_resumed_run(evidence, site, newest, found, undisturbed)
     evidence.expect_lost_steps_reported(found, newest, process.output)
     if found:
         evidence.detected_seconds = found.at - process.began
@@ -460,16 +403,21 @@ def _resume_from_older(site: TrainingSite, damaged: str, undisturbed: TrainingSi
         warning = process.wait_for_event("checkpoint_damaged")
         found = process.wait_for_event("resumed")
         process.finish()
-    name = site.run.checkpoint_path(newest).name
-    expect_warning(evidence, warning, name, damaged, older, process.output)
-    expect_resumed_run(evidence, site, older, found, undisturbed)
+    evidence.expect(warning is not None, "no event says that a checkpoint is damaged")
+    if warning:
+        path, reason = warning.event["path"], warning.event["reason"]
+        name = site.run.checkpoint_path(newest).name
+        evidence.expect(path == name, f"it calls {path} damaged, and {name} is")
+        evidence.expect(damaged in reason, f"the reason does not name {damaged}: {reason}")
+    evidence.expect_output(process.output, f"training resumes from step {older}")
+    _expect_resumed_run(evidence, site, older, found, undisturbed)
     evidence.expect_lost_steps_reported(found, older, process.output)
     at = warning or found
     evidence.detected_seconds = at.at - process.began if at else None
     return evidence
 
 
-def expect_resumed_run(
+def _expect_resumed_run(
     evidence: Evidence,
     site: TrainingSite,
     newest: int,
@@ -479,20 +427,3 @@ def expect_resumed_run(
     evidence.expect_resumed(found, newest)
     evidence.expect_undisturbed(site, undisturbed)
     evidence.expect_no_partial_checkpoints(site)
-
-
-def expect_warning(
-    evidence: Evidence,
-    warning: ObservedEvent | None,
-    checkpoint: str,
-    damaged: str,
-    older: int,
-    output: str,
-) -> None:
-    """Expect an event that names checkpoint and file, and where it resumes in the output."""
-    evidence.expect(warning is not None, "no event says that a checkpoint is damaged")
-    if warning:
-        path, reason = warning.event["path"], warning.event["reason"]
-        evidence.expect(path == checkpoint, f"it calls {path} damaged, and {checkpoint} is")
-        evidence.expect(damaged in reason, f"the reason does not name {damaged}: {reason}")
-    evidence.expect_output(output, f"training resumes from step {older}")

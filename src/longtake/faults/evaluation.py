@@ -88,9 +88,9 @@ class EvaluatorProcess(RunObserver):
     def wait_for_video(self) -> int:
         """Return the step of its first unpublished video; RunError if it ends before."""
         videos = self.wait_until(
-            lambda: partial_videos(self._run, self.server), "it had sampled a video"
+            lambda: _partial_videos(self._run, self.server), "it had sampled a video"
         )
-        return step_of(videos[0])
+        return _step_of(videos[0])
 
     def wait_for_report(self, kind: str, step: int) -> None:
         """Return when a server has reported an event of a step; RunError if this one ends."""
@@ -120,12 +120,12 @@ def server_events(run: RunDirectory) -> list[dict[str, Any]]:
     return [event for each in found for event in each]
 
 
-def partial_videos(run: RunDirectory, server: str = "*") -> list[Path]:
+def _partial_videos(run: RunDirectory, server: str = "*") -> list[Path]:
     folders = evaluation_dir.EvaluationDirectory(run).path / PRESET
     return sorted(folders.glob(f".step_*.{server}-*.partial/*.mp4"))
 
 
-def step_of(video: Path) -> int:
+def _step_of(video: Path) -> int:
     return int(video.parent.name.split(".")[1].removeprefix("step_"))
 
 
@@ -136,7 +136,7 @@ def _attempts(run: RunDirectory, step: int) -> list[dict[str, Any]]:
     return [record for claim in sorted(claims) for record in lease.history(claim)]
 
 
-def expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterable[int]) -> None:
+def _expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterable[int]) -> None:
     """Expect one whole result of each of some checkpoints, and no remains of others."""
     announced = Counter(
         each["step"] for each in server_events(run) if each["event"] == "evaluation_finished"
@@ -148,7 +148,7 @@ def expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterable
             f"step {step} was done {ends.count('done')} times, announced {announced[step]} times",
         )
         evidence.expect(_is_whole(run, step), f"the result of step {step} is not whole")
-    left = [path.name for path in partial_videos(run)]
+    left = [path.name for path in _partial_videos(run)]
     left += [f"the need of step {step}" for step in sorted(needed_steps(run))]
     evidence.expect(not left, f"this is left over: {', '.join(left)}")
     superseded = list((evaluation_dir.EvaluationDirectory(run).path / PRESET).glob("superseded/*"))
@@ -169,7 +169,6 @@ def _is_whole(run: RunDirectory, step: int) -> bool:
 
 
 @fault(
-    "evaluator-killed-while-sampling",
     does="Kills one of two evaluation servers beside a run while it samples (SIGKILL).",
     must=(
         "The other takes its checkpoint over within 5 s; each checkpoint is evaluated once; the "
@@ -186,8 +185,16 @@ def evaluator_killed_while_sampling(sandbox: Sandbox) -> Evidence:
         seconds = time.monotonic() - at
         process.finish()
         second.finish()
-    evidence = Evidence()
-    expect_takeover(evidence, site.run, step, first.server, second.server, seconds)
+    evidence = Evidence(detected_seconds=seconds)
+    late = f"it was taken over after {seconds:.1f} s, not within {_TAKEOVER_SECONDS:g}"
+    evidence.expect(seconds <= _TAKEOVER_SECONDS, late)
+    found = [(each.get("server"), each["ended"]) for each in _attempts(site.run, step)]
+    evidence.expect(
+        found == [(first.server, None), (second.server, "done")],
+        f"step {step} was to be lost by {first.server} and done by {second.server}, and there is "
+        f"{found}",
+    )
+    _expect_evaluated_once(evidence, site.run, site.run.checkpoint_steps())
     evidence.expect_undisturbed(site, sandbox.undisturbed)
     count = len(site.run.checkpoint_steps())
     evidence.message = (
@@ -212,23 +219,7 @@ def _two_servers(
         yield first, second, process
 
 
-def expect_takeover(
-    evidence: Evidence, run: RunDirectory, step: int, killed: str, other: str, seconds: float
-) -> None:
-    """Expect that another server evaluated the step in time, and each checkpoint once."""
-    evidence.detected_seconds = seconds
-    late = f"it was taken over after {seconds:.1f} s, not within {_TAKEOVER_SECONDS:g}"
-    evidence.expect(seconds <= _TAKEOVER_SECONDS, late)
-    found = [(each.get("server"), each["ended"]) for each in _attempts(run, step)]
-    evidence.expect(
-        found == [(killed, None), (other, "done")],
-        f"step {step} was to be lost by {killed} and done by {other}, and there is {found}",
-    )
-    expect_evaluated_once(evidence, run, run.checkpoint_steps())
-
-
 @fault(
-    "two-evaluators",
     does="Lets two evaluation servers evaluate one run.",
     must="They share its checkpoints; each is evaluated once; the run is bitwise the same.",
 )
@@ -239,7 +230,11 @@ def two_evaluators(sandbox: Sandbox) -> Evidence:
         process.finish()
         first.finish()
         second.finish()
-    shares = expect_shared(evidence, site.run, (first.server, second.server))
+    events = server_events(site.run)
+    shares = Counter(e["server"] for e in events if e["event"] == "evaluation_finished")
+    for server in (first.server, second.server):
+        evidence.expect(shares[server] > 0, f"server {server} has evaluated nothing")
+    _expect_evaluated_once(evidence, site.run, site.run.checkpoint_steps())
     evidence.expect_undisturbed(site, sandbox.undisturbed)
     counts = " and ".join(str(shares[each]) for each in sorted(shares))
     evidence.message = (
@@ -249,18 +244,8 @@ def two_evaluators(sandbox: Sandbox) -> Evidence:
     return evidence
 
 
-def expect_shared(evidence: Evidence, run: RunDirectory, servers: Sequence[str]) -> "Counter[str]":
-    """Expect that each server evaluated something; returns how many checkpoints each did."""
-    evaluated = (each for each in server_events(run) if each["event"] == "evaluation_finished")
-    shares = Counter(each["server"] for each in evaluated)
-    for server in servers:
-        evidence.expect(shares[server] > 0, f"server {server} has evaluated nothing")
-    expect_evaluated_once(evidence, run, run.checkpoint_steps())
-    return shares
-
-
 @dataclass
-class HeldCheckpoints:
+class _HeldCheckpoints:
     """What was seen of a run's checkpoints and its server."""
 
     held: int = -1  # a step that was sampled while the run could have deleted its checkpoint
@@ -269,7 +254,6 @@ class HeldCheckpoints:
 
 
 @fault(
-    "checkpoint-deleted-under-evaluator",
     does="Deletes checkpoints while an evaluation server reads them.",
     must=(
         "What is held is kept; what is deleted nevertheless is reported as gone, or was read "
@@ -280,7 +264,7 @@ def checkpoint_deleted_under_evaluator(sandbox: Sandbox) -> Evidence:
     name = "checkpoint-deleted-under-evaluator"
     site, evidence = sandbox.fresh(name, _recipe(_MANY_SOLVER_STEPS)), Evidence()
     changes = (f"checkpoint.keep={_KEEP}", "checkpoint.every=1", "evaluation.hold_waiting=0")
-    seen = HeldCheckpoints()
+    seen = _HeldCheckpoints()
     with (
         EvaluatorProcess(site, "--until-finished") as server,
         site.launch(*changes, inject=Injection("slow-steps", 20)) as process,
@@ -289,7 +273,7 @@ def checkpoint_deleted_under_evaluator(sandbox: Sandbox) -> Evidence:
         _delete_held(site.run, server, seen)
         process.finish()
         server.finish()
-    expect_held(evidence, site.run, seen)
+    _expect_held(evidence, site.run, seen)
     evidence.expect_undisturbed(site, sandbox.undisturbed)
     gone = sum(_ends(site.run, step)[-1:] == ["gone"] for step in seen.deleted)
     evidence.message = (
@@ -300,7 +284,7 @@ def checkpoint_deleted_under_evaluator(sandbox: Sandbox) -> Evidence:
     return evidence
 
 
-def _watch_held(run: RunDirectory, server: EvaluatorProcess, seen: HeldCheckpoints) -> None:
+def _watch_held(run: RunDirectory, server: EvaluatorProcess, seen: _HeldCheckpoints) -> None:
     """Count the saves that the first sampled checkpoint outlives."""
     seen.held = server.wait_for_video()
 
@@ -315,7 +299,7 @@ def _watch_held(run: RunDirectory, server: EvaluatorProcess, seen: HeldCheckpoin
     server.wait_until(is_released, "it released its first checkpoint")
 
 
-def _delete_held(run: RunDirectory, server: EvaluatorProcess, seen: HeldCheckpoints) -> None:
+def _delete_held(run: RunDirectory, server: EvaluatorProcess, seen: _HeldCheckpoints) -> None:
     """Delete checkpoints as soon as they are held, before they are read."""
 
     def are_enough() -> bool:
@@ -329,7 +313,7 @@ def _delete_held(run: RunDirectory, server: EvaluatorProcess, seen: HeldCheckpoi
     server.wait_until(are_enough, f"it held {_DELETIONS} checkpoints")
 
 
-def expect_held(evidence: Evidence, run: RunDirectory, seen: HeldCheckpoints) -> None:
+def _expect_held(evidence: Evidence, run: RunDirectory, seen: _HeldCheckpoints) -> None:
     """Expect that what was held stayed, and what was deleted is whole or gone; others once."""
     evidence.expect(
         seen.saves > _KEEP,
@@ -352,7 +336,7 @@ def expect_held(evidence: Evidence, run: RunDirectory, seen: HeldCheckpoints) ->
     of_gone = [s for s in ends if "gone" in ends[s] and result_path(PRESET, s).exists()]
     evidence.expect(not of_gone, f"there are results of steps {of_gone}, which were gone")
     done = {step for step, found in ends.items() if "done" in found}
-    expect_evaluated_once(evidence, run, sorted(done | set(run.checkpoint_steps())))
+    _expect_evaluated_once(evidence, run, sorted(done | set(run.checkpoint_steps())))
 
 
 def _ends(run: RunDirectory, step: int) -> list[str | None]:
@@ -360,7 +344,6 @@ def _ends(run: RunDirectory, step: int) -> list[str | None]:
 
 
 @fault(
-    "half-synced-checkpoint",
     does=(
         "Copies a checkpoint to an evaluation server by hand: COMMITTED first, weights by halves, "
         "then of the right size with wrong bytes, and stops in between."
@@ -391,7 +374,16 @@ def half_synced_checkpoint(sandbox: Sandbox) -> Evidence:
         seconds = time.monotonic() - at
         os.kill(server.pid, signal.SIGTERM)
         server.finish(expected=128 + signal.SIGTERM)
-    expect_only_whole(evidence, run, early, late, seconds, is_untouched=is_untouched)
+    evidence.detected_seconds = seconds
+    evidence.expect(is_untouched, f"step {late} was tried while its files were short")
+    ends = _ends(run, late)
+    evidence.expect(
+        ends[-1:] == ["done"] and set(ends[:-1]) == {"damaged"},
+        f"step {late} was to be refused until it was whole, and its attempts ended {ends}",
+    )
+    slow = f"it was evaluated {seconds:.1f} s after it was whole, not within {_WHOLE_SECONDS:g}"
+    evidence.expect(seconds <= _WHOLE_SECONDS, slow)
+    _expect_evaluated_once(evidence, run, (early, late))
     evidence.message = (
         f"Step {late} was not tried while files were short, and refused while their bytes were "
         f"wrong; it was evaluated once, {seconds:.1f} s after it was whole; the other meanwhile."
@@ -423,30 +415,7 @@ def _copy(
             aside.write_bytes(content)
 
 
-def expect_only_whole(
-    evidence: Evidence,
-    run: RunDirectory,
-    early: int,
-    late: int,
-    seconds: float,
-    *,
-    is_untouched: bool,
-) -> None:
-    """Expect that nothing was sampled before it was whole, and both steps were then."""
-    evidence.detected_seconds = seconds
-    evidence.expect(is_untouched, f"step {late} was tried while its files were short")
-    ends = _ends(run, late)
-    evidence.expect(
-        ends[-1:] == ["done"] and set(ends[:-1]) == {"damaged"},
-        f"step {late} was to be refused until it was whole, and its attempts ended {ends}",
-    )
-    slow = f"it was evaluated {seconds:.1f} s after it was whole, not within {_WHOLE_SECONDS:g}"
-    evidence.expect(seconds <= _WHOLE_SECONDS, slow)
-    expect_evaluated_once(evidence, run, (early, late))
-
-
 @fault(
-    "brightness-drift",
     does="Lets a run's EMA get a little brighter from checkpoint to checkpoint.",
     must="No loss shows it; the evaluator raises the alarm, and none before it.",
 )
@@ -458,14 +427,14 @@ def brightness_drift(sandbox: Sandbox) -> Evidence:
     evidence = Evidence()
     site = sandbox.undisturbed.copied_to(sandbox.undisturbed.folder.with_name("brightness-drift"))
     before = site.run.checkpoint_steps()
-    steps = brighten(site.run, _BRIGHTER_TIMES, _BRIGHTER, _BRIGHTER_STEPS)
+    steps = _brighten(site.run, _BRIGHTER_TIMES, _BRIGHTER, _BRIGHTER_STEPS)
     _write_preset(site, _DRIFT_PRESET)
     began = time.monotonic()
     options = ("--presets", _PRESETS, "--preset", PRESET, "--device", "cpu")
     with EvaluatorProcess(site, *options) as evaluator:
         evaluator.finish()
     evidence.detected_seconds = time.monotonic() - began
-    expect_drift_alarm(evidence, site.run, before, steps)
+    _expect_drift_alarm(evidence, site.run, before, steps)
     evidence.message = (
         f"Over {_BRIGHTER_TIMES} checkpoints the EMA got brighter by "
         f"{_BRIGHTER_TIMES * _BRIGHTER * 127.5:.0f} grey levels, and no loss changed. The "
@@ -474,7 +443,7 @@ def brightness_drift(sandbox: Sandbox) -> Evidence:
     return evidence
 
 
-def brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> list[int]:
+def _brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> list[int]:
     """Save further checkpoints of a tubelet, each with a brighter EMA; returns their steps."""
     import torch
 
@@ -500,7 +469,7 @@ def brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> l
     return steps
 
 
-def expect_drift_alarm(
+def _expect_drift_alarm(
     evidence: Evidence, run: RunDirectory, before: Sequence[int], brighter: Sequence[int]
 ) -> None:
     """Expect an alarm at the last checkpoint, and none before the drift began."""
@@ -525,7 +494,6 @@ def _drifts(run: RunDirectory, step: int) -> list[evaluation_dir.Alarm]:
 
 
 @fault(
-    "tracker-down",
     does="Lets W&B be unreachable for as long as a run is trained.",
     must=(
         "No step waits for it; the run is bitwise the same. TensorBoard has every row, and so has "
@@ -550,7 +518,7 @@ def tracker_down(sandbox: Sandbox) -> Evidence:
     rows_before = reader.Cursor.load(evaluation_dir.cursor_path(run, "wandb")).rows
     _follow_offline(run)
     evidence.expect(seen is not None, "nothing reports that W&B cannot be reached")
-    expect_tracked(evidence, run, rows_before)
+    _expect_tracked(evidence, run, rows_before)
     evidence.expect_undisturbed(site, sandbox.undisturbed)
     evidence.detected_seconds = seen
     evidence.message = (
@@ -586,7 +554,7 @@ def _follow_offline(run: RunDirectory) -> None:
     follower.close(_LONGEST_FOLLOWER_SECONDS)
 
 
-def expect_tracked(evidence: Evidence, run: RunDirectory, rows_before: int) -> None:
+def _expect_tracked(evidence: Evidence, run: RunDirectory, rows_before: int) -> None:
     """Expect every step once in TensorBoard and, after `rows_before` = 0 rows, in W&B's files."""
     from longtake.tracking.wandb import rows_from, run_id_of
 

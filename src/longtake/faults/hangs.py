@@ -38,62 +38,27 @@ _RANK_NAMED = "It is named with its line in 15 s, and it is said which rank wait
 
 
 @fault(
-    "frozen-loader-worker-in-c",
-    family="frozen-loader-worker",
-    does="Lets a decode worker wait for ever in a C library that released the GIL.",
-    must=_WORKER_NAMED,
-)
-def frozen_loader_worker_in_c(sandbox: Sandbox) -> Evidence:
-    return _frozen_worker(sandbox, "frozen-loader-worker-in-c", "freeze-worker-in-c")
-
-
-@fault(
-    "frozen-loader-worker-holding-gil",
-    family="frozen-loader-worker",
-    does="Lets a decode worker wait for ever in a C library that holds the GIL.",
-    must=_WORKER_NAMED,
-)
-def frozen_loader_worker_holding_gil(sandbox: Sandbox) -> Evidence:
-    return _frozen_worker(sandbox, "frozen-loader-worker-holding-gil", "freeze-worker-holding-gil")
-
-
-@fault(
-    "frozen-loader-worker-stopped",
+    name="frozen-loader-worker-stopped",
     family="frozen-loader-worker",
     does="Stops a decode worker (SIGSTOP) while it decodes a clip.",
     must=_WORKER_NAMED,
+    kind=None,
 )
-def frozen_loader_worker_stopped(sandbox: Sandbox) -> Evidence:
-    return _frozen_worker(sandbox, "frozen-loader-worker-stopped", None)
-
-
 @fault(
-    "worker-stopped-between-clips",
-    does="Stops a decode worker (SIGSTOP) while it waits for its next clip.",
-    must="It is named in 15 s with the clip that it was given, at the terminal too, and replaced.",
+    name="frozen-loader-worker-holding-gil",
+    family="frozen-loader-worker",
+    does="Lets a decode worker wait for ever in a C library that holds the GIL.",
+    must=_WORKER_NAMED,
+    kind="freeze-worker-holding-gil",
 )
-def worker_stopped_between_clips(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("worker-stopped-between-clips"), Evidence()
-    with site.launch(*_WORKER_CHANGES) as process:
-        process.wait_for_rows(USUAL_STEPS)
-        hang = stop_while_idle(process, heartbeat.heartbeat_dir(site.run.path))
-        found, diagnosis = _wait_for_stall(process, site)
-        expect_diagnosis(evidence, found, diagnosis, hang, rank=0, waiting=[0])
-        ended = process.wait_for_node_event("restarted_worker") if found else None
-        process.finish()
-        _expect_one_stall(evidence, process)
-        sentence = str(diagnosis.get("sentence"))
-        evidence.expect_output(process.output, sentence)
-    evidence.expect("which it was given" in sentence, f"it names no clip: {sentence}")
-    pid = ended.event["pid"] if ended else None
-    evidence.expect(pid == hang.pid, f"process {hang.pid} was to be ended, and {pid} was")
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
-    evidence.message = f"{sentence} It was ended, and every step is bitwise the undisturbed run's."
-    return evidence
-
-
-def _frozen_worker(sandbox: Sandbox, name: str, kind: InjectionKind | None) -> Evidence:
-    """Train to the end while one decode worker hangs and another gets its work."""
+@fault(
+    name="frozen-loader-worker-in-c",
+    family="frozen-loader-worker",
+    does="Lets a decode worker wait for ever in a C library that released the GIL.",
+    must=_WORKER_NAMED,
+    kind="freeze-worker-in-c",
+)
+def frozen_loader_worker(sandbox: Sandbox, name: str, kind: InjectionKind | None) -> Evidence:
     site, evidence = sandbox.fresh(name), Evidence()
     inject = Injection(kind, _WINDOWS) if kind else None
     with site.launch(*_WORKER_CHANGES, inject=inject) as process:
@@ -119,27 +84,59 @@ def _frozen_worker(sandbox: Sandbox, name: str, kind: InjectionKind | None) -> E
 
 
 @fault(
-    "hung-rank-asleep",
-    family="hung-rank",
-    does="Lets one rank of two sleep for ever in Python.",
-    must=_RANK_NAMED,
+    does="Stops a decode worker (SIGSTOP) while it waits for its next clip.",
+    must="It is named in 15 s with the clip that it was given, at the terminal too, and replaced.",
 )
-def hung_rank_asleep(sandbox: Sandbox) -> Evidence:
-    return _hung_rank(sandbox, "hung-rank-asleep", "hang-rank-1-asleep")
+def worker_stopped_between_clips(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("worker-stopped-between-clips"), Evidence()
+    with site.launch(*_WORKER_CHANGES) as process:
+        process.wait_for_rows(USUAL_STEPS)
+        hang = stop_while_idle(process, heartbeat.heartbeat_dir(site.run.path))
+        found, diagnosis = _wait_for_stall(process, site)
+        expect_diagnosis(evidence, found, diagnosis, hang, rank=0, waiting=[0])
+        ended = process.wait_for_node_event("restarted_worker") if found else None
+        process.finish()
+        _expect_one_stall(evidence, process)
+        sentence = str(diagnosis.get("sentence"))
+        evidence.expect_output(process.output, sentence)
+    evidence.expect("which it was given" in sentence, f"it names no clip: {sentence}")
+    pid = ended.event["pid"] if ended else None
+    evidence.expect(pid == hang.pid, f"process {hang.pid} was to be ended, and {pid} was")
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.message = f"{sentence} It was ended, and every step is bitwise the undisturbed run's."
+    return evidence
 
 
 @fault(
-    "hung-rank-holding-gil",
+    name="hung-rank-in-collective",
+    family="hung-rank",
+    does="Lets one rank of two begin a collective that the other never joins.",
+    must=_RANK_NAMED,
+    kind="hang-rank-1-in-collective",
+)
+@fault(
+    name="hung-rank-holding-gil",
     family="hung-rank",
     does="Lets one rank of two wait for ever in a C library that holds the GIL.",
     must=_RANK_NAMED,
+    kind="hang-rank-1-holding-gil",
 )
-def hung_rank_holding_gil(sandbox: Sandbox) -> Evidence:
-    return _hung_rank(sandbox, "hung-rank-holding-gil", "hang-rank-1-holding-gil")
+@fault(
+    name="hung-rank-asleep",
+    family="hung-rank",
+    does="Lets one rank of two sleep for ever in Python.",
+    must=_RANK_NAMED,
+    kind="hang-rank-1-asleep",
+)
+def hung_rank(sandbox: Sandbox, name: str, kind: InjectionKind) -> Evidence:
+    site, evidence = sandbox.fresh(name), Evidence()
+    with launch_with_hang(site, kind) as process:
+        hang = process.wait_for_hang()
+        evidence.message = expect_rank_named(evidence, process, site, hang)
+    return evidence
 
 
 @fault(
-    "hung-rank-stopped",
     family="hung-rank",
     does="Stops one rank of two (SIGSTOP), and continues it when it was named.",
     must="It is named with its line in 15 s; then the run continues, and nothing is lost.",
@@ -160,7 +157,6 @@ def hung_rank_stopped(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "hang-after-a-cleared-hang",
     does="Stops one rank of two (SIGSTOP), continues it when it was named, and stops it again.",
     must="Both are named in 15 s, at the terminal of `longtake launch` too, and nothing is lost.",
 )
@@ -194,17 +190,6 @@ def hang_after_a_cleared_hang(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "hung-rank-in-collective",
-    family="hung-rank",
-    does="Lets one rank of two begin a collective that the other never joins.",
-    must=_RANK_NAMED,
-)
-def hung_rank_in_collective(sandbox: Sandbox) -> Evidence:
-    return _hung_rank(sandbox, "hung-rank-in-collective", "hang-rank-1-in-collective")
-
-
-@fault(
-    "hung-rank-killed",
     family="hung-rank",
     does="Lets one rank of two sleep for ever, with watch.action = kill and torchrun's restarts.",
     must="It is named and killed; all ranks resume from the last checkpoint, and the run finishes.",
@@ -217,35 +202,18 @@ def hung_rank_killed(sandbox: Sandbox) -> Evidence:
         killed = process.wait_for_node_event("killed_rank")
         resumed = process.wait_for_event("resumed")
         process.finish()
-    expect_restart(evidence, hang, killed, resumed)
+    pid = killed.event["pid"] if killed else None
+    step = resumed.event["step"] if resumed else None
+    evidence.expect(pid == hang.pid, f"rank {_RANK} is process {hang.pid}, and {pid} was killed")
+    evidence.expect(
+        step is not None and 0 < step <= _STEP, f"it resumed from step {step}, and hung in {_STEP}"
+    )
     evidence.expect_near(site, sandbox.undisturbed)
     seconds = resumed.at - hang.at if resumed else 0.0
     evidence.message = (
         f"{sentence} It was killed, and torchrun started all ranks again: {seconds:.1f} s after "
         f"the hang the run resumed, and trained {evidence.steps_lost} steps twice."
     )
-    return evidence
-
-
-def expect_restart(
-    evidence: Evidence, hang: Hang, killed: ObservedEvent | None, resumed: ObservedEvent | None
-) -> None:
-    """Expect that the rank was killed, and the run resumed from a checkpoint before the hang."""
-    pid = killed.event["pid"] if killed else None
-    wrong = f"rank {_RANK} is process {hang.pid}, and {pid} was killed"
-    evidence.expect(pid == hang.pid, wrong)
-    step = resumed.event["step"] if resumed else None
-    evidence.expect(
-        step is not None and 0 < step <= _STEP, f"it resumed from step {step}, and hung in {_STEP}"
-    )
-
-
-def _hung_rank(sandbox: Sandbox, name: str, kind: InjectionKind) -> Evidence:
-    """Train until rank 1 hangs and is named."""
-    site, evidence = sandbox.fresh(name), Evidence()
-    with launch_with_hang(site, kind) as process:
-        hang = process.wait_for_hang()
-        evidence.message = expect_rank_named(evidence, process, site, hang)
     return evidence
 
 

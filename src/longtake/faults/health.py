@@ -36,43 +36,34 @@ _CLOCK_PPM = 500.0
 _LARGEST_PPM_ERROR = 100.0  # of the machine's own clock, and of measuring it
 
 
-@fault(
-    "slow-rank-by-10",
-    family="slow-rank",
-    does="Lets one rank of two take 10 % longer for its own part of each step.",
-    must="It is named, with how much slower it is, though all ranks' steps take the same time.",
+_SLOW_RANK_NAMED = (
+    "It is named, with how much slower it is, though all ranks' steps take the same time."
 )
-def slow_rank_by_10(sandbox: Sandbox) -> Evidence:
-    return _slow_rank(sandbox, "slow-rank-by-10", "slow-rank-1-by-10", 0.1)
 
 
 @fault(
-    "slow-rank-by-30",
+    name="slow-rank-by-30",
     family="slow-rank",
     does="Lets one rank of two take 30 % longer for its own part of each step.",
-    must="It is named, with how much slower it is, though all ranks' steps take the same time.",
+    must=_SLOW_RANK_NAMED,
+    kind="slow-rank-1-by-30",
+    share=0.3,
 )
-def slow_rank_by_30(sandbox: Sandbox) -> Evidence:
-    return _slow_rank(sandbox, "slow-rank-by-30", "slow-rank-1-by-30", 0.3)
-
-
-def _slow_rank(sandbox: Sandbox, name: str, kind: InjectionKind, share: float) -> Evidence:
-    """Train until a rank is reported as slow."""
+@fault(
+    name="slow-rank-by-10",
+    family="slow-rank",
+    does="Lets one rank of two take 10 % longer for its own part of each step.",
+    must=_SLOW_RANK_NAMED,
+    kind="slow-rank-1-by-10",
+    share=0.1,
+)
+def slow_rank(sandbox: Sandbox, name: str, kind: InjectionKind, share: float) -> Evidence:
     site, evidence = sandbox.fresh(name), Evidence()
     inject = Injection(kind, _SLOW_FROM_STEP)
     with site.launch(*_SLOW_CHANGES, ranks=2, inject=inject, watch=_SLOW_SETTINGS) as process:
         process.wait_for_rows(_SLOW_FROM_STEP)
         began = process.polled_at
         found = process.wait_for_node_event("degraded", lambda event: "rank" in event)
-    expect_slow_rank(evidence, found, began, share)
-    evidence.message = f"It said: {found.event['message'] if found else ''}"
-    return evidence
-
-
-def expect_slow_rank(
-    evidence: Evidence, found: ObservedEvent | None, began: float, share: float
-) -> None:
-    """Expect that the slow rank is named in time, with how much slower it is."""
     none = "no event says that a rank is slow"
     evidence.expect_event(found, began, none, within=_SLOW_WITHIN_SECONDS)
     if found:
@@ -83,10 +74,11 @@ def expect_slow_rank(
             abs(slower - share) <= _LARGEST_SHARE_ERROR,
             f"it is said to take {slower:.1%} longer, and takes {share:.0%} longer",
         )
+        evidence.message = f"It said: {found.event['message']}"
+    return evidence
 
 
 @fault(
-    "clock-step-back",
     does=f"Sets the clock that a run's watcher reads by {_CLOCK_STEP_SECONDS:g} s.",
     must="The step is reported with its size, to a millisecond; no stall is reported.",
 )
@@ -106,7 +98,6 @@ def clock_step_back(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "clock-slew",
     does=f"Lets the clock that a run's watcher reads run {_CLOCK_PPM:g} ppm too fast.",
     must="The slew is reported with its rate; no step and no stall is reported.",
 )
@@ -125,7 +116,6 @@ def clock_slew(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "clock-step-during-collective",
     does=(
         f"Sets the clock that a run's watcher reads by {_CLOCK_STEP_SECONDS:g} s while rank 0 of "
         "two waits in a collective that rank 1 never joins; then kills rank 1."

@@ -42,7 +42,6 @@ _KILL_STEPS = range(8, 30)  # there is a checkpoint, and the run is far from its
 
 
 @fault(
-    "full-run-disk",
     does="Leaves a run's watcher no room on the disk, then the run itself; then starts it again.",
     must="The watcher survives and reports it; the run says what is wrong; nothing else is lost.",
 )
@@ -68,7 +67,10 @@ def full_run_disk(sandbox: Sandbox) -> Evidence:
         step = len(site.run.metrics())
         limit_file_size(process.pid, site.run.metrics_path.stat().st_size)
         code = process.wait()
-    expect_disk_error(evidence, site, code, process.output)
+    evidence.expect_exit(code, 2, "without room")
+    evidence.expect_output(process.output, "cannot be written")
+    evidence.expect("Traceback" not in process.output, "it ended with a traceback")
+    evidence.expect(bool(site.run.checkpoint_steps()), "no checkpoint is left")
     seconds = evidence.detected_seconds
     resume(evidence, site, sandbox.undisturbed)
     evidence.detected_seconds = seconds
@@ -81,16 +83,7 @@ def full_run_disk(sandbox: Sandbox) -> Evidence:
     return evidence
 
 
-def expect_disk_error(evidence: Evidence, site: TrainingSite, code: int, output: str) -> None:
-    """Expect that the trainer ended with an error about the disk, and a checkpoint is left."""
-    evidence.expect_exit(code, 2, "without room")
-    evidence.expect_output(output, "cannot be written")
-    evidence.expect("Traceback" not in output, "it ended with a traceback")
-    evidence.expect(bool(site.run.checkpoint_steps()), "no checkpoint is left")
-
-
 @fault(
-    "dead-watcher",
     does="Kills a run's watcher (SIGKILL).",
     must="The run continues, bitwise the same, and has another watcher within 5 s.",
 )
@@ -110,7 +103,6 @@ def dead_watcher(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "watcher-stopped",
     does="Stops a run's watcher (SIGSTOP).",
     must="The run continues, bitwise the same, and has another watcher within 20 s.",
 )
@@ -150,7 +142,6 @@ def _without_watcher(
 
 
 @fault(
-    "run-disk-frozen",
     does="Freezes the file system of the run directory (fsfreeze) until the hang was named.",
     must="Terminal and hook name it while it is frozen; then the run continues, bitwise the same.",
 )
@@ -228,7 +219,6 @@ def _frozen(folder: Path) -> Iterator[float]:
 
 
 @fault(
-    "kill-rank",
     does="Kills one rank of two (SIGKILL) after a random step of `longtake launch`.",
     must="It is named; both resume from the newest checkpoint, and the end is bitwise the same.",
 )
@@ -262,7 +252,6 @@ def wait_for_recovery(observer: RunObserver, site: TrainingSite, lost_at: float)
 
 
 @fault(
-    "world-2-1-2",
     does="Trains on two ranks, resumes with one, and then with two again.",
     must="No clip is repeated or missing; losses and weights are the same but for rounding.",
 )

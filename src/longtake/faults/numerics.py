@@ -33,14 +33,13 @@ _LARGEST_LOSS_ERROR = 1e-3  # relative, of a loss whose sums round differently
 
 
 @fault(
-    "nan-gradient",
     does="Makes one number of one parameter's gradient NaN, in one step.",
     must="That update alone is skipped, and the message names the parameter.",
 )
 def nan_gradient(sandbox: Sandbox) -> expect.Evidence:
     site, evidence = sandbox.fresh("nan-gradient"), expect.Evidence()
     _train(site, Injection("lose-gradient", _NAN_STEP))
-    expect_skip(evidence, site, _NAN_STEP, sandbox.undisturbed)
+    _expect_skip(evidence, site, _NAN_STEP, sandbox.undisturbed)
     evidence.expect_equal(site.run, sandbox.undisturbed.run, until=_NAN_STEP)
     said = _expect_named(evidence, site.run, NAN_PARAMETER)
     evidence.message = f"That update was skipped, and it said: {said}"
@@ -48,23 +47,14 @@ def nan_gradient(sandbox: Sandbox) -> expect.Evidence:
 
 
 @fault(
-    "nan-on-one-rank",
     does="Makes one number of a gradient NaN on one rank of two, in one step.",
     must="Both skip that update, and keep equal weights; the message names the rank.",
 )
 def nan_on_one_rank(sandbox: Sandbox) -> expect.Evidence:
     site, evidence = sandbox.fresh("nan-on-one-rank"), expect.Evidence()
     _train(site, Injection("lose-gradient-on-rank-1", _NAN_STEP), *ON_TWO_RANKS, ranks=2)
-    expect_rank_named(evidence, site, sandbox.undisturbed)
-    return evidence
-
-
-def expect_rank_named(
-    evidence: expect.Evidence, site: TrainingSite, undisturbed: TrainingSite
-) -> None:
-    """Expect that both ranks skipped the update and ended with equal weights; rank 1 is named."""
-    expect_skip(evidence, site, _NAN_STEP, undisturbed)
-    error = expect.largest_loss_error(site.run, undisturbed.run, until=_NAN_STEP)
+    _expect_skip(evidence, site, _NAN_STEP, sandbox.undisturbed)
+    error = expect.largest_loss_error(site.run, sandbox.undisturbed.run, until=_NAN_STEP)
     evidence.expect(error <= _LARGEST_LOSS_ERROR, f"a loss before it differs by {error:.1e}")
     said = _expect_named(evidence, site.run, "rank 1 of 2 alone", NAN_PARAMETER)
     sums = [path.read_text(encoding="utf-8") for path in site.folder.glob("weights_of_rank_*")]
@@ -73,17 +63,17 @@ def expect_rank_named(
     evidence.message = (
         f"Both ranks skipped that update and ended with equal weights. It said: {said}"
     )
+    return evidence
 
 
 @fault(
-    "loss-spike",
     does=f"Poisons {POISONED_BATCHES} batches of a run: their pixels are far too bright.",
     must="It is found at its first step; the run rolls back and excludes these batches.",
 )
 def loss_spike(sandbox: Sandbox) -> expect.Evidence:
     site, evidence = sandbox.fresh("loss-spike", LONG_RECIPE), expect.Evidence()
     _train(site, Injection("poison", _POISONED_BATCH))
-    expect_rollback(evidence, site, _POISONED_BATCH, "spike", sandbox.undisturbed_long)
+    _expect_rollback(evidence, site, _POISONED_BATCH, "spike", sandbox.undisturbed_long)
     if not evidence.complaints:
         last = _POISONED_BATCH + POISONED_BATCHES - 1
         evidence.message = (
@@ -94,7 +84,6 @@ def loss_spike(sandbox: Sandbox) -> expect.Evidence:
 
 
 @fault(
-    "slow-divergence",
     does=f"Raises the learning rate of a run's attention {RATE_FACTOR:g}fold from a step on.",
     must=f"It is found within {_RATE_WITHIN_STEPS} steps, by name; the run rolls back.",
 )
@@ -102,7 +91,7 @@ def slow_divergence(sandbox: Sandbox) -> expect.Evidence:
     site, evidence = sandbox.fresh("slow-divergence", LONG_RECIPE), expect.Evidence()
     _train(site, Injection("raise-rate", _RATE_STEP))
     undisturbed = sandbox.undisturbed_long
-    expect_rollback(
+    _expect_rollback(
         evidence, site, _RATE_STEP, "divergence", undisturbed, within_steps=_RATE_WITHIN_STEPS
     )
     if not evidence.complaints:
@@ -113,7 +102,6 @@ def slow_divergence(sandbox: Sandbox) -> expect.Evidence:
 
 
 @fault(
-    "weight-norm-step-at-epoch-end",
     does=f"Raises the norm of a run's weights by {NORM_FACTOR - 1:.1%} where an epoch ends.",
     must="It is found within an epoch; the message names the epoch boundary; the run rolls back.",
 )
@@ -121,7 +109,7 @@ def weight_norm_step_at_epoch_end(sandbox: Sandbox) -> expect.Evidence:
     site, evidence = sandbox.fresh("weight-norm-step-at-epoch-end", LONG_RECIPE), expect.Evidence()
     _train(site, Injection("raise-norm", _NORM_STEP))
     undisturbed = sandbox.undisturbed_long
-    expect_rollback(
+    _expect_rollback(
         evidence, site, _NORM_STEP, "edge_step", undisturbed, within_steps=STEPS_PER_EPOCH
     )
     _expect_named(evidence, site.run, f"epoch {_NORM_EPOCH} of stage all begins")
@@ -135,7 +123,7 @@ def _train(site: TrainingSite, inject: Injection, *changes: str, ranks: int = 1)
         process.finish()
 
 
-def expect_rollback(
+def _expect_rollback(
     evidence: expect.Evidence,
     site: TrainingSite,
     at: int,
@@ -158,10 +146,10 @@ def expect_rollback(
     _expect_good_end(evidence, site, undisturbed, (first, end))
 
 
-def expect_skip(
+def _expect_skip(
     evidence: expect.Evidence, site: TrainingSite, at: int, undisturbed: TrainingSite
 ) -> None:
-    """Expect that the update of one step is skipped; arguments are those of `expect_rollback`."""
+    """Expect that the update of one step is skipped; arguments are those of `_expect_rollback`."""
     _expect_guard_report(evidence, site.run, at, "non_finite", within_steps=0)
     skipped = expect.steps_skipped(site.run)
     evidence.expect(
@@ -176,7 +164,7 @@ def guard_reports(run: RunDirectory) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] in ("update_skipped", "anomaly_detected")]
 
 
-def relative_end_loss(run: RunDirectory, undisturbed: RunDirectory) -> float:
+def _relative_end_loss(run: RunDirectory, undisturbed: RunDirectory) -> float:
     """The loss at the end over the undisturbed run's, of the last batches that both trained.
 
     Different batches have different noise levels, which move a loss by more than most faults do.
@@ -223,7 +211,7 @@ def _expect_good_end(
 ) -> None:
     """Expect all steps, each clip once but those of excluded batches, and the usual loss."""
     evidence.expect_exact(site, skipped=expect.clips_between(undisturbed.run, *excluded))
-    share = relative_end_loss(site.run, undisturbed.run)
+    share = _relative_end_loss(site.run, undisturbed.run)
     evidence.expect(
         abs(share - 1) <= _LARGEST_FINAL_LOSS_CHANGE,
         f"it ended with {share:.2f} times the undisturbed run's loss",
@@ -245,5 +233,5 @@ def _rollback_message(site: TrainingSite, undisturbed: TrainingSite) -> str:
         f"{guard_reports(site.run)[0]['message']} It rolled back from step "
         f"{rollback['from_step']} to the checkpoint of step {rollback['to_step']}, excluded "
         f"batches {first} to {end - 1}, and ended with "
-        f"{relative_end_loss(site.run, undisturbed.run):.2f} times the undisturbed run's loss."
+        f"{_relative_end_loss(site.run, undisturbed.run):.2f} times the undisturbed run's loss."
     )

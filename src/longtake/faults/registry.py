@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import wrap
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from longtake.faults.expect import Evidence
     from longtake.faults.sandbox import Sandbox
 
-Drill = Callable[["Sandbox"], "Evidence"]
+Drill = Callable[..., "Evidence"]
 _ALL = "all"
 _MODULES = ("data", "stores", "numerics", "ranks", "hangs", "health", "nodes", "evaluation")
 _NAME_WIDTH = 18
@@ -48,7 +49,8 @@ class Fault:
     name: str
     does: str  # what is done to the run, in one line
     must: str  # what must happen then, in one line
-    run: Drill  # trains, injects the fault, and checks the outcome
+    run: Callable[["Sandbox"], "Evidence"]  # trains, injects the fault, and checks the outcome
+    module: str  # that has the drill
     family: str  # a name that stands for several faults; empty: none
 
 
@@ -83,12 +85,20 @@ class DrillResult:
 _faults: dict[str, Fault] = {}
 
 
-def fault(name: str, *, does: str, must: str, family: str = "") -> Callable[[Drill], Drill]:
-    """Register a drill under a name."""
+def fault(
+    *, does: str, must: str, name: str = "", family: str = "", **arguments: object
+) -> Callable[[Drill], Drill]:
+    """Register a drill as a fault, by its function's name with hyphens.
 
-    def register(run: Drill) -> Drill:
-        _faults[name] = Fault(name, does, must, run, family)
-        return run
+    A drill of several faults has a decorator for each, with a `name`; it then gets this name and
+    `arguments`. `family` stands for several faults.
+    """
+
+    def register(drill: Drill) -> Drill:
+        known_as = name or drill.__name__.replace("_", "-")
+        run = partial(drill, name=name, **arguments) if name else drill
+        _faults[known_as] = Fault(known_as, does, must, run, drill.__module__, family)
+        return drill
 
     return register
 
@@ -96,8 +106,8 @@ def fault(name: str, *, does: str, must: str, family: str = "") -> Callable[[Dri
 def all_faults() -> dict[str, Fault]:
     """All faults by name, in the order in which `--all` runs them."""
     modules = [import_module(f"longtake.faults.{name}").__name__ for name in _MODULES]
-    found = (each for each in _faults.values() if each.run.__module__ in modules)
-    in_order = sorted(found, key=lambda each: modules.index(each.run.__module__))
+    found = (each for each in _faults.values() if each.module in modules)
+    in_order = sorted(found, key=lambda each: modules.index(each.module))
     return {each.name: each for each in in_order}
 
 

@@ -118,7 +118,6 @@ def _clips_in_store(site: TrainingSite) -> Iterator[LoopbackStore]:
 
 
 @fault(
-    "store-slow",
     does="Trains from a store on loopback that answers each request after 0.4 s.",
     must="The loader waits; no sample is lost or repeated; every step is bitwise the same.",
 )
@@ -138,7 +137,6 @@ def store_slow(sandbox: Sandbox) -> Evidence:
 
 
 @fault(
-    "store-gone",
     does="Trains from a store on loopback that refuses connections for 20 s.",
     must="The stall names it; no sample is lost or repeated; every step is bitwise the same.",
 )
