@@ -1,15 +1,19 @@
-"""Small defects inserted into the code one at a time, and which of them the quick tests notice.
+"""Small defects inserted into the code one at a time, and which of them `make test` notices.
 
-    python -m benchmarks.mutants pick             choose 300 at the commit of the goldens
-    python -m benchmarks.mutants run TREE BEFORE  try them in a worktree of that commit
-    python -m benchmarks.mutants run TREE AFTER   try those that a worktree of later code still has
-    python -m benchmarks.mutants report           the shares per package: benchmarks/results
+    python -m benchmarks.mutants pick TREE NAME   choose 120 in the code of a worktree
+    python -m benchmarks.mutants run TREE NAME    try them there; several may run at once
+    python -m benchmarks.mutants report           the shares by package: benchmarks/results
 
-A mutant is a changed comparison, constant or call in a statement of a function. TREE is a worktree
-that the script may change: every mutant is written into it, and an environment variable of the
-process selects the active one. Tests run once without mutants and record which ones they reach.
-Then, for each mutant, the tests that reach it run until one fails, those of its own package and the
-shortest first, for at most 15 seconds. Results are stored, so that a run can be interrupted.
+A mutant is a changed comparison, constant or call in a statement of a function, chosen by a seed.
+TREE is a worktree that the script may change: every mutant is written into it, and an environment
+variable of the process selects the active one. All tests of `make test` run once without mutants
+and record which mutants they reach. Then, for each mutant, the tests that reach it run until one
+fails, those of its own package and the shortest first; a test that does not reach a mutant cannot
+notice it. Outcomes are stored as they come, so that a run can be interrupted.
+
+A mutant that no test can notice, because the program behaves the same, is equivalent: somebody who
+has read the code writes its number and the reason under "equivalent" of the set. The share is of
+the others, survivors and those that no test reaches included.
 """
 
 import argparse
@@ -38,19 +42,11 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[1]
 _DATA = _ROOT / "benchmarks" / "results" / "mutants.json"
 _TABLE = _DATA.with_suffix(".md")
-_COMMIT = _ROOT / "tests" / "goldens" / "COMMIT"
-_COUNT = 300
-_LEAST_PER_PACKAGE = 6
-_SEED = 18
-_SECONDS_OF_TESTS = 15.0
-_LEAST_TESTS = 4
+_COUNT = 120
+_LEAST_PER_PACKAGE = 3
+_SEED = 33
 _LIMIT_SECONDS = 300
 _SLOW_TEST_SECONDS = 0.5
-_SKIPPED_FOLDERS = ("distributed", "end_to_end", "gpu", "goldens", "fuzz", "demo")
-_SKIPPED_FILES = (
-    *("test_readme.py", "test_structure.py", "test_without_torch.py"),
-    *("cluster/test_drills.py", "cluster/test_hosts.py"),  # Slurm, and hosts in namespaces
-)
 _ACTIVE, _REACHED = "LONGTAKE_MUTANT", "LONGTAKE_MUTANTS_REACHED"
 _PACKAGE = "longtake"
 
@@ -109,10 +105,9 @@ _HEADS = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change to one expression, named so that it can be found again in changed code."""
+    """A change to one expression."""
 
     package: str
-    """Of the commit that it was picked in."""
     function: str
     """Qualified name; empty at the top of a module."""
     statement: str
@@ -122,6 +117,8 @@ class Mutant:
     """Which expression of this kind in the statement."""
     changed: str
     """What stands there instead."""
+    path: str
+    """Relative to src/longtake."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +126,6 @@ class Site:
     """Where a mutant can be put into a tree."""
 
     mutant: Mutant
-    path: str
-    """Relative to src/longtake."""
     start: tuple[int, int]
     """Line from 0 and byte in it."""
     end: tuple[int, int]
@@ -140,28 +135,34 @@ def main() -> None:
     """Run the requested command."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("pick").add_argument("tree", type=Path)
-    run = verbs.add_parser("run")
-    run.add_argument("tree", type=Path)
-    run.add_argument("name", help="under which the outcomes are kept: before, after")
-    run.add_argument("--packages", help="only these, comma-separated names of the picked commit")
-    run.add_argument("--also-in", type=Path, help="only those that this tree has, too")
-    run.add_argument("--workers", default="2")
-    run.add_argument("--tests", nargs="*", default=["tests"], help="only those of these paths")
+    for verb in ("pick", "run"):
+        options = verbs.add_parser(verb)
+        options.add_argument("tree", type=Path)
+        options.add_argument("name", help="of the set of mutants: before, after")
+    options.add_argument("--workers", default="3", help="of the run that records what is reached")
+    options.add_argument(
+        "--part", type=int, default=0, help="try every second mutant, from this one"
+    )
+    options.add_argument("--parts", type=int, default=1)
     verbs.add_parser("report")
     asked = parser.parse_args()
     if asked.verb == "pick":
-        _save({"mutants": [asdict(each) for each in pick(asked.tree)], "outcomes": {}})
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],  # noqa: S607
+            cwd=asked.tree,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        chosen = [asdict(each) for each in pick(asked.tree)]
+        data = _load()
+        data[asked.name] = {"commit": commit, "mutants": chosen, "outcomes": {}, "equivalent": {}}
+        _save(data)
     elif asked.verb == "run":
-        mutants = [Mutant(**each) for each in _load()["mutants"]]
-        packages = {each.package for each in mutants}
-        packages &= set(asked.packages.split(",")) if asked.packages else packages
-        wanted = {number for number, each in enumerate(mutants) if each.package in packages}
-        if asked.also_in:
-            wanted &= dict(_locate(mutants, asked.also_in)).keys()
+        mutants = [Mutant(**each) for each in _load()[asked.name]["mutants"]]
         tree = asked.tree.resolve()
-        prepare(tree, mutants, asked.workers, asked.tests)
-        try_all(tree, asked.name, sorted(wanted))
+        prepare(tree, mutants, asked.workers)
+        try_all(tree, asked.name, range(asked.part, len(mutants), asked.parts))
     else:
         _TABLE.write_text(report(_load()))
 
@@ -193,7 +194,7 @@ def _of_all_kinds(sites: list[Site], wanted: int, generator: random.Random) -> I
         for waiting in kinds.values():
             while waiting and len(taken) < wanted:
                 site = waiting.pop()
-                where = (site.path, site.mutant.function, site.mutant.statement)
+                where = (site.mutant.path, site.mutant.function, site.mutant.statement)
                 if where not in taken:
                     taken.add(where)
                     yield site.mutant
@@ -241,12 +242,12 @@ def _sites_of(statement: ast.stmt, function: str, package: str, path: str) -> It
             if (change := _change(node, statement)) is None:
                 continue
             kind, changed = change
-            mutant = Mutant(package, function, source, kind, places[kind], changed)
+            mutant = Mutant(package, function, source, kind, places[kind], changed, path)
             places[kind] += 1
             start = (node.lineno - 1, node.col_offset)
             assert node.end_lineno is not None
             assert node.end_col_offset is not None
-            yield Site(mutant, path, start, (node.end_lineno - 1, node.end_col_offset))
+            yield Site(mutant, start, (node.end_lineno - 1, node.end_col_offset))
 
 
 def _expressions(part: Any, statement: ast.stmt) -> Iterator[ast.expr]:
@@ -286,62 +287,34 @@ def _change(node: ast.expr, statement: ast.stmt) -> tuple[str, str] | None:
     return None
 
 
-def prepare(tree: Path, mutants: Sequence[Mutant], workers: str, paths: Sequence[str]) -> None:
+def prepare(tree: Path, mutants: Sequence[Mutant], workers: str) -> None:
     """Write the mutants into a tree and record which tests reach them, unless that was done."""
     folder = tree / ".mutants"
     if not folder.exists():
-        sites = dict(_locate(mutants, tree))
-        _instrument(tree, sites)
+        sites = {site.mutant: site for site in sites_in(tree)}
         (folder / "reached").mkdir(parents=True)
-        found = {number: site.path for number, site in sites.items()}
-        (folder / "found.json").write_text(json.dumps(found))
+        _instrument(tree, {number: sites[each] for number, each in enumerate(mutants)})
     if not (folder / "reach_done").exists():
-        _reach(tree, workers, paths)
+        _reach(tree, workers)
 
 
-def try_all(tree: Path, name: str, wanted: Sequence[int]) -> None:
-    """Try mutants that the tree has and that were not tried under this name."""
-    found = json.loads((tree / ".mutants" / "found.json").read_text())
+def try_all(tree: Path, name: str, numbers: Iterable[int]) -> None:
+    """Try the mutants that were not tried yet."""
+    mutants = [Mutant(**each) for each in _load()[name]["mutants"]]
     tests = _Tests(tree)
     os.environ["PYTHONPATH"] = f"{tree / 'src'}{os.pathsep}{tree / '.mutants'}"
     sys.path[:0] = [str(tree), str(tree / "src")]
     _import_all(tree)
-    for number in map(str, wanted):
-        if number in _load()["outcomes"].get(name, {}):
+    for number in numbers:
+        if str(number) in _load()[name]["outcomes"]:
             continue
-        outcome = tests.try_one(int(number), found[number]) if number in found else "gone"
+        outcome = tests.try_one(number, mutants[number].path)
         print(f"{number}: {outcome}", flush=True)  # noqa: T201
         with (tree / ".mutants" / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             data = _load()
-            data["outcomes"].setdefault(name, {})[number] = outcome
+            data[name]["outcomes"][str(number)] = outcome
             _save(data)
-
-
-def _locate(mutants: Sequence[Mutant], tree: Path) -> Iterator[tuple[int, Site]]:
-    """Site of each mutant: of equal statements that of the same function, or the only one."""
-    by_statement: dict[tuple[str, str, int, str], list[Site]] = defaultdict(list)
-    for site in sites_in(tree):
-        by_statement[_key(site.mutant)].append(site)
-    taken: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for number, mutant in enumerate(mutants):
-        sites = by_statement[_key(mutant)]
-        likenesses = sorted((_likeness(site.mutant, mutant) for site in sites), reverse=True)
-        closest = [each for each in sites if _likeness(each.mutant, mutant) == likenesses[0]]
-        if len(closest) > 1:
-            continue
-        if closest and closest[0].start not in taken[closest[0].path]:
-            taken[closest[0].path].append(closest[0].start)
-            yield number, closest[0]
-
-
-def _key(mutant: Mutant) -> tuple[str, str, int, str]:
-    return mutant.statement, mutant.kind, mutant.place, mutant.changed
-
-
-def _likeness(one: Mutant, other: Mutant) -> tuple[bool, bool, bool]:
-    last = one.function.rpartition(".")[2] == other.function.rpartition(".")[2]
-    return one.function == other.function, last, one.package == other.package
 
 
 def _instrument(tree: Path, found: Mapping[int, Site]) -> None:
@@ -349,7 +322,7 @@ def _instrument(tree: Path, found: Mapping[int, Site]) -> None:
     source = tree / "src" / "longtake"
     files: dict[str, list[tuple[Site, int]]] = defaultdict(list)
     for number, site in found.items():
-        files[site.path].append((site, number))
+        files[site.mutant.path].append((site, number))
     for path, sites in files.items():
         lines = (source / path).read_bytes().split(b"\n")
         starts = [0]
@@ -365,18 +338,17 @@ def _instrument(tree: Path, found: Mapping[int, Site]) -> None:
         file.write(_SWITCH)
 
 
-def _reach(tree: Path, workers: str, paths: Sequence[str]) -> None:
-    """Run the quick tests once, and note which mutants they reach and how long they take."""
+def _reach(tree: Path, workers: str) -> None:
+    """Run the tests of `make test` once; note which mutants they reach and how long they take."""
     folder = tree / ".mutants"
     (folder / "tests").unlink(missing_ok=True)
     (folder / "note_durations.py").write_text(_PLUGIN)
-    quick = [f"--ignore=tests/{each}" for each in _SKIPPED_FOLDERS]
-    quick += [f"--ignore-glob=*{each}" for each in _SKIPPED_FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "--dist", "loadfile"]
-    command += ["-m", "not slow", "-p", "note_durations", *quick, *paths]
+    command += ["--no-loadscope-reorder", "-m", "not drill", "-p", "note_durations"]
     path = f"{tree / 'src'}{os.pathsep}{folder}"
     noted = {_REACHED: str(folder / "reached"), "LONGTAKE_MUTANTS_TESTS": str(folder / "tests")}
-    subprocess.run(command, cwd=tree, check=False, env=os.environ | noted | {"PYTHONPATH": path})  # noqa: S603
+    variables = os.environ | noted | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=tree, check=False, env=variables)  # noqa: S603
     (folder / "reach_done").touch()
 
 
@@ -426,14 +398,7 @@ class _Tests:
                 self._seconds[test],
             )
         )
-        seconds = 0.0
-        chosen: list[str] = []
-        for test in candidates:
-            seconds += self._seconds[test]
-            if seconds > _SECONDS_OF_TESTS and len(chosen) >= _LEAST_TESTS:
-                break
-            chosen.append(test)
-        return chosen
+        return candidates
 
     def _reaching(self, number: int) -> tuple[set[str], set[str]]:
         """Tests that reach a mutant, and files of tests whose fixtures do."""
@@ -512,7 +477,7 @@ def _import_all(tree: Path) -> None:
         getattr(diffusers, name)
     for name in ("UMT5EncoderModel", "T5EncoderModel", "CLIPTextModel", "PreTrainedTokenizerFast"):
         getattr(transformers, name)
-    for name in ("torch._dynamo", "scipy.optimize", "peft", "matplotlib.pyplot"):
+    for name in ("torch._dynamo", "scipy.optimize", "peft"):
         importlib.import_module(name)
     source = tree / "src"
     for path in sorted((source / "longtake").rglob("*.py")):
@@ -533,33 +498,48 @@ def _activate(number: int, *, on_import: bool) -> None:
 
 
 def report(data: Mapping[str, Any]) -> str:
-    """Per package, how many mutants were tried and noticed, before and after."""
-    mutants, outcomes = data["mutants"], data["outcomes"]
-    names = list(outcomes)
-    head = ["package", "mutants"]
-    head += [f"{name}: {what}" for name in names for what in ("tried", "killed", "killed, %")]
-    lines = ["# Mutants that the quick tests notice", "", f"| {' | '.join(head)} |"]
-    lines.append("|" + "---|" * len(head))
-    packages = Counter(mutant["package"] for mutant in mutants)
-    for package in [*sorted(packages), "all"]:
-        of_it = [
-            str(number)
-            for number, mutant in enumerate(mutants)
-            if package in (mutant["package"], "all")
-        ]
-        row = [package, str(len(of_it))]
-        for name in names:
-            ends = [outcomes[name][n] for n in of_it if n in outcomes[name]]
-            tried = [end for end in ends if end != "gone"]
-            killed = sum(end.startswith(("killed", "hung")) for end in tried)
-            share = f"{100 * killed / len(tried):.0f}" if tried else "-"
-            row += [str(len(tried)), str(killed), share]
-        lines.append(f"| {' | '.join(row)} |")
+    """Per package, how many mutants there were and how many were noticed, in each set."""
+    lines = [
+        "# Mutants that `make test` notices",
+        "",
+        "`python -m benchmarks.mutants`. Share: of all mutants but those that are equivalent.",
+        "",
+        "| package |" + "".join(f" {name}: mutants | killed | share, % |" for name in data),
+        "|---|" + "---|---|---|" * len(data),
+    ]
+    packages = sorted({each["package"] for chosen in data.values() for each in chosen["mutants"]})
+    for package in [*packages, "all"]:
+        row = [_counted(chosen, package) for chosen in data.values()]
+        lines.append(f"| {package} | " + " | ".join(row) + " |")
+    for name, chosen in data.items():
+        lines += ["", f"Not noticed in {name} ({chosen['commit']}):", ""]
+        for number, outcome in sorted(chosen["outcomes"].items(), key=lambda each: int(each[0])):
+            if outcome.startswith(("killed", "hung")):
+                continue
+            mutant = chosen["mutants"][int(number)]
+            said = chosen["equivalent"].get(number)
+            lines.append(
+                f"- {mutant['path']} {mutant['function']}: `{mutant['statement'][:90]}` with "
+                f"`{mutant['changed']}`: " + (f"equivalent, {said}" if said else outcome)
+            )
     return "\n".join([*lines, ""])
 
 
+def _counted(chosen: Mapping[str, Any], package: str) -> str:
+    outcomes, mutants = chosen["outcomes"], chosen["mutants"]
+    tried = [
+        end
+        for number, end in outcomes.items()
+        if package in (mutants[int(number)]["package"], "all")
+        and number not in chosen["equivalent"]
+    ]
+    killed = sum(end.startswith(("killed", "hung")) for end in tried)
+    share = f"{100 * killed / len(tried):.0f}" if tried else "-"
+    return f"{len(tried)} | {killed} | {share}"
+
+
 def _load() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(_DATA.read_text())
+    loaded: dict[str, Any] = json.loads(_DATA.read_text()) if _DATA.exists() else {}
     return loaded
 
 
