@@ -42,16 +42,11 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.models.objective import flow_losses
 from longtake.optim.build import build_optimizers
-from longtake.planner.activation_checkpointing import (
-    POLICIES,
-    BlockCall,
-    Options,
-    caller,
-    options_of,
-)
+from longtake.planner.activation_checkpointing import POLICIES, BlockCall, caller, options_of
 from longtake.planner.devices import DeviceBudget, device_for, rounded
 from longtake.planner.memory import MetaStep, foreach_bytes, optimizer_bytes, outline_step
 from longtake.planner.profiler import MeasuredMemory, measured
+from longtake.planner.record import Options
 from longtake.planner.solver import PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace, Subject, Tracer
 

@@ -47,9 +47,10 @@ from longtake.models.numerics import autocast
 from longtake.models.objective import forward_flops
 from longtake.parallel.fsdp import gradients_of_any_dtype
 from longtake.parallel.mesh import World, join
-from longtake.planner.activation_checkpointing import Options, caller, options_of
+from longtake.planner.activation_checkpointing import caller, options_of
 from longtake.planner.devices import CPU, DeviceBudget, device_for
 from longtake.planner.memory import MetaStep, outline_step, static_memory
+from longtake.planner.record import Options
 from longtake.planner.solver import find_best, sweep_policies
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state, compile_blocks

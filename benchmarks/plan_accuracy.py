@@ -30,11 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.planner.activation_checkpointing import POLICIES, Options, caller, options_of
+from longtake.planner.activation_checkpointing import POLICIES, caller, options_of
 from longtake.planner.devices import CPU
 from longtake.planner.kernels import as_on_cuda
 from longtake.planner.memory import MetaStep, outline_step
 from longtake.planner.profiler import measured
+from longtake.planner.record import Options
 from longtake.planner.solver import BestOptions, PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace
 from longtake.process import keep_freed_memory

@@ -18,8 +18,9 @@ from longtake.config import Recipe
 from longtake.models.quantized import quantize_linears
 from longtake.models.streamed import StreamedBlocks
 from longtake.parallel.mesh import World
-from longtake.planner.activation_checkpointing import BlockOption, caller
+from longtake.planner.activation_checkpointing import caller
 from longtake.planner.profiler import MeasuredMemory, measured
+from longtake.planner.record import BlockOption
 from longtake.planner.trace import Subject
 from longtake.run_dir import RunDirectory
 

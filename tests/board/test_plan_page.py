@@ -11,6 +11,7 @@ from tests.board.node_runs import make_run
 from longtake.board.pages import ServerLinks
 from longtake.board.plan_page import block_strip, render_plan
 from longtake.inspection.reader import RunReader
+from longtake.planner.record import BlockOption
 from longtake.run_dir import RunDirectory
 
 _MIB = 2**20
@@ -44,7 +45,7 @@ def _policy(name: str, mib: float, overhead: float, fits: bool | None = True) ->
 def _plan(**changes: Any) -> dict[str, Any]:
     optimizer = {"device": 10 * _MIB, "host": 2 * _MIB, "step": 0}
     sizes = {"weights": 5, "elsewhere": 0, "gradients": 4, "reduced": 0, "inputs": 1}
-    sizes |= {"inputs_ahead": 0, "ema": 5, "encoders": 0, "encoding": 0}
+    sizes |= {"inputs_ahead": 0, "ema": 5, "encoders": 0, "encoding": 0, "pinned_beside": 0}
     kinds = [("keep", "keep"), ("recompute", "keep"), ("save-attention", "nf4")]
     return {
         "policy": "best",
@@ -110,27 +111,18 @@ def test_the_option_of_each_block_is_a_cell(run: RunDirectory) -> None:
 
 
 def test_hundreds_of_blocks_take_several_rows() -> None:
-    options: Any = {f"b{n}": {"activations": "keep", "weights": "keep"} for n in range(500)}
-    picture = block_strip(options)
+    picture = block_strip({f"b{number}": BlockOption() for number in range(500)})
     assert picture is not None
     assert picture.count("<title>") == 1000
     assert picture.count(">activations</text>") == 3
 
 
-def test_a_launch_without_a_kept_plan_shows_what_its_event_says(run: RunDirectory) -> None:
-    options = {"blocks.0": "offload-input+stream", "blocks.1": "keep"}
-    run.append_event("memory_planned", step=0, policy="best", options=options, step_peak_gib=1.5)
-    html = _page(run)
-    assert "1.50 GiB" in html
-    assert "blocks.0: frozen weights stream" in html
-
-
-def test_a_plan_of_an_older_version_shows_what_it_has(run: RunDirectory) -> None:
-    plan = _plan()
-    del plan["compared"], plan["fixed"]
-    html = _page(_keep(run, plan))
-    assert "without the policies that it was compared with" in html
-    assert "80.00 MiB" in html
+def test_a_launch_without_a_kept_plan_shows_that_of_its_event(run: RunDirectory) -> None:
+    run.append_event("memory_planned", step=0, **_plan())
+    kept = _page(run)
+    assert "blocks.2: frozen weights nf4" in kept
+    run.append_event("memory_planned", step=1, **_plan(policy=5))
+    assert _page(run) == kept
 
 
 def test_a_run_without_a_limit_has_blocks_and_says_how_to_set_one(run: RunDirectory) -> None:
@@ -178,7 +170,7 @@ def test_a_damaged_plan_is_one_sentence(run: RunDirectory, plan: str) -> None:
 
 
 def test_names_of_others_are_text(run: RunDirectory) -> None:
-    options = {_HOSTILE: {"activations": _HOSTILE, "weights": "keep"}}
+    options = {_HOSTILE: {"activations": "recompute", "weights": "keep"}}
     html = _page(_keep(run, _plan(policy=_HOSTILE, options=options, notes=[_HOSTILE])))
     assert "<script>alert" not in html
     assert "\x1b" not in html

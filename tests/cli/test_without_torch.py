@@ -62,6 +62,8 @@ _MAY_NOT = (
     "faults.registry",
     "models.caption_tokens",
     "models.pretrained",
+    "planner.record",
+    "planner.words",
 )
 _SECONDS = 60.0
 

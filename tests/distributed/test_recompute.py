@@ -16,6 +16,7 @@ from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.planner import plan as plan_module
 from longtake.planner.plan import make_plan
+from longtake.planner.record import newest_plan
 from longtake.training.train import train
 
 _SMALL = ("training.steps=6", "training.global_batch_size=32")
@@ -37,10 +38,12 @@ def test_two_processes_recompute_with_the_losses_of_one(
     train_by(on_two_processes, together)
     assert len(losses(together)) == 6
     assert losses(together) == pytest.approx(losses(alone), rel=1e-6, abs=1e-6)
-    (planned,) = events(together, "memory_planned")
-    assert planned["policy"] == "best"
-    assert len(planned["per_block"]) > 1
-    assert planned["step_peak_gib"] <= planned["budget_gib"]
+    plan = newest_plan(events(together, "memory_planned"))
+    assert plan is not None
+    assert plan.policy == "best"
+    assert len(plan.per_block()) > 1
+    assert plan.memory is not None
+    assert plan.memory.fits
 
 
 def test_what_rank_0_finds_all_ranks_do(

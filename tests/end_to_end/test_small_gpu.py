@@ -23,6 +23,7 @@ from longtake.evaluation_dir import EvaluationDirectory
 from longtake.models.quantized import FrozenLinear, QuantizedLinear
 from longtake.planner import forecast, solver
 from longtake.planner.devices import device_budget
+from longtake.planner.record import newest_plan
 from longtake.run_dir import RunDirectory
 from longtake.sampling import sampler
 from longtake.sampling.presets import training_presets
@@ -137,11 +138,14 @@ def test_it_is_planned_killed_resumed_sampled_and_loaded_by_diffusers(
     assert losses(parted) == losses(whole)
 
     planned, again = events(parted, "memory_planned")
-    assert planned["options"] == again["options"]
-    held = Counter(name.rpartition("+")[2] for name in planned["options"].values())
+    plan = newest_plan([planned])
+    assert plan == newest_plan([again])
+    assert plan is not None
+    held = Counter(option.weights for option in plan.options.values())
     assert held["nf4"] + held["int8"] + held["fp8"] > 0, held
     assert held["stream"] > 2, held
-    assert planned["step_peak_gib"] <= planned["budget_gib"]
+    assert plan.memory is not None
+    assert plan.memory.fits
 
     _samples_are_those_of_the_checkpoint(parted, monkeypatch)
     _diffusers_uses_every_key(folder, parted)

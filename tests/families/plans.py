@@ -17,9 +17,10 @@ from tests.families.tiny import name_optional_pictures
 
 from longtake import config
 from longtake.cli import init
-from longtake.planner.activation_checkpointing import ACTIVATIONS, QUANTIZED, BlockOption
+from longtake.planner.activation_checkpointing import ACTIVATIONS, QUANTIZED
 from longtake.planner.devices import device_budget
 from longtake.planner.forecast import Forecast, forecast
+from longtake.planner.record import BlockOption
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "family_plans.json"
 DEVICES = {"24": "rtx4090", "48": "rtx-6000-ada", "80": "a100-80gb"}

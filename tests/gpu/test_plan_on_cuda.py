@@ -15,17 +15,11 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.models.objective import flow_losses
-from longtake.planner.activation_checkpointing import (
-    ACTIVATIONS,
-    BlockOption,
-    BlockWeights,
-    Options,
-    caller,
-    options_of,
-)
+from longtake.planner.activation_checkpointing import ACTIVATIONS, caller, options_of
 from longtake.planner.devices import DeviceBudget, device_for
 from longtake.planner.memory import MetaStep, outline_step
 from longtake.planner.profiler import MeasuredMemory, measured
+from longtake.planner.record import BlockOption, BlockWeights, Options
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 

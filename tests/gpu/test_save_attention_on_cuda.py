@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from longtake.planner.activation_checkpointing import Activations, run_block
+from longtake.planner.activation_checkpointing import run_block
+from longtake.planner.record import Activations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 

@@ -23,12 +23,8 @@ from longtake.models.trainable import (
     trained_state,
 )
 from longtake.models.tubelet import TubeletTransformer
-from longtake.planner.activation_checkpointing import (
-    ACTIVATIONS,
-    Activations,
-    BlockOption,
-    caller,
-)
+from longtake.planner.activation_checkpointing import ACTIVATIONS, caller
+from longtake.planner.record import Activations, BlockOption
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CHANNELS, _WIDTH = 4, 24

@@ -22,7 +22,8 @@ from longtake.parallel.context_parallel import (
     shares,
 )
 from longtake.parallel.mesh import World, join
-from longtake.planner.activation_checkpointing import Activations, run_block
+from longtake.planner.activation_checkpointing import run_block
+from longtake.planner.record import Activations
 
 _PASSED: list[torch.Size] = []
 """Of what this rank has passed on in its ring."""

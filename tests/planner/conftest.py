@@ -11,10 +11,11 @@ from tests.build import fill_weights, measure_step
 from torch import Tensor, nn
 
 from longtake import config
-from longtake.planner.activation_checkpointing import BlockCall, BlockOption
+from longtake.planner.activation_checkpointing import BlockCall
 from longtake.planner.devices import CPU, DeviceBudget
 from longtake.planner.memory import MetaStep, outline_step
 from longtake.planner.profiler import MeasuredMemory
+from longtake.planner.record import BlockOption
 from longtake.planner.trace import Subject
 
 _RECIPES = {

@@ -16,13 +16,12 @@ from longtake.models.numerics import autocast
 from longtake.planner.activation_checkpointing import (
     ACTIVATIONS,
     POLICIES,
-    Activations,
-    BlockOption,
     caller,
     options_of,
     run_block,
 )
 from longtake.planner.profiler import measured
+from longtake.planner.record import Activations, BlockOption
 from longtake.planner.trace import Subject
 
 

@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtake.planner import trace
-from longtake.planner.activation_checkpointing import ACTIVATIONS, BlockOption
+from longtake.planner.activation_checkpointing import ACTIVATIONS
 from longtake.planner.devices import CPU, device_named
 from longtake.planner.fake_tensors import CachedFakeMode, Observer
+from longtake.planner.record import BlockOption
 from longtake.planner.trace import Tracer
 
 _aten = torch.ops.aten

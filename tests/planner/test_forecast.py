@@ -16,7 +16,7 @@ from longtake.errors import CannotBePlannedError, ModelError, PlanError
 from longtake.models.components import assemble
 from longtake.models.tubelet import TubeletTransformer
 from longtake.planner import encoding
-from longtake.planner.activation_checkpointing import KEEP, POLICIES, options_of
+from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import CPU, DEVICES, DeviceBudget, device_budget
 from longtake.planner.forecast import (
     PhaseForecast,
@@ -27,6 +27,7 @@ from longtake.planner.forecast import (
     suggest_changes,
 )
 from longtake.planner.memory import outline_step, policy_forecast, static_memory
+from longtake.planner.record import KEEP
 
 _Make = Callable[..., Recipe]
 _MANY_WORDS = " ".join(f"word{number}" for number in range(40))

@@ -8,11 +8,12 @@ from tests.build import TINY_WAN, MakeRecipe, hold_weights
 
 from longtake.config import Recipe
 from longtake.models.components import assemble
-from longtake.planner.activation_checkpointing import BlockOption, BlockWeights, options_of
+from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.devices import DeviceBudget, device_budget, device_named
 from longtake.planner.forecast import PhaseForecast, forecast_phases
 from longtake.planner.memory import outline_step, static_memory
 from longtake.planner.profiler import measured
+from longtake.planner.record import BlockOption, BlockWeights
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import training_presets
 from longtake.sampling.sampler import Sampler

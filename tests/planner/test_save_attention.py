@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from longtake.models.numerics import autocast
 from longtake.parallel import attention
 from longtake.planner import activation_checkpointing
-from longtake.planner.activation_checkpointing import Activations, run_block
+from longtake.planner.activation_checkpointing import run_block
 from longtake.planner.kernels import as_on_cuda
+from longtake.planner.record import Activations
 
 _CPU = torch.device("cpu")
 _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"

@@ -15,15 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from longtake.planner.activation_checkpointing import (
-    ACTIVATIONS,
-    KEEP,
-    POLICIES,
-    Activations,
-    BlockOption,
-    options_of,
-)
+from longtake.planner.activation_checkpointing import ACTIVATIONS, POLICIES, options_of
 from longtake.planner.devices import CPU, device_named
+from longtake.planner.record import KEEP, Activations, BlockOption
 from longtake.planner.solver import (
     BlockCosts,
     PolicySweep,

@@ -10,15 +10,9 @@ import torch
 from tests.build import hold_weights
 from torch import Tensor, nn
 
-from longtake.planner.activation_checkpointing import (
-    ACTIVATIONS,
-    POLICIES,
-    Activations,
-    BlockOption,
-    BlockWeights,
-    options_of,
-)
+from longtake.planner.activation_checkpointing import ACTIVATIONS, POLICIES, options_of
 from longtake.planner.devices import CPU, DeviceBudget, device_named
+from longtake.planner.record import Activations, BlockOption, BlockWeights
 from longtake.planner.trace import Subject, Tracer, seconds, tensors
 
 

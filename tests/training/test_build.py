@@ -18,7 +18,8 @@ from longtake.errors import RecipeError
 from longtake.models.base import latent_shape
 from longtake.models.components import Components, assemble
 from longtake.models.conditioning import outline_conditioning
-from longtake.planner.activation_checkpointing import ACTIVATIONS, BlockOption
+from longtake.planner.activation_checkpointing import ACTIVATIONS
+from longtake.planner.record import BlockOption
 from longtake.training import build
 from longtake.training.build import (
     compile_blocks,

@@ -21,6 +21,7 @@ from longtake.inspection.reader import RunFacts
 from longtake.inspection.run_list import RunSummary
 from longtake.inspection.timeline import share_of_training
 from longtake.node_dir import all_nodes
+from longtake.planner.record import newest_measurements, newest_plan
 
 _LOG_BYTES = 2**14
 _MOST_LOGS = 200
@@ -89,7 +90,7 @@ def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str])
         samples=samples_of(facts, links),
         series=None if links.series(facts.name) else _all_series(facts),
         planned=planned_bytes(facts.events),
-        memory=_memory(facts.events),
+        memory=next(newest_measurements(facts.events), None),
         events=facts.marks[::-1][:_MOST_EVENTS],
         num_events=len(facts.marks),
         hours=hours(facts),
@@ -123,20 +124,8 @@ def hours(facts: RunFacts) -> Any:
 
 def planned_bytes(events: list[dict[str, Any]]) -> int | None:
     """The memory of a step that the newest launch planned."""
-    found = [each for each in events if each["event"] == "memory_planned"]
-    gib = found[-1].get("step_peak_gib") if found else None
-    return int(gib * 2**30) if isinstance(gib, int | float) and 0 < gib < 2**20 else None
-
-
-def _memory(events: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Predicted and measured memory of a forward and backward pass, in GiB, and the difference."""
-    names = ("predicted_gib", "measured_gib", "error")
-    for event in reversed(events):
-        if event["event"] == "memory_measured":
-            values = {name: event.get(name) for name in names}
-            if all(isinstance(each, int | float) for each in values.values()):
-                return {name: float(value) for name, value in values.items() if value is not None}
-    return None
+    plan = newest_plan(events)
+    return plan.memory.step_peak_bytes if plan and plan.memory else None
 
 
 def samples_of(facts: RunFacts, links: PageLinks) -> list[dict[str, Any]]:

@@ -1,21 +1,19 @@
 """The page of a run's plan: memory by policy and part, the option of each block, measurements.
 
-What is planned stands in plan.json, and in the event `memory_planned` where a launch kept no plan.
+The plan stands in plan.json, and in the event `memory_planned` where a launch kept no file.
 """
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Final, NotRequired
+from itertools import islice
+from typing import Any, Final
 
 import numpy as np
 from markupsafe import Markup
-from pydantic import Field
-from typing_extensions import TypedDict
 
-from longtake import fsio, process
+from longtake import process
 from longtake.board import charts, svg
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, number, render
@@ -23,6 +21,14 @@ from longtake.errors import RecordError
 from longtake.formatting import format_size, one_line
 from longtake.inspection.files import read_below
 from longtake.inspection.reader import RunFacts
+from longtake.planner.record import (
+    BlockOption,
+    KeptPlan,
+    MemoryPlan,
+    PolicyForecast,
+    newest_measurements,
+    newest_plan,
+)
 from longtake.planner.words import ACTIVATION_WORDS, FIXED_WORDS, POLICY_WORDS, WEIGHT_WORDS
 
 _GIB: Final = 2**30
@@ -53,89 +59,7 @@ _PART_COLOURS: Final = {
     "encoders": "8",
     "inputs": "7",
     "activations and gradients": "4",
-    "update": "3",
 }
-
-_Text = Annotated[str, Field(max_length=4000)]
-_Name = Annotated[str, Field(max_length=300)]
-
-
-class _Option(TypedDict):
-    activations: _Name
-    weights: _Name
-
-
-class _Policy(TypedDict):
-    """`planner.memory.PolicyForecast`."""
-
-    name: _Name
-    forward_end_bytes: fsio.Count
-    peak_bytes: fsio.Count
-    step_peak_bytes: fsio.Count
-    overhead: fsio.Finite | None
-    fits: bool | None
-    host_bytes: NotRequired[fsio.Count]
-
-
-class _OptimizerBytes(TypedDict):
-    device: fsio.Count
-    host: fsio.Count
-    step: fsio.Count
-
-
-class _Fixed(TypedDict):
-    """`planner.memory.StaticMemory`."""
-
-    weights: fsio.Count
-    gradients: fsio.Count
-    optimizer: _OptimizerBytes
-    inputs: fsio.Count
-    ema: fsio.Count
-    encoders: fsio.Count
-
-
-class _Bucket(TypedDict):
-    num_frames: fsio.Count
-    height: fsio.Count
-    width: fsio.Count
-
-
-class _Plan(TypedDict):
-    policy: _Name
-    options: dict[_Name, _Option]
-    memory: _Policy | None
-    notes: list[_Text]
-    bucket: NotRequired[_Bucket]
-    budget_bytes: NotRequired[fsio.Count | None]
-    encodes_ahead: NotRequired[bool]
-    compared: NotRequired[list[_Policy]]
-    fixed: NotRequired[_Fixed | None]
-
-
-class _KeptPlan(TypedDict):
-    """plan.json."""
-
-    plan: _Plan
-
-
-class _Planned(TypedDict):
-    """What is used of the event `memory_planned`."""
-
-    policy: _Name
-    options: dict[_Name, _Name]
-    step_peak_gib: fsio.Finite
-    budget_gib: NotRequired[fsio.Finite | None]
-    host_gib: NotRequired[fsio.Finite]
-    overhead: NotRequired[fsio.Finite | None]
-
-
-class _Measured(TypedDict):
-    """What is used of the event `memory_measured`."""
-
-    step: fsio.Count
-    predicted_gib: fsio.Finite
-    measured_gib: fsio.Finite
-    error: fsio.Finite
 
 
 def render_plan(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
@@ -162,55 +86,16 @@ def render_plan(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
     )
 
 
-def read_plan(facts: RunFacts) -> tuple[_Plan | None, str]:
+def read_plan(facts: RunFacts) -> tuple[MemoryPlan | None, str]:
     """The newest plan of a run, and a sentence about what cannot be read."""
     problem = ""
     try:
-        kept = read_below(facts.run.path, facts.run.plan_path.name, _KeptPlan, _PLAN_BYTES)
+        kept = read_below(facts.run.path, facts.run.plan_path.name, KeptPlan, _PLAN_BYTES)
         if kept is not None:
-            return kept["plan"], ""
+            return kept.plan, ""
     except (RecordError, OSError) as error:
         problem = one_line(error)
-    planned = _newest(facts.events, "memory_planned", _Planned)
-    return (_of_event(planned[0]) if planned else None), problem
-
-
-def _newest(events: Sequence[Mapping[str, Any]], kind: str, of: type[Any]) -> list[Any]:
-    """Events of a kind that are records, the newest first."""
-    found = []
-    for event in reversed(events):
-        if event["event"] == kind:
-            try:
-                found.append(fsio.check_record(dict(event), of, Path("events.jsonl")))
-            except RecordError:
-                continue
-        if len(found) == _MOST_MEASURED:
-            break
-    return found
-
-
-def _of_event(planned: _Planned) -> _Plan:
-    peak = max(0, int(planned["step_peak_gib"] * _GIB))
-    budget = planned.get("budget_gib")
-    options = {}
-    for name, text in planned["options"].items():
-        activations, _, weights = text.partition("+")
-        options[name] = _Option(activations=activations, weights=weights or "keep")
-    return _Plan(
-        policy=planned["policy"],
-        options=options,
-        memory=_Policy(
-            name=planned["policy"],
-            forward_end_bytes=0,
-            peak_bytes=0,
-            step_peak_bytes=peak,
-            overhead=planned.get("overhead"),
-            fits=None,
-            host_bytes=max(0, int((planned.get("host_gib") or 0.0) * _GIB)),
-        ),
-        notes=[],
-        budget_bytes=None if budget is None else max(0, int(budget * _GIB)),
-    )
+    return newest_plan(facts.events), problem
 
 
 # --- What is shown of a plan ------------------------------------------------------------------
@@ -228,45 +113,44 @@ class PolicyRow:
     meaning: str
 
 
-def _values(plan: _Plan) -> dict[str, Any]:
-    chosen = plan["memory"]
-    policies = _policies(plan)
+def _values(plan: MemoryPlan) -> dict[str, Any]:
+    chosen, policies = plan.memory, list(plan.compared)
+    # a mixture is none of the policies that it was compared with
+    if chosen is not None and all(policy.name != chosen.name for policy in policies):
+        policies.append(chosen)
+    activations = [option.activations for option in plan.options.values()]
+    weights = [option.weights for option in plan.options.values()]
     return {
-        "policies": [_row(each, plan["policy"]) for each in policies],
+        "policies": [_row(each, plan.policy) for each in policies],
         "policy_bars": _policy_bars(policies, plan),
         "parts": _parts_bar(plan),
         "part_rows": _part_rows(plan),
-        "budget": plan.get("budget_bytes"),
-        "peak": chosen and chosen["step_peak_bytes"],
-        "host": chosen.get("host_bytes", 0) if chosen else 0,
-        "overhead": chosen and chosen["overhead"],
-        "blocks": list(plan["options"]),
-        "strip": block_strip(plan["options"]),
-        "legend": [*_legend(plan, "activations"), *_legend(plan, "weights")],
-        "notes": plan["notes"][:_MOST_NOTES],
-        "bucket": plan.get("bucket"),
-        "encodes_ahead": plan.get("encodes_ahead", False),
+        "budget": plan.budget_bytes,
+        "peak": chosen and chosen.step_peak_bytes,
+        "host": chosen.host_bytes if chosen else 0,
+        "overhead": chosen and chosen.overhead,
+        "blocks": list(plan.options),
+        "strip": block_strip(plan.options),
+        "legend": [
+            *_legend("activations", activations, ACTIVATION_COLOURS, ACTIVATION_WORDS),
+            *_legend("weights", weights, WEIGHT_COLOURS, WEIGHT_WORDS),
+        ],
+        "notes": plan.notes[:_MOST_NOTES],
+        "bucket": plan.bucket,
+        "encodes_ahead": plan.encodes_ahead,
     }
 
 
-def _policies(plan: _Plan) -> list[_Policy]:
-    """Those that were compared, and the chosen mixture, which is none of them."""
-    compared, chosen = list(plan.get("compared", ())), plan["memory"]
-    if chosen is not None and all(each["name"] != chosen["name"] for each in compared):
-        compared.append(chosen)
-    return compared
-
-
-def _row(policy: _Policy, chosen: str) -> PolicyRow:
-    sizes = (policy["forward_end_bytes"], policy["peak_bytes"], policy["step_peak_bytes"])
+def _row(policy: PolicyForecast, chosen: str) -> PolicyRow:
+    sizes = (policy.forward_end_bytes, policy.peak_bytes, policy.step_peak_bytes)
     forward, peak, step = (format_size(each) if each else "-" for each in sizes)
     return PolicyRow(
-        policy["name"],
-        policy["name"] == chosen,
+        policy.name,
+        policy.name == chosen,
         (forward, peak, step),
-        _percent(policy["overhead"]),
-        {True: "yes", False: "no", None: ""}[policy["fits"]],
-        POLICY_WORDS.get(policy["name"], ""),
+        _percent(policy.overhead),
+        {True: "yes", False: "no", None: ""}[policy.fits],
+        POLICY_WORDS.get(policy.name, ""),
     )
 
 
@@ -274,43 +158,46 @@ def _percent(overhead: float | None) -> str:
     return "-" if overhead is None else f"{100 * overhead:+.1f} %"
 
 
-def _policy_bars(policies: Sequence[_Policy], plan: _Plan) -> Markup | None:
+def _policy_bars(policies: Sequence[PolicyForecast], plan: MemoryPlan) -> Markup | None:
     rows = []
     for each in policies:
-        peak, mark = each["step_peak_bytes"], "▸ " if each["name"] == plan["policy"] else ""
-        said = format_size(peak) + (", too much" if each["fits"] is False else "")
-        if each["overhead"] is not None:
-            said += f", time {_percent(each['overhead'])}"
-        colour = "pale" if each["fits"] is False else "1"
-        bar = svg.Bar(f"{each['name']}: with optimizer", peak, format_size(peak), colour)
-        rows.append(charts.Stack(f"{mark}{each['name']}", [bar], said))
-    limit = plan.get("budget_bytes")
+        peak, mark = each.step_peak_bytes, "▸ " if each.name == plan.policy else ""
+        said = format_size(peak) + (", too much" if each.fits is False else "")
+        if each.overhead is not None:
+            said += f", time {_percent(each.overhead)}"
+        colour = "pale" if each.fits is False else "1"
+        bar = svg.Bar(f"{each.name}: with optimizer", peak, format_size(peak), colour)
+        rows.append(charts.Stack(f"{mark}{each.name}", [bar], said))
+    limit = plan.budget_bytes
     return charts.stacks(rows, limit=limit, room=210) if rows else None
 
 
-def _part_sizes(plan: _Plan) -> Iterator[tuple[str, int]]:
-    """What a step's peak consists of; "" is what no part is known of."""
-    memory, fixed = plan["memory"], plan.get("fixed")
+def _part_sizes(plan: MemoryPlan) -> Iterator[tuple[str, int]]:
+    """Parts of a step's peak, in bytes."""
+    memory, fixed = plan.memory, plan.fixed
     if memory is None or fixed is None:
         return
-    sizes = {name: fixed[name] for name in ("weights", "ema", "encoders", "inputs")}
-    sizes["optimizer"] = fixed["optimizer"]["device"]
-    rest = memory["step_peak_bytes"] - sum(sizes.values())
-    for name in ("weights", "optimizer", "ema", "encoders", "inputs"):
-        yield name, sizes[name]
-    yield "activations and gradients", max(0, rest)
+    sizes = {
+        "weights": fixed.weights,
+        "optimizer": fixed.optimizer.device,
+        "ema": fixed.ema,
+        "encoders": fixed.encoders,
+        "inputs": fixed.inputs,
+    }
+    yield from sizes.items()
+    yield "activations and gradients", max(0, memory.step_peak_bytes - sum(sizes.values()))
 
 
-def _parts_bar(plan: _Plan) -> Markup | None:
+def _parts_bar(plan: MemoryPlan) -> Markup | None:
     parts = [
         svg.Bar(_said_of_part(name), size, format_size(size), _PART_COLOURS[name])
         for name, size in _part_sizes(plan)
         if size
     ]
-    memory, limit = plan["memory"], plan.get("budget_bytes")
+    memory, limit = plan.memory, plan.budget_bytes
     if not parts or memory is None:
         return None
-    peak = memory["step_peak_bytes"]
+    peak = memory.step_peak_bytes
     said = format_size(peak) + (f" of {format_size(limit)}" if limit else "")
     rows = [charts.Stack("peak of a step", parts, said)]
     return charts.stacks(rows, limit=limit, label_width=100, room=150)
@@ -320,8 +207,8 @@ def _said_of_part(name: str) -> str:
     return FIXED_WORDS.get(name, "activations, and gradients at the peak")
 
 
-def _part_rows(plan: _Plan) -> list[dict[str, str]]:
-    peak = plan["memory"]["step_peak_bytes"] if plan["memory"] else 0
+def _part_rows(plan: MemoryPlan) -> list[dict[str, str]]:
+    peak = plan.memory.step_peak_bytes if plan.memory else 0
     rows = [
         {
             "name": name,
@@ -333,21 +220,19 @@ def _part_rows(plan: _Plan) -> list[dict[str, str]]:
         for name, size in _part_sizes(plan)
         if size or name in ("weights", "optimizer")
     ]
-    if (fixed := plan.get("fixed")) and rows:
-        size = fixed["gradients"]
-        meaning = "of what trains, at the end of the backward pass"
-        rows.append(_beside("gradients, all", size, meaning))
-        if away := fixed["optimizer"]["host"]:
-            rows.append(_beside("offloaded", away, "optimizer states, in the computer's memory"))
+    if (fixed := plan.fixed) and rows:
+        beside = [
+            ("gradients, all", fixed.gradients, "of trainable weights, after the backward pass")
+        ]
+        if away := fixed.optimizer.host:
+            beside.append(("offloaded", away, "optimizer states, in host RAM"))
+        for name, size, meaning in beside:  # not a part of the peak by itself
+            row = {"name": name, "colour": "", "size": format_size(size), "share": ""}
+            rows.append({**row, "meaning": meaning})
     return rows
 
 
-def _beside(name: str, size: int, meaning: str) -> dict[str, str]:
-    """A row of what is not a part of the peak by itself."""
-    return {"name": name, "colour": "", "size": format_size(size), "share": "", "meaning": meaning}
-
-
-def block_strip(options: Mapping[str, _Option]) -> Markup | None:
+def block_strip(options: Mapping[str, BlockOption]) -> Markup | None:
     """One cell per block in the model's order: activations above, frozen weights below."""
     shown = list(options.items())[:_MOST_BLOCKS]
     if not shown:
@@ -358,15 +243,12 @@ def block_strip(options: Mapping[str, _Option]) -> Markup | None:
     parts, y, height = list[str](), 0.0, 18
     for first in range(0, len(shown), per_row):
         of_row = shown[first : first + per_row]
-        for name, kind, colours in (
-            ("activations", "activations", ACTIVATION_COLOURS),
-            ("weights", "weights", WEIGHT_COLOURS),
-        ):
+        for kind, colours in (("activations", ACTIVATION_COLOURS), ("weights", WEIGHT_COLOURS)):
             parts.append(
-                f'<text x="{label - 6}" y="{y + 13:g}" text-anchor="end" class="pale">{name}</text>'
+                f'<text x="{label - 6}" y="{y + 13:g}" text-anchor="end" class="pale">{kind}</text>'
             )
             for place, (block, option) in enumerate(of_row):
-                value = str(option[kind])  # type: ignore[literal-required]
+                value = option.activations if kind == "activations" else option.weights
                 parts.append(_cell(label + place * size, y, size, height, block, value, colours))
             y += height + 2
         last = first + len(of_row) - 1
@@ -401,21 +283,20 @@ def _cell(
     return cell
 
 
-def _legend(plan: _Plan, kind: str) -> list[dict[str, Any]]:
+def _legend(
+    kind: str, values: Iterable[str], colours: Mapping[str, str], words: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """The options that blocks have, the most frequent first."""
-    counts = Counter(str(each[kind]) for each in plan["options"].values())  # type: ignore[literal-required]
-    colours = ACTIVATION_COLOURS if kind == "activations" else WEIGHT_COLOURS
-    words = ACTIVATION_WORDS if kind == "activations" else WEIGHT_WORDS
     return [
         {
             "of": kind,
             "name": name,
             "letter": _LETTERS.get(name, ""),
             "count": count,
-            "colour": colours.get(name, "rule"),
-            "words": words.get(name, "an option that this version does not know"),
+            "colour": colours[name],
+            "words": words[name],
         }
-        for name, count in counts.most_common(20)
+        for name, count in Counter(values).most_common()
     ]
 
 
@@ -425,12 +306,12 @@ def _legend(plan: _Plan, kind: str) -> list[dict[str, Any]]:
 def _measured(events: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return [
         {
-            "step": f"{each['step']:,}",
-            "predicted": _gib(each["predicted_gib"]),
-            "measured": _gib(each["measured_gib"]),
-            "error": f"{100 * each['error']:+.1f} %",
+            "step": f"{measured.step:,}",
+            "predicted": _gib(measured.predicted_gib),
+            "measured": _gib(measured.measured_gib),
+            "error": f"{100 * measured.error:+.1f} %",
         }
-        for each in _newest(events, "memory_measured", _Measured)
+        for measured in islice(newest_measurements(events), _MOST_MEASURED)
     ]
 
 
@@ -438,7 +319,7 @@ def _gib(gib: float) -> str:
     return format_size(max(0, int(min(gib, 2.0**30) * _GIB)))
 
 
-def _peak_plot(facts: RunFacts, plan: _Plan | None) -> dict[str, Any] | None:
+def _peak_plot(facts: RunFacts, plan: MemoryPlan | None) -> dict[str, Any] | None:
     """Peak memory of rank 0's GPU over the steps, and the planned one."""
     kept = facts.rows.kept
     if not len(kept):
@@ -448,7 +329,7 @@ def _peak_plot(facts: RunFacts, plan: _Plan | None) -> dict[str, Any] | None:
         return None
     y = np.asarray(kept.column("peak_memory_bytes"), np.float64)[recorded] / _GIB
     x = np.asarray(kept.step, np.float64)[recorded]
-    planned = plan["memory"]["step_peak_bytes"] if plan and plan["memory"] else None
+    planned = plan.memory.step_peak_bytes if plan and plan.memory else None
     axes = charts.Axes(
         "GiB",
         lambda step: f"step {step:,.0f}",

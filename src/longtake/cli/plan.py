@@ -25,10 +25,9 @@ from longtake.progress import phase_lines
 if TYPE_CHECKING:
     from longtake.config import Recipe
     from longtake.data.plan import Plan
-    from longtake.planner.activation_checkpointing import Options
     from longtake.planner.forecast import Forecast, PhaseForecast, Suggestion
-    from longtake.planner.memory import PolicyForecast, StaticMemory
     from longtake.planner.mesh import MeshForecast
+    from longtake.planner.record import Options, PolicyForecast, StaticMemory
 
 _GIB = 2**30
 _GB = 1e9

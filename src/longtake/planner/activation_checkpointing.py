@@ -6,10 +6,9 @@ inside unless a tensor argument carries one.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import (
 from longtake.config import Quantization
 from longtake.parallel.ring import RING_ATTENTION
 from longtake.planner.activation_offload import ActivationOffload
+from longtake.planner.record import KEEP, Activations, BlockOption, BlockWeights
 from longtake.planner.save_attention import KeptAttention
 
 # FSDP2 labels its hooks for the profiler. Inside a block they run a different number of times in
@@ -37,32 +37,9 @@ SAC_IGNORED_OPS.update(
 Block = Callable[..., Any]
 BlockCall = Callable[..., Any]
 """`call(block, *args)` stands for `block(*args)`."""
-Activations = Literal["keep", "save-attention", "recompute", "offload", "offload-input"]
-"""What is done with what a block's forward pass gives its backward pass."""
-BlockWeights = Literal["keep", "stream", "fp8", "int8", "nf4"]
-"""Where and how a block's frozen weights are held: on the device as they are; in the computer's
-memory, copied when the block that runs before it begins and dropped when its pass ends; or
-quantised on the device, and made again for each product."""
 QUANTIZED: tuple[Quantization, ...] = ("int8", "fp8", "nf4")
 """The most exact first."""
 
-
-@dataclass(frozen=True, slots=True)
-class BlockOption:
-    """How a block is run: two choices that do not depend on each other."""
-
-    activations: Activations = "keep"
-    weights: BlockWeights = "keep"
-
-    def __str__(self) -> str:
-        if self.weights == "keep":
-            return self.activations
-        return f"{self.activations}+{self.weights}"
-
-
-KEEP = BlockOption()
-Options = Mapping[str, BlockOption]
-"""The option of each block, by the block's name; blocks that are not named are kept."""
 
 _aten = torch.ops.aten
 ATTENTION = frozenset(

@@ -20,8 +20,8 @@ from longtake.config import Quantization
 from longtake.errors import RecipeError
 from longtake.models.quantized import frozen_linears, quantize_linears
 from longtake.models.streamed import NUM_BUFFERS, look_up_weights, streamed_bytes
-from longtake.planner.activation_checkpointing import BlockWeights
 from longtake.planner.devices import SHARE_OF_BANDWIDTH, DeviceBudget, rounded
+from longtake.planner.record import BlockWeights
 
 Floats = NDArray[np.float64]
 

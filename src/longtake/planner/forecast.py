@@ -28,10 +28,10 @@ from longtake.planner import (
     memory,
     solver,
 )
-from longtake.planner.activation_checkpointing import BlockWeights
 from longtake.planner.attention_check import KernelChooser
 from longtake.planner.block_weights import blocks_with
 from longtake.planner.devices import SHARE_OF_HOST_MEMORY, DeviceBudget
+from longtake.planner.record import BlockWeights, Options, PolicyForecast, StaticMemory
 from longtake.planner.sampling_phase import sampling_phase
 from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
 from longtake.sampling.sampler import streams_for_sampling
@@ -68,14 +68,14 @@ class Forecast:
 
     device: DeviceBudget
     step: memory.MetaStep
-    static: memory.StaticMemory
+    static: StaticMemory
     gradients: GradientFlow
     traces: Mapping[str, StepTrace]
     """Of every named policy; empty where a trap keeps the step from being traced. If nothing fits
     and weights can be streamed, the least that can be done is there too, as `all+stream`."""
-    policies: Sequence[memory.PolicyForecast]
+    policies: Sequence[PolicyForecast]
     best: solver.BestOptions | None  # the fastest that fits; without a budget, everything kept
-    best_policy: memory.PolicyForecast | None
+    best_policy: PolicyForecast | None
 
     @property
     def num_parameters(self) -> int:
@@ -91,11 +91,11 @@ class Forecast:
         return bool(self.policies) and self.best is None
 
     @property
-    def least(self) -> memory.PolicyForecast:
+    def least(self) -> PolicyForecast:
         return min(self.policies, key=lambda row: row.step_peak_bytes)
 
     @property
-    def chosen(self) -> tuple[activation_checkpointing.Options, StepTrace] | None:
+    def chosen(self) -> tuple[Options, StepTrace] | None:
         """The best options, or the named policy that takes least; None where nothing is traced."""
         if self.best is not None:
             return self.best.options, self.best.traced
@@ -121,7 +121,7 @@ class Forecast:
         unpinned = 2 * self.static.optimizer.host  # with what a checkpoint is written from
         return int(ranks * (pinned / SHARE_OF_HOST_MEMORY + unpinned))
 
-    def policy(self, name: str) -> memory.PolicyForecast:
+    def policy(self, name: str) -> PolicyForecast:
         rows = [*self.policies, self.best_policy]
         return next(row for row in rows if row is not None and row.name == name)
 
@@ -173,7 +173,7 @@ def forecast(
         least = activation_checkpointing.options_of("all", step.block_names, "stream")
         traces["all+stream"] = step.tracer.trace(least)
 
-    def row(name: str, trace: StepTrace) -> memory.PolicyForecast:
+    def row(name: str, trace: StepTrace) -> PolicyForecast:
         return memory.policy_forecast(name, trace, step, sweep.overhead(trace))
 
     return Forecast(
@@ -313,7 +313,7 @@ class ChangedStep:
 
     step: memory.MetaStep
     trace: StepTrace
-    policy: memory.PolicyForecast
+    policy: PolicyForecast
 
 
 def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
@@ -362,7 +362,7 @@ class Suggestion:
         return f"{self.what}: {result} ({settings})"
 
 
-def short_memory(step: memory.MetaStep, policy: memory.PolicyForecast) -> tuple[str, ...]:
+def short_memory(step: memory.MetaStep, policy: PolicyForecast) -> tuple[str, ...]:
     """Name the memory that a policy would take more of than there is."""
     budget, found = step.device.budget_bytes, list[str]()
     if budget is not None and policy.step_peak_bytes > budget:
@@ -453,9 +453,7 @@ class EncodingAhead:
     is_chosen: bool
 
 
-def encoding_ahead(
-    step: memory.MetaStep, policy: memory.PolicyForecast | None
-) -> EncodingAhead | None:
+def encoding_ahead(step: memory.MetaStep, policy: PolicyForecast | None) -> EncodingAhead | None:
     """What `training.encode_ahead` comes to beside a policy.
 
     Returns:
@@ -535,9 +533,7 @@ def stored_start(step: memory.MetaStep) -> StoredStart | None:
     return StoredStart(len(found), len(list(lora_layers(parts.model))), max(ranks))
 
 
-def forecast_phases(
-    step: memory.MetaStep, options: activation_checkpointing.Options | None = None
-) -> list[PhaseForecast]:
+def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> list[PhaseForecast]:
     """Each phase of caching, training with encoders in the step, and sampling.
 
     Clips are of the bucket with the most tokens, one at a time. A part that looks at values is left

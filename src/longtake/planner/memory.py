@@ -25,12 +25,13 @@ from longtake.optim import master_weights, muon
 from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_states, refuse_rounding
 from longtake.parallel import context_parallel, fsdp, mesh
 from longtake.parallel.transfer import pinned_bytes
-from longtake.planner.activation_checkpointing import QUANTIZED, BlockWeights
+from longtake.planner.activation_checkpointing import QUANTIZED
 from longtake.planner.batch_sizes import StageBatch, bucket_tokens, largest_batch, refuse_idle_ranks
 from longtake.planner.block_weights import can_quantize
 from longtake.planner.devices import DeviceBudget, rounded
 from longtake.planner.encoding import ahead_bytes
 from longtake.planner.fake_tensors import FakeTokenSharing
+from longtake.planner.record import BlockWeights, OptimizerBytes, PolicyForecast, StaticMemory
 from longtake.planner.trace import StepTrace, Subject, Tracer
 
 _EIGHT_BIT_MAP_BYTES = 256 * 4
@@ -247,15 +248,6 @@ def _inputs_maker(
     return make
 
 
-@dataclass(frozen=True)
-class OptimizerBytes:
-    """What the optimizers of a model take beside its weights and gradients."""
-
-    device: int  # kept there: running averages, and fp32 copies of weights that are not fp32
-    host: int  # kept in the computer's memory instead
-    step: int  # the most that an update takes on the device for a while
-
-
 def optimizer_bytes(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -340,50 +332,6 @@ def foreach_bytes(model: nn.Module) -> int:
     It keeps the roots of all second moments at a time, which longtake's fused updates never do.
     """
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-
-
-@dataclass(frozen=True)
-class StaticMemory:
-    """What is in the device's memory whatever is recomputed, in bytes."""
-
-    weights: int
-    """Of the transformer, frozen ones included. If sharded: this process's shards, and what is
-    gathered at a time: three blocks, and what is outside of blocks."""
-    elsewhere: int
-    """Weights of the whole model that are not here, less what is gathered beside the shards."""
-    gradients: int
-    reduced: int  # a copy of gradients in which copies of the model all-reduce theirs
-    optimizer: OptimizerBytes
-    inputs: int  # latents, noise and conditioning of one micro-batch
-    inputs_ahead: int  # of the next one, which is copied to a GPU meanwhile
-    ema: int  # the running averages, each in fp32
-    encoders: int  # codec and text encoders; none where data.cache keeps what they give
-    encoding: int  # what they need at work, where they work one micro-batch ahead
-    pinned_beside: int  # of the computer's memory, see `pinned_beside_bytes`
-
-    @property
-    def resident(self) -> int:
-        ahead = self.inputs_ahead + self.encoding
-        return self.optimizer.device + self.ema + self.encoders + ahead
-
-    @property
-    def update_bytes(self) -> int:
-        fixed = self.weights + self.gradients + self.inputs + self.resident
-        return fixed + max(self.optimizer.step, self.reduced)
-
-
-@dataclass(frozen=True)
-class PolicyForecast:
-    """One policy's memory and time."""
-
-    name: str
-    forward_end_bytes: int  # when the backward pass begins: weights, inputs and activations
-    peak_bytes: int  # the most in forward and backward pass of the first step
-    step_peak_bytes: int  # the most in any later step, with all that stays in memory
-    overhead: float | None  # share of a step without recompute that it takes longer, if known
-    fits: bool | None  # None without a budget
-    host_bytes: int = 0  # of weights and activations in the computer's memory
-    link_share: float = 0.0  # of a step, in which the device waits for copies from and to it
 
 
 def static_memory(

@@ -32,14 +32,8 @@ from longtake.planner.forecast import (
     policy_traps,
     suggest_changes,
 )
-from longtake.planner.memory import (
-    MetaStep,
-    PolicyForecast,
-    StaticMemory,
-    outline_step,
-    policy_forecast,
-    static_memory,
-)
+from longtake.planner.memory import MetaStep, outline_step, policy_forecast, static_memory
+from longtake.planner.record import KEEP, MemoryPlan, Options, PolicyForecast
 from longtake.planner.trace import StepTrace
 from longtake.run_dir import RunDirectory
 from longtake.trust import training_classes
@@ -50,22 +44,10 @@ _FREE_STEP_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """How the blocks of a run are run, and what a step takes then."""
+class TrainingPlan(MemoryPlan):
+    """A run's plan, with the kernels of attention that it counts on."""
 
-    policy: str
-    options: activation_checkpointing.Options
-    memory: PolicyForecast | None  # None: nothing is recomputed, and there is no budget
-    activation_bytes: int | None  # predicted peak of forward and backward pass beside the weights
-    bucket: config.Bucket  # the shape of clips that was planned for
-    notes: Sequence[str]  # traps that cost memory or time, but keep nothing from training
-    budget_bytes: int | None = None  # what tensors may take of the device
-    encodes_ahead: bool = False  # see `training.encode_ahead`
-    compared: Sequence[PolicyForecast] = ()  # the policies of which this is the choice
-    fixed: StaticMemory | None = None  # in memory whatever is recomputed, by what it is
-    attention: attention_check.AttentionAnswer | None = (
-        None  # the kernels that were counted, where tried
-    )
+    attention: attention_check.AttentionAnswer | None = None  # None: there is no GPU to try them on
 
 
 def plan_for_training(
@@ -74,7 +56,7 @@ def plan_for_training(
     run: RunDirectory,
     world: World,
     free_bytes: int | None = None,
-) -> MemoryPlan:
+) -> TrainingPlan:
     """The plan that an earlier launch kept under equal conditions, or else a new one.
 
     Args:
@@ -106,7 +88,7 @@ def make_plan(
     world: World,
     free_bytes: int | None = None,
     quantized: Kinds | None = None,
-) -> MemoryPlan:
+) -> TrainingPlan:
     """Check that everything trains and fits; the arguments are those of `plan_for_training`.
 
     `quantized` is what the run's blocks are quantised to already.
@@ -123,7 +105,7 @@ def make_plan(
         answer = _try_to_plan(limited_recipe, world, quantized, kernels)
     if world.is_first and (answer is None or isinstance(answer, CannotBePlannedError)):
         answer = _try_to_plan(wanted, world, quantized, kernels)
-    if isinstance(answer, MemoryPlan) and kernels is not None and kernels.answer is not None:
+    if isinstance(answer, TrainingPlan) and kernels is not None and kernels.answer is not None:
         notes = [*answer.notes, *kernels.answer.notes]
         answer = replace(answer, attention=kernels.answer, notes=notes)
     answer = from_first(answer, world)
@@ -133,16 +115,16 @@ def make_plan(
     return _with_its_kernels(answer)
 
 
-def _with_its_kernels(plan: MemoryPlan) -> MemoryPlan:
+def _with_its_kernels(plan: TrainingPlan) -> TrainingPlan:
     """Every rank computes attention by the kernels that rank 0 has found."""
     if plan.attention is not None:
         attention_rules.CHOICES.update(plan.attention.choices)
     return plan
 
 
-def run_blocks(options: activation_checkpointing.Options, components: Components) -> None:
+def run_blocks(options: Options, components: Components) -> None:
     """Have a model run its blocks by these options from now on."""
-    if all(option == activation_checkpointing.KEEP for option in options.values()):
+    if all(option == KEEP for option in options.values()):
         return
     names = dict(components.model.named_modules())
     call = activation_checkpointing.caller(
@@ -173,7 +155,7 @@ def _try_to_plan(
     world: World,
     quantized: Kinds | None,
     kernels: attention_check.KernelChooser | None,
-) -> MemoryPlan | LongtakeError:
+) -> TrainingPlan | LongtakeError:
     """Errors are returned, so that they can reach every rank."""
     attention_rules.CHOICES.clear()  # all attention is seen as that of kernels that can be tried
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -195,7 +177,7 @@ def _try_to_plan(
         return error
 
 
-def _best_plan(known: Forecast) -> MemoryPlan:
+def _best_plan(known: Forecast) -> TrainingPlan:
     known.gradients.refuse_fatal()
     if known.best is None:
         raise does_not_fit(known)
@@ -206,7 +188,7 @@ def _best_plan(known: Forecast) -> MemoryPlan:
     return replace(found, compared=tuple(known.policies))
 
 
-def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -> MemoryPlan:
+def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -> TrainingPlan:
     """A policy that the recipe names; memory is planned if something is recomputed or limited."""
     policy = step.recipe.recompute.chosen()
     options = activation_checkpointing.options_of(
@@ -241,14 +223,14 @@ def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -
 def _plan(
     step: MetaStep,
     policy: str,
-    options: activation_checkpointing.Options,
+    options: Options,
     notes: Sequence[str],
     memory: PolicyForecast | None = None,
     trace: StepTrace | None = None,
-) -> MemoryPlan:
+) -> TrainingPlan:
     ahead = encoding_ahead(step, memory)
     fixed = None if trace is None else static_memory(step, trace.input_bytes, trace.weight_bytes)
-    return MemoryPlan(
+    return TrainingPlan(
         policy=policy,
         options=options,
         memory=memory,
@@ -283,7 +265,7 @@ def does_not_fit(known: Forecast) -> PlanError:
 
 
 def keep_plan(
-    plan: MemoryPlan,
+    plan: TrainingPlan,
     recipe: config.Recipe,
     precision: Precision,
     run: RunDirectory,
@@ -298,17 +280,17 @@ def keep_plan(
         key = _plan_key(recipe, precision, world, free_bytes)
         if fsio.read_json(run.plan_path).get("key") == key:
             return
-        plan_as_json = TypeAdapter(MemoryPlan).dump_python(plan, mode="json")
+        plan_as_json = TypeAdapter(TrainingPlan).dump_python(plan, mode="json")
         with suppress(OSError):  # the next launch plans again
             fsio.write_json(run.plan_path, {"key": key, "plan": plan_as_json})
 
 
-def _read_plan(run: RunDirectory, key: str) -> MemoryPlan | None:
+def _read_plan(run: RunDirectory, key: str) -> TrainingPlan | None:
     kept = fsio.read_json(run.plan_path)
     if kept.get("key") != key:
         return None
     try:
-        return TypeAdapter(MemoryPlan).validate_python(kept.get("plan"))
+        return TypeAdapter(TrainingPlan).validate_python(kept.get("plan"))
     except ValidationError:
         return None
 

@@ -17,6 +17,7 @@ from longtake.models.streamed import NUM_BUFFERS
 from longtake.parallel.transfer import pinned_bytes
 from longtake.planner import activation_checkpointing
 from longtake.planner.block_weights import Floats, WeightCosts, buffer_bytes, link_seconds
+from longtake.planner.record import KEEP, Activations, BlockOption, BlockWeights, Options
 from longtake.planner.trace import StepTrace, Tracer
 
 _GIB = 2**30
@@ -59,12 +60,10 @@ class BlockCosts:
     streamed: Floats  # of these, what is copied to buffers there for each pass
     offloaded: Floats  # of what it saves, what is copied to the host and back
     pinned: Floats  # what that takes there
-    options: tuple[
-        activation_checkpointing.BlockOption, ...
-    ]  # of the columns; the first keeps everything, or most
+    options: tuple[BlockOption, ...]  # of the columns; the first keeps everything, or most
     link: float = math.inf  # bytes a second to the host, and as many back
 
-    def peak_bytes(self, options: activation_checkpointing.Options) -> float:
+    def peak_bytes(self, options: Options) -> float:
         x = self._chosen(options)
         buffers = buffer_bytes((self.streamed * x).sum(axis=1))
         return buffers + float((self.levels() @ x.ravel() + self.fixed()).max())
@@ -73,7 +72,7 @@ class BlockCosts:
     def seconds(self) -> Floats:
         return self.forward_seconds + self.backward_seconds
 
-    def predicted_seconds(self, options: activation_checkpointing.Options) -> float:
+    def predicted_seconds(self, options: Options) -> float:
         x = self._chosen(options)
         forward, backward, streamed, offloaded = (
             (each * x).sum(axis=1)
@@ -82,16 +81,16 @@ class BlockCosts:
         waits = link_seconds(forward, backward, streamed, offloaded, self.link)
         return self.other_seconds + float(forward.sum() + backward.sum()) + waits
 
-    def host_bytes(self, options: activation_checkpointing.Options) -> float:
+    def host_bytes(self, options: Options) -> float:
         return float(((self.streamed + self.pinned) * self._chosen(options)).sum())
 
     def has_backward(self) -> Floats:
         return (self.backward_seconds[:, 0] > 0).astype(np.float64)
 
-    def _chosen(self, options: activation_checkpointing.Options) -> Floats:
+    def _chosen(self, options: Options) -> Floats:
         x = np.zeros((len(self.names), len(self.options)))
         for row, name in enumerate(self.names):
-            x[row, self.options.index(options.get(name, activation_checkpointing.KEEP))] = 1
+            x[row, self.options.index(options.get(name, KEEP))] = 1
         return x
 
     def levels(self) -> Floats:
@@ -121,7 +120,7 @@ class BlockCosts:
 
 
 def costs_of(
-    traces: Mapping[activation_checkpointing.Activations, StepTrace],
+    traces: Mapping[Activations, StepTrace],
     weights: Sequence[WeightCosts],
     link: float = math.inf,
     *,
@@ -188,11 +187,7 @@ def costs_of(
         streamed=tall([option.streamed for option in weights]),
         offloaded=wide(moved),
         pinned=wide(pinned),
-        options=tuple(
-            activation_checkpointing.BlockOption(name, option.name)
-            for name in traces
-            for option in weights
-        ),
+        options=tuple(BlockOption(name, option.name) for name in traces for option in weights),
         link=link,
     )
 
@@ -232,7 +227,7 @@ def _array(values: Sequence[object]) -> Floats:
 
 def fastest(
     costs: BlockCosts, budget_bytes: float, host_bytes: float | None = None
-) -> dict[str, activation_checkpointing.BlockOption] | None:
+) -> dict[str, BlockOption] | None:
     """The fastest options whose predicted peak is within a budget, or None if there are none.
 
     Args:
@@ -320,7 +315,7 @@ def _pointless(costs: BlockCosts) -> Floats:
     pointless = np.zeros(costs.saved.shape)
     for column, option in enumerate(costs.options):
         if option.activations != "keep":  # beside keeping them, with equal weights
-            kept = keeps.get(activation_checkpointing.BlockOption("keep", option.weights), 0)
+            kept = keeps.get(BlockOption("keep", option.weights), 0)
             gains = [
                 each[:, column] < each[:, kept]
                 for each in (costs.saved, costs.forward, costs.backward)
@@ -335,7 +330,7 @@ def _pointless(costs: BlockCosts) -> Floats:
 class BestOptions:
     """The fastest options that fit, traced again as a whole."""
 
-    options: activation_checkpointing.Options
+    options: Options
     predicted_bytes: int  # peak of forward and backward pass, composed of single blocks
     traced: StepTrace
     overhead: float  # share of a step without recompute that it takes longer
@@ -366,9 +361,7 @@ def sweep_policies(tracer: Tracer) -> PolicySweep:
     subject = tracer.subject
     names, base = tuple(subject.blocks), subject.weights[0]
 
-    def trace_all(
-        policies: Sequence[str], weights: activation_checkpointing.BlockWeights
-    ) -> dict[str, StepTrace]:
+    def trace_all(policies: Sequence[str], weights: BlockWeights) -> dict[str, StepTrace]:
         return {
             name: tracer.trace(activation_checkpointing.options_of(name, names, weights))
             for name in policies
@@ -376,15 +369,13 @@ def sweep_policies(tracer: Tracer) -> PolicySweep:
 
     traces = trace_all(activation_checkpointing.POLICIES, base)
     plain = traces if base == "keep" else trace_all(("none", "save-attention", "all"), "keep")
-    of_activations: dict[activation_checkpointing.Activations, StepTrace] = {
+    of_activations: dict[Activations, StepTrace] = {
         "keep": plain["none"],
         "save-attention": plain["save-attention"],
         "recompute": plain["all"],
     }
     if subject.offloads:
-        of_activations["offload"] = tracer.trace(
-            dict.fromkeys(names, activation_checkpointing.BlockOption("offload"))
-        )
+        of_activations["offload"] = tracer.trace(dict.fromkeys(names, BlockOption("offload")))
     weights = [tracer.weight_costs(name) for name in subject.weights]
     costs = costs_of(of_activations, weights, tracer.device.link, offloads=subject.offloads)
     return PolicySweep(traces, costs, plain["none"].weight_bytes)
@@ -415,7 +406,7 @@ def find_best(
         )
     costs = replace(sweep.costs, least_peak=max(sweep.costs.least_peak, update_bytes))
     whole_bytes = update_bytes - sweep.weight_bytes  # beside the weights
-    fitting: list[tuple[activation_checkpointing.Options, StepTrace]] = [
+    fitting: list[tuple[Options, StepTrace]] = [
         (activation_checkpointing.options_of(policy, names, base), trace)
         for policy, trace in sweep.traces.items()
         if max(trace.peak_bytes, trace.weight_bytes + whole_bytes) <= budget_bytes
@@ -443,7 +434,7 @@ def find_best(
 
 def _solved(
     tracer: Tracer, costs: BlockCosts, budget_bytes: int, whole_bytes: int
-) -> list[tuple[activation_checkpointing.Options, StepTrace]]:
+) -> list[tuple[Options, StepTrace]]:
     """What the solver finds, traced: its budget is tightened until the trace fits."""
     within = budget_bytes
     for _ in range(_MOST_TRIES):

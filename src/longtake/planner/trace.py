@@ -32,6 +32,7 @@ from longtake.planner.block_weights import (
 from longtake.planner.devices import SHARE_OF_BANDWIDTH, DeviceBudget, Target, rounded
 from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
 from longtake.planner.gradient_flow import GradientWatch, checkpoint_is_quiet
+from longtake.planner.record import KEEP, BlockWeights, Options
 
 # An operation takes as long as its arithmetic or its memory traffic, whichever is more: a roofline
 # (Williams, Waterman and Patterson, 2009). Real kernels reach a share of the data sheet's figures;
@@ -67,7 +68,7 @@ class Subject:
     num_shards: int = 1
     """Ranks that hold one copy of the model: each block's gradients are reduce-scattered over them
     after its backward pass, unless they accumulate."""
-    weights: Sequence[activation_checkpointing.BlockWeights] = ("keep",)
+    weights: Sequence[BlockWeights] = ("keep",)
     """What may be done with blocks' frozen weights; the first in every named policy."""
     offloads: bool = False  # whether activations may be kept in the computer's memory
     host_bytes: int | None = None  # of that memory, which streaming and offloading may take
@@ -137,11 +138,11 @@ class Tracer:
         self.attentions: dict[AttentionCase, None] = {}
         """All that were seen in `watch_gradients`, each once."""
         self._fake = CachedFakeMode()
-        self._weights: dict[activation_checkpointing.BlockWeights, WeightCosts] = {}
+        self._weights: dict[BlockWeights, WeightCosts] = {}
         with self._fake:
             make_fake(subject.model)
 
-    def weight_costs(self, name: activation_checkpointing.BlockWeights) -> WeightCosts:
+    def weight_costs(self, name: BlockWeights) -> WeightCosts:
         if name not in self._weights:
             blocks = list(self.subject.blocks.values())
             self._weights[name] = weight_costs(name, blocks, self.device)
@@ -152,17 +153,17 @@ class Tracer:
         offered = [self.weight_costs(name).away for name in self.subject.weights]
         return int(np.max(offered, axis=0).sum())
 
-    def trace(self, options: activation_checkpointing.Options) -> StepTrace:
+    def trace(self, options: Options) -> StepTrace:
         dropped = self._gradients_dropped()
         with self._weights_as(options), self._fake, dropped, checkpoint_is_quiet():
             return self._trace(options)
 
     @contextmanager
-    def _weights_as(self, options: activation_checkpointing.Options) -> Iterator[None]:
+    def _weights_as(self, options: Options) -> Iterator[None]:
         """The model's layers with their weights streamed or quantised, and then as before."""
         with ExitStack() as changed:
             for name, block in self.subject.blocks.items():
-                weights = options.get(name, activation_checkpointing.KEEP).weights
+                weights = options.get(name, KEEP).weights
                 if weights != "keep":
                     changed.enter_context(layers_with(weights, block, self._fake))
             yield
@@ -197,7 +198,7 @@ class Tracer:
             for parameter in self.subject.model.parameters():
                 parameter.grad = None
 
-    def _trace(self, options: activation_checkpointing.Options) -> StepTrace:
+    def _trace(self, options: Options) -> StepTrace:
         subject, tracker = self.subject, MemoryTracker(self.device)
         tracker.count_module(subject.model)
         streamed = self._streamed(options)
@@ -228,16 +229,14 @@ class Tracer:
         trace = _step_trace(tracker, weight_bytes, input_bytes, subject, reducer, offloaded)
         return _with_link(trace, streamed, self.device.link)
 
-    def _streamed(self, options: activation_checkpointing.Options) -> Floats:
+    def _streamed(self, options: Options) -> Floats:
         """[blocks] bytes of weights that are in the computer's memory."""
-        chosen = [
-            options.get(name, activation_checkpointing.KEEP).weights for name in self.subject.blocks
-        ]
+        chosen = [options.get(name, KEEP).weights for name in self.subject.blocks]
         return self.weight_costs("stream").streamed * [each == "stream" for each in chosen]
 
     def _call(
         self,
-        options: activation_checkpointing.Options,
+        options: Options,
         tracker: "MemoryTracker",
         reducer: "_GradientReducer",
         offloaded: dict[str, tuple[int, int]],
@@ -252,7 +251,7 @@ class Tracer:
 
         def call(block: nn.Module, *args: Any) -> Any:
             name = names[block]
-            activations = options.get(name, activation_checkpointing.KEEP).activations
+            activations = options.get(name, KEEP).activations
             tracker.mark(f"before {name}")
 
             def run(block: nn.Module, *args: Any) -> Any:

@@ -32,6 +32,7 @@ from longtake.optim.update import Averages
 from longtake.parallel import attention_rules, collectives, context_parallel, equality, fsdp, mesh
 from longtake.planner import activation_checkpointing
 from longtake.planner.plan import run_blocks
+from longtake.planner.record import KEEP, Options
 from longtake.run_dir import RunDirectory
 from longtake.training import latent_cache, runtime
 from longtake.training.inputs import InputQueue
@@ -48,7 +49,7 @@ def build_components(
     loader: Loader,
     watcher: runtime.NodeWatcher,
     source: Source,
-    options: activation_checkpointing.Options,
+    options: Options,
 ) -> Components:
     """Build model, codec and text encoder; all ranks call it.
 
@@ -89,7 +90,7 @@ def build_components(
     return parts
 
 
-def quantized_by(options: activation_checkpointing.Options) -> Kinds:
+def quantized_by(options: Options) -> Kinds:
     kinds = get_args(Quantization)
     return {name: each.weights for name, each in options.items() if each.weights in kinds}  # type: ignore[misc]
 
@@ -162,7 +163,7 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
 def build_state(
     session: Session,
     parts: Components,
-    options: activation_checkpointing.Options = MappingProxyType({}),
+    options: Options = MappingProxyType({}),
     *,
     encodes_ahead: bool = False,
 ) -> TrainingState:
@@ -196,19 +197,13 @@ def build_state(
     return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()), inputs)
 
 
-def streamed_by(
-    recipe: Recipe, options: activation_checkpointing.Options, parts: Components
-) -> list[nn.Module]:
+def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.Module]:
     """The blocks that are streamed, in their order."""
     blocks = parts.family.blocks(parts.model)
     if recipe.model.stream == "all":
         return list(blocks)
     names = {module: name for name, module in parts.model.named_modules()}
-    return [
-        each
-        for each in blocks
-        if options.get(names[each], activation_checkpointing.KEEP).weights == "stream"
-    ]
+    return [each for each in blocks if options.get(names[each], KEEP).weights == "stream"]
 
 
 def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
@@ -280,9 +275,7 @@ def _missing_compiler(device: torch.device) -> str:
     return "" if has_cpp_compiler() else "C++ compiler (g++ or clang++)"
 
 
-def compile_blocks(
-    options: activation_checkpointing.Options, parts: Components, recipe: Recipe
-) -> None:
+def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     """Compile each block of a model, with its activation checkpointing.
 
     Call it before the model is sharded: the gathering of weights is not compiled. Recomputation is,

@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from longtake.guard.rollback import RollBack
 from longtake.lease import Lease
 from longtake.parallel import collectives
 from longtake.planner.profiler import measured, take_peak
+from longtake.planner.record import MeasuredStep
 from longtake.progress import StepProgress, step_progress
 from longtake.run_dir import EventKind, Metrics, skipped_batches
 from longtake.training.run_lease import refuse_lost
@@ -309,13 +311,13 @@ class Recorder:
             yield
         (predicted, _), taken, self._predicted = self._predicted, max(1, memory.peak_bytes), None
         error = predicted / taken - 1
-        self._run.append_event(
-            "memory_measured",
+        step = MeasuredStep(
             step=batch.step + 1,
             predicted_gib=round(predicted / 2**30, 4),
             measured_gib=round(taken / 2**30, 4),
             error=round(error, 4),
         )
+        self._run.append_event("memory_measured", **asdict(step))
         self._progress.say(
             f"memory of forward and backward pass: {format_size(predicted)} predicted, "
             f"{format_size(taken)} measured ({error:+.1%})"

@@ -18,7 +18,7 @@ from longtake.failures import FailureKind, error_line, failure_of, find_failed_r
 from longtake.formatting import format_size
 from longtake.models.numerics import is_out_of_memory
 from longtake.parallel import collectives, mesh
-from longtake.planner.plan import MemoryPlan
+from longtake.planner.record import MemoryPlan
 from longtake.run_dir import RunDirectory
 from longtake.stacks import enable_stack_dumps, stack_file
 from longtake.training.session import TrainingState

@@ -12,7 +12,7 @@ from longtake.data.loader import Loader
 from longtake.formatting import escape, escape_lines, format_size, plural
 from longtake.models.numerics import count_weights
 from longtake.parallel import attention_rules, collectives, mesh
-from longtake.planner.plan import MemoryPlan
+from longtake.planner.record import MemoryPlan
 from longtake.run_dir import BEGINNINGS, EventKind, Metrics, RunDirectory, last_ending
 from longtake.training.session import Session, TrainingState
 
@@ -99,27 +99,14 @@ def announce_plan(session: Session, plan: MemoryPlan, step: int) -> None:
     """Record and show the recompute policy and its predicted memory (rank 0)."""
     if plan.memory is None:
         return
-    budget, options = plan.budget_bytes, {name: str(each) for name, each in plan.options.items()}
-    counts = Counter(options.values())
-    peak = plan.memory.step_peak_bytes
-    session.run.append_event(
-        "memory_planned",
-        step=step,
-        policy=plan.policy,
-        per_block=dict(counts),
-        options=options,
-        step_peak_gib=round(peak / 2**30, 4),
-        budget_gib=budget and round(budget / 2**30, 4),
-        host_gib=round(plan.memory.host_bytes / 2**30, 4),
-        overhead=plan.memory.overhead,
-    )
-    blocks = ", ".join(f"{count} {option}" for option, count in counts.items())
-    limit = "" if budget is None else f" of {format_size(budget)}"
+    session.run.append_event("memory_planned", step=step, **plan.as_event())
+    blocks = ", ".join(f"{count} {option}" for option, count in plan.per_block().items())
+    limit = "" if plan.budget_bytes is None else f" of {format_size(plan.budget_bytes)}"
     in_host = plan.memory.host_bytes
     host = f", {format_size(in_host)} in the computer's memory" if in_host else ""
     session.console.print(
         f"  memory: recompute policy {plan.policy} ({blocks}), "
-        f"{format_size(peak)}{limit} predicted{host}",
+        f"{format_size(plan.memory.step_peak_bytes)}{limit} predicted{host}",
         highlight=False,
     )
 

@@ -34,7 +34,8 @@ from longtake.parallel.mesh import World, join
 from longtake.parallel.replicas import ReplicaCheck
 from longtake.planner.batch_sizes import refuse_idle_ranks, with_batch_sizes
 from longtake.planner.devices import peak_flops
-from longtake.planner.plan import MemoryPlan, free_memory, keep_plan, plan_for_training, run_blocks
+from longtake.planner.plan import free_memory, keep_plan, plan_for_training, run_blocks
+from longtake.planner.record import MemoryPlan
 from longtake.progress import answer_to
 from longtake.run_dir import EventKind, Parent, RunDirectory, beside
 from longtake.tracking import tracker, wandb
