@@ -99,7 +99,7 @@ def test_what_a_node_measures_is_json(name: str) -> None:
     found = measure_within(240.0, _check(name), CheckContext(ProcessInfo(host="here")))
     assert "failed" not in found
     assert json.loads(json.dumps(found)) == found
-    _check(name).judge({"here": found}, None)
+    _check(name).judge({"here": found})
 
 
 def test_checks_have_names_of_their_own() -> None:

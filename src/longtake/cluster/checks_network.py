@@ -13,8 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longtake.cluster import findings, topology
-from longtake.config import Recipe
+from longtake.cluster import topology
+from longtake.cluster.findings import (
+    CheckContext,
+    CheckResult,
+    Facts,
+    FactsByNode,
+    Severity,
+    far_from_median,
+    format_number,
+    median_of,
+    outliers_of,
+    same_everywhere,
+)
 from longtake.health.network import Ethernet, InfiniBand
 
 # --- Network devices ------------------------------------------------------------------------------
@@ -22,7 +33,7 @@ from longtake.health.network import Ethernet, InfiniBand
 _DEVICE_ADVICE = "Look at the cable, the port of the switch, and ethtool or ibstat on that node."
 
 
-def measure_devices(context: findings.CheckContext) -> findings.Facts:
+def measure_devices(context: CheckContext) -> Facts:
     """State and speed of Ethernet interfaces and InfiniBand ports."""
     return {
         "ethernet": _by_device(Ethernet().sample()),
@@ -30,8 +41,8 @@ def measure_devices(context: findings.CheckContext) -> findings.Facts:
     }
 
 
-def judge_devices(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
-    result = findings.CheckResult()
+def judge_devices(facts: FactsByNode) -> CheckResult:
+    result = CheckResult()
     if not any(each["infiniband"] for each in facts.values()):
         result.skip("InfiniBand", "no InfiniBand device")
     for kind in ("ethernet", "infiniband"):
@@ -39,7 +50,7 @@ def judge_devices(facts: findings.FactsByNode, recipe: Recipe | None) -> finding
             node: {device: _describe_device(numbers) for device, numbers in each[kind].items()}
             for node, each in facts.items()
         }
-        result.add(findings.same_everywhere(kind, states, "warning", _DEVICE_ADVICE))
+        result.add(same_everywhere(kind, states, "warning", _DEVICE_ADVICE))
     for node, each in facts.items():
         down = [port for port, numbers in each["infiniband"].items() if not numbers.get("link_up")]
         if down:
@@ -67,7 +78,7 @@ def _describe_device(numbers: dict[str, float]) -> str:
 # /etc/hosts, the other nodes connect to themselves, and all wait for a timeout.
 
 
-def measure_addresses(context: findings.CheckContext) -> findings.Facts:
+def measure_addresses(context: CheckContext) -> Facts:
     """The addresses of the node's own name, and the interface that gloo uses."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -77,9 +88,9 @@ def measure_addresses(context: findings.CheckContext) -> findings.Facts:
     return {"own": own, "interface": os.environ.get("GLOO_SOCKET_IFNAME", "")}
 
 
-def judge_addresses(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
+def judge_addresses(facts: FactsByNode) -> CheckResult:
     """Of several nodes: who cannot be reached by others under its own name."""
-    result = findings.CheckResult()
+    result = CheckResult()
     if len(facts) < 2:
         result.skip("addresses, clocks and links between nodes", "one node")
         return result
@@ -101,7 +112,7 @@ def judge_addresses(facts: findings.FactsByNode, recipe: Recipe | None) -> findi
 # --- Connection: the process group that the next checks use ---------------------------------------
 
 
-def connect(context: findings.CheckContext, store: Any, *, use_nccl: bool) -> findings.Facts:
+def connect(context: CheckContext, store: Any, *, use_nccl: bool) -> Facts:
     """Connect all processes: gloo, and NCCL if each process has a GPU of its own."""
     if use_nccl:
         torch.cuda.set_device(context.process.local_rank)
@@ -129,7 +140,7 @@ _CLOCK_ADVICE = (
 )
 
 
-def measure_clocks(context: findings.CheckContext) -> findings.Facts:
+def measure_clocks(context: CheckContext) -> Facts:
     """On rank 0: by how many seconds each node's clock is ahead, and how uncertain that is."""
     if not context.process.is_first:
         _answer_clock()
@@ -138,17 +149,17 @@ def measure_clocks(context: findings.CheckContext) -> findings.Facts:
     return {"offsets": {host: _ask_clock(leader) for leader, host in others}}
 
 
-def judge_clocks(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
+def judge_clocks(facts: FactsByNode) -> CheckResult:
     """Whose clock is off from the median of all, or, of two, from the other."""
     first = next((node for node, each in facts.items() if "offsets" in each), None)
     if first is None or not facts[first]["offsets"]:
-        return findings.CheckResult()
+        return CheckResult()
     found: dict[str, list[float]] = {first: [0.0, 0.0], **facts[first]["offsets"]}
     usual = median(offset for offset, _ in found.values()) if len(found) > 2 else 0.0
     off = {node: (offset - usual, uncertainty) for node, (offset, uncertainty) in found.items()}
     bad = {node: severity for node, each in off.items() if (severity := _clock_severity(*each))}
     shown = {node: offset * 1000 for node, (offset, _) in off.items()}
-    result = findings.CheckResult()
+    result = CheckResult()
     result.measure("clock ahead", "ms", shown, tuple(bad))
     of = "the median of all clocks" if len(found) > 2 else f"that of {topology.fold_hosts([first])}"
     for node, severity in bad.items():
@@ -159,7 +170,7 @@ def judge_clocks(facts: findings.FactsByNode, recipe: Recipe | None) -> findings
     return result
 
 
-def _clock_severity(offset: float, uncertainty: float) -> findings.Severity | None:
+def _clock_severity(offset: float, uncertainty: float) -> Severity | None:
     certain = abs(offset) - uncertainty
     if certain > _ERROR_SECONDS:
         return "error"
@@ -208,11 +219,11 @@ _LINK_ADVICE = (
 _NVLINK_ADVICE = "Look at nvidia-smi topo -m and nvidia-smi nvlink --status on that node."
 
 
-def measure_links(context: findings.CheckContext) -> findings.Facts:
+def measure_links(context: CheckContext) -> Facts:
     """MB/s to the neighbours, of an all-reduce over all, and of one within this node."""
     index = context.process.local_rank
     with torch.cuda.device(index) if _has_nccl() else nullcontext():  # it is per thread
-        facts: findings.Facts = {
+        facts: Facts = {
             "to": {},
             "all": _all_reduce(None),
             "within": _within_node(context),
@@ -229,29 +240,27 @@ def measure_links(context: findings.CheckContext) -> findings.Facts:
         return facts
 
 
-def judge_links(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
+def judge_links(facts: FactsByNode) -> CheckResult:
     """Which link is far below the median, or which node with all of its links."""
-    result = findings.CheckResult()
+    result = CheckResult()
     speeds: dict[str, float] = {}
     for node, each in facts.items():
         speeds |= {f"{node}{_TO}{other}": speed for other, speed in each["to"].items()}
     if speeds:
-        slow = findings.outliers_of(speeds, "lower", _LINK_FACTOR)
+        slow = outliers_of(speeds, "lower", _LINK_FACTOR)
         result.measure("sending between nodes", "MB/s", speeds, slow)
         _judge_slow_links(result, speeds, slow)
     if rates := {node: each["all"] for node, each in facts.items() if each.get("all")}:
         result.measure("all-reduce over all", "MB/s", rates)
     rates = {node: each["within"] for node, each in facts.items() if each.get("within")}
     name, advice = "all-reduce within the node, MB/s", _NVLINK_ADVICE
-    result.add(findings.far_from_median(name, rates, "lower", factor=_LINK_FACTOR, advice=advice))
+    result.add(far_from_median(name, rates, "lower", factor=_LINK_FACTOR, advice=advice))
     return result
 
 
-def _judge_slow_links(
-    result: findings.CheckResult, speeds: dict[str, float], slow: Sequence[str]
-) -> None:
-    usual = findings.median_of(speeds.values())
-    expected = f"at least {_LINK_FACTOR:g} times the median, {findings.format_number(usual)} MB/s"
+def _judge_slow_links(result: CheckResult, speeds: dict[str, float], slow: Sequence[str]) -> None:
+    usual = median_of(speeds.values())
+    expected = f"at least {_LINK_FACTOR:g} times the median, {format_number(usual)} MB/s"
     named: dict[tuple[str, ...], tuple[str, list[str]]] = {}
     for node in _nodes_with_all_slow(speeds, slow):
         links = [link for link in slow if node in link.split(_TO)]
@@ -263,7 +272,7 @@ def _judge_slow_links(
         named[tuple(link.split(_TO))] = what, [link]
     for nodes, (what, links) in named.items():
         is_error = min(speeds[link] for link in links) < _LINK_ERROR_FACTOR * usual
-        severity: findings.Severity = "error" if is_error else "warning"
+        severity: Severity = "error" if is_error else "warning"
         result.find(severity, nodes, what, expected, _LINK_ADVICE)
 
 
@@ -324,7 +333,7 @@ def _all_reduce(group: dist.ProcessGroup | None) -> float:
     return 2 * (size - 1) / size * 4 * len(load) / 1e6 / seconds
 
 
-def _within_node(context: findings.CheckContext) -> float | None:
+def _within_node(context: CheckContext) -> float | None:
     """All-reduce bandwidth of the processes of this node; None: it has only one."""
     found = None
     for ranks in context.ranks if context.process.world_size > len(context.hosts) else ():

@@ -21,7 +21,17 @@ from statistics import median
 import torch
 
 from longtake import __version__, config, process, stacks
-from longtake.cluster import findings
+from longtake.cluster.findings import (
+    ABSENT,
+    CheckContext,
+    CheckResult,
+    Facts,
+    FactsByNode,
+    NodeDifference,
+    Severity,
+    far_from_median,
+    same_everywhere,
+)
 from longtake.formatting import format_size
 from longtake.health import clock, network, system
 from longtake.parallel import attention_rules, equality
@@ -41,7 +51,7 @@ _HOST_NAME_ADVICE = (
 )
 
 
-def measure_host_name(context: findings.CheckContext) -> findings.Facts:
+def measure_host_name(context: CheckContext) -> Facts:
     """The node's name, and which machine's memory it shares."""
     try:
         machine = f"{_BOOT_ID.read_text().strip()} {_SHARED_MEMORY.stat().st_dev}"
@@ -50,14 +60,12 @@ def measure_host_name(context: findings.CheckContext) -> findings.Facts:
     return {"name": socket.gethostname(), "machine": machine}
 
 
-def judge_host_names(
-    facts: findings.FactsByNode, recipe: config.Recipe | None
-) -> findings.CheckResult:
+def judge_host_names(facts: FactsByNode) -> CheckResult:
     """Processes that were started separately on one machine are one node, of one name."""
     nodes = defaultdict(list)
     for node, each in facts.items():
         nodes[each["name"]].append(node)
-    result = findings.CheckResult()
+    result = CheckResult()
     for name, some in nodes.items():
         machines = {facts[node]["machine"] for node in some}
         if len(machines) > 1:
@@ -77,7 +85,7 @@ _MIN_SHARED_BYTES = _GIB
 _UNLIMITED = -1
 
 
-def measure_limits(context: findings.CheckContext) -> findings.Facts:
+def measure_limits(context: CheckContext) -> Facts:
     """The limits; -1: unlimited."""
     shared = system.disk_space(_SHARED_MEMORY).get("disk_size_bytes", 0)
     memory = system.CgroupMemory().sample().get("cgroup_memory_limit_bytes")
@@ -91,8 +99,8 @@ def measure_limits(context: findings.CheckContext) -> findings.Facts:
     }
 
 
-def judge_limits(facts: findings.FactsByNode, recipe: config.Recipe | None) -> findings.CheckResult:
-    result = findings.CheckResult()
+def judge_limits(facts: FactsByNode) -> CheckResult:
+    result = CheckResult()
     memory = {node: each["memory"] / _GIB for node, each in facts.items()}
     result.measure("memory that may be used", "GiB", memory)
     if few := _below(facts, "open files", _MIN_OPEN_FILES):
@@ -116,7 +124,7 @@ def judge_limits(facts: findings.FactsByNode, recipe: config.Recipe | None) -> f
     return result
 
 
-def _below(facts: findings.FactsByNode, name: str, least: int) -> tuple[str, ...]:
+def _below(facts: FactsByNode, name: str, least: int) -> tuple[str, ...]:
     return tuple(
         node for node, each in facts.items() if each[name] != _UNLIMITED and each[name] < least
     )
@@ -142,7 +150,7 @@ _PTRACE_ADVICE = (
 )
 
 
-def measure_inspection(context: findings.CheckContext) -> findings.Facts:
+def measure_inspection(context: CheckContext) -> Facts:
     """How the stacks of a child process can be read, and what decides that."""
     child = subprocess.Popen(  # noqa: S603 - our own interpreter
         [sys.executable, "-P", "-c", _CHILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -167,10 +175,8 @@ def measure_inspection(context: findings.CheckContext) -> findings.Facts:
     }
 
 
-def judge_inspection(
-    facts: findings.FactsByNode, recipe: config.Recipe | None
-) -> findings.CheckResult:
-    result = findings.CheckResult()
+def judge_inspection(facts: FactsByNode) -> CheckResult:
+    result = CheckResult()
     for node, each in facts.items():
         if each["method"].startswith("py-spy"):
             continue
@@ -199,7 +205,7 @@ _TIME_ADVICE = (
 )
 
 
-def measure_time_sync(context: findings.CheckContext) -> findings.Facts:
+def measure_time_sync(context: CheckContext) -> Facts:
     """Which programs set the clock, and what the kernel and chrony report."""
     return {
         "daemons": clock.time_daemons(),
@@ -208,18 +214,16 @@ def measure_time_sync(context: findings.CheckContext) -> findings.Facts:
     }
 
 
-def judge_time_sync(
-    facts: findings.FactsByNode, recipe: config.Recipe | None
-) -> findings.CheckResult:
+def judge_time_sync(facts: FactsByNode) -> CheckResult:
     """Finds clocks that no program sets, or two, or that are off by chrony's own account."""
-    result = findings.CheckResult()
+    result = CheckResult()
     free = tuple(n for n, e in facts.items() if e["kernel"].get("clock_is_synchronised") == 0)
     if free:
         daemons = ", ".join(facts[free[0]]["daemons"])
         running = f"running: {daemons}" if daemons else "no chronyd, ntpd or timesyncd is seen"
         what = f"no program keeps the clock (adjtimex: not synchronised; {running})"
         expected = "a clock that follows a source"
-        severity: findings.Severity = "note" if len(facts) == 1 else "warning"
+        severity: Severity = "note" if len(facts) == 1 else "warning"
         result.find(severity, free, what, expected, _TIME_ADVICE)
     several = tuple(node for node, each in facts.items() if len(each["daemons"]) > 1)
     if several:
@@ -246,7 +250,7 @@ _GPU_ADVICE = "Look at its temperature, power limit and clocks: nvidia-smi -q -d
 _CPU_ADVICE = "Look for other programs (top), and at its clocks (cpupower frequency-info)."
 
 
-def measure_compute(context: findings.CheckContext) -> findings.Facts:
+def measure_compute(context: CheckContext) -> Facts:
     """TFLOP/s of this process's GPU in bf16; without one, of the node's cores in fp32."""
     gpu = context.process.local_rank
     if gpu < torch.cuda.device_count():
@@ -257,17 +261,15 @@ def measure_compute(context: findings.CheckContext) -> findings.Facts:
     return {"on": "CPU", "tflops": _cpu_tflops()}
 
 
-def judge_compute(
-    facts: findings.FactsByNode, recipe: config.Recipe | None
-) -> findings.CheckResult:
-    result = findings.CheckResult()
+def judge_compute(facts: FactsByNode) -> CheckResult:
+    result = CheckResult()
     for on, dtype, factor, error_factor, advice in (
         ("GPU", "bf16", _GPU_FACTOR, _GPU_ERROR_FACTOR, _GPU_ADVICE),
         ("CPU", "fp32", _CPU_FACTOR, None, _CPU_ADVICE),
     ):
         rates = {who: each["tflops"] for who, each in facts.items() if each["on"] == on}
         name = f"matrix products, {on}, {dtype}, TFLOP/s"
-        judged = findings.far_from_median(
+        judged = far_from_median(
             name, rates, "lower", factor=factor, error_factor=error_factor, advice=advice
         )
         result.add(judged)
@@ -305,7 +307,7 @@ def _gpu_tflops(device: torch.device) -> float:
 
 # --- Environment: versions, hardware, and the variables that change what torch and NCCL do --------
 
-_VERSION_SEVERITIES: dict[str, findings.Severity] = {
+_VERSION_SEVERITIES: dict[str, Severity] = {
     **dict.fromkeys(("longtake", "Python", "torch", "CUDA", "NCCL"), "error"),
     **dict.fromkeys(("driver", "GPUs"), "warning"),
 }
@@ -317,7 +319,7 @@ _VERSION_ADVICE = (
 _VARIABLE_ADVICE = "Set them for all nodes in one place: the job's script, or /etc/environment."
 
 
-def measure_environment(context: findings.CheckContext) -> findings.Facts:
+def measure_environment(context: CheckContext) -> Facts:
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -341,18 +343,16 @@ def measure_environment(context: findings.CheckContext) -> findings.Facts:
     return {"versions": versions, "variables": variables, "gpus": len(gpus), "faults": faults}
 
 
-def judge_environment(
-    facts: findings.FactsByNode, recipe: config.Recipe | None
-) -> findings.CheckResult:
+def judge_environment(facts: FactsByNode) -> CheckResult:
     versions = {node: each["versions"] for node, each in facts.items()}
-    result = findings.same_everywhere(
+    result = same_everywhere(
         *("environment", versions, "note", _VERSION_ADVICE, _VERSION_SEVERITIES),
         command=_install_command,
     )
     variables = {node: each["variables"] for node, each in facts.items()}
-    exceptions: dict[str, findings.Severity] = {"interpreter": "note"}
+    exceptions: dict[str, Severity] = {"interpreter": "note"}
     result.add(
-        findings.same_everywhere(
+        same_everywhere(
             *("variables", variables, "warning", _VARIABLE_ADVICE, exceptions),
             command=_variable_command,
         )
@@ -376,17 +376,17 @@ def pip_command(name: str, version: str) -> str:
     torch's builds for one CUDA (2.13.0+cu130) are on an index of their own.
     """
     pip = f"{shlex.quote(sys.executable)} -m pip"
-    if version == findings.ABSENT:
+    if version == ABSENT:
         return f"{pip} uninstall --yes {shlex.quote(name)}"
     build = version.partition("+")[2]
     index = f" --index-url {_TORCH_INDEX}{build}" if re.fullmatch(r"cu\d+|cpu", build) else ""
     return f"{pip} install {shlex.quote(f'{name}=={version}')}{index}"
 
 
-def _install_command(each: findings.NodeDifference) -> str:
+def _install_command(each: NodeDifference) -> str:
     """None for hardware, and where most nodes have nothing to install."""
     version = str(each.majority)
-    if version == findings.ABSENT or not re.match(r"\d", version):
+    if version == ABSENT or not re.match(r"\d", version):
         return ""
     torch_version, cuda = torch.__version__.partition("+")[0], version.replace(".", "")
     match each.name:
@@ -408,37 +408,37 @@ def _install_command(each: findings.NodeDifference) -> str:
     return ""
 
 
-def _variable_command(each: findings.NodeDifference) -> str:
+def _variable_command(each: NodeDifference) -> str:
     value = str(each.majority)
     if each.name == "interpreter":
         return f"export PATH={shlex.quote(str(Path(value).parent))}:$PATH"
-    is_unset = value == findings.ABSENT
+    is_unset = value == ABSENT
     return f"unset {each.name}" if is_unset else f"export {each.name}={shlex.quote(value)}"
 
 
-def _code_command(each: findings.NodeDifference) -> str:
+def _code_command(each: NodeDifference) -> str:
     value = str(each.majority)
-    if each.name == _REVISION and not value.endswith("-dirty") and value != findings.ABSENT:
+    if each.name == _REVISION and not value.endswith("-dirty") and value != ABSENT:
         return f"git fetch --all && git checkout --force {shlex.quote(value)}"
     if each.name == _REVISION or each.name.startswith("longtake/"):
         return _copy_command(each)
     name = shlex.quote(each.name)
-    return f"rm {name}" if value == findings.ABSENT else f"rsync {_one_of(each)}:$PWD/{name} {name}"
+    return f"rm {name}" if value == ABSENT else f"rsync {_one_of(each)}:$PWD/{name} {name}"
 
 
-def _copy_command(each: findings.NodeDifference) -> str:
+def _copy_command(each: NodeDifference) -> str:
     package = shlex.quote(f"{Path(__file__).resolve().parents[1]}/")
     return f"rsync --archive --delete {_one_of(each)}:{package} {package}"
 
 
-def _one_of(each: findings.NodeDifference) -> str:
+def _one_of(each: NodeDifference) -> str:
     """A node that has what most have."""
     return shlex.quote(each.values[str(each.majority)][0])
 
 
-def _recipe_command(each: findings.NodeDifference) -> str:
+def _recipe_command(each: NodeDifference) -> str:
     value = str(each.majority)
-    if value == findings.ABSENT:
+    if value == ABSENT:
         return ""
     return f"longtake launch RECIPE --set {shlex.quote(f'{each.name}={value}')}"
 
@@ -481,7 +481,7 @@ _PACKAGE_ADVICE = (
 )
 
 
-def measure_packages(context: findings.CheckContext) -> findings.Facts:
+def measure_packages(context: CheckContext) -> Facts:
     """The version of each package, a digest of all, and those that longtake needs."""
     versions: dict[str, str] = {}
     for each in metadata.distributions():
@@ -502,17 +502,15 @@ def measure_packages(context: findings.CheckContext) -> findings.Facts:
     }
 
 
-def judge_packages(
-    facts: findings.FactsByNode, recipe: config.Recipe | None
-) -> findings.CheckResult:
+def judge_packages(facts: FactsByNode) -> CheckResult:
     """Packages that compute give errors, others that longtake needs warnings, the rest notes."""
     versions = {node: each["versions"] for node, each in facts.items()}
     names = {name for each in versions.values() for name in each}
     needed = {name for each in facts.values() for name in each["needed"]}
     needed |= {name for name in names if _COMES_WITH_TORCH.fullmatch(name)}
-    exceptions: dict[str, findings.Severity] = dict.fromkeys(needed, "warning")
+    exceptions: dict[str, Severity] = dict.fromkeys(needed, "warning")
     exceptions |= dict.fromkeys(COMPUTING_PACKAGES, "error")  # `train` refuses such ranks
-    return findings.same_everywhere(
+    return same_everywhere(
         *("packages", versions, "note", _PACKAGE_ADVICE, exceptions),
         command=lambda each: pip_command(each.name, str(each.majority)),
     )
@@ -532,7 +530,7 @@ _CODE_ADVICE = (
 )
 
 
-def measure_code(context: findings.CheckContext) -> findings.Facts:
+def measure_code(context: CheckContext) -> Facts:
     """Digests of files by name."""
     package = Path(__file__).resolve().parents[1]
     files = {
@@ -551,10 +549,10 @@ def measure_code(context: findings.CheckContext) -> findings.Facts:
     return {"files": files}
 
 
-def judge_code(facts: findings.FactsByNode, recipe: config.Recipe | None) -> findings.CheckResult:
+def judge_code(facts: FactsByNode) -> CheckResult:
     files = {node: each["files"] for node, each in facts.items()}
-    exceptions: dict[str, findings.Severity] = {_REVISION: "warning"}
-    return findings.same_everywhere(
+    exceptions: dict[str, Severity] = {_REVISION: "warning"}
+    return same_everywhere(
         *("code", files, "error", _CODE_ADVICE, exceptions), command=_code_command
     )
 
@@ -582,7 +580,7 @@ def _digest(content: bytes) -> str:
 _RECIPE_ADVICE = "Copy the recipe to all nodes, or keep it on a disk that all of them share."
 
 
-def measure_recipe(context: findings.CheckContext) -> findings.Facts:
+def measure_recipe(context: CheckContext) -> Facts:
     """Keys and values, with defaults, as this node reads them."""
     if context.recipe_path is None:
         return {}
@@ -592,15 +590,13 @@ def measure_recipe(context: findings.CheckContext) -> findings.Facts:
     return {"keys": equality.recipe_keys(context.recipe), "digest": _digest(text.encode())}
 
 
-def judge_recipe(facts: findings.FactsByNode, recipe: config.Recipe | None) -> findings.CheckResult:
+def judge_recipe(facts: FactsByNode) -> CheckResult:
     if not any(facts.values()):
-        result = findings.CheckResult()
+        result = CheckResult()
         result.skip("recipe, dataset, run directory and disk space", "no recipe was given")
         return result
     keys = {node: each["keys"] for node, each in facts.items() if "keys" in each}
-    result = findings.same_everywhere(
-        *("recipe", keys, "error", _RECIPE_ADVICE), command=_recipe_command
-    )
+    result = same_everywhere(*("recipe", keys, "error", _RECIPE_ADVICE), command=_recipe_command)
     for node, each in facts.items():
         if problem := each.get("problem"):
             what = f"the recipe cannot be used: {problem}"

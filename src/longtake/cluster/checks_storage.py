@@ -11,7 +11,15 @@ from typing import Any
 
 import psutil
 
-from longtake.cluster import findings
+from longtake.cluster.findings import (
+    CheckContext,
+    CheckResult,
+    Facts,
+    FactsByNode,
+    Severity,
+    far_from_median,
+    same_everywhere,
+)
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.errors import DataError, LongtakeError
@@ -33,7 +41,7 @@ _DATASET_ADVICE = (
 _READ_ADVICE = "Look at that node's mount options and its link to the storage."
 
 
-def measure_dataset(context: findings.CheckContext) -> findings.Facts:
+def measure_dataset(context: CheckContext) -> Facts:
     """Of each catalog: its content, which clips of a sample exist and their sizes, read speed."""
     if context.recipe is None:
         return {}
@@ -41,16 +49,16 @@ def measure_dataset(context: findings.CheckContext) -> findings.Facts:
     return {"catalogs": {name: _look_at_catalog(path) for name, path in sources.items()}}
 
 
-def judge_dataset(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
-    result = findings.CheckResult()
+def judge_dataset(facts: FactsByNode) -> CheckResult:
+    result = CheckResult()
     for name in sorted({name for each in facts.values() for name in each.get("catalogs", {})}):
         seen = {node: each["catalogs"][name] for node, each in facts.items() if each}
         result.add(_judge_catalog(name, seen))
     return result
 
 
-def _judge_catalog(name: str, seen: findings.FactsByNode) -> findings.CheckResult:
-    result = findings.CheckResult()
+def _judge_catalog(name: str, seen: FactsByNode) -> CheckResult:
+    result = CheckResult()
     for node, each in seen.items():
         problem = each.get("problem")
         if problem is None and each["missing"]:
@@ -62,19 +70,15 @@ def _judge_catalog(name: str, seen: findings.FactsByNode) -> findings.CheckResul
             result.find("error", (node,), problem, "", _DATASET_ADVICE)
     compared = ("fingerprint", "clips", "sampled files")
     same = {node: {k: each[k] for k in compared} for node, each in seen.items() if "clips" in each}
-    result.add(findings.same_everywhere(f"dataset {name}", same, "error", _DATASET_ADVICE))
+    result.add(same_everywhere(f"dataset {name}", same, "error", _DATASET_ADVICE))
     mounts = {node: {"filesystem": each["filesystem"]} for node, each in seen.items()}
-    result.differences += findings.same_everywhere(
-        f"dataset {name}", mounts, "note", ""
-    ).differences
+    result.differences += same_everywhere(f"dataset {name}", mounts, "note", "").differences
     speeds = {node: each["read"] for node, each in seen.items() if each.get("read")}
     if not speeds:
         few = f"the sampled clips have less than {_MIN_READ_BYTES // _MIB} MiB"
         result.skip(f"reading clips of {name}", few)
     read = f"reading clips of {name}, MB/s"
-    result.add(
-        findings.far_from_median(read, speeds, "lower", factor=_READ_FACTOR, advice=_READ_ADVICE)
-    )
+    result.add(far_from_median(read, speeds, "lower", factor=_READ_FACTOR, advice=_READ_ADVICE))
     return result
 
 
@@ -144,27 +148,28 @@ _SPACE_ADVICE = (
 )
 
 
-def measure_disk_space(context: findings.CheckContext) -> findings.Facts:
+def measure_disk_space(context: CheckContext) -> Facts:
     """Free space by folder; on rank 0 also the size of a checkpoint."""
     folders = {"temporary files": Path(tempfile.gettempdir())}
     if context.recipe is not None:
         folders["run directory"] = context.recipe.out
         if context.recipe.data.cache is not None:
             folders["data.cache"] = context.recipe.data.cache
-    facts: findings.Facts = {"folders": {name: _free(path) for name, path in folders.items()}}
+    facts: Facts = {"folders": {name: _free(path) for name, path in folders.items()}}
     if context.recipe is not None and context.process.is_first:
-        facts["checkpoint"] = _checkpoint_size(context.recipe)
+        keep = context.recipe.checkpoint.keep
+        facts["checkpoint"] = {**_checkpoint_size(context.recipe), "keep": keep}
     return facts
 
 
-def judge_disk_space(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
+def judge_disk_space(facts: FactsByNode) -> CheckResult:
     """The kept checkpoints, and one that is being written, must fit."""
-    result = findings.CheckResult()
+    result = CheckResult()
     known = next((each["checkpoint"] for each in facts.values() if "checkpoint" in each), None)
     needed = None
-    if recipe is not None and known:
+    if known:
         if known["bytes"]:
-            needed = known["bytes"] * (recipe.checkpoint.keep + 1)
+            needed = known["bytes"] * (known["keep"] + 1)
         else:
             result.skip("room for checkpoints", f"size unknown: {known['source']}")
     for name in sorted({name for each in facts.values() for name in each["folders"]}):
@@ -173,19 +178,17 @@ def judge_disk_space(facts: findings.FactsByNode, recipe: Recipe | None) -> find
     return result
 
 
-def _judge_folder(
-    name: str, free: dict[str, dict[str, int]], needed: int | None
-) -> findings.CheckResult:
+def _judge_folder(name: str, free: dict[str, dict[str, int]], needed: int | None) -> CheckResult:
     short = tuple(node for node, each in free.items() if each["bytes"] < (needed or _SHORT_BYTES))
     gib = {node: each["bytes"] / _GIB for node, each in free.items()}
-    result = findings.CheckResult()
+    result = CheckResult()
     result.measure(f"free for {name}", "GiB", gib, short)
     if short:
         least = min(free[node]["bytes"] for node in short)
         what = f"{format_size(least)} are free for {name}"
         expected = format_size(needed or _SHORT_BYTES)
         expected += " for checkpoint.keep and one more" if needed else ""
-        severity: findings.Severity = "error" if least < (needed or _OUT_BYTES) else "warning"
+        severity: Severity = "error" if least < (needed or _OUT_BYTES) else "warning"
         result.find(severity, short, what, expected, _SPACE_ADVICE)
     few = tuple(node for node, each in free.items() if 0 <= each["files"] < _MIN_FILES)
     if few:
@@ -234,7 +237,7 @@ _SEE_SECONDS, _POLL_SECONDS = 5.0, 0.1
 _SHOWN_SECONDS, _SLOW_SECONDS = 0.5, 3.0  # until a new file is seen
 
 
-def leave_token(context: findings.CheckContext, created: list[Path]) -> None:
+def leave_token(context: CheckContext, created: list[Path]) -> None:
     """Create the run directory if needed, and leave the file in it; OSError if it cannot.
 
     Folders that it creates are appended to `created`, the deepest first, before they exist: a
@@ -251,7 +254,7 @@ def leave_token(context: findings.CheckContext, created: list[Path]) -> None:
         os.fsync(file.fileno())
 
 
-def remove_token(context: findings.CheckContext, created: list[Path]) -> None:
+def remove_token(context: CheckContext, created: list[Path]) -> None:
     """On rank 0: remove the files of this preflight, and the folders that were created for them."""
     if context.recipe is None or not context.process.is_first:
         return
@@ -263,7 +266,7 @@ def remove_token(context: findings.CheckContext, created: list[Path]) -> None:
             folder.rmdir()
 
 
-def measure_run_directory(context: findings.CheckContext) -> findings.Facts:
+def measure_run_directory(context: CheckContext) -> Facts:
     """Whether and when this node sees the file, and whether it can write."""
     if context.recipe is None:
         return {}
@@ -277,16 +280,14 @@ def measure_run_directory(context: findings.CheckContext) -> findings.Facts:
     }
 
 
-def judge_run_directory(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
+def judge_run_directory(facts: FactsByNode) -> CheckResult:
     """Where no node has the folder it could not be created, which rank 0 has reported."""
     seen = {node: each for node, each in facts.items() if each}
     paths = {
         node: {key: str(each[key]) for key in ("path", "filesystem")} for node, each in seen.items()
     }
-    path_is_error: dict[str, findings.Severity] = {"path": "error"}
-    result = findings.same_everywhere(
-        "run directory", paths, "note", RUN_DIRECTORY_ADVICE, path_is_error
-    )
+    path_is_error: dict[str, Severity] = {"path": "error"}
+    result = same_everywhere("run directory", paths, "note", RUN_DIRECTORY_ADVICE, path_is_error)
     is_somewhere = any(each["exists"] for each in seen.values())
     for node, each in seen.items() if is_somewhere else ():
         if problem := _run_directory_problem(each):
@@ -302,7 +303,7 @@ def judge_run_directory(facts: findings.FactsByNode, recipe: Recipe | None) -> f
     return result
 
 
-def _run_directory_problem(each: findings.Facts) -> str:
+def _run_directory_problem(each: Facts) -> str:
     path = each["path"]
     if not each["exists"]:
         return f"{path} does not exist, though the first node created it: it is not shared"
@@ -314,7 +315,7 @@ def _run_directory_problem(each: findings.Facts) -> str:
     return ""
 
 
-def _token_path(context: findings.CheckContext) -> Path:
+def _token_path(context: CheckContext) -> Path:
     assert context.recipe is not None
     return context.recipe.out / f".longtake_preflight_{context.token}"
 
@@ -332,7 +333,7 @@ def _seconds_until_seen(path: Path, token: str) -> float | None:
     return None
 
 
-def _try_to_write(context: findings.CheckContext) -> str:
+def _try_to_write(context: CheckContext) -> str:
     """Why no file can be written in the run directory; empty: it can."""
     path = _token_path(context).with_suffix(f".{context.process.rank}")
     try:
@@ -353,7 +354,7 @@ _SPEED_ADVICE = (
 )
 
 
-def measure_disk_speed(context: findings.CheckContext) -> findings.Facts:
+def measure_disk_speed(context: CheckContext) -> Facts:
     """MB/s of writing with an fsync at the end, and ms of an fsync after a small write."""
     if context.recipe is None or not context.recipe.out.is_dir():
         return {}
@@ -369,8 +370,8 @@ def measure_disk_speed(context: findings.CheckContext) -> findings.Facts:
         path.unlink(missing_ok=True)
 
 
-def judge_disk_speed(facts: findings.FactsByNode, recipe: Recipe | None) -> findings.CheckResult:
-    result = findings.far_from_median(
+def judge_disk_speed(facts: FactsByNode) -> CheckResult:
+    result = far_from_median(
         "writing to the run directory, MB/s",
         {node: each["write"] for node, each in facts.items() if each},
         "lower",
@@ -378,7 +379,7 @@ def judge_disk_speed(facts: findings.FactsByNode, recipe: Recipe | None) -> find
         limit=_MIN_WRITE_MB,
         advice=_SPEED_ADVICE,
     )
-    syncs = findings.far_from_median(
+    syncs = far_from_median(
         "fsync of the run directory, ms",
         {node: each["sync_ms"] for node, each in facts.items() if each},
         "higher",

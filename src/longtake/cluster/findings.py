@@ -153,12 +153,12 @@ class Check:
     """A row of `preflight.CHECKS`.
 
     `measure` runs on every node (or rank) in a thread with a time limit, and may raise; `judge`
-    runs on rank 0, with the facts of all that could measure and the recipe, and measures nothing.
+    runs on rank 0, with the facts of all that could measure, and measures nothing.
     """
 
     name: str
     measure: Callable[[CheckContext], Facts]
-    judge: Callable[[FactsByNode, Recipe | None], CheckResult]
+    judge: Callable[[FactsByNode], CheckResult]
     # together: by all at the same time, after the checks before; connected: as together, with a
     # process group of torch.distributed
     when: Literal["independent", "together", "connected"] = "independent"

@@ -64,11 +64,11 @@ class _Measured:
     skipped: list[findings.SkippedCheck] = field(default_factory=list)
     is_hanging: bool = False
 
-    def judge(self, check: findings.Check, recipe: config.Recipe | None) -> findings.CheckResult:
+    def judge(self, check: findings.Check) -> findings.CheckResult:
         """The result of a check, with an error for each node that could not measure."""
         facts = self.facts[check.name]
         good = {who: each for who, each in facts.items() if "failed" not in each}
-        result = check.judge(good, recipe) if good else findings.CheckResult()
+        result = check.judge(good) if good else findings.CheckResult()
         for who in facts.keys() - good.keys():
             what = f"{check.name} could not be checked: {facts[who]['failed']}"
             result.findings.append(findings.Finding("error", (who,), what))
@@ -113,7 +113,7 @@ def preflight(
     if context.process.is_first:
         result = findings.CheckResult(skipped=list(measured.skipped))
         for check in measured.checks:
-            result.add(measured.judge(check, context.recipe))
+            result.add(measured.judge(check))
         if not any(each.check == _RUN_DIRECTORY for each in result.findings):
             result.findings += not_writable
         result.findings += silent
@@ -181,7 +181,7 @@ def _measure_all(
         use_nccl = rendezvous.from_first("nccl", _has_gpu_each(measured, context))
         join = partial(network.connect, store=rendezvous.store, use_nccl=use_nccl)
         check = findings.Check(
-            "connection", join, lambda *_: findings.CheckResult(), "connected", each="rank"
+            "connection", join, lambda facts: findings.CheckResult(), "connected", each="rank"
         )
         _measure_stage([check], rendezvous, context, measured)
         why = rendezvous.from_first("skip links", _why_not_connected(measured, "connection"))
@@ -196,7 +196,7 @@ def _measure_all(
 def _why_not_connected(measured: _Measured, name: str) -> str:
     """On rank 0: why the connected checks are skipped after the check `name`; empty: they run."""
     check = next((each for each in measured.checks if each.name == name), None)
-    if check is None or not measured.judge(check, None).findings:
+    if check is None or not measured.judge(check).findings:
         return ""
     return f"the check of {name} found errors, so not all processes can connect"
 

@@ -3,20 +3,16 @@
 import codecs
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from longtake import fsio, process
-from longtake.config.data import Bucket, CaptionsSection, ConditioningSection, Stage
-from longtake.config.model import ModuleSection, PooledSection
 from longtake.config.recipe import Recipe
-from longtake.config.sampling import PresetSection
-from longtake.config.training import EmaProfile
 from longtake.config.values import Section
 from longtake.errors import RecipeError
 from longtake.formatting import nearest, shorten
@@ -55,7 +51,11 @@ def parse(values: Mapping[str, Any], source: str) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        problems = _explain_all(error.errors())
+        details = error.errors()
+        # A table that is wrong as a whole is not explained beside what is wrong inside of it.
+        outer = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
+        inner = (detail for detail in details if not detail["loc"] or detail["loc"] not in outer)
+        problems = list(dict.fromkeys(map(_explain, inner)))[:_MAX_PROBLEMS]
         listed = f" {problems[0]}" if len(problems) == 1 else "\n  " + "\n  ".join(problems)
         raise RecipeError(f"{source}:{listed}") from None
 
@@ -88,7 +88,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
             f"The recipe {path} is not valid TOML: it is no text in UTF-8."
         ) from error
     except ValueError as error:  # no TOML, or a number of thousands of digits
-        raise RecipeError(f"The recipe {path} is not valid TOML: {_first(error)}.") from error
+        reason = shorten(str(error).partition(";")[0].rstrip("."), 200)
+        raise RecipeError(f"The recipe {path} is not valid TOML: {reason}.") from error
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -120,12 +121,6 @@ def parse_value(text: str) -> object:
     return value if is_plain and not values else text
 
 
-def _explain_all(details: Sequence[ErrorDetails]) -> list[str]:
-    blamed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
-    said = (_explain(each) for each in details if not each["loc"] or each["loc"] not in blamed)
-    return list(dict.fromkeys(said))[:_MAX_PROBLEMS]
-
-
 def _explain(detail: ErrorDetails) -> str:
     parts = tuple(part for part in detail["loc"] if not _ALTERNATIVE.match(str(part)))
     location = shorten(".".join(map(str, parts)))
@@ -151,10 +146,6 @@ def _repr(value: object) -> str:
         return repr(value)
     except ValueError:  # an integer of thousands of digits
         return "an integer of thousands of digits"
-
-
-def _first(error: Exception) -> str:
-    return shorten(str(error).partition(";")[0].rstrip("."), 200)
 
 
 _MAX_RECIPE_BYTES = 2**20
@@ -232,16 +223,19 @@ def _most_similar(name: str, keys: Sequence[str], cutoff: float) -> str | None:
 
 
 def _known_keys() -> list[str]:
-    keys = []
-    for name, field in Recipe.model_fields.items():
-        keys.append(name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            keys += [f"{name}.{inner}" for inner in field.annotation.model_fields]
-    keys += [f"data.buckets.{inner}" for inner in Bucket.model_fields]
-    keys += [f"data.conditioning.{inner}" for inner in ConditioningSection.model_fields]
-    keys += [f"data.captions.{inner}" for inner in CaptionsSection.model_fields]
-    keys += [f"text.pooled.{inner}" for inner in PooledSection.model_fields]
-    keys += [f"ema.profiles.{inner}" for inner in EmaProfile.model_fields]
-    keys += [f"evaluation.presets.{inner}" for inner in PresetSection.model_fields]
-    keys += [f"trainable.modules.{inner}" for inner in ModuleSection.model_fields]
-    return [*keys, *(f"data.stages.{inner}" for inner in Stage.model_fields)]
+    """All keys of a recipe, those of the sections before those of the tables inside of them."""
+    keys: list[str] = []
+    tables: list[tuple[str, type[Section]]] = [("", Recipe)]
+    for prefix, table in tables:  # which grows meanwhile
+        for name, field in table.model_fields.items():
+            keys.append(f"{prefix}{name}")
+            tables += [(f"{prefix}{name}.", inner) for inner in _tables_in(field.annotation)]
+    return keys
+
+
+def _tables_in(annotation: Any) -> Iterator[type[Section]]:
+    """Sections in a type such as `tuple[Bucket, ...] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _tables_in(part)

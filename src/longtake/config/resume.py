@@ -81,27 +81,20 @@ def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
     A run at a constant learning rate may be made longer; any other schedule has aimed at its end.
     """
     before, after = flat(old), flat(new)
-    keys = sorted(before.keys() | after.keys())
+    may_change = [*MAY_CHANGE_ON_RESUME]
+    if new.data.on_change != "refuse":
+        may_change += DECIDES_ORDER
+    if old.optimizer.schedule == "constant" and new.training.steps > old.training.steps:
+        may_change.append("training.steps")
     return [
         (key, before.get(key), after.get(key))
-        for key in keys
-        if before.get(key) != after.get(key)
-        and not _may_change(key, new.data.on_change)
-        and not (key == "training.steps" and _is_longer(old, new))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not is_among(key, may_change)
     ]
-
-
-def _is_longer(old: Recipe, new: Recipe) -> bool:
-    return old.optimizer.schedule == "constant" and new.training.steps > old.training.steps
 
 
 def decides_order(key: str) -> bool:
     return is_among(key, DECIDES_ORDER)
-
-
-def _may_change(key: str, on_change: str) -> bool:
-    is_free = is_among(key, MAY_CHANGE_ON_RESUME)
-    return is_free or (on_change != "refuse" and decides_order(key))
 
 
 def is_among(key: str, keys: Sequence[str]) -> bool:

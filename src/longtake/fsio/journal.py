@@ -54,7 +54,11 @@ class Journal(Generic[_T]):
         """
         try:
             if self._file is None:
-                self._file = self._begin()
+                is_new = not self._path.exists()
+                self._file = open(self._path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115 - kept
+                # A newline in case the last line was cut off.
+                has_header = is_new and self._header is not None
+                self._file.write(f"{json.dumps(self._header)}\n" if has_header else "\n")
             self._file.write(json.dumps(item) + "\n")
             self._file.flush()
         except OSError as error:
@@ -79,10 +83,3 @@ class Journal(Generic[_T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _begin(self) -> IO[str]:
-        is_new = not self._path.exists()
-        file = open(self._path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115 - kept
-        # A newline in case the last line was cut off.
-        file.write(f"{json.dumps(self._header)}\n" if is_new and self._header is not None else "\n")
-        return file

@@ -166,7 +166,12 @@ def check_picture_name(out: Path, suffixes: Sequence[str] = (".png",)) -> None:
         raise RunError(f"--out {str(out)[:200]}: expected a file name such as {wanted}.")
     try:
         mode = out.stat().st_mode
-        is_alike = stat.S_ISREG(mode) and _starts_like(out, suffix)
+        is_alike = stat.S_ISREG(mode)
+        if is_alike:
+            start, expected = _PICTURE_STARTS[suffix]
+            with open_regular(out) as file:
+                content = file.read(start + len(expected))
+            is_alike = not content or content[start:] == expected
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
@@ -179,10 +184,3 @@ def check_picture_name(out: Path, suffixes: Sequence[str] = (".png",)) -> None:
             f"--out {out} is there already, and is no {suffix} file. It was not overwritten; "
             "choose another name."
         )
-
-
-def _starts_like(path: Path, suffix: str) -> bool:
-    start, expected = _PICTURE_STARTS[suffix]
-    with open_regular(path) as file:
-        data = file.read(start + len(expected))
-    return not data or data[start:] == expected
