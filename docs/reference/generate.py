@@ -322,7 +322,6 @@ def environment_page() -> str:
 
 _INTERNAL = {
     "LONGTAKE_BEAT",
-    "LONGTAKE_GUARD_SETTINGS",
     "LONGTAKE_HOOK",
     "LONGTAKE_HOSTS",
     "LONGTAKE_LAUNCHER",

@@ -43,9 +43,6 @@ trainer's or that one."""
 BEAT_VARIABLE = "LONGTAKE_BEAT"
 """Descriptor of the pipe through which a kept process says that its loop runs; see `Beat`."""
 
-GUARD_VARIABLE = "LONGTAKE_GUARD_SETTINGS"
-"""Replaces constants of the guard in tests, as JSON."""
-
 EXIT_CODES: Final = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": os.EX_TEMPFAIL}
 """Exit code of a launch that such a signal has stopped.
 

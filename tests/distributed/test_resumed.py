@@ -11,7 +11,6 @@ from tests.build import QUIET, MakeRecipe, rows, saved, train_by
 
 from longtake.config import Recipe
 from longtake.data.audit import audit
-from longtake.process import GUARD_VARIABLE
 from longtake.run_dir import RunDirectory
 from longtake.training.train import train
 
@@ -44,9 +43,7 @@ def _all_saved(recipe: Recipe, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_they_roll_back_together(
-    small_recipe: MakeRecipe, on_two_processes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_roll_back_together(small_recipe: MakeRecipe, on_two_processes: list[str]) -> None:
     """To the same checkpoint, without the same batches; killed after that, it ends the same."""
     recipe = small_recipe(
         "parallel.strategy=shard",
@@ -55,8 +52,7 @@ def test_they_roll_back_together(
         "checkpoint.every=10",
         "training.steps=50",
     )
-    monkeypatch.setenv(GUARD_VARIABLE, '{"max_skips": 0}')
-    poison = ("-m", "longtake.faults.inject", "poison", "36")
+    poison = ("-m", "longtake.faults.inject", "--guard", '{"max_skips": 0}', "poison", "36")
     train_by(on_two_processes, recipe, program=poison, folder=recipe.out.parent)
     run = RunDirectory(recipe.out)
     (record,) = run.rollbacks()

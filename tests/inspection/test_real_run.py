@@ -1,5 +1,6 @@
 """A run that really went back, as `longtake show` sees it."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from longtake.data.loader import Batch
 from longtake.inspection.facts import run_facts, step_facts
 from longtake.inspection.plots import draw_curves
 from longtake.inspection.tables import print_run, print_steps
-from longtake.process import GUARD_VARIABLE
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
+from longtake.training.guard_runner import GuardRunner
 from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.step import compute_gradients
 from longtake.training.train import train
@@ -35,7 +36,8 @@ def repaired(small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> RunDi
         return samples
 
     monkeypatch.setattr(loop, "compute_gradients", compute)
-    monkeypatch.setenv(GUARD_VARIABLE, '{"max_skips": 1, "margin_batches": 2}')
+    few_skips = partial(GuardRunner, max_skips=1, margin_batches=2)
+    monkeypatch.setattr("longtake.training.train.GuardRunner", few_skips)
     recipe = small_recipe("training.steps=20", "checkpoint.every=5")
     train(recipe, Console(quiet=True))
     return RunDirectory(recipe.out)

@@ -39,7 +39,7 @@ from longtake.training.inputs import InputQueue, encode_captions, prepare
 from longtake.training.latent_cache import captions_of
 from longtake.training.session import Session
 from longtake.training.statistics import NormStats, local_facts, reduce_statistics
-from longtake.training.step import apply_update, compute_gradients, encode_ahead
+from longtake.training.step import apply_update, compute_gradients, prepare_next
 
 _NAME = "standin"
 _aten = torch.ops.aten
@@ -215,8 +215,7 @@ def _train_encoding(
         losses = compute_gradients(session, state, batch)
         if number < 4:
             following = wait_until(loader.decoded_next)  # by a thread
-            encode_ahead(session, state, loader)
-            state.inputs.draw_ahead(loader)
+            prepare_next(session, state, loader)
         if number == 1:
             loader.quarantine({following.identities[0]: "another rank could not decode it"})
         apply_update(session, state, 1.0, 1.0, batch.position)

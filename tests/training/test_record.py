@@ -88,7 +88,7 @@ def test_a_save_is_no_wait_for_data(
         save_checkpoint(*arguments)
         time.sleep(0.3)
 
-    monkeypatch.setattr("longtake.training.loop.save_checkpoint", save_slowly)
+    monkeypatch.setattr("longtake.training.state.save_checkpoint", save_slowly)
     recipe = small_recipe("training.steps=3", "checkpoint.every=1")
     train(recipe, QUIET)
     for row in RunDirectory(recipe.out).metrics()[1:]:
@@ -244,6 +244,6 @@ def test_memory_of_one_step_is_compared_with_the_prediction(
         for bucket, size in steps:
             # Where nothing is measured a profiler may be at work, which refuses a second one.
             unmeasured = torch.autograd.profiler.profile() if predicted is None else nullcontext()
-            with unmeasured, recorder.measured(_batch(bucket)):
+            with unmeasured, recorder.measured_memory(_batch(bucket)):
                 torch.ones(size)
     assert [each["error"] for each in events(recipe, "memory_measured")] == errors

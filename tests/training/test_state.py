@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ from longtake.errors import (
 from longtake.fsio import write_json
 from longtake.inspection import facts, tables
 from longtake.planner.batch_sizes import bucket_tokens
-from longtake.process import GUARD_VARIABLE
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
+from longtake.training.guard_runner import GuardRunner
 from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.step import apply_update, compute_gradients
 from longtake.training.train import train
@@ -504,7 +505,8 @@ _KILLED_AT = 22
 @pytest.fixture(scope="module", autouse=True)
 def _few_skips() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(GUARD_VARIABLE, '{"max_skips": 1, "margin_batches": 2}')
+        few_skips = partial(GuardRunner, max_skips=1, margin_batches=2)
+        patch.setattr("longtake.training.train.GuardRunner", few_skips)
         yield
 
 

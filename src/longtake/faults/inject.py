@@ -7,6 +7,7 @@ code for drills. Faults of data return with their batch; faults of the machine o
 """
 
 import argparse
+import json
 import os
 import runpy
 import sys
@@ -31,7 +32,9 @@ from longtake.models.components import Components, assemble
 from longtake.models.numerics import Precision
 from longtake.models.objective import FlowBatch, flow_losses
 from longtake.parallel import fsdp, mesh
-from longtake.training import build, loop
+from longtake.training import build, loop, train
+from longtake.training import step as training_step
+from longtake.training.guard_runner import GuardRunner
 from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.statistics import parameter_groups
 from longtake.training.step import apply_update, compute_gradients
@@ -49,8 +52,8 @@ class StepFunctions(NamedTuple):
     losses: Callable[[Components, FlowBatch, Precision, torch.device], Tensor] = flow_losses
 
     def install(self) -> None:
-        patched = {"compute_gradients": self.compute, "apply_update": self.update}
-        vars(loop).update(patched, flow_losses=self.losses)
+        vars(loop).update(compute_gradients=self.compute, apply_update=self.update)
+        vars(training_step).update(flow_losses=self.losses)
 
 
 @dataclass
@@ -288,6 +291,7 @@ def main() -> None:
     """Inject a fault, and do what `longtake` does with the rest of the command line."""
     parser = argparse.ArgumentParser(prog="python -m longtake.faults.inject")
     parser.add_argument("--lasting", action="store_true")
+    parser.add_argument("--guard", type=json.loads, default={}, help="constants, as JSON")
     parser.add_argument("kind", choices=INJECTIONS)
     parser.add_argument("at", type=int)
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -296,6 +300,7 @@ def main() -> None:
     step = INJECTIONS[kind](Trigger(given.at, given.lasting), StepFunctions())
     path = Path(f"weights_of_rank_{os.environ.get('RANK', '0')}.sha256")
     _with_checksum(step, path).install()
+    vars(train).update(GuardRunner=partial(GuardRunner, **given.guard))
     sys.argv = ["longtake", *given.command]
     runpy.run_module("longtake", run_name="__main__")  # as a program: drills import no verbs
 

@@ -1,8 +1,6 @@
 """Statistics of training steps and a bounded history of them. Without torch."""
 
-import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -15,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
-from longtake import fsio, process
+from longtake import fsio
 from longtake.config import GuardSection
 
 Numbers = NDArray[np.float64]
@@ -333,16 +331,11 @@ class History:
 
 
 class GuardSettings(GuardSection):
-    """The recipe's `guard`, and constants that only tests change."""
+    """The recipe's `guard`, and constants."""
 
     max_skips: int = 3  # updates, each within 16 steps of the one before; then it rolls back
     margin_batches: int = 8  # skipped on each side of those that the divergence came with
     progress_steps: int = 500  # without trouble, beyond the furthest one that was rolled back
-
-    @classmethod
-    def of(cls, section: GuardSection) -> Self:
-        changed = json.loads(os.environ.get(process.GUARD_VARIABLE, "{}"))
-        return cls(**{**section.model_dump(), **changed})
 
 
 @dataclass(frozen=True)

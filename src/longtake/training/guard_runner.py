@@ -8,7 +8,7 @@ import math
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -37,11 +37,38 @@ _GRADIENT_STEPS = 10
 _MAX_NAMED_PARAMETERS = 6
 
 
-class GuardRunner:
-    """The guard of one run, the same on every rank."""
+@dataclass(frozen=True)
+class Decision:
+    """The guard's verdict on a step, and its consequences; equal on every rank."""
 
-    def __init__(self, session: Session) -> None:
-        self.settings = GuardSettings.of(session.recipe.guard)
+    statistics: StepStatistics
+    verdict: GuardVerdict
+    is_allowed: bool  # the verdict is `ok`, or only reported
+
+    @property
+    def has_samples(self) -> bool:
+        """False: no clip of the batch could be decoded, so there is nothing to learn."""
+        return bool(self.statistics.num_samples)
+
+    @property
+    def applies_update(self) -> bool:
+        return self.is_allowed and self.has_samples
+
+    @property
+    def ends_loop(self) -> bool:
+        return self.verdict.kind in ("roll_back", "stop") and not self.is_allowed
+
+
+class GuardRunner:
+    """The guard of one run, the same on every rank.
+
+    Args:
+        session: of the run.
+        constants: other values of `GuardSettings` than those of the recipe, such as in drills.
+    """
+
+    def __init__(self, session: Session, **constants: int) -> None:
+        self.settings = GuardSettings(**{**session.recipe.guard.model_dump(), **constants})
         self.history = History(self.settings.window)
         self._run, self._world = session.run, session.world
         self._data = session.recipe.data

@@ -1,4 +1,6 @@
-"""What a micro-batch consists of, from a loader's batch to tensors on the device.
+"""Micro-batches, from a loader's batch to tensors on the device.
+
+    Batch -> draw_on_host -> HostInputs -> copy_to_device -> DeviceInputs -> encode -> MicroBatch
 
 All that is random about a sample comes from the sample's own seed, drawn on the CPU: the same
 noise on any device, any number of ranks and any micro-batch size.
@@ -41,15 +43,15 @@ class MicroBatch(NamedTuple):
     captioned: tuple[bool, ...]  # [B] whether each has a caption
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is on the device."""
+        """All device tensors of the micro-batch."""
         batch = self.examples
-        found = (batch.latents, batch.noise, batch.sigmas, batch.loss_weights, self.weights)
-        yield from (each for each in found if each is not None)
+        tensors = (batch.latents, batch.noise, batch.sigmas, batch.loss_weights, self.weights)
+        yield from (tensor for tensor in tensors if tensor is not None)
         yield from batch.conditioning.values()
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class HostInputs:
     """Tensors of a micro-batch before they are encoded, and captions after dropout."""
 
     tensors: Mapping[str, Tensor]
@@ -63,8 +65,31 @@ class _Inputs:
     def groups(self) -> tuple[Mapping[str, Tensor], ...]:
         return self.tensors, self.conditioning, self.further
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "HostInputs":
+        """The same inputs with each tensor changed."""
+        tensors, conditioning, further = (
+            {name: change(tensor) for name, tensor in group.items()} for group in self.groups
+        )
+        return replace(self, tensors=tensors, conditioning=conditioning, further=further)
 
-class _Drawn(NamedTuple):
+
+class DeviceInputs(NamedTuple):
+    """Inputs on the device."""
+
+    inputs: HostInputs
+    copied: Any  # an event of the side stream; None without one
+
+
+class EncodedInputs(NamedTuple):
+    """A micro-batch, perhaps still being encoded."""
+
+    micro_batch: MicroBatch
+    encoded: Any  # an event of the side stream; None: it is the current stream's
+
+
+class Draw(NamedTuple):
+    """Random numbers of a sample."""
+
     noise: Tensor
     uniform: Tensor  # [2] for the sigma and for the dropout of the caption
 
@@ -82,7 +107,7 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def record(self) -> torch.cuda.Event:
-        """What is reached when all is done that was queued on this stream so far."""
+        """An event that is reached when all is done that was queued on this stream so far."""
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
@@ -99,16 +124,6 @@ class SideStream:
     def pin(self, tensor: Tensor) -> Tensor:
         """A copy in page-locked memory, from which copies to the GPU do not wait."""
         return tensor.pin_memory()
-
-
-class _Moved(NamedTuple):
-    inputs: _Inputs  # on the device
-    done: Any  # an event of the side stream; None without one
-
-
-class _Encoded(NamedTuple):
-    micro_batch: MicroBatch
-    done: Any  # as above; None: it is the current stream's
 
 
 class InputQueue:
@@ -137,11 +152,11 @@ class InputQueue:
         self._thread = None if on_cpu else ThreadPoolExecutor(1, "inputs")
         self._side = SideStream(device) if device.type == "cuda" else None
         self.encodes_ahead = encodes_ahead and self._side is not None
-        self._ahead: dict[int, Future[_Drawn]] = {}
-        self._next: tuple[Batch, _Encoded] | None = None  # what `encode_ahead` has encoded
+        self._draws: dict[int, Future[Draw]] = {}  # of `draw_ahead`, by seed
+        self._next: tuple[Batch, EncodedInputs] | None = None  # what `encode_ahead` has encoded
 
     def micro_batches(self, batch: Batch, size: int | None = None) -> Iterator[MicroBatch]:
-        """Its parts of `size`, each moved to the device while the one before is computed.
+        """Yield the batch's parts of `size`, each copied while the one before is computed.
 
         If they are encoded ahead, then on the side stream: the one that computes waits for no more
         than the part that it computes next.
@@ -149,22 +164,24 @@ class InputQueue:
         parts = list(split(batch, size))
         if self._thread is None:
             for part in parts:
-                yield self._ready(self._drawn(part))
+                yield self.assemble(self.draw_on_host(part))
             return
-        ahead = self._taken(parts[0])
+        ahead = self._pop_encoded(parts[0])
         to_draw = parts if ahead is None else parts[1:]
-        drawn = deque(self._thread.submit(self._drawn, part) for part in to_draw)
-        moved = deque[_Moved]()
+        drawn = deque(self._thread.submit(self.draw_on_host, part) for part in to_draw)
+        copied = deque[DeviceInputs]()
         for _ in parts:
-            encoded, ahead = ahead, None
-            if encoded is None:
-                if not moved:
-                    moved.append(self._moved(drawn.popleft().result()))
-                encoded = self._encoded(moved.popleft())
+            if ahead is not None:
+                encoded, ahead = ahead, None
+            else:
+                if not copied:
+                    copied.append(self.copy_to_device(drawn.popleft().result()))
+                encoded = self.encode(copied.popleft())
+            # Copy the next part if it is drawn; waiting for it would keep this one from the GPU.
             if drawn and drawn[0].done():
-                moved.append(self._moved(drawn.popleft().result()))
-            if self._side is not None and encoded.done is not None:
-                self._side.hand_over(encoded.done, encoded.micro_batch.tensors())
+                copied.append(self.copy_to_device(drawn.popleft().result()))
+            if self._side is not None and encoded.encoded is not None:
+                self._side.hand_over(encoded.encoded, encoded.micro_batch.tensors())
             yield encoded.micro_batch
 
     def encode_ahead(self, batch: Batch | None, size: int) -> None:
@@ -185,8 +202,8 @@ class InputQueue:
         if batch is not None and self.encodes_ahead:
             assert self._thread is not None
             part = next(split(batch, size))
-            drawn = self._thread.submit(self._drawn, part).result()
-            self._next = part, self._encoded(self._moved(drawn))
+            drawn = self._thread.submit(self.draw_on_host, part).result()
+            self._next = part, self.encode(self.copy_to_device(drawn))
 
     def draw_ahead(self, loader: Loader) -> None:
         """Draw in the thread what the next batch will most likely need, while this one computes."""
@@ -196,10 +213,10 @@ class InputQueue:
         shape = tuple(latent_shape(self._parts.codec, upcoming.bucket))
         drawn = () if self._next is None else self._next[0].seeds
         seeds = [seed for seed in upcoming.seeds if seed not in drawn]
-        self._ahead = {seed: self._thread.submit(_draw, seed, shape) for seed in seeds}
+        self._draws = {seed: self._thread.submit(draw_sample, seed, shape) for seed in seeds}
 
-    def _drawn(self, batch: Batch) -> _Inputs:
-        """All that a micro-batch needs of the host, in fp32 and page-locked for a GPU."""
+    def draw_on_host(self, batch: Batch) -> HostInputs:
+        """Draw noise, sigmas and dropout of a micro-batch, in fp32 and page-locked for a GPU."""
         parts, recipe = self._parts, self._recipe.in_stage(batch.stage)
         shape = tuple(latent_shape(parts.codec, batch.bucket))
         if batch.latents is not None:
@@ -227,48 +244,51 @@ class InputQueue:
         used = {*recipe.model_inputs(), flow.loss_mask}
         further = {name: each for name, each in batch.inputs.items() if name in used}
         known = tuple(sigmas.tolist())
-        inputs = _Inputs(tensors, conditioning, further, captions, known, batch.bucket)
-        return inputs if self._side is None else _each(inputs, self._side.pin)
+        inputs = HostInputs(tensors, conditioning, further, captions, known, batch.bucket)
+        return inputs if self._side is None else inputs.map(self._side.pin)
 
-    def _draw(self, seed: int, shape: Sequence[int]) -> _Drawn:
-        ahead = self._ahead.pop(seed, None)
+    def _draw(self, seed: int, shape: Sequence[int]) -> Draw:
+        ahead = self._draws.pop(seed, None)
         if ahead is not None and ahead.done():  # others would wait for this thread
             drawn = ahead.result()
             if drawn.noise.shape == torch.Size(shape):
                 return drawn
-        return _draw(seed, shape)
+        return draw_sample(seed, shape)
 
-    def _moved(self, inputs: _Inputs) -> _Moved:
-        def move(tensor: Tensor) -> Tensor:
+    def copy_to_device(self, inputs: HostInputs) -> DeviceInputs:
+        """Copy all tensors, on the side stream if there is one."""
+
+        def copy(tensor: Tensor) -> Tensor:
             return tensor.to(self._device, non_blocking=True)
 
         if self._side is None:
-            return _Moved(_each(inputs, move), None)
+            return DeviceInputs(inputs.map(copy), None)
         with self._side.running():
-            return _Moved(_each(inputs, move), self._side.record())
+            return DeviceInputs(inputs.map(copy), self._side.record())
 
-    def _encoded(self, moved: _Moved) -> _Encoded:
+    def encode(self, copied: DeviceInputs) -> EncodedInputs:
+        """Encode clips and captions, on the side stream if they are encoded ahead."""
         if self._side is None:
-            return _Encoded(self._ready(moved.inputs), None)
+            return EncodedInputs(self.assemble(copied.inputs), None)
         if self.encodes_ahead:
             with self._side.running():
-                return _Encoded(self._ready(moved.inputs), self._side.record())
-        groups = moved.inputs.groups
-        self._side.hand_over(moved.done, (each for group in groups for each in group.values()))
-        return _Encoded(self._ready(moved.inputs), None)
+                return EncodedInputs(self.assemble(copied.inputs), self._side.record())
+        tensors = (tensor for group in copied.inputs.groups for tensor in group.values())
+        self._side.hand_over(copied.copied, tensors)
+        return EncodedInputs(self.assemble(copied.inputs), None)
 
-    def _taken(self, part: Batch) -> _Encoded | None:
-        """What was encoded ahead, if it is this micro-batch."""
+    def _pop_encoded(self, part: Batch) -> EncodedInputs | None:
+        """The micro-batch that was encoded ahead, if it is this one."""
         ahead, self._next = self._next, None
         return ahead[1] if ahead is not None and _samples(ahead[0]) == _samples(part) else None
 
-    def _ready(self, inputs: _Inputs) -> MicroBatch:
-        """Encode what is not encoded yet: the same bits as those of a cache."""
+    def assemble(self, inputs: HostInputs) -> MicroBatch:
+        """A micro-batch of inputs on the device; encodes what is not encoded, to a cache's bits."""
         parts, tensors = self._parts, inputs.tensors
         latents, conditioning = tensors.get("latents"), dict(inputs.conditioning)
         further = dict(inputs.further)
         if latents is None and self._group is not None:
-            conditioning = self._encoded_once(inputs, further)
+            conditioning = self._encode_once(inputs, further)
             latents = conditioning.pop("")
         elif latents is None:
             # Captions first: where a text encoder waits for the device, it waits for no video.
@@ -281,8 +301,8 @@ class InputQueue:
         captioned = tuple(caption != NO_CAPTION for caption in inputs.captions)
         return MicroBatch(examples, tensors["weights"], inputs.sigmas, captioned)
 
-    def _encoded_once(self, inputs: _Inputs, further: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What `_ready` encodes, each clip by one rank of the group; "" has the clips' latents.
+    def _encode_once(self, inputs: HostInputs, further: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Encode each clip on one rank of the group; the key "" has the clips' latents.
 
         Further inputs that the codec encodes are taken out of `further`.
         """
@@ -318,9 +338,10 @@ def clips_not_encoded(
     recipe: Recipe,
     device: torch.device,
 ) -> Iterator[tuple[str, str]]:
-    """Identities of the clips whose loss is not finite because what encoders give is not.
+    """Find the clips whose loss is not finite because the outputs of encoders are not.
 
-    Each with the names of what is not: of the clip, its own caption, and its further inputs.
+    Yields each clip's identity with the names of those outputs: of the clip, of its own caption,
+    and of its further inputs.
     """
     if batch.latents is not None:  # of a cache, which holds finite ones
         return
@@ -379,14 +400,6 @@ def _samples(part: Batch) -> tuple[object, ...]:
     return part.step, *shape, part.seeds, part.identities, part.captions
 
 
-def _each(inputs: _Inputs, change: Callable[[Tensor], Tensor]) -> _Inputs:
-    """The same with each tensor changed."""
-    tensors, conditioning, further = (
-        {name: change(tensor) for name, tensor in group.items()} for group in inputs.groups
-    )
-    return replace(inputs, tensors=tensors, conditioning=conditioning, further=further)
-
-
 def _with_dropped(batch: Batch, is_dropped: Tensor) -> dict[str, Tensor]:
     """Conditioning of a cache, that of no caption in the place of dropped ones."""
     encoded = dict(batch.conditioning)
@@ -396,7 +409,8 @@ def _with_dropped(batch: Batch, is_dropped: Tensor) -> dict[str, Tensor]:
     return encoded
 
 
-def _draw(seed: int, shape: Sequence[int]) -> _Drawn:
+def draw_sample(seed: int, shape: Sequence[int]) -> Draw:
+    """All that is random about a sample, from its seed."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(2, generator=generator, dtype=torch.float64)
-    return _Drawn(torch.randn(tuple(shape), generator=generator), uniform)
+    return Draw(torch.randn(tuple(shape), generator=generator), uniform)

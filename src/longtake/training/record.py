@@ -25,10 +25,11 @@ from longtake.planner.profiler import measured, take_peak
 from longtake.planner.record import MeasuredStep
 from longtake.progress import StepProgress, step_progress
 from longtake.run_dir import EventKind, Metrics, skipped_batches
+from longtake.training.guard_runner import Decision
 from longtake.training.run_lease import refuse_lost
 from longtake.training.session import SampleLosses, Session
 from longtake.training.startup import report_start
-from longtake.training.threads import ThreadChoice
+from longtake.training.threads import CpuThreads, ThreadChoice
 
 _MEMORY_EVERY = 10  # steps: asking torch's allocator takes 0.1 ms
 
@@ -88,13 +89,15 @@ class Recorder:
             self._run.append_event("settings_changed", step=batch.step, stage=now, changes=changes)
 
     def step_done(
-        self,
-        batch: Batch,
-        statistics: history.StepStatistics,
-        skipped_by: detectors.GuardVerdict | None,
-        learning_rate: float,
+        self, batch: Batch, losses: SampleLosses, decision: Decision, learning_rate: float
     ) -> None:
-        """Write the step's metrics; its time includes the wait for data and the last save."""
+        """Write the metrics of a step that trained samples.
+
+        Its time includes the wait for data and the last save.
+        """
+        if not decision.has_samples:
+            return
+        statistics = decision.statistics
         if not self._has_started:
             report_start(statistics.step, self._run, self._world)
             self._has_started = True
@@ -122,8 +125,8 @@ class Recorder:
         )
         if statistics.step % _MEMORY_EVERY == 0 and (peak_bytes := take_peak(self._world.device)):
             metrics["peak_memory_bytes"] = peak_bytes
-        if skipped_by is not None and skipped_by.kind != "ok":
-            metrics["verdict"] = skipped_by.kind
+        if not decision.is_allowed and decision.verdict.kind != "ok":
+            metrics["verdict"] = decision.verdict.kind
         if (flops := self._sample_flops.get(batch.bucket)) is not None:
             flops *= batch.global_size
             metrics["tflops_per_second"] = round(flops / seconds / 1e12, 6)
@@ -137,6 +140,7 @@ class Recorder:
         self._progress.update(metrics)
         if self._world.is_first:
             self._run.append_metrics(metrics)
+        self.compare_with_zero(losses, batch)
 
     def verdict(
         self,
@@ -209,7 +213,7 @@ class Recorder:
         self._run.append_event("sampling_failed", step=step, preset=preset, reason=reason)
         self._progress.say(f"{preset} of step {step} was not sampled: {reason}")
 
-    def threads_chosen(self, step: int, choice: ThreadChoice | None) -> None:
+    def _threads_chosen(self, step: int, choice: ThreadChoice | None) -> None:
         """Record and show which number of threads computes from here on, if it was chosen anew."""
         if choice is None:
             return
@@ -257,11 +261,16 @@ class Recorder:
         yield
         self._step_began += time.perf_counter() - begun
 
-    def data_troubles(self, batch: Batch, loader: Loader) -> None:
-        """Tell all ranks which clips could not be decoded; record these and what hung.
+    def data_troubles(self, count: int, batch: Batch, loader: Loader) -> None:
+        """Tell all ranks which clips could not be decoded; record these and decoders that hung.
 
-        All ranks call it after the same steps.
+        Args:
+            count: of troubles over all ranks, equal on each; 0: there is nothing to tell.
+            batch: of the step.
+            loader: of this rank.
         """
+        if not count:
+            return
         mine = (socket.gethostname(), loader.failures, loader.incidents)
         for rank, (host, failures, incidents) in enumerate(
             collectives.gather_objects(mine, self._world)
@@ -298,10 +307,17 @@ class Recorder:
         )
 
     @contextmanager
-    def measured(self, batch: Batch) -> Iterator[None]:
-        """Runs a forward and backward pass; of one, its memory is compared with the prediction.
+    def measured(self, step: int, batch: Batch, threads: CpuThreads) -> Iterator[None]:
+        """Measure time and memory of a forward and backward pass in the block."""
+        with self.measured_memory(batch), threads.measured(batch):
+            yield
+        self._threads_chosen(step, threads.choice)
 
-        Not of the launch's first one, in which libraries take what they keep.
+    @contextmanager
+    def measured_memory(self, batch: Batch) -> Iterator[None]:
+        """Compare the memory of one forward and backward pass with the prediction.
+
+        The launch's first one is left out, in which libraries take what they keep.
         """
         self._num_computed += 1
         if self._predicted is None or self._num_computed == 1 or batch.bucket != self._predicted[1]:

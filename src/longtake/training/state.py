@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import state_dict
 
 from longtake import config, errors, fsio, heartbeat, process
 from longtake.checkpoint import files, store
+from longtake.data.ledger import Ledger
 from longtake.data.ledger import damage as ledger_damage
 from longtake.data.loader import Loader
 from longtake.data.plan_history import LoaderState
@@ -31,12 +32,20 @@ from longtake.training.guard_runner import GuardRunner
 from longtake.training.record import Recorder
 from longtake.training.samples import TrainingSampler
 from longtake.training.session import Session, TrainingState
-from longtake.training.statistics import NormStats
+from longtake.training.statistics import NormStats, StepSummary, replicated_tensors
 from longtake.training.threads import CpuThreads, SavedThreads
 
 # Flat, so that states of several optimizers can be saved together and resharded.
 FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 EMA = "ema"
+_LAST_UPDATE_LOST = (
+    "The update of step {step} has left numbers in the weights that are not finite, so they were "
+    "not saved. Start the same command again: it resumes from the newest checkpoint. If that ends "
+    "here again, lower optimizer.learning_rate in a run of its own (--fresh)."
+)
+_LAST_STATE_UNLIKE = (
+    "This state was not saved. Start the same command again: it resumes from the newest checkpoint."
+)
 _NO_CHECKPOINT_SINCE_CHANGE = (
     "There is no checkpoint between the last change of the data and the beginning of the trouble, "
     "and it cannot go back beyond that change. Start a run of its own (--fresh), or make "
@@ -69,6 +78,47 @@ class SavedTrainer(files.SampledTrainer):
 
 
 # --- Save -------------------------------------------------------------------------------------
+
+
+def save_if_due(
+    session: Session,
+    state: TrainingState,
+    loader: Loader,
+    ledger: Ledger,
+    monitors: Monitors,
+    summary: StepSummary,
+    is_last: bool,
+    is_sampled: bool,
+) -> None:
+    """Save after the last step and where the recipe asks for it; record earlier saves.
+
+    Only states with finite weights that are equal in all replicas are saved. If this one is not,
+    the next step's verdict says so; after the last step, or if the run is asked to stop, this does.
+
+    Raises:
+        CheckpointError: two checkpoints in a row could not be written.
+        DivergedError: there is no next step, and this state cannot be saved.
+    """
+    monitors.recorder.saved(monitors.saver.finished())
+    if summary.save_failed:
+        failure = monitors.saver.take_failure()
+        monitors.recorder.save_failed(failure)
+        if failure is not None and monitors.saver.failures_in_a_row > 1:
+            raise failure
+    ends = is_last or summary.stop is not None
+    is_due = summary.save_due or state.global_step % session.recipe.checkpoint.every == 0
+    if not (ends or is_due or is_sampled):
+        return
+    ledger.flush()
+    tensors, step = replicated_tensors(state), state.global_step
+    is_finite = monitors.norms.all_finite(session.world)
+    if is_finite and not (unlike := monitors.replicas.compare(tensors, step)):
+        save_checkpoint(session, state, loader, monitors)
+    elif ends and is_finite:
+        reason = monitors.replicas.explain(unlike, tensors, step)
+        raise errors.DivergedError(f"{reason} {_LAST_STATE_UNLIKE}")
+    elif ends:
+        raise errors.DivergedError(_LAST_UPDATE_LOST.format(step=step))
 
 
 def save_checkpoint(

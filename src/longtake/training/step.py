@@ -20,6 +20,14 @@ from longtake.parallel import collectives, fsdp, mesh
 from longtake.training.session import SampleLosses, Session, TrainingState
 
 
+def begin_step(session: Session, state: TrainingState, batch: Batch) -> Batch:
+    """Seed a step; returns its batch, equal on all ranks that share its clips."""
+    heartbeat.begin_step(state.global_step, str(batch.bucket))
+    batch = drop_undecodable(batch, session.world)
+    seed_step(session.recipe.seed, state.global_step, session.world.rank)
+    return batch
+
+
 def drop_undecodable(batch: Batch, world: mesh.World) -> Batch:
     """Drop clips that another rank of the same context-parallel group could not decode.
 
@@ -94,12 +102,13 @@ def _micro_batch_size(session: Session, batch: Batch) -> int:
     return session.recipe.micro_batch_size(stage, batch.bucket, session.world.data_size)
 
 
-def encode_ahead(session: Session, state: TrainingState, loader: Loader) -> None:
-    """Begin to encode the next batch's first micro-batch, while the device computes this batch."""
+def prepare_next(session: Session, state: TrainingState, loader: Loader) -> None:
+    """Begin to encode and draw for the next batch, while the device computes this one."""
     if state.inputs.encodes_ahead:
         batch = loader.decoded_next()
         size = 1 if batch is None else _micro_batch_size(session, batch)
         state.inputs.encode_ahead(batch, size)
+    state.inputs.draw_ahead(loader)
 
 
 class ComputeTimer:

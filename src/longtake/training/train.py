@@ -5,11 +5,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -42,7 +41,6 @@ from longtake.tracking import tracker, wandb
 from longtake.tracking.follower import Follower, tracking_follower
 from longtake.training import (
     build,
-    guard_runner,
     latent_cache,
     record,
     run_lease,
@@ -52,6 +50,7 @@ from longtake.training import (
     statistics,
 )
 from longtake.training import parent as parents
+from longtake.training.guard_runner import GuardRunner
 from longtake.training.loop import LoopExit, train_steps
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import (
@@ -77,12 +76,30 @@ class TrainOutcome:
     run: Path | None = None  # the run directory; with `fresh` it is not the recipe's
 
 
-class _Built(NamedTuple):
-    """What is built before the first step."""
+@dataclass(frozen=True)
+class _Launch:
+    """One launch of a run, before it is known at which step it begins."""
 
+    recipe: Recipe
+    run: RunDirectory
+    world: World
+    console: Console
+    parent: Parent | None
+    evaluate: samples.EvaluateSamples | None
+    differences: tuple[equality.RankDifference, ...]
+    watcher: runtime.NodeWatcher
+    follower: Follower
+
+
+@dataclass(frozen=True)
+class _BuiltRun:
+    """All that is built before the first step."""
+
+    session: Session
+    loader: Loader
     plan: MemoryPlan
     state: TrainingState
-    guard: guard_runner.GuardRunner
+    guard: GuardRunner
     norms: statistics.NormStats
     threads: CpuThreads
     replicas: ReplicaCheck
@@ -118,11 +135,7 @@ def train(
         runtime.watcher_process(recipe) as watcher,
         join(recipe.training.device, recipe.parallel, records) as world,
     ):
-        differences = equality.compare_with_first(equality.software(recipe, world.device), world)
-        refuse_idle_ranks(recipe, world.data_size)
-        refuse_missing_torchao(recipe.optimizer)
-        tracker.refuse_missing_packages(recipe.tracking)
-        build.refuse_missing_compiler(recipe, world.device)
+        differences = _refuse_launch(recipe, world)
         if build.compiles_blocks(recipe, world.device):
             runtime.keep_compiled_code()
         if world.device.type == "cpu":
@@ -137,30 +150,24 @@ def train(
             first_does(lambda: run.claim(recipe), world)
             first_does(lambda: parents.refuse_another_parent(run, parent), world)
             with run_lease.hold_run(run, world, console) as lease:
-                damaged: dict[Path, str] = {}
-                while True:
-                    point = find_resume_point(run, recipe, loader, world, damaged)
-                    watcher.start()
-                    precision = _choose_precision(recipe, point, world)
-                    begun_from = from_first(parents.parent_of(run, parent), world)
-                    session = Session(
-                        recipe, run, world, console, precision, begun_from, tuple(differences)
-                    )
-                    try:
-                        built = _build(session, point, loader, watcher, follower, evaluate)
-                        break
-                    except DamagedCheckpointError as error:
-                        if error.path != point.path:  # it is the parent's
-                            raise
-                        damaged[error.path] = error.reason
-                    gc.collect()  # the model, before there is another
-                    opened.close()
-                    loader = opened.enter_context(closing(_open_data(run, recipe, world)))
-                return _train(session, built, loader, lease)
+                launch = _Launch(
+                    recipe, run, world, console, parent, evaluate, differences, watcher, follower
+                )
+                return _train(_build_newest(launch, loader, opened), lease)
+
+
+def _refuse_launch(recipe: Recipe, world: World) -> tuple[equality.RankDifference, ...]:
+    """Refuse what these ranks cannot train; returns differences between them that may matter."""
+    differences = equality.compare_with_first(equality.software(recipe, world.device), world)
+    refuse_idle_ranks(recipe, world.data_size)
+    refuse_missing_torchao(recipe.optimizer)
+    tracker.refuse_missing_packages(recipe.tracking)
+    build.refuse_missing_compiler(recipe, world.device)
+    return tuple(differences)
 
 
 def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
-    """The loader, at the first step; errors in the data are raised before the run exists."""
+    """A loader at the first step; errors in the data are raised before the run exists."""
     loader = Loader(
         recipe.data,
         batch_size=recipe.training.global_batch_size,
@@ -176,59 +183,59 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
     return loader
 
 
+def _build_newest(launch: _Launch, loader: Loader, opened: ExitStack) -> _BuiltRun:
+    """Build the run from its newest checkpoint, or from the one before if its bytes are damaged.
+
+    Args:
+        launch: on this rank.
+        loader: at the first step; another one is opened for each further attempt.
+        opened: closes the loader.
+    """
+    run, recipe, world = launch.run, launch.recipe, launch.world
+    damaged: dict[Path, str] = {}
+    while True:
+        point = find_resume_point(run, recipe, loader, world, damaged)
+        launch.watcher.start()
+        precision = _choose_precision(recipe, point, world)
+        parent = from_first(parents.parent_of(run, launch.parent), world)
+        session = Session(recipe, run, world, launch.console, precision, parent, launch.differences)
+        try:
+            return _build(launch, session, point, loader)
+        except DamagedCheckpointError as error:
+            if error.path != point.path:  # it is the parent's
+                raise
+            damaged[error.path] = error.reason
+        gc.collect()  # the model, before there is another
+        opened.close()
+        loader = opened.enter_context(closing(_open_data(run, recipe, world)))
+
+
 def _choose_precision(recipe: Recipe, point: ResumePoint, world: World) -> numerics.Precision:
-    """The same on all ranks: bf16 if every one has it. A resumed run keeps its precision."""
-    wanted = recipe.training.precision
-    if wanted == "auto" and point.trainer is not None:
-        wanted = from_first(point.trainer["precision"], world)
-    everyone = gather_objects(numerics.choose_precision(wanted, world.device), world)
+    """The precision of all ranks: bf16 if every one has it. A resumed run keeps its precision."""
+    precision = recipe.training.precision
+    if precision == "auto" and point.trainer is not None:
+        precision = from_first(point.trainer["precision"], world)
+    everyone = gather_objects(numerics.choose_precision(precision, world.device), world)
     return "fp32" if "fp32" in everyone else "bf16"
 
 
-def _build(
-    session: Session,
-    point: ResumePoint,
-    loader: Loader,
-    watcher: runtime.NodeWatcher,
-    follower: Follower,
-    evaluate: samples.EvaluateSamples | None,
-) -> _Built:
+def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader) -> _BuiltRun:
     """Plan, build and load all that is trained, in the order in which each can be refused."""
-    recipe, run, world, precision = session.recipe, session.run, session.world, session.precision
+    recipe, world = session.recipe, session.world
     _refuse_other_plans(loader, world)
     threads = CpuThreads(world, None if point.trainer is None else point.trainer.get("threads"))
-    plan_of_data = loader.plan_history.plan
-    steps, warnings = recipe.training.steps, list(point.warnings)
-    trained = loader.plan_history.stage_before_change()
-
-    def check() -> None:
-        found = check_data(plan_of_data, loader.catalogs, recipe.data, steps, trained)
-        warnings.extend(found)
-
-    first_does(check, world)
-    compiler = build.uncompiled(recipe, world.device)
-    warnings += filter(None, [wandb.missing_key(recipe.tracking), compiler, threads.difference()])
-    warnings += map(str, session.differences)
-    if recipe.data.cache is None:
-        loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
+    warnings = [*point.warnings, *_check(session, loader, threads)]
+    if recipe.data.cache is None:  # decode while the model is built and loaded
+        loader.begin(loader.end_after(recipe.training.steps - point.step))
     heartbeat.set_phase("plan")
-    begins = session.parent is not None and point.path is None
     if point.path is None:
         first_does(lambda: parents.refuse_wrong_start(recipe, session.parent), world)
     free_bytes = free_memory(recipe, world)
-    plan = plan_for_training(recipe, precision, run, world, free_bytes)
+    plan = plan_for_training(recipe, session.precision, session.run, world, free_bytes)
     heartbeat.set_phase("build")
     warnings += large_crops(loader.plan_history.plan)
-    resumed = begins or point.path is not None
-    source = source_of(recipe, resumed=resumed, is_sharded=world.is_sharded)
-    parts = build.build_components(session, loader, watcher, source, plan.options)
-    watcher.start()
-    warnings += review_model(parts, recipe, has_parent=session.parent is not None)
-    if point.path is None and (file := recipe.trainable.init_from) is not None:
-        expert = recipe.model.expert
-        stored = lora_files.read_lora(file, parts.model, parts.family, expert)
-        lora_files.load_lora(stored, parts.model)
-    sampler = samples.open_sampler(session, parts, loader, evaluate)
+    parts = _build_parts(launch, session, point, loader, plan, warnings)
+    sampler = samples.open_sampler(session, parts, loader, launch.evaluate)
     if sampler is not None and sampler.failure is not None:
         warnings.append(f"No samples are made in this launch. {sampler.failure}")
     sample_flops = build.count_flops(parts, recipe)  # before the weights are sharded
@@ -238,8 +245,8 @@ def _build(
     else:
         run_blocks(plan.options, parts)
     state = build.build_state(session, parts, plan.options, encodes_ahead=plan.encodes_ahead)
-    guard = guard_runner.GuardRunner(session)
-    norms = statistics.NormStats(parts.model, parts.family.blocks(parts.model), session.world)
+    guard = GuardRunner(session)
+    norms = statistics.NormStats(parts.model, parts.family.blocks(parts.model), world)
     heartbeat.set_phase("load")
     if point.path is not None:
         restore(session, point.path, state, guard, norms)
@@ -250,19 +257,82 @@ def _build(
     heartbeat.set_phase("open")
     ledger = _begin_ledger(session, loader)
     if world.is_first:
-        follower.start()
-        keep_plan(plan, recipe, precision, run, world, free_bytes)
-        with pretrained.local_copies():
-            encoder = state.components.family.frozen.text
-            facts, truncated = caption_tokens.review_captions(
-                text_section(recipe), encoder, latent_cache.captions_of(loader)
-            )
-        notes = [*filter(None, [truncated]), *plan.notes]
-        startup.announce(session, state, loader, [*warnings, *notes])
-        if truncated is not None and facts is not None:
-            run.append_event("captions_truncated", step=state.global_step, **facts)
-        startup.announce_plan(session, plan, state.global_step)
-    return _Built(plan, state, guard, norms, threads, replicas, sample_flops, sampler, ledger)
+        launch.follower.start()
+        keep_plan(plan, recipe, session.precision, session.run, world, free_bytes)
+        _announce(session, state, loader, plan, warnings)
+    return _BuiltRun(
+        session=session,
+        loader=loader,
+        plan=plan,
+        state=state,
+        guard=guard,
+        norms=norms,
+        threads=threads,
+        replicas=replicas,
+        sample_flops=sample_flops,
+        sampler=sampler,
+        ledger=ledger,
+    )
+
+
+def _check(session: Session, loader: Loader, threads: CpuThreads) -> list[str]:
+    """Check the data of a launch; returns warnings of it, of packages and of other ranks."""
+    recipe, world, warnings = session.recipe, session.world, list[str]()
+    history = loader.plan_history
+
+    def check() -> None:
+        trained = history.stage_before_change()
+        steps = recipe.training.steps
+        warnings.extend(check_data(history.plan, loader.catalogs, recipe.data, steps, trained))
+
+    first_does(check, world)
+    compiler = build.uncompiled(recipe, world.device)
+    others = [wandb.missing_key(recipe.tracking), compiler, threads.difference()]
+    return [*warnings, *filter(None, others), *map(str, session.differences)]
+
+
+def _build_parts(
+    launch: _Launch,
+    session: Session,
+    point: ResumePoint,
+    loader: Loader,
+    plan: MemoryPlan,
+    warnings: list[str],
+) -> Components:
+    """Build the model and its frozen parts, for a new run with the LoRA that it begins with.
+
+    Warnings about the model are appended to `warnings`.
+    """
+    recipe, resumed = session.recipe, point.path is not None or session.parent is not None
+    source = source_of(recipe, resumed=resumed, is_sharded=session.world.is_sharded)
+    parts = build.build_components(session, loader, launch.watcher, source, plan.options)
+    launch.watcher.start()
+    warnings += review_model(parts, recipe, has_parent=session.parent is not None)
+    if point.path is None and (file := recipe.trainable.init_from) is not None:
+        stored = lora_files.read_lora(file, parts.model, parts.family, recipe.model.expert)
+        lora_files.load_lora(stored, parts.model)
+    return parts
+
+
+def _announce(
+    session: Session,
+    state: TrainingState,
+    loader: Loader,
+    plan: MemoryPlan,
+    warnings: Sequence[str],
+) -> None:
+    """Print and record how a launch begins, with warnings, and captions that are too long."""
+    with pretrained.local_copies():
+        facts, truncated = caption_tokens.review_captions(
+            text_section(session.recipe),
+            state.components.family.frozen.text,
+            latent_cache.captions_of(loader),
+        )
+    notes = [*filter(None, [truncated]), *plan.notes]
+    startup.announce(session, state, loader, [*warnings, *notes])
+    if truncated is not None and facts is not None:
+        session.run.append_event("captions_truncated", step=state.global_step, **facts)
+    startup.announce_plan(session, plan, state.global_step)
 
 
 def _tensors(parts: Components) -> dict[str, torch.Tensor]:
@@ -312,11 +382,12 @@ def _begin_ledger(session: Session, loader: Loader) -> Path:
     return from_first(made[0] if made else run.ledger_path, world)
 
 
-def _train(session: Session, built: _Built, loader: Loader, lease: Lease | None) -> TrainOutcome:
-    run, world, state = session.run, session.world, built.state
+def _train(built: _BuiltRun, lease: Lease | None) -> TrainOutcome:
+    """Train a run to its end, and record the end."""
+    run, world, state = built.session.run, built.session.world, built.state
     start, begun = state.global_step, time.perf_counter()
-    with _monitors(session, built, lease) as monitors:
-        ended = _train_with_rollbacks(session, state, loader, monitors, built.ledger)
+    with _monitors(built, lease) as monitors:
+        ended = _train_with_rollbacks(built, monitors)
     seconds = time.perf_counter() - begun
     if world.is_first:
         kind: EventKind = "interrupted" if ended.signal else "finished"
@@ -326,8 +397,9 @@ def _train(session: Session, built: _Built, loader: Loader, lease: Lease | None)
 
 
 @contextmanager
-def _monitors(session: Session, built: _Built, lease: Lease | None) -> Iterator[Monitors]:
-    """What accompanies the steps; a save that is under way is waited for at the end."""
+def _monitors(built: _BuiltRun, lease: Lease | None) -> Iterator[Monitors]:
+    """Open what accompanies the steps; a save that is under way is waited for at the end."""
+    session = built.session
     recipe, run, world = session.recipe, session.run, session.world
     plan, start = built.plan, built.state.global_step
     # The prediction does not include encoders at work.
@@ -352,15 +424,20 @@ def _monitors(session: Session, built: _Built, lease: Lease | None) -> Iterator[
         record.keep_recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
     ):
         yield Monitors(
-            *(built.guard, built.norms, built.replicas, saver, recorder, stop),
-            *(built.threads, built.sampler),
+            guard=built.guard,
+            norms=built.norms,
+            replicas=built.replicas,
+            saver=saver,
+            recorder=recorder,
+            stop=stop,
+            threads=built.threads,
+            sampler=built.sampler,
         )
 
 
-def _train_with_rollbacks(
-    session: Session, state: TrainingState, loader: Loader, monitors: Monitors, ledger_path: Path
-) -> LoopExit:
+def _train_with_rollbacks(built: _BuiltRun, monitors: Monitors) -> LoopExit:
     """Train to the end, rolling back as often as the guard demands and allows."""
+    session, state, loader, ledger_path = built.session, built.state, built.loader, built.ledger
     names, saver, recorder = stream_names(session.recipe.data), monitors.saver, monitors.recorder
     world, step = session.world, state.global_step
     if samples.samples_at(session.recipe.sampling, step, is_last=False):
