@@ -1,7 +1,6 @@
-"""A look at what is settled reads next to nothing, and misses nothing that comes."""
+"""A look reads no file again that has not changed, and misses nothing that comes."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 from rich.console import Console
 from tests.evaluation.probe import scores_of
 
-from longtake.evaluation import pending
+from longtake import fsio
 from longtake.evaluation.options import ServerOptions, ServerReport
 from longtake.evaluation.pending import PendingTasks, RunEnd
 from longtake.evaluation_dir import EvaluationDirectory
@@ -21,15 +20,12 @@ _STEPS = range(10, 110, 10)
 
 
 @pytest.fixture
-def view(run: RunDirectory, save: Any, monkeypatch: pytest.MonkeyPatch) -> PendingTasks:
+def view(run: RunDirectory, save: Any) -> PendingTasks:
     for step in _STEPS:
         key = str(checkpoint_key(save(run, step), "ema/main"))
         result = EvaluationDirectory(run).result_path("probe", step)
         result.mkdir(parents=True)
         (result / "scores.json").write_text(json.dumps(scores_of(step, key, "another")))
-    monkeypatch.setattr(pending, "_UNSETTLED_SECONDS", 0.0)
-    for folder in (run.checkpoints_path, EvaluationDirectory(run).path / "probe"):
-        os.utime(folder, (1, 1))  # so that whatever comes changes it
     view = PendingTasks(
         run, "server-1", ServerOptions(places=(), follows=True), ServerReport(Console(width=400))
     )
@@ -41,23 +37,15 @@ def _steps(view: PendingTasks) -> list[int]:
     return [task.step for task in view.look()]
 
 
-def test_a_look_at_what_is_settled_costs_the_same_however_much_it_is(
+def test_a_look_at_what_is_settled_reads_no_file(
     view: PendingTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Path] = []
-    stat = Path.stat
-
-    def counted(path: Path, **options: Any) -> os.stat_result:
-        asked.append(path)
-        return stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", counted)
+    reads: list[Path] = []
+    for name in ("read_json", "read_record", "read_regular"):
+        monkeypatch.setattr(fsio, name, lambda path, *_: reads.append(path))
     assert view.look() == []
     view.report_missed()
-    assert 0 < len(asked) < 10
-    monkeypatch.setattr(pending, "_RESCAN_SECONDS", 0.0)
-    assert view.look() == []
-    assert len(asked) > 2 * len(_STEPS)  # now and then all of them
+    assert not reads
 
 
 def test_a_checkpoint_that_comes_is_seen_at_the_next_look(
@@ -94,12 +82,10 @@ def test_what_is_saved_anew_or_loses_its_result_is_due_again(
     assert _steps(view) == [50, 70]
 
 
-def test_what_is_replaced_in_place_is_due_a_little_later(
-    run: RunDirectory, view: PendingTasks, save: Any, monkeypatch: pytest.MonkeyPatch
+def test_what_is_replaced_in_place_is_due_again(
+    run: RunDirectory, view: PendingTasks, save: Any
 ) -> None:
     save(run, 50, b"another")
-    assert _steps(view) == []
-    monkeypatch.setattr(pending, "_RESCAN_SECONDS", 0.0)
     assert _steps(view) == [50]
 
 

@@ -1,10 +1,11 @@
-"""Which evaluations of a run are pending; torch-free.
+"""The pending evaluations of a run; torch-free.
 
 pending = committed checkpoints x presets - results of the same weights - given up. It is computed
 from the run directory at each look, so that servers can be killed and started at any time.
 """
 
 import math
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,9 +31,6 @@ Signature = tuple[int, int, int]
 _COMMITTED = "COMMITTED"
 _ARRIVING_SECONDS = 15.0
 """A checkpoint whose files have not changed for so long is not being copied."""
-_RESCAN_SECONDS = 30.0
-_UNSETTLED_SECONDS = 1.0
-"""All is read for so long after a change, since a folder's time is coarse."""
 _SECONDS_UNTIL_READ_AGAIN = 15.0
 _MISSED_ADVICE = (
     "Training saves faster than this evaluates. Raise checkpoint.keep or evaluation.hold_waiting, "
@@ -65,7 +63,9 @@ class StatCache:
         self._known.pop(path, None)
 
     def keep_only(self, folders: Collection[str]) -> None:
-        self._known = {path: x for path, x in self._known.items() if path.parent.name in folders}
+        """Forget files that are in none of the folders of such names."""
+        known = self._known.items()
+        self._known = {path: x for path, x in known if not set(folders).isdisjoint(path.parts)}
 
 
 class RunEnd:
@@ -147,46 +147,29 @@ class WantedPresets:
         self._read_again_at = time.monotonic() + _SECONDS_UNTIL_READ_AGAIN
 
 
-class CommittedCheckpoints:
-    """The committed checkpoints of a run directory."""
+class _FirstSeen:
+    """Seconds for which something was seen in every look."""
 
-    def __init__(self, run: RunDirectory, cache: StatCache) -> None:
-        self._run, self._cache = run, cache
-        self.weights: dict[int, CommittedWeights] = {}
-        self.unfinished: set[int] = set()
+    def __init__(self) -> None:
+        self._times: dict[tuple[object, ...], float] = {}
+        self._seen: set[tuple[object, ...]] = set()
 
-    def look(self) -> None:
-        """See which checkpoints there are."""
-        steps = set(self._run.checkpoint_folders())
-        self.weights = {step: each for step, each in self.weights.items() if step in steps}
-        self.unfinished &= steps
-        self.look_again(steps)
+    def seconds(self, *name: object) -> float:
+        now = time.monotonic()
+        self._seen.add(name)
+        return now - self._times.setdefault(name, now)
 
-    def look_again(self, steps: Iterable[int]) -> None:
-        """See whether these, whose folders were there, have changed."""
-        for step in list(steps):
-            path = self._run.checkpoint_path(step) / _COMMITTED
-            found = self._cache.get(path, CommittedWeights.read)
-            self.unfinished.discard(step)
-            self.weights.pop(step, None)
-            if found.unreadable:
-                self._cache.forget(path)
-            if found.unreadable or not found.is_there:
-                self.unfinished.add(step)
-            if found.is_there:
-                self.weights[step] = found
-
-    def keys(self, weights: str) -> dict[int, str]:
-        found = {step: self.weights[step].keys.get(weights) for step in sorted(self.weights)}
-        return {step: key for step, key in found.items() if key is not None}
+    def end_look(self) -> None:
+        """Forget what was not seen in this look."""
+        self._times = {name: t for name, t in self._times.items() if name in self._seen}
+        self._seen = set()
 
 
 class PendingTasks:
-    """The pending tasks of one run; one thread at a time may ask.
+    """The pending tasks of one run, from its directory; two threads may look, one after another.
 
-    A run of weeks has thousands of results, nearly all of them settled for good. So a look reads
-    all only if something came into the folders of checkpoints or results, or went, and each half
-    minute; else only the steps that were not settled.
+    A file is read again only if it has changed. What no file tells is remembered: damage that a
+    task has found, for how long something waits, and tasks whose checkpoints may be deleted.
     """
 
     def __init__(
@@ -198,24 +181,39 @@ class PendingTasks:
         self.is_mirror = is_mirror(run.path)  # its note is there before its recipe
         seconds, attempts = options.lease_seconds, options.max_attempts
         self.claims = Claims(server, seconds, attempts, options.pause_seconds)
+        self._lock = threading.RLock()
         self._cache = StatCache()
-        self._checkpoints = CommittedCheckpoints(run, self._cache)
-        self._remote: CommittedCheckpoints | None = None
-        self._looked_at: object = None
-        self._changed_at = self._scanned_at = -math.inf
-        self._settled: set[tuple[str, int, str]] = set()
-        self._open: set[int] = set()
-        self._first_seen: dict[tuple[str, int, str], float] = {}
-        self._arriving: dict[tuple[int, str], tuple[str, float]] = {}
-        self._whole: dict[tuple[int, str], CommittedWeights] = {}
+        self._first_seen = _FirstSeen()
+        self._here: set[int] = set()  # steps of checkpoints at the last look
+        self._at_source: set[int] | None = None  # the same at a source; None: the run has none
         self._damaged: dict[tuple[int, str], object] = {}
         self._awaited: dict[tuple[str, int], EvaluationTask] = {}
 
-    def look(self, index: RunDirectory | None = None) -> list[EvaluationTask]:
-        """The pending tasks, in the order in which they are worked on."""
-        self.presets.read()
-        tasks = self._look_here() if index is None else self._look_there(index)
-        self._remember(tasks)
+    def look(self, source: RunDirectory | None = None) -> list[EvaluationTask]:
+        """The pending tasks, in the order in which they are worked on.
+
+        With the index of a source: those of its checkpoints, which need not have come yet.
+        """
+        with self._lock:
+            self.presets.read()
+            committed = self._committed(self.run)
+            self._here = set(committed)
+            if source is not None:
+                committed = self._committed(source)
+                self._at_source = set(committed)
+            is_sparse = self._options.backlog.every not in (None, 1)
+            with_last = is_sparse and (not self._options.follows or self.end.is_reached())
+            tasks = [
+                task
+                for preset in self.presets.now()
+                for task in self._pending(preset, committed, source, with_last=with_last)
+            ]
+            self._await(tasks)
+            self._first_seen.end_look()
+            self._cache.keep_only(
+                {self.run.checkpoint_path(step).name for step in self.run.checkpoint_folders()}
+                | {self.run.checkpoint_path(step).name for step in self._there()}
+            )
         return sorted(tasks, key=lambda task: task.step)  # stable: presets in their order
 
     def log(self, event: ServerEventKind, /, **facts: Any) -> None:
@@ -227,9 +225,10 @@ class PendingTasks:
 
         Each once, by one server; not if only the newest checkpoints are wanted.
         """
-        there = self._there()
-        gone = [task for task in self._awaited.values() if task.step not in there]
-        missed = [t for t in gone if not _is_being_deleted(t.checkpoint) and self._is_missed(t)]
+        with self._lock:
+            there = self._there()
+            gone = [task for task in self._awaited.values() if task.step not in there]
+            missed = [t for t in gone if not _is_being_deleted(t.checkpoint) and self._is_missed(t)]
         for task in missed:
             self.log("evaluation_missed", **task.facts, **facts)
         steps: dict[str, list[str]] = defaultdict(list)
@@ -262,116 +261,73 @@ class PendingTasks:
         folder = task.directory.result_path(task.preset.name, task.step)
         return self._cache.get(folder / "scores.json", read_key) == task.key
 
-    def _look_here(self) -> list[EvaluationTask]:
-        presets, with_last = self.presets.now(), self._with_last()
-        if self._may_have_changed(presets, with_last=with_last):
-            self._forget_gone()
-        elif again := self._open | self._checkpoints.unfinished:
-            self._checkpoints.look_again(again)
-        else:
-            return []
-        tasks: list[EvaluationTask] = []
-        for preset in presets:
-            keys = self._checkpoints.keys(preset.weights)
-            keys = {step: key for step, key in keys.items() if self._is_whole(step, preset.weights)}
-            tasks += self._unsettled(preset, keys, with_last=with_last)
-        self._report_unreadable()
-        self._open = {task.step for task in tasks} | {step for step, _ in self._arriving}
-        return tasks
+    def _committed(self, run: RunDirectory) -> dict[int, CommittedWeights]:
+        """The committed checkpoints by their steps; one that cannot be read has no keys."""
+        committed = {}
+        for step in sorted(run.checkpoint_folders()):
+            path = run.checkpoint_path(step) / _COMMITTED
+            weights = self._cache.get(path, CommittedWeights.read)
+            if weights.unreadable:
+                self._cache.forget(path)
+                if run == self.run and self._lasts(step, _COMMITTED, weights.unreadable):
+                    self._report.wrong(
+                        f"{path} cannot be read: {weights.unreadable}. Evaluated is what has one."
+                    )
+            if weights.is_there:
+                committed[step] = weights
+        return committed
 
-    def _look_there(self, index: RunDirectory) -> list[EvaluationTask]:
-        self._remote = self._remote or CommittedCheckpoints(index, StatCache())
-        self._remote.look()
-        self._settled.clear()
-        self._checkpoints.look()
-        tasks: list[EvaluationTask] = []
-        for preset in self.presets.now():
-            keys = self._remote.keys(preset.weights)
-            tasks += self._unsettled(preset, keys, with_last=self._with_last())
-        return tasks
-
-    def _with_last(self) -> bool:
-        if self._options.backlog.every in (None, 1):
-            return False
-        return not self._options.follows or self.end.is_reached()
-
-    def _may_have_changed(self, presets: Sequence[Preset], *, with_last: bool) -> bool:
-        """Whether something that was settled may have changed."""
-        results = (EvaluationDirectory(self.run).path / preset.name for preset in presets)
-        folders = map(signature, (self.run.checkpoints_path, *results))
-        looked_at = (list(presets), with_last, list(folders))
-        now = time.monotonic()
-        if looked_at != self._looked_at:
-            self._looked_at, self._changed_at = looked_at, now
-        is_new = now <= self._changed_at + _UNSETTLED_SECONDS
-        is_late = now > self._scanned_at + _RESCAN_SECONDS
-        if is_new or is_late:
-            self._scanned_at = now
-        return is_new or is_late
-
-    def _forget_gone(self) -> None:
-        """Look at all checkpoints, and forget what is known of those that are gone."""
-        self._settled.clear()
-        self._checkpoints.look()
-        steps = {*self._checkpoints.weights, *self._checkpoints.unfinished}
-        there = steps | self._there()
-        self._cache.keep_only({self.run.checkpoint_path(step).name for step in there})
-        self._arriving = {name: each for name, each in self._arriving.items() if name[0] in steps}
-        self._first_seen = {name: t for name, t in self._first_seen.items() if name[1] in steps}
-        self._whole = {name: each for name, each in self._whole.items() if name[0] in steps}
-
-    def _unsettled(
-        self, preset: Preset, keys: Mapping[int, str], *, with_last: bool
+    def _pending(
+        self,
+        preset: Preset,
+        committed: Mapping[int, CommittedWeights],
+        source: RunDirectory | None,
+        *,
+        with_last: bool,
     ) -> Iterator[EvaluationTask]:
-        for step in self._options.backlog.choose(list(keys), with_last=with_last):
-            name = preset.name, step, keys[step]
-            if name in self._settled:
+        """The tasks of one preset that are neither done nor given up."""
+        tasks = {
+            step: EvaluationTask(self.run, preset, step, key)
+            for step, weights in committed.items()
+            if (key := weights.keys.get(preset.weights)) is not None
+        }
+        if source is None:
+            tasks = {step: task for step, task in tasks.items() if self._is_whole(task)}
+        for step in self._options.backlog.choose(list(tasks), with_last=with_last):
+            task = tasks[step]
+            if self.is_done(task):
                 continue
-            task = EvaluationTask(self.run, preset, step, keys[step])
-            attempts = None if self.is_done(task) else self.claims.attempts(task)
-            if attempts is None or attempts.is_final:
-                self._settled.add(name)
-                self._first_seen.pop(name, None)
-            else:
-                now = time.monotonic()
-                waited = now - self._first_seen.setdefault(name, now)
+            attempts = self.claims.attempts(task)
+            if not attempts.is_final:
+                waited = self._first_seen.seconds(preset.name, step, task.key)
                 yield replace(task, attempts=attempts.number, waited_seconds=waited)
 
-    def _is_whole(self, step: int, weights: str) -> bool:
+    def _is_whole(self, task: EvaluationTask) -> bool:
         """Whether no file is missing or short; such a checkpoint may be being copied."""
-        committed = self._checkpoints.weights[step]  # another object if COMMITTED was read again
-        if self._whole.get((step, weights)) is committed:
+        weights = task.preset.weights
+        folder = task.checkpoint / weights
+
+        def find(_: Path) -> str | None:
+            return find_damage(task.checkpoint, weights, checksums=False)
+
+        if (damage := self._cache.get(folder, find)) is None:
             return True
-        found = find_damage(self.run.checkpoint_path(step), weights, checksums=False)
-        if found is None:
-            self._whole[step, weights] = committed
-            self._arriving.pop((step, weights), None)
-        elif self._lasts(step, weights, found):
-            path = self.run.checkpoint_path(step)
-            self._report.wrong(f"{path} is not whole: {found}. It is evaluated when it is.")
-        return found is None
+        self._cache.forget(folder)
+        if self._lasts(task.step, weights, damage):
+            self._report.wrong(
+                f"{task.checkpoint} is not whole: {damage}. It is evaluated when it is."
+            )
+        return False
 
-    def _report_unreadable(self) -> None:
-        unreadable = {step: x.unreadable for step, x in self._checkpoints.weights.items()}
-        for step, what in list(self._arriving):
-            if what == _COMMITTED and not unreadable.get(step):
-                del self._arriving[step, what]
-        for step, why in unreadable.items():
-            if why and self._lasts(step, _COMMITTED, why):
-                path = self.run.checkpoint_path(step) / _COMMITTED
-                self._report.wrong(f"{path} cannot be read: {why}. Evaluated is what has one.")
-
-    def _lasts(self, step: int, what: str, problem: str) -> bool:
+    def _lasts(self, step: int, part: str, problem: str) -> bool:
         """Whether a checkpoint's files do not change any more, or the server does not wait."""
-        before, now = self._arriving.get((step, what)), time.monotonic()
-        if before is None or before[0] != problem:
-            before = self._arriving[step, what] = problem, now
-        return not self._options.follows or now - before[1] > _ARRIVING_SECONDS
+        seconds = self._first_seen.seconds(step, part, problem)
+        return not self._options.follows or seconds > _ARRIVING_SECONDS
 
     def _there(self) -> set[int]:
-        return {*self._checkpoints.weights, *(self._remote.weights if self._remote else ())}
+        return self._here | (self._at_source or set())
 
-    def _remember(self, tasks: Iterable[EvaluationTask]) -> None:
+    def _await(self, tasks: Iterable[EvaluationTask]) -> None:
         """Await tasks, until they are done or their checkpoints are gone.
 
         Those later than all checkpoints were deleted because the run went back: they are not wanted
@@ -392,7 +348,7 @@ class PendingTasks:
         how, server = self.claims.ending(task)
         if how in ("gone", "missed"):
             del self._awaited[name]
-            return (how, server, self._remote) == ("gone", self.directory.name, None)
+            return (how, server, self._at_source) == ("gone", self.directory.name, None)
         try:
             claim = self.claims.take(task)
         except OSError:  # a full disk: reported later

@@ -8,9 +8,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Self
 
@@ -27,7 +27,7 @@ from longtake.tracking.follower import Followers
 
 _BEAT_SECONDS = 1.0
 _PAUSE_PER_LOOK = 10.0
-"""Pauses are so many times as long as looks, which take long where there are many checkpoints."""
+"""Pauses between looks of the keeper, in multiples of a look's seconds."""
 _CHECKPOINTS_PER_TURN = 3
 """More than one, because another model is loaded for another run."""
 _NICE = 10
@@ -124,7 +124,7 @@ class EvaluationServer:
         self._runs = {run: known.get(run) or PendingTasks(run, *given) for run in runs}
         with self._report.log_errors("trackers of runs"):
             self._followers.serve([run for run, each in self._runs.items() if not each.is_mirror])
-        self._keeper.serve(list(self._runs.values()))
+        self._keeper.publish(runs=tuple(self._runs.values()))
         if not runs and self._options.follows:
             places = ", ".join(map(str, self._options.places))
             self._report.remark(f"There is no run in {places} yet.")
@@ -147,7 +147,6 @@ class EvaluationServer:
             with self._report.log_errors(run.path):
                 tasks = pending.look()
                 by_run.append(tasks)
-                self._keeper.promise(pending, tasks)
                 pending.report_missed()
         tasks = list(chain.from_iterable(by_run))
         return sorted(tasks, key=lambda task: (task.attempts, self._turns.rank(task)))  # stable
@@ -184,16 +183,16 @@ class EvaluationServer:
         return claim
 
     def _work_on(self, pending: PendingTasks, claim: claims.Claim) -> None:
-        task, keeper = claim.task, self._keeper
+        task, seconds = claim.task, self._options.stuck_seconds
         pending.log("evaluation_started", **task.facts)
-        with keeper.working_on(task), self._report.progress_bar(task) as bar:
+        with self._keeper.working_on(task) as publish, self._report.progress_bar(task) as bar:
 
             def show(what: str, done: int, total: int) -> None:
                 bar(what, done, total)
-                keeper.progress(what, done, total)
+                publish(what, done, total)
 
             progress = claims.TaskProgress(claim.lease, self._stop, show)
-            needing, seconds = keeper.needing(task), self._options.stuck_seconds
+            needing = self._keeper.needing(task)
             outcome = claims.attempt(claim, needing, self._evaluate, progress, self.name, seconds)
         self._end(pending, claim, outcome)
 
@@ -266,6 +265,16 @@ class Turns:
         return task.run == self._run and (has_room or task.step in self._steps)
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a server is doing, as its loop has published it."""
+
+    runs: tuple[PendingTasks, ...] = ()
+    task: claims.EvaluationTask | None = None  # whose checkpoint is needed now
+    doing: Mapping[str, Any] | None = None
+    ended: str | None = None  # when the server ended
+
+
 class Keeper:
     """Writes about once a second, in a thread, what the server does and which checkpoints it needs.
 
@@ -273,61 +282,48 @@ class Keeper:
     the same ones, so that more servers keep no more on disk. Where only the newest checkpoint is
     wanted, none is promised; nor is one of a mirror, which deletes nothing that waits.
 
-    What is known of runs belongs to the server's loop, and to this thread while the loop samples:
-    the training saves and deletes meanwhile.
+    The server's loop publishes a snapshot when something changes. The thread looks by itself for
+    checkpoints that wait: the training saves and deletes while the loop samples.
     """
 
     def __init__(self, server: str, options: ServerOptions, report: ServerReport) -> None:
         self._server, self._options, self._report = server, options, report
-        self._runs: list[PendingTasks] = []
-        self._promised: dict[RunDirectory, set[int]] = {}
-        self._task: claims.EvaluationTask | None = None
-        self._doing: dict[str, Any] | None = None
-        self._ended: str | None = None
+        self._published = Snapshot()
+        self._waiting: dict[RunDirectory, set[int]] = {}  # written by the thread
         self._num_beats, self._written_at = 0, float("-inf")
         self._written: dict[RunDirectory, list[int]] = {}
-        self._has_runs = threading.Lock()
         self._writing = threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
 
     def __enter__(self) -> Self:
-        self._has_runs.acquire()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._is_over.set()
         self._thread.join()
-        self._ended, self._task = fsio.now(), None
-        self._promised.clear()
+        self._waiting.clear()
+        self.publish(task=None, ended=fsio.now())
         self._beat()
 
-    def serve(self, runs: Sequence[PendingTasks]) -> None:
-        self._runs = list(runs)
-        served = {each.run for each in runs}
-        self._promised = {run: each for run, each in self._promised.items() if run in served}
-
-    def promise(self, pending: PendingTasks, tasks: Sequence[claims.EvaluationTask]) -> None:
-        if self._options.backlog.takes_all and not pending.is_mirror:
-            before = self._needs(pending.run)
-            self._promised[pending.run] = waiting_steps(pending, tasks, before)
+    def publish(self, **changes: Any) -> None:
+        """Replace fields of the snapshot."""
+        self._published = replace(self._published, **changes)
 
     @contextmanager
-    def working_on(self, task: claims.EvaluationTask) -> Iterator[None]:
-        """Say that this is being done, and look for new checkpoints, until the block ends."""
-        self._doing = {
-            **task.facts,
-            "run": str(task.run.path),
-            "what": "claim",
-            "since": fsio.now(),
-        }
-        self._has_runs.release()
+    def working_on(self, task: claims.EvaluationTask) -> Iterator[claims.Progress]:
+        """Publish that a task is being done until the block ends, with its progress."""
+        doing = {**task.facts, "run": str(task.run.path), "since": fsio.now()}
+        self.publish(doing={**doing, "what": "claim"})
+
+        def show(what: str, done: int, total: int) -> None:
+            self.publish(doing={**doing, "what": what, "done": done, "of": total})
+
         try:
-            yield
+            yield show
         finally:
-            self._has_runs.acquire()
-            self._doing = None
+            self.publish(doing=None)
 
     @contextmanager
     def needing(self, task: claims.EvaluationTask) -> Iterator[None]:
@@ -335,37 +331,38 @@ class Keeper:
 
         The checkpoint may have been deleted before: look after.
         """
-        self._task = task
+        self.publish(task=task)
         try:
             self._write(evaluation_dir.ServerDirectory(task.run, self._server))
             yield
         finally:
-            self._task = None
-
-    def progress(self, what: str, done: int, total: int) -> None:
-        if self._doing is not None:
-            self._doing = {**self._doing, "what": what, "done": done, "of": total}
+            self.publish(task=None)
 
     def _keep(self) -> None:
         look_at = 0.0
         while not self._is_over.wait(min(_BEAT_SECONDS, self._options.look_seconds)):
-            begun = time.monotonic()
-            if begun >= look_at and self._has_runs.acquire(blocking=False):
-                try:
-                    for pending in self._runs:
-                        with self._report.log_errors(pending.run.path):
-                            self.promise(pending, pending.look())
-                finally:
-                    self._has_runs.release()
+            begun, runs = time.monotonic(), self._published.runs
+            if begun >= look_at and self._options.backlog.takes_all:
+                self._look(runs)
                 look_at = time.monotonic() + _PAUSE_PER_LOOK * (time.monotonic() - begun)
-            needs = {each.run: self._needs(each.run) for each in self._runs}
+            needs = {each.run: self._needs(each.run) for each in runs}
             if needs != self._written or begun - self._written_at >= _BEAT_SECONDS:
                 self._written, self._written_at = needs, begun
                 self._beat()
 
+    def _look(self, runs: Sequence[PendingTasks]) -> None:
+        """Look for the checkpoints that wait; a run that cannot be read keeps what it had."""
+        waiting = {each.run: self._waiting.get(each.run, set()) for each in runs}
+        for pending in runs:
+            with self._report.log_errors(pending.run.path):
+                if not pending.is_mirror:
+                    tasks, needed = pending.look(), self._needs(pending.run)
+                    waiting[pending.run] = waiting_steps(pending, tasks, needed)
+        self._waiting = waiting
+
     def _beat(self) -> None:
         self._num_beats += 1
-        for pending in self._runs:
+        for pending in self._published.runs:
             with self._report.log_errors(pending.run.path), suppress(OSError):  # a full disk
                 self._write(pending.directory)
 
@@ -377,15 +374,15 @@ class Keeper:
                 "pid": os.getpid(),
                 "time": fsio.now(),
                 "beat": self._num_beats,
-                "doing": self._doing,
+                "doing": self._published.doing,
                 "needs": self._needs(directory.run),
-                "ended": self._ended,
+                "ended": self._published.ended,
             }
             if directory.run.exists():
                 directory.write_heartbeat(record)
 
     def _needs(self, run: RunDirectory) -> list[int]:
-        task, steps = self._task, self._promised.get(run, set())
+        task, steps = self._published.task, self._waiting.get(run, set())
         return sorted(steps | {task.step} if task is not None and task.run == run else steps)
 
 
