@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,7 +22,9 @@ from longtake.cli.launch import launch, preflight
 from longtake.cli.plan import plan
 from longtake.cli.runs import bundle, health, show, stacks, watch
 from longtake.cli.train import train
-from longtake.sampling import preset_files, preset_prompts
+
+if TYPE_CHECKING:
+    from longtake.sampling.sampler import Sampler
 
 app = typer.Typer(
     name="longtake",
@@ -201,21 +203,16 @@ def sample(
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
     with progress.phase_lines(say.console(), "importing PyTorch") as enter:
-        from longtake.sampling import presets
         from longtake.sampling.checkpoints import find_run
-        from longtake.sampling.sampler import load_sampler
-        from longtake.sampling.videos import check_out, inputs_by_name, write_samples
+        from longtake.sampling.videos import check_samples, write_samples
 
         if any("\ud800" <= letter <= "\udfff" for each in prompt for letter in each):
             raise typer.BadParameter("a prompt is not valid UTF-8")
-        recipe = find_run(run).recipe()
-        for each in prompt:
-            preset_prompts.refuse_flags(each, "--prompt")
-        prompt = list(preset_prompts.with_trigger(prompt, recipe))
-        inputs = inputs_by_name(conditioning or ())
-        preset_files.refuse_other_inputs(inputs, list(recipe.model_inputs()))
-        settings, bucket = presets.settings_for(
-            recipe,
+        prompts, inputs, settings, bucket = check_samples(
+            find_run(run).recipe(),
+            prompt,
+            conditioning or (),
+            out,
             num_frames=num_frames,
             height=height,
             width=width,
@@ -227,20 +224,18 @@ def sample(
             fps=fps,
             negative_prompt=negative_prompt,
         )
-        check_out(out, bucket)
         enter("loading the model")
-        sampler = load_sampler(
+        sampler = _load_sampler(
             run,
-            step=step,
+            step,
             ema=ema,
             profile=profile,
             device=device,
             trust=trust,
             other_expert=other_expert,
         )
-    _say_passed_over(run, step, sampler.step)
     written = write_samples(
-        sampler, prompt, seed, settings, bucket, out, batch, say.console(), inputs
+        sampler, prompts, seed, settings, bucket, out, batch, say.console(), inputs
     )
     if as_json:
         say.result({"step": sampler.step, "weights": sampler.weights, **written})
@@ -249,15 +244,17 @@ def sample(
         say.line(f"Step {sampler.step}, {sampler.weights}: {files}")
 
 
-def _say_passed_over(path: Path, asked: int | None, step: int) -> None:
-    """Say which newer checkpoints are damaged, if the newest one was asked for."""
+def _load_sampler(path: Path, step: int | None, **options: Any) -> "Sampler":
+    """Load a checkpoint; if the newest is asked for, newer ones that are damaged are named."""
     from longtake.checkpoint.files import passed_over
     from longtake.sampling.checkpoints import find_run
+    from longtake.sampling.sampler import load_sampler
 
-    run = find_run(path)
-    if asked is None and run.path == path:
-        for sentence in passed_over(run, step):
+    sampler, run = load_sampler(path, step=step, **options), find_run(path)
+    if step is None and run.path == path:
+        for sentence in passed_over(run, sampler.step):
             say.complain(f"{sentence}.")
+    return sampler
 
 
 def export(
@@ -279,13 +276,12 @@ def export(
         from longtake.evaluation.export import check_export
         from longtake.evaluation.export import export as write
         from longtake.sampling.checkpoints import find_run
-        from longtake.sampling.sampler import load_sampler
 
         check_export(find_run(run).recipe(), out, wanted)
         enter("loading the model")
-        sampler = load_sampler(
+        sampler = _load_sampler(
             run,
-            step=step,
+            step,
             ema=ema,
             profile=profile,
             device="cpu",
@@ -296,7 +292,6 @@ def export(
         )
         enter("writing the export")
         remarks = write(sampler, out, wanted)
-    _say_passed_over(run, step, sampler.step)
     if as_json:
         facts = {"step": sampler.step, "weights": sampler.weights, "format": wanted}
         say.result({**facts, "out": str(out), "remarks": remarks})

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,11 @@ from PIL import Image
 from rich.console import Console
 
 from longtake import drawing, errors, fsio, progress
-from longtake.config import Bucket, SamplingSection
+from longtake.config import Bucket, Recipe, SamplingSection
 from longtake.data.encode import write_image, write_video
-from longtake.sampling.preset_files import pictures_in
-from longtake.sampling.presets import Preset, Request, refuse_unwritable, suffix_of
+from longtake.sampling.preset_files import pictures_in, refuse_other_inputs
+from longtake.sampling.preset_prompts import refuse_flags, with_trigger
+from longtake.sampling.presets import Preset, Request, refuse_unwritable, settings_for, suffix_of
 
 if TYPE_CHECKING:
     from longtake.sampling.sampler import Sampler
@@ -113,6 +114,35 @@ def sample_in_batches(
 
             videos.extend(sampler.sample(part, settings, bucket, on_step))
     return videos
+
+
+def check_samples(
+    recipe: Recipe,
+    prompts: Sequence[str],
+    conditioning: Sequence[str],
+    out: Path,
+    **changes: Any,
+) -> tuple[list[str], dict[str, Path], SamplingSection, Bucket]:
+    """Refuse what `write_samples` could not sample, before a model is loaded for it.
+
+    Args:
+        recipe: of the run.
+        prompts: perhaps with `[trigger]`.
+        conditioning: further inputs as NAME=FILE.
+        out: whose folder is created.
+        changes: of the recipe's settings, see `presets.settings_for`.
+
+    Returns:
+        Prompts, further inputs, settings and size.
+    """
+    for prompt in prompts:
+        refuse_flags(prompt, "--prompt")
+    prompts = with_trigger(prompts, recipe)
+    inputs = inputs_by_name(conditioning)
+    refuse_other_inputs(inputs, list(recipe.model_inputs()))
+    settings, bucket = settings_for(recipe, **changes)
+    check_out(out, bucket)
+    return list(prompts), inputs, settings, bucket
 
 
 def write_samples(
