@@ -266,7 +266,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ServerSnapshot:
     """What a server is doing, as its loop has published it."""
 
     runs: tuple[PendingTasks, ...] = ()
@@ -288,7 +288,7 @@ class Keeper:
 
     def __init__(self, server: str, options: ServerOptions, report: ServerReport) -> None:
         self._server, self._options, self._report = server, options, report
-        self._published = Snapshot()
+        self._published = ServerSnapshot()
         self._waiting: dict[RunDirectory, set[int]] = {}  # written by the thread
         self._num_beats, self._written_at = 0, float("-inf")
         self._written: dict[RunDirectory, list[int]] = {}
