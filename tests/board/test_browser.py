@@ -14,6 +14,8 @@ from tests.board.conftest import serving
 from longtake.board.report import write_report
 from longtake.run_dir import RunDirectory
 
+pytestmark = pytest.mark.drill
+
 Serve = Callable[[Path], str]
 OpenPage = Callable[..., Any]
 _SCREENSHOT_RUNS, _DOCS = "LONGTAKE_SCREENSHOT_RUNS", Path(__file__).parents[2] / "docs"

@@ -8,6 +8,8 @@ import pytest
 
 from longtake.run_dir import RunDirectory
 
+pytestmark = pytest.mark.drill
+
 
 @pytest.fixture
 def page_url(told: RunDirectory, serve: Callable[[Path], str]) -> str:

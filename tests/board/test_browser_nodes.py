@@ -8,6 +8,8 @@ import pytest
 from tests.board.node_runs import add_nodes, add_stall, make_run
 from tests.board.test_plan_page import _keep, _plan
 
+pytestmark = pytest.mark.drill
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:

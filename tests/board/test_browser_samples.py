@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from tests.board.sampled_run import FPS, FRAMES, STEPS, add_result, add_results, make_run, square
 
+pytestmark = pytest.mark.drill
+
 WIDTHS = (1280, 390)
 SEEN = """() => [...document.querySelectorAll('#samples-page video')].filter((video) => {
   const box = video.getBoundingClientRect();

@@ -154,6 +154,7 @@ def _events(site: TrainingSite, kind: str) -> list[dict[str, object]]:
     return [event for event in found if event["event"] == kind]
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_signal_lets_all_ranks_save(site: TrainingSite, stopped: LaunchResult) -> None:
     assert stopped.code == os.EX_TEMPFAIL, stopped.said
@@ -164,6 +165,7 @@ def test_a_signal_lets_all_ranks_save(site: TrainingSite, stopped: LaunchResult)
     assert event["step"] in site.run.checkpoint_steps()
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_launch_on_one_node_listens_on_this_machine_only(
     site: TrainingSite, stopped: LaunchResult
@@ -194,6 +196,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(
     assert site.run.metrics()[-1]["step"] == 50
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_each_rank_of_each_start_has_a_log(site: TrainingSite, restarted: LaunchResult) -> None:
     logs = sorted(site.run.path.glob("nodes/*/logs/*/*.log"))
@@ -206,6 +209,7 @@ def test_each_rank_of_each_start_has_a_log(site: TrainingSite, restarted: Launch
 _ONE_STEP = ("training.steps=1", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-30")
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_launch_begins_with_the_weights_of_another_run(
     site: TrainingSite, restarted: LaunchResult, tmp_path: Path
@@ -227,6 +231,7 @@ def test_a_launch_begins_with_the_weights_of_another_run(
     assert {float(value) for name, value in moments.items() if name.endswith(".step")} == {1.0}
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_mistake_is_not_tried_again(site: TrainingSite, tmp_path: Path) -> None:
     ended = _launch(
@@ -264,6 +269,7 @@ class Adapter(nn.Module):
 """
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_out_of_memory_is_explained_and_not_tried_again(site: TrainingSite, tmp_path: Path) -> None:
     """It names what was planned and what was measured; the same again would end the same way."""

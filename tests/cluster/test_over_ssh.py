@@ -41,6 +41,7 @@ def _package(folder: Path, version: str) -> None:
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: av\nVersion: {version}\n")
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_nodes_that_differ(
     three_hosts: Cluster, write_recipe: Callable[..., Path], tmp_path: Path
@@ -81,6 +82,7 @@ def test_nodes_that_differ(
     assert report["exit_status"] == 1
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_node_that_never_arrives(three_hosts: Cluster, tmp_path: Path) -> None:
     """Ssh works, but its processes cannot connect to where all meet: it is named, and in time."""

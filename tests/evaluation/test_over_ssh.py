@@ -80,6 +80,7 @@ def pair(two_hosts: Cluster, tmp_path: Path, train: Train) -> Iterator[Pair]:
     two_hosts.plug("node0")
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_checkpoints_come_from_the_cluster_and_results_go_there(pair: Pair, train: Train) -> None:
     assert [step for step, _ in pair.act("pull", "1", "2")] == [1, 2]
@@ -107,6 +108,7 @@ def test_what_ssh_says_is_told_in_one_sentence(pair: Pair) -> None:
     assert "authorized_keys" in refused
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_full_disk_is_told_of_and_what_is_there_stays(pair: Pair, train: Train) -> None:
     train(pair.really / "one").save(4, bytes(3_000_000))
@@ -120,6 +122,7 @@ def test_a_full_disk_is_told_of_and_what_is_there_stays(pair: Pair, train: Train
     assert there.stdout.split() == ["step_00000001"]
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_an_interrupted_pull_goes_on_where_it_was(pair: Pair, train: Train) -> None:
     train(pair.really / "one").save(4, bytes(range(256)) * 40_000)
@@ -142,6 +145,7 @@ def test_an_interrupted_pull_goes_on_where_it_was(pair: Pair, train: Train) -> N
     assert pair.mirrored.checkpoint_steps() == [4]
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_cable_that_is_pulled_is_noticed_and_all_goes_on_when_it_is_back(
     pair: Pair, train: Train

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.families.row import Row
-from tests.families.rows import ROWS
+from tests.families.rows import ONE_OF_EACH, ROWS
 from tests.families.tiny import Tiny
 
 
@@ -21,7 +21,13 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], Tiny]:
     return find
 
 
-@pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.kind)
+_PARAMETERS = [
+    pytest.param(row, id=row.kind, marks=[] if row in ONE_OF_EACH else [pytest.mark.drill])
+    for row in ROWS
+]
+
+
+@pytest.fixture(scope="module", params=_PARAMETERS)
 def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[Row], Tiny]) -> Iterator[Tiny]:
     """The tiny release of each row, one after the other."""
     with request.param.within():

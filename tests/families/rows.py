@@ -33,4 +33,4 @@ def transformer_class(row: Row) -> str:
 
 
 ONE_OF_EACH = tuple({transformer_class(row): row for row in ROWS}.values())
-"""The last row of each transformer: dear tests run for these, and for the others as drills."""
+"""The last row of each transformer: the suite runs for these, and for the others as drills."""

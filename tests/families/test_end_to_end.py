@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from tests.build import losses, saved
 from tests.families.row import KeepsLatents, Row
-from tests.families.rows import ONE_OF_EACH, ROWS
 from tests.families.tiny import LONG, Tiny, name_optional_pictures, relative
 from torch import Tensor
 
@@ -63,14 +62,7 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
     return called
 
 
-_PARAMETERS = [
-    pytest.param(row, id=row.kind, marks=[] if row in ONE_OF_EACH else [pytest.mark.drill])
-    for row in ROWS
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("tiny", _PARAMETERS, indirect=True)
 def test_from_a_release_to_a_pipeline_of_diffusers(
     tiny: Tiny, call: Callable[..., None], tmp_path: Path
 ) -> None:

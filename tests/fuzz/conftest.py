@@ -1,6 +1,7 @@
 """The forked command line, and a folder with a run for each case."""
 
 import importlib.util
+import os
 import shlex
 import shutil
 import subprocess
@@ -24,6 +25,21 @@ def _beside(name: str) -> ModuleType:
         sys.modules[full] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[full]
+
+
+_FOLDER = Path(__file__).parent
+_NUM_KEPT = 40
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep 40 items, evenly spread over the files, unless LONGTAKE_FUZZ_CASES or -k is given."""
+    fuzz = [item for item in items if item.path.is_relative_to(_FOLDER)]
+    if "LONGTAKE_FUZZ_CASES" in os.environ or config.getoption("keyword"):
+        return
+    kept = {fuzz[number * len(fuzz) // _NUM_KEPT] for number in range(min(_NUM_KEPT, len(fuzz)))}
+    dropped = [item for item in fuzz if item not in kept]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in set(dropped)]
 
 
 for _name in ("mutations", "generators", "damages"):  # the tests import them by these names
