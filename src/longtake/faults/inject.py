@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +53,14 @@ class StepFunctions(NamedTuple):
     losses: Callable[[Components, FlowBatch, Precision, torch.device], Tensor] = flow_losses
 
     def install(self) -> None:
-        vars(loop).update(compute_gradients=self.compute, apply_update=self.update)
-        vars(training_step).update(flow_losses=self.losses)
+        _patch(loop, "compute_gradients", self.compute)
+        _patch(loop, "apply_update", self.update)
+        _patch(training_step, "flow_losses", self.losses)
+
+
+def _patch(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
+    assert callable(vars(module)[name]), f"{module.__name__} does not call {name}"
+    setattr(module, name, function)
 
 
 @dataclass
