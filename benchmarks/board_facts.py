@@ -34,7 +34,7 @@ if sys.argv[4] != "cold":
 from pathlib import Path
 from longtake.inspection.rows import read_rows
 from longtake.inspection.run_list import list_runs
-from longtake.inspection.series import NAMES, read_series
+from longtake.inspection.series import SERIES, read_series
 from longtake.inspection.timeline import goodput, timeline
 from longtake.run_dir import RunDirectory
 found = {}
@@ -45,7 +45,7 @@ def timed(name, function):
     found[name + " CPU"] = (time.process_time() - used) * 1e3
     found[name + " MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     return result
-run, new, names = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2]), list(NAMES)
+run, new, names = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2]), list(SERIES)
 if sys.argv[4] == "list":
     timed("list", lambda: list_runs(Path(sys.argv[3])))
     timed("list again", lambda: list_runs(Path(sys.argv[3])))

@@ -14,7 +14,7 @@ from longtake.inspection import series as series_module
 from longtake.inspection.columns import ABSENT, DTYPE
 from longtake.inspection.rows import MetricRows, read_rows
 from longtake.inspection.series import (
-    NAMES,
+    SERIES,
     Series,
     abandoned_branches,
     read_branch,
@@ -167,8 +167,8 @@ def test_clips_per_second_are_known_where_clips_are() -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (9, 3), (100, 200), (3, 3), (2**70, 2**71)])
 def test_a_window_without_rows_is_empty(first: int, last: int) -> None:
-    found = read_series(_rows([1, 2, 9], loss=1), list(NAMES), first, last, 100)
-    assert [each.name for each in found] == list(NAMES)
+    found = read_series(_rows([1, 2, 9], loss=1), list(SERIES), first, last, 100)
+    assert [each.name for each in found] == list(SERIES)
     assert all(len(each.x) == len(each.low) == len(each.mean) == 0 for each in found)
     assert [len(each.x) for each in read_series(_rows([]), ["loss"], 0, 9, 9)] == [0]
 

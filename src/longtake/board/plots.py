@@ -7,11 +7,10 @@ from typing import Any, Final, cast, get_args
 import numpy as np
 
 from longtake.board.pages import rounded
-from longtake.inspection.columns import SIGMA_NAMES
 from longtake.inspection.rows import MetricRows
 from longtake.inspection.series import (
     MAX_PIXELS,
-    NAMES,
+    SERIES,
     Series,
     XAxis,
     abandoned_branches,
@@ -24,46 +23,63 @@ DEFAULT_PIXELS: Final = 1000
 _MOST_BRANCH_PIXELS = 200
 
 
+TITLES: Final = {
+    "loss": "Loss",
+    "grad_norm": "Gradient norm",
+    "weight_norm": "Weight norm",
+    "learning_rate": "Learning rate",
+    "seconds": "Time of a step",
+    "speed": "Clips per second",
+    "memory": "Peak memory of rank 0's GPU",
+    "flops": "Computed",
+}
+"""The plots of a run page in their order; `Metric.panel` says which draws a number."""
+
+
 @dataclass(frozen=True)
 class Panel:
     """One plot of a run page."""
 
     key: str
-    title: str
-    names: tuple[str, ...]  # of the series that it draws at first
-    more: tuple[str, ...] = ()  # that can be shown in it too
+    names: tuple[str, ...]
+    """Series that are drawn at first."""
+    more: tuple[str, ...]
+    """Series that can be shown in it."""
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.key]
 
     @property
     def unit(self) -> str:
-        unit = NAMES[self.names[0]].unit
+        unit = SERIES[self.names[0]].unit
         return "GiB" if unit == "B" else unit
 
+    @property
+    def is_logarithmic(self) -> bool:
+        return SERIES[self.names[0]].is_logarithmic
 
-PANELS: Final = (
-    Panel(
-        "loss",
-        "Loss",
-        ("loss", "loss_smoothed"),
-        ("loss_sigma_1", "loss_sigma_2", "loss_sigma_3", "loss_sigma_4"),
-    ),
-    Panel("grad_norm", "Gradient norm", ("grad_norm",)),
-    Panel("weight_norm", "Weight norm", ("weight_norm",), ("update_ratio",)),
-    Panel("learning_rate", "Learning rate", ("learning_rate",)),
-    Panel("seconds", "Time of a step", ("step_seconds", "data_seconds")),
-    Panel("speed", "Clips per second", ("samples_per_second",)),
-    Panel("memory", "Peak memory of rank 0's GPU", ("peak_memory_bytes",)),
-    Panel("flops", "Computed", ("tflops_per_second",), ("mfu",)),
-)
+
+def _panel(key: str) -> Panel:
+    drawn = {name: metric for name, metric in SERIES.items() if metric.panel == key}
+    return Panel(
+        key,
+        tuple(name for name, metric in drawn.items() if not metric.is_extra),
+        tuple(name for name, metric in drawn.items() if metric.is_extra),
+    )
+
+
+PANELS: Final = tuple(_panel(key) for key in TITLES)
 
 
 def panels_of(rows: MetricRows) -> list[Panel]:
-    """Those of which there is a number, or may be one."""
-    always = ("loss", "grad_norm", "weight_norm", "learning_rate", "seconds", "speed")
-    return [each for each in PANELS if each.key in always or _has(rows, each.names[0])]
-
-
-def _has(rows: MetricRows, name: str) -> bool:
-    return bool(len(rows)) and bool(rows.is_recorded(name).any())
+    """The plots of a run; without those whose numbers it does not have."""
+    return [
+        each
+        for each in PANELS
+        if not SERIES[each.names[0]].is_sparse
+        or (len(rows) and rows.is_recorded(each.names[0]).any())
+    ]
 
 
 def series_payload(rows: MetricRows, query: Mapping[str, str]) -> dict[str, Any]:
@@ -77,10 +93,10 @@ def series_payload(rows: MetricRows, query: Mapping[str, str]) -> dict[str, Any]
         ValueError: a name is unknown, or what should be a number is none.
     """
     names = [name for name in query.get("names", "loss,loss_smoothed").split(",") if name]
-    unknown = [name for name in names if name not in NAMES]
+    unknown = [name for name in names if name not in SERIES]
     x = query.get("x", "step")
     if unknown or x not in get_args(XAxis):
-        known = ", ".join((*NAMES, *get_args(XAxis)))
+        known = ", ".join((*SERIES, *get_args(XAxis)))
         raise ValueError(f"{', '.join([*unknown, x])[:100]} is no series or axis. Known: {known}.")
     newest = int(rows.kept.step[-1]) if len(rows.kept) else 0
     first, last = _count(query, "first", 0), _count(query, "last", newest)
@@ -109,12 +125,12 @@ def as_json(series: Series) -> dict[str, Any]:
     """Least, greatest and mean number of each pixel; the first two only where they differ."""
     is_range = bool(np.any(series.low < series.high))
     # Of a part of the sigmas that no clip of a step drew, there is no loss: that is no fault.
-    is_sparse = series.name in SIGMA_NAMES
+    is_sparse = series.metric.is_sparse
     bad = [] if is_sparse else series.x[np.flatnonzero(series.is_not_finite)].tolist()
     return {
         "name": series.name,
-        "label": series.label,
-        "unit": series.unit,
+        "label": series.metric.label,
+        "unit": series.metric.unit,
         "mean": rounded(series.mean),
         "low": rounded(series.low) if is_range else None,
         "high": rounded(series.high) if is_range else None,

@@ -1,73 +1,61 @@
-"""The lines of metrics.jsonl as columns: read in blocks, and cached for long runs.
+"""The lines of metrics.jsonl as columns, which are cached for long runs.
 
-Arrow reads a block in which every line has the types of `Metrics`; pydantic reads all others line
-by line. Both keep and skip the same lines.
+A line is kept if it is a record as `Metrics` says, as `RunDirectory.metric_lines` keeps it; keys
+that `Metrics` does not name are allowed and left out.
 """
 
+import gc
 import hashlib
 import json
 import os
 import threading
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Final
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pyarrow import json as arrow_json
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from longtake import errors, fsio
-from longtake.inspection.columns import ABSENT, DTYPE, SIGMA_NAMES, Column, ColumnStore
-from longtake.run_dir import Metrics, RunDirectory
+from longtake.inspection.columns import ABSENT, DTYPE, Column, ColumnStore
+from longtake.run_dir import METRIC_COLUMNS, METRIC_TYPES, METRICS, Metrics, RunDirectory
 
-_FIELDS: Final = frozenset(DTYPE.names or ())
-_OPTIONAL: Final = (
-    *("weight_norm", "update_ratio", "tflops_per_second", "mfu", "peak_memory_bytes"),
-    "num_samples",
-    *SIGMA_NAMES,
-)
-_COUNTS = (
-    *("step", "epoch", "batch", "num_samples"),
-    *("store_bytes", "store_retries", "peak_memory_bytes"),
-)
-_SPARSE: Final = ("verdict", "store_bytes", "store_seconds", "store_retries", "peak_memory_bytes")
-"""Fields that some lines have and others have not."""
-_VERDICTS: Final = {None, "skip", "roll_back", "stop"}
-_BLOCK_BYTES = 2**21
-_NUM_THREADS = 2  # that parse; numpy and Arrow work beside each other
-_CACHED_BYTES = 2**24  # fewer new bytes are read again each time: that takes 0.1 s
+Progress = Callable[[float], object]
+"""Called with the share of a file that is read."""
+
+_BLOCK_BYTES = 2**20
+_CACHED_BYTES = 2**24  # fewer new bytes are read again each time: that takes 0.2 s
 _MAX_CACHES = 32
-_LOOKED_AT_BYTES = 2**16
 _HASHED_BYTES = 2**16
 _HEADER_BYTES = 2**12
-_CACHE_FORMAT = 2
-_MAX_COUNT, _MAX_TIME = 2**53, 1e11  # of `Count` and `Timestamp`
+_CACHE_FORMAT = 3
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 _validate = TypeAdapter(Metrics).validate_json
+_VALIDATE: Final = {
+    name: TypeAdapter(list[kind]).validate_python  # type: ignore[valid-type]
+    for name, kind in METRIC_TYPES.items()
+}
+"""Validates one field of many lines."""
 
 
 class _Known(TypedDict):
-    """What was read of a metrics.jsonl."""
+    """The part of a metrics.jsonl that was read."""
 
     device: int
     inode: int
     size: fsio.Count
     mtime_ns: int
     end: fsio.Count
-    """Of the last line that was read."""
+    """Offset behind the last line that was read."""
     hash: str
     """Of the file's first and last bytes up to `end`."""
     num_skipped: fsio.Count
@@ -195,16 +183,18 @@ class MetricRows:
         return order, batches[order]
 
 
-def read_rows(run: RunDirectory, before: MetricRows | None = None) -> MetricRows:
-    """All rows, those of abandoned steps too; lines that are no records are counted and skipped.
+def read_rows(
+    run: RunDirectory, before: MetricRows | None = None, progress: Progress = lambda share: None
+) -> MetricRows:
+    """All rows, those of abandoned steps too; other lines are counted and skipped.
 
-    `before`: what an earlier call returned; only lines that were appended since are read.
+    `before`: the result of an earlier call; only lines that were appended since are read.
     """
     path = run.metrics_path
     source = _Source.empty() if before is None else before.source
     try:
         with source.lock, fsio.open_regular(path) as file:
-            source = _updated(path, file, source)
+            source = _updated(path, file, source, progress)
             num_rows = source.store.num_rows
     except OSError as error:
         if not fsio.is_missing(error):
@@ -222,7 +212,7 @@ def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
 
     It is decided by steps, not by times: clocks may be set back.
     """
-    limit = np.full(len(rows), _MAX_COUNT + 1, np.int64)
+    limit = np.full(len(rows), np.iinfo(np.int64).max)
     if len(rows):
         limit[:-1] = np.minimum.accumulate(rows.step[:0:-1])[::-1]
         rollbacks = run.rollbacks()
@@ -235,7 +225,7 @@ def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
 # --- Reading ----------------------------------------------------------------------------------
 
 
-def _updated(path: Path, file: BufferedReader, before: _Source) -> _Source:
+def _updated(path: Path, file: BufferedReader, before: _Source, progress: Progress) -> _Source:
     """What was read before, or is in the cache, and all complete lines after it."""
     status = os.fstat(file.fileno())
     is_usable = before.known["end"] and _is_prefix(before.known, file, status)
@@ -244,12 +234,12 @@ def _updated(path: Path, file: BufferedReader, before: _Source) -> _Source:
     first, end, num_skipped = known["end"], known["end"], known["num_skipped"]
     if (known["size"], known["mtime_ns"]) != (status.st_size, status.st_mtime_ns):
         known["hash"] = ""  # unusable, until all is read
-        if status.st_size - first >= _CACHED_BYTES:
-            with suppress(OSError, RuntimeError), TemporaryFile(dir=_cache_folder(path)) as spilled:
-                source.store.spill_to(spilled)
-        for found, num_bad, after in _parsed(file, first, status.st_size):
-            source.store.append(found)
-            num_skipped, end = num_skipped + num_bad, after
+        with _without_collection():
+            for lines, begins, end in _blocks(file, first, status.st_size):
+                rows, num_bad = _parse(lines, begins)
+                source.store.append(rows)
+                num_skipped += num_bad
+                progress(end / status.st_size)
         source.known = _Known(
             device=status.st_dev,
             inode=status.st_ino,
@@ -266,225 +256,104 @@ def _updated(path: Path, file: BufferedReader, before: _Source) -> _Source:
     return source
 
 
-def _parsed(file: BufferedReader, offset: int, size: int) -> Iterator[tuple[Column, int, int]]:
-    """The rows of each block, how many of its lines are no records, and the offset after it."""
-    blocks = _blocks(file, offset, size)
-    if size - offset <= _BLOCK_BYTES:
-        yield from ((*_parse(begin, block), after) for begin, block, after in blocks)
-        return
-    with ThreadPoolExecutor(_NUM_THREADS, "longtake-rows") as pool:
-        pending = deque[tuple[Future[tuple[Column, int]], int]]()
-        for begin, block, after in blocks:
-            pending.append((pool.submit(_parse, begin, block), after))
-            if len(pending) > _NUM_THREADS:
-                done, end = pending.popleft()
-                yield *done.result(), end
-        for done, end in pending:
-            yield *done.result(), end
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Pause the search for cycles, which takes as long as parsing, and finds none in JSON."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
-def _blocks(file: BufferedReader, offset: int, size: int) -> Iterator[tuple[int, bytes, int]]:
-    """Blocks of complete lines: the offset, the bytes, and the offset after them.
+def _blocks(
+    file: BufferedReader, offset: int, size: int
+) -> Iterator[tuple[list[bytes], NDArray[np.int64], int]]:
+    """Complete lines, the offset of each, and the offset behind them.
 
-    Of a line that is longer than a block, only the beginning is in its block.
+    Of a line that is too long there is only the beginning.
     """
-    while offset < size:
-        file.seek(offset)
-        block = file.read(min(_BLOCK_BYTES, size - offset))
-        length = block.rfind(b"\n") + 1
-        if length:
-            yield offset, block[:length], offset + length
-            offset += length
-        elif len(block) < _BLOCK_BYTES:
-            return
-        else:
-            after = offset + len(block) + _length_of_rest(file, size - offset - len(block))
-            if after > size:
-                return
-            yield offset, block[: fsio.MAX_LINE_BYTES + 1] + b"\n", after
-            offset = after
+    file.seek(offset)
+    rest, num_cut = b"", 0  # the last line, and how many of its bytes were dropped
+    while data := file.read(min(_BLOCK_BYTES, size - file.tell())):
+        *lines, rest = (rest + data).split(b"\n")
+        if lines:
+            lengths = np.array([len(line) + 1 for line in lines])
+            lengths[0] += num_cut
+            ends = offset + np.cumsum(lengths)
+            yield lines, ends - lengths, int(ends[-1])
+            offset, num_cut = int(ends[-1]), 0
+        num_cut += max(0, len(rest) - fsio.MAX_LINE_BYTES - 1)
+        rest = rest[: fsio.MAX_LINE_BYTES + 1]
 
 
-def _length_of_rest(file: BufferedReader, limit: int) -> int:
-    """Bytes up to the next newline and with it; more than `limit` if there is none before it."""
-    length = 0
-    while length < limit:
-        data = file.readline(min(_BLOCK_BYTES, limit - length))
-        length += len(data)
-        if data.endswith(b"\n") or not data:
-            return length if data else limit + 1
-    return limit + 1
-
-
-def _parse(offset: int, block: bytes) -> tuple[Column, int]:
-    """The rows in a block of lines, and how many lines are no records."""
-    octets = np.frombuffer(block, np.uint8)
-    ends = np.flatnonzero(octets == ord("\n"))
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    rows, invalid = None, np.zeros(len(ends), bool)
-    if _is_safe_for_arrow(block, octets, starts, ends):
-        with suppress(pa.ArrowException, pa.ArrowInvalid):
-            rows, doubtful = _parse_by_arrow(block, len(ends))
-    if rows is None:
-        rows, doubtful = np.zeros(len(ends), DTYPE), np.arange(len(ends))
-    num_blank = 0
-    for index in doubtful.tolist():
-        line = block[starts[index] : ends[index]]
+def _parse(lines: Sequence[bytes], begins: NDArray[np.int64]) -> tuple[Column, int]:
+    """The rows of the lines that are records, and how many others are not blank."""
+    alike: dict[tuple[str, ...], tuple[list[int], list[dict[str, Any]]]] = {}
+    last: tuple[str, ...] | None = None
+    for place, line in enumerate(lines):
         try:
-            if len(line) > fsio.MAX_LINE_BYTES or fsio.is_nested_deeper(line, fsio.MAX_LINE_DEPTH):
-                raise ValueError
-            _fill(rows[index : index + 1], _validate(line, strict=True))
-        except ValueError:  # pydantic's is one
-            invalid[index] = True
-            num_blank += not line.strip()
-    rows["offset"] = starts + offset
-    num_invalid = int(invalid.sum())
-    return (rows[~invalid] if num_invalid else rows), num_invalid - num_blank
+            record = from_json(line, allow_inf_nan=False, cache_strings="keys")
+        except ValueError:
+            continue
+        if type(record) is not dict or len(line) > fsio.MAX_LINE_BYTES:
+            continue
+        if (names := tuple(record)) != last:
+            last, (places, records) = names, alike.setdefault(names, ([], []))
+            # Fields that `Metrics` does not name could be nested deeply.
+            is_known = METRIC_TYPES.keys() >= set(names)
+        if is_known or not fsio.is_nested_deeper(line, fsio.MAX_LINE_DEPTH):
+            places.append(place)
+            records.append(record)
+    rows, is_record = np.empty(len(lines), DTYPE), np.zeros(len(lines), bool)
+    for names, (places, records) in alike.items():
+        if not Metrics.__required_keys__ <= set(names) or not records:
+            continue
+        fields = dict(zip(names, zip(*map(dict.values, records), strict=True), strict=True))
+        invalid = _find_invalid(fields)
+        if invalid:
+            places = [each for number, each in enumerate(places) if number not in invalid]
+            records = [each for number, each in enumerate(records) if number not in invalid]
+            fields = dict(zip(names, zip(*map(dict.values, records), strict=True), strict=False))
+        if places:
+            rows[places], is_record[places] = _columns(fields, len(places)), True
+    rows["offset"] = begins
+    num_skipped = sum(bool(lines[place].strip()) for place in np.flatnonzero(~is_record).tolist())
+    return rows[is_record], num_skipped
 
 
-def _fill(row: Column, metrics: Metrics) -> None:
-    row["batch"] = metrics["step"] - 1  # longtake before 0.1 wrote none, and skipped none
-    for name in _OPTIONAL:
-        row[name] = ABSENT
-    for name, value in metrics.items():
-        if name in _FIELDS:
-            row[name] = _within_float32(np.nan if value is None else value, row.dtype[name])
-    for name, value in zip(SIGMA_NAMES, metrics.get("loss_by_sigma", ()), strict=False):
-        row[name] = _within_float32(np.nan if value is None else value, row.dtype[name])
-    row["has_verdict"] = "verdict" in metrics
+def _find_invalid(fields: Mapping[str, Sequence[Any]]) -> set[int]:
+    """The places of values that are not what `Metrics` allows."""
+    found = set[int]()
+    for name in fields.keys() & _VALIDATE.keys():
+        try:
+            _VALIDATE[name](list(fields[name]), strict=True)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False, include_context=False, include_input=False)
+            found.update(int(each["loc"][0]) for each in wrong)
+    return found
 
 
-def _within_float32(values: Any, dtype: np.dtype[Any]) -> Any:
-    """Larger numbers become the largest one, not infinity."""
-    if dtype != np.float32:
-        return values
-    return np.where(values == ABSENT, ABSENT, np.clip(values, -_MAX_FLOAT32, _MAX_FLOAT32))
-
-
-def _is_safe_for_arrow(block: bytes, octets: Column, starts: Column, ends: Column) -> bool:
-    """Whether each line is one object, short and not nested deeply; texts are plain ASCII.
-
-    What Arrow reads otherwise than pydantic, or with its stack, is left to pydantic.
-    """
-    if int((ends - starts).max()) > fsio.MAX_LINE_BYTES or not block.isascii() or b"\\" in block:
-        return False
-    if not ((octets[starts] == ord("{")).all() and (octets[ends - 1] == ord("}")).all()):
-        return False
-    opening = np.flatnonzero((octets == ord("{")) | (octets == ord("[")))
-    per_line = np.diff(np.searchsorted(opening, ends), prepend=0)
-    return int(per_line.max()) <= fsio.MAX_LINE_DEPTH
-
-
-def _parse_by_arrow(block: bytes, num_lines: int) -> tuple[Column, Column] | tuple[None, Column]:
-    """The rows, and the indices of those that pydantic has to read; None: it has to read all."""
-    nothing = None, np.empty(0, np.int64)
-    try:
-        first = _validate(block[: block.index(b"\n")], strict=True)
-    except ValidationError:
-        return nothing
-    schema = _schema(first, block[:_LOOKED_AT_BYTES])
-    if schema is None:
-        return nothing
-    try:
-        table = _read_json(block, schema)
-    except pa.ArrowInvalid:  # perhaps further on are fields that the beginning does not have
-        schema = _schema(first, block)
-        table = _read_json(block, schema)
-    if table.num_rows != num_lines:
-        return nothing
-    doubtful = np.zeros(num_lines, bool)  # a field is null or missing: Arrow does not say which
-    rows = np.zeros(num_lines, DTYPE)
-    for name in _OPTIONAL:
-        rows[name] = ABSENT
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        if not _are_in_range(name, column):
-            return nothing
-        if column.null_count and not _is_only_absent(name, column, block):
-            doubtful |= column.is_null().to_numpy()
-        if name == "loss_by_sigma":
-            _put_quarters(rows, column)
-        elif name in _FIELDS:
-            if column.null_count:
-                is_optional = name in _OPTIONAL
-                column = column.cast(pa.float64()) if is_optional else column
-                column = column.fill_null(ABSENT if is_optional else 0)
-            rows[name] = _within_float32(column.to_numpy(), rows.dtype[name])
-        elif name == "verdict":
-            if not {each.as_py() for each in column.unique()} <= _VERDICTS:
-                return nothing
-            rows["has_verdict"] = column.is_valid().to_numpy()
-    if "batch" not in table.column_names:
-        rows["batch"] = rows["step"] - 1
-    return rows, np.flatnonzero(doubtful)
-
-
-def _read_json(block: bytes, schema: pa.Schema) -> pa.Table:
-    return arrow_json.read_json(
-        pa.BufferReader(block),
-        arrow_json.ReadOptions(use_threads=False, block_size=len(block)),
-        arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error"),
-    )
-
-
-def _is_only_absent(name: str, column: pa.ChunkedArray, block: bytes) -> bool:
-    """Whether each line that has no number in a field does not have the field."""
-    if name in Metrics.__required_keys__ or name == "batch":
-        return False
-    num_there = len(column) - column.null_count
-    return bool(block.count(b'"%s"' % name.encode()) == num_there)
-
-
-def _put_quarters(rows: Column, lists: pa.ChunkedArray) -> None:
-    values = pc.list_flatten(lists).to_numpy().reshape(-1, len(SIGMA_NAMES))  # null: NaN
-    is_there = lists.is_valid().to_numpy() if lists.null_count else slice(None)
-    for quarter, name in enumerate(SIGMA_NAMES):
-        rows[name][is_there] = _within_float32(values[:, quarter], rows.dtype[name])
-
-
-def _schema(metrics: Mapping[str, Any], text: bytes) -> pa.Schema | None:
-    """Arrow's types of the fields of a record, and of the sparse ones that are in the text.
-
-    None: the record has fields that `Metrics` has not.
-    """
-    if not metrics.keys() <= Metrics.__annotations__.keys():
-        return None
-    types = {name: _type(name, value) for name, value in metrics.items()}
-    for name in _SPARSE:
-        if name not in types and b'"%s"' % name.encode() in text:
-            types[name] = _type(name, "" if name == "verdict" else 0.0)
-    return pa.schema(types)
-
-
-def _type(name: str, value: object) -> pa.DataType:
-    match value:
-        case str():
-            return pa.string()
-        case dict():
-            return pa.struct([(key, pa.float64()) for key in value])
-        case list():
-            return pa.list_(pa.float64())
-        case _:
-            return pa.int64() if name in _COUNTS else pa.float64()
-
-
-def _are_in_range(name: str, column: pa.ChunkedArray) -> bool:
-    """Whether numbers are finite, counts and times within their limits, and lists have 4 items."""
-    if pa.types.is_string(column.type):
-        return True
-    if pa.types.is_struct(column.type):
-        return all(_are_in_range(name, each) for each in column.flatten())
-    if pa.types.is_list(column.type):
-        lengths = pc.min_max(pc.list_value_length(column)).as_py()
-        return set(lengths.values()) <= {4, None} and _are_in_range(name, pc.list_flatten(column))
-    values = column.drop_null().to_numpy()
-    if not len(values):
-        return True
-    low, high = values.min(), values.max()  # NaN if one is NaN
-    if pa.types.is_integer(column.type):
-        return bool(low >= 0 and high <= _MAX_COUNT)
-    if name == "time":
-        return bool(low >= 0 and high <= _MAX_TIME)
-    return bool(np.isfinite(low) and np.isfinite(high))
+def _columns(fields: Mapping[str, Sequence[Any]], count: int) -> Column:
+    """Rows of valid numbers; null becomes NaN."""
+    rows = np.zeros(count, DTYPE)
+    for name in METRICS:
+        rows[name] = ABSENT if DTYPE[name].kind == "f" else 0
+    for name in fields.keys() & METRIC_COLUMNS.keys():
+        columns = METRIC_COLUMNS[name]
+        parts = [fields[name]] if name in columns else zip(*fields[name], strict=True)
+        for column, values in zip(columns, parts, strict=True):
+            dtype = DTYPE[column]
+            numbers = np.array(values, np.int64 if dtype.kind == "i" else np.float64)
+            if dtype == np.float32:  # larger numbers become the largest one, not infinity
+                numbers = np.clip(numbers, -_MAX_FLOAT32, _MAX_FLOAT32)
+            rows[column] = numbers
+    if "batch" not in fields:
+        rows["batch"] = rows["step"] - 1  # older runs did not write it, and skipped none
+    rows["has_verdict"] = "verdict" in fields
+    return rows
 
 
 # --- Cache ------------------------------------------------------------------------------------
@@ -571,5 +440,5 @@ def _write_cache(path: Path, source: _Source) -> None:
         cache.seek(0)
         cache.write(json.dumps(header).encode().ljust(_HEADER_BYTES))
         cache.flush()
-        source.store.keep_in(cache, _HEADER_BYTES)
+        source.store.read_from(cache, _HEADER_BYTES)
     fsio.remove_oldest(folder, _MAX_CACHES)

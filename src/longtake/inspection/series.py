@@ -4,44 +4,23 @@ Blocks of 64 rows are reduced once for each column, so that a window of any leng
 few numbers for each pixel. A pixel's range holds every number of its steps: no spike is lost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longtake.inspection.columns import ABSENT, Column
 from longtake.inspection.rows import MetricRows
+from longtake.run_dir import METRICS, Metric
 
-
-class SeriesName(NamedTuple):
-    """How a plot names a series."""
-
-    label: str
-    unit: str
-    """Empty: a number without a unit."""
-
-
-NAMES: Final[dict[str, SeriesName]] = {
-    "loss": SeriesName("loss", ""),
-    "loss_smoothed": SeriesName("loss, smoothed", ""),
-    "loss_sigma_1": SeriesName("loss, sigma 0 to ¼", ""),
-    "loss_sigma_2": SeriesName("loss, sigma ¼ to ½", ""),
-    "loss_sigma_3": SeriesName("loss, sigma ½ to ¾", ""),
-    "loss_sigma_4": SeriesName("loss, sigma ¾ to 1", ""),
-    "grad_norm": SeriesName("gradient norm", ""),
-    "weight_norm": SeriesName("weight norm", ""),
-    "update_ratio": SeriesName("update / weights", ""),
-    "learning_rate": SeriesName("learning rate", ""),
-    "step_seconds": SeriesName("step", "s"),
-    "data_seconds": SeriesName("wait for data", "s"),
-    "samples_per_second": SeriesName("clips", "1/s"),
-    "tflops_per_second": SeriesName("computed", "TFLOP/s"),
-    "mfu": SeriesName("MFU", ""),
-    "peak_memory_bytes": SeriesName("peak memory", "B"),
+SERIES: Final[Mapping[str, Metric]] = {
+    **{name: metric for name, metric in METRICS.items() if metric.label},
+    "loss_smoothed": Metric("loss, smoothed", panel="loss", is_logarithmic=True),
+    "samples_per_second": Metric("clips", "1/s", panel="speed"),
 }
-"""The series that `read_series` knows."""
+"""The series that `read_series` knows: numbers of metrics.jsonl, and those computed from them."""
 
 MAX_PIXELS: Final = 10_000
 _BLOCK_ROWS = 64
@@ -61,8 +40,6 @@ class Series:
     """
 
     name: str
-    label: str
-    unit: str
     x: Column
     """Of the first row in each bucket: its step (int64); or time in seconds since 1970, or batch.
     It rises."""
@@ -71,6 +48,10 @@ class Series:
     mean: NDArray[np.float64]
     is_not_finite: NDArray[np.bool_]
     """Whether a number in the bucket was NaN or infinite."""
+
+    @property
+    def metric(self) -> Metric:
+        return SERIES[self.name]
 
 
 @dataclass(frozen=True)
@@ -99,7 +80,7 @@ def read_series(
 
     Args:
         rows: of the run, as `read_rows` returns them.
-        names: of `NAMES`.
+        names: of `SERIES`.
         first: the first step.
         last: the last step.
         pixels: the width of the plot; at most `MAX_PIXELS` are used.
@@ -207,7 +188,7 @@ def _reduce(
         begin, end = np.searchsorted(steps, [first, last + 1]).tolist()
     if begin >= end:
         none, bad = np.empty(0), np.empty(0, bool)
-        return [Series(name, *NAMES[name], steps[:0], none, none, none, bad) for name in names]
+        return [Series(name, steps[:0], none, none, none, bad) for name in names]
     width = -(-(last - first + 1) // min(max(1, pixels), MAX_PIXELS))
     edges = np.arange(first, last + width + 1, width)
     places = np.searchsorted(steps, np.append(edges[:-1], last + 1))
@@ -234,7 +215,7 @@ def _reduce(
         has_bad[has_rows] = groups.has_bad
         low, high, mean = numbers[:, is_shown]
         where = positions[is_shown]
-        found.append(Series(name, *NAMES[name], where, low, high, mean, has_bad[is_shown]))
+        found.append(Series(name, where, low, high, mean, has_bad[is_shown]))
     return found
 
 

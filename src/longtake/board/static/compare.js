@@ -18,9 +18,8 @@ class ComparedPanel {
     this.readout = figure.querySelector(".readout");
     this.curves = curves;
     this.name = figure.dataset.compared;
-    this.isLog = ["loss_smoothed", "grad_norm"].includes(this.name);
     const button = figure.querySelector("[data-log]");
-    button.setAttribute("aria-pressed", String(this.isLog));
+    this.isLog = button.getAttribute("aria-pressed") === "true";
     button.addEventListener("click", () => {
       this.isLog = !this.isLog;
       button.setAttribute("aria-pressed", String(this.isLog));
