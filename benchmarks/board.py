@@ -231,9 +231,11 @@ class _Server:
     def get(self, path: str) -> tuple[float, bytes]:
         """Seconds until the whole answer was there, and the answer."""
         begun = time.perf_counter()
-        self.connection.request("GET", path)
-        answer = self.connection.getresponse()
-        body = answer.read()
+        status = 202  # while metrics.jsonl is being read
+        while status == 202:
+            self.connection.request("GET", path)
+            answer = self.connection.getresponse()
+            status, body = answer.status, answer.read()
         assert answer.status == 200, (path, answer.status, body[:500])
         return time.perf_counter() - begun, body
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import stat
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from longtake.board.pages import PAGES, ServerLinks
 from longtake.errors import RunError
 from longtake.inspection.files import open_below
 from longtake.inspection.reader import RunList
+from longtake.inspection.rows import read_rows
 from longtake.run_dir import RunDirectory
 
 _TOKEN = "the token of this test"  # noqa: S105 - it opens nothing
@@ -63,6 +65,27 @@ def client(runs: Path) -> TestClient:
 
 def _elsewhere(runs: Path) -> Path:
     return runs.parent / "elsewhere"
+
+
+def test_a_long_first_look_says_how_far_it_is(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def read_slowly(run: RunDirectory, before: Any, progress: Callable[[float], object]) -> Any:
+        progress(0.42)
+        is_over.wait(60)
+        return read_rows(run, before)
+
+    monkeypatch.setattr(server, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("longtake.inspection.reader.read_rows", read_slowly)
+    for _ in range(2):  # a second look waits for the same reading
+        answer = client.get("/run/overview/run")
+        assert (answer.status_code, "42" in answer.text) == (202, True)
+        assert 'http-equiv="refresh"' in answer.text
+    is_over.set()
+    monkeypatch.setattr(server, "_PATIENCE_SECONDS", 60.0)
+    assert client.get("/run/overview/run").status_code == 200
 
 
 # --- Who may ask ------------------------------------------------------------------------------

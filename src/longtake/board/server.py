@@ -61,6 +61,7 @@ _MOST_STREAMS = 64
 _REQUEST_SECONDS = 20.0  # for the headers of a request to arrive
 _MOST_READERS = 16
 _LISTED_SECONDS = 10.0
+_PATIENCE_SECONDS = 2.0  # then a page says how far the reading of metrics.jsonl is
 _POSTERS_AT_ONCE = CapacityLimiter(4)
 """Decoding takes long: with threads of its own, it keeps no page waiting."""
 _GZIPPED_BYTES = 2048
@@ -173,7 +174,11 @@ def show_page(request: Request) -> Response:
     board, page = _board(request), request.path_params["page"]
     if page not in RENDER:
         raise HTTPException(404, f"There is no page {page}. There are: {', '.join(RENDER)}.")
-    facts = board.reader(request.path_params["run"]).facts()
+    reader = board.reader(request.path_params["run"])
+    if (share := reader.share_read(_PATIENCE_SECONDS)) is not None:
+        waiting = render("reading.html", board.links, run=reader.name, share=share)
+        return _html(waiting, request, 202)
+    facts = reader.facts()
     return _html(RENDER[page](facts, board.links, request.query_params), request)
 
 

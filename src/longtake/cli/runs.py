@@ -50,10 +50,15 @@ def show(
 
         if out is not None:
             check_picture_name(out)
+
+        def say_share(share: float) -> None:
+            # Of a file that takes long, each quarter is a phase that is long enough to be printed.
+            enter(f"reading the run's records: {int(4 * share) * 25} %")
+
         if around is None:
-            facts, tell = run_facts(directory), print_run
+            facts, tell = run_facts(directory, say_share), print_run
         else:
-            facts = step_facts(directory, around, 8 if span is None else span)
+            facts = step_facts(directory, around, 8 if span is None else span, say_share)
             tell = print_steps
         if out is not None:
             enter("drawing")

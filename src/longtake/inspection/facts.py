@@ -24,7 +24,7 @@ from longtake.data.clip import Clip
 from longtake.data.conditioning import given_to
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import plural
-from longtake.inspection.rows import MetricRows, read_rows
+from longtake.inspection.rows import MetricRows, Progress, ignore_progress, read_rows
 from longtake.node_dir import read_events, state
 from longtake.process import command
 from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
@@ -53,7 +53,7 @@ INCIDENT_EVENTS = (
 # --- A run ------------------------------------------------------------------------------------
 
 
-def run_facts(run: RunDirectory) -> dict[str, Any]:
+def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[str, Any]:
     """What a run's directory says of it as a whole.
 
     Returns:
@@ -71,7 +71,7 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
         RunError: there is no run, or run.json is damaged.
     """
     recipe, record = run.recipe(), run.record()
-    rows, now, events = read_rows(run), state(run), list(read_events(run))
+    rows, now, events = read_rows(run, progress=progress), state(run), list(read_events(run))
     kept, holder = rows.kept, now.holder
     steps = int(kept.step[-1]) if len(kept) else 0
     checkpoints, evaluations = _checkpoints(run, steps), evaluated(run)
@@ -377,7 +377,9 @@ class _Report:
         return sorted(samples, key=_badness, reverse=True)
 
 
-def step_facts(run: RunDirectory, step: int, span: int) -> dict[str, Any]:
+def step_facts(
+    run: RunDirectory, step: int, span: int, progress: Progress = ignore_progress
+) -> dict[str, Any]:
     """All that a run's directory says of a step, and of `span` steps on each side of it.
 
     Returns:
@@ -390,7 +392,7 @@ def step_facts(run: RunDirectory, step: int, span: int) -> dict[str, Any]:
         DataError: the ledger is damaged.
     """
     run.recipe()
-    rows = read_rows(run)
+    rows = read_rows(run, progress=progress)
     _refuse_beyond(run, step, rows)
     events, report = list(read_events(run)), _report_near(run, step, span)
     near = rows[np.abs(rows.step - step) <= span]

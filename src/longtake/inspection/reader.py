@@ -1,5 +1,6 @@
 """The facts of one run, read from its files, and again only where these have changed."""
 
+import contextvars
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -76,14 +77,31 @@ class RunReader:
         self.run = RunDirectory(folder / name)
         self._lock = threading.Lock()
         self._rows: MetricRows | None = None
+        self._looking: threading.Thread | None = None
+        self._share_read = 0.0
         self._kept: dict[str, tuple[Hashable, Any]] = {}
 
     def facts(self) -> RunFacts:
         with self._lock:
             return self._read()
 
+    def share_read(self, patience_seconds: float) -> float | None:
+        """The share of metrics.jsonl that is read, if reading it takes longer than that.
+
+        A later call continues to wait. None: its rows are read, so that `facts` will not take long.
+        """
+        looking = self._looking
+        if looking is None or not looking.is_alive():
+            self._share_read = 0.0
+            context = contextvars.copy_context()  # it says below which folder files are opened
+            looking = threading.Thread(target=context.run, args=(self.rows,), daemon=True)
+            self._looking = looking
+            looking.start()
+        looking.join(patience_seconds)
+        return self._share_read if looking.is_alive() else None
+
     def rows(self) -> MetricRows:
-        """Of `facts` the rows alone, which takes a part of the time; none if they are damaged."""
+        """The rows of `facts` alone, which takes less time; none if they are damaged."""
         with self._lock, suppress(errors.LongtakeError, OSError):
             return self._read_rows()
         return NO_ROWS
@@ -91,8 +109,13 @@ class RunReader:
     def _read_rows(self) -> MetricRows:
         """Those that were read before, unless a file has changed."""
         paths = [self.run.metrics_path, self.run.rollbacks_path]
-        self._rows = self.kept("rows", _signature(paths), lambda: read_rows(self.run, self._rows))
+        self._rows = self.kept(
+            "rows", _signature(paths), lambda: read_rows(self.run, self._rows, self._note)
+        )
         return self._rows
+
+    def _note(self, share: float) -> None:
+        self._share_read = share
 
     def kept(self, what: str, version: Hashable, read: Callable[[], T]) -> T:
         """What `read` returns, called only if the version is another than the last time.

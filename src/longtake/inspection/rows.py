@@ -31,6 +31,11 @@ from longtake.run_dir import METRIC_COLUMNS, METRIC_TYPES, METRICS, Metrics, Run
 Progress = Callable[[float], object]
 """Called with the share of a file that is read."""
 
+
+def ignore_progress(share: float) -> None:
+    """For a reader whose progress nobody looks at."""
+
+
 _BLOCK_BYTES = 2**20
 _CACHED_BYTES = 2**24  # fewer new bytes are read again each time: that takes 0.2 s
 _MAX_CACHES = 32
@@ -184,7 +189,7 @@ class MetricRows:
 
 
 def read_rows(
-    run: RunDirectory, before: MetricRows | None = None, progress: Progress = lambda share: None
+    run: RunDirectory, before: MetricRows | None = None, progress: Progress = ignore_progress
 ) -> MetricRows:
     """All rows, those of abandoned steps too; other lines are counted and skipped.
 
