@@ -220,7 +220,7 @@ def _look(call: Call, run: Path) -> list[tuple[int, str]]:
     verbs = (
         ("show", run),
         ("show", run, "--around", 1, "--json"),
-        ("show", run, "--out", run / "curves.png"),
+        ("show", run, "--out", run / "curves.html"),
         ("data", "audit", run),
     )
     found = [call(*verb) for verb in verbs]

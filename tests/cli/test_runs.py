@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -170,15 +171,16 @@ def test_the_steps_around_one_are_shown(place: Path, call: Call) -> None:
 
 
 @pytest.mark.parametrize("around", [(), ("--around", "1")])
-def test_a_picture_is_drawn(
+def test_a_page_of_curves_is_written(
     place: Path, tmp_path: Path, call: Call, around: tuple[str, ...]
 ) -> None:
-    out = tmp_path / "curves.png"
+    out = tmp_path / "curves.html"
     code, _, err = call("show", place / "run", *around, "--out", out)
     assert (code, err) == (0, f"wrote {out}\n")
-    assert out.read_bytes().startswith(b"\x89PNG")
+    steps = json.loads(re.findall(r'id="series">(.*?)</script>', out.read_text())[0])["x"]
+    assert steps == [1, 2]
     code, printed, _ = call("show", place / "run", *around, "--out", out, "--json")
-    assert json.loads(printed)["picture"] == str(out)
+    assert json.loads(printed)["page"] == str(out)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_a_picture_is_drawn(
         (("empty",), "is not a run directory"),
         (("nowhere",), "is not a run directory"),
         (("run", "--around", "3"), "has done 2 steps so far, and none is known of step 3"),
-        (("run", "--out", "/nowhere/x.png"), "/nowhere/x.png cannot be written"),
+        (("run", "--out", "/nowhere/x.html"), "/nowhere/x.html cannot be written"),
     ],
 )
 def test_bad_input_is_one_message(

@@ -34,7 +34,6 @@ _IMPORTED = (
     "longtake.evaluation.server",
     "longtake.evaluation.export",
     "longtake.sampling.sampler",
-    "longtake.inspection.plots",
     "longtake.data.index",
     "longtake.data.audit",
     "torch._dynamo",  # by the first step of an optimizer

@@ -9,7 +9,6 @@ from tests.build import MakeRecipe
 
 from longtake.data.loader import Batch
 from longtake.inspection.facts import run_facts, step_facts
-from longtake.inspection.plots import draw_curves
 from longtake.inspection.tables import print_run, print_steps
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
@@ -43,7 +42,7 @@ def repaired(small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> RunDi
     return RunDirectory(recipe.out)
 
 
-def test_a_repaired_run_is_shown(repaired: RunDirectory, tmp_path: Path) -> None:
+def test_a_repaired_run_is_shown(repaired: RunDirectory) -> None:
     facts = run_facts(repaired)
     assert (facts["state"], facts["steps"], facts["abandoned_rows"]) == ("finished", 20, 5)
     verdicts = [(each["step"], each["verdict"], each["reason"]) for each in facts["verdicts"]]
@@ -74,7 +73,6 @@ def test_a_repaired_run_is_shown(repaired: RunDirectory, tmp_path: Path) -> None
     assert (after["source"], after["batch"]) == ("ledger", 18 + end - first)
     assert [bool(each["caption"]) for each in after["samples"]] == [True] * 4
 
-    draw_curves(repaired, tmp_path / "curves.png", 15, 5)
     console = Console(quiet=True)
     print_run(console, run_facts(repaired))
     print_steps(console, facts)

@@ -76,7 +76,8 @@ def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str])
     Args:
         facts: of the run.
         links: how the page refers to others.
-        query: `log`, the name of a log whose end is shown. What plots show is up to the script.
+        query: `log`, the name of a log whose end is shown; in a file, `first` and `last`, the steps
+            that plots show. What the plots of a server show is up to the script.
     """
     panels = panels_of(facts.rows)
     return render(
@@ -88,7 +89,7 @@ def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str])
         panels=panels,
         marks=marks_payload(facts.marks),
         samples=samples_of(facts, links),
-        series=None if links.series(facts.name) else _all_series(facts),
+        series=None if links.series(facts.name) else _series(facts, query),
         planned=planned_bytes(facts.events),
         memory=next(newest_measurements(facts.events), None),
         events=facts.marks[::-1][:_MOST_EVENTS],
@@ -103,10 +104,12 @@ def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str])
     )
 
 
-def _all_series(facts: RunFacts) -> dict[str, Any]:
+def _series(facts: RunFacts, query: Mapping[str, str]) -> dict[str, Any]:
+    """Everything that the page's plots can show."""
     names = (name for panel in panels_of(facts.rows) for name in (*panel.names, *panel.more))
-    query = {"names": ",".join(dict.fromkeys(names)), "pixels": str(DEFAULT_PIXELS)}
-    return series_payload(facts.rows, query)
+    span = {name: query[name] for name in ("first", "last") if name in query}
+    chosen = {"names": ",".join(names), "pixels": str(DEFAULT_PIXELS), **span}
+    return series_payload(facts.rows, chosen)
 
 
 def hours(facts: RunFacts) -> Any:

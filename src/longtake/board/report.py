@@ -1,7 +1,7 @@
 """`longtake report`: the pages of a run as one HTML file that needs no server and no network."""
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -122,12 +122,17 @@ def _spread(steps: list[int]) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def render_report(facts: RunFacts, links: ReportLinks) -> str:
-    """The file's text: all pages of a run, below each other."""
+def render_report(
+    facts: RunFacts,
+    links: ReportLinks,
+    pages: Sequence[PageName] = tuple(RENDER),
+    query: Mapping[str, str] | None = None,
+) -> str:
+    """The file's text: pages of a run, below each other."""
     # The videos first, where there are some.
     has_samples = facts.summary.sample is not None
-    order = sorted(RENDER, key=lambda name: name != "samples") if has_samples else list(RENDER)
-    sections = {name: Markup(RENDER[name](facts, links, {})) for name in order}  # noqa: S704 - rendered
+    order = sorted(pages, key=lambda name: name != "samples") if has_samples else pages
+    sections = {name: Markup(RENDER[name](facts, links, query or {})) for name in order}  # noqa: S704 - rendered
     files = assets.static_files()
     scripts = [*(files[name].decode() for name in assets.SCRIPTS), _in_function()]
     return html_file.render_file(
@@ -164,8 +169,24 @@ def _in_function() -> str:
     return f"(() => {{\n{assets.bundled_module()}}})();\n"
 
 
-def write_report(path: Path, out: Path, media_mib: float = DEFAULT_MEDIA_MIB) -> ReportLinks:
-    """Write the pages of a run to a file; returns what is known of its videos.
+def write_report(
+    path: Path,
+    out: Path,
+    media_mib: float = DEFAULT_MEDIA_MIB,
+    pages: Sequence[PageName] = tuple(RENDER),
+    query: Mapping[str, str] | None = None,
+) -> ReportLinks:
+    """Write pages of a run to a file.
+
+    Args:
+        path: the run directory.
+        out: the file.
+        media_mib: room for videos and pictures.
+        pages: those that are written.
+        query: what they show, as on the board.
+
+    Returns:
+        What the file has of the run's videos.
 
     Raises:
         RunError: there is no run, or the file cannot be written.
@@ -180,6 +201,6 @@ def write_report(path: Path, out: Path, media_mib: float = DEFAULT_MEDIA_MIB) ->
     with fsio.reading_below(reader.folder):
         facts = reader.facts()
         links = ReportLinks(facts, int(media_mib * _MIB))
-        text = render_report(facts, links)
+        text = render_report(facts, links, pages, query)
     html_file.write(out, text)
     return links

@@ -31,11 +31,11 @@ def show(
     span: Annotated[
         int | None,
         typer.Option(
-            min=0, max=10**9, help="Steps on each side: 8 in tables, 100 in pictures, if unset."
+            min=0, max=10**9, help="Steps on each side: 8 in tables, 100 in plots, if unset."
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A PNG to write: loss, gradient norm and weight norm.")
+        Path | None, typer.Option(help="A page to write (.html): curves, events, time, recipe.")
     ] = None,
     as_json: say.AsJson = False,
 ) -> None:
@@ -49,7 +49,7 @@ def show(
         from longtake.inspection.tables import print_run, print_steps
 
         if out is not None:
-            check_picture_name(out)
+            check_picture_name(out, (".html",))
 
         def say_share(share: float) -> None:
             # Of a file that takes long, each quarter is a phase that is long enough to be printed.
@@ -61,11 +61,14 @@ def show(
             facts = step_facts(directory, around, 8 if span is None else span, say_share)
             tell = print_steps
         if out is not None:
-            enter("drawing")
-            from longtake.inspection.plots import draw_curves
+            enter("writing the page")
+            from longtake.board.report import write_report
 
-            draw_curves(directory, out, around, 100 if span is None else span)
-            facts["picture"] = str(out)
+            most = 100 if span is None else span
+            near = {} if around is None else {"first": max(0, around - most), "last": around + most}
+            query = {name: str(step) for name, step in near.items()}
+            write_report(run.resolve(), out, media_mib=0, pages=("overview",), query=query)
+            facts["page"] = str(out)
     say.skipped_lines()
     if as_json:
         say.result(facts)

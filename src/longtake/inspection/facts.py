@@ -277,7 +277,7 @@ def next_commands(
         named = f"--preset {shlex.quote(presets[0])} --out sheet.png"
         ways.append((f"{own} compare {path} {named}", "its checkpoints side by side"))
     if len(rows):
-        ways.append((f"{own} show {path} --out curves.png", "its curves"))
+        ways.append((f"{own} show {path} --out curves.html", "its curves"))
     if run.ledger_path.exists():
         ways.append((f"{own} data audit {path}", "what it was trained on, proved"))
     return [{"command": command, "for": what} for command, what in ways]

@@ -33,7 +33,7 @@ Progress = Callable[[float], object]
 
 
 def ignore_progress(share: float) -> None:
-    """For a reader whose progress nobody looks at."""
+    """The progress of a reader that does not show it."""
 
 
 _BLOCK_BYTES = 2**20
