@@ -26,7 +26,8 @@ from longtake.demo.shapes import write_clips
 from longtake.fsio import read_json_lines
 from longtake.guard.detectors import OK, GuardVerdict, judge
 from longtake.guard.history import GuardSettings, History, JudgedStep, StepStatistics
-from longtake.run_dir import Metrics, RunDirectory
+from longtake.metrics import Metrics
+from longtake.run_dir import RunDirectory
 from longtake.training.train import train
 
 _RESULTS = Path(__file__).parent / "results" / "guard_calibration.md"

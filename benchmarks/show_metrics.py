@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from longtake import config
 from longtake.fsio import read_last_record
-from longtake.run_dir import Metrics, RunDirectory
+from longtake.metrics import Metrics
+from longtake.run_dir import RunDirectory
 
 _RESULTS = Path(__file__).parent / "results" / "show_metrics.md"
 _NEW_LINES = 1000

@@ -11,8 +11,8 @@ from tests.build import wait_until
 from tests.monitor.build import make_heartbeat
 
 from longtake import progress
+from longtake.metrics import Metrics
 from longtake.progress import counted, phase_lines, step_progress
-from longtake.run_dir import Metrics
 
 
 def _row(step: int, loss: float = 0.5, seconds: float = 2.0) -> Metrics:

@@ -12,7 +12,8 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
 from longtake.fsio import append_json, read_json_lines
-from longtake.run_dir import Metrics, RunDirectory, beside, refuse_moved
+from longtake.metrics import Metrics
+from longtake.run_dir import RunDirectory, beside, refuse_moved
 
 
 def _recipe(out: Path, **training: Any) -> Recipe:

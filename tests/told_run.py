@@ -13,7 +13,8 @@ from longtake.checkpoint.files import commit, describe_files, list_files
 from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Batch, Loader
 from longtake.fsio import now
-from longtake.run_dir import Metrics, RunDirectory
+from longtake.metrics import Metrics
+from longtake.run_dir import RunDirectory
 
 TOTAL, SPIKED, TOOK, DIVERGED, CHECKPOINT, ENDED = 40, 9, (13, 22), 20, 12, 24
 

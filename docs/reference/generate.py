@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import typer
 
-from longtake import config, errors, run_dir
+from longtake import config, errors, metrics, run_dir
 from longtake.cli.app import app
 
 HERE = Path(__file__).parent
@@ -258,7 +258,9 @@ def run_directory_page() -> str:
     docstring = inspect.getdoc(run_dir) or ""
     tree = re.search(r"(?:^    .*\n?)+", docstring, re.MULTILINE)
     assert tree, "run_dir's docstring lists the files"
-    texts = attribute_docstrings(Path(run_dir.__file__).read_text(encoding="utf-8"))
+    texts = dict[str, dict[str, str]]()
+    for module in (run_dir, metrics):
+        texts |= attribute_docstrings(Path(str(module.__file__)).read_text(encoding="utf-8"))
     lines = [
         "# Files of a run directory",
         "",

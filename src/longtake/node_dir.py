@@ -30,7 +30,8 @@ from typing_extensions import TypedDict
 
 from longtake import errors, evaluation_dir, fsio, lease
 from longtake.formatting import natural_key
-from longtake.run_dir import EVENT, Metrics, RunDirectory
+from longtake.metrics import Metrics
+from longtake.run_dir import EVENT, RunDirectory
 
 NodeEventKind = Literal[
     "watcher_started",

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from longtake import heartbeat
 from longtake.formatting import for_seconds, format_duration, join_words
-from longtake.run_dir import Metrics
+from longtake.metrics import Metrics
 
 _SECONDS_BETWEEN_LINES = 20.0
 _FEWEST_STEPS, _MOST_STEPS = 20, 1000  # from which the time left is shown

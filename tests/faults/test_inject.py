@@ -19,8 +19,9 @@ from longtake.faults.sandbox import (
     SLOW_PACE_SECONDS,
     InjectionKind,
 )
+from longtake.metrics import Metrics
 from longtake.parallel.mesh import World
-from longtake.run_dir import Metrics, RunDirectory
+from longtake.run_dir import RunDirectory
 from longtake.training import loop
 from longtake.training.train import train
 

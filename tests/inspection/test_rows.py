@@ -13,7 +13,8 @@ from longtake import fsio
 from longtake.errors import RecordError
 from longtake.inspection import rows as rows_module
 from longtake.inspection.rows import MetricRows, read_rows
-from longtake.run_dir import METRIC_COLUMNS, RunDirectory
+from longtake.metrics import METRIC_COLUMNS
+from longtake.run_dir import RunDirectory
 
 _GOOD = {
     "step": 1,

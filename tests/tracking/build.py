@@ -11,7 +11,8 @@ from longtake.config import TrackingSection
 from longtake.data.encode import write_video
 from longtake.evaluation_dir import EvaluationDirectory, Scores, cursor_path
 from longtake.lease import Lease
-from longtake.run_dir import Metrics, RunDirectory
+from longtake.metrics import Metrics
+from longtake.run_dir import RunDirectory
 from longtake.tracking.follower import Feed
 from longtake.tracking.reader import Cursor
 from longtake.tracking.tensorboard import TensorBoard

@@ -21,8 +21,9 @@ from longtake.data.loader import Batch
 from longtake.data.stages import StagePosition
 from longtake.errors import DataError
 from longtake.fsio import read_json_lines
+from longtake.metrics import Metrics
 from longtake.parallel.mesh import World, join
-from longtake.run_dir import Metrics, RunDirectory
+from longtake.run_dir import RunDirectory
 from longtake.training import record
 from longtake.training.record import keep_recorder
 from longtake.training.session import Session

@@ -14,7 +14,8 @@ from longtake.board.report import write_report as write_pages
 from longtake.data.encode import write_video
 from longtake.evaluation_dir import EvaluationDirectory, Scores, VideoScores
 from longtake.formatting import escape, format_duration
-from longtake.run_dir import Metrics, RunDirectory
+from longtake.metrics import Metrics
+from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import checkpoint_key
 from longtake.sampling.presets import Preset, settings_for
 from longtake.sampling.sampler import Sampler

@@ -13,7 +13,7 @@ from typing import IO, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from longtake.run_dir import METRICS
+from longtake.metrics import METRICS
 
 Column = NDArray[Any]
 Numbers = NDArray[np.float64]

@@ -26,7 +26,8 @@ from typing_extensions import TypedDict
 
 from longtake import errors, fsio
 from longtake.inspection.columns import ABSENT, DTYPE, Column, ColumnStore
-from longtake.run_dir import METRIC_COLUMNS, METRIC_TYPES, METRICS, Metrics, RunDirectory
+from longtake.metrics import METRIC_COLUMNS, METRIC_TYPES, METRICS, Metrics
+from longtake.run_dir import RunDirectory
 
 Progress = Callable[[float], object]
 """Called with the share of a file that is read."""

@@ -17,8 +17,9 @@ from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import natural_key, one_line, plural
 from longtake.inspection.rows import read_rows
 from longtake.inspection.timeline import goodput, share_of_training
+from longtake.metrics import Metrics
 from longtake.node_dir import StateKind
-from longtake.run_dir import EVENT, Metrics, RunDirectory
+from longtake.run_dir import EVENT, RunDirectory
 
 MAX_RUNS: Final = 1000
 MAX_DEPTH: Final = 3

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from longtake.inspection.columns import ABSENT, Column
 from longtake.inspection.rows import MetricRows
-from longtake.run_dir import METRICS, Metric
+from longtake.metrics import METRICS, Metric
 
 SERIES: Final[Mapping[str, Metric]] = {
     **{name: metric for name, metric in METRICS.items() if metric.label},

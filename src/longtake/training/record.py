@@ -20,11 +20,12 @@ from longtake.formatting import format_size, plural
 from longtake.guard import detectors, history
 from longtake.guard.rollback import RollBack
 from longtake.lease import Lease
+from longtake.metrics import Metrics
 from longtake.parallel import collectives
 from longtake.planner.profiler import measured, take_peak
 from longtake.planner.record import MeasuredStep
 from longtake.progress import StepProgress, step_progress
-from longtake.run_dir import EventKind, Metrics, skipped_batches
+from longtake.run_dir import EventKind, skipped_batches
 from longtake.training.guard_runner import Decision
 from longtake.training.run_lease import refuse_lost
 from longtake.training.session import SampleLosses, Session

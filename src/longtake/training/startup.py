@@ -10,10 +10,11 @@ import torch
 from longtake import fsio, heartbeat
 from longtake.data.loader import Loader
 from longtake.formatting import escape, escape_lines, format_size, plural
+from longtake.metrics import Metrics
 from longtake.models.numerics import count_weights
 from longtake.parallel import attention_rules, collectives, mesh
 from longtake.planner.record import MemoryPlan
-from longtake.run_dir import BEGINNINGS, EventKind, Metrics, RunDirectory, last_ending
+from longtake.run_dir import BEGINNINGS, EventKind, RunDirectory, last_ending
 from longtake.training.session import Session, TrainingState
 
 PARTS: dict[heartbeat.Phase, str] = {
