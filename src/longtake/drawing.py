@@ -1,7 +1,7 @@
 """Draws labelled grids of pictures, and text in any writing system, in the same few colours.
 
-DejaVu Sans of matplotlib has Latin, Greek and Cyrillic letters. Other characters come from fonts
-of this machine; one that no font has is drawn as a box, and a line on stderr says so once.
+Pillow's own font has unaccented Latin letters. Other characters come from fonts of this machine;
+one that no font has is drawn as a box, and a line on stderr says so once.
 """
 
 import os
@@ -9,32 +9,25 @@ import shutil
 import subprocess
 import sys
 import unicodedata
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw, ImageFont
 
 from longtake import errors, fsio
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 PAPER, INK, PALE_INK, RULE = "#fcfcfa", "#22252a", "#767c85", "#e4e4df"
-SERIES = ("#1f4e8c", "#c8453b", "#2f8f5b", "#b7791f", "#6b4fa0", "#1f8a93", "#a23b72", "#6f7d2c")
-"""Colours that distinguish series, in the order in which they are used."""
 TITLE_SIZE, TEXT_SIZE, NOTE_SIZE = 22, 15, 13
 
 Size = tuple[int, int]
 """Width and height in pixels."""
 
-_GREEN, _RED = SERIES[2], SERIES[1]
-_MARGIN, _LABEL_GAP, _TITLE_GAP, _HEADING_GAP = 28, 22, 10, 6
+_GREEN, _RED = "#2f8f5b", "#c8453b"
+_MARGIN, _LABEL_GAP, _ROW_GAP = 28, 22, 26
 
 _LEADING = 1.4  # line height over font size
 _FC_MATCH_SECONDS = 5.0
@@ -42,10 +35,9 @@ _FONT_FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "/System/Library/
 _FONT_SUFFIXES = (".ttf", ".otf", ".ttc")
 _MOST_FONTS = 400
 """Files that are looked into where there is no fontconfig; those with many characters first."""
-_PROBES = "中あ한ไहአ"
-"""A character each of writing systems that DejaVu Sans lacks."""
 _SHOWN = 8
 _PROBE_SIZE = 12
+_IN_NO_FONT = "\U0010ffff"
 
 _missing_said = False
 
@@ -74,17 +66,12 @@ class GridRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of pictures with labels left of them, on one page; widths and gaps are in pixels."""
+    """Rows of pictures with labels left of them, on one page; widths are in pixels."""
 
     rows: Sequence[GridRow]  # at least one
     label_width: int
     title: str = ""
-    headings: Sequence[Sequence[TextLine]] = ()  # lines above each cell
-    footers: Mapping[str, Sequence[tuple[str, bool]]] = field(default_factory=dict)
-    """Below each cell, by the name at the left, a text and whether it is an alarm."""
     mark_width: int = 0  # left of the labels, for ticks and crosses
-    row_gap: int = 26
-    has_rules: bool = True  # draw a line between two rows
 
     def corner(self, row: int, cell: int) -> tuple[int, int]:
         """Left and top of a cell's picture on the page."""
@@ -100,52 +87,35 @@ class Grid:
         for index, row in enumerate(self.rows):
             last = len(row.cells) - 1
             widths.append(self.corner(index, last)[0] + row.cells[last].picture.width)
-        bottom = self._tops[-1] + len(self.footers) * line_height(NOTE_SIZE)
-        return max(widths) + _MARGIN, bottom + _MARGIN - (0 if self.footers else self.row_gap)
+        return max(widths) + _MARGIN, self._tops[-1] + _MARGIN - _ROW_GAP
 
     def draw(self) -> Image.Image:
         """The page in RGB."""
-        page, tops = Image.new("RGB", self.size, PAPER), self._tops
+        page = Image.new("RGB", self.size, PAPER)
         pen = ImageDraw.Draw(page)
-        _draw_lines(pen, (_MARGIN, _MARGIN), [TextLine(self.title, TITLE_SIZE)])
-        for cell, heading in enumerate(self.headings):
-            _draw_lines(pen, (self.corner(0, cell)[0], self._heading_top()), heading)
-        for index, row in enumerate(self.rows):
-            if index and self.has_rules:
-                rule = tops[index] - self.row_gap // 2
+        draw_text(pen, (_MARGIN, _MARGIN), self.title, TITLE_SIZE, INK)
+        for index, (row, top) in enumerate(zip(self.rows, self._tops, strict=False)):
+            if index:
+                rule = top - _ROW_GAP // 2
                 pen.line((_MARGIN, rule, page.width - _MARGIN, rule), fill=RULE)
-            _draw_mark(pen, (_MARGIN, tops[index]), row.is_correct)
-            _draw_lines(pen, (_MARGIN + self.mark_width, tops[index]), row.label)
+            _draw_mark(pen, (_MARGIN, top), row.is_correct)
+            line_top = top
+            for line in row.label:
+                left = _MARGIN + self.mark_width
+                draw_text(pen, (left, line_top), line.text, line.size, line.ink)
+                line_top += line_height(line.size)
             for cell, each in enumerate(row.cells):
                 page.paste(each.picture, self.corner(index, cell))
-        self._draw_footers(pen, tops[-1])
         return page
-
-    def _draw_footers(self, pen: ImageDraw.ImageDraw, top: int) -> None:
-        for name, values in self.footers.items():
-            draw_text(pen, (_MARGIN, top), name, NOTE_SIZE, PALE_INK)
-            for cell, (text, is_alarm) in enumerate(values):
-                left = self.corner(0, cell)[0]
-                draw_text(pen, (left, top), text, NOTE_SIZE, _RED if is_alarm else INK)
-                if is_alarm:  # a triangle: the font has none
-                    left += round(text_width(text, NOTE_SIZE)) + 7
-                    corners = [(left, top + 12), (left + 8, top + 12), (left + 4, top + 4)]
-                    pen.polygon(corners, fill=_RED)
-            top += line_height(NOTE_SIZE)
-
-    def _heading_top(self) -> int:
-        if not self.title:
-            return _MARGIN
-        return _MARGIN + line_height(TITLE_SIZE) + (_TITLE_GAP if self.headings else self.row_gap)
 
     @cached_property
     def _tops(self) -> list[int]:
         """Tops of the rows, and where the next one would begin."""
-        heading = max(map(_height_of, self.headings), default=0)
-        tops = [self._heading_top() + heading + (_HEADING_GAP if self.headings else 0)]
+        tops = [_MARGIN + (line_height(TITLE_SIZE) + _ROW_GAP if self.title else 0)]
         for row in self.rows:
-            heights = [_height_of(row.label), *(cell.picture.height for cell in row.cells)]
-            tops.append(tops[-1] + max(heights) + self.row_gap)
+            label = sum(line_height(line.size) for line in row.label)
+            heights = [label, *(cell.picture.height for cell in row.cells)]
+            tops.append(tops[-1] + max(heights) + _ROW_GAP)
         return tops
 
 
@@ -173,7 +143,7 @@ def resized(picture: Image.Image, size: Size) -> Image.Image:
     return picture.resize(size, method)
 
 
-def save_picture(picture: "Image.Image | Figure", path: Path) -> None:
+def save_picture(picture: Image.Image, path: Path) -> None:
     """Write a PNG file aside and rename it.
 
     Raises:
@@ -181,25 +151,9 @@ def save_picture(picture: "Image.Image | Figure", path: Path) -> None:
     """
     try:
         with fsio.atomic_write(path) as aside:
-            if isinstance(picture, Image.Image):
-                picture.save(aside, format="PNG")
-            else:
-                picture.savefig(aside, format="png")
+            picture.save(aside, format="PNG")
     except OSError as error:
         raise errors.RunError(f"{path} cannot be written: {error.strerror or error}.") from error
-
-
-def _draw_lines(
-    pen: ImageDraw.ImageDraw, place: tuple[int, int], lines: Sequence[TextLine]
-) -> None:
-    left, top = place
-    for line in lines:
-        draw_text(pen, (left, top), line.text, line.size, line.ink)
-        top += line_height(line.size)
-
-
-def _height_of(lines: Sequence[TextLine]) -> int:
-    return sum(line_height(line.size) for line in lines)
 
 
 def _draw_mark(pen: ImageDraw.ImageDraw, place: tuple[int, int], is_correct: bool | None) -> None:
@@ -219,7 +173,7 @@ def draw_text(
 ) -> None:
     """Draw one line of text; `place` is its upper left corner."""
     _say_missing(text)
-    left, baseline = place[0], place[1] + _font(_dejavu(), size).getmetrics()[0]
+    left, baseline = place[0], place[1] + _font("", size).getmetrics()[0]
     for path, part in _parts(text):
         font = _font(path, size)
         pen.text((left, baseline), part, fill=ink, font=font, anchor="ls")
@@ -246,25 +200,6 @@ def wrap(text: str, size: int, width: int) -> list[str]:
     return lines
 
 
-@contextmanager
-def figure_text(*texts: str) -> Iterator[None]:
-    """Let matplotlib draw text of any writing system in the block, and no formulas.
-
-    `texts` come from a user; it is said if a character of them cannot be drawn.
-    """
-    from matplotlib import font_manager, rc_context
-
-    _say_missing("".join(texts))
-    families = ["DejaVu Sans"]
-    for path in dict.fromkeys(map(_path_of, [*_PROBES, *"".join(texts)])):
-        if path is not None and path != _dejavu():
-            font_manager.fontManager.addfont(path)
-            families.append(font_manager.FontProperties(fname=path).get_name())
-    with rc_context({"font.family": families, "text.parse_math": False}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        yield
-
-
 def _cut(word: str, size: int, width: int) -> list[str]:
     """Split a word into pieces that fit; almost always into one."""
     if text_width(word, size) <= width:
@@ -279,7 +214,7 @@ def _cut(word: str, size: int, width: int) -> list[str]:
 
 def _parts(text: str) -> Iterator[tuple[str, str]]:
     shown = [character for character in text if not _is_invisible(character)]
-    for path, part in groupby(shown, lambda character: _path_of(character) or _dejavu()):
+    for path, part in groupby(shown, lambda character: _path_of(character) or ""):
         yield path, "".join(part)
 
 
@@ -302,24 +237,22 @@ def _say_missing(text: str) -> None:
 
 @cache
 def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(path, size)
-
-
-@cache
-def _dejavu() -> str:
-    from matplotlib import get_data_path
-
-    return str(Path(get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf")
+    """The font of a file; Pillow's own if there is no path."""
+    if path:
+        return ImageFont.truetype(path, size)
+    font = ImageFont.load_default(size)
+    assert isinstance(font, ImageFont.FreeTypeFont), "Pillow was built without FreeType"
+    return font
 
 
 @cache
 def _path_of(character: str) -> str | None:
     """The font that a character is drawn with; None where none has it."""
-    if character.isspace() or ord(character) in _characters(_dejavu()):
-        return _dejavu()
+    if character.isspace() or _has("", character):
+        return ""
     found = (path for path in (*_found, _by_fontconfig(character)) if path is not None)
-    path = next((path for path in found if ord(character) in _characters(path)), None)
-    path = path or next((p for p in _installed() if ord(character) in _characters(p)), None)
+    path = next((path for path in found if _has(path, character)), None)
+    path = path or next((path for path in _installed() if _has(path, character)), None)
     if path is not None and path not in _found:
         _found.append(path)
     return path
@@ -329,15 +262,12 @@ _found: list[str] = []
 """Fonts that had a character so far; they are asked first."""
 
 
-@cache
-def _characters(path: str) -> frozenset[int]:
-    """The code points of a font; none where it cannot be drawn in any size, as colour bitmaps."""
-    from matplotlib.ft2font import FT2Font
-
-    with suppress(OSError, RuntimeError, ValueError):
-        _font(path, _PROBE_SIZE)
-        return frozenset(FT2Font(path).get_charmap())
-    return frozenset()
+def _has(path: str, character: str) -> bool:
+    """Whether a font draws a character otherwise than one that it cannot have."""
+    with suppress(OSError, ValueError):  # not a font, or one of colour bitmaps in other sizes
+        font = _font(path, _PROBE_SIZE)
+        return bytes(font.getmask(character)) != bytes(font.getmask(_IN_NO_FONT))
+    return False
 
 
 def _by_fontconfig(character: str) -> str | None:

@@ -38,7 +38,6 @@ _IMPORTED = (
     "longtake.data.audit",
     "torch._dynamo",  # by the first step of an optimizer
     "scipy.optimize",
-    "matplotlib.pyplot",
 )
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _DROP_CAPABILITY = 24  # PR_CAPBSET_DROP
