@@ -5,7 +5,6 @@ it was written. A failure loses what was trained since the newest whole save, an
 """
 
 import math
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,45 +90,6 @@ class FailureModel:
         return replace(self, interval=max(best, self.write))
 
 
-@dataclass(frozen=True)
-class SimulatedTime:
-    """How the time of a simulated run was spent."""
-
-    seconds: float
-    work: float  # seconds of training that were kept
-    num_saves: int
-    num_failures: int
-    lost: float  # seconds
-
-
-def simulate(model: FailureModel, days: float, seed: int = 0) -> SimulatedTime:
-    """Save, fail and restart for so many days; also while a restart is under way."""
-    draw, rate = random.Random(seed), model.failures_per_day / DAY_SECONDS  # noqa: S311 - no secret
-    now = lost = work = 0.0
-    saves = failures = 0
-    whole = (0.0, 0.0)  # the newest whole save: when training went on after it, and its work
-    written, saved = math.inf, whole  # the save under way: when it is whole, and the same of it
-    fails_at = draw.expovariate(rate) if rate else math.inf
-    while now < days * DAY_SECONDS:
-        if fails_at >= now + model.cycle:
-            now, work, saves = now + model.cycle, work + model.interval, saves + 1
-            if written <= now:
-                whole = saved
-            written, saved = now + model.write, (now, work)
-            continue
-        if written <= fails_at:
-            whole = saved
-        lost, work, written = lost + fails_at - whole[0], whole[1], math.inf
-        now = fails_at
-        while fails_at <= now:  # the restarts: a failure ends one, and begins another
-            failures, begun = failures + 1, fails_at
-            fails_at = begun + draw.expovariate(rate)
-            now = begun + model.restart
-            lost += min(now, fails_at) - begun
-        whole = (now, work)
-    return SimulatedTime(now, work, saves, failures, lost)
-
-
 # --- What a run costs -------------------------------------------------------------------------
 
 
@@ -163,30 +123,49 @@ class RunCost:
     stages: Sequence[StageCost]
     save_bytes: int
     num_kept: int  # saves that stay on the disk, those for good included
+    num_ranks: int
+
+    @property
+    def saving(self) -> FailureModel:
+        """The saves and failures of the last stage; only the interval differs between stages."""
+        return self.stages[-1].failures
 
     @property
     def work_seconds(self) -> float:
-        return sum(each.steps * each.step_seconds for each in self.stages)
+        return sum(stage.steps * stage.step_seconds for stage in self.stages)
 
     @property
     def num_saves(self) -> float:
         """Saves of work that is kept."""
         return sum(s.steps * s.step_seconds / s.failures.interval for s in self.stages)
 
+    @property
     def wall_seconds(self) -> float:
-        return sum(each.wall_seconds for each in self.stages)
+        return sum(stage.wall_seconds for stage in self.stages)
+
+    @property
+    def lost_seconds(self) -> float:
+        return sum(stage.wall_seconds * stage.failures.lost_share for stage in self.stages)
+
+    @property
+    def stalled_seconds(self) -> float:
+        return self.wall_seconds - self.lost_seconds - self.work_seconds
+
+    @property
+    def num_failures(self) -> float:
+        return self.wall_seconds * self.saving.failures_per_day / DAY_SECONDS
 
     @property
     def goodput(self) -> float:
-        return self.work_seconds / self.wall_seconds()
+        return self.work_seconds / self.wall_seconds
 
     def at_best(self) -> "RunCost":
-        """The same with the interval at which least is lost, of a step at least."""
+        """Return the cost with the interval at which least is lost, of a step at least."""
         stages = []
-        for each in self.stages:
-            best = each.failures.with_best_interval()
-            best = replace(best, interval=max(best.interval, each.step_seconds))
-            stages.append(replace(each, failures=best))
+        for stage in self.stages:
+            best = stage.failures.with_best_interval()
+            best = replace(best, interval=max(best.interval, stage.step_seconds))
+            stages.append(replace(stage, failures=best))
         return replace(self, stages=stages)
 
 
@@ -229,7 +208,7 @@ def run_cost(
         refuse_no_progress(stage)
     section = recipe.checkpoint
     for_good = recipe.training.steps // section.keep_every if section.keep_every else 0
-    return RunCost(stages, save_bytes, section.keep + for_good)
+    return RunCost(stages, save_bytes, section.keep + for_good, step.world_size)
 
 
 def refuse_no_progress(stage: StageCost) -> None:

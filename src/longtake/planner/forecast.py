@@ -78,6 +78,11 @@ class Forecast:
     best_policy: PolicyForecast | None
 
     @property
+    def precision(self) -> str:
+        """The type of numbers in which the model computes."""
+        return "bf16" if self.step.recipe.model.dtype == "bf16" else self.step.precision
+
+    @property
     def num_parameters(self) -> int:
         return count_weights(self.step.components.model)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -49,6 +50,31 @@ class BlockOption:
 KEEP = BlockOption()
 Options = Mapping[_Name, BlockOption]
 """The option of each block, by the block's name; blocks that are not named are kept."""
+
+
+def blocks_by_option(options: Options) -> list[tuple[BlockOption, int, str]]:
+    """Group blocks by their option: it, how many have it, and their names as ranges."""
+    names: dict[BlockOption, list[str]] = {}
+    for name, option in options.items():
+        names.setdefault(option, []).append(name)
+    return [(option, len(blocks), name_ranges(blocks)) for option, blocks in names.items()]
+
+
+def name_ranges(names: Sequence[str]) -> str:
+    """Shorten names: blocks.0, blocks.1 and blocks.3 are blocks.0-1, 3."""
+    ranges: list[tuple[str, int, int]] = []  # what is before the number, the first and the last
+    for name in names:
+        front, _, end = name.rpartition(".")
+        number = int(end) if end.isdigit() else -1
+        if ranges and ranges[-1][::2] == (front, number - 1):
+            ranges[-1] = front, ranges[-1][1], number
+        else:
+            ranges.append((front if number >= 0 else name, number, number))
+    texts = []
+    for (before, *_), (front, first, last) in pairwise([("", -1, -1), *ranges]):
+        numbers = "" if first < 0 else f"{first}-{last}" if last > first else str(first)
+        texts.append(numbers if numbers and front == before else f"{front}.{numbers}".rstrip("."))
+    return ", ".join(texts)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,256 @@
+"""What `longtake plan --json` prints; numbers are rounded, and their paths stay.
+
+Each function names the keys of one class of the planner.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from longtake.planner.record import blocks_by_option
+
+if TYPE_CHECKING:
+    from longtake.planner.cost import RunCost, StageCost
+    from longtake.planner.forecast import Forecast, PhaseForecast
+    from longtake.planner.mesh import MeshForecast
+    from longtake.planner.record import PolicyForecast, StaticMemory
+    from longtake.planner.report import PlanReport, StageForecast
+
+_GIB = 2**30
+_GB = 1e9
+_HOUR_SECONDS = 3600.0
+
+
+def report_json(report: "PlanReport") -> dict[str, Any]:
+    known, recipe, step = report.known, report.recipe, report.known.step
+    start, ahead = report.start, report.ahead
+    facts = {
+        "device": known.device.name,
+        "memory_gib": _gib(known.device.memory_bytes),
+        "budget_gib": _gib(known.device.budget_bytes),
+        "model": {
+            "parameters": known.num_parameters,
+            "trainable": known.num_trainable,
+            "tokens": step.num_tokens,
+        },
+        "bucket": step.bucket.model_dump(exclude_none=True),
+        "micro_batch_size": step.micro_batch_size,
+        "num_micro_batches": step.num_micro_batches,
+        "precision": known.precision,
+        "processes": step.world_size,
+        "per_node": step.per_node,
+        "fixed_gib": _static(known.static),
+        "host_gib": _gib(known.static.optimizer.host),
+        "host_ram": {
+            "pinned_gib": _gib(known.pinned_host_bytes),
+            "limit_gib": _gib(step.host_room),
+            "needed_gib": _gib(known.needed_host_bytes),
+        },
+        "short": list(report.short),
+        "foreach_gib": _gib(known.foreach_bytes),
+        "policies": [_policy(row) for row in known.policies],
+        "best": _best(known),
+        "gradients": {
+            "trainable": len(known.gradients.reached) + len(known.gradients.unreached),
+            "reached": len(known.gradients.reached),
+            "unreached": list(known.gradients.unreached),
+        },
+        "traps": [
+            {"block": trap.block, "trap": trap.trap, "fix": trap.fix, "stops": trap.stops}
+            for trap in known.gradients.traps
+        ],
+        "changes": [
+            {
+                "what": change.what,
+                "set": list(change.changes),
+                "policy": change.policy,
+                "step_peak_gib": _gib(change.step_peak_bytes),
+                "host_gib": _gib(change.host_bytes),
+                "short": list(change.short),
+                "fits": change.fits,
+            }
+            for change in report.suggestions
+        ],
+        "phases": [_phase(phase, recipe.sampling.every) for phase in report.phases],
+        "checkpoint": {"every": recipe.checkpoint.every, "minutes": recipe.checkpoint.minutes},
+        "init_from": start
+        and {
+            "file": str(recipe.trainable.init_from),
+            "layers": start.num_layers,
+            "trained_layers": start.num_trained,
+            "rank": start.rank,
+            "expert": recipe.model.expert and recipe.model.folder(),
+        },
+        "stages": [_stage(stage) for stage in report.stages],
+        "policy": report.named_policy,
+        "policy_misses": report.policy_problem,
+        "data_warnings": list(report.data_warnings),
+        "refusals": [] if report.refusal is None else [report.refusal],
+        "warnings": list(report.warnings),
+        "encode_ahead": ahead and {"gib": _gib(ahead.num_bytes), "is_chosen": ahead.is_chosen},
+        "mesh": report.mesh and _mesh(report.mesh),
+    }
+    return facts if report.cost is None else facts | {"cost": _cost(report.cost)}
+
+
+def _static(static: "StaticMemory") -> dict[str, float | None]:
+    return {
+        "weights": _gib(static.weights),
+        "gradients": _gib(static.gradients),
+        "optimizer": _gib(static.optimizer.device),
+        "inputs": _gib(static.inputs),
+        "ema": _gib(static.ema),
+        "encoders": _gib(static.encoders),
+    }
+
+
+def _policy(row: "PolicyForecast") -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "forward_end_gib": _gib(row.forward_end_bytes),
+        "peak_gib": _gib(row.peak_bytes),
+        "step_peak_gib": _gib(row.step_peak_bytes),
+        "overhead": None if row.overhead is None else round(row.overhead, 4),
+        "fits": row.fits,
+    }
+
+
+def _best(known: "Forecast") -> dict[str, Any] | None:
+    best, row = known.best, known.best_policy
+    if best is None or row is None:
+        return None
+    away = known.static.elsewhere
+    facts = {key: value for key, value in _policy(row).items() if key not in ("name", "peak_gib")}
+    return {
+        **facts,
+        "host_gib": _gib(row.host_bytes),
+        "link_share": round(row.link_share, 4),
+        "per_block": best.per_block(),
+        "blocks": [
+            {
+                "blocks": names,
+                "count": count,
+                "activations": option.activations,
+                "weights": option.weights,
+            }
+            for option, count, names in blocks_by_option(best.options)
+        ],
+        "options": {name: str(option) for name, option in best.options.items()},
+        "predicted_gib": _gib(best.predicted_bytes - away),
+        "traced_gib": _gib(best.traced.peak_bytes - away),
+        "overhead_with_another_gib": round(best.overhead_with_another_gib, 4),
+    }
+
+
+def _phase(phase: "PhaseForecast", sampling_every: int | None) -> dict[str, Any]:
+    between = {"every": sampling_every} if phase.name == "sampling" else {}
+    how = {"how": phase.how} if phase.how else {}
+    return {
+        "name": phase.name,
+        "weights_gib": _gib(phase.weight_bytes),
+        "peak_gib": _gib(phase.peak_bytes),
+        "seconds": _digits(phase.seconds, 3),
+        "fits": phase.fits,
+        **between,
+        **how,
+    }
+
+
+def _stage(stage: "StageForecast") -> dict[str, Any]:
+    batch, rates = stage.batch, stage.learning_rates
+    return {
+        "name": batch.name,
+        "first_step": stage.first_step,
+        "steps": stage.num_steps,
+        "learning_rate": rates and list(rates),
+        "warmup_steps": stage.warmup_steps,
+        "global_batch_size": batch.global_batch_size,
+        "micro_batch_size": batch.micro_batch_size,
+        "num_micro_batches": batch.num_micro_batches,
+        "bucket": batch.bucket.model_dump(exclude_none=True),
+        "tokens": batch.num_tokens,
+        "ema_decay": stage.ema_decay,
+        "shift": stage.shift,
+        "caption_dropout": stage.caption_dropout,
+        "is_planned": stage.is_planned,
+    }
+
+
+def _mesh(mesh: "MeshForecast") -> dict[str, Any]:
+    return {
+        "link_gb_per_second": {"node": mesh.links.node / _GB, "network": mesh.links.network / _GB},
+        "ranks_of_a_copy": mesh.num_shards,
+        "copies": mesh.num_copies,
+        "sent_bytes": mesh.num_bytes,
+        "sent": [
+            {
+                "what": row.what,
+                "ranks": row.ranks,
+                "over": row.over,
+                "bytes": row.num_bytes,
+                "seconds": _digits(row.seconds, 5),
+                "exposed_seconds": _digits(row.exposed_seconds, 5),
+            }
+            for row in mesh.sent
+        ],
+        "compute_seconds": _digits(mesh.compute_seconds, 5),
+        "step_seconds": _digits(mesh.step_seconds, 5),
+        "exposed_share": round(mesh.exposed_share, 4),
+        "idle_share": round(mesh.idle_share, 4),
+        "advice": [
+            {
+                "set": list(change.changes),
+                "step_seconds": _digits(change.step_seconds, 5),
+                "step_peak_gib": _gib(change.step_peak_bytes),
+                "fits": change.fits,
+            }
+            for change in mesh.advice
+        ],
+    }
+
+
+def _cost(cost: "RunCost") -> dict[str, Any]:
+    best = None
+    if cost.saving.failures_per_day:
+        at_best = cost.at_best()
+        minutes = at_best.saving.interval / 60
+        best = {"minutes": _digits(minutes), "goodput": round(at_best.goodput, 5)}
+    return {
+        "processes": cost.num_ranks,
+        "stages": [_stage_cost(stage) for stage in cost.stages],
+        "failures_per_day": cost.saving.failures_per_day,
+        "failures": round(cost.num_failures, 3),
+        "lost_seconds": _digits(cost.lost_seconds),
+        "restart_seconds": _digits(cost.saving.restart),
+        "saves": round(cost.num_saves, 2),
+        "save_bytes": cost.save_bytes,
+        "kept_bytes": cost.num_kept * cost.save_bytes,
+        "save_write_seconds": _digits(cost.saving.write),
+        "stalled_seconds": _digits(cost.stalled_seconds),
+        "work_seconds": _digits(cost.work_seconds),
+        "wall_seconds": _digits(cost.wall_seconds),
+        "gpu_hours": _digits(cost.wall_seconds * cost.num_ranks / _HOUR_SECONDS),
+        "goodput": round(cost.goodput, 5),
+        "best": best,
+    }
+
+
+def _stage_cost(stage: "StageCost") -> dict[str, Any]:
+    return {
+        "name": stage.name,
+        "steps": stage.steps,
+        "compute_seconds": _digits(stage.compute_seconds),
+        "exposed_seconds": _digits(stage.exposed_seconds),
+        "encoder_seconds": _digits(stage.encoder_seconds),
+        "sampling_seconds": _digits(stage.sampling_seconds),
+        "network_bytes": stage.network_bytes,
+        "save_interval_seconds": _digits(stage.failures.interval),
+        "lost_per_failure_seconds": _digits(stage.failures.lost_per_failure),
+        "goodput": round(stage.failures.goodput, 5),
+    }
+
+
+def _gib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else round(num_bytes / _GIB, 6)
+
+
+def _digits(value: float, digits: int = 6) -> float:
+    return float(f"{value:.{digits}g}")

@@ -1,0 +1,423 @@
+"""What `longtake plan` prints: sentences and tables of a report."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from longtake.cli.cost import cost_report
+from longtake.formatting import (
+    escape,
+    escape_lines,
+    format_duration,
+    format_short_duration,
+    format_size,
+)
+from longtake.planner.record import blocks_by_option
+from longtake.planner.words import ACTIVATION_WORDS, FIXED_WORDS, POLICY_WORDS, WEIGHT_WORDS
+
+if TYPE_CHECKING:
+    from longtake.planner.forecast import Forecast, PhaseForecast
+    from longtake.planner.mesh import CommCost, MeshForecast
+    from longtake.planner.report import PlanReport, StageForecast
+
+_GIB = 2**30
+_GB = 1e9
+_PIPE_WIDTH = 100
+_MOST_NAMES = 12
+_LITTLE_WAITING = 0.001
+_MUCH_MORE_THAN_A_GIB = 4 * _GIB
+"""Below it "the next GiB" would be another GPU."""
+_FITS = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}
+_PHASES = {
+    "text": ("text encoder", "a caption: to fill a cache, and to sample"),
+    "encode": ("codec, encoding", "a clip: to fill a cache"),
+    "step": ("training, encoding", "encoders in the step, beside model and optimizer"),
+    "model": ("model, sampling", "a video, one forward pass"),
+    "decode": ("codec, decoding", "a video as a whole; tiles take less"),
+    "sampling": ("training, sampling", "between two steps, beside model and optimizer"),
+}
+_LITTLE_EXPOSED = 0.05
+_SENT_WHEN = {
+    "weights": "twice in each micro-batch",
+    "gradients to shards": "in the last one",
+    "gradients": "in the last one, between copies",
+    "tokens": "in each attention",
+    "keys and values": "around a ring, in each attention",
+}
+_LINKS = {"node": "a node's links", "network": "the network"}
+_LEGEND = (
+    "forward: when the backward pass begins. peak: the most in forward and backward pass of the "
+    "first step. with optimizer: the most in any later step, with all that stays in memory. time: "
+    "how much longer a step takes than without recompute, predicted from the device's data sheet."
+)
+
+
+def print_plan(console: Console, recipe: str, report: "PlanReport", seconds: float) -> None:
+    """Print what `longtake plan --json` would, at least 100 columns wide in a pipe."""
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)
+    parts = (f"[bold]{escape(recipe)}[/bold]", *_parts(report))
+    end = f"[dim]Predicted in {seconds:.1f} s; nothing was run on the device.[/dim]"
+    for part in (*parts, end):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+
+
+def _parts(report: "PlanReport") -> Iterator[RenderableType]:
+    known, recipe = report.known, report.recipe
+    yield escape(_describe_model(known))
+    yield escape(_describe_device(known))
+    if (start := report.start) is not None:
+        of_expert = f" of {recipe.model.folder()}" if recipe.model.expert else ""
+        yield escape(
+            f"Begins with {recipe.trainable.init_from}: LoRA of rank {start.rank} for "
+            f"{start.num_layers} of {start.num_trained} layers{of_expert}."
+        )
+    if len(report.stages) > 1:
+        yield _stage_table(report.stages)
+        yield (
+            "[dim]batch: clips of an update, on all processes together. at once: micro-batches of "
+            "a process, and clips in each. tokens: of a micro-batch. Memory and time "
+            "below are those of the stage marked *, the largest.[/dim]"
+        )
+    yield ""
+    yield _fixed_table(known)
+    if known.policies:
+        yield _policy_table(known)
+        yield f"[dim]{_LEGEND}[/dim]"
+        yield ""
+        yield from _verdict(report)
+        yield from _remarks(report)
+        yield from _phase_table(report.phases)
+        if (mesh := report.mesh) is not None:
+            yield ""
+            yield from _mesh_report(mesh, known.step.world_size, known.step.per_node)
+            yield _describe_loss(report, mesh.step_seconds)
+        if report.cost is not None:
+            yield ""
+            yield from cost_report(report.cost)
+    yield from _gradient_lines(known)
+    for warning in report.data_warnings:
+        yield f"[yellow]data[/yellow] {escape_lines(warning)}"
+    for warning in report.warnings:
+        yield f"[yellow]note[/yellow] {escape_lines(warning)}"
+    if report.refusal is not None:
+        yield f"[red]Training would refuse this recipe.[/red] {escape_lines(report.refusal)}"
+
+
+def _describe_model(known: "Forecast") -> str:
+    step, total, trained = known.step, known.num_parameters, known.num_trainable
+    batch = f"micro-batches of {step.micro_batch_size}"
+    if step.num_micro_batches > 1:
+        batch += f", {step.num_micro_batches} for an update"
+    return (
+        f"{_number(total)} parameters, of which {_number(trained)} train ({trained / total:.2%}). "
+        f"Clips of {step.bucket}: {step.num_tokens} tokens each. In {batch}, computed in "
+        f"{known.precision}."
+    )
+
+
+def _stage_table(stages: "Sequence[StageForecast]") -> Table:
+    """Each stage with its settings; columns in which all stages have none are left out."""
+    names = ("stage", "begins", "steps", "learning rate", "warm-up", "batch", "at once")
+    cells = []
+    for stage in stages:
+        batch, rates = stage.batch, stage.learning_rates
+        settings = (stage.ema_decay, stage.shift, stage.caption_dropout)
+        cells.append(
+            (
+                escape(batch.name) + ("*" if stage.is_planned else ""),
+                "-" if stage.first_step is None else f"{stage.first_step:,}",
+                "the rest" if stage.num_steps is None else f"{stage.num_steps:,}",
+                "-" if rates is None else " to ".join(dict.fromkeys(f"{r:.3g}" for r in rates)),
+                str(stage.warmup_steps or "-"),
+                f"{batch.global_batch_size:,}",
+                f"{batch.num_micro_batches} x {batch.micro_batch_size}",
+                f"{batch.num_tokens:,}",
+                *("-" if value is None else str(value) for value in settings),
+            )
+        )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    columns = zip((*names, "tokens", "EMA", "shift", "no caption"), *cells, strict=True)
+    shown = [(name, *column) for name, *column in columns if set(column) != {"-"}]
+    for name, *_ in shown:
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    for row in zip(*(column for _, *column in shown), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _describe_device(known: "Forecast") -> str:
+    device = known.device
+    if device.memory_bytes is None or device.budget_bytes is None:
+        return f"Planned for {device.name}, without a limit (--memory 48GiB sets one)."
+    nccl = ", NCCL" if known.step.world_size > 1 else ""
+    return (
+        f"Planned for {device.name} with {format_size(device.memory_bytes)}: "
+        f"{format_size(device.budget_bytes)} for tensors, "
+        f"{format_size(device.memory_bytes - device.budget_bytes)} is left to the CUDA "
+        f"context{nccl} and fragmentation (recompute.reserve)."
+    )
+
+
+def _fixed_table(known: "Forecast") -> Table:
+    static = known.static
+    sizes = {
+        "weights": static.weights,
+        "gradients": static.gradients,
+        "optimizer": static.optimizer.device,
+        "ema": static.ema,
+        "encoders": static.encoders,
+        "inputs": static.inputs,
+    }
+    table = _table("in memory under every policy", "", "")
+    for name, meaning in FIXED_WORDS.items():
+        if sizes[name] or name not in ("encoders", "ema"):
+            table.add_row(name, format_size(sizes[name]), meaning)
+    if static.optimizer.host:
+        meaning = "optimizer states and fp32 weights, in host RAM"
+        table.add_row("offloaded", format_size(static.optimizer.host), meaning)
+    return table
+
+
+def _policy_table(known: "Forecast") -> Table:
+    most = max(row.step_peak_bytes for row in known.policies)
+    unit, unit_bytes = ("GiB", _GIB) if most >= _GIB else ("MiB", 2**20)
+    table = _table(f"policy, {unit}", "forward", "peak", "with optimizer", "time", "fits", "")
+    best = [] if known.best_policy is None else [known.best_policy]
+    for row in (*known.policies, *best):
+        sizes = (row.forward_end_bytes, row.peak_bytes, row.step_peak_bytes)
+        cells = [row.name, *(f"{size / unit_bytes:.2f}" for size in sizes)]
+        cells += [f"+{row.overhead:.1%}", _FITS[row.fits], POLICY_WORDS[row.name]]
+        table.add_row(*cells, style="bold" if row.name == "best" else None)
+    return table
+
+
+def _verdict(report: "PlanReport") -> Iterator[RenderableType]:
+    """What fits, or else what would help."""
+    known = report.known
+    if known.best is None or known.best_policy is None:
+        yield from _shortage(report)
+        return
+    if report.policy_problem is not None:
+        yield f"[red]Does not fit.[/red] {escape(report.policy_problem)}"
+    elif report.named_policy is not None:
+        yield f'The recipe sets recompute.policy = "{report.named_policy}". In its place:'
+    yield _describe_best(known)
+    if known.needed_host_bytes >= _GIB:
+        yield (
+            f"The computer needs {format_size(known.needed_host_bytes)} of RAM at least "
+            "(--host-memory plans for another): 60 % of it may be pinned."
+        )
+    groups = blocks_by_option(known.best.options)
+    if len(groups) > 1 or known.best_policy.host_bytes:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("blocks", "", "activations", "frozen weights"):
+            table.add_column(column, justify="left" if column else "right")
+        for option, count, names in groups:
+            words = ACTIVATION_WORDS[option.activations], WEIGHT_WORDS[option.weights]
+            table.add_row(names, str(count), *words)
+        yield table
+
+
+def _shortage(report: "PlanReport") -> Iterator[str]:
+    known = report.known
+    sizes = {
+        "GPU memory": (known.least.step_peak_bytes, known.device.budget_bytes or 0),
+        "host RAM": (known.pinned_host_bytes, known.step.host_room),
+    }
+    lacking = "; ".join(
+        f"{name}: {format_size(needed)} of the {format_size(limit)} that a process may take"
+        for name, (needed, limit) in sizes.items()
+        if name in report.short
+    )
+    yield f"[red]Nothing fits.[/red] At least, it takes too much of {lacking or 'both memories'}."
+    if "host RAM" in report.short:
+        yield "A computer with more RAM is planned for by --host-memory 128GiB."
+    yield "What would help, each by itself:"
+    for change in report.suggestions:
+        settings = " ".join(f"--set '{setting}'" for setting in change.changes)
+        taken = {"GPU memory": change.step_peak_bytes, "host RAM": change.host_bytes}
+        still = ", ".join(f"{format_size(taken[name])} of {name}" for name in change.short)
+        result = f"still too much: {still}" if still else "[green]fits[/green]"
+        needed = format_size(change.step_peak_bytes)
+        if change.host_bytes:
+            needed += f" and {format_size(change.host_bytes)} of host RAM"
+        yield f"  {escape(change.what)}: {needed}, {result}  [dim]{escape(settings)}[/dim]"
+
+
+def _describe_best(known: "Forecast") -> str:
+    best, row = known.best, known.best_policy
+    assert best is not None
+    assert row is not None
+    counts = best.per_block()
+    chosen = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    text = f"Best: of {sum(counts.values())} blocks {chosen}."
+    if row.host_bytes:
+        size = format_size(row.host_bytes)
+        text += f" {size} of host RAM are pinned for weights and activations."
+    if best.overhead > 0:
+        text += f" A step takes {best.overhead:.1%} longer than without recompute"
+        if row.link_share >= _LITTLE_WAITING:
+            text += f", of which it waits {row.link_share:.1%} of its time for copies"
+        more = 100 * (best.overhead - best.overhead_with_another_gib)
+        is_much = more >= 0.05 and row.peak_bytes > _MUCH_MORE_THAN_A_GIB
+        text += f"; the next GiB would take {more:.1f} points off." if is_much else "."
+    return text
+
+
+def _describe_loss(report: "PlanReport", step_seconds: float) -> str:
+    """How much training a crash can cost."""
+    every, minutes = report.recipe.checkpoint.every, report.recipe.checkpoint.minutes
+    lost = every * step_seconds
+    also = ""
+    if minutes is not None:
+        lost = min(lost, 60 * minutes)
+        also = f" and every {minutes:g} minutes"
+    return (
+        f"A checkpoint is saved every {every} steps{also}: a crash loses at most "
+        f"{format_duration(lost)} of training, and what one save takes."
+    )
+
+
+def _phase_table(phases: "Sequence[PhaseForecast]") -> Iterator[RenderableType]:
+    """The other work, part by part."""
+    if not phases:
+        return
+    table = _table("one part at a time, GiB", "weights", "peak", "takes", "fits", "")
+    for phase in phases:
+        sizes = [f"{size / _GIB:.2f}" for size in (phase.weight_bytes, phase.peak_bytes)]
+        label, meaning = _PHASES[phase.name]
+        if phase.name == "model" and phase.how:
+            meaning += f", {phase.how}"
+        table.add_row(label, *sizes, f"{phase.seconds:.2g} s", _FITS[phase.fits], meaning)
+    yield ""
+    yield table
+
+
+def _remarks(report: "PlanReport") -> Iterator[str]:
+    """What the tables do not say."""
+    phases = {phase.name: phase for phase in report.phases}
+    if (between := phases.get("sampling")) is not None:
+        yield (
+            f"Every {report.recipe.sampling.every} steps training stops for about "
+            f"{format_duration(between.seconds)} and samples {between.how}."
+        )
+    if (encoding := phases.get("step")) is not None:
+        yield (
+            "[yellow]note[/yellow] Step times leave out the encoders in the step: about "
+            f"{encoding.seconds:.1f} s more for this process's clips of one update. With "
+            "data.cache they are not in the step."
+        )
+    if (ahead := report.ahead) is not None:
+        size = "an unknown amount" if ahead.num_bytes is None else format_size(ahead.num_bytes)
+        if ahead.is_chosen:
+            yield (
+                "Encoders work on a CUDA stream of their own, one micro-batch ahead, and take "
+                f"{size} of memory for it (training.encode_ahead)."
+            )
+        else:
+            yield (
+                "Encoders work in line with the model: one micro-batch ahead they would take "
+                f"{size} of memory, which is not left. With training.encode_ahead = true the plan "
+                "makes room for it."
+            )
+    if report.known.step.world_size > 1:
+        yield (
+            f"[yellow]note[/yellow] For one of {report.known.step.world_size} processes: an "
+            "estimate, which does not know the buffers of collectives."
+        )
+    if report.known.foreach_bytes >= _GIB:
+        yield (
+            "AdamW is fused: torch's own default (foreach) would need "
+            f"{report.known.foreach_bytes / _GIB:.1f} GiB more at each update."
+        )
+
+
+def _gradient_lines(known: "Forecast") -> Iterator[str]:
+    reached, unreached = known.gradients.reached, known.gradients.unreached
+    colour = "red" if unreached else "green"
+    count = f"{len(reached)} of {len(reached) + len(unreached)}"
+    yield f"[{colour}]Gradient reaches {count} trainable parameters.[/{colour}]"
+    if unreached:
+        names, left = unreached[:_MOST_NAMES], len(unreached) - _MOST_NAMES
+        more = f" and {left} more" if left > 0 else ""
+        yield f"  without: {escape(', '.join(names) + more)}"
+    for trap in known.gradients.traps:
+        kind = "[red]trap[/red]" if trap.stops else "[yellow]note[/yellow]"
+        yield f"{kind} {escape(trap.block)}: {escape(trap.trap)}"
+        yield f"  Fix: {escape(trap.fix)}"
+
+
+def _number(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        is_text = number in (0, len(columns) - 1) or column == "fits"
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
+    return table
+
+
+# --- Several ranks ----------------------------------------------------------------------------
+
+
+def _mesh_report(mesh: "MeshForecast", processes: int, per_node: int) -> Iterator[RenderableType]:
+    """What each rank sends as a table, how much of it is exposed, and what would help."""
+    nodes = -(-processes // per_node)
+    copies, ranks = mesh.num_copies, mesh.num_shards
+    held = f"{copies} copies of the model" if copies > 1 else "one copy of the model"
+    if ranks > 1:
+        held += f", each held by {ranks} together" if copies > 1 else ", held by all together"
+    beyond = f" and {mesh.links.network / _GB:g} GB/s beyond" if nodes > 1 else ""
+    yield (
+        f"{processes} processes on {nodes} node{'s' * (nodes > 1)}: {held}. "
+        f"Each GPU sends {mesh.links.node / _GB:g} GB/s within its node{beyond}."
+    )
+    yield _mesh_table(mesh.sent)
+    yield _describe_exposed(mesh)
+    for change in mesh.advice:
+        settings = escape(" ".join(f"--set {setting}" for setting in change.changes))
+        suffix = "" if change.fits is not False else ", [red]does not fit[/red]"
+        yield f"  {settings}: {format_short_duration(change.step_seconds)} a step{suffix}"
+    if mesh.idle_share:
+        yield (
+            f"[yellow]note[/yellow] The batch does not divide: {mesh.idle_share:.1%} of all "
+            "places stay empty, and their ranks compute for nothing."
+        )
+
+
+def _mesh_table(sent: "Sequence[CommCost]") -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("each rank sends", "among", "over", "GB a step", "takes", "exposed", ""):
+        is_text = column in ("each rank sends", "over", "")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "")
+    for row in sent:
+        table.add_row(
+            row.what,
+            str(row.ranks),
+            _LINKS[row.over],
+            f"{row.num_bytes / _GB:.3g}",
+            format_short_duration(row.seconds),
+            format_short_duration(row.exposed_seconds),
+            _SENT_WHEN[row.what],
+        )
+    return table
+
+
+def _describe_exposed(mesh: "MeshForecast") -> str:
+    step, compute, share = mesh.step_seconds, mesh.compute_seconds, mesh.exposed_share
+    text = (
+        f"A step takes {format_short_duration(step)}, of which "
+        f"{format_short_duration(compute)} is compute: {format_short_duration(step - compute)} "
+        f"({share:.1%}) waits for other ranks."
+    )
+    if share < _LITTLE_EXPOSED:
+        return f"{text} The rest of what is sent hides behind compute."
+    if not mesh.advice:
+        return f"{text} [yellow]That is much[/yellow]: faster links, or more work for each rank."
+    return f"{text} [yellow]That is much.[/yellow] What would help, each by itself:"

@@ -1,0 +1,149 @@
+"""All that `longtake plan` tells of a recipe: the forecast, and what surrounds it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from longtake.config import Recipe
+from longtake.data.checks import review_catalogs
+from longtake.data.plan import Plan
+from longtake.data.stages import StagePosition
+from longtake.models.review import review_model
+from longtake.optim.update import learning_rate_factor
+from longtake.planner.batch_sizes import StageBatch
+from longtake.planner.cost import RunCost
+from longtake.planner.forecast import (
+    EncodingAhead,
+    Forecast,
+    PhaseForecast,
+    StoredStart,
+    Suggestion,
+    encoding_ahead,
+    forecast_phases,
+    short_memory,
+    stored_start,
+    suggest_changes,
+)
+from longtake.planner.mesh import Links, MeshForecast, mesh_forecast
+from longtake.planner.plan import does_not_fit
+
+
+@dataclass(frozen=True)
+class StageForecast:
+    """A stage of the curriculum: its batch, when it begins, and its settings."""
+
+    batch: StageBatch
+    first_step: int | None  # None: it follows from the clips, and there is no catalog
+    num_steps: int | None  # None: all that are left
+    learning_rates: tuple[float, float] | None  # after the warm-up, and of the last step
+    warmup_steps: int | None
+    ema_decay: float | None  # None: the averages are profiles, and have no decay
+    shift: float | str | None
+    caption_dropout: float | None
+    is_planned: bool  # the forecast is of this stage, the largest
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A recipe's forecast with all that its user has to know before training."""
+
+    known: Forecast
+    phases: Sequence[PhaseForecast]  # caching, sampling, and encoders in the step
+    suggestions: Sequence[Suggestion]  # where nothing fits
+    stages: Sequence[StageForecast]
+    start: StoredStart | None  # None: trainable.init_from is unset
+    mesh: MeshForecast | None  # None: one process is alone, or nothing could be traced
+    ahead: EncodingAhead | None  # None: encoders do not work in a step
+    named_policy: str | None  # that the recipe names; None: it leaves the choice to the plan
+    policy_problem: str | None  # why training would refuse that policy, and what fits
+    data_warnings: Sequence[str]
+    refusal: str | None  # why training would refuse the data
+    warnings: Sequence[str]  # about the model
+    cost: RunCost | None = None  # of the whole run, where it is asked for
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.known.step.recipe
+
+    @property
+    def short(self) -> tuple[str, ...]:
+        """The memory that the least demanding policy has too little of."""
+        row = self.known.best_policy or (self.known.least if self.known.policies else None)
+        return () if row is None else short_memory(self.known.step, row)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if nothing fits, or not everything trains; 2 if training would refuse the data."""
+        if self.refusal is not None:
+            return 2
+        known = self.known
+        return int(known.misses or self.policy_problem is not None or bool(known.gradients.fatal))
+
+
+def make_report(known: Forecast, links: Links) -> PlanReport:
+    """Add to a forecast what it does not tell: other work, stages, ranks, and the data.
+
+    Raises:
+        ModelError, RecipeError: `trainable.init_from` is of another model.
+    """
+    step, recipe = known.step, known.step.recipe
+    options = None if known.chosen is None else known.chosen[0]
+    phases = forecast_phases(step, options)
+    start = stored_start(step)
+    suggestions = suggest_changes(known) if known.misses else []
+    data_plan, data_warnings, refusal = review_catalogs(recipe)
+    policy, chosen = recipe.recompute.policy, recipe.recompute.chosen()
+    is_named = policy not in ("auto", "best")
+    is_short = is_named and known.best is not None and known.policy(policy).fits is False
+    ahead = None
+    if known.policies:
+        is_chosen = chosen != "best" and not known.misses
+        row = known.policy(chosen) if is_chosen else known.best_policy
+        ahead = encoding_ahead(step, row)
+    return PlanReport(
+        known=known,
+        phases=phases,
+        suggestions=suggestions,
+        stages=list(_stages(known, data_plan)),
+        start=start,
+        mesh=mesh_forecast(known, links),
+        ahead=ahead,
+        named_policy=policy if is_named else None,
+        policy_problem=str(does_not_fit(known)) if is_short else None,
+        data_warnings=data_warnings,
+        refusal=refusal,
+        warnings=review_model(step.components, recipe),
+    )
+
+
+def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
+    """Forecast each stage; where one begins may follow from its clips."""
+    recipe, first = known.step.recipe, 0
+    lengths = [stage.steps for stage in recipe.data.curriculum()]
+    if data_plan is not None:
+        lengths = list(data_plan.timeline.lengths)
+    is_known = True
+    for batch, length in zip(known.step.stages, lengths, strict=True):
+        inside, stage = recipe.in_stage(batch.name), recipe.data.stage(batch.name)
+        warmup = stage.warmup_steps if first or not is_known else recipe.optimizer.warmup_steps
+        end = recipe.training.steps if length is None else first + length
+        rates = None
+        if is_known:
+            last = max(first, min(end, recipe.training.steps) - 1)
+            at_full, at_end = (
+                recipe.optimizer.learning_rate
+                * learning_rate_factor(recipe, step, StagePosition(batch.name, step - first))
+                for step in (min(first + (warmup or 0), last), last)
+            )
+            rates = (at_full, at_end)
+        yield StageForecast(
+            batch=batch,
+            first_step=first if is_known else None,
+            num_steps=length,
+            learning_rates=rates,
+            warmup_steps=warmup,
+            ema_decay=inside.ema.decay if not inside.ema.profiles else None,
+            shift=inside.flow.shift,
+            caption_dropout=inside.data.caption_dropout,
+            is_planned=batch.name == known.step.stage,
+        )
+        first, is_known = end, is_known and length is not None
