@@ -1,13 +1,10 @@
 """Chooses an optimizer for each trained parameter."""
 
 import importlib.util
-import inspect
-import io
 import logging
 import math
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,11 +18,10 @@ from torch.optim import AdamW, Optimizer
 from longtake.config import OptimizerSection
 from longtake.errors import RecipeError
 from longtake.models.numerics import Precision
-from longtake.models.pretrained import construct, defaults
 from longtake.optim.master_weights import MasterAdamW
 from longtake.optim.muon import Muon
+from longtake.optim.own import own_optimizer, refuse_own_optimizer
 from longtake.optim.prodigy import Prodigy
-from longtake.trust import import_class
 
 EIGHT_BIT_BLOCK = 256
 """Numbers of an 8-bit state that share a scale."""
@@ -60,8 +56,7 @@ def build_optimizers(
     if chosen.eight_bit:
         optimizers.append(_eight_bit_adamw(chosen.eight_bit, section))
     if chosen.own:
-        if own_states(chosen.own, section) is None:
-            own_states(chosen.own, section, with_values=True)
+        refuse_own_optimizer(chosen.own, section)
         optimizers.append(own_optimizer(chosen.own, section))
     if chosen.muon:
         optimizers.append(
@@ -110,144 +105,6 @@ def _adamw(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> Opt
     if section.offload or any(parameter.dtype != torch.float32 for parameter in parameters):
         return MasterAdamW(parameters, rate, betas, weight_decay=decay, offload=section.offload)
     return AdamW(parameters, lr=rate, betas=betas, weight_decay=decay, fused=True)
-
-
-def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> Optimizer:
-    """An optimizer of the class that `optimizer.kind` names.
-
-    Raises:
-        RecipeError: it cannot be found or made, a weight is not fp32, or checkpoints, by which
-            `torch.distributed.checkpoint` calls `step(closure=None)`, could not hold its settings.
-    """
-    key = f"optimizer.kind {section.kind!r}"
-    found = import_class(section.kind, "optimizer.kind")
-    if not issubclass(found, Optimizer):
-        raise RecipeError(f"{key} is not a torch.optim.Optimizer. Make it a subclass.")
-    try:
-        inspect.signature(found.step).bind(None, closure=None)
-    except TypeError as error:
-        raise RecipeError(
-            f"{key}: its step{inspect.signature(found.step)} cannot be called as "
-            "step(closure=None), which resuming does. Define it as step(self, closure=None)."
-        ) from error
-    refuse_rounding(parameters, section)
-    taken = defaults(found.__init__)
-    given: dict[str, Any] = {next(iter(taken), "params"): parameters, "lr": section.learning_rate}
-    for name in ("betas", "weight_decay"):
-        if name in taken:
-            given[name] = getattr(section, name)
-        elif name in section.model_fields_set:
-            raise RecipeError(f"{key} takes no {name}: remove optimizer.{name}.")
-    if twice := given.keys() & section.options.keys():
-        raise RecipeError(
-            f"optimizer.options.{min(twice)} is set by the recipe's other keys. Remove it."
-        )
-    made: Optimizer = construct("optimizer.options", found, given | section.options)
-    for group in made.param_groups:
-        if "lr" not in group:
-            raise RecipeError(
-                f'{key} has no "lr" in its param_groups, where the schedule sets it. Give it to '
-                "Optimizer.__init__ among the defaults."
-            )
-        for name, value in group.items():
-            if name != "params" and not _is_loaded_again(value):
-                raise RecipeError(
-                    f"{key} has {name} = {value!r} in its param_groups, which a checkpoint cannot "
-                    "hold. Keep numbers, texts and tensors there, and all else as attributes."
-                )
-    return made
-
-
-def refuse_rounding(parameters: Iterable[Tensor], section: OptimizerSection) -> None:
-    """Refuse the user's own optimizer for weights in which it would lose small updates."""
-    rounded = next((each.dtype for each in parameters if each.dtype != torch.float32), None)
-    if ":" in section.kind and rounded is not None:
-        raise RecipeError(
-            f"optimizer.kind {section.kind!r}: weights are {str(rounded).removeprefix('torch.')}, "
-            'in which small updates are rounded away. Set trainable.dtype = "fp32" for LoRA and '
-            'modules, or model.dtype = "fp32".'
-        )
-
-
-def _is_loaded_again(value: Any) -> bool:
-    """Whether a checkpoint can hold a value, whose reader runs no code."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:  # what pickling raises depends on the value
-        return False
-    return True
-
-
-def own_states(
-    parameters: Sequence[Tensor], section: OptimizerSection, *, with_values: bool = False
-) -> list[Tensor] | None:
-    """What the user's own optimizer keeps, by three steps of a copy; None if these fail.
-
-    The copy is on the meta device, where steps fail that ask for a value; with values it is on the
-    CPU, of at most 4 numbers in each dimension.
-
-    Raises:
-        RecipeError: it cannot be made; or checkpoints could not hold or restore its state.
-    """
-    key = f"optimizer.kind {section.kind!r}"
-    most = 4 if with_values else sys.maxsize
-    with torch.device("cpu" if with_values else "meta"), torch.random.fork_rng(devices=[]):
-        shapes = [[min(size, most) for size in each.shape] for each in parameters]
-        outlines = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        optimizer, seen = own_optimizer(outlines, section), list[dict[str, str]]()
-        for rate in (None, None, 0.0):
-            for each in outlines:
-                each.grad = torch.ones(each.shape)
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] if rate is None else rate
-            try:
-                optimizer.step(closure=None)
-            except ZeroDivisionError as error:
-                if rate is None:
-                    return None
-                raise RecipeError(
-                    f"{key}: a step with lr = 0 divides by it, and resuming makes such a step."
-                ) from error
-            except Exception:  # the user's own class
-                return None
-            seen.append(_described(key, optimizer, outlines))
-    for name in seen[0] | seen[-1]:
-        first, last = (each.get(name, "missing") for each in (seen[0], seen[-1]))
-        if first != last:
-            raise RecipeError(
-                f"{key}: its state {name} is {first} after one step and {last} after three. What "
-                "a resumed run loads is made by one step: make all state then, in its final shape."
-            )
-    leaves = torch.utils._pytree.tree_leaves(list(optimizer.state.values()))
-    return [each for each in leaves if isinstance(each, Tensor)]
-
-
-def _described(key: str, optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> dict[str, str]:
-    """Each state by its place, in words; RecipeError for what checkpoints cannot hold."""
-    places = {id(weight): f"of weight {number}" for number, weight in enumerate(weights)}
-    found = dict[str, str]()
-    for owner, state in optimizer.state.items():
-        if id(owner) not in places:
-            raise RecipeError(
-                f"{key} keeps state[{owner!r}], which belongs to no weight, so a checkpoint cannot "
-                "hold it. Keep it in self.state[weight], or as a number in self.param_groups."
-            )
-        paths = torch.utils._pytree.tree_flatten_with_path(
-            state, is_leaf=lambda value: not isinstance(value, dict)
-        )[0]
-        for path, value in paths:
-            name = f"{torch.utils._pytree.keystr(path)} {places[id(owner)]}"
-            if not isinstance(value, Tensor | int | float):
-                raise RecipeError(
-                    f"{key} keeps {name} as {type(value).__name__}, which a checkpoint cannot "
-                    "hold. Keep tensors and numbers in self.state[weight]."
-                )
-            shape = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else ""
-            found[name] = shape or "a number"
-    return found
 
 
 # --- AdamW with 8-bit states ------------------------------------------------------------------

@@ -22,7 +22,8 @@ from longtake.models.quantized import quantize_linears
 from longtake.models.review import refuse_sharing
 from longtake.models.streamed import streamed_bytes
 from longtake.optim import master_weights, muon
-from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, own_states, refuse_rounding
+from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers
+from longtake.optim.own import own_states, refuse_own_optimizer
 from longtake.parallel import context_parallel, fsdp, mesh
 from longtake.parallel.transfer import pinned_bytes
 from longtake.planner.activation_checkpointing import QUANTIZED
@@ -114,7 +115,7 @@ def outline_step(
     components = outline(recipe, _captions(recipe))
     refuse_sharing(components, recipe)
     family, model = components.family, components.model
-    refuse_rounding((each for each in model.parameters() if each.requires_grad), recipe.optimizer)
+    refuse_own_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
     if recipe.parallel.context > 1:
         size = recipe.parallel.context
         sharing = context_parallel.heads_size(family.num_heads(model), size, per_node)
