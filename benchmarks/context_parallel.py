@@ -138,9 +138,9 @@ def _as_rank(world: World, found: Path, rounds: int) -> None:
 def _shared(alone: Components, world: World, of_node: int) -> Components:
     parts = replace(alone, model=copy.deepcopy(alone.model).train())
     os.environ["LOCAL_WORLD_SIZE"] = str(of_node)
-    sharing = TokenExchange(world, parts.family.num_heads(parts.model))
+    sharing = TokenExchange(world, parts.family.block.num_heads(parts.model))
     assert sharing.heads_size == of_node
-    parts.family.share_tokens(parts.model, sharing)
+    parts.family.block.share_tokens(parts.model, sharing)
     return parts
 
 

@@ -3,18 +3,17 @@
 In the recipe: model.family = "examples.families.aura_flow:AuraFlow" (docs/guides/families.md).
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from longtake.errors import RecipeError
 from longtake.models.base import Conditioning
 from longtake.models.codec import ImageCodec
-from longtake.models.diffusers_family import DiffusersFamily, TransformerCall
+from longtake.models.diffusers_family import DiffusersBlocks, DiffusersFamily, TransformerCall
 from longtake.models.pretrained import FrozenParts, PipelinePart
+from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder
-from longtake.parallel.context_parallel import TokenSharing
 
 
 class AuraFlow(DiffusersFamily):
@@ -27,23 +26,15 @@ class AuraFlow(DiffusersFamily):
     label = "AuraFlow"
     transformer_class, pipeline_class = "AuraFlowTransformer2DModel", "AuraFlowPipeline"
     codec_class, parts = ImageCodec, "an AutoencoderKL and a text encoder"
-    block_lists = ("joint_transformer_blocks", "single_transformer_blocks")
+    block = DiffusersBlocks(lists=("joint_transformer_blocks", "single_transformer_blocks"))
     makes_videos = False
-    mu = None  # the pipeline tells its scheduler no number of tokens
+    scheduler = PipelineScheduler(mu=None)  # the pipeline tells it no number of tokens
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
         if text.embed_dim is None or text.pooled_dim is not None:
             raise RecipeError('AuraFlow has one text encoder: set text.kind = "transformers".')
         sizes = {"in_channels": channels, "out_channels": channels}
         return sizes | {"joint_attention_dim": text.embed_dim}
-
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> Conditioning:
-        embeds, *_ = pipeline.encode_prompt(
-            captions, do_classifier_free_guidance=False, max_sequence_length=max_tokens
-        )
-        return {"prompt_embeds": embeds}
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -54,6 +45,3 @@ class AuraFlow(DiffusersFamily):
             "timestep": timesteps,
         }
         return TransformerCall(inputs, lambda velocity: velocity.unsqueeze(2))
-
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        raise RecipeError("AuraFlow's tokens are not shared by ranks: set parallel.context = 1.")

@@ -43,7 +43,7 @@ def _velocity_and_gradients(parts: Components, batch: Any) -> dict[str, Tensor]:
 def _compare(file: Path, world: World) -> dict[str, float]:
     kept = torch.load(file, weights_only=False)
     chosen, model, batch = family(kept["family"]), kept["model"], kept["batch"]
-    chosen.share_tokens(model, TokenExchange(world, chosen.num_heads(model)))
+    chosen.block.share_tokens(model, TokenExchange(world, chosen.block.num_heads(model)))
     nothing: Any = None
     parts = Components(chosen, model, nothing, nothing, nothing)
     found = _velocity_and_gradients(parts, batch)

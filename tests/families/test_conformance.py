@@ -184,7 +184,7 @@ def _check_memory_and_gradients(tiny: Tiny, kind: str, policies: Sequence[str]) 
     step, real = (outline_step(recipe, CPU) for _ in range(2))
     planned, subject = step.tracer, real.tracer.subject
     fill_weights(subject.model)
-    idle = step.components.family.idle
+    idle = step.components.family.block.idle
     for policy in policies:
         options = options_of(policy, tuple(planned.subject.blocks))
         trace = planned.trace(options)

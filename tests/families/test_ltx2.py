@@ -50,7 +50,7 @@ def _inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 def test_the_video_depends_on_no_weight_that_is_not_trained() -> None:
     model, family, (noisy, sigmas, given) = _model(), LTX2(), _inputs()
     before = family.predict_velocity(model, noisy, sigmas, given)
-    names = family.untrained_parameters(model)
+    names = family.block.untrained_parameters(model)
     for name in names:
         model.get_parameter(name).add_(1)
     assert torch.equal(family.predict_velocity(model, noisy, sigmas, given), before)
@@ -92,15 +92,15 @@ def test_a_given_frame_is_not_predicted() -> None:
     other[:, :, 0] = 7
     found, again = (family.predict_velocity(model, x, sigmas, given) for x in (noisy, other))
     assert torch.equal(found, again)
-    sampled = family.with_given(noisy, given)
+    sampled = family.inputs.with_given(noisy, given)
     assert torch.equal(sampled[:, :, :1], given["first_latents"])
     assert torch.equal(sampled[:, :, 1:], noisy[:, :, 1:])
-    weights = family.loss_weights(noisy, given)
+    weights = family.inputs.loss_weights(noisy, given)
     assert weights is not None
     assert weights.flatten(2).sum(2).tolist() == [[12], [12]]
     del given["first_latents"]
-    assert family.loss_weights(noisy, given) is None
-    assert torch.equal(family.with_given(noisy, given), noisy)
+    assert family.inputs.loss_weights(noisy, given) is None
+    assert torch.equal(family.inputs.with_given(noisy, given), noisy)
 
 
 def test_a_given_frame_is_encoded_as_by_its_pipeline(
@@ -145,7 +145,7 @@ class _Reads(nn.Module):
 def test_a_module_around_blocks_reads_and_changes_the_video() -> None:
     model, family, (noisy, sigmas, given) = _model(), LTX2(), _inputs()
     plain = family.predict_velocity(model, noisy, sigmas, given)
-    module, blocks = _Reads(family.width(model)), ["transformer_blocks.1"]
+    module, blocks = _Reads(family.block.width(model)), ["transformer_blocks.1"]
     added_module.attach(model, {"own": module}, family, {"own": blocks}, torch.float32)
     added_module.condition(model, noisy, sigmas, given)
     assert torch.equal(family.predict_velocity(model, noisy, sigmas, given), plain)

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,19 +18,17 @@ from longtake.config import ModelSection, PooledSection, TextSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.shift import MuLine, ShiftRule
 from longtake.models.added_module import BlockCall, attach, condition
-from longtake.models.base import (
-    BlockInputs,
-    Conditioning,
-    Defaults,
-    Family,
-    LatentShape,
-    family,
+from longtake.models.base import BlockInputs, Conditioning, Defaults, Family, LatentShape, family
+from longtake.models.diffusers_family import (
+    DiffusersBlocks,
+    DiffusersFamily,
+    TransformerCall,
+    guidance_scales,
+    share_attention,
 )
-from longtake.models.diffusers_family import DiffusersFamily, TransformerCall, share_attention
 from longtake.models.numerics import keep_weights_in
 from longtake.models.text import TextEncoder, outline_text
 from longtake.models.wan import Wan
-from longtake.parallel.context_parallel import TokenSharing
 
 _T5 = {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
 _CLIP = {
@@ -112,8 +110,8 @@ def test_every_block_is_called_by_the_function_that_is_given(name: str) -> None:
         called.append(block)
         return block(*inputs)
 
-    built.family.call_blocks_by(built.model, lambda *_: pytest.fail("it was replaced"))
-    built.family.call_blocks_by(built.model, call)
+    built.family.block.call_by(built.model, lambda *_: pytest.fail("it was replaced"))
+    built.family.block.call_by(built.model, call)
     assert torch.equal(built.velocity(), expected)
     assert called == list(built.family.blocks(built.model))
     with torch.no_grad():
@@ -148,8 +146,8 @@ def test_what_blocks_see_is_named_and_can_be_changed(name: str) -> None:
     assert not torch.allclose(changed, expected)
     [_, seen] = module.seen
     width, num_tokens = (
-        built.family.width(built.model),
-        built.family.num_tokens(built.model, _SHAPE),
+        built.family.block.width(built.model),
+        built.family.block.num_tokens(built.model, _SHAPE),
     )
     more = {"tubelet": 4, "flux_kontext": num_tokens}.get(name, 0)
     assert seen.tokens.shape == (1, num_tokens + more, width)
@@ -181,10 +179,10 @@ def test_lora_targets_name_linear_layers_of_every_block(name: str) -> None:
     built = _build(name)
     for block in built.family.blocks(built.model):
         linear = [key for key, each in block.named_modules() if isinstance(each, nn.Linear)]
-        found = [key for key in linear if key.endswith(tuple(built.family.lora_targets))]
+        found = [key for key in linear if key.endswith(tuple(built.family.block.lora_targets))]
         assert found
     every = {key for key, _ in built.model.named_modules()}
-    for target in built.family.lora_targets:
+    for target in built.family.block.lora_targets:
         assert any(key.endswith(target) for key in every)
 
 
@@ -210,7 +208,7 @@ def test_an_unknown_family_gets_the_nearest(name: str, hint: str) -> None:
 
 def test_importing_the_models_imports_no_heavy_library() -> None:
     """Loading diffusers or transformers takes seconds; a run on pixels and words needs neither."""
-    modules = ["base", "wan", "flux", "tubelet", "build"]
+    modules = ["base", "wan", "flux", "tubelet", "components"]
     imports = ", ".join(f"longtake.models.{module}" for module in modules)
     code = f"import sys, {imports}; print({{'diffusers', 'transformers'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -222,16 +220,13 @@ class _Flux2(DiffusersFamily):
 
     label = "FLUX.2"
     transformer_class, pipeline_class = "Flux2Transformer2DModel", "Flux2KleinPipeline"
-    block_lists: tuple[str, ...] = ("transformer_blocks", "single_transformer_blocks")
-    patch_size, makes_videos = (1, 1, 1), False
+    block = DiffusersBlocks(
+        lists=("transformer_blocks", "single_transformer_blocks"), patch_size=(1, 1, 1)
+    )
+    makes_videos = False
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
         return {"in_channels": channels, "joint_attention_dim": text.embed_dim or 0}
-
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> Conditioning:
-        raise NotImplementedError
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -244,12 +239,9 @@ class _Flux2(DiffusersFamily):
             "encoder_hidden_states": text,
             "txt_ids": pipeline._prepare_text_ids(text[:1]),
             "timestep": timesteps,
-            "guidance": self.guidance(model, conditioning),
+            "guidance": guidance_scales(self, model, conditioning),
         }
         return TransformerCall(inputs, lambda out: out.mT.unflatten(2, size).unsqueeze(2))
-
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        raise NotImplementedError
 
 
 class _ZImage(_Flux2):
@@ -257,14 +249,11 @@ class _ZImage(_Flux2):
 
     label = "Z-Image"
     transformer_class, pipeline_class = "ZImageTransformer2DModel", "ZImagePipeline"
-    block_lists = ("noise_refiner", "context_refiner", "layers")
-    patch_size, negates = (1, 2, 2), True
+    block = DiffusersBlocks(lists=("noise_refiner", "context_refiner", "layers"))
+    time_range, negates = (1.0, 0.0), True
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
         return {"in_channels": channels, "cap_feat_dim": text.embed_dim or 0}
-
-    def timesteps(self, sigmas: Tensor) -> Tensor:
-        return 1 - sigmas
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -390,7 +379,7 @@ def test_the_base_class_carries_other_families(
         called.append(block)
         return block(*inputs)
 
-    other.call_blocks_by(model, call)
+    other.block.call_by(model, call)
     again = other.predict_velocity(model, noisy, torch.tensor([0.7]), given)
     assert torch.equal(again, velocity)
     assert called == list(blocks)

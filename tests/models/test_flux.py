@@ -108,7 +108,7 @@ def test_a_step_is_the_pipelines_step(family: Flux, size: tuple[int, int]) -> No
     )
     pipeline.set_progress_bar_config(disable=True)
     pictures = {}
-    if family.references:
+    if family.inputs.references:
         pictures = {"image": given["reference_latents"][:, :, 0], "max_area": 12 * 16}
     expected = pipeline(
         prompt_embeds=given["prompt_embeds"],
@@ -144,7 +144,7 @@ def test_tokens_are_counted_as_the_shift_wants_them() -> None:
     model.x_embedder.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     for family in (Flux(), FluxKontext()):
         family.predict_velocity(model, noisy, sigmas, given)
-        assert family.num_tokens(model, _SHAPE) == 12
+        assert family.block.num_tokens(model, _SHAPE) == 12
     assert seen == [12, 24]
 
 
@@ -152,7 +152,7 @@ def test_widths_and_channels_follow_from_codec_and_encoders() -> None:
     config = _model().config
     found = (config.in_channels, config.joint_attention_dim, config.pooled_projection_dim)
     assert found == (16, 12, 10)
-    assert Flux().width(_model()) == 32
+    assert Flux().block.width(_model()) == 32
 
 
 def test_without_guidance_embedding_no_guidance_is_asked_for() -> None:
@@ -237,7 +237,7 @@ def test_an_exported_pipeline_loads_and_samples(family: Flux, tmp_path: Path) ->
     assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
     pipeline.set_progress_bar_config(disable=True)
     pictures = {}
-    if family.references:
+    if family.inputs.references:
         image = torch.rand(1, 3, 12, 16)
         pictures = {"image": image, "max_area": 12 * 16, "_auto_resize": False}
     images = pipeline(

@@ -70,9 +70,11 @@ def test_samples_are_the_pipelines(kind: str, sizes: tuple[tuple[int, int], ...]
         torch.randint(0, 256, (2, 3, 1, *size), generator=generator, dtype=torch.uint8)
         for size in sizes
     ]
-    for name, each in zip(family.optional_references, pixels, strict=False):
+    for name, each in zip(family.inputs.optional, pixels, strict=False):
         given[f"{name}_latents"] = torch.cat([codec.encode(each[:1]), codec.encode(each[1:])])
-    sigmas = build_sigmas(steps, family.default_shift.factor(ClipSize(24, 64, 96, 1), steps))
+    sigmas = build_sigmas(
+        steps, family.scheduler.default_shift.factor(ClipSize(24, 64, 96, 1), steps)
+    )
     found = integrate(
         lambda noisy, sigma: family.predict_velocity(
             pipeline.transformer, noisy, torch.full((2,), sigma), given
@@ -135,7 +137,9 @@ def test_modules_run_around_blocks_of_two_streams_and_of_one() -> None:
 def test_lora_is_in_every_block() -> None:
     """The usual four names of attention's layers hit no single block."""
     model, family = _model(), Flux2()
-    trainable.add_lora(model, family.lora_targets, TrainableSection(kind="lora"), torch.float32)
+    trainable.add_lora(
+        model, family.block.lora_targets, TrainableSection(kind="lora"), torch.float32
+    )
     layers = [name for name, _ in trainable.lora_layers(model)]
     for block in ("transformer_blocks.{}.", "single_transformer_blocks.{}."):
         for number in range(2):

@@ -99,7 +99,7 @@ def test_what_changes_no_velocity_is_not_trained(
 ) -> None:
     """All else gets a gradient, also in bf16, of which the timesteps are then."""
     model = _model(released / task).bfloat16()
-    untrained = {*_FAMILY.untrained_parameters(model)}
+    untrained = {*_FAMILY.block.untrained_parameters(model)}
     last, names = "transformer_blocks.1", {name for name, _ in model.named_parameters()}
     halves = [f"{last}.attn.{each}" for each in ("add_q_proj", "norm_added_q", "to_add_out")]
     halves += [f"{last}.ff_context", *([] if is_embedded else ["image_embedder"])]

@@ -240,7 +240,7 @@ def test_files_of_peft_and_diffusers_begin_at_the_strength_that_peft_merges(
     ours = "dora" if kind == "dora" else "lora"
     recipe = small_recipe(*TINY_WAN, f"trainable={{kind='{ours}', rank=8}}")
     parts, generator = assemble(recipe, ["a b"], None), torch.Generator().manual_seed(5)
-    settings = LoraConfig(r=8, target_modules=parts.family.lora_targets, **_SETTINGS[kind])
+    settings = LoraConfig(r=8, target_modules=parts.family.block.lora_targets, **_SETTINGS[kind])
     theirs: Any = plain_copy(parts.model)
     theirs.add_adapter(settings)
     for name, weight in theirs.named_parameters():

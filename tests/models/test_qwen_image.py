@@ -126,8 +126,8 @@ def test_ranks_share_recomputed_blocks_that_tell_references_from_noisy_tokens() 
 
     def predicted(rank: int) -> Tensor:
         own = models[rank]
-        chosen.share_tokens(own, _AmongThreads(rank, barrier, sent))
-        chosen.call_blocks_by(own, lambda block, *inputs: block(*inputs))
+        chosen.block.share_tokens(own, _AmongThreads(rank, barrier, sent))
+        chosen.block.call_by(own, lambda block, *inputs: block(*inputs))
         with torch.enable_grad():
             return chosen.predict_velocity(own, noisy, sigmas, given).detach()
 
@@ -155,7 +155,7 @@ _AREA = 1024 * 1024
 def test_a_reference_is_as_large_as_the_pipelines_make_it(size: tuple[int, int]) -> None:
     """Whatever the bucket: about 1024 x 1024 pixels, in multiples of 32."""
     bucket = Bucket(num_frames=1, height=size[0], width=size[1])
-    height, width = QwenImageEdit().reference_size(bucket)
+    height, width = QwenImageEdit().inputs.size(bucket)
     assert height % 32 == width % 32 == 0
     assert height * width == pytest.approx(_AREA, rel=0.05)
     assert height / width == pytest.approx(size[0] / size[1], rel=0.05)

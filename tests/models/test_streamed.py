@@ -122,7 +122,7 @@ def test_streamed_losses_and_gradients_are_bitwise_the_same(
 ) -> None:
     """The two buffers are overwritten by other blocks between forward and backward pass."""
     plain, model = _plain_steps(name, section.kind), _model(name, section)
-    family(name).call_blocks_by(model, _RUN[run])
+    family(name).block.call_by(model, _RUN[run])
     _stream(family(name), model, which)
     streamed = _steps(name, model)
     assert len(plain) == len(streamed) > 4
@@ -135,7 +135,7 @@ def test_quantised_blocks_are_streamed_as_they_are(run: str) -> None:
     found = []
     for is_streamed in (False, True):
         model = _model("wan", _LORA, "nf4")
-        family("wan").call_blocks_by(model, _RUN[run])
+        family("wan").block.call_by(model, _RUN[run])
         if is_streamed:
             _stream(family("wan"), model)
         found.append(_steps("wan", model))

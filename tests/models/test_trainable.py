@@ -260,7 +260,7 @@ def test_recompute_changes_no_bit_of_a_gradient(kind: str, name: str, option: Ac
         calls.append(block)
         return run(block, *inputs)
 
-    family(name).call_blocks_by(model, counted)
+    family(name).block.call_by(model, counted)
     again = _gradients(model, name)
     assert len(calls) == len(blocks)
     torch.testing.assert_close(again, kept, rtol=0, atol=0)

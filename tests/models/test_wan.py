@@ -213,7 +213,7 @@ def test_tokens_are_counted_as_the_model_makes_them() -> None:
     seen: list[int] = []
     model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     Wan().predict_velocity(model, noisy, sigmas, conditioning)
-    assert seen == [Wan().num_tokens(model, _SHAPE)]
+    assert seen == [Wan().block.num_tokens(model, _SHAPE)]
 
 
 _SIZES: dict[str, Any] = {

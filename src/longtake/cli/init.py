@@ -17,6 +17,7 @@ from longtake import errors, process
 from longtake.cli import say
 from longtake.config import EXPERT_FOLDERS, Bucket, Expert, ModelSection, memory_bytes
 from longtake.formatting import did_you_mean, printable
+from longtake.models import release_checks, releases
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
 _MODULE = "examples.modules.pose_adapter"
@@ -110,7 +111,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         ModelError: it is not a release, or longtake does not train it.
         RecipeError: there is no template for the task.
     """
-    from longtake.models import base, experts, pretrained, recognition
+    from longtake.models import base, experts, recognition
 
     task = task and task.lower()
     for each in templates():
@@ -118,8 +119,8 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
             return each
     section = ModelSection(family="", pretrained=release)
     kind = recognition.recognise(section, base.FAMILIES)
-    found = pretrained.read_release(section)
-    if expert is not None or pretrained.has_two_transformers(found.pipeline):
+    found = releases.read_release(section)
+    if expert is not None or release_checks.has_two_transformers(found.pipeline):
         section = section.model_copy(update={"expert": expert or "high"})
     if kind is None:
         named = found.config.get("_class_name")
@@ -137,8 +138,8 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
             f"There is no template for {kind.title} with --task {task}; there are lora and full."
         )
     family: Any = base.family(kind.family)
-    pretrained.refuse_untrained(found, getattr(family, "channel_ratios", ()), section)
-    needed, taken = family.inputs_of(section)
+    release_checks.refuse_untrained(found, getattr(family, "channel_ratios", ()), section)
+    needed, taken = family.inputs.names(section)
     two = experts.read_experts(section)
     what = "all weights fine-tuned" if task == "full" else "fine-tuned with LoRA"
     if two is not None:
@@ -159,7 +160,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         str(family.defaults(section).shift),
         expert=None if two is None else two.trained,
         boundary=0.0 if two is None else two.boundary,
-        has_audio=family.has_audio,
+        has_audio=family.inputs.has_audio,
     )
 
 

@@ -156,9 +156,9 @@ def _encode_caption(
     clip: Clip, bucket: Bucket, data: DataSection, sampler: Sampler
 ) -> Conditioning:
     parts, seen = sampler.components, dict[str, Tensor]()
-    if parts.family.encodes_text_with:
+    if parts.family.text.pictures:
         window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
-        seen = parts.family.seen_with_text(_read_inputs(clip, window, data, sampler.device))
+        seen = parts.family.text.seen_pictures(_read_inputs(clip, window, data, sampler.device))
     encoded = parts.text.encode([sample_caption(clip.caption, "", data, 0)], seen)
     return {name: each.cpu() for name, each in encoded.items()}
 

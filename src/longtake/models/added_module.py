@@ -274,9 +274,9 @@ class _BlockForward:
         self.forward: Callable[..., Any] = block.forward
         self.name = name
         self.index = index
-        self.fields = dict(family.arguments_of(block))
-        self.outputs = family.outputs_of(block)
-        self.attentions = family.attentions
+        self.fields = dict(family.block.arguments_of(block))
+        self.outputs = family.block.outputs_of(block)
+        self.attentions = family.block.attentions
         self.parameters = tuple(inspect.signature(block.forward).parameters)
         self.around = [each for each in modules if hasattr(attachment.modules[each], "around")]
         self.attending = [

@@ -1,4 +1,4 @@
-"""What a model family answers.
+"""Model families, and what each says of its inputs and blocks.
 
 A family is the one place that knows how an architecture differs from others. Everything outside it
 has latents [B, C, F, H, W], sigmas [B] (1 = pure noise) and the velocity, noise - latents.
@@ -11,24 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from longtake import config
 from longtake.config import Bucket, ModelSection
-from longtake.errors import RecipeError
+from longtake.errors import ModelError, RecipeError
 from longtake.flow import solver
 from longtake.flow.shift import ShiftRule
 from longtake.formatting import did_you_mean
-from longtake.models import deferred_init, pretrained
+from longtake.models import deferred_init, pretrained, releases
 from longtake.models.codec import NO_PATCH, Codec, encode_videos
+from longtake.models.release_scheduler import DEFAULT_SHIFT
 from longtake.models.text import TextEncoder
+from longtake.models.text_contract import TextContract
 from longtake.parallel.context_parallel import TokenSharing
 from longtake.trust import import_class
-
-T = TypeVar("T")
 
 FAMILIES = {
     "flux": "longtake.models.flux:Flux",
@@ -44,13 +43,14 @@ FAMILIES = {
     "z_image": "longtake.models.z_image:ZImage",
 }
 
+
 Conditioning = dict[str, Tensor]
 """A model's inputs besides its noisy latents, each [B, ...].
 
 From text encoders `token_ids`, or `prompt_embeds` and `pooled_prompt_embeds`; of
 `data.conditioning` what `longtake.models.conditioning` says, such as `<name>_latents`
-[B, C, 1, h, w] of a picture; for a guidance-distilled model `guidance` [B]; for one that
-`takes_fps`, `fps` [B]. What is of another length for each sample is padded, such as
+[B, C, 1, h, w] of a picture; for a guidance-distilled model `guidance` [B]; for one that takes
+frames per second, `fps` [B]. What is of another length for each sample is padded, such as
 `prompt_embeds` [B, T, D], and comes with its length, `prompt_length` [B] int64: `call` makes a
 mask or a list of it, or cuts.
 """
@@ -63,6 +63,20 @@ class LatentShape(NamedTuple):
     num_frames: int
     height: int
     width: int
+
+
+def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> LatentShape:
+    """Shape of the latents of one clip in a bucket.
+
+    Args:
+        codec: of the recipe.
+        bucket: in pixels.
+        patch: the family's; without it only the codec has to divide the bucket.
+
+    Raises:
+        RecipeError: the bucket does not divide; names the nearest that does.
+    """
+    return LatentShape(codec.channels, *codec.latent_shape(bucket, patch))
 
 
 @dataclass(frozen=True)
@@ -118,14 +132,11 @@ class AttentionInputs:
     """What the block was called with."""
 
 
-SHIFT = ShiftRule(5.0)
-
-
 @dataclass(frozen=True)
 class Defaults:
     """Values of recipe keys that are unset."""
 
-    shift: ShiftRule = SHIFT  # of sampling
+    shift: ShiftRule = DEFAULT_SHIFT  # of sampling
     guidance_scale: float = 5.0
     num_inference_steps: int = 30
     caption_dropout: float = 0.1  # of a model that is sampled with classifier-free guidance
@@ -135,65 +146,195 @@ class Defaults:
     [0, 1], as `stretched_logit_normal` says."""
 
 
+@dataclass(frozen=True)
+class InputContract:
+    """The further inputs of a model: references, given frames, frames per second, audio."""
+
+    references: tuple[str, ...] = ()
+    """Pictures in `data.conditioning` whose latents every forward pass needs."""
+    optional: tuple[str, ...] = ()
+    """Pictures that it takes where a recipe has them."""
+    continues: tuple[str, ...] = ()
+    """Pictures instead of which a recipe may give a video's first frames (`frames`)."""
+    takes_fps: bool = False
+    """Whether frames per second are an input of the model (`fps`)."""
+    has_audio: bool = False
+    """Whether the model makes audio too, for which a recipe says `model.audio`."""
+    version: int = 1
+    """Version of `encode` in the keys of a cache: raise it when other numbers come out."""
+
+    def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Name the inputs that the model needs, and all that it takes."""
+        return self.references, (*self.references, *self.optional)
+
+    def further_channels(self, section: ModelSection) -> int:
+        """Count the channels that the model takes beside those of the noisy latents."""
+        return 0
+
+    def size(self, bucket: Bucket) -> tuple[int, int]:
+        """Height and width in pixels of references when they are encoded."""
+        return bucket.height, bucket.width
+
+    def encode(
+        self, codec: Codec, text: TextEncoder, pixels: Mapping[str, Tensor], bucket: Bucket
+    ) -> Conditioning:
+        """Encode the pictures and videos in `data.conditioning` to tensors [B, ...].
+
+        They are the same for a sample alone as in a batch. A plan calls it with tensors on the
+        meta device, and codec and text encoders that have shapes alone.
+
+        Args:
+            codec: of the recipe, on the device of the pixels.
+            text: of the recipe; its `pipeline` has encoders of pictures, where there are such.
+            pixels: by name, [B, 3, F, H, W] uint8; F is 1 for a picture, and less than the clip's
+                for its first frames.
+            bucket: of the clips.
+        """
+        return {f"{name}_latents": encode_videos(codec, each) for name, each in pixels.items()}
+
+    @property
+    def encodes_together(self) -> bool:
+        """Whether `encode` gives other tensors than the latents of each input."""
+        return type(self).encode is not InputContract.encode
+
+    def given_frames(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
+        """Latents [B, C, F', h, w] that replace the first noisy ones; None: none are given."""
+        return None
+
+    def with_given(self, latents: Tensor, conditioning: Conditioning) -> Tensor:
+        """Replace the first of latents [B, C, F, H, W] by the frames that are given."""
+        given = self.given_frames(latents, conditioning)
+        if given is None:
+            return latents
+        return torch.cat([given.to(latents), latents[:, :, given.shape[2] :]], dim=2)
+
+    def loss_weights(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
+        """[B, 1, F, H, W] fp32: 0 where frames are given, which are not predicted; None: 1."""
+        given = self.given_frames(latents, conditioning)
+        if given is None:
+            return None
+        weights = torch.ones_like(latents[:, :1])
+        weights[:, :, : given.shape[2]] = 0
+        return weights
+
+    def pictures(self, conditioning: Conditioning) -> list[Tensor]:
+        """Latents [B, C, 1, h, w] of the references, then of the optional ones that there are.
+
+        Raises:
+            ModelError: a reference is missing.
+        """
+        needed = [reference_latents(conditioning, name) for name in self.references]
+        may_have = (f"{name}_latents" for name in self.optional)
+        return needed + [conditioning[name] for name in may_have if name in conditioning]
+
+
+def reference_latents(conditioning: Conditioning, name: str) -> Tensor:
+    """The latents [B, C, 1, h, w] of a reference image.
+
+    Raises:
+        ModelError: the conditioning has none of that name.
+    """
+    key = f"{name}_latents"
+    if key not in conditioning:
+        raise ModelError(
+            f"The model looks at a reference image, but its conditioning has no {key} (it has "
+            f"{', '.join(conditioning)}). Name the images in data.conditioning.{name}, and when "
+            f"sampling with --conditioning {name}=FILE."
+        )
+    return conditioning[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockContract(ABC):
+    """The repeated blocks of a model and the tokens between them."""
+
+    arguments: Mapping[str, str]
+    """Names of the blocks' arguments, by the values of `BlockInputs` that they are: of `tokens` and
+    `temb`, and of `text` and `rope` where blocks see such."""
+    outputs: tuple[str, ...] = ("tokens",)
+    """Values that a block returns, by the names of `BlockInputs`; more than one are a tuple."""
+    attentions: tuple[str, ...] = ()
+    """Names of the attentions in a block, in the order in which torch's
+    `scaled_dot_product_attention` is called; empty where blocks attend in another way."""
+    lora_targets: tuple[str, ...]
+    """Linear layers that get LoRA unless the recipe names others: attention's projections."""
+    idle: tuple[str, ...] = ()
+    """Patterns (fnmatch) of the names of parameters that get no gradient, or zeros alone."""
+    untrained: tuple[str, ...] = ()
+    """Patterns of parameters that change no velocity whatever the inputs: they are frozen. `{last}`
+    is the number of the last block, whose text is of no use, for example."""
+    share: Callable[[nn.Module, TokenSharing], None] | None = None
+    """Has the ranks of a group share the tokens of each sample (context parallelism).
+
+    All ranks give the model equal inputs and get the whole output. Tokens that attend to each
+    other are cut before the first block and gathered after the last. `share_attention` serves
+    diffusers' attention modules. None: ranks cannot share them.
+    """
+
+    @abstractmethod
+    def of(self, model: nn.Module) -> Sequence[nn.Module]:
+        """List the repeated blocks of a model."""
+
+    @abstractmethod
+    def call_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        """Have each block called as `call(block, *inputs)` wherever gradients are enabled.
+
+        `call` must return what `block(*inputs)` returns. A second `call` replaces the first.
+        """
+
+    @abstractmethod
+    def num_heads(self, model: nn.Module) -> int:
+        """Heads of the attention in which tokens of a sample attend to each other."""
+
+    @abstractmethod
+    def width(self, model: nn.Module) -> int:
+        """D, the width of a token between blocks."""
+
+    @abstractmethod
+    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+        """Count the tokens of one sample's noisy latents."""
+
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        """Call `share` of a family that has it; recipes of others are refused."""
+        assert self.share is not None
+        self.share(model, sharing)
+
+    def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
+        """`arguments` of one block, where blocks differ."""
+        return self.arguments
+
+    def outputs_of(self, block: nn.Module) -> tuple[str, ...]:
+        """`outputs` of one block, where blocks differ."""
+        return self.outputs
+
+    def untrained_parameters(self, model: nn.Module) -> list[str]:
+        """Names of the parameters of a model that match `untrained`."""
+        last = str(len(self.of(model)) - 1)
+        patterns = [pattern.replace("{last}", last) for pattern in self.untrained]
+        return [
+            name
+            for name, _ in model.named_parameters()
+            if any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]
+
+
 class Family(ABC):
     """One architecture: how to build and call it."""
 
     frozen: pretrained.FrozenParts
     """Its codec and text encoders, as a pipeline has them."""
+    text: TextContract = TextContract()
+    inputs: InputContract = InputContract()
+    block: BlockContract
 
-    references: tuple[str, ...] = ()
-    """Names of the pictures in `data.conditioning` whose latents its forward pass needs."""
+    def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
+        """Name the pipeline's class of diffusers, by encoders and tokenizers.
 
-    encodes_by_length = False
-    """Whether `encode_text` gives the same for shorter padding, followed by zeros [B, T, D]."""
-
-    has_text_lengths = False
-    """Whether `encode_text` gives what `pad_texts` does."""
-
-    encodes_text_with: tuple[str, ...] = ()
-    """Names in `data.conditioning` of pictures that its text encoder sees, with the caption; in the
-    order in which it sees those that a recipe has."""
-
-    takes_fps = False
-    """Whether frames per second are an input of its model (`fps`)."""
-
-    has_audio = False
-    """Whether its model makes audio too, for which a recipe says `model.audio`."""
-
-    shares_tokens = True
-    """Whether ranks can share the tokens of its samples, by `share_tokens`."""
-
-    idle: ClassVar[tuple[str, ...]] = ()
-    """Patterns (fnmatch) of the names of parameters that get no gradient, or zeros alone."""
-
-    untrained: ClassVar[tuple[str, ...]] = ()
-    """Such patterns of parameters that change no velocity whatever the inputs: they are frozen.
-    `{last}` is the number of the last block, whose text is of no use, for example."""
-
-    optional_references: tuple[str, ...] = ()
-    """Names of the pictures that it takes besides, where a recipe has them."""
-
-    lora_targets: tuple[str, ...]
-    """The linear layers that get LoRA unless the recipe names others: attention's projections."""
-
-    block_arguments: ClassVar[Mapping[str, str]]
-    """Names of the blocks' arguments, by the values of `BlockInputs` that they are: of `tokens` and
-    `temb`, and of `text` and `rope` where blocks see such."""
-
-    block_outputs: ClassVar[tuple[str, ...]] = ("tokens",)
-    """What a block returns, by the names of `BlockInputs`; more than one are a tuple."""
-
-    attentions: ClassVar[tuple[str, ...]] = ()
-    """Names of the attentions in a block, in the order in which torch's
-    `scaled_dot_product_attention` is called; empty where blocks attend in another way."""
-
-    def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
-        """`block_arguments` of one block, where blocks differ."""
-        return self.block_arguments
-
-    def outputs_of(self, block: nn.Module) -> tuple[str, ...]:
-        """`block_outputs` of one block, where blocks differ."""
-        return self.block_outputs
+        Args:
+            parts: by their folders in the pipeline.
+            release: of which a run is exported; None: the pipeline encodes text.
+        """
+        raise NotImplementedError(f"{type(self).__name__} embeds the ids of words")
 
     @abstractmethod
     def patch(self, section: ModelSection) -> tuple[int, ...]:
@@ -220,7 +361,7 @@ class Family(ABC):
         *,
         weights: deferred_init.Weights = True,
     ) -> nn.Module:
-        """The model on the CPU, with random weights in fp32 or pretrained ones in the section's.
+        """Build the model on the CPU, with random weights in fp32 or pretrained ones.
 
         Without `weights` it is the same architecture on torch's meta device, made in seconds at any
         size, and no file of weights is opened or downloaded. `later` is called within
@@ -231,176 +372,15 @@ class Family(ABC):
             ModelError: pretrained weights, or their configuration, cannot be loaded.
         """
 
-    @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated blocks: units of sharding and recomputation, whose matrices Muon trains."""
-
-    def untrained_parameters(self, model: nn.Module) -> list[str]:
-        """Names of the parameters of a model that match `untrained`."""
-        last = len(self.blocks(model)) - 1
-        patterns = [pattern.replace("{last}", str(last)) for pattern in self.untrained]
-        return [
-            name
-            for name, _ in model.named_parameters()
-            if any(fnmatchcase(name, pattern) for pattern in patterns)
-        ]
-
-    @abstractmethod
-    def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        """Have each block called as `call(block, *inputs)` wherever gradients are enabled.
-
-        `call` must return what `block(*inputs)` returns. A second `call` replaces the first.
-        """
-
-    @abstractmethod
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """Have the ranks of a group share the tokens of each sample (context parallelism).
-
-        All ranks give the model equal inputs and get the whole output. Tokens that attend to each
-        other are cut before the first block and gathered after the last. `share_attention` serves
-        diffusers' attention modules.
-        """
-
-    @abstractmethod
-    def num_heads(self, model: nn.Module) -> int:
-        """Heads of the attention in which tokens of a sample attend to each other."""
-
-    @abstractmethod
-    def width(self, model: nn.Module) -> int:
-        """D, the width of a token between blocks."""
-
-    @abstractmethod
-    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
-        """Tokens of one sample's noisy latents."""
-
-    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
-        """A pipeline of diffusers that encodes text with these parts, and lacks the others."""
-        raise NotImplementedError(f"{type(self).__name__} embeds the ids of words")
-
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> Conditioning:
-        """What the pipeline's own methods make of captions, on its device; without gradients.
-
-        Args:
-            pipeline: of `text_pipeline`.
-            captions: B of them, in a list that may be changed.
-            max_tokens: T, what captions are cut or padded to; `picture_tokens` are besides.
-            pictures: [B, 3, 1, H, W] uint8 of each name in `encodes_text_with`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} embeds the ids of words")
-
-    def load_processor(self, where: str, subfolder: str) -> Any:
-        """The processor of pictures that are encoded with captions, of `frozen.processor`.
-
-        Args:
-            where: folder or repository id of the pipeline.
-            subfolder: of it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} encodes captions alone")
-
-    def picture_tokens(self, processor: Any, sizes: Sequence[tuple[int, int]]) -> int:
-        """Tokens of a text for pictures that are encoded with it, besides `max_tokens`.
-
-        Args:
-            processor: of `load_processor`.
-            sizes: height and width of each picture.
-        """
-        return 0
-
-    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> Conditioning:
-        """Shapes and dtypes of what `encode_text` gives for one caption, on the meta device.
-
-        Args:
-            encoders: by their folders in the pipeline; on the meta device.
-            max_tokens: T, with those for pictures.
-        """
-        width = text_width(encoders[self.frozen.text.folder])
-        found = {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
-        if self.has_text_lengths:
-            found["prompt_length"] = torch.empty(1, dtype=torch.int64, device="meta")
-        return found
-
-    def run_encoders(
-        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
-    ) -> None:
-        """Call the encoders as `encode_text` does for the longest caption; they are fake tensors.
-
-        Args:
-            encoders: by their folders in the pipeline.
-            max_tokens: of those that read captions, with those for pictures.
-        """
-        for folder, length in max_tokens.items():
-            ids = torch.ones(1, length, dtype=torch.long)
-            encoders[folder](input_ids=ids, attention_mask=torch.ones_like(ids))
-
-    encodes_inputs_itself = False
-    """Whether `encode_inputs` gives other tensors than the latents of each of its inputs."""
-
-    inputs_version = 1
-    """Of `encode_inputs`, in the keys of a cache: raise it where other numbers come out."""
-
-    continues: tuple[str, ...] = ()
-    """Names of its pictures that may be a video's first frames (`frames`) instead."""
-
-    def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of pictures in `data.conditioning` that the model needs, and that it may get."""
-        return self.references, (*self.references, *self.optional_references)
-
-    def seen_with_text(self, given: Mapping[str, T]) -> dict[str, T]:
-        """Those of `encodes_text_with` that are given, by name."""
-        return {name: given[name] for name in self.encodes_text_with if name in given}
-
-    def reference_size(self, bucket: Bucket) -> tuple[int, int]:
-        """Height and width in pixels of its references when they are encoded."""
-        return bucket.height, bucket.width
-
-    def encode_inputs(
-        self, codec: Codec, text: TextEncoder, given: Mapping[str, Tensor], bucket: Bucket
-    ) -> Conditioning:
-        """Tensors [B, ...] of the pictures and videos in `data.conditioning` that are encoded.
-
-        They are the same for a sample alone as in a batch.
-
-        Args:
-            codec: of the recipe, on the device of the pixels.
-            text: of the recipe; its `pipeline` has encoders of pictures, where there are such.
-            given: by name, [B, 3, F, H, W] uint8; F is 1 for a picture, and less than the clip's
-                for its first frames.
-            bucket: of the clips.
-        """
-        return {f"{name}_latents": encode_videos(codec, each) for name, each in given.items()}
-
-    def outline_inputs(
-        self, codec: Codec, text: TextEncoder, given: Mapping[str, int], bucket: Bucket
-    ) -> Conditioning:
-        """Shapes and dtypes of what `encode_inputs` gives for one sample, on the meta device.
-
-        `given` has numbers of frames by name.
-        """
-        shapes = {
-            f"{name}_latents": (
-                1,
-                codec.channels,
-                *codec.latent_shape(_with_frames(bucket, number)),
-            )
-            for name, number in given.items()
-        }
-        return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-
-    def with_given(self, latents: Tensor, conditioning: Conditioning) -> Tensor:
-        """Sampled latents [B, C, F, H, W], with the frames that were given and not predicted."""
-        return latents
-
-    def loss_weights(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
-        """[B, 1, F, H, W] fp32: 0 where frames are given, which are not predicted; None: 1."""
-        return None
+        return self.block.of(model)
 
     def sequence_length(
         self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
     ) -> int:
-        """Tokens of one sample that attend to each other; memory and time grow with them."""
-        return self.num_tokens(model, shape)
+        """Count one sample's tokens that attend to each other; memory and time grow with them."""
+        return self.block.num_tokens(model, shape)
 
     def defaults(self, section: ModelSection) -> Defaults:
         """Values of unset recipe keys, by the section or the pretrained model's configuration.
@@ -418,7 +398,7 @@ class Family(ABC):
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """The velocity, [B, C, F, H, W], for latents of that shape and sigmas [B]."""
+        """Predict the velocity [B, C, F, H, W] for latents of that shape and sigmas [B]."""
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """The velocity [B, C, F, H, W] of classifier-free guidance, as the pipeline has it."""
@@ -461,16 +441,6 @@ class Family(ABC):
         """
 
 
-def _with_frames(bucket: Bucket, num_frames: int) -> Bucket:
-    return Bucket(num_frames=num_frames, height=bucket.height, width=bucket.width)
-
-
-def text_width(encoder: nn.Module) -> int:
-    """Width of a text encoder's hidden states."""
-    config: Any = encoder.config
-    return int(config.get_text_config().hidden_size)
-
-
 def family(name: str) -> Family:
     """The family of that name, or of a class of the user's own; its module is imported here."""
     if ":" in name:
@@ -500,19 +470,3 @@ def _own_family(path: str) -> Family:
         raise RecipeError(f"model.family {path!r} lacks {listed}. {advice}")
     own: Family = found()
     return own
-
-
-def latent_shape(
-    codec: Codec, bucket: config.Bucket, patch: Sequence[int] = NO_PATCH
-) -> LatentShape:
-    """Shape of the latents of one clip in a bucket.
-
-    Args:
-        codec: of the recipe.
-        bucket: in pixels.
-        patch: the family's; without it only the codec has to divide the bucket.
-
-    Raises:
-        RecipeError: the bucket does not divide; names the nearest that does.
-    """
-    return LatentShape(codec.channels, *codec.latent_shape(bucket, patch))

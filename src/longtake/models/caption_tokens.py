@@ -9,7 +9,8 @@ import ftfy
 
 from longtake.config import TextSection
 from longtake.errors import ModelError
-from longtake.models.pretrained import PipelinePart, find_part, load_pretrained, locate
+from longtake.models.pretrained import PipelinePart, load_pretrained, locate
+from longtake.models.releases import find_part
 
 MOST_COUNTED = 10_000  # captions, evenly spaced; takes a second or two
 

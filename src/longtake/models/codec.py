@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from longtake.config import Bucket, CodecSection
 from longtake.errors import RecipeError, SamplingError
-from longtake.models import deferred_init, numerics, pretrained
+from longtake.models import deferred_init, numerics, pretrained, releases
 
 NO_PATCH = (1, 1, 1)
 """Latent frames, rows and columns of a token, where each pixel of a latent is one."""
@@ -134,7 +134,14 @@ class _Autoencoder:
 
 
 def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
-    """Latents of videos, each encoded alone: convolutions round otherwise in other batches."""
+    """Latents of videos, each encoded alone: convolutions round otherwise in other batches.
+
+    Of videos on the meta device, in a plan, they have a shape alone.
+    """
+    if videos.is_meta:
+        frames, height, width = videos.shape[2:]
+        shape = codec.latent_shape(Bucket(num_frames=frames, height=height, width=width))
+        return torch.empty(len(videos), codec.channels, *shape, device="meta")
     return torch.cat([codec.encode(videos[place : place + 1]) for place in range(len(videos))])
 
 
@@ -342,7 +349,7 @@ def build_codec(
         return PixelCodec()
     dtype = numerics.DTYPES[section.dtype]
     if section.pretrained is not None:
-        part = pretrained.find_part(section.pretrained, part)
+        part = releases.find_part(section.pretrained, part)
         found = _autoencoder_class(part)
         loaded = pretrained.load_pretrained(
             found, section.pretrained, part.folder, torch_dtype=dtype
@@ -360,7 +367,7 @@ def outline_codec(section: CodecSection, part: pretrained.PipelinePart) -> Codec
     if section.kind == "pixels":
         return PixelCodec()
     if section.pretrained is not None:
-        part = pretrained.find_part(section.pretrained, part)
+        part = releases.find_part(section.pretrained, part)
         outline = deferred_init.on_meta(_autoencoder_class(part), section.pretrained, part.folder)
         numerics.keep_weights_in(outline, numerics.DTYPES[section.dtype])
         return _wrapped(outline, is_pretrained=True)

@@ -20,6 +20,8 @@ from longtake.models import (
     numerics,
     pretrained,
     recognition,
+    release_checks,
+    releases,
     trainable,
 )
 from longtake.models.base import (
@@ -90,7 +92,7 @@ class Components:
                 and a rule is not followed beyond the tokens that it was made for.
         """
         shape = latent_shape(self.codec, bucket)
-        num_tokens = self.family.num_tokens(self.model, shape)
+        num_tokens = self.family.block.num_tokens(self.model, shape)
         size = ClipSize(num_tokens, bucket.height, bucket.width, shape.num_frames)
         rule = self.shift_rule(shift)
         if num_steps is None:
@@ -270,8 +272,8 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
     ):
         if where is None or part is None:
             continue
-        if part not in parts.further or pretrained.has_part(where, part):
-            found = pretrained.find_part(where, part)
+        if part not in parts.further or releases.has_part(where, part):
+            found = releases.find_part(where, part)
             for subfolder in filter(None, (found.folder, found.tokenizer)):
                 path = pretrained.locate(where, subfolder) / subfolder
                 located[f"{key}.pretrained {subfolder}"] = path
@@ -282,7 +284,7 @@ def chosen_family(section: config.ModelSection) -> Family:
     """The family that a section names; ModelError if its release is of another, or two experts."""
     recognition.refuse_other_family(section, FAMILIES)
     if section.pretrained is not None:
-        pretrained.refuse_wrong_expert(pretrained.pipeline_index(section.pretrained), section)
+        release_checks.refuse_wrong_expert(releases.pipeline_index(section.pretrained), section)
     chosen = family(section.family)
     if section.transformer_class is not None and not hasattr(chosen, "transformer_class"):
         raise RecipeError(
@@ -303,7 +305,7 @@ def text_section(recipe: config.Recipe) -> config.TextSection:
 
 
 def source_of(recipe: config.Recipe, *, resumed: bool, is_sharded: bool) -> Source:
-    is_whole = recipe.trainable.base() == "full" and not family(recipe.model.family).untrained
+    is_whole = recipe.trainable.base() == "full" and not family(recipe.model.family).block.untrained
     if resumed and is_whole:  # a checkpoint has what is trained
         return "checkpoint"
     if recipe.trainable.kind == "dora":  # its magnitudes begin as the lengths of the weights' rows

@@ -35,7 +35,7 @@ def encode_inputs(
 
 def encoded_together(chosen: Family, recipe: Recipe) -> tuple[str, ...]:
     """Names of the inputs of which the family makes other tensors than the latents of each."""
-    taken = chosen.inputs_of(recipe.model)[1] if chosen.encodes_inputs_itself else ()
+    taken = chosen.inputs.names(recipe.model)[1] if chosen.inputs.encodes_together else ()
     encoded = tuple(name for name, each in recipe.model_inputs().items() if each.is_encoded)
     return encoded if any(name in taken for name in encoded) else ()
 
@@ -65,7 +65,7 @@ def condition_on(
         elif name not in encoded:
             found[name] = each.float() / 127.5 - 1
     if encoded:
-        found |= parts.family.encode_inputs(parts.codec, parts.text, encoded, bucket)
+        found |= parts.family.inputs.encode(parts.codec, parts.text, encoded, bucket)
     return found
 
 
@@ -93,25 +93,20 @@ def on_latents(codec: Codec, mask: Tensor) -> Tensor:
 def outline_inputs(
     parts: Components, sections: Mapping[str, ConditioningSection], bucket: Bucket
 ) -> Conditioning:
-    """What `condition_on` gives for one sample of a bucket, on the meta device."""
-    pixels = bucket.num_frames, bucket.height, bucket.width
-    shapes, encoded = dict[str, tuple[int, ...]](), dict[str, int]()
+    """`condition_on` of one sample of a bucket, on the meta device."""
+    inputs = dict[str, Tensor]()
     for name, section in sections.items():
         frames = section.num_frames(bucket)
         if section.kind == "numbers":
             assert section.width is not None
-            shapes[name] = (1, *([frames] if section.per_frame else []), section.width)
-        elif section.kind == "mask":
-            shapes |= {name: (1, 1, *pixels)}
-            shapes |= {f"{name}_latents": (1, 1, *parts.codec.latent_shape(bucket))}
-        elif section.is_encoded:
-            encoded[name] = frames
-        else:
-            shapes[name] = (1, 3, frames, *pixels[1:])
-    found = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    if encoded:
-        found |= parts.family.outline_inputs(parts.codec, parts.text, encoded, bucket)
-    return found
+            shape = (1, *([frames] if section.per_frame else []), section.width)
+            inputs[name] = torch.empty(shape, device="meta")
+            continue
+        is_mask = section.kind == "mask"
+        frames, channels = (bucket.num_frames, 1) if is_mask else (frames, 3)
+        shape = (1, channels, frames, bucket.height, bucket.width)
+        inputs[name] = torch.empty(shape, dtype=torch.uint8, device="meta")
+    return condition_on(parts, sections, inputs, bucket)
 
 
 def training_conditioning(
@@ -131,7 +126,7 @@ def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
 
 def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Conditioning:
     """Frames per second of what is trained and sampled, of a model that takes them."""
-    if not chosen.takes_fps or recipe.data.fps is None:
+    if not chosen.inputs.takes_fps or recipe.data.fps is None:
         return {}
     like, fps = next(iter(conditioning.values())), recipe.data.fps / recipe.data.frame_stride
     return {"fps": torch.full((len(like),), fps, device=like.device)}
@@ -150,4 +145,4 @@ def outline_conditioning(
 def picture_sizes(chosen: Family, recipe: Recipe, bucket: Bucket) -> list[tuple[int, int]]:
     """Height and width of each picture that is encoded together with a caption."""
     sizes = dict.fromkeys(recipe.model_inputs(), (bucket.height, bucket.width))
-    return list(chosen.seen_with_text(sizes).values())
+    return list(chosen.text.seen_pictures(sizes).values())

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
-from longtake.models import numerics, pretrained
+from longtake.models import numerics, pretrained, release_checks, releases
 from longtake.models.quantized import QuantizedLinear
 
 Weights = bool | Literal["later"]
@@ -127,9 +127,9 @@ def _pretrained(
 ) -> Any:
     subfolder = section.folder()
     folder = pretrained.locate(where, subfolder) if weights else None
-    release = pretrained.read_release(section)
+    release = releases.read_release(section)
     pretrained.refuse_other_class(release.config, model_class, where, subfolder)
-    pretrained.refuse_untrained(release, channel_ratios, section)
+    release_checks.refuse_untrained(release, channel_ratios, section)
     if folder is None:
         return on_meta(model_class, where, subfolder)
     if weights != "later":  # they pass through no other dtype than the one they will be kept in
@@ -143,7 +143,7 @@ def _pretrained(
 
 def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
     """A model of diffusers or transformers on the meta device, in the dtype its config names."""
-    config = pretrained.part_config(where, subfolder)
+    config = releases.part_config(where, subfolder)
     pretrained.refuse_other_class(config, model_class, where, subfolder)
     with torch.device("meta"):
         return _from_config(model_class, config, where, subfolder)

@@ -1,10 +1,10 @@
 """The base class of families whose transformer and pipeline are diffusers', and its helpers."""
 
 import functools
-import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.shift import ShiftRule
-from longtake.models import deferred_init, numerics, pretrained
-from longtake.models.base import SHIFT, Conditioning, Defaults, Family, LatentShape
+from longtake.models import deferred_init, numerics, pretrained, releases
+from longtake.models.base import BlockContract, Conditioning, Defaults, Family, LatentShape
 from longtake.models.codec import Codec
 from longtake.models.experts import ExpertPair
+from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import SharedAttention, TokenSharing
 from longtake.trust import import_class
@@ -35,51 +36,72 @@ class TransformerCall(NamedTuple):
     """Makes [B, C, F, H, W] of the first value that it returns, in the model's own sign."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DiffusersBlocks(BlockContract):
+    """Blocks of a transformer of diffusers, as most of them are."""
+
+    lists: tuple[str, ...] = ("transformer_blocks",)
+    """Attributes of the transformer with its repeated blocks, in the order of the forward pass."""
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    arguments: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "tokens": "hidden_states",
+            "text": "encoder_hidden_states",
+            "temb": "temb",
+            "rope": "image_rotary_emb",
+        }
+    )
+    outputs: tuple[str, ...] = ("text", "tokens")
+    attentions: tuple[str, ...] = ("attn",)
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def of(self, model: nn.Module) -> Sequence[nn.Module]:
+        lists: Any = (model.get_submodule(name) for name in self.lists)
+        return [block for blocks in lists for block in blocks]
+
+    def call_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        model.enable_gradient_checkpointing(call)  # type: ignore[operator]
+
+    def num_heads(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return int(config.num_attention_heads)
+
+    def width(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return int(config.num_attention_heads * config.attention_head_dim)
+
+    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+        return math.prod(shape[1:]) // math.prod(self.patch_size)
+
+
 class DiffusersFamily(Family):
     """A family whose transformer and pipeline are diffusers'.
 
-    A subclass names them, and writes `fitted_config`, `call` and `share_tokens`; the other methods
-    serve most transformers and are overridden where one differs. Code that needs the model's own
-    inputs (ids, masks, per-token timesteps, several references) belongs into `call`.
+    A subclass names them, and writes `fitted_config` and `call`; the other methods serve most
+    transformers and are overridden where one differs. Code that needs the model's own inputs (ids,
+    masks, per-token timesteps, several references) belongs into `call`.
     """
 
     label: str
     """Its name in messages."""
     transformer_class: str
     pipeline_class: str
-    text_pipeline_class: str | None = None
-    """Whose methods encode text, where those of `pipeline_class` cannot."""
     codec_class: type[Any]
     parts: str
     """Codec and text encoders in words, for the message that others cannot be exported."""
     copied_parts: tuple[str, ...] = ()
     """Folders of its pipeline that are not used here: an export has the release's."""
 
-    block_lists: tuple[str, ...] = ("transformer_blocks",)
-    """Attributes of the transformer with its repeated blocks, in the order of the forward pass."""
-    patch_size: tuple[int, int, int] = (1, 2, 2)
+    block: DiffusersBlocks = DiffusersBlocks()
     makes_videos = True
-    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
-    block_arguments: ClassVar[Mapping[str, str]] = {
-        "tokens": "hidden_states",
-        "text": "encoder_hidden_states",
-        "temb": "temb",
-        "rope": "image_rotary_emb",
-    }
-    block_outputs: ClassVar[tuple[str, ...]] = ("text", "tokens")
-    attentions: ClassVar[tuple[str, ...]] = ("attn",)
     channel_ratios: ClassVar[tuple[float, ...]] = ()
     """in_channels / out_channels, besides 1, of transformers that it trains."""
 
-    time_scale = 1.0
-    """Timestep of sigma 1."""
+    time_range = (0.0, 1.0)
+    """Timesteps of sigma 0 and of sigma 1."""
     negates = False
     """Whether the transformer predicts latents - noise."""
-    scheduler_class = "FlowMatchEulerDiscreteScheduler"
-    scheduler_options: ClassVar[Mapping[str, Any]] = {}
-    """Arguments of that class; like it and the next, where there is no release with a scheduler."""
-    default_shift = SHIFT
-    mu: ClassVar[pretrained.PipelineMu] = "line"
+    scheduler = PipelineScheduler()
     guidance_scale = 5.0
     num_inference_steps = 50
 
@@ -91,6 +113,9 @@ class DiffusersFamily(Family):
             RecipeError: the family cannot be conditioned on this text encoder.
         """
 
+    def check_config(self, config: Any) -> None:
+        """Refuse arguments that diffusers takes, and that fail at the first step: RecipeError."""
+
     @abstractmethod
     def call(
         self,
@@ -99,80 +124,28 @@ class DiffusersFamily(Family):
         timesteps: Tensor,
         conditioning: Conditioning,
     ) -> TransformerCall:
-        """How the transformer is called; `noisy_latents` come in its dtype, timesteps as [B].
+        """Make a call of the transformer from latents in its dtype and timesteps [B].
 
         Raises:
             ModelError: conditioning that the model needs is missing.
         """
 
-    @abstractmethod
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> Conditioning:
-        """See `Family.encode_text`."""
-
-    def pipeline_of(self, parts: Mapping[str, Any]) -> str:
-        """The pipeline's class, where it depends on the text encoders."""
+    def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
         return self.pipeline_class
 
-    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
-        import diffusers
-        import transformers
-
-        with (
-            pretrained.quiet(diffusers.DiffusionPipeline),
-            pretrained.quiet(transformers.CLIPTextModel),
-        ):
-            pipeline = getattr(diffusers, self.text_pipeline_class or self.pipeline_of(parts))
-            required = inspect.Parameter.empty
-            wanted = pretrained.defaults(pipeline.__init__).items()
-            absent = {name: None for name, default in wanted if default is required}
-            return pipeline(**{**absent, **parts})
-
-    def exported_pipeline(self, release: pretrained.Release, parts: Mapping[str, Any]) -> str:
-        """Class of the pipeline that is exported, with these encoders and tokenizers."""
-        return self.pipeline_of(parts)
-
-    def further_components(self, release: pretrained.Release) -> dict[str, Any]:
-        """What the exported pipeline has besides, such as a guider."""
+    def further_components(self, release: releases.Release) -> dict[str, Any]:
+        """Components that the exported pipeline has besides, such as a guider."""
         return {}
-
-    def further_channels(self, section: ModelSection) -> int:
-        """Channels that the transformer takes besides the noisy latents'."""
-        return 0
-
-    def check_config(self, config: Any) -> None:
-        """Refuse arguments that diffusers takes, and that fail at the first step: RecipeError."""
-
-    def frames_in_place(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
-        """Latents [B, C, F', h, w] that replace the first noisy ones; None: none are given."""
-        return None
-
-    def with_given(self, latents: Tensor, conditioning: Conditioning) -> Tensor:
-        given = self.frames_in_place(latents, conditioning)
-        if given is None:
-            return latents
-        return torch.cat([given.to(latents), latents[:, :, given.shape[2] :]], dim=2)
-
-    def loss_weights(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
-        given = self.frames_in_place(latents, conditioning)
-        if given is None:
-            return None
-        weights = torch.ones_like(latents[:, :1])
-        weights[:, :, : given.shape[2]] = 0
-        return weights
-
-    def timesteps(self, sigmas: Tensor) -> Tensor:
-        return sigmas if self.time_scale == 1 else sigmas * self.time_scale
 
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
         transformer: Any = model
+        # Not named: a local would keep the latents in the model's dtype during its whole call.
         call = self.call(
             transformer,
             noisy_latents.to(transformer.dtype),
-            self.timesteps(sigmas),
+            self._timesteps(sigmas),
             conditioning,
         )
         with numerics.mixed_norms():
@@ -180,8 +153,13 @@ class DiffusersFamily(Family):
         velocity = call.read(output)
         return -velocity if self.negates else velocity
 
+    def _timesteps(self, sigmas: Tensor) -> Tensor:
+        first, last = self.time_range
+        scaled = sigmas if last - first == 1 else sigmas * (last - first)
+        return first + scaled if first else scaled
+
     def patch(self, section: ModelSection) -> tuple[int, ...]:
-        return self.patch_size
+        return self.block.patch_size
 
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         patch = self.patch(section)
@@ -214,7 +192,7 @@ class DiffusersFamily(Family):
         weights: deferred_init.Weights = True,
     ) -> nn.Module:
         fitted = self.fitted_config(shapes[0].channels, text)
-        if further := self.further_channels(section):
+        if further := self.inputs.further_channels(section):
             fitted["in_channels"] += further
         model = deferred_init.build_transformer(
             self._model_class(section),
@@ -242,51 +220,10 @@ class DiffusersFamily(Family):
             )
         return found
 
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        lists: Any = (model.get_submodule(name) for name in self.block_lists)
-        return [block for blocks in lists for block in blocks]
-
-    def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        model.enable_gradient_checkpointing(call)  # type: ignore[operator]
-
-    def num_heads(self, model: nn.Module) -> int:
-        config: Any = model.config
-        return int(config.num_attention_heads)
-
-    def width(self, model: nn.Module) -> int:
-        config: Any = model.config
-        return int(config.num_attention_heads * config.attention_head_dim)
-
-    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
-        return math.prod(shape[1:]) // math.prod(self.patch_size)
-
     def defaults(self, section: ModelSection) -> Defaults:
         """Shift by the release's scheduler; guidance scale and steps are the pipeline's."""
-        return Defaults(self.release_shift(section), self.guidance_scale, self.num_inference_steps)
-
-    def release_shift(self, section: ModelSection) -> ShiftRule:
-        """By the release's scheduler_config.json."""
-        release = pretrained.read_release(section).scheduler
-        found = pretrained.scheduler_shift(release, self.mu, str(section.pretrained))
-        return found or self.default_shift
-
-    def scheduler(self, section: ModelSection, rule: ShiftRule, bucket_shift: float) -> Any:
-        """The exported pipeline's scheduler: the release's, with another shift if the run has it.
-
-        A pipeline that cannot follow the rule gets `bucket_shift`.
-        """
-        import diffusers
-
-        release = pretrained.read_release(section).scheduler or {}
-        named = getattr(diffusers, str(release.get("_class_name")), None)
-        scheduler_class = named or getattr(diffusers, self.scheduler_class)
-        values = {**self.scheduler_options, **release}
-        if not release or rule != self.release_shift(section):
-            known = pretrained.defaults(scheduler_class.__init__)
-            changed = pretrained.shift_values(rule, self.mu, bucket_shift)
-            values |= {key: value for key, value in changed.items() if key in known}
-        with pretrained.quiet(scheduler_class):
-            return scheduler_class.from_config(values)
+        shift = self.scheduler.shift(section)
+        return Defaults(shift, self.guidance_scale, self.num_inference_steps)
 
     def distils_guidance(self, model: nn.Module) -> bool:
         config: Any = model.config
@@ -309,7 +246,7 @@ class DiffusersFamily(Family):
                 f"A {self.pipeline_class} needs {self.parts}; this run has {type(codec).__name__} "
                 f"and {type(text).__name__}. `longtake sample` samples it."
             )
-        release = pretrained.read_release(section)
+        release = releases.read_release(section)
         missing = [name for name in self.copied_parts if not (release.pipeline.get(name) or [0])[0]]
         if missing:
             raise RecipeError(
@@ -319,7 +256,7 @@ class DiffusersFamily(Family):
             )
         autoencoder = codec.modules()[0]
         parts = text.pipeline_parts()
-        pipeline_class = getattr(diffusers, self.exported_pipeline(release, parts))
+        pipeline_class = getattr(diffusers, self.pipeline_of(parts, release))
         known = pretrained.defaults(pipeline_class.__init__)
         index = release.pipeline
         settings = {n: v for n, v in index.items() if n in known and not isinstance(v, list)}
@@ -327,7 +264,7 @@ class DiffusersFamily(Family):
         pipeline = pipeline_class(
             **(pair or {"transformer": model}),
             vae=autoencoder,
-            scheduler=self.scheduler(section, rule, bucket_shift),
+            scheduler=self.scheduler.build(section, rule, bucket_shift),
             **dict.fromkeys(self.copied_parts),
             **parts,
             **settings,
@@ -336,50 +273,40 @@ class DiffusersFamily(Family):
         with pretrained.quiet(pipeline), pretrained.quiet(text.encoder):
             pipeline.save_pretrained(folder)
         for name in self.copied_parts:
-            pretrained.copy_part(section, name, folder)
+            releases.copy_part(section, name, folder)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         """The part of ComfyUI that a LoRA is for, and diffusers' name."""
         return f"{'transformer.' if is_lora else ''}{name}"
 
-    def guidance(self, model: nn.Module, conditioning: Conditioning) -> Tensor | None:
-        """The guidance scales [B] of a guidance-distilled model; None for others."""
-        if not self.distils_guidance(model):
-            return None
-        if "guidance" not in conditioning:
-            raise ModelError(
-                f"This {self.label} is distilled for guidance, but its conditioning names no "
-                f"guidance scale (it has {', '.join(conditioning)}). Add guidance [B], such as "
-                f"{self.guidance_scale}."
-            )
-        return conditioning["guidance"]
 
-    def pictures(self, conditioning: Conditioning) -> list[Tensor]:
-        """The latents of the reference images: those it needs, then those it may have."""
-        needed = [self.reference(conditioning, name) for name in self.references]
-        may_have = (f"{name}_latents" for name in self.optional_references)
-        return needed + [conditioning[name] for name in may_have if name in conditioning]
+def guidance_scales(
+    chosen: DiffusersFamily, model: nn.Module, conditioning: Conditioning
+) -> Tensor | None:
+    """The guidance scales [B] of a guidance-distilled model; None for others.
 
-    def reference(self, conditioning: Conditioning, name: str) -> Tensor:
-        """The latents [B, C, 1, h, w] of a reference image."""
-        key = f"{name}_latents"
-        if key not in conditioning:
-            raise ModelError(
-                f"{self.label} looks at a reference image, but its conditioning has no {key} (it "
-                f"has {', '.join(conditioning)}). Name the images in data.conditioning.{name}, "
-                f"and when sampling with --conditioning {name}=FILE."
-            )
-        return conditioning[key]
-
-
-def run_decoders(encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]) -> None:
-    """`Family.run_encoders` of decoders whose hidden layers are the text's."""
-    for folder, length in max_tokens.items():
-        ids = torch.ones(1, length, dtype=torch.long)
-        mask = torch.ones_like(ids)
-        encoders[folder](
-            input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False
+    Raises:
+        ModelError: the conditioning has none.
+    """
+    if not chosen.distils_guidance(model):
+        return None
+    if "guidance" not in conditioning:
+        raise ModelError(
+            f"This {chosen.label} is distilled for guidance, but its conditioning names no "
+            f"guidance scale (it has {', '.join(conditioning)}). Add guidance [B], such as "
+            f"{chosen.guidance_scale}."
         )
+    return conditioning["guidance"]
+
+
+def outline_vision(text: TextEncoder, pictures: Tensor, further_tokens: int = 0) -> Tensor:
+    """Embeddings [B, T, D] of pictures by the release's image encoder, on the meta device.
+
+    T is the encoder's number of patches and of `further_tokens`, such as a class token.
+    """
+    config = text.pipeline_parts()["image_encoder"].config
+    tokens = (config.image_size // config.patch_size) ** 2 + further_tokens
+    return torch.empty(len(pictures), tokens, config.hidden_size, device="meta")
 
 
 def to_images(pictures: Tensor) -> list[Image.Image]:
@@ -408,6 +335,33 @@ def cut_texts(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
     if total == padded[..., 0].numel():
         return padded, None
     return padded, torch.arange(longest, device=padded.device) < lengths[:, None]
+
+
+def share_inputs(
+    model: nn.Module, sharing: TokenSharing, dims: Mapping[str, int], lengths: Sequence[str]
+) -> None:
+    """Cut arguments of a transformer between ranks, and gather what its `proj_out` returns.
+
+    Args:
+        model: a transformer of diffusers.
+        sharing: of the group.
+        dims: the dimension along which an argument is cut, by its name. What is None or has fewer
+            dimensions stays as it is.
+        lengths: names of the arguments [B, T, D] whose tokens attend to each other.
+    """
+
+    def cut(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        sharing.begin(*(inputs[name].shape[1] for name in lengths))
+        has_tokens = {
+            name: dim
+            for name, dim in dims.items()
+            if inputs[name] is not None and inputs[name].ndim > dim
+        }
+        return args, inputs | {n: sharing.cut(inputs[n], dim) for n, dim in has_tokens.items()}
+
+    transformer: Any = model
+    transformer.register_forward_pre_hook(cut, with_kwargs=True)
+    transformer.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
 
 def share_attention(attention: nn.Module, sharing: TokenSharing) -> None:

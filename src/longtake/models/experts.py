@@ -12,7 +12,7 @@ from torch import nn
 
 from longtake.config import EXPERT_FOLDERS, Expert, FlowSection, ModelSection
 from longtake.errors import RecipeError
-from longtake.models import pretrained
+from longtake.models import release_checks, releases
 from longtake.models.streamed import StreamedBlocks
 
 
@@ -56,8 +56,8 @@ def read_experts(section: ModelSection) -> Experts | None:
     """What a release says of its two transformers; None where it has one, or the model is new."""
     if section.expert is None or section.pretrained is None:
         return None
-    pipeline = pretrained.read_release(section).pipeline
-    pretrained.refuse_wrong_expert(pipeline, section)
+    pipeline = releases.read_release(section).pipeline
+    release_checks.refuse_wrong_expert(pipeline, section)
     return Experts(float(pipeline["boundary_ratio"]), section.expert)
 
 

@@ -5,7 +5,6 @@ Legend: B batch, C latent channels, H and W latent rows and columns, N tokens of
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +13,41 @@ from torch import Tensor, nn
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
 from longtake.flow.shift import MuLine, ShiftRule
-from longtake.models import base, codec, diffusers_family, pretrained
+from longtake.models import base, codec, diffusers_family, pretrained, releases
+from longtake.models.diffusers_family import DiffusersBlocks
+from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder
+from longtake.models.text_contract import TextContract, text_width
 from longtake.parallel.context_parallel import TokenSharing
 
+_POOLED = "text_encoder"  # folder of CLIP
 _PACK = 2  # latent rows and columns of one token
+
+
+class FluxText(TextContract):
+    """T5's embeddings, which read padding like words, and one vector of CLIP."""
+
+    def encode(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        embeds, pooled, _ = pipeline.encode_prompt(captions, max_sequence_length=max_tokens)
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+
+    def outline(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
+        pooled = encoders.get(_POOLED)  # without it `fitted_config` refuses
+        width = 0 if pooled is None else text_width(pooled)
+        vector = torch.empty(1, width, device="meta")
+        return super().outline(encoders, max_tokens) | {"pooled_prompt_embeds": vector}
+
+
+def share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
+    """Give each rank some of the text's tokens and some of the images'."""
+    dims = {"encoder_hidden_states": 1, "txt_ids": 0, "hidden_states": 1, "img_ids": 0}
+    lengths = ("encoder_hidden_states", "hidden_states")
+    diffusers_family.share_inputs(model, sharing, dims, lengths)
+    flux: Any = model
+    for block in (*flux.transformer_blocks, *flux.single_transformer_blocks):
+        diffusers_family.share_attention(block.attn, sharing)
 
 
 class Flux(diffusers_family.DiffusersFamily):
@@ -36,11 +65,14 @@ class Flux(diffusers_family.DiffusersFamily):
     transformer_class, pipeline_class = "FluxTransformer2DModel", "FluxPipeline"
     codec_class = codec.ImageCodec
     parts = "an AutoencoderKL and two transformers text encoders"
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    text: TextContract = FluxText()
+    block = DiffusersBlocks(
+        lists=("transformer_blocks", "single_transformer_blocks"), share=share_tokens
+    )
     makes_videos = False
     rope_axes: tuple[int, ...] = (16, 56, 56)
     """Of the release; as many as the ids of a token have numbers."""
-    default_shift = ShiftRule(MuLine())
+    scheduler = PipelineScheduler(default_shift=ShiftRule(MuLine()))
     guidance_scale = 3.5
     num_inference_steps = 28
 
@@ -76,8 +108,8 @@ class Flux(diffusers_family.DiffusersFamily):
 
         Schnell has no guidance embedding and a scheduler with the static shift 1.
         """
-        release = pretrained.read_release(section)
-        shift = self.release_shift(section)
+        release = releases.read_release(section)
+        shift = self.scheduler.shift(section)
         if release.config.get("guidance_embeds"):
             return base.Defaults(
                 shift, self.guidance_scale, self.num_inference_steps, caption_dropout=0.0
@@ -88,19 +120,6 @@ class Flux(diffusers_family.DiffusersFamily):
             shift, guidance_scale=1.0, num_inference_steps=4, caption_dropout=0.0, max_tokens=256
         )
 
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> base.Conditioning:
-        """T5 reads padding like words, as there is no mask; captions are not cleaned."""
-        embeds, pooled, _ = pipeline.encode_prompt(captions, max_sequence_length=max_tokens)
-        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
-
-    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
-        pooled = encoders.get(self.frozen.pooled.folder)  # without it `fitted_config` refuses
-        width = 0 if pooled is None else base.text_width(pooled)
-        vector = torch.empty(1, width, device="meta")
-        return super().outline_text(encoders, max_tokens) | {"pooled_prompt_embeds": vector}
-
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
@@ -108,7 +127,7 @@ class Flux(diffusers_family.DiffusersFamily):
         dtype, (height, width) = noisy_latents.dtype, noisy_latents.shape[-2:]
         prompt = conditioning["prompt_embeds"].to(dtype)
         images = [noisy_latents]
-        images += [picture.to(images[0]) for picture in self.pictures(conditioning)]
+        images += [picture.to(images[0]) for picture in self.inputs.pictures(conditioning)]
         tokens, ids = pack(images[0]), image_ids(images[0], 0)
         num_noisy = tokens.shape[1]
         for number, image in enumerate(images[1:], 1):
@@ -117,7 +136,7 @@ class Flux(diffusers_family.DiffusersFamily):
         inputs = {
             "hidden_states": tokens,
             "timestep": timesteps,
-            "guidance": self.guidance(model, conditioning),
+            "guidance": diffusers_family.guidance_scales(self, model, conditioning),
             "pooled_projections": conditioning["pooled_prompt_embeds"].to(dtype),
             "encoder_hidden_states": prompt,
             "txt_ids": ids.new_zeros(prompt.shape[1], 3),
@@ -130,17 +149,9 @@ class Flux(diffusers_family.DiffusersFamily):
     def sequence_length(
         self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
     ) -> int:
-        sizes = [shape[2:], *(each.shape[-2:] for each in self.pictures(conditioning))]
+        sizes = [shape[2:], *(each.shape[-2:] for each in self.inputs.pictures(conditioning))]
         pixels = sum(rows * columns for rows, columns in sizes)
-        return conditioning["prompt_embeds"].shape[1] + pixels // math.prod(self.patch_size)
-
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """Each rank has some of the text's tokens and some of the images'."""
-        flux: Any = model
-        flux.register_forward_pre_hook(partial(_cut_inputs, sharing), with_kwargs=True)
-        for block in self.blocks(model):
-            diffusers_family.share_attention(block.attn, sharing)  # type: ignore[arg-type]
-        flux.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
+        return conditioning["prompt_embeds"].shape[1] + pixels // math.prod(self.block.patch_size)
 
 
 class FluxKontext(Flux):
@@ -148,16 +159,8 @@ class FluxKontext(Flux):
 
     label = "FLUX Kontext"
     pipeline_class = "FluxKontextPipeline"
-    references: tuple[str, ...] = ("reference",)
+    inputs = base.InputContract(references=("reference",))
     guidance_scale = 2.5
-
-
-def _cut_inputs(
-    sharing: TokenSharing, _model: nn.Module, args: Any, given: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    rows = {"encoder_hidden_states": 1, "txt_ids": 0, "hidden_states": 1, "img_ids": 0}
-    sharing.begin(given["encoder_hidden_states"].shape[1], given["hidden_states"].shape[1])
-    return args, given | {name: sharing.cut(given[name], dim) for name, dim in rows.items()}
 
 
 def pack(latents: Tensor) -> Tensor:

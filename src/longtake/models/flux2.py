@@ -4,7 +4,7 @@ Legend: B batch, C latent channels, H and W latent rows and columns, N tokens, T
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
 from longtake.flow.shift import ShiftRule
-from longtake.models import base, codec, diffusers_family, flux, pretrained
+from longtake.models import base, codec, diffusers_family, flux, pretrained, releases
+from longtake.models.diffusers_family import DiffusersBlocks
+from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder
+from longtake.models.text_contract import DECODER, TextContract, text_width
 
 _TIME_STEP = 10  # between the image and its first reference, and between references
 _MAX_REFERENCES = 10
@@ -25,6 +28,36 @@ _COMFYUI = (
     *("norm_out.linear.", "proj_out."),
 )
 """Layers of FLUX.2 that ComfyUI's `flux_to_diffusers` knows by diffusers' names."""
+
+
+class Flux2Text(TextContract):
+    """Three hidden layers of a decoder, which reads a template; the padding is attended to."""
+
+    def encode(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        embeds = pipeline.encode_prompt(captions, max_sequence_length=max_tokens)[0]
+        return {"prompt_embeds": embeds}
+
+    def outline(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
+        width = _LAYERS * text_width(next(iter(encoders.values())))
+        return {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
+
+
+class Flux2Blocks(DiffusersBlocks):
+    """Joint blocks, and single ones with text and image in one tensor, the text's tokens first."""
+
+    def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
+        if _is_single(block):
+            return {"tokens": "hidden_states", "temb": "temb_mod", "rope": "image_rotary_emb"}
+        return {**self.arguments, "temb": "temb_mod_img"}
+
+    def outputs_of(self, block: nn.Module) -> tuple[str, ...]:
+        return ("tokens",) if _is_single(block) else self.outputs
+
+
+def _is_single(block: nn.Module) -> bool:
+    return not hasattr(block, "ff_context")
 
 
 class Flux2(flux.Flux):
@@ -45,20 +78,22 @@ class Flux2(flux.Flux):
     transformer_class, pipeline_class = "Flux2Transformer2DModel", "Flux2Pipeline"
     codec_class = codec.PatchedImageCodec
     parts = "an AutoencoderKLFlux2 and a Mistral3 or Qwen3 text encoder"
-    patch_size = (1, 1, 1)
+    text = Flux2Text(arguments=DECODER)
+    inputs = base.InputContract(
+        optional=("reference", *(f"reference_{at}" for at in range(2, _MAX_REFERENCES + 1)))
+    )
+    block = Flux2Blocks(
+        lists=("transformer_blocks", "single_transformer_blocks"),
+        patch_size=(1, 1, 1),
+        lora_targets=(
+            *DiffusersBlocks.lora_targets,
+            "to_qkv_mlp_proj",
+            "single_transformer_blocks.*.attn.to_out",
+        ),
+        share=flux.share_tokens,
+    )
     rope_axes = (32, 32, 32, 32)
-    variants: ClassVar[Mapping[float, str]] = {}
-    optional_references = (
-        "reference",
-        *(f"reference_{number}" for number in range(2, _MAX_REFERENCES + 1)),
-    )
-    lora_targets: tuple[str, ...] = (
-        *diffusers_family.DiffusersFamily.lora_targets,
-        "to_qkv_mlp_proj",
-        "single_transformer_blocks.*.attn.to_out",
-    )
-    default_shift = ShiftRule("flux2")
-    mu: ClassVar[pretrained.PipelineMu] = "flux2"
+    scheduler = PipelineScheduler(default_shift=ShiftRule("flux2"), mu="flux2")
     guidance_scale = 4.0
     num_inference_steps = 50
 
@@ -70,31 +105,14 @@ class Flux2(flux.Flux):
             )
         return {"in_channels": channels, "joint_attention_dim": _LAYERS * text.embed_dim}
 
-    def pipeline_of(self, parts: Mapping[str, Any]) -> str:
+    def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
         is_klein = type(parts["text_encoder"]).__name__ == "Qwen3ForCausalLM"
         return "Flux2KleinPipeline" if is_klein else self.pipeline_class
 
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> base.Conditioning:
-        """Three hidden layers of a decoder, which reads a template; the padding is attended to."""
-        return {
-            "prompt_embeds": pipeline.encode_prompt(captions, max_sequence_length=max_tokens)[0]
-        }
-
-    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
-        width = _LAYERS * base.text_width(encoders[self.frozen.text.folder])
-        return {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
-
-    def run_encoders(
-        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
-    ) -> None:
-        diffusers_family.run_decoders(encoders, max_tokens)
-
     def defaults(self, section: ModelSection) -> base.Defaults:
         """Those of dev, of klein's base, or of a distilled klein, which takes no second pass."""
-        release = pretrained.read_release(section)
-        shift = self.release_shift(section)
+        release = releases.read_release(section)
+        shift = self.scheduler.shift(section)
         if release.config.get("guidance_embeds", True):
             return base.Defaults(
                 shift, self.guidance_scale, self.num_inference_steps, caption_dropout=0.0
@@ -108,14 +126,14 @@ class Flux2(flux.Flux):
     ) -> diffusers_family.TransformerCall:
         """The noisy tokens come first; then each reference's, which are 10, 20, ... in time."""
         prompt, (height, width) = conditioning["prompt_embeds"], noisy_latents.shape[-2:]
-        images = [noisy_latents, *self.pictures(conditioning)]
+        images = [noisy_latents, *self.inputs.pictures(conditioning)]
         ids = [flux.image_ids(image, _TIME_STEP * at, patch=1) for at, image in enumerate(images)]
         words = torch.arange(prompt.shape[1], dtype=ids[0].dtype, device=ids[0].device)
         tokens = [image.to(noisy_latents).flatten(2).mT for image in images]
         inputs = {
             "hidden_states": torch.cat(tokens, dim=1),
             "timestep": timesteps,
-            "guidance": self.guidance(model, conditioning),
+            "guidance": diffusers_family.guidance_scales(self, model, conditioning),
             "encoder_hidden_states": prompt.to(noisy_latents.dtype),
             "txt_ids": F.pad(words[:, None], (3, 0)),  # [T', 4]: time, row, column, word
             "img_ids": F.pad(torch.cat(ids), (0, 1)),
@@ -125,15 +143,6 @@ class Flux2(flux.Flux):
             inputs, lambda out: out[:, :num_noisy].mT.unflatten(2, (1, height, width))
         )
 
-    def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
-        """Single blocks have text and image in one tensor, the text's tokens first."""
-        if _is_single(block):
-            return {"tokens": "hidden_states", "temb": "temb_mod", "rope": "image_rotary_emb"}
-        return {**self.block_arguments, "temb": "temb_mod_img"}
-
-    def outputs_of(self, block: nn.Module) -> tuple[str, ...]:
-        return ("tokens",) if _is_single(block) else self.block_outputs
-
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         if is_lora and f"{name}.".startswith(_COMFYUI):
             return f"transformer.{name}"
@@ -142,7 +151,3 @@ class Flux2(flux.Flux):
             "ComfyUI reads LoRA of its blocks, x_embedder, context_embedder, norm_out and proj_out "
             "under diffusers' names: train these, or export with --format diffusers."
         )
-
-
-def _is_single(block: nn.Module) -> bool:
-    return not hasattr(block, "ff_context")

@@ -15,14 +15,85 @@ from torch import Tensor, nn
 
 from longtake.config import Bucket, ModelSection
 from longtake.errors import ModelError, RecipeError
-from longtake.models import base, codec, deferred_init, diffusers_family, pretrained
+from longtake.models import base, codec, deferred_init, diffusers_family, pretrained, releases
+from longtake.models.diffusers_family import DiffusersBlocks
+from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder, TransformersText
+from longtake.models.text_contract import DECODER, TextContract, text_width
 from longtake.parallel.context_parallel import TokenSharing
 
 _FROM_FRAME = "HunyuanVideo15ImageToVideoPipeline"
 _GLYPH_TOKENS = 256  # of the pipelines' ByT5
 _TEMPLATE_TOKENS = 108  # before a caption, which the pipelines drop
 _PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+
+
+class HunyuanText(TextContract):
+    """A Qwen2.5-VL for the caption, and a ByT5 for the words that it has in quotes."""
+
+    def prepare(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**parts, "vae": _SizesOfAutoencoder()}
+
+    def encode(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        pipeline.tokenizer_max_length = max_tokens
+        found = pipeline.encode_prompt(captions, batch_size=len(captions))
+        text, counts, glyphs, glyph_counts = found
+        texts, words = _unpadded(text, counts), _unpadded(glyphs, glyph_counts)
+        padded = diffusers_family.pad_texts(texts, max_tokens)
+        return padded | diffusers_family.pad_texts(words, _GLYPH_TOKENS, "glyph")
+
+    def outline(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
+        width = text_width(encoders["text_encoder_2"])
+        outlined = super().outline(encoders, max_tokens)
+        outlined["glyph_embeds"] = torch.empty(1, _GLYPH_TOKENS, width, device="meta")
+        outlined["glyph_length"] = torch.empty(1, dtype=torch.int64, device="meta")
+        return outlined
+
+    def run(self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]) -> None:
+        super().run(encoders, max_tokens)
+        ids = torch.ones(1, _GLYPH_TOKENS, dtype=torch.long)
+        encoders["text_encoder_2"](input_ids=ids, attention_mask=torch.ones_like(ids).float())
+
+
+class HunyuanInputs(base.InputContract):
+    """A first frame of releases that make videos of one, with SigLIP's embeddings of it."""
+
+    def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        needed = ("first",) if _takes_first(releases.read_release(section)) else ()
+        return needed, needed
+
+    def encode(
+        self,
+        codec: codec.Codec,
+        text: TextEncoder,
+        pixels: Mapping[str, Tensor],
+        bucket: Bucket,
+    ) -> base.Conditioning:
+        """`first_latents` [B, C, 1, h, w], and SigLIP's last layer `first_embeds` [B, T, D]."""
+        encoded = super().encode(codec, text, pixels, bucket)
+        if "first" not in pixels or "image_encoder" not in text.pipeline_parts():
+            return encoded
+        return encoded | {"first_embeds": _embed_by_siglip(text, pixels["first"])}
+
+
+class HunyuanBlocks(DiffusersBlocks):
+    """Blocks of a transformer that embeds no picture if it makes videos from text alone."""
+
+    def untrained_parameters(self, model: nn.Module) -> list[str]:
+        names = super().untrained_parameters(model)
+        if _has_first(model):
+            return names
+        return names + [n for n, _ in model.named_parameters() if n.startswith("image_embedder.")]
+
+
+def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
+    """Give each rank some of the text's tokens and some of the video's."""
+    transformer: Any = model
+    transformer.forward = partial(_forward, model, sharing)
+    for block in transformer.transformer_blocks:
+        diffusers_family.share_attention(block.attn, sharing)
 
 
 class HunyuanVideo15(diffusers_family.DiffusersFamily):
@@ -54,34 +125,24 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
     pipeline_class = "HunyuanVideo15Pipeline"
     codec_class = codec.ScaledVideoCodec
     parts = "an AutoencoderKLHunyuanVideo15, a Qwen2.5-VL and a ByT5"
-    patch_size = (1, 1, 1)
-    block_arguments: ClassVar[Mapping[str, str]] = {
-        **diffusers_family.DiffusersFamily.block_arguments,
-        "rope": "freqs_cis",
-    }
-    block_outputs: ClassVar[tuple[str, ...]] = ("tokens", "text")
-    untrained: ClassVar[tuple[str, ...]] = (  # what only the text of the last block is made of
-        *(f"transformer_blocks.{{last}}.attn.{name}.*" for name in ("add_q_proj", "to_add_out")),
-        "transformer_blocks.{last}.attn.norm_added_q.*",
-        "transformer_blocks.{last}.ff_context.*",
+    text = HunyuanText(has_lengths=True, template_tokens=_TEMPLATE_TOKENS, arguments=DECODER)
+    inputs = HunyuanInputs()
+    block = HunyuanBlocks(
+        patch_size=(1, 1, 1),
+        arguments={**DiffusersBlocks().arguments, "rope": "freqs_cis"},
+        outputs=("tokens", "text"),
+        untrained=(  # what only the text of the last block is made of
+            "transformer_blocks.{last}.attn.add_q_proj.*",
+            "transformer_blocks.{last}.attn.to_add_out.*",
+            "transformer_blocks.{last}.attn.norm_added_q.*",
+            "transformer_blocks.{last}.ff_context.*",
+        ),
+        share=_share_tokens,
     )
     channel_ratios: ClassVar[tuple[float, ...]] = (65 / 32,)
-    encodes_inputs_itself = True
-    has_text_lengths = True
-    time_scale = 1000.0
-    mu = None
+    time_range = (0.0, 1000.0)
+    scheduler = PipelineScheduler(mu=None)
     guidance_scale = 6.0
-
-    def untrained_parameters(self, model: nn.Module) -> list[str]:
-        """From text alone no picture is embedded."""
-        names = super().untrained_parameters(model)
-        if _has_first(model):
-            return names
-        return names + [n for n, _ in model.named_parameters() if n.startswith("image_embedder.")]
-
-    def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        needed = ("first",) if _takes_first(pretrained.read_release(section)) else ()
-        return needed, needed
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
         if not isinstance(text, TransformersText) or text.pooled_dim is not None:
@@ -100,7 +161,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
             "in_channels": 2 * channels + 1,
             "out_channels": channels,
             "text_embed_dim": text.embed_dim or 0,
-            "text_embed_2_dim": base.text_width(parts["text_encoder_2"]),
+            "text_embed_2_dim": text_width(parts["text_encoder_2"]),
         }
         if "image_encoder" in parts:
             fitted["image_embed_dim"] = parts["image_encoder"].config.hidden_size
@@ -137,7 +198,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         from diffusers.models.transformers import transformer_hunyuan_video as first_version
 
         model: Any = super().build(section, shapes, text, weights=weights)
-        takes_first = _takes_first(pretrained.read_release(section))
+        takes_first = _takes_first(releases.read_release(section))
         if takes_first != ("image_encoder" in text.pipeline_parts()):
             what, has = ("a first frame", "no") if takes_first else ("text alone", "an")
             raise RecipeError(
@@ -151,60 +212,8 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         built: nn.Module = model
         return built
 
-    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
-        return super().text_pipeline({**parts, "vae": _SizesOfAutoencoder()})
-
-    def pipeline_of(self, parts: Mapping[str, Any]) -> str:
+    def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
         return _FROM_FRAME if "image_encoder" in parts else self.pipeline_class
-
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> base.Conditioning:
-        pipeline.tokenizer_max_length = max_tokens
-        found = pipeline.encode_prompt(captions, batch_size=len(captions))
-        text, counts, glyphs, glyph_counts = found
-        texts, words = _unpadded(text, counts), _unpadded(glyphs, glyph_counts)
-        padded = diffusers_family.pad_texts(texts, max_tokens)
-        return padded | diffusers_family.pad_texts(words, _GLYPH_TOKENS, "glyph")
-
-    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
-        width = base.text_width(encoders["text_encoder_2"])
-        found = super().outline_text(encoders, max_tokens)
-        found["glyph_embeds"] = torch.empty(1, _GLYPH_TOKENS, width, device="meta")
-        found["glyph_length"] = torch.empty(1, dtype=torch.int64, device="meta")
-        return found
-
-    def run_encoders(
-        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
-    ) -> None:
-        longest = {folder: _TEMPLATE_TOKENS + length for folder, length in max_tokens.items()}
-        diffusers_family.run_decoders(encoders, longest)
-        ids = torch.ones(1, _GLYPH_TOKENS, dtype=torch.long)
-        encoders["text_encoder_2"](input_ids=ids, attention_mask=torch.ones_like(ids).float())
-
-    def encode_inputs(
-        self,
-        codec: codec.Codec,
-        text: TextEncoder,
-        given: Mapping[str, Tensor],
-        bucket: Bucket,
-    ) -> base.Conditioning:
-        """`first_latents` [B, C, 1, h, w], and SigLIP's last layer `first_embeds` [B, T, D]."""
-        found = super().encode_inputs(codec, text, given, bucket)
-        if "first" not in given or "image_encoder" not in text.pipeline_parts():
-            return found
-        return found | {"first_embeds": _picture_embeds(text, given["first"])}
-
-    def outline_inputs(
-        self, codec: codec.Codec, text: TextEncoder, given: Mapping[str, int], bucket: Bucket
-    ) -> base.Conditioning:
-        found = super().outline_inputs(codec, text, given, bucket)
-        encoder = text.pipeline_parts().get("image_encoder")
-        if "first" in given and encoder is not None:
-            tokens = (encoder.config.image_size // encoder.config.patch_size) ** 2
-            shape = 1, tokens, encoder.config.hidden_size
-            found["first_embeds"] = torch.empty(shape, device="meta")
-        return found
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
@@ -215,7 +224,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         embeds = None
         if _has_first(model):
             others = (0, 0, 0, 0, 0, shape[2] - 1)  # frames, which are zero
-            given = F.pad(self.reference(conditioning, "first").to(dtype), others)
+            given = F.pad(base.reference_latents(conditioning, "first").to(dtype), others)
             mask = F.pad(torch.ones_like(mask[:, :, :1]), others)
             embeds = conditioning["first_embeds"].to(dtype)
         prompt, known = diffusers_family.cut_texts(
@@ -240,26 +249,19 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
     ) -> int:
         texts = ("prompt_embeds", "glyph_embeds", "first_embeds")
         lengths = [conditioning[name].shape[1] for name in texts if name in conditioning]
-        return self.num_tokens(model, shape) + sum(lengths)
-
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """Each rank has some of the text's tokens and some of the video's."""
-        transformer: Any = model
-        transformer.forward = partial(_forward, model, sharing)
-        for block in transformer.transformer_blocks:
-            diffusers_family.share_attention(block.attn, sharing)
+        return self.block.num_tokens(model, shape) + sum(lengths)
 
     def defaults(self, section: ModelSection) -> base.Defaults:
         """Guidance by the release's guider; at scale 1 there is no second pass."""
-        release = pretrained.read_release(section)
+        release = releases.read_release(section)
         scale = self.guidance_scale
         if release.guider is not None:
             scale = _guidance_scale(release.guider, str(section.pretrained))
         dropout = base.Defaults.caption_dropout if scale != 1 else 0.0
-        shift, steps = self.release_shift(section), self.num_inference_steps
+        shift, steps = self.scheduler.shift(section), self.num_inference_steps
         return base.Defaults(shift, scale, steps, dropout, max_tokens=1000)
 
-    def further_components(self, release: pretrained.Release) -> dict[str, Any]:
+    def further_components(self, release: releases.Release) -> dict[str, Any]:
         from diffusers import ClassifierFreeGuidance
 
         values = {"guidance_scale": self.guidance_scale, **(release.guider or {})}
@@ -281,7 +283,7 @@ class _SizesOfAutoencoder:
     spatial_compression_ratio = 16
 
 
-def _takes_first(release: pretrained.Release) -> bool:
+def _takes_first(release: releases.Release) -> bool:
     """Both tasks have transformers of one class: the pipeline tells."""
     named = release.pipeline.get("_class_name")
     return named == _FROM_FRAME if named else release.config.get("task_type") == "i2v"
@@ -310,8 +312,10 @@ def _unpadded(texts: Tensor, counts: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _picture_embeds(text: TextEncoder, pictures: Tensor) -> Tensor:
+def _embed_by_siglip(text: TextEncoder, pictures: Tensor) -> Tensor:
     """[B, T, D] fp32 of pictures [B, 3, 1, H, W] uint8."""
+    if pictures.is_meta:
+        return diffusers_family.outline_vision(text, pictures)
     assert isinstance(text, TransformersText)
     encode, device = text.pipeline.encode_image, text.pipeline.image_encoder.device
     images = diffusers_family.to_images(pictures)

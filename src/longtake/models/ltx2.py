@@ -7,7 +7,7 @@ token of zeros stands for the audio, so that its blocks take next to no time.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,66 @@ from torch import Tensor, nn
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
 from longtake.flow.shift import MuLine, ShiftRule
-from longtake.models import base, codec, diffusers_family, pretrained
+from longtake.models import base, codec, diffusers_family, pretrained, releases
+from longtake.models.diffusers_family import DiffusersBlocks
+from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder
+from longtake.models.text_contract import TextContract
 from longtake.parallel.context_parallel import TokenSharing
 
 _CONNECTORS = "connectors"
 _I2V = "LTX2ImageToVideoPipeline"
+
+
+class LTX2Text(TextContract):
+    """All hidden layers of a Gemma 3, which the release's connectors join."""
+
+    def encode(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        """Encode one caption after another: the hidden layers of one are 49 times its width."""
+        embeds = []
+        for caption in captions:
+            layers, mask, *_ = pipeline.encode_prompt(
+                [caption], do_classifier_free_guidance=False, max_sequence_length=max_tokens
+            )
+            side = pipeline.tokenizer.padding_side
+            embeds.append(pipeline.connectors(layers, mask, padding_side=side)[0])
+        return {"prompt_embeds": torch.cat(embeds)}
+
+    def outline(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
+        config: Any = encoders[_CONNECTORS].config
+        heads = config.video_connector_num_attention_heads
+        width = heads * config.video_connector_attention_head_dim
+        return {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
+
+    def run(self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]) -> None:
+        for folder, length in max_tokens.items():
+            ids = torch.ones(1, length, dtype=torch.long)
+            mask = torch.ones_like(ids)
+            found = encoders[folder](input_ids=ids, attention_mask=mask, output_hidden_states=True)
+            layers = torch.stack(found.hidden_states, dim=-1).flatten(2, 3)
+            encoders[_CONNECTORS](layers, mask)
+
+
+class LTX2Inputs(base.InputContract):
+    """A first frame, which a release for it needs and others may get."""
+
+    def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        named = releases.read_release(section).pipeline.get("_class_name")
+        return ("first",) if named == _I2V else (), ("first",)
+
+    def given_frames(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
+        return conditioning.get("first_latents")
+
+
+def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
+    """Share the video's tokens; every rank attends to all of the text."""
+    dims = {"hidden_states": 1, "video_coords": 2, "timestep": 1}
+    diffusers_family.share_inputs(model, sharing, dims, ["hidden_states"])
+    ltx: Any = model
+    for block in ltx.transformer_blocks:
+        diffusers_family.share_attention(block.attn1, sharing)
 
 
 class LTX2(diffusers_family.DiffusersFamily):
@@ -47,39 +101,41 @@ class LTX2(diffusers_family.DiffusersFamily):
     codec_class = codec.LTX2Codec
     parts = "an AutoencoderKLLTX2Video and a Gemma 3"
     copied_parts = ("audio_vae", "vocoder")
-    takes_fps = has_audio = True
-    patch_size = (1, 1, 1)
-    lora_targets = tuple(
-        f"{attention}.{layer}"
-        for attention in ("attn1", "attn2")
-        for layer in diffusers_family.DiffusersFamily.lora_targets
+    text = LTX2Text()
+    inputs = LTX2Inputs(takes_fps=True, has_audio=True)
+    block = DiffusersBlocks(
+        patch_size=(1, 1, 1),
+        lora_targets=tuple(
+            f"{attention}.{layer}"
+            for attention in ("attn1", "attn2")
+            for layer in DiffusersBlocks.lora_targets
+        ),
+        arguments={
+            **DiffusersBlocks().arguments,
+            "rope": "video_rotary_emb",
+            "audio": "audio_hidden_states",
+        },
+        outputs=("tokens", "audio"),
+        attentions=("attn1", "audio_attn1", "attn2", "audio_attn2"),
+        untrained=(  # the audio, and what joins it with the video
+            "audio_*",
+            "av_cross_attn_*",
+            "*.audio_*",
+            "*.video_to_audio_*",
+            "*.video_a2v_*",
+        ),
+        share=_share_tokens,
     )
-    block_arguments: ClassVar[Mapping[str, str]] = {
-        **diffusers_family.DiffusersFamily.block_arguments,
-        "rope": "video_rotary_emb",
-        "audio": "audio_hidden_states",
-    }
-    block_outputs: ClassVar[tuple[str, ...]] = ("tokens", "audio")
-    attentions: ClassVar[tuple[str, ...]] = ("attn1", "audio_attn1", "attn2", "audio_attn2")
-    untrained: ClassVar[tuple[str, ...]] = (  # the audio, and what joins it with the video
-        "audio_*",
-        "av_cross_attn_*",
-        "*.audio_*",
-        "*.video_to_audio_*",
-        "*.video_a2v_*",
+    time_range = (0.0, 1000.0)
+    scheduler = PipelineScheduler(
+        options={"use_dynamic_shifting": True},
+        default_shift=ShiftRule(MuLine(1024, 0.95, 4096, 2.05), 0.1),
     )
-    time_scale = 1000.0
-    scheduler_options: ClassVar[Mapping[str, Any]] = {"use_dynamic_shifting": True}
-    default_shift = ShiftRule(MuLine(1024, 0.95, 4096, 2.05), 0.1)
     guidance_scale = 3.0
     num_inference_steps = 30
 
     def defaults(self, section: ModelSection) -> base.Defaults:
         return replace(super().defaults(section), max_tokens=1024, uniform_share=0.1)
-
-    def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        named = pretrained.read_release(section).pipeline.get("_class_name")
-        return ("first",) if named == _I2V else (), ("first",)
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
         parts = text.pipeline_parts()
@@ -109,46 +165,17 @@ class LTX2(diffusers_family.DiffusersFamily):
                 f"{config.patch_size_t}; longtake trains {self.label} with 1 and 1, as released."
             )
 
-    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
-        config: Any = encoders[_CONNECTORS].config
-        heads = config.video_connector_num_attention_heads
-        width = heads * config.video_connector_attention_head_dim
-        return {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
-
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> base.Conditioning:
-        """One caption after another: the hidden layers of one are 49 times its width."""
-        found = []
-        for caption in captions:
-            layers, mask, *_ = pipeline.encode_prompt(
-                [caption], do_classifier_free_guidance=False, max_sequence_length=max_tokens
-            )
-            side = pipeline.tokenizer.padding_side
-            found.append(pipeline.connectors(layers, mask, padding_side=side)[0])
-        return {"prompt_embeds": torch.cat(found)}
-
-    def run_encoders(
-        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
-    ) -> None:
-        for folder, length in max_tokens.items():
-            ids = torch.ones(1, length, dtype=torch.long)
-            mask = torch.ones_like(ids)
-            found = encoders[folder](input_ids=ids, attention_mask=mask, output_hidden_states=True)
-            layers = torch.stack(found.hidden_states, dim=-1).flatten(2, 3)
-            encoders[_CONNECTORS](layers, mask)
-
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        noisy_latents = self.with_given(noisy_latents, conditioning)
+        noisy_latents = self.inputs.with_given(noisy_latents, conditioning)
         clips, _, *sizes = noisy_latents.shape
         text, config = conditioning["prompt_embeds"].to(noisy_latents), model.config
         audio = noisy_latents.new_zeros(clips, 1, config.audio_in_channels)
         width = config.caption_channels
         if not config.use_prompt_embeddings:  # LTX-2.3
             width = config.audio_num_attention_heads * config.audio_attention_head_dim
-        free = self.loss_weights(noisy_latents, conditioning)
+        free = self.inputs.loss_weights(noisy_latents, conditioning)
         video_timesteps = timesteps
         if free is not None:
             video_timesteps = free.flatten(1).to(timesteps) * timesteps[:, None]
@@ -171,28 +198,9 @@ class LTX2(diffusers_family.DiffusersFamily):
             inputs, lambda tokens: tokens.mT.unflatten(2, tuple(sizes))
         )
 
-    def frames_in_place(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
-        return conditioning.get("first_latents")
-
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """The video's tokens; every rank attends to all of the text."""
-        ltx: Any = model
-
-        def cut(_: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            sharing.begin(given["hidden_states"].shape[1])
-            dims = {"hidden_states": 1, "video_coords": 2}
-            if given["timestep"].ndim == 2:
-                dims["timestep"] = 1
-            parts = {name: sharing.cut(given[name], dim) for name, dim in dims.items()}
-            return args, given | parts
-
-        ltx.register_forward_pre_hook(cut, with_kwargs=True)
-        for block in ltx.transformer_blocks:
-            diffusers_family.share_attention(block.attn1, sharing)
-        ltx.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
-
-    def exported_pipeline(self, release: pretrained.Release, parts: Mapping[str, Any]) -> str:
-        return _I2V if release.pipeline.get("_class_name") == _I2V else self.pipeline_class
+    def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
+        is_image_to_video = release is not None and release.pipeline.get("_class_name") == _I2V
+        return _I2V if is_image_to_video else self.pipeline_class
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         return f"{'diffusion_model.' if is_lora else ''}{original_name(name)}"

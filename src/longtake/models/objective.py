@@ -43,7 +43,7 @@ def losses_of_zero(parts: Components, batch: FlowBatch) -> Tensor:
 
 
 def _velocity_loss(parts: Components, batch: FlowBatch, predicted: Tensor) -> Tensor:
-    weights = parts.family.loss_weights(batch.latents, batch.conditioning)
+    weights = parts.family.inputs.loss_weights(batch.latents, batch.conditioning)
     if weights is None or batch.loss_weights is None:
         weights = batch.loss_weights if weights is None else weights
     else:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,9 @@ from torch import Tensor, nn
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
 from longtake.models import base, codec, deferred_init, diffusers_family, flux, pretrained
+from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.text import TextEncoder
+from longtake.models.text_contract import TextContract
 from longtake.parallel.context_parallel import TokenSharing
 
 _PATCH = 4  # latent pixels of one token, 2 x 2
@@ -22,6 +23,49 @@ VARIANTS = {
     "guidance_embeds": "distilled for guidance, which diffusers' own forward pass does not accept",
 }
 _EDITS = {"zero_cond_t": "Qwen-Image-Edit-2511's, which edits a picture (qwen_image_edit_plus)"}
+
+
+class QwenText(TextContract):
+    """A Qwen2.5-VL, which reads a template; without the padding."""
+
+    def encode(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        embeds, counts = pipeline.encode_prompt(captions, max_sequence_length=max_tokens)
+        lengths = [embeds.shape[1]] * len(embeds) if counts is None else counts.sum(1).tolist()
+        texts = [text[:length] for text, length in zip(embeds, lengths, strict=True)]
+        return diffusers_family.pad_texts(texts, max_tokens)
+
+
+def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
+    """Give each rank some of the text's tokens and some of the images'."""
+
+    def count_text(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, inputs | {"max_txt_seq_len": sharing.total(0)}
+
+    def cut_index(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        # Of the images' tokens [B, N] those of references; the transformer makes it of
+        # `img_shapes`, and passes it by position where blocks are recomputed.
+        name = "modulate_index"
+        if name in inputs:
+            return args, inputs | {name: sharing.cut(inputs[name], 1)}
+        return (*args[:-1], sharing.cut(args[-1], 1)), inputs
+
+    def cut_positions(
+        _module: nn.Module, _args: object, tables: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        return tuple(sharing.cut(table, 0) for table in tables)  # the images' and the text's
+
+    qwen: Any = model
+    lengths = ("encoder_hidden_states", "hidden_states")
+    dims = dict.fromkeys((*lengths, "encoder_hidden_states_mask"), 1)
+    diffusers_family.share_inputs(model, sharing, dims, lengths)
+    qwen.pos_embed.register_forward_pre_hook(count_text, with_kwargs=True)
+    qwen.pos_embed.register_forward_hook(cut_positions)
+    for block in qwen.transformer_blocks:
+        diffusers_family.share_attention(block.attn, sharing)
+        if qwen.zero_cond_t:
+            block.register_forward_pre_hook(cut_index, with_kwargs=True)
 
 
 class QwenImage(diffusers_family.DiffusersFamily):
@@ -41,18 +85,24 @@ class QwenImage(diffusers_family.DiffusersFamily):
     transformer_class, pipeline_class = "QwenImageTransformer2DModel", "QwenImagePipeline"
     codec_class = codec.AutoencoderCodec
     parts = "an AutoencoderKLQwenImage and a Qwen2.5-VL"
-    untrained: ClassVar[tuple[str, ...]] = (  # what only the text of the last block is made of
-        *(f"transformer_blocks.{{last}}.attn.{name}.*" for name in ("add_q_proj", "to_add_out")),
-        "transformer_blocks.{last}.attn.norm_added_q.*",
-        "transformer_blocks.{last}.txt_mlp.*",
+    text = QwenText(
+        has_lengths=True,
+        template_tokens=34 + 5,  # those that the pipeline drops, and those that end a caption
+        arguments={"output_hidden_states": True},
+    )
+    block = DiffusersBlocks(
+        untrained=(  # what only the text of the last block is made of
+            "transformer_blocks.{last}.attn.add_q_proj.*",
+            "transformer_blocks.{last}.attn.to_add_out.*",
+            "transformer_blocks.{last}.attn.norm_added_q.*",
+            "transformer_blocks.{last}.txt_mlp.*",
+        ),
+        share=_share_tokens,
     )
     makes_videos = False
-    has_text_lengths = True
     channel_ratios: ClassVar[tuple[float, ...]] = (_PATCH,)
-    template_tokens = 34 + 5
-    """Around a caption: those that the pipeline drops, and those that end it."""
     other_models: ClassVar[Mapping[str, str]] = {**VARIANTS, **_EDITS}
-    """By settings of the transformer's class, the models that have them and are none of this."""
+    """Settings that identify other models with the same class, and these models."""
     guidance_scale = 4.0
     num_inference_steps = 50
 
@@ -89,14 +139,6 @@ class QwenImage(diffusers_family.DiffusersFamily):
         built: nn.Module = model
         return built
 
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> base.Conditioning:
-        embeds, counts = pipeline.encode_prompt(captions, max_sequence_length=max_tokens)
-        lengths = [embeds.shape[1]] * len(embeds) if counts is None else counts.sum(1).tolist()
-        texts = [each[:length] for each, length in zip(embeds, lengths, strict=True)]
-        return diffusers_family.pad_texts(texts, max_tokens)
-
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
@@ -105,7 +147,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
         prompt, counts = diffusers_family.cut_texts(
             conditioning["prompt_embeds"], conditioning["prompt_length"]
         )
-        images = [noisy_latents, *self.pictures(conditioning)]
+        images = [noisy_latents, *self.inputs.pictures(conditioning)]
         tokens = [flux.pack(image.to(noisy_latents)) for image in images]
         inputs = {
             "hidden_states": torch.cat(tokens, dim=1),
@@ -120,13 +162,6 @@ class QwenImage(diffusers_family.DiffusersFamily):
             inputs, lambda out: flux.unpack(out[:, :num_noisy], height, width)
         )
 
-    def run_encoders(
-        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
-    ) -> None:
-        for folder, length in max_tokens.items():
-            ids = torch.ones(1, length + self.template_tokens, dtype=torch.long)
-            encoders[folder](ids, torch.ones_like(ids), output_hidden_states=True)
-
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """Each token is as long as the conditional one."""
         tokens = flux.pack(super().guided(conditional, unconditional, scale))
@@ -137,21 +172,9 @@ class QwenImage(diffusers_family.DiffusersFamily):
     def sequence_length(
         self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
     ) -> int:
-        pixels = sum(math.prod(each.shape[-2:]) for each in self.pictures(conditioning))
+        pixels = sum(math.prod(each.shape[-2:]) for each in self.inputs.pictures(conditioning))
         text = conditioning["prompt_embeds"].shape[1]
-        return text + self.num_tokens(model, shape) + pixels // _PATCH
-
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """Each rank has some of the text's tokens and some of the images'."""
-        qwen: Any = model
-        qwen.register_forward_pre_hook(partial(_cut_inputs, sharing), with_kwargs=True)
-        qwen.pos_embed.register_forward_pre_hook(partial(_count_text, sharing), with_kwargs=True)
-        qwen.pos_embed.register_forward_hook(partial(_cut_positions, sharing))
-        for block in qwen.transformer_blocks:
-            diffusers_family.share_attention(block.attn, sharing)
-            if qwen.zero_cond_t:
-                block.register_forward_pre_hook(partial(_cut_index, sharing), with_kwargs=True)
-        qwen.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
+        return text + self.block.num_tokens(model, shape) + pixels // _PATCH
 
 
 class Positions(nn.Module):
@@ -185,38 +208,3 @@ class Positions(nn.Module):
             angles.append(torch.outer(place, 1.0 / torch.pow(self.theta, exponents)))
         angle = torch.cat(angles, dim=1)
         return torch.polar(torch.ones_like(angle), angle)
-
-
-def _cut_inputs(
-    sharing: TokenSharing, _model: nn.Module, args: Any, given: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    names = ("encoder_hidden_states", "encoder_hidden_states_mask", "hidden_states")
-    sharing.begin(given[names[0]].shape[1], given[names[2]].shape[1])
-    cut = {name: sharing.cut(given[name], 1) for name in names if given[name] is not None}
-    return args, given | cut
-
-
-def _count_text(
-    sharing: TokenSharing, _module: nn.Module, args: Any, given: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    return args, given | {"max_txt_seq_len": sharing.total(0)}
-
-
-def _cut_index(
-    sharing: TokenSharing, _block: nn.Module, args: Any, given: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Which of the images' tokens are references', [B, N]; positional where blocks are recomputed.
-
-    It is no input of the transformer, which makes it of `img_shapes`.
-    """
-    name = "modulate_index"
-    if name in given:
-        return args, given | {name: sharing.cut(given[name], 1)}
-    return (*args[:-1], sharing.cut(args[-1], 1)), given
-
-
-def _cut_positions(
-    sharing: TokenSharing, _module: nn.Module, _args: object, tables: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """The images' and the text's."""
-    return tuple(sharing.cut(table, 0) for table in tables)

@@ -9,6 +9,7 @@ import functools
 import importlib
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,32 +23,40 @@ from longtake.models import base, diffusers_family, pretrained, qwen_image
 from longtake.models.codec import Codec, encode_videos
 from longtake.models.text import TextEncoder
 
-_MAX_REFERENCES = 10
+_MORE_REFERENCES = tuple(f"reference_{number}" for number in range(2, 10 + 1))
 _AREA = 1024 * 1024  # pixels of a reference
 _SMALL_AREA = 384 * 384
 
 
-class QwenImageEdit(qwen_image.QwenImage):
-    """From a text and a reference image to an image; also needs `reference_latents`."""
+@dataclass(frozen=True)
+class EditText(qwen_image.QwenText):
+    """A Qwen2.5-VL that reads each caption alone, behind its pictures."""
 
-    frozen = pretrained.FrozenParts(
-        codec=qwen_image.QwenImage.frozen.codec,
-        text=qwen_image.QwenImage.frozen.text,
-        processor=pretrained.PipelinePart(("Qwen2VLProcessor",), "processor"),
-        has_random_text=False,
-    )
-    label = "Qwen-Image-Edit"
-    pipeline_class = "QwenImageEditPipeline"
-    references: tuple[str, ...] = ("reference",)
-    encodes_text_with: tuple[str, ...] = ("reference",)
-    encodes_inputs_itself = True
-    other_models: ClassVar[Mapping[str, str]] = qwen_image.VARIANTS
-
-    template_tokens = 64 + 5
-    seen_area = _AREA
+    seen_area: int = _AREA
     """Pixels of a reference as the text encoder sees it."""
-    frame_tokens = 2
-    """At most so many tokens stand around those of a reference in the text."""
+    frame_tokens: int = 2
+    """Most tokens that stand around those of a reference in the text."""
+
+    def prepare(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Have the encoder get `mm_token_type_ids`, which say what tokens are pictures'.
+
+        Pipelines of diffusers leave them out, and transformers 5 then counts pictures' tokens one
+        by one instead of by rows and columns, as the release was trained.
+        """
+        parts["text_encoder"].register_forward_pre_hook(_with_token_types, with_kwargs=True)
+        return parts
+
+    def encode(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        sizes = [(each.shape[-2], each.shape[-1]) for each in pictures.values()]
+        longest = max_tokens + self.picture_tokens(pipeline.processor, sizes)
+        texts = []
+        for row, caption in enumerate(captions):
+            seen = [_resize(each[row], self.seen_area) for each in pictures.values()]
+            embeds, _ = pipeline.encode_prompt(caption, seen)
+            texts.append(embeds[0, :longest])
+        return diffusers_family.pad_texts(texts, longest)
 
     def load_processor(self, where: str, subfolder: str) -> Any:
         import transformers
@@ -63,91 +72,50 @@ class QwenImageEdit(qwen_image.QwenImage):
     def picture_tokens(self, processor: Any, sizes: Sequence[tuple[int, int]]) -> int:
         images, tokens = processor.image_processor, 0
         for size in sizes:
-            patches = images.get_number_of_image_patches(*self._size(size, self.seen_area))
+            patches = images.get_number_of_image_patches(*_resized_size(size, self.seen_area))
             tokens += patches // images.merge_size**2 + self.frame_tokens
         return tokens
 
-    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
-        """Its encoder gets `mm_token_type_ids`, which say what tokens are pictures'.
 
-        Pipelines of diffusers leave them out, and transformers 5 then counts pictures' tokens one
-        by one instead of by rows and columns, as the release was trained.
-        """
-        parts["text_encoder"].register_forward_pre_hook(_with_token_types, with_kwargs=True)
-        return super().text_pipeline(parts)
+class EditInputs(base.InputContract):
+    """References, which are encoded at an area of their own."""
 
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    def size(self, bucket: Bucket) -> tuple[int, int]:
+        return _resized_size((bucket.height, bucket.width), _AREA)
+
+    def encode(
+        self, codec: Codec, text: TextEncoder, pixels: Mapping[str, Tensor], bucket: Bucket
     ) -> base.Conditioning:
-        """Each caption alone, behind its pictures; what is too long for `max_tokens` is cut off."""
-        sizes = [(each.shape[-2], each.shape[-1]) for each in pictures.values()]
-        longest = max_tokens + self.picture_tokens(pipeline.processor, sizes)
-        texts = []
-        for row, caption in enumerate(captions):
-            seen = [self._resized(each[row], self.seen_area) for each in pictures.values()]
-            embeds, _ = pipeline.encode_prompt(caption, seen)
-            texts.append(embeds[0, :longest])
-        return diffusers_family.pad_texts(texts, longest)
+        encoded: base.Conditioning = {}
+        for name, images in pixels.items():
+            if name in (*self.references, *self.optional):
+                images = self._resize_all(images, bucket)
+            encoded[f"{name}_latents"] = encode_videos(codec, images)
+        return encoded
 
-    def reference_size(self, bucket: Bucket) -> tuple[int, int]:
-        return self._size((bucket.height, bucket.width), _AREA)
-
-    def encode_inputs(
-        self, codec: Codec, text: TextEncoder, given: Mapping[str, Tensor], bucket: Bucket
-    ) -> base.Conditioning:
-        found: base.Conditioning = {}
-        for name, each in given.items():
-            images = each
-            if name in (*self.references, *self.optional_references):
-                resized = [_pixels(self._resized(picture, _AREA)) for picture in each]
-                images = torch.stack(resized).to(each.device)
-            found[f"{name}_latents"] = encode_videos(codec, images)
-        return found
-
-    def outline_inputs(
-        self, codec: Codec, text: TextEncoder, given: Mapping[str, int], bucket: Bucket
-    ) -> base.Conditioning:
-        height, width = self.reference_size(bucket)
-        resized = Bucket(num_frames=1, height=height, width=width)
-        shape = 1, codec.channels, *codec.latent_shape(resized)
-        own = {
-            f"{name}_latents": torch.empty(shape, device="meta")
-            for name in given
-            if name in (*self.references, *self.optional_references)
-        }
-        return super().outline_inputs(codec, text, given, bucket) | own
-
-    def _resized(self, picture: Tensor, area: int) -> Image.Image:
-        """A picture [3, 1, H, W] uint8 as the pipeline's image processor resizes it."""
-        from diffusers.image_processor import VaeImageProcessor
-
-        image = Image.fromarray(picture[:, 0].permute(1, 2, 0).cpu().numpy())
-        resized: Image.Image = VaeImageProcessor().resize(
-            image, *self._size((image.height, image.width), area)
-        )
-        return resized
-
-    def _size(self, size: tuple[int, int], area: int) -> tuple[int, int]:
-        """Height and width of a picture of that size when it is resized to about an area."""
-        module = importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit")
-        width, height, _ = module.calculate_dimensions(area, size[1] / size[0])
-        return height, width
+    def _resize_all(self, pictures: Tensor, bucket: Bucket) -> Tensor:
+        """Pictures [B, 3, 1, H, W] uint8 of a bucket's size as the codec gets them."""
+        if pictures.is_meta:
+            return pictures.new_empty(len(pictures), 3, 1, *self.size(bucket))
+        resized = [torch.from_numpy(np.array(_resize(each, _AREA))) for each in pictures]
+        return torch.stack(resized).permute(0, 3, 1, 2)[:, :, None].to(pictures.device)
 
 
-class QwenImageEditPlus(QwenImageEdit):
-    """From a text and up to ten references to an image: Qwen-Image-Edit-2509 and 2511."""
+def _resize(picture: Tensor, area: int) -> Image.Image:
+    """A picture [3, 1, H, W] uint8 as the pipeline's image processor resizes it."""
+    from diffusers.image_processor import VaeImageProcessor
 
-    label = "Qwen-Image-Edit-Plus"
-    pipeline_class = "QwenImageEditPlusPipeline"
-    optional_references = tuple(f"reference_{number}" for number in range(2, _MAX_REFERENCES + 1))
-    encodes_text_with = (*QwenImageEdit.references, *optional_references)
-    seen_area = _SMALL_AREA
-    frame_tokens = 8
+    image = Image.fromarray(picture[:, 0].permute(1, 2, 0).cpu().numpy())
+    size = _resized_size((image.height, image.width), area)
+    resized: Image.Image = VaeImageProcessor().resize(image, *size)
+    return resized
 
 
-def _pixels(image: Image.Image) -> Tensor:
-    """[3, 1, H, W] uint8."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[:, None]
+def _resized_size(size: tuple[int, int], area: int) -> tuple[int, int]:
+    """Height and width of a picture of that size when it is resized to about an area."""
+    module = importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit")
+    width, height, _ = module.calculate_dimensions(area, size[1] / size[0])
+    return height, width
 
 
 def _with_token_types(encoder: nn.Module, args: Any, given: dict[str, Any]) -> Any:
@@ -176,3 +144,38 @@ def _processor_class() -> Any:
 
     Qwen2VLProcessor.__module__ = transformers.Qwen2VLProcessor.__module__
     return Qwen2VLProcessor
+
+
+class QwenImageEdit(qwen_image.QwenImage):
+    """From a text and a reference image to an image; also needs `reference_latents`."""
+
+    frozen = pretrained.FrozenParts(
+        codec=qwen_image.QwenImage.frozen.codec,
+        text=qwen_image.QwenImage.frozen.text,
+        processor=pretrained.PipelinePart(("Qwen2VLProcessor",), "processor"),
+        has_random_text=False,
+    )
+    label = "Qwen-Image-Edit"
+    pipeline_class = "QwenImageEditPipeline"
+    text = EditText(
+        pictures=("reference",),
+        has_lengths=True,
+        template_tokens=64 + 5,
+        arguments=qwen_image.QwenImage.text.arguments,
+    )
+    inputs = EditInputs(references=("reference",))
+    other_models: ClassVar[Mapping[str, str]] = qwen_image.VARIANTS
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """From a text and up to ten references to an image: Qwen-Image-Edit-2509 and 2511."""
+
+    label = "Qwen-Image-Edit-Plus"
+    pipeline_class = "QwenImageEditPlusPipeline"
+    text = replace(
+        QwenImageEdit.text,
+        pictures=("reference", *_MORE_REFERENCES),
+        seen_area=_SMALL_AREA,
+        frame_tokens=8,
+    )
+    inputs = replace(QwenImageEdit.inputs, optional=_MORE_REFERENCES)

@@ -12,11 +12,13 @@ def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[Lat
     """The shapes of the latents, which the family can take."""
     _check_time_and_audio(recipe, chosen)
     given = recipe.model_inputs()
-    needed, taken = chosen.inputs_of(recipe.model)
+    needed, taken = chosen.inputs.names(recipe.model)
     for name in (*needed, *(each for each in taken if each in given)):
         section = given.get(name)
-        begins = section is not None and section.frames is not None and name in chosen.continues
-        is_picture = section is not None and (section.kind == "picture" or begins)
+        is_picture = section is not None and (
+            section.kind == "picture"
+            or (section.frames is not None and name in chosen.inputs.continues)
+        )
         if section is None or not is_picture or not section.is_encoded:
             has = "does not have it" if section is None else f'has it as "{section.kind}"'
             if section is not None and is_picture:
@@ -43,7 +45,7 @@ def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[Lat
 
 
 def _or_frames(name: str, chosen: Family) -> str:
-    if name not in chosen.continues:
+    if name not in chosen.inputs.continues:
         return ""
     own = f'{{ kind = "picture", frame = "{name}" }}'
     return (
@@ -75,15 +77,15 @@ def _refuse_frames(
 
 def _check_time_and_audio(recipe: config.Recipe, chosen: Family) -> None:
     named, audio = f"The family {recipe.model.family}", recipe.model.audio
-    if audio is not None and not chosen.has_audio:
+    if audio is not None and not chosen.inputs.has_audio:
         raise RecipeError(f"{named} has no audio. Remove model.audio, which is {audio!r}.")
-    if audio is None and chosen.has_audio:
+    if audio is None and chosen.inputs.has_audio:
         raise RecipeError(
             f"{named} makes videos with audio, and longtake trains its video alone. Set "
             'model.audio = "off": video and audio are isolated from each other, and the audio\'s '
             "weights stay as they are (docs/guides/families.md)."
         )
-    if chosen.takes_fps and recipe.data.fps is None:
+    if chosen.inputs.takes_fps and recipe.data.fps is None:
         raise RecipeError(
             f"{named} takes the number of frames per second as an input, and data.fps is unset. "
             "Set it, such as data.fps = 24: videos are then trained at this rate."

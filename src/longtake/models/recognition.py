@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from longtake.config import ModelSection
 from longtake.errors import ModelError
-from longtake.models import pretrained
+from longtake.models import releases
 
 Facts = Mapping[str, Any]
 """What is in both files; `pipeline` and `transformer` are their classes."""
@@ -342,10 +342,10 @@ def recognise(section: ModelSection, families: Collection[str]) -> Kind | None:
     """
     where = section.pretrained
     assert where is not None
-    index: Mapping[str, Any] = pretrained.pipeline_index(where)
+    index: Mapping[str, Any] = releases.pipeline_index(where)
     config: Mapping[str, Any] = {}
     with suppress(ModelError):  # a UNet has no transformer; others are told when they are read
-        config = pretrained.read_release(section).config
+        config = releases.read_release(section).config
     facts = {
         **index,
         **config,

@@ -70,7 +70,7 @@ def refuse_sharing(parts: Components, recipe: config.Recipe) -> None:
     if size == 1:
         return
     asked = f"parallel.context = {size}: so many processes share the tokens of each clip, "
-    if not parts.family.shares_tokens:
+    if parts.family.block.share is None:
         raise RecipeError(
             f"{asked}which the family {recipe.model.family} cannot: its captions are of unlike "
             "length in a batch. Set parallel.context = 1."
@@ -81,7 +81,7 @@ def refuse_sharing(parts: Components, recipe: config.Recipe) -> None:
             "get all tokens of a clip. Set parallel.context = 1, or leave them out."
         )
     for bucket in recipe.data.shapes():
-        num_tokens = parts.family.num_tokens(parts.model, latent_shape(parts.codec, bucket))
+        num_tokens = parts.family.block.num_tokens(parts.model, latent_shape(parts.codec, bucket))
         if num_tokens < size:
             raise RecipeError(
                 f"{asked}but a clip of {bucket} has only {num_tokens}. Take fewer processes for "

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import Parameter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from longtake import errors, fsio
 from longtake.config import PooledSection, TextSection
 from longtake.formatting import reason_of
-from longtake.models import deferred_init, numerics, pretrained
+from longtake.models import deferred_init, numerics, pretrained, releases
 from longtake.models.caption_tokens import clean
 from longtake.models.quantized import quantize_linears
+from longtake.models.text_contract import TextContract
 
 NO_CAPTION = ""
 """The unconditional caption of classifier-free guidance, trained where captions are dropped."""
@@ -143,41 +145,16 @@ class WordIds:
 
 
 class TextFamily(Protocol):
-    """What a family says of its text encoders; see `longtake.models.base.Family`."""
+    """What is needed of a `longtake.models.base.Family` to encode text."""
 
-    frozen: pretrained.FrozenParts
-    encodes_by_length: bool
+    @property
+    def frozen(self) -> pretrained.FrozenParts: ...
 
-    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
-        """A pipeline of diffusers with these parts."""
-        ...
+    @property
+    def text(self) -> TextContract: ...
 
-    def encode_text(
-        self,
-        pipeline: Any,
-        captions: list[str],
-        max_tokens: int,
-        pictures: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Named tensors, each [B, ...], by the pipeline's own methods."""
-        ...
-
-    def load_processor(self, where: str, subfolder: str) -> Any:
-        """The processor of pictures that are encoded with captions."""
-        ...
-
-    def picture_tokens(self, processor: Any, sizes: Sequence[tuple[int, int]]) -> int:
-        """Tokens of a text for pictures that are encoded with it."""
-        ...
-
-    def outline_text(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> dict[str, Tensor]:
-        """What `encode_text` gives for one caption, on the meta device."""
-        ...
-
-    def run_encoders(
-        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
-    ) -> None:
-        """Call the encoders, by their folders, as the longest caption does."""
+    def pipeline_of(self, parts: Mapping[str, Any]) -> str:
+        """Name the pipeline's class of diffusers, by encoders and tokenizers."""
         ...
 
 
@@ -257,16 +234,27 @@ class TransformersText:
     @cached_property
     def pipeline(self) -> Any:
         """One of diffusers that has no transformer."""
+        import diffusers
+        import transformers
+
         assert self.tokenizer is not None, "an outline cannot encode"
-        return self._family.text_pipeline(self.pipeline_parts())
+        parts = self._family.text.prepare(self.pipeline_parts())
+        with (
+            pretrained.quiet(diffusers.DiffusionPipeline),
+            pretrained.quiet(transformers.CLIPTextModel),
+        ):
+            pipeline = getattr(diffusers, self._family.pipeline_of(parts))
+            arguments = pretrained.defaults(pipeline.__init__).items()
+            absent = {name: None for name, default in arguments if default is Parameter.empty}
+            return pipeline(**{**absent, **parts})
 
     @torch.no_grad()
     def encode(
         self, captions: Sequence[str], pictures: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        encode, pipeline = self._family.encode_text, self.pipeline
+        encode, pipeline = self._family.text.encode, self.pipeline
         with pretrained.quiet(pipeline), pretrained.quiet(self.encoder):
-            if not self._family.encodes_by_length:
+            if not self._family.text.by_length:
                 found = encode(pipeline, list(captions), self.max_tokens, pictures or {})
                 return {name: _exact(each) for name, each in found.items()}
             encoded = dict[str, Tensor]()
@@ -291,16 +279,16 @@ class TransformersText:
 
     def outline(self, pictures: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
         length = self.max_tokens + self._picture_tokens(pictures)
-        return self._family.outline_text(self._modules(), length)
+        return self._family.text.outline(self._modules(), length)
 
     def run_longest(self, pictures: Sequence[tuple[int, int]] = ()) -> None:
         more = self._picture_tokens(pictures)
         lengths = {e.part.folder: e.max_tokens + more for e in self._encoders if e.reads_captions}
-        self._family.run_encoders(self._modules(), lengths)
+        self._family.text.run(self._modules(), lengths)
 
     def _picture_tokens(self, pictures: Sequence[tuple[int, int]]) -> int:
         processors = self._processors.values()
-        return sum(self._family.picture_tokens(each, pictures) for each in processors)
+        return sum(self._family.text.picture_tokens(each, pictures) for each in processors)
 
     def unknown_words(self, caption: str) -> list[str]:
         return self._encoders[0].unknown_words(caption)
@@ -402,7 +390,7 @@ def _specs(section: TextSection, parts: pretrained.FrozenParts) -> list[_Encoder
         )
     if section.pretrained is not None:
         for part in parts.further:
-            if pretrained.has_part(section.pretrained, part):
+            if releases.has_part(section.pretrained, part):
                 specs += [_EncoderSpec("text", section, part, (), dtype, reads_captions=False)]
     return specs
 
@@ -411,7 +399,7 @@ def _build_encoder(spec: _EncoderSpec, captions: Iterable[str], made: Path | Non
     """An encoder that is pretrained, made earlier by the run, or random over its own words."""
     part, where = spec.part, spec.section.pretrained
     if where is not None:
-        return _Encoder(*_load_encoder(where, pretrained.find_part(where, part), spec.dtype), spec)
+        return _Encoder(*_load_encoder(where, releases.find_part(where, part), spec.dtype), spec)
     if made is not None and (made / part.folder).is_dir():
         return _Encoder(*_load_encoder(str(made), part, spec.dtype), spec)
     words = _word_tokenizer(captions, spec.special)
@@ -435,7 +423,7 @@ def _load_encoder(
 def _outline_encoder(spec: _EncoderSpec) -> _Encoder:
     where = spec.section.pretrained
     if where is not None:
-        part = pretrained.find_part(where, spec.part)
+        part = releases.find_part(where, spec.part)
         module = deferred_init.on_meta(_encoder_class(part), where, part.folder)
     else:
         with torch.device("meta"):
@@ -449,8 +437,8 @@ def _processors(section: TextSection, family: TextFamily) -> dict[str, Any]:
     part, where = family.frozen.processor, section.pretrained
     if part is None or where is None:
         return {}
-    found = pretrained.find_part(where, part)
-    return {part.folder: family.load_processor(where, found.folder)}
+    found = releases.find_part(where, part)
+    return {part.folder: family.text.load_processor(where, found.folder)}
 
 
 def _encoder_class(part: pretrained.PipelinePart) -> Any:

@@ -44,7 +44,7 @@ def make_trainable(
         for name, added in section.modules.items()
     }
     device = torch.device("cpu") if deferred else next(model.parameters()).device
-    untrained = set(family.untrained_parameters(model))
+    untrained = set(family.block.untrained_parameters(model))
     if base != "full":
         model.requires_grad_(False)
     for name in untrained:
@@ -53,12 +53,12 @@ def make_trainable(
         torch.default_generator.manual_seed(torch.initial_seed())
         if base == "lora":
             with deferred_init.placeholders_on_cpu(deferred):
-                layers = find_targets(model, section.targets or family.lora_targets)
+                layers = find_targets(model, section.targets or family.block.lora_targets)
                 layers = [name for name in layers if f"{name}.weight" not in untrained]
                 add_lora(model, layers, section, dtype)
         modules = {
             name: added_module.build_module(
-                name, added, family.width(model), blocks[name], latent_channels
+                name, added, family.block.width(model), blocks[name], latent_channels
             )
             for name, added in section.modules.items()
         }

@@ -5,8 +5,8 @@ caption's tokens come before the clip's, and every token attends to every other.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,32 @@ from longtake.errors import ModelError, RecipeError
 from longtake.flow.path import velocity_from_latents
 from longtake.formatting import first_line
 from longtake.models import deferred_init, pretrained
-from longtake.models.base import Conditioning, Family, LatentShape
+from longtake.models.base import BlockContract, Conditioning, Family, LatentShape
 from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
 _TUBE = (8, 4, 4)  # frames, rows and columns, unless the recipe says otherwise
+
+
+class TubeletBlocks(BlockContract):
+    """The caption's block, then those of all tokens."""
+
+    def of(self, model: nn.Module) -> Sequence[nn.Module]:
+        network = cast("TubeletTransformer", model)
+        return [network.caption_block, *network.blocks]
+
+    def call_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        cast("TubeletTransformer", model).block_caller = call
+
+    def num_heads(self, model: nn.Module) -> int:
+        return cast("TubeletTransformer", model).caption_block.attention.num_heads
+
+    def width(self, model: nn.Module) -> int:
+        return cast("TubeletTransformer", model).tube_in.out_features
+
+    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+        network = cast("TubeletTransformer", model)
+        return math.prod(shape[1:]) // math.prod(network.patch_size)
 
 
 class Tubelet(Family):
@@ -31,8 +52,11 @@ class Tubelet(Family):
         codec=pretrained.PipelinePart(("AutoencoderKLWan", "AutoencoderKL"), "vae"),
         text=pretrained.PipelinePart(("UMT5EncoderModel",), "text_encoder", "tokenizer"),
     )
-    lora_targets: tuple[str, ...] = ("to_qkv", "to_out")
-    block_arguments: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "temb": "condition"}
+    block = TubeletBlocks(
+        arguments={"tokens": "tokens", "temb": "condition"},
+        lora_targets=("to_qkv", "to_out"),
+        share=lambda model, sharing: cast("TubeletTransformer", model).share_tokens(sharing),
+    )
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
         tube = section.config.get("patch_size", _TUBE)
@@ -94,30 +118,10 @@ class Tubelet(Family):
                 f"model.config does not fit the tubelet family. {first_line(error)}"
             ) from error
 
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        network = cast("TubeletTransformer", model)
-        return [network.caption_block, *network.blocks]
-
-    def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        cast("TubeletTransformer", model).block_caller = call
-
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        cast("TubeletTransformer", model).share_tokens(sharing)
-
-    def num_heads(self, model: nn.Module) -> int:
-        return cast("TubeletTransformer", model).caption_block.attention.num_heads
-
-    def width(self, model: nn.Module) -> int:
-        return cast("TubeletTransformer", model).tube_in.out_features
-
-    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
-        network = cast("TubeletTransformer", model)
-        return math.prod(shape[1:]) // math.prod(network.patch_size)
-
     def sequence_length(
         self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
     ) -> int:
-        return self.num_tokens(model, shape) + cast("TubeletTransformer", model).max_tokens
+        return self.block.num_tokens(model, shape) + cast("TubeletTransformer", model).max_tokens
 
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning

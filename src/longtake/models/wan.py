@@ -8,7 +8,7 @@ first frame may be several: a video that is continued.
 import math
 import re
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +16,118 @@ from torch import Tensor, nn
 
 from longtake.config import Bucket, ModelSection
 from longtake.errors import RecipeError
-from longtake.models import base, diffusers_family, pretrained
+from longtake.models import base, diffusers_family, pretrained, releases
 from longtake.models.codec import AutoencoderCodec, Codec, encode_videos
+from longtake.models.diffusers_family import DiffusersBlocks
+from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder, TransformersText
+from longtake.models.text_contract import TextContract
 from longtake.parallel.context_parallel import TokenSharing
+
+_IMAGE_TO_VIDEO = "WanImageToVideoPipeline"
+_MASK_CHANNELS = 4  # frames of pixels that one of latents stands for
+
+
+@dataclass(frozen=True)
+class WanInputs(base.InputContract):
+    """A first frame or several, and a last one."""
+
+    def further_channels(self, section: ModelSection) -> int:
+        config = releases.read_release(section).config
+        takes = int(config.get("in_channels") or 0)
+        return takes - int(config.get("out_channels") or takes)
+
+    def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        release = releases.read_release(section)
+        if self.further_channels(section):
+            needs_last = release.config.get("pos_embed_seq_len") is not None
+            return ("first", "last") if needs_last else ("first",), ("first", "last")
+        return (), ("first",) if release.pipeline.get("expand_timesteps") else ()
+
+    def encode(
+        self, codec: Codec, text: TextEncoder, pixels: Mapping[str, Tensor], bucket: Bucket
+    ) -> base.Conditioning:
+        """`first_latents` [B, 20, F, h, w], of TI2V-5B [B, C, F', h, w]; of CLIP `first_embeds`."""
+        if "first" not in pixels or _replaces_frames(codec):
+            return super().encode(codec, text, pixels, bucket)
+        others = {name: each for name, each in pixels.items() if name not in ("first", "last")}
+        frames = {
+            name: pixels[name].float() / 127.5 - 1 for name in ("first", "last") if name in pixels
+        }
+        first, *last = frames.values()
+        num_grey = bucket.num_frames - sum(each.shape[2] for each in frames.values())
+        grey = first.new_zeros(1).expand(len(first), 3, num_grey, bucket.height, bucket.width)
+        latents = encode_videos(codec, torch.cat([first, grey, *last], dim=2))
+        mask = torch.zeros_like(latents[:, :_MASK_CHANNELS])
+        mask[:, :, : 1 + (first.shape[2] - 1) // _MASK_CHANNELS] = 1
+        if last:  # of the last group of frames it is the last
+            mask[:, -1, -1] = 1
+        encoded = {"first_latents": torch.cat([mask, latents], dim=1)}
+        encoded |= super().encode(codec, text, others, bucket)
+        if "image_encoder" not in text.pipeline_parts():
+            return encoded
+        embeds = [_embed_by_clip(text, pixels[name]) for name in frames]
+        return encoded | {"first_embeds": torch.cat(embeds, dim=1).to(latents.device)}
+
+    def given_frames(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
+        """TI2V-5B's; other kinds have a mask in more channels than the latents."""
+        first = conditioning.get("first_latents")
+        return first if first is not None and first.shape[1] == latents.shape[1] else None
+
+
+def _replaces_frames(codec: Codec) -> bool:
+    """Whether it is Wan 2.2's own autoencoder, which is TI2V-5B's."""
+    return any(bool(getattr(each.config, "is_residual", False)) for each in codec.modules())
+
+
+@torch.no_grad()
+def _embed_by_clip(text: TextEncoder, pictures: Tensor) -> Tensor:
+    """[B, tokens, D] fp32 of first frames of [B, 3, F, H, W] uint8: CLIP's last layer but one."""
+    if pictures.is_meta:
+        return diffusers_family.outline_vision(text, pictures, further_tokens=1)
+    assert isinstance(text, TransformersText)
+    images = diffusers_family.to_images(pictures)
+    return torch.cat([text.pipeline.encode_image(image).float() for image in images])
+
+
+class WanBlocks(DiffusersBlocks):
+    """Wan's blocks, whose patch is an argument of the transformer."""
+
+    def num_tokens(self, model: nn.Module, shape: base.LatentShape) -> int:
+        config: Any = model.config
+        patch: tuple[int, ...] = config.patch_size
+        return math.prod(shape[1:]) // math.prod(patch)
+
+
+def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
+    """Share the video's tokens; every rank attends to all of the text."""
+
+    def cut_timesteps(
+        _model: nn.Module, args: Any, inputs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        if inputs["timestep"].ndim == 1:
+            return args, inputs
+        sharing.begin(inputs["timestep"].shape[1])
+        return args, inputs | {"timestep": sharing.cut(inputs["timestep"], 1)}
+
+    def cut_patches(_module: nn.Module, _args: object, patches: Tensor) -> Tensor:
+        tokens = patches.flatten(2)
+        sharing.begin(tokens.shape[2])
+        return sharing.cut(tokens, 2)
+
+    def cut_positions(
+        _module: nn.Module, _args: object, tables: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        return tuple(sharing.cut(table, 1) for table in tables)
+
+    wan: Any = model
+    wan.register_forward_pre_hook(cut_timesteps, with_kwargs=True)
+    wan.patch_embedding.register_forward_hook(cut_patches)
+    wan.rope.register_forward_hook(cut_positions)
+    for block in wan.blocks:
+        diffusers_family.share_attention(block.attn1, sharing)
+    # The last layer that works token by token, and its tokens are narrow.
+    wan.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
 
 class Wan(diffusers_family.DiffusersFamily):
@@ -40,41 +148,34 @@ class Wan(diffusers_family.DiffusersFamily):
     label = "Wan"
     transformer_class, pipeline_class = "WanTransformer3DModel", "WanPipeline"
     codec_class = AutoencoderCodec
-    encodes_by_length = True
     parts = "an autoencoder and a transformers text encoder"
-    block_lists = ("blocks",)
-    block_arguments: ClassVar[Mapping[str, str]] = {
-        **diffusers_family.DiffusersFamily.block_arguments,
-        "rope": "rotary_emb",
-    }
-    block_outputs: ClassVar[tuple[str, ...]] = ("tokens",)
-    attentions: ClassVar[tuple[str, ...]] = ("attn1", "attn2")
+    text = TextContract(by_length=True)
+    inputs = WanInputs(continues=("first",))
+    block = WanBlocks(
+        lists=("blocks",),
+        arguments={**DiffusersBlocks().arguments, "rope": "rotary_emb"},
+        outputs=("tokens",),
+        attentions=("attn1", "attn2"),
+        share=_share_tokens,
+    )
     channel_ratios: ClassVar[tuple[float, ...]] = (36 / 16,)
-    encodes_inputs_itself = True
-    continues = ("first",)
-    time_scale = 1000.0
+    time_range = (0.0, 1000.0)
     # With a FlowMatchEulerDiscreteScheduler WanPipeline would shift twice.
-    scheduler_class = "UniPCMultistepScheduler"
-    scheduler_options: ClassVar[Mapping[str, Any]] = {
-        "prediction_type": "flow_prediction",
-        "use_flow_sigmas": True,
-    }
-    mu = None
+    scheduler = PipelineScheduler(
+        "UniPCMultistepScheduler",
+        {"prediction_type": "flow_prediction", "use_flow_sigmas": True},
+        mu=None,
+    )
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
-        patch = section.config.get("patch_size", self.patch_size)
+        patch = section.config.get("patch_size", self.block.patch_size)
         is_list = isinstance(patch, list | tuple) and len(patch) == 3
         if not is_list or not all(isinstance(step, int) and step > 0 for step in patch):
             raise RecipeError(
                 f"model.config.patch_size = {patch!r}: expected frames, rows and columns, such as "
-                f"{list(self.patch_size)}."
+                f"{list(self.block.patch_size)}."
             )
         return tuple(patch)
-
-    def num_tokens(self, model: nn.Module, shape: base.LatentShape) -> int:
-        config: Any = model.config
-        patch: tuple[int, ...] = config.patch_size
-        return math.prod(shape[1:]) // math.prod(patch)
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
         if text.embed_dim is None:
@@ -88,83 +189,20 @@ class Wan(diffusers_family.DiffusersFamily):
             )
         return {"in_channels": channels, "out_channels": channels, "text_dim": text.embed_dim}
 
-    def further_channels(self, section: ModelSection) -> int:
-        config = pretrained.read_release(section).config
-        takes = int(config.get("in_channels") or 0)
-        return takes - int(config.get("out_channels") or takes)
-
-    def inputs_of(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        release = pretrained.read_release(section)
-        if self.further_channels(section):
-            needs_last = release.config.get("pos_embed_seq_len") is not None
-            return ("first", "last") if needs_last else ("first",), ("first", "last")
-        return (), ("first",) if release.pipeline.get("expand_timesteps") else ()
-
-    def exported_pipeline(self, release: pretrained.Release, parts: Mapping[str, Any]) -> str:
-        name = str(release.pipeline.get("_class_name"))
-        return name if name == "WanImageToVideoPipeline" else self.pipeline_class
-
-    def pipeline_of(self, parts: Mapping[str, Any]) -> str:
-        return "WanImageToVideoPipeline" if "image_encoder" in parts else self.pipeline_class
-
-    def encode_inputs(
-        self, codec: Codec, text: TextEncoder, given: Mapping[str, Tensor], bucket: Bucket
-    ) -> base.Conditioning:
-        """`first_latents` [B, 20, F, h, w], of TI2V-5B [B, C, F', h, w]; of CLIP `first_embeds`."""
-        if "first" not in given or _replaces_frames(codec):
-            return super().encode_inputs(codec, text, given, bucket)
-        others = {name: each for name, each in given.items() if name not in ("first", "last")}
-        frames = {
-            name: given[name].float() / 127.5 - 1 for name in ("first", "last") if name in given
-        }
-        first, *last = frames.values()
-        num_grey = bucket.num_frames - sum(each.shape[2] for each in frames.values())
-        grey = first.new_zeros(1).expand(len(first), 3, num_grey, bucket.height, bucket.width)
-        latents = encode_videos(codec, torch.cat([first, grey, *last], dim=2))
-        mask = torch.zeros_like(latents[:, :_MASK_CHANNELS])
-        mask[:, :, : 1 + (first.shape[2] - 1) // _MASK_CHANNELS] = 1
-        if last:  # of the last group of frames it is the last
-            mask[:, -1, -1] = 1
-        found = {"first_latents": torch.cat([mask, latents], dim=1)}
-        found |= super().encode_inputs(codec, text, others, bucket)
-        if "image_encoder" not in text.pipeline_parts():
-            return found
-        embeds = [_clip_embeds(text, given[name]) for name in frames]
-        return found | {"first_embeds": torch.cat(embeds, dim=1).to(latents.device)}
-
-    def outline_inputs(
-        self, codec: Codec, text: TextEncoder, given: Mapping[str, int], bucket: Bucket
-    ) -> base.Conditioning:
-        if "first" not in given or _replaces_frames(codec):
-            return super().outline_inputs(codec, text, given, bucket)
-        shape = 1, _MASK_CHANNELS + codec.channels, *codec.latent_shape(bucket)
-        found = {"first_latents": torch.empty(shape, device="meta")}
-        others = {name: each for name, each in given.items() if name not in ("first", "last")}
-        found |= super().outline_inputs(codec, text, others, bucket)
-        encoder = text.pipeline_parts().get("image_encoder")
-        if encoder is not None:
-            config = encoder.config
-            tokens = (len(given) - len(others)) * (
-                (config.image_size // config.patch_size) ** 2 + 1
-            )
-            found["first_embeds"] = torch.empty(1, tokens, config.hidden_size, device="meta")
-        return found
-
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> base.Conditioning:
-        embeds, _ = pipeline.encode_prompt(
-            captions, do_classifier_free_guidance=False, max_sequence_length=max_tokens
-        )
-        return {"prompt_embeds": embeds}
+    def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
+        if release is not None:
+            is_image_to_video = release.pipeline.get("_class_name") == _IMAGE_TO_VIDEO
+        else:
+            is_image_to_video = "image_encoder" in parts
+        return _IMAGE_TO_VIDEO if is_image_to_video else self.pipeline_class
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
         text = conditioning["prompt_embeds"].to(noisy_latents.dtype)
-        free = self.loss_weights(noisy_latents, conditioning)
+        free = self.inputs.loss_weights(noisy_latents, conditioning)
         if free is not None:
-            noisy_latents = self.with_given(noisy_latents, conditioning)
+            noisy_latents = self.inputs.with_given(noisy_latents, conditioning)
             _, rows, columns = model.config.patch_size
             free = free[:, 0, :, ::rows, ::columns].flatten(1).to(timesteps)
             timesteps = free * timesteps[:, None]
@@ -183,64 +221,8 @@ class Wan(diffusers_family.DiffusersFamily):
             inputs["encoder_hidden_states_image"] = embeds
         return diffusers_family.TransformerCall(inputs, lambda velocity: velocity)
 
-    def frames_in_place(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
-        """TI2V-5B's; other kinds have a mask in more channels than the latents."""
-        first = conditioning.get("first_latents")
-        return first if first is not None and first.shape[1] == latents.shape[1] else None
-
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """The video's tokens; every rank attends to all of the text."""
-        wan: Any = model
-        wan.register_forward_pre_hook(partial(_cut_timesteps, sharing), with_kwargs=True)
-        wan.patch_embedding.register_forward_hook(partial(_cut_patches, sharing))
-        wan.rope.register_forward_hook(partial(_cut_positions, sharing))
-        for block in wan.blocks:
-            diffusers_family.share_attention(block.attn1, sharing)
-        # The last layer that works token by token, and its tokens are narrow.
-        wan.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
-
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         return f"{'diffusion_model.' if is_lora else ''}{original_name(name)}"
-
-
-_MASK_CHANNELS = 4  # frames of pixels that one of latents stands for
-
-
-def _replaces_frames(codec: Codec) -> bool:
-    """Whether it is Wan 2.2's own autoencoder, which is TI2V-5B's."""
-    return any(bool(getattr(each.config, "is_residual", False)) for each in codec.modules())
-
-
-@torch.no_grad()
-def _clip_embeds(text: TextEncoder, pictures: Tensor) -> Tensor:
-    """[B, tokens, D] fp32 of first frames of [B, 3, F, H, W] uint8: CLIP's last layer but one."""
-    assert isinstance(text, TransformersText)
-    images = diffusers_family.to_images(pictures)
-    embeds = [text.pipeline.encode_image(image).float() for image in images]
-    return torch.cat(embeds)
-
-
-def _cut_timesteps(
-    sharing: TokenSharing, _model: nn.Module, args: Any, given: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    if given["timestep"].ndim == 1:
-        return args, given
-    sharing.begin(given["timestep"].shape[1])
-    return args, given | {"timestep": sharing.cut(given["timestep"], 1)}
-
-
-def _cut_patches(
-    sharing: TokenSharing, _module: nn.Module, _args: object, patches: Tensor
-) -> Tensor:
-    tokens = patches.flatten(2)
-    sharing.begin(tokens.shape[2])
-    return sharing.cut(tokens, 2)
-
-
-def _cut_positions(
-    sharing: TokenSharing, _module: nn.Module, _args: object, tables: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    return tuple(sharing.cut(table, 1) for table in tables)
 
 
 # The inverse of diffusers' `convert_wan_transformer_to_diffusers`, which counts a block's norms in

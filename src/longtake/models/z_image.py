@@ -4,7 +4,7 @@ Legend: B batch, C latent channels, T tokens of a text, D its width.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,35 @@ from torch._subclasses.fake_tensor import FakeTensor
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
 from longtake.models import base, codec, deferred_init, diffusers_family, pretrained
+from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.text import TextEncoder
-from longtake.parallel.context_parallel import TokenSharing
+from longtake.models.text_contract import DECODER, TextContract
 
 _STEP = 32  # tokens: the transformer pads text and image to a multiple of it, by learnt tokens
+
+
+class ZImageText(TextContract):
+    """The last but one layer of a decoder, which reads a template; without the padding."""
+
+    def encode(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> base.Conditioning:
+        texts, _ = pipeline.encode_prompt(
+            captions, do_classifier_free_guidance=False, max_sequence_length=max_tokens
+        )
+        return diffusers_family.pad_texts(texts, max_tokens)
+
+
+class ZImageBlocks(DiffusersBlocks):
+    """Blocks of a transformer whose sizes have other names."""
+
+    def num_heads(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return int(config.n_heads)
+
+    def width(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return int(config.dim)
 
 
 class ZImage(diffusers_family.DiffusersFamily):
@@ -36,24 +61,19 @@ class ZImage(diffusers_family.DiffusersFamily):
     transformer_class, pipeline_class = "ZImageTransformer2DModel", "ZImagePipeline"
     codec_class = codec.ImageCodec
     parts = "an AutoencoderKL and a Qwen3 text encoder"
-    block_lists = ("noise_refiner", "context_refiner", "layers")
-    block_arguments: ClassVar[Mapping[str, str]] = {
-        "tokens": "x",
-        "temb": "adaln_input",
-        "rope": "freqs_cis",
-    }
-    block_outputs: ClassVar[tuple[str, ...]] = ("tokens",)
-    attentions: ClassVar[tuple[str, ...]] = ("attention",)
+    text = ZImageText(has_lengths=True, arguments=DECODER)
+    block = ZImageBlocks(
+        lists=("noise_refiner", "context_refiner", "layers"),
+        arguments={"tokens": "x", "temb": "adaln_input", "rope": "freqs_cis"},
+        outputs=("tokens",),
+        attentions=("attention",),
+        idle=("x_pad_token", "cap_pad_token"),
+    )
     makes_videos = False
-    has_text_lengths = True
-    shares_tokens = False
+    time_range = (1.0, 0.0)
     negates = True
-    idle: ClassVar[tuple[str, ...]] = ("x_pad_token", "cap_pad_token")
     guidance_scale = 6.0  # the pipeline's 5, to which it adds 1
     num_inference_steps = 50
-
-    def timesteps(self, sigmas: Tensor) -> Tensor:
-        return 1 - sigmas
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
         if text.embed_dim is None or text.pooled_dim is not None:
@@ -62,20 +82,6 @@ class ZImage(diffusers_family.DiffusersFamily):
                 '"transformers", and remove text.pooled.'
             )
         return {"in_channels": channels, "cap_feat_dim": text.embed_dim}
-
-    def encode_text(
-        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
-    ) -> base.Conditioning:
-        """The last but one layer of a decoder, which reads a template; without the padding."""
-        found, _ = pipeline.encode_prompt(
-            captions, do_classifier_free_guidance=False, max_sequence_length=max_tokens
-        )
-        return diffusers_family.pad_texts(found, max_tokens)
-
-    def run_encoders(
-        self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]
-    ) -> None:
-        diffusers_family.run_decoders(encoders, max_tokens)
 
     def check_config(self, config: Any) -> None:
         if config.siglip_feat_dim is not None:
@@ -138,18 +144,7 @@ class ZImage(diffusers_family.DiffusersFamily):
         self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
     ) -> int:
         num_text = conditioning["prompt_embeds"].shape[1]
-        return _padded(self.num_tokens(model, shape)) + _padded(num_text)
-
-    def num_heads(self, model: nn.Module) -> int:
-        config: Any = model.config
-        return int(config.n_heads)
-
-    def width(self, model: nn.Module) -> int:
-        config: Any = model.config
-        return int(config.dim)
-
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        raise AssertionError("refused before")
+        return _padded(self.block.num_tokens(model, shape)) + _padded(num_text)
 
 
 def _padded(num_tokens: int) -> int:

@@ -25,13 +25,7 @@ from typing import Any, Literal, TypeVar
 from longtake import node_dir, node_events, process
 from longtake.errors import RecordError, RunError
 from longtake.fsio import file_time, now, read_record, write_once
-from longtake.heartbeat import (
-    Heartbeat,
-    heartbeat_dir,
-    page_path,
-    read_heartbeat,
-    read_heartbeats,
-)
+from longtake.heartbeat import Heartbeat, heartbeat_dir, page_path, read_heartbeat, read_heartbeats
 from longtake.monitor import dumps, flight_recorder, observe, reporting
 from longtake.monitor.diagnosis import diagnose
 from longtake.monitor.stall_record import StallDiagnosis

@@ -110,7 +110,7 @@ def run_block(activations: Activations, block: Block, *args: Any, **kwargs: Any)
 
 
 def caller(options: Mapping[nn.Module, BlockOption]) -> BlockCall:
-    """The argument of `Family.call_blocks_by` that runs blocks by options; others are kept.
+    """The argument of `BlockContract.call_by` that runs blocks by options; others are kept.
 
     Options are given in the blocks' order.
     """

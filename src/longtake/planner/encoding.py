@@ -39,8 +39,8 @@ def text_trace(
 
 def encoded_bucket(chosen: Family, recipe: Recipe, bucket: Bucket) -> Bucket:
     """The larger of a clip and one of its references, as the codec encodes them."""
-    height, width = chosen.reference_size(bucket)
-    taken = chosen.inputs_of(recipe.model)[1]
+    height, width = chosen.inputs.size(bucket)
+    taken = chosen.inputs.names(recipe.model)[1]
     has_references = any(name in taken for name in recipe.model_inputs())
     if not has_references or height * width <= bucket.num_frames * bucket.height * bucket.width:
         return bucket

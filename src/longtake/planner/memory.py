@@ -118,8 +118,8 @@ def outline_step(
     refuse_own_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
     if recipe.parallel.context > 1:
         size = recipe.parallel.context
-        sharing = context_parallel.heads_size(family.num_heads(model), size, per_node)
-        family.share_tokens(model, FakeTokenSharing(size, sharing))
+        sharing = context_parallel.heads_size(family.block.num_heads(model), size, per_node)
+        family.block.share_tokens(model, FakeTokenSharing(size, sharing))
     model.train()
     if num_shards == 1:
         fsdp.accumulate_in_fp32(model)
@@ -139,7 +139,7 @@ def outline_step(
     subject = Subject(
         model=model,
         blocks={names[block]: block for block in family.blocks(model)},
-        call_blocks_by=lambda call: family.call_blocks_by(model, call),
+        call_blocks_by=lambda call: family.block.call_by(model, call),
         make_inputs=_inputs_maker(components, recipe, bucket, micro),
         loss=lambda batch: flow_losses(components, batch, precision, torch.device("cpu")).mean(),
         is_accumulating=any(each.num_micro_batches > 1 for each in batches),

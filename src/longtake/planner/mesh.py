@@ -146,7 +146,7 @@ def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
 
     Neighbours hold a copy of the model and share clips, so that as much as can be stays in a node.
     """
-    sharing, num_heads = step.recipe.parallel.context, step.components.family.num_heads
+    sharing, num_heads = step.recipe.parallel.context, step.components.family.block.num_heads
     heads = heads_size(num_heads(step.components.model), sharing, step.per_node)
     exchanging = heads if heads > 1 else sharing  # then only after the last block
     shards = RankGroup(step.num_shards, min(step.num_shards, step.per_node))

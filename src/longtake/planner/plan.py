@@ -130,7 +130,7 @@ def run_blocks(options: Options, components: Components) -> None:
     call = activation_checkpointing.caller(
         {names[name]: option for name, option in options.items()}
     )
-    components.family.call_blocks_by(components.model, call)
+    components.family.block.call_by(components.model, call)
 
 
 def free_memory(recipe: config.Recipe, world: World) -> int | None:

@@ -323,7 +323,7 @@ class Sampler:
         with torch.no_grad():  # no inference tensors: what a module keeps is trained with later
             uses_guidance = guide.unconditional is not None
             latents = self.memory.denoise(denoise, count, bucket, uses_guidance=uses_guidance)
-            latents = parts.family.with_given(latents, guide.conditional)
+            latents = parts.family.inputs.with_given(latents, guide.conditional)
             self._refuse_non_finite(latents)
             parts.bring("codec", self.device)
             videos = [self._decode(each[None], bucket, decoding) for each in latents]
@@ -361,7 +361,7 @@ class Sampler:
         self, requests: Sequence[Request], bucket: Bucket, negative_prompt: str
     ) -> None:
         """Encode what `sample` will need of these prompts, so that it needs no text encoder."""
-        sees_pictures = bool(self.components.family.encodes_text_with)
+        sees_pictures = bool(self.components.family.text.pictures)
         read = self._read_inputs(requests, bucket) if sees_pictures else {}
         self._encode_text([each.prompt for each in requests], requests, read)
         self._encode_text([negative_prompt] * len(requests), requests, read)
@@ -438,7 +438,7 @@ class Sampler:
         read: Mapping[str, Tensor],
     ) -> Conditioning:
         """Encodes each distinct prompt alone, so that its embeddings are always bitwise equal."""
-        pictures, encoded = self.components.family.seen_with_text(read), list[Conditioning]()
+        pictures, encoded = self.components.family.text.seen_pictures(read), list[Conditioning]()
         sizes = [str(tuple(each.shape[-2:])) for each in pictures.values()]  # of the bucket
         for row, prompt in enumerate(prompts):
             files = (str(requests[row].conditioning[name]) for name in pictures)

@@ -176,8 +176,8 @@ def build_state(
     model.train()
     blocks = family.blocks(model)
     if world.sequence_group is not None:
-        sharing = context_parallel.TokenExchange(world, family.num_heads(model))
-        family.share_tokens(model, sharing)
+        sharing = context_parallel.TokenExchange(world, family.block.num_heads(model))
+        family.block.share_tokens(model, sharing)
     in_bf16 = recipe.parallel.param_dtype == "bf16" and session.precision == "bf16"
     # Before weights get memory: that of streamed ones is the computer's.
     streamed = StreamedBlocks(streamed_by(recipe, options, parts), world.device)

@@ -292,7 +292,7 @@ class InputQueue:
             latents = conditioning.pop("")
         elif latents is None:
             # Captions first: where a text encoder waits for the device, it waits for no video.
-            pictures = parts.family.seen_with_text(further)
+            pictures = parts.family.text.seen_pictures(further)
             conditioning = encode_captions(parts.text, inputs.captions, pictures)
             latents = encode_videos(parts.codec, tensors["videos"])
         encoded, weights = encode_inputs(parts, self._recipe, further, inputs.bucket)
@@ -307,7 +307,7 @@ class InputQueue:
         Further inputs that the codec encodes are taken out of `further`.
         """
         parts, sections = self._parts, self._recipe.model_inputs()
-        with_text = parts.family.seen_with_text(further)
+        with_text = parts.family.text.seen_pictures(further)
         names = [name for name in further if name in sections and sections[name].is_encoded]
         given = {name: further.pop(name) for name in names}
 
@@ -318,7 +318,7 @@ class InputQueue:
             encoded[""] = encode_videos(parts.codec, inputs.tensors["videos"][row])
             mine = {name: each[row] for name, each in given.items()}
             if mine:
-                encoded |= parts.family.encode_inputs(parts.codec, parts.text, mine, inputs.bucket)
+                encoded |= parts.family.inputs.encode(parts.codec, parts.text, mine, inputs.bucket)
             return encoded
 
         assert self._group is not None
@@ -350,7 +350,7 @@ def clips_not_encoded(
     for place, part in enumerate(split(batch, 1)):
         if batch.weights[place] and not math.isfinite(losses[place]):
             further = {name: each.to(device) for name, each in part.inputs.items() if name in used}
-            pictures = parts.family.seen_with_text(further)
+            pictures = parts.family.text.seen_pictures(further)
             given = {"latents": encode_videos(parts.codec, part.videos.to(device))}
             given |= encode_captions(parts.text, part.captions, pictures)
             given |= encode_inputs(parts, recipe, further, part.bucket)[0]

@@ -38,7 +38,8 @@ from longtake.models.base import family
 from longtake.models.codec import Codec, build_codec
 from longtake.models.components import assemble, outline, text_section
 from longtake.models.conditioning import encoded_together
-from longtake.models.pretrained import PipelinePart, find_part, has_part, locate
+from longtake.models.pretrained import PipelinePart, locate
+from longtake.models.releases import find_part, has_part
 from longtake.models.text import LENGTH_STEP, NO_CAPTION, TextEncoder, build_text, outline_text
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, pick_device, place_in_world
@@ -216,7 +217,7 @@ def _open(recipe: Recipe, made: Path, world: World) -> Cache:
 
     first_does(find, world)
     codec, text, inputs = from_first(found[0] if found else ("", "", ""), world)
-    seen = tuple(family(recipe.model.family).seen_with_text(recipe.model_inputs()))
+    seen = tuple(family(recipe.model.family).text.seen_pictures(recipe.model_inputs()))
     cache = Cache(recipe.data.cache, codec, text, recipe.data, NO_CAPTION, together, inputs, seen)
     first_does(lambda: make_folder(cache.folder), world)
     _refuse_other_folders(cache, world)
@@ -289,7 +290,7 @@ def text_reads_pictures(recipe: Recipe) -> bool:
     """Whether one of the text encoders encodes pictures, alone or together with captions."""
     chosen = family(recipe.model.family)
     alone = encoded_together(chosen, recipe) and _further_encoders(recipe, of_captions=False)
-    return bool(alone or chosen.seen_with_text(recipe.model_inputs()))
+    return bool(alone or chosen.text.seen_pictures(recipe.model_inputs()))
 
 
 def _further_encoders(recipe: Recipe, *, of_captions: bool) -> list[PipelinePart]:
@@ -313,7 +314,7 @@ def _part_encoder(
         if part.made == "prompt":
             encoded = text.encode([part.caption], given)
         else:
-            encoded = chosen.encode_inputs(codec, text, given, part.bucket)
+            encoded = chosen.inputs.encode(codec, text, given, part.bucket)
         return {name: each[0] for name, each in encoded.items()}
 
     return encode
@@ -366,9 +367,9 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
 
 
 def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
-    """32 hex digits over what turns pictures into what `Family.encode_inputs` gives."""
+    """32 hex digits over what turns pictures into what `InputContract.encode` gives."""
     section, chosen = text_section(recipe), family(recipe.model.family)
-    facts: list[object] = [recipe.model.family, chosen.inputs_version]
+    facts: list[object] = [recipe.model.family, chosen.inputs.version]
     facts.append(codec_fingerprint(recipe, made))
     folders = list[Path]()
     for each in _further_encoders(recipe, of_captions=False):
@@ -388,7 +389,7 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
     part, folders = _encoder_folders(parts.text, section.pretrained, made)
     facts = [section.kind, part.class_name, section.num_tokens(), section.kept_in()]
     facts += _quantization(section)
-    if chosen.encodes_by_length and section.num_tokens() > LENGTH_STEP:
+    if chosen.text.by_length and section.num_tokens() > LENGTH_STEP:
         facts.append(["padded to a multiple of", LENGTH_STEP])
     if (second := section.second_encoder()) is not None:
         part, of_second = _encoder_folders(parts.pooled, second.pretrained, made)
@@ -396,7 +397,7 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
         folders += of_second
     if parts.processor is not None and section.pretrained is not None:
         found = find_part(section.pretrained, parts.processor)
-        facts += [recipe.model.family, chosen.inputs_version]
+        facts += [recipe.model.family, chosen.inputs.version]
         folders.append(locate(section.pretrained, found.folder) / found.folder)
     for each in _further_encoders(recipe, of_captions=True):
         part, of_part = _encoder_folders(each, section.pretrained, made)

@@ -335,8 +335,10 @@ def open_sampler(
         with local_copies():
             there = load_other(recipe, there, world.device)
         if world.sequence_group is not None and there.other is not None:
-            sharing = context_parallel.TokenExchange(world, parts.family.num_heads(parts.model))
-            parts.family.share_tokens(there.other.model, sharing)
+            sharing = context_parallel.TokenExchange(
+                world, parts.family.block.num_heads(parts.model)
+            )
+            parts.family.block.share_tokens(there.other.model, sharing)
     sampler = TrainingSampler(session, there, presets, evaluate)
     is_read_again = recipe.evaluation.held_out is not None and world.mesh is None
     sampler.encode_prompts(there.text if is_read_again or reads_pictures else parts.text)

@@ -1,0 +1,103 @@
+"""Refusals of releases that no family trains: other objectives, experts and inputs."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from longtake.config import ModelSection
+from longtake.errors import ModelError
+from longtake.models.pretrained import defaults
+from longtake.models.releases import Release
+
+_TARGETS = {
+    "epsilon": "the noise (epsilon)",
+    "v_prediction": "a mixture of noise and latents (v-prediction)",
+    "sample": "the latents themselves",
+}
+"""By `prediction_type` of diffusers' schedulers that do no flow matching."""
+
+
+def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> None:
+    """Refuse a checkpoint whose scheduler states another objective than flow matching."""
+    if scheduler is None:
+        return
+    name = str(scheduler.get("_class_name", ""))
+    predicts = scheduler.get("prediction_type")
+    if not predicts:
+        import diffusers
+
+        found = getattr(diffusers, name, None)
+        predicts = found and defaults(found.__init__).get("prediction_type")
+    if name.startswith("FlowMatch") or predicts not in _TARGETS:
+        return
+    raise ModelError(
+        f"{where} predicts {_TARGETS[predicts]}, as its scheduler says ({name}, prediction_type "
+        f"{predicts}). longtake trains by flow matching, toward the velocity noise - latents: that "
+        "is another target, along another path of noise levels, so training would undo what this "
+        "checkpoint has learned. Start from a flow-matching checkpoint, such as Wan 2.1 or FLUX.1."
+    )
+
+
+def refuse_untrained(
+    release: Release, channel_ratios: Collection[float], section: ModelSection
+) -> None:
+    """Refuse a release whose objective or inputs are none that its family trains."""
+    where = str(section.pretrained)
+    refuse_other_objectives(release.scheduler, where)
+    refuse_wrong_expert(release.pipeline, section)
+    refuse_further_inputs(release, channel_ratios, where)
+
+
+def has_two_transformers(pipeline: Mapping[str, Any]) -> bool:
+    """Whether a model_index.json says that another transformer serves low noise."""
+    return (pipeline.get("transformer_2") or (None, None))[0] is not None
+
+
+def refuse_wrong_expert(pipeline: Mapping[str, Any], section: ModelSection) -> None:
+    """Refuse two transformers of which none is chosen, and a choice where there is only one."""
+    where, boundary = str(section.pretrained), pipeline.get("boundary_ratio")
+    has_two = has_two_transformers(pipeline)
+    if not has_two and boundary is None:
+        if section.expert is None:
+            return
+        raise ModelError(
+            f'model.expert = "{section.expert}", but the model_index.json of {where} names one '
+            "transformer and no boundary_ratio. Leave it (--expert) out, or name a release with "
+            "two transformers, such as Wan-AI/Wan2.2-T2V-A14B-Diffusers."
+        )
+    if not has_two:
+        raise ModelError(
+            f"{where} has a boundary_ratio ({boundary}) between two transformers, but its "
+            "model_index.json names no transformer_2. Name the whole release."
+        )
+    if not isinstance(boundary, int | float) or not 0 < boundary < 1:
+        says = "no boundary_ratio" if boundary is None else f"boundary_ratio {boundary}"
+        raise ModelError(
+            f"{where} has two transformers, but its model_index.json has {says}: at which sigma "
+            "one takes over from the other cannot be known. Add the boundary_ratio of the release, "
+            "between 0 and 1 (Wan 2.2 A14B: 0.875 from text, 0.9 from a first frame)."
+        )
+    if section.expert is None:
+        raise ModelError(
+            f"{where} has two transformers, each for a part of the noise levels (boundary_ratio "
+            f'{boundary}). Set model.expert = "high" to train the one for sigmas from {boundary} '
+            'on, or "low" for those below it; a run trains one of them.'
+        )
+
+
+def refuse_further_inputs(release: Release, channel_ratios: Collection[float], where: str) -> None:
+    """Refuse a transformer that takes more channels than it returns (image, mask, control).
+
+    `channel_ratios`: in_channels / out_channels that its family trains besides 1.
+    """
+    takes, returns = release.config.get("in_channels"), release.config.get("out_channels")
+    if not takes or not returns or takes <= returns:  # FLUX's out_channels is None if equal
+        return
+    if takes / returns in channel_ratios:
+        return
+    name, index = str(release.config.get("_class_name")), release.pipeline
+    of_pipeline = f", {index['_class_name']}" if "_class_name" in index else ""
+    raise ModelError(
+        f"{where} is a variant of {name} with further inputs, which longtake does not train "
+        f"(in_channels {takes}, out_channels {returns}{of_pipeline}). "
+        "Start from a kind that longtake trains: docs/guides/families.md lists them."
+    )

@@ -1,0 +1,116 @@
+"""The scheduler of a family's pipeline: the shift that a release has, and the one of an export."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from longtake.config import ModelSection
+from longtake.errors import ModelError
+from longtake.flow.shift import MuLine, ShiftRule
+from longtake.models import pretrained, releases
+
+DEFAULT_SHIFT = ShiftRule(5.0)
+
+PipelineMu = Literal["line", "flux2"] | None
+"""What a pipeline gives its scheduler as mu: by the line in its scheduler_config.json, by FLUX.2's
+formula, or nothing, so that it can follow no rule."""
+
+_LINE = {
+    "base_image_seq_len": "base_tokens",
+    "base_shift": "base_mu",
+    "max_image_seq_len": "max_tokens",
+    "max_shift": "max_mu",
+}
+"""Fields of `MuLine`, by diffusers' names."""
+
+_OTHER_SIGMAS = (
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "invert_sigmas",
+    "stochastic_sampling",
+)
+"""What of diffusers' flow-matching schedulers longtake does not sample by, if it is true."""
+
+
+def scheduler_shift(
+    scheduler: Mapping[str, Any] | None, mu: PipelineMu, where: str
+) -> ShiftRule | None:
+    """The shift in a pipeline's scheduler_config.json; None: it states none.
+
+    Raises:
+        ModelError: sampling by this scheduler needs more than a shift.
+    """
+    if scheduler is None:
+        return None
+    other = [name for name in _OTHER_SIGMAS if scheduler.get(name)]
+    if scheduler.get("time_shift_type", "exponential") != "exponential":
+        other.append(f'time_shift_type = "{scheduler["time_shift_type"]}"')
+    if other:
+        raise ModelError(
+            f"{where}: its scheduler_config.json has {', '.join(other)}, by which longtake does "
+            "not sample; it shifts evenly spaced sigmas exponentially. Copy the release and remove "
+            "that from scheduler/scheduler_config.json, if the model serves without it."
+        )
+    names = (*_LINE, "shift_terminal")
+    numbers = {name: scheduler[name] for name in names if scheduler.get(name) is not None}
+    terminal = numbers.get("shift_terminal", 0.0)
+    line = MuLine(**{_LINE[name]: value for name, value in numbers.items() if name in _LINE})
+    if not all(isinstance(value, int | float) for value in numbers.values()) or not (
+        line.base_tokens != line.max_tokens and 0 <= terminal < 1
+    ):
+        raise ModelError(
+            f"{where}: its scheduler_config.json has {numbers}; expected two numbers of tokens, "
+            "two shifts, and shift_terminal from 0 to below 1. Correct scheduler_config.json."
+        )
+    if scheduler.get("use_dynamic_shifting"):
+        return ShiftRule("flux2" if mu == "flux2" else line, terminal)
+    shift = scheduler.get("flow_shift", scheduler.get("shift"))
+    is_number = isinstance(shift, int | float) and shift > 0
+    return ShiftRule(float(shift), terminal) if is_number else None
+
+
+def shift_values(rule: ShiftRule, mu: PipelineMu, bucket_shift: float) -> dict[str, Any]:
+    """Values of scheduler_config.json for a rule, or for `bucket_shift` where `mu` is another."""
+    terminal = {"shift_terminal": rule.terminal or None}
+    if isinstance(rule.by, MuLine) and mu == "line":
+        line = {name: getattr(rule.by, field) for name, field in _LINE.items()}
+        return {"use_dynamic_shifting": True, **line, **terminal}
+    if rule.by == "flux2" == mu:
+        return {"use_dynamic_shifting": True, **terminal}
+    fixed = {"shift": bucket_shift, "flow_shift": bucket_shift}
+    return {"use_dynamic_shifting": False, **fixed, **terminal}
+
+
+@dataclass(frozen=True)
+class PipelineScheduler:
+    """The scheduler that a family's pipeline has where no release brings one."""
+
+    class_name: str = "FlowMatchEulerDiscreteScheduler"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of that class."""
+    default_shift: ShiftRule = DEFAULT_SHIFT
+    mu: PipelineMu = "line"
+
+    def shift(self, section: ModelSection) -> ShiftRule:
+        """The shift in the release's scheduler_config.json; the default one if it states none."""
+        release = releases.read_release(section).scheduler
+        return scheduler_shift(release, self.mu, str(section.pretrained)) or self.default_shift
+
+    def build(self, section: ModelSection, rule: ShiftRule, bucket_shift: float) -> Any:
+        """The exported pipeline's scheduler: the release's, with another shift if the run has it.
+
+        A pipeline that cannot follow the rule gets `bucket_shift`.
+        """
+        import diffusers
+
+        release = releases.read_release(section).scheduler or {}
+        named = getattr(diffusers, str(release.get("_class_name")), None)
+        scheduler_class = named or getattr(diffusers, self.class_name)
+        values = {**self.options, **release}
+        if not release or rule != self.shift(section):
+            known = pretrained.defaults(scheduler_class.__init__)
+            changed = shift_values(rule, self.mu, bucket_shift)
+            values |= {key: value for key, value in changed.items() if key in known}
+        with pretrained.quiet(scheduler_class):
+            return scheduler_class.from_config(values)

@@ -1,0 +1,151 @@
+"""Configurations of released models: shipped, read from a folder, or downloaded alone."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from longtake.config import ModelSection
+from longtake.errors import ModelError
+from longtake.models.pretrained import _REPOSITORY_ID, PipelinePart, locate, read_config
+
+SHIPPED = {
+    "black-forest-labs/FLUX.1-dev": "flux_1_dev.json",
+    "black-forest-labs/FLUX.1-Kontext-dev": "flux_1_dev.json",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan_2_1_1_3b.json",
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan_2_1_14b.json",
+}
+"""Repository ids whose configurations come with longtake; Kontext's are those of FLUX.1-dev."""
+SHIPPED_PIPELINES = {"black-forest-labs/FLUX.1-Kontext-dev": "FluxKontextPipeline"}
+"""What model_index.json names, where the transformer does not tell it."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """What the files of a pretrained model say about it."""
+
+    config: Mapping[str, Any]  # the transformer's; of a model from scratch the recipe's
+    scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
+    pipeline: Mapping[str, Any]  # model_index.json; empty if there is none
+    guider: Mapping[str, Any] | None = None  # of pipelines whose guidance is a component
+
+
+def read_release(section: ModelSection) -> Release:
+    """The configurations of the model that a section starts from."""
+    where = section.pretrained
+    if where is None:
+        return Release(section.config, None, {})
+    if Path(where).expanduser().is_dir():
+        return _read_release(where, section.folder())
+    return _read_repository(where, section.folder())
+
+
+def _read_release(where: str, subfolder: str) -> Release:
+    config = part_config(where, subfolder)
+    if _is_shipped(where):
+        return Release(config, _shipped(SHIPPED[where]).get("scheduler"), {})
+    root = (locate(where, subfolder, files="config.json") / subfolder).resolve().parent
+    scheduler = root / "scheduler" / "scheduler_config.json"
+    index, guider = root / "model_index.json", root / "guider" / "guider_config.json"
+    return Release(
+        config,
+        read_config(scheduler) if scheduler.is_file() else None,
+        read_config(index) if index.is_file() else {},
+        read_config(guider) if guider.is_file() else None,
+    )
+
+
+_read_repository = cache(_read_release)  # one request to the hub
+
+
+def find_part(where: str, expected: PipelinePart) -> PipelinePart:
+    """The part of a repository, by its model_index.json; `expected` where it names no such part.
+
+    Raises:
+        ModelError: the repository has it in a class that the family cannot use.
+    """
+    index = pipeline_index(where)
+    named = {name: value[1] for name, value in index.items() if _is_class(value)}
+    found = [name for name, value in named.items() if value in expected.class_names]
+    if expected.folder in found or (found and expected.folder not in named):
+        folder = expected.folder if expected.folder in found else found[0]
+        beside = folder.replace("text_encoder", "tokenizer")
+        has_own = "text_encoder" in folder and bool(expected.tokenizer) and beside in named
+        tokenizer = beside if has_own else expected.tokenizer
+        return replace(expected, class_names=(named[folder],), folder=folder, tokenizer=tokenizer)
+    if expected.folder in named:
+        raise ModelError(
+            f"{where}: its model_index.json names {named[expected.folder]} as its "
+            f"{expected.folder}, but {' or '.join(expected.class_names)} is wanted. Name another "
+            "repository in the recipe, or another model.family."
+        )
+    return expected
+
+
+def has_part(where: str, part: PipelinePart) -> bool:
+    """Whether a pipeline's model_index.json names a class for a part."""
+    index = _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
+    return bool((index.get(part.folder) or [None])[0])
+
+
+def _is_class(value: Any) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and value[0] in ("diffusers", "transformers") and isinstance(value[1], str)
+
+
+def pipeline_index(where: str) -> dict[str, Any]:
+    """What model_index.json says, or that of a modular pipeline; empty if there is neither."""
+    return _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
+
+
+def _index(where: str) -> dict[str, Any]:
+    if _is_shipped(where):
+        return {"_class_name": SHIPPED_PIPELINES[where]} if where in SHIPPED_PIPELINES else {}
+    try:
+        folder = locate(where, ".", files="model_index.json")
+    except ModelError:  # the part itself will not be found either, and that error says more
+        return {}
+    files = (folder / name for name in ("model_index.json", "modular_model_index.json"))
+    return next((read_config(file) for file in files if file.is_file()), {})
+
+
+_repository_index = cache(_index)  # one request to the hub
+
+
+def copy_part(section: ModelSection, name: str, folder: Path) -> None:
+    """Copy one part of the release that a section names into an exported pipeline."""
+    assert section.pretrained is not None
+    root = locate(section.pretrained, name)
+    shutil.copytree(root / name, folder / name)
+    index = read_config(folder / "model_index.json") | {name: pipeline_index(str(root))[name]}
+    text = json.dumps(index, indent=2) + "\n"
+    (folder / "model_index.json").write_text(text, encoding="utf-8")
+
+
+def part_config(where: str, subfolder: str) -> dict[str, Any]:
+    """The `config.json` of one part of a pipeline, from a folder, the shipped ones or the hub."""
+    if _is_shipped(where):
+        parts = _shipped(SHIPPED[where])
+        if subfolder in parts:
+            return dict(parts[subfolder])
+        known = ", ".join(part for part in parts if part != "scheduler")
+        raise ModelError(f"{where} has no subfolder {subfolder}; it has {known}.")
+    try:
+        folder = locate(where, subfolder, files="config.json")
+    except ModelError as error:
+        if not _REPOSITORY_ID.fullmatch(where) or Path(where).is_dir():
+            raise
+        raise ModelError(f"{error} Known without a download are: {', '.join(SHIPPED)}.") from error
+    return read_config(folder / subfolder / "config.json")
+
+
+def _is_shipped(where: str) -> bool:
+    return where in SHIPPED and not Path(where).is_dir()
+
+
+@cache
+def _shipped(name: str) -> dict[str, Any]:
+    return read_config(Path(__file__).parent / "architectures" / name)

@@ -1,0 +1,100 @@
+"""The text contract of a family: what its encoders are asked, and what they give."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+DECODER: Mapping[str, Any] = {"output_hidden_states": True, "use_cache": False}
+"""Arguments of a decoder whose hidden layers are the text's embeddings."""
+
+
+@dataclass(frozen=True)
+class TextContract:
+    """How captions become `prompt_embeds`, by the methods of the family's own pipeline.
+
+    A family whose pipeline encodes in another way overrides methods in a subclass.
+    """
+
+    by_length: bool = False
+    """Whether `encode` gives the same for shorter padding, followed by zeros [B, T, D]."""
+    has_lengths: bool = False
+    """Whether captions keep their lengths, as `pad_texts` returns them."""
+    pictures: tuple[str, ...] = ()
+    """Inputs in `data.conditioning` that the encoder sees with the caption, in this order."""
+    template_tokens: int = 0
+    """Tokens that the pipeline puts around a caption."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that the pipeline gives an encoder besides ids and mask."""
+
+    def prepare(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return encoders, tokenizers and processors as the pipeline's constructor takes them."""
+        return parts
+
+    def encode(
+        self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Encode captions by the pipeline's own methods, on its device, without gradients.
+
+        Args:
+            pipeline: of the family's class; it has the parts that encode, and no transformer.
+            captions: B of them, in a list that may be changed.
+            max_tokens: T, what captions are cut or padded to, without `picture_tokens`.
+            pictures: [B, 3, 1, H, W] uint8 of each name in `pictures`.
+        """
+        embeds, *_ = pipeline.encode_prompt(
+            captions, do_classifier_free_guidance=False, max_sequence_length=max_tokens
+        )
+        return {"prompt_embeds": embeds}
+
+    def outline(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> dict[str, Tensor]:
+        """Return what `encode` gives for one caption, on the meta device.
+
+        Args:
+            encoders: by their folders in the pipeline, the captions' first; on the meta device.
+            max_tokens: T, with the tokens of pictures.
+        """
+        width = text_width(next(iter(encoders.values())))
+        outlined = {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
+        if self.has_lengths:
+            outlined["prompt_length"] = torch.empty(1, dtype=torch.int64, device="meta")
+        return outlined
+
+    def run(self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]) -> None:
+        """Call the encoders as `encode` does for the longest caption; they are fake tensors.
+
+        Args:
+            encoders: by their folders in the pipeline.
+            max_tokens: of the encoders that read captions, with the tokens of pictures.
+        """
+        for folder, length in max_tokens.items():
+            ids = torch.ones(1, length + self.template_tokens, dtype=torch.long)
+            mask = torch.ones_like(ids)
+            encoders[folder](input_ids=ids, attention_mask=mask, **self.arguments)
+
+    def load_processor(self, where: str, subfolder: str) -> Any:
+        """Load the processor of pictures that are encoded with captions, `frozen.processor`.
+
+        Args:
+            where: folder or repository id of the pipeline.
+            subfolder: of it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} encodes captions alone")
+
+    def picture_tokens(self, processor: Any, sizes: Sequence[tuple[int, int]]) -> int:
+        """Count the tokens that pictures of these heights and widths add to a text."""
+        return 0
+
+    def seen_pictures(self, inputs: Mapping[str, T]) -> dict[str, T]:
+        """Select the inputs that the encoder sees with the caption, in its order."""
+        return {name: inputs[name] for name in self.pictures if name in inputs}
+
+
+def text_width(encoder: nn.Module) -> int:
+    """Width of a text encoder's hidden states."""
+    config: Any = encoder.config
+    return int(config.get_text_config().hidden_size)
