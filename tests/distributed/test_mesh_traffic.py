@@ -26,7 +26,7 @@ from longtake.models.components import assemble
 from longtake.models.numerics import Precision
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import local_shard
-from longtake.parallel.mesh import World, _mesh, _sequence_group, join, shard_size
+from longtake.parallel.mesh import World, arranged, join
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.devices import CPU
 from longtake.planner.memory import MetaStep, _captions, module_bytes, outline_step, static_memory
@@ -171,9 +171,8 @@ def _counted() -> Iterator[Counter[str]]:
 def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
     """What a step sends and what a rank holds after it."""
     section = recipe.parallel
-    mesh = _mesh(everyone, shard_size(section, 4, of_node=2))
-    group = _sequence_group(everyone, section.context)
-    world = World(everyone.rank, 0, 4, everyone.device, mesh, section.context, group)
+    of_nodes = section.model_copy(update={"shard_size": section.shard_size or 2})  # GPUs of a node
+    world = arranged(World(everyone.rank, 0, 4, everyone.device, None), of_nodes)
     parts = assemble(recipe, _captions(recipe), None)
     names = {id(block): name for name, block in parts.model.named_modules()}
     blocks = tuple(names[id(block)] for block in parts.family.blocks(parts.model))

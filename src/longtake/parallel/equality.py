@@ -156,7 +156,8 @@ class RankDifference(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} is " + " and ".join(
-            f"{_shortened(value)} on {places}" for value, places in self.values.items()
+            f"{value[:_MAX_VALUE]}{'...' * (len(value) > _MAX_VALUE)} on {places}"
+            for value, places in self.values.items()
         )
 
 
@@ -208,7 +209,3 @@ def _places(ranks: Mapping[str, Sequence[int]]) -> str:
     ]
     more = len(words) - _MAX_NAMED
     return ", ".join(words[:_MAX_NAMED]) + (f" and {more} more nodes" * (more > 0))
-
-
-def _shortened(value: str) -> str:
-    return value if len(value) <= _MAX_VALUE else f"{value[:_MAX_VALUE]}..."

@@ -234,17 +234,15 @@ def clip_gradients(model: nn.Module, norm: float, max_norm: float, scale: float 
     # Its shares of them: a DTensor looks anew at each of many tensors, which takes milliseconds.
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     factor = scale * min(1.0, max_norm / (norm + _LEAST_NORM))
-    if factor != 1:
-        _multiply(gradients, factor)
-
-
-def _multiply(gradients: list[Tensor], factor: float) -> None:
-    """Multiply in place; by a number, as a tensor would be rounded to the gradients' dtype."""
+    if factor == 1:
+        return
+    # In place and by a number: a tensor would be rounded to the gradients' dtype, and
+    # `_foreach_mul_` on a CPU rounds numbers as well.
     exact = [gradient for gradient in gradients if gradient.dtype == torch.float32]
     if exact:
         torch._foreach_mul_(exact, factor)
     for gradient in gradients:
-        if gradient.dtype != torch.float32:  # on a CPU `_foreach_mul_` rounds numbers as well
+        if gradient.dtype != torch.float32:
             gradient.mul_(factor)
 
 

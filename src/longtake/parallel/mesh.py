@@ -113,7 +113,8 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
     if "RANK" not in os.environ or size == 1:
         yield World(0, 0, 1, place, None)
         return
-    _share_cores()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, process.num_cores() // local_size))
     if place.type == "cuda" and records is not None:
         records.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name, value in recorder_environment(records).items():
@@ -133,7 +134,10 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
         if not tells_of_a_lost_peer(error):
             raise
         raise errors.LostPeerError(
-            _describe_timeout(error, rank, size) or _describe_loss(error, rank, size)
+            _describe_timeout(error, rank, size)
+            or f"Another of the {size} processes has ended or cannot be reached, so rank {rank} "
+            "cannot continue. What that one said is the reason; this one knows only: "
+            f"{(str(error).strip().splitlines() or [type(error).__name__])[0]}"
         ) from error
     finally:
         # Gloo's threads need Python's lock to let go of the last collective's tensors. One that
@@ -163,17 +167,18 @@ def _meeting(rank: int, size: int) -> dict[str, Any]:
 
 
 def arranged(world: World, section: ParallelSection) -> World:
-    mesh = _mesh(world, shard_size(section, world.size))
-    group = _sequence_group(world, section.context)
-    return replace(world, mesh=mesh, sequence_size=section.context, sequence_group=group)
-
-
-def _describe_loss(error: RuntimeError, rank: int, size: int) -> str:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return (
-        f"Another of the {size} processes has ended or cannot be reached, so rank {rank} cannot "
-        f"continue. What that one said is the reason; this one knows only: {first}"
-    )
+    """Add the meshes of sharding and of shared clips to a world that has been joined."""
+    shards, sequence, group = shard_size(section, world.size), section.context, None
+    # FSDP2 replicates over a mesh's first dimension and shards over its last.
+    if shards in (1, world.size):
+        sizes = {"replicate" if shards == 1 else "shard": world.size}
+    else:
+        sizes = {"replicate": world.size // shards, "shard": shards}
+    mesh = _init_mesh(world, sizes)
+    if sequence > 1:
+        own = _init_mesh(world, {"data": world.size // sequence, "sequence": sequence})
+        group = own["sequence"].get_group()
+    return replace(world, mesh=mesh, sequence_size=sequence, sequence_group=group)
 
 
 def _describe_timeout(error: RuntimeError, rank: int, size: int) -> str | None:
@@ -224,7 +229,10 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
     Raises:
         RecipeError: CUDA is asked for where there is none, or has no GPU for this process.
     """
-    _use_expandable_segments()
+    # Before CUDA starts: its allocator grows segments, and less memory is lost to fragmentation.
+    # What the user has set, also by the deprecated name, stays.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
@@ -238,15 +246,6 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
         raise errors.RecipeError(_no_gpu(wanted, local_rank, gpus))
     torch.cuda.set_device(gpu)
     return torch.device("cuda", gpu)
-
-
-def _use_expandable_segments() -> None:
-    """Let torch's CUDA allocator grow its segments: less memory is lost to fragmentation.
-
-    Call it before CUDA starts. What the user has set, also by the deprecated name, stays.
-    """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _no_gpu(wanted: str, local_rank: int, gpus: int) -> str:
@@ -297,20 +296,6 @@ def shard_size(section: ParallelSection, size: int, of_node: int | None = None) 
     return shards
 
 
-def _mesh(world: World, shards: int) -> DeviceMesh:
-    """FSDP2 replicates over a mesh's first dimension and shards over its last."""
-    if shards in (1, world.size):
-        return _init_mesh(world, {"replicate" if shards == 1 else "shard": world.size})
-    return _init_mesh(world, {"replicate": world.size // shards, "shard": shards})
-
-
-def _sequence_group(world: World, sequence: int) -> dist.ProcessGroup | None:
-    if sequence == 1:
-        return None
-    mesh = _init_mesh(world, {"data": world.size // sequence, "sequence": sequence})
-    return mesh["sequence"].get_group()
-
-
 def sequence_groups(world: World, heads_size: int) -> Mapping[str, dist.ProcessGroup]:
     """Groups of the ranks that share this one's clips: `all`, and of them `heads` and `ring`.
 
@@ -344,11 +329,6 @@ def new_group(world: World, name: str) -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=world.timeout, group_desc=name)
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _share_cores() -> None:
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, process.num_cores() // local_size))
 
 
 def recorder_environment(folder: Path) -> dict[str, str]:
