@@ -358,6 +358,9 @@ def tightened(found: Structure, limits: Mapping[str, Any]) -> dict[str, Any]:
             else math.ceil(lines * _NEW)
             for name, lines in found.code_lines.items()
         },
+        "core_seconds": limits.get(
+            "core_seconds", {}
+        ),  # of folders of tests: tests/core_seconds.py
     }
 
 

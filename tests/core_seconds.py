@@ -1,18 +1,22 @@
 """A pytest plugin: how much processor time each test takes, with the processes that it starts.
 
 It is a property of each test in the file of --junitxml, and at the end the sums of the folders are
-printed. Wall-clock time depends on what else runs; this does so far less.
+printed, and those that exceed their ceiling in structure_limits.toml. Wall-clock time depends on
+what else runs; this does so far less.
 """
 
 import os
+import tomllib
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
 
 _PROPERTY = "core_seconds"
+_LIMITS = Path(__file__).with_name("structure_limits.toml")
 
 
 class CoreSeconds:
@@ -46,6 +50,14 @@ class CoreSeconds:
             by_size = sorted(self._by_folder.items(), key=lambda each: -each[1])
             sums = (f"{name} {seconds:.0f}" for name, seconds in by_size)
             terminalreporter.write_line(f"core-seconds: {total:.0f} ({', '.join(sums)})")
+            ceilings = tomllib.loads(_LIMITS.read_text())["core_seconds"]
+            exceeded = [
+                f"{name} {seconds:.0f} of {ceilings.get(name, 0)}"
+                for name, seconds in by_size
+                if seconds > ceilings.get(name, 0)
+            ]
+            if exceeded:
+                terminalreporter.write_line(f"more core-seconds than usual: {', '.join(exceeded)}")
 
 
 def _used() -> float:
