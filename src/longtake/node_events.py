@@ -16,6 +16,7 @@ from typing import Any
 from longtake import errors
 from longtake.formatting import for_seconds, plural, printable
 from longtake.node_dir import NodeDirectory, NodeEventKind, all_nodes
+from longtake.node_numbers import CAUSES
 from longtake.run_dir import RunDirectory
 
 RECENT_SECONDS = 600.0
@@ -25,8 +26,6 @@ _STEPS_OF_A_PERIOD = 4
 _IRREGULAR = 0.1  # of a period, by which the time between two steps may differ from it
 _MOST_CHARS = 200
 _UNKNOWN_END = "not looked for since: its watcher was started again"
-_CLOCKS_LINKS_GPUS = ("clock_", "link_", "peer_", "gpu_")
-"""Beginnings of the keys of `causes` in an event `degraded`; others are effects as often."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def _lasting_texts(event: Mapping[str, Any]) -> dict[str, str]:
     return {
         str(key): printable(str(text)[:_MOST_CHARS])
         for key, text in causes.items()
-        if str(key).startswith(_CLOCKS_LINKS_GPUS)
+        if str(key).startswith(CAUSES)
     }
 
 

@@ -28,8 +28,9 @@ from longtake.monitor.node_health import (
     thin_out,
 )
 from longtake.monitor.observe import WatchSettings
-from longtake.monitor.outliers import SIGNALS, Outlier
+from longtake.monitor.outliers import Outlier
 from longtake.node_dir import NodeDirectory
+from longtake.node_numbers import SIGNALS
 from longtake.run_dir import RunDirectory
 
 

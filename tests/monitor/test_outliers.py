@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from longtake.health.system import Numbers
 from longtake.monitor.outliers import (
     ALL_UP_TO,
-    CHECKPOINT,
     LivingNodes,
     Outlier,
     OutlierDetector,
     SlowLinks,
     peers_of,
 )
+from longtake.node_numbers import CHECKPOINT
 
 _RANKS_OF_NODE = 8
 

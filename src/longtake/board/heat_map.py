@@ -12,13 +12,13 @@ from longtake.board.pages import number
 from longtake.formatting import for_seconds
 from longtake.inspection.columns import Numbers
 from longtake.inspection.node_reader import NodeNow, RankNow
+from longtake.node_numbers import COLUMNS, HealthSignal, find_far
 
 COLOURS: Final = 7
 _ROWS, _LEAST_ROWS = 32, 8  # hosts below each other
 _NARROW = 2  # ranks of a host; hosts of no more stand beside each other if there are many
 _MANY_HOSTS = 40
 _ACROSS, _DOWN = 10, 10  # hosts of a block then
-_SIGMAS, _OUTLYING = 1.4826, 6.0  # a median absolute deviation in standard deviations; that far
 PHASE_LETTERS: Final = {
     "start": "S",
     "rendezvous": "M",
@@ -49,35 +49,25 @@ class RankNumber:
     title: str
     value: Callable[[RankNow], float | None]
     said: Callable[[float], str]
-    worse: str  # higher or lower
-    least_spread: float  # of the median: differences below it mean nothing
+    signal: HealthSignal
 
 
 def _seconds(value: float) -> str:
     return f"{number(value, 3)} s" if value >= 1 else f"{number(1e3 * value, 3)} ms"
 
 
+def _of_gpu(label: str) -> RankNumber:
+    """The number in a column of the table of nodes, of the GPU of each rank."""
+    column = COLUMNS[label]
+    name, signal = column.number, column.signal
+    return RankNumber(label, f"GPU {label}", lambda it: it.of_gpu(name), column.text, signal)
+
+
+_WORK = COLUMNS["step"].signal
 MEASURES: Final = (
-    RankNumber("work", "own work for a step", lambda it: it.work_seconds, _seconds, "higher", 0.1),
-    RankNumber("step", "time of a step", lambda it: it.step_seconds, _seconds, "higher", 0.1),
-    RankNumber(
-        *("temperature", "GPU temperature"),
-        lambda it: it.of_gpu("gpu_temperature_celsius"),
-        lambda x: f"{x:.0f} °C",
-        *("higher", 0.1),
-    ),
-    RankNumber(
-        *("power", "GPU power"),
-        lambda it: it.of_gpu("gpu_power_watts"),
-        lambda x: f"{x:.0f} W",
-        *("lower", 0.1),
-    ),
-    RankNumber(
-        *("clock", "GPU clock"),
-        lambda it: it.of_gpu("gpu_sm_clock_mhz"),
-        lambda x: f"{x:.0f} MHz",
-        *("lower", 0.04),
-    ),
+    RankNumber("work", "own work for a step", lambda it: it.work_seconds, _seconds, _WORK),
+    RankNumber("step", "time of a step", lambda it: it.step_seconds, _seconds, _WORK),
+    *map(_of_gpu, ("temperature", "power", "clock")),
 )
 
 
@@ -101,11 +91,10 @@ def heat_map(nodes: Sequence[NodeNow], measure: RankNumber) -> HeatMap | None:
     known = [(rank, value) for rank in ranks if (value := measure.value(rank)) is not None]
     if not known:
         return None
-    values = np.array([value for _, value in known])
-    scale = _Scale.of(values, measure)
+    far = find_far(dict(enumerate(value for _, value in known)), measure.signal)
+    scale = _Scale.of(np.array([value for _, value in known]), frozenset(far.values()), measure)
     outlying = sorted(
-        ((rank, value) for rank, value in known if scale.is_outlying(value)),
-        key=lambda each: -abs(each[1] - scale.middle),
+        (known[place] for place in far), key=lambda each: -abs(each[1] - scale.middle)
     )
     return HeatMap(
         measure=measure,
@@ -126,29 +115,21 @@ class _Scale:
     low: float
     middle: float
     high: float
-    far: float  # from the middle to the bad side: an outlier
-    sign: int  # 1: higher is worse; -1: lower
+    far: frozenset[float]  # values of outliers
 
     @classmethod
-    def of(cls, values: Numbers, measure: RankNumber) -> "_Scale":
+    def of(cls, values: Numbers, far: frozenset[float], measure: RankNumber) -> "_Scale":
         middle = float(np.median(values))
-        room = measure.least_spread * abs(middle)
-        spread = _SIGMAS * float(np.median(np.abs(values - middle)))
+        room = 2 * measure.signal.spread * abs(middle)  # smaller differences mean nothing
         low, high = np.percentile(values, [2, 98])
-        return cls(
-            low=min(float(low), middle - room),
-            middle=middle,
-            high=max(float(high), middle + room),
-            far=max(_OUTLYING * spread, room),
-            sign=1 if measure.worse == "higher" else -1,
-        )
+        return cls(min(float(low), middle - room), middle, max(float(high), middle + room), far)
 
     def colour(self, value: float) -> int:
         share = (value - self.low) / max(self.high - self.low, 1e-12)
         return min(COLOURS - 1, max(0, int(share * COLOURS)))
 
     def is_outlying(self, value: float) -> bool:
-        return self.sign * (value - self.middle) > self.far
+        return value in self.far
 
 
 def _blocks(nodes: Sequence[NodeNow], measure: RankNumber, scale: _Scale) -> Iterator[Markup]:

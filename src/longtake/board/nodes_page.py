@@ -20,11 +20,11 @@ from longtake.formatting import for_seconds, format_short_duration, one_line
 from longtake.inspection.columns import Numbers
 from longtake.inspection.files import read_end
 from longtake.inspection.node_reader import DRAWN, HealthHistory, NodeNow, RankNow, read_nodes
-from longtake.inspection.nodes import COLUMNS, node_facts
+from longtake.inspection.nodes import node_facts
 from longtake.inspection.reader import RunFacts
 from longtake.monitor import node_health
-from longtake.monitor.outliers import SIGNALS
 from longtake.node_dir import NodeDirectory
+from longtake.node_numbers import COLUMNS, find_far
 
 _MOST_COMPARED = 500
 """Nodes times all their numbers: up to so many are compared as by `longtake health`, which takes
@@ -36,8 +36,6 @@ _MANY_RANKS = 16
 _EVENT_SECONDS = 86400.0
 _ENOUGH_NODES = 4
 _OF_HEALTH = ("degraded", "clock_stepped", "clock_slewed")
-_SIGMAS, _OUTLYING, _LEAST_SHARE = 1.4826, 6.0, 0.1
-"""A median absolute deviation in standard deviations; so many are far, and at least that share."""
 PHASE_COLOURS: Final = {
     "data": "4",
     "forward": "1",
@@ -276,19 +274,13 @@ def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
 
 def _far_from_others(nodes: Sequence[NodeNow]) -> Iterator[tuple[str, str, str]]:
     """Nodes of which a number is now far worse than on most: host, column and a sentence."""
-    for label, (name, worst, text, prefixes) in COLUMNS.items():
+    for label, column in COLUMNS.items():
         values = {node.host: node.numbers[label] for node in nodes if label in node.numbers}
-        if not prefixes or len(values) < _ENOUGH_NODES:
+        if not column.marked_by or len(values) < _ENOUGH_NODES:
             continue
-        sign = 1 if worst((0.0, 1.0)) else -1
-        found = np.array(list(values.values()))
-        middle = float(np.median(found))
-        spread = _SIGMAS * float(np.median(np.abs(found - middle)))
-        least = next((each.least for each in SIGNALS if each.name == name), 0.0)
-        far = max(_OUTLYING * spread, _LEAST_SHARE * abs(middle), least)
-        for host, value in values.items():
-            if sign * (value - middle) > far:
-                yield host, label, f"{label} {text(value)} against {text(middle)} median"
+        middle = column.text(float(np.median(list(values.values()))))
+        for host, value in find_far(values, column.signal).items():
+            yield host, label, f"{label} {column.text(value)} against {middle} median"
 
 
 def _newest(events: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -301,10 +293,7 @@ def _has_clock(kinds: set[str]) -> bool:
 
 def _column_of(signal: str) -> str:
     """The column of the table that a signal marks; empty: none."""
-    for label, (_, _, _, prefixes) in COLUMNS.items():
-        if prefixes and signal.startswith(prefixes):
-            return label
-    return ""
+    return next((name for name, each in COLUMNS.items() if signal.startswith(each.marked_by)), "")
 
 
 @dataclass(frozen=True)
@@ -337,11 +326,11 @@ def _node_row(node: NodeNow, columns: Sequence[str], health: Health) -> NodeRow:
     flagged, cells = health.flagged.get(node.host, set()), []
     for label in columns:
         value = node.numbers.get(label)
-        text = "-" if value is None else COLUMNS[label][2](value)
+        text = "-" if value is None else COLUMNS[label].text(value)
         is_down = label == "link" and bool(node.links_down)
         text = f"{len(node.links_down)} down, {text}" if is_down else text
         cells.append((text, label in flagged or is_down))
-    state = node.state
+    state: str = node.state
     if state == "silent" and node.silent_seconds is not None:
         state = f"silent for {for_seconds(node.silent_seconds)}"
     is_bad = node.state in ("silent", "unread")
@@ -355,7 +344,7 @@ def _usual(nodes: Sequence[NodeNow], columns: Sequence[str]) -> list[tuple[str, 
         cells = []
         for label in columns:
             values = [node.numbers[label] for node in nodes if label in node.numbers]
-            cells.append(COLUMNS[label][2](float(np.percentile(values, percent))))
+            cells.append(COLUMNS[label].text(float(np.percentile(values, percent))))
         rows.append((name, cells))
     return rows
 
@@ -441,7 +430,7 @@ def _in_unit(label: str) -> Any:
     """A tick in the unit of its column."""
     if label in ("step", "disk write"):
         return format_short_duration
-    return COLUMNS[label][2]
+    return COLUMNS[label].text
 
 
 # --- Failures ---------------------------------------------------------------------------------

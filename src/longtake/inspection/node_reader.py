@@ -6,7 +6,6 @@ is opened again reads what is new.
 
 import os
 import threading
-import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,9 +24,9 @@ from longtake.errors import RecordError
 from longtake.formatting import natural_key, one_line
 from longtake.inspection.columns import Numbers
 from longtake.inspection.files import open_below, read_below
-from longtake.inspection.nodes import COLUMNS, SILENT_SECONDS, numbers_of
-from longtake.monitor.outliers import by_device
+from longtake.inspection.nodes import NodeState, state_of_node
 from longtake.node_dir import NodeDirectory, nodes_path
+from longtake.node_numbers import COLUMNS, by_device, columns_of, links_down, numbers_of
 from longtake.run_dir import RunDirectory
 
 _HEARTBEAT_BYTES = 2**22
@@ -92,7 +91,7 @@ class NodeNow:
     """A node, as its watcher saw it last."""
 
     host: str
-    state: str  # running, silent, ended or unread
+    state: NodeState
     silent_seconds: float | None
     ranks: Sequence[RankNow]
     health: Mapping[str, float]
@@ -132,22 +131,16 @@ def hosts_of(run: RunDirectory) -> list[str]:
 
 
 def _node_now(node: NodeDirectory, beat: _Beat, is_live: bool) -> NodeNow:
-    silent = None
-    with suppress(OSError):
-        silent = max(0.0, time.time() - node.heartbeat_path.lstat().st_mtime)
-    state = "unread" if not beat else "ended" if beat.get("ended") else "running"
-    if state == "running" and (silent is None or silent > SILENT_SECONDS):
-        state = "silent" if is_live else "ended"
+    state, silent = state_of_node(node, beat, is_live=is_live)
     health = numbers_of(beat.get("health", {}))
-    links = by_device(health, "link_up")
     return NodeNow(
         host=node.host,
-        state=state,
+        state=state if beat else "unread",
         silent_seconds=silent,
         ranks=tuple(_ranks(node.host, beat, health)),
         health=health,
-        numbers=dict(columns_of(health)),
-        links_down=sorted(device for device, is_up in links.items() if not is_up),
+        numbers=columns_of(health),
+        links_down=links_down(health),
     )
 
 
@@ -179,18 +172,11 @@ def _ranks(host: str, beat: _Beat, health: Mapping[str, float]) -> Iterator[Rank
         )
 
 
-def columns_of(health: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """What each column of the table shows: the worst device's number."""
-    for label, (name, worst, _, _) in COLUMNS.items():
-        if values := list(by_device(health, name).values()):
-            yield label, worst(values)
-
-
 # --- The past ---------------------------------------------------------------------------------
 
-DRAWN: Final = ("power", "temperature", "clock", "link", "disk write", "step")
+DRAWN: Final = tuple(label for label, column in COLUMNS.items() if column.is_drawn)
 """The columns that are drawn over time."""
-_NAMES: Final = {COLUMNS[label][0]: label for label in DRAWN}
+_LABELS: Final = {COLUMNS[label].number: label for label in DRAWN}
 _END_BYTES, _LEAST_END_BYTES = 8 * 2**20, 2**13  # read of all nodes at first; of one at least
 _SPREAD_LINES, _MOST_SPREAD = 2000, 60  # before the end, of all nodes; of one at most
 _LINE_BYTES = 2**16
@@ -218,12 +204,12 @@ class _Past:
         self.times.append(at)
         found: dict[str, list[float]] = {}
         for key, value in record.items():
-            label = _NAMES.get(key.partition(":")[0])
+            label = _LABELS.get(key.partition(":")[0])
             if label and type(value) in (int, float) and _is_sane(value):
                 found.setdefault(label, []).append(value)
         for label, values in self.values.items():
             own = found.get(label)
-            values.append(COLUMNS[label][1](own) if own else np.nan)
+            values.append(COLUMNS[label].worst(own) if own else np.nan)
 
     def thin(self, most: int) -> None:
         """Remove every second point of the older half."""

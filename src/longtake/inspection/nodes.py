@@ -6,19 +6,20 @@ from all of the node's past.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from longtake import errors, fsio, node_dir, node_events
-from longtake.formatting import escape, escape_lines, for_seconds, format_size, format_time, plural
+from longtake.formatting import escape, escape_lines, for_seconds, format_time, plural
 from longtake.monitor import node_health, outliers
+from longtake.node_numbers import COLUMNS, SHOWN_SIGNALS, by_device, links_down, numbers_of
 from longtake.run_dir import RunDirectory
 
 Windows = Sequence[Mapping[str, float]]
@@ -27,45 +28,8 @@ _ENOUGH_WINDOWS = _PAST_WINDOWS + 4  # until the past is known, and something ad
 _SHOWN_WINDOWS = 6  # a value in the table is their median
 _TAIL_BYTES = 2**20
 SILENT_SECONDS = 60.0
+NodeState = Literal["running", "silent", "ended", "unread"]
 _PIPE_WIDTH = 120
-_TEMPERATURE = outliers.HealthSignal(
-    *("gpu_temperature_celsius", "GPU", "temperature", "°C", "higher", 0.1), needs=outliers.USE
-)
-# Work per step depends on the data: only other nodes tell whether it is slow.
-_SIGNALS = tuple(
-    each if each.name == "step_work_seconds" else replace(each, against=("others", "own past"))
-    for each in (*outliers.SIGNALS, _TEMPERATURE)
-)
-
-
-def _least(values: Sequence[float]) -> float:
-    return min(values)
-
-
-def _most(values: Sequence[float]) -> float:
-    return max(values)
-
-
-Column = tuple[str, Callable[[Sequence[float]], float], Callable[[float], str], tuple[str, ...]]
-# Of each: the number, which of a node's devices stands for it, how it is printed, and the
-# beginnings of the signals that mark it.
-COLUMNS: dict[str, Column] = {
-    "power": ("gpu_power_watts", _least, lambda x: f"{x:.0f} W", ("gpu_power",)),
-    "temperature": ("gpu_temperature_celsius", _most, lambda x: f"{x:.0f} °C", ("gpu_temp",)),
-    "clock": ("gpu_sm_clock_mhz", _least, lambda x: f"{x:.0f} MHz", ("gpu_sm",)),
-    "link": (
-        *("link_speed_bits_per_second", _least, lambda x: f"{x / 1e9:.3g} Gb/s"),
-        ("link_",),
-    ),
-    "disk write": ("disk_write_seconds", _most, lambda x: f"{x * 1e3:.3g} ms", ("disk_",)),
-    "disk free": ("disk_free_bytes", _least, lambda x: format_size(int(x)), ()),
-    "step": ("step_work_seconds", _most, lambda x: f"{x:.3g} s", ("step_work",)),
-}
-_KNOWN = {
-    *(name for each in _SIGNALS for name in (each.name, each.needs, each.unless)),
-    *(name for name, _, _, _ in COLUMNS.values()),
-    *("link_up", "steps_per_second"),
-}
 
 
 # --- Facts ------------------------------------------------------------------------------------
@@ -124,20 +88,11 @@ def _read(path: Path, offset: int, limit: int | None) -> list[dict[str, float]]:
     return [numbers_of(each) for each in records]
 
 
-def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of health.jsonl that are compared or shown."""
-    return {
-        name: float(x)
-        for name, x in record.items()
-        if name.partition(":")[0] in _KNOWN and type(x) in (int, float) and abs(x) < 1e300
-    }
-
-
 def compare(windows: Mapping[str, Windows]) -> dict[str, list[outliers.Outlier]]:
     """The outliers of each node after its last window; windows are compared from the last back."""
     found: dict[str, list[outliers.Outlier]] = {}
     for host, own in windows.items():
-        detector = outliers.OutlierDetector(_SIGNALS)
+        detector = outliers.OutlierDetector(SHOWN_SIGNALS)
         others = [each for other, each in windows.items() if other != host]
         for back in range(len(own), 0, -1):
             beside = {str(n): each[-back] for n, each in enumerate(others) if len(each) >= back}
@@ -152,18 +107,17 @@ def _facts(
     flagged: Sequence[outliers.Outlier],
     seconds: float,
 ) -> dict[str, Any]:
-    heartbeat, silent = node.read_heartbeat(), _silent_seconds(node)
-    state = "running" if silent is not None and silent <= SILENT_SECONDS else "silent"
+    heartbeat = node.read_heartbeat()
+    state, silent = state_of_node(node, heartbeat)
     events = node_events.of_node(node, heartbeat)
     kept = [each for each in events if each.seconds_ago <= seconds or not each.is_over]
-    up = outliers.by_device(recent[-1], "link_up") if recent else {}
     return {
         "host": node.host,
-        "state": "ended" if heartbeat.get("ended") else state,
+        "state": state,
         "silent_seconds": silent,
         "windows": len(past) + len(recent),
         "numbers": dict(_numbers(recent)),
-        "links_down": sorted(device for device, is_up in up.items() if not is_up),
+        "links_down": links_down(recent[-1]) if recent else [],
         "outliers": [
             {
                 "number": each.signal.name,
@@ -182,19 +136,30 @@ def _facts(
     }
 
 
-def _silent_seconds(node: node_dir.NodeDirectory) -> float | None:
+def state_of_node(
+    node: node_dir.NodeDirectory, heartbeat: Mapping[str, Any], *, is_live: bool = True
+) -> tuple[NodeState, float | None]:
+    """A node's state, and the seconds since its watcher's last sign of life (None: there is none).
+
+    A node of a run that is not trained now (`is_live`) has ended if it writes nothing.
+    """
+    silent = None
     with suppress(OSError):
-        return max(0.0, time.time() - node.heartbeat_path.stat().st_mtime)
-    return None
+        silent = max(0.0, time.time() - node.heartbeat_path.lstat().st_mtime)
+    if heartbeat.get("ended"):
+        return "ended", silent
+    if silent is None or silent > SILENT_SECONDS:
+        return "silent" if is_live else "ended", silent
+    return "running", silent
 
 
 def _numbers(recent: Windows) -> Iterator[tuple[str, float]]:
-    for label, (name, worst, _, _) in COLUMNS.items():
-        found = [outliers.by_device(each, name) for each in recent[-_SHOWN_WINDOWS:]]
+    for label, column in COLUMNS.items():
+        found = [by_device(each, column.number) for each in recent[-_SHOWN_WINDOWS:]]
         devices = {device for each in found for device in each}
         medians = [statistics.median(e[d] for e in found if d in e) for d in devices]
         if medians:
-            yield label, worst(medians)
+            yield label, column.worst(medians)
 
 
 # --- Table ------------------------------------------------------------------------------------
@@ -232,12 +197,12 @@ def _table(nodes: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _cell(node: Mapping[str, Any], label: str) -> str:
-    _, _, text, prefixes = COLUMNS[label]
+    column = COLUMNS[label]
     value = node["numbers"].get(label)
-    said = "-" if value is None else text(value)
+    said = "-" if value is None else column.text(value)
     if label == "link" and node["links_down"]:
         said = f"{len(node['links_down'])} down, {said}"
-    marks = [each for each in node["outliers"] if prefixes and each["number"].startswith(prefixes)]
+    marks = [each for each in node["outliers"] if each["number"].startswith(column.marked_by)]
     if not marks and not (label == "link" and node["links_down"]):
         return said
     against = {each["against"] for each in marks}

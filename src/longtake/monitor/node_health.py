@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from longtake import node_numbers
 from longtake.formatting import format_size
 from longtake.fsio import append_json, atomic_write, now
 from longtake.health import clock, system
@@ -185,7 +186,7 @@ def _slowest_rank(flagged: Sequence[outliers.Outlier]) -> dict[str, Any]:
 
 
 def _slow_link(wrong: dict[str, str], numbers: system.Numbers) -> dict[str, Any]:
-    for peer in outliers.by_device(wrong, outliers.SLOW):
+    for peer in node_numbers.by_device(wrong, outliers.SLOW):
         return {"peer": peer, "send_bytes_per_second": numbers.get(f"{RATE}:{peer}")}
     return {}
 
@@ -204,20 +205,15 @@ _AT_ONCE = (system.HANGS, "disk_is_failing", "clock_offset", UNANSWERED)
 _DISK_HANGS = (
     f"{system.HANGS}:{system.DiskProbe.name}"  # an fsync of seconds is usual on ext4 and NFS
 )
-_COUNTS = {
-    "gpu_ecc_uncorrected_total": "{count:.0f} uncorrectable memory errors of GPU {device}",
-    "gpu_xid_errors_total": "the driver reports errors of GPU {device} (XID {xid:.0f})",
-    "cgroup_oom_kills_total": "the kernel has killed {count:.0f} processes for lack of memory",
-    "link_downed_total": "the link {device} went down for a moment",
-}
 
 
 class HealthRules:
     """Remembers what one sample cannot tell: how it was, and for how long.
 
-    To add a check: a probe in `longtake.health` that explains its numbers, among the probes of
-    `NodeHealth` and in `_EXPLAINED`, and a condition in `_bad_now`. The event `degraded` names it;
-    `recovered` follows when nothing of the node is wrong any more.
+    To add a number: a probe in `longtake.health` measures and explains it, and a line of a table in
+    `node_numbers` says how it is judged or shown. A new probe also stands among the probes of
+    `NodeHealth` and in `_EXPLAINED`; what no table can say is a condition in `_bad_now`. The event
+    `degraded` names it; `recovered` follows when nothing of the node is wrong any more.
     """
 
     def __init__(self) -> None:
@@ -235,7 +231,7 @@ class HealthRules:
             is_at_once = key.startswith(_AT_ONCE) and key != _DISK_HANGS
             if is_at_once or self._ages[key] >= _PERSISTS:
                 found[key] = text
-        for device, is_up in outliers.by_device(numbers, "link_up").items():
+        for device, is_up in node_numbers.by_device(numbers, "link_up").items():
             if is_up:
                 self._was_up.add(device)
             elif device in self._was_up:
@@ -246,8 +242,8 @@ class HealthRules:
 
     def _errors(self, numbers: system.Numbers) -> dict[str, str]:
         self._left = {key: (n - 1, text) for key, (n, text) in self._left.items() if n > 1}
-        for name, text in _COUNTS.items():
-            for device, count in outliers.by_device(numbers, name).items():
+        for name, text in node_numbers.ERROR_COUNTS.items():
+            for device, count in node_numbers.by_device(numbers, name).items():
                 key = f"{name}:{device}" if device else name
                 more = count - self._before.get(key, count)
                 if more > 0:
@@ -262,7 +258,7 @@ def full_disks(numbers: system.Numbers) -> dict[str, float]:
     Nearly: less than 5 GiB and than 5 %, or 1 % of the files that there can be.
     """
     found = {}
-    for name, free in outliers.by_device(numbers, "disk_free_bytes").items():
+    for name, free in node_numbers.by_device(numbers, "disk_free_bytes").items():
         nearly = min(_FULL_BYTES, _FULL_SHARE * numbers.get(f"disk_size_bytes:{name}", 0))
         inodes = numbers.get(f"disk_free_inodes:{name}", 1)
         few = _FULL_INODES_SHARE * numbers.get(f"disk_inodes:{name}", 0)
@@ -282,14 +278,14 @@ def _outlier_texts(flagged: Sequence[outliers.Outlier]) -> Iterator[tuple[str, s
 
 
 def _bad_now(numbers: system.Numbers) -> Iterator[tuple[str, str]]:
-    for device, bits in outliers.by_device(numbers, "gpu_throttle_bits").items():
+    for device, bits in node_numbers.by_device(numbers, "gpu_throttle_bits").items():
         for word in throttle_words(int(bits) & HARMFUL_THROTTLES):
             yield f"gpu_throttle_bits:{device}:{word}", f"GPU {device} {word}"
-    for device, lost in outliers.by_device(numbers, "gpu_is_lost").items():
+    for device, lost in node_numbers.by_device(numbers, "gpu_is_lost").items():
         if lost:
             yield f"gpu_is_lost:{device}", f"the driver no longer reaches GPU {device}"
-    for probe, seconds in outliers.by_device(numbers, system.HANGS).items():
-        is_saving = probe == system.DiskProbe.name and numbers.get(outliers.CHECKPOINT)
+    for probe, seconds in node_numbers.by_device(numbers, system.HANGS).items():
+        is_saving = probe == system.DiskProbe.name and numbers.get(node_numbers.CHECKPOINT)
         if seconds >= (_SAVING_SECONDS if is_saving else system.HANGING_SECONDS):
             yield (
                 f"{system.HANGS}:{probe}",
@@ -297,17 +293,17 @@ def _bad_now(numbers: system.Numbers) -> Iterator[tuple[str, str]]:
             )
     if numbers.get("disk_is_failing:run"):
         yield "disk_is_failing", "the run directory can be neither written nor read"
-    for host, seconds in outliers.by_device(numbers, "clock_offset_at_least_seconds").items():
+    for host, seconds in node_numbers.by_device(numbers, "clock_offset_at_least_seconds").items():
         if seconds >= _CLOCK_DIFFERENCE_SECONDS:
             yield (
                 f"clock_offset:{host}",
                 f"its clock and {host}'s differ by at least {seconds:.3f} s",
             )
-    for host, seconds in outliers.by_device(numbers, UNANSWERED).items():
+    for host, seconds in node_numbers.by_device(numbers, UNANSWERED).items():
         if seconds:
             text = f"{host} has acknowledged nothing for {seconds:.0f} s of what is sent to it"
             yield f"{UNANSWERED}:{host}", text
-    for host, share in outliers.by_device(numbers, outliers.SLOW).items():
+    for host, share in node_numbers.by_device(numbers, outliers.SLOW).items():
         if share <= _SLOW_SHARE:
             rate, busy = numbers[f"{RATE}:{host}"], numbers[f"{BUSY}:{host}"]
             takes = f"{rate / 1e6:.3g} MB/s, {1 / max(share, 1e-4):.0f} times less than usual"

@@ -18,15 +18,15 @@ from itertools import islice
 from math import pi, sqrt
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from longtake.health.network import BUSY, RATE
 from longtake.health.system import OPEN_FILES, Numbers, StatelessProbe, open_files
 from longtake.heartbeat import Heartbeat, Phase, read_heartbeats
 from longtake.node_dir import beat_of
+from longtake.node_numbers import CHECKPOINT, SIGMAS, SIGNALS, Baseline, HealthSignal, by_device
 
 _T = TypeVar("_T")
-CHECKPOINT = "checkpoint_is_near"
 SLOW = "peer_send_share"
 ALL_UP_TO = 17  # so many nodes are all compared with each other
 
@@ -166,12 +166,6 @@ class SlowLinks:
         return found
 
 
-def by_device(numbers: Mapping[str, _T], name: str) -> dict[str, _T]:
-    """What numbers `name:device` say, by device; of `name` alone, by an empty one."""
-    parts = ((key.partition(":"), each) for key, each in numbers.items())
-    return {device: each for (found, _, device), each in parts if found == name}
-
-
 # --- Noise: by how much numbers differ from window to window without a reason. It is estimated from
 # changes between windows, which do not depend on levels: a rank that is always slow adds nothing.
 # Changes far from the usual (it became slow) count for less, and few windows' noise for more.
@@ -309,65 +303,6 @@ def _alarm(noise: float) -> float:
     return _ALARM + _ALARM_OF_NOISE * min(1.0, max(0.0, noise - _CALM_NOISE))
 
 
-# --- Which numbers are judged.
-
-Baseline = Literal["others", "own past"]
-
-
-@dataclass(frozen=True)
-class HealthSignal:
-    """A number that can be judged."""
-
-    name: str  # without its device
-    kind: str = ""  # of device, for people
-    label: str = ""  # for people
-    unit: str = ""  # of what is shown
-    worse: Literal["higher", "lower"] = "higher"
-    spread: float = 0.5  # of healthy hardware, as a share
-    least: float = 0.0  # shares are of the number, or of this where the number is less
-    # Work per step depends on the data, so its past says nothing.
-    against: tuple[Baseline, ...] = ("others",)
-    percent: bool = False  # messages have the deviation, not the values
-    scale: float = 1.0  # from the number to the shown unit
-    needs: str = ""  # a share of the same device: below 0.1 it is not in use, and not judged
-    unless: str = ""  # a number of the node: it is not judged while that is not 0
-    counts: str = ""  # for people: the errors of a port that it is a rate of; they come and go
-
-
-USE = "gpu_utilization_share"
-_BOTH: tuple[Baseline, ...] = ("others", "own past")
-_MEASURED: tuple[HealthSignal, ...] = (
-    HealthSignal("gpu_power_watts", "GPU", "power", "W", "lower", 0.08, needs=USE),
-    HealthSignal("gpu_sm_clock_mhz", "GPU", "clock", "MHz", "lower", 0.04, needs=USE),
-    HealthSignal("step_work_seconds", "rank", "step time", "s", "higher", 0.04, percent=True),
-    HealthSignal(
-        *("link_speed_bits_per_second", "link", "speed", "Gbit/s", "lower", 0.04),
-        against=_BOTH,
-        scale=1e-9,
-    ),
-    # Writing a checkpoint delays every fsync on ext4 and NFS, for seconds.
-    HealthSignal(
-        *("disk_write_seconds", "disk", "writing 4 KiB", "s"),
-        least=3.0,
-        against=_BOTH,
-        unless=CHECKPOINT,
-    ),
-    HealthSignal("pressure_cpu_share", label="waiting for processors", least=0.25),
-)
-# Of a port, and how many per second are negligible.
-_ERRORS = (
-    ("link_symbol_errors_per_second", "symbol errors", 1.0),
-    ("link_recoveries_per_second", "recoveries from link errors", 0.2),
-    ("link_receive_errors_per_second", "damaged packets", 1.0),
-    ("link_transmit_discards_per_second", "discarded packets", 10.0),
-    ("link_out_of_sequence_per_second", "packets out of order", 10.0),
-    ("link_ack_timeouts_per_second", "retries for lack of an answer", 1.0),
-)
-SIGNALS = _MEASURED + tuple(
-    HealthSignal(name, least=least, counts=counts) for name, counts, least in _ERRORS
-)
-
-
 @dataclass(frozen=True)
 class Outlier:
     """A number that has been worse for some windows."""
@@ -408,7 +343,6 @@ def _count(value: float) -> str:
 
 # --- Judging.
 
-_SIGMAS = 1.4826  # standard deviations in a median absolute deviation
 _ENOUGH_FOR_SPREAD = 8
 _BASELINE_WINDOWS = 12
 _IN_USE = 0.1
@@ -485,7 +419,7 @@ class OutlierDetector:
         deviation = _share(value, middle, signal.least) * (1 if signal.worse == "higher" else -1)
         spread = signal.spread
         if len(usual) >= _ENOUGH_FOR_SPREAD:
-            spread = max(spread, _SIGMAS * median(abs(each - middle) for each in usual) / unit)
+            spread = max(spread, SIGMAS * median(abs(each - middle) for each in usual) / unit)
         cusum = self._sums.setdefault(where, Cusum(is_noisy=not signal.counts))
         if not cusum.add(CusumWindow(value, middle, deviation, spread), noise):
             return None
