@@ -16,15 +16,7 @@ from typing import Any, Final, TypeVar
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from longtake import errors, fsio
-from longtake.evaluation_dir import (
-    SCORES,
-    Alarm,
-    EvaluationDirectory,
-    Scene,
-    Scores,
-    files_by_scene,
-)
+from longtake import errors, evaluation_dir, fsio
 from longtake.formatting import natural_key, one_line
 from longtake.inspection.facts import failed_claims
 from longtake.inspection.files import open_below
@@ -65,7 +57,7 @@ class Result:
 
     preset: str
     step: int
-    files: Mapping[Scene, str]
+    files: Mapping[evaluation_dir.Scene, str]
     """Names in the result's folder."""
     weights: str = ""
     """`model`, or `ema/` and the name of a profile; empty: not known."""
@@ -73,11 +65,11 @@ class Result:
     settings: Mapping[str, Any] = field(default_factory=dict)
     measures: Mapping[str, float] = field(default_factory=dict)
     """Means over the videos."""
-    adherence: Mapping[Scene, float] = field(default_factory=dict)
+    adherence: Mapping[evaluation_dir.Scene, float] = field(default_factory=dict)
     """Of each video, where it is measured: whether it shows what the prompt asks for."""
     held_out: Mapping[str, float] = field(default_factory=dict)
     """Loss by sigma, and their `mean`."""
-    alarms: Sequence[Alarm] = ()
+    alarms: Sequence[evaluation_dir.Alarm] = ()
     is_whole: bool = True
     """False: its scores.json cannot be read."""
 
@@ -90,7 +82,7 @@ class SampledPreset:
     name: str
     results: tuple[Result, ...]
     """By ascending steps."""
-    scenes: tuple[Scene, ...]
+    scenes: tuple[evaluation_dir.Scene, ...]
     reference: ReferenceRanges
     failed: Sequence[Mapping[str, Any]]
     """`step`, `reason` and `attempts` of what could not be sampled."""
@@ -119,7 +111,7 @@ class SampledPreset:
 
     def files_there(self, step: int) -> set[str]:
         """Names of what a result's folder has; links are left out."""
-        path = EvaluationDirectory(self.run).result_path(self.name, step)
+        path = evaluation_dir.EvaluationDirectory(self.run).result_path(self.name, step)
         with suppress(OSError), os.scandir(path) as entries:
             return {each.name for each in entries if each.is_file(follow_symlinks=False)}
         return set()
@@ -224,7 +216,7 @@ def _read_result(run: RunDirectory, preset: str, step: int, kept: Keep) -> Resul
     """The result, or a sentence that says why there is none."""
     name = f"evaluations/{preset}/step_{step:08d}/scores.json"
     try:
-        found = _read(run, name, SCORES, _as_result, kept)
+        found = _read(run, name, evaluation_dir.SCORES, _as_result, kept)
     except OSError as error:
         return f"scores.json cannot be read ({error.strerror})."
     except errors.RecordError as error:
@@ -234,8 +226,8 @@ def _read_result(run: RunDirectory, preset: str, step: int, kept: Keep) -> Resul
     return found
 
 
-def _as_result(scores: Scores) -> Result:
-    files = files_by_scene(scores)
+def _as_result(scores: evaluation_dir.Scores) -> Result:
+    files = evaluation_dir.files_by_scene(scores)
     of_file = {each["file"]: each["measures"] for each in scores["videos"]}
     adherence = {scene: of_file[file].get("adherence") for scene, file in files.items()}
     return Result(
@@ -256,7 +248,7 @@ def _finite(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-def _all_scenes(results: Sequence[Result]) -> list[Scene]:
+def _all_scenes(results: Sequence[Result]) -> list[evaluation_dir.Scene]:
     """The newest result's first, in their order."""
     return list(dict.fromkeys(scene for each in reversed(results) for scene in each.files))
 
@@ -273,7 +265,7 @@ def _loose_result(run: RunDirectory, preset: str, step: int, others: Sequence[Re
             prompt = file
             if isinstance(prompts, list) and number < len(prompts):
                 prompt = str(prompts[number])
-            found[known.get(file) or Scene(prompt, int(parts[2]))] = file
+            found[known.get(file) or evaluation_dir.Scene(prompt, int(parts[2]))] = file
     return Result(preset, step, found, is_whole=False)
 
 
@@ -294,7 +286,7 @@ def _reference(run: RunDirectory, preset: str, kept: Keep) -> ReferenceRanges:
 def _failed(
     run: RunDirectory, preset: str, done: Collection[int], kept: Keep
 ) -> Sequence[Mapping[str, Any]]:
-    folder = EvaluationDirectory(run).path / "claims" / preset
+    folder = evaluation_dir.EvaluationDirectory(run).path / "claims" / preset
     version = list[Hashable]([len(done)])
     with suppress(OSError), os.scandir(folder) as entries:
         for each in entries:
@@ -304,7 +296,7 @@ def _failed(
 
     def read() -> Sequence[Mapping[str, Any]]:
         with suppress(OSError, ValueError, errors.LongtakeError):
-            return failed_claims(EvaluationDirectory(run), preset, done)
+            return failed_claims(evaluation_dir.EvaluationDirectory(run), preset, done)
         return ()
 
     return kept(f"{run.path}/claims/{preset}", tuple(version), read)
