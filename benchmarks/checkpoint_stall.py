@@ -34,8 +34,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from longtake import config, process
 from longtake.checkpoint.store import Saver, keep_saver
 from longtake.config import CheckpointSection, Recipe
+from longtake.data.batch import Batch
 from longtake.data.index import index
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.models.components import assemble
 from longtake.models.trainable import trained_state

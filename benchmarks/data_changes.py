@@ -40,9 +40,10 @@ import pyarrow as pa
 
 from longtake import __version__
 from longtake.config import DataSection, Stage
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.demo.shapes import HEIGHT, NUM_FRAMES, WIDTH, write_clips
 from longtake.errors import DataChangedError
 
@@ -148,12 +149,12 @@ def _ours(folder: Path, policy: str, change: Change, said: list[str]) -> str:
     ranks = loaders(change.ranks_before, _SIZE)
     ranks[0].keep_catalogs()
     for loader in ranks:
-        before += islice(loader, _STEPS)
+        before += islice(loader.batches(), _STEPS)
     state = json.dumps(ranks[0].state_dict())
     try:
         for loader in loaders(change.ranks, change.size):
             loader.load_state_dict(json.loads(state))
-            after += list(loader)
+            after += list(loader.batches())
     except DataChangedError as error:
         what = str(error).replace(f"{folder}/", "").splitlines()
         return _note("longtake", change, f"DataChangedError: {' '.join(what[:2])} […]", said)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +31,10 @@ from torch.distributed.fsdp import fully_shard
 from longtake import config
 from longtake.checkpoint.store import keep_saver
 from longtake.config import ParallelSection, Recipe
+from longtake.data.batch import Batch
 from longtake.data.index import index
 from longtake.data.ledger import Ledger, begin_launch, stream_names
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session
 from longtake.models.components import Components, assemble, outline
@@ -198,7 +199,7 @@ class _Ready(Loader):
         )
         self._in_memory = list(super().batches(4))
 
-    def batches(self, end_step: int | None = None) -> Iterator[Batch]:
+    def batches(self, end_step: int | None = None) -> Generator[Batch]:
         """Batches from the first one on."""
         for number in range(end_step or 0):
             yield self._in_memory[number % len(self._in_memory)]

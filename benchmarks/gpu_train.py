@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.config import ParallelSection, Recipe
-from longtake.data.loader import Batch
+from longtake.data.batch import Batch
 from longtake.data.stages import StagePosition
 from longtake.flow.timesteps import sample_sigmas
 from longtake.models.components import outline

@@ -27,9 +27,10 @@ from rich.console import Console
 from longtake import config
 from longtake.checkpoint.store import keep_saver
 from longtake.config import Recipe
+from longtake.data.batch import Batch
 from longtake.data.index import index
 from longtake.data.ledger import Ledger, begin_launch, stream_names
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session, set_phase
 from longtake.models.components import assemble

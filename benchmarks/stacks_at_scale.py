@@ -69,10 +69,10 @@ _IN_ALL_REDUCE: Stack = (
 _AT_DATA: Stack = (
     ("Condition.wait", f"{_PYTHON}threading.py", 327),
     ("Future.result", f"{_PYTHON}concurrent/futures/_base.py", 451),
-    ("PixelBuffer.wait", f"{_OURS}data/loader.py", 130),
-    ("Loader._fetched", f"{_OURS}data/loader.py", 350),
-    ("Loader._assemble", f"{_OURS}data/loader.py", 320),
-    ("Loader.batches", f"{_OURS}data/loader.py", 265),
+    ("PixelBuffer.wait", f"{_OURS}data/decoding_source.py", 110),
+    ("BatchAssembler._wait", f"{_OURS}data/assembler.py", 185),
+    ("BatchAssembler.assemble", f"{_OURS}data/assembler.py", 105),
+    ("Loader.batches", f"{_OURS}data/loader.py", 295),
     *_TRAIN,
 )
 _POOL: Stack = (

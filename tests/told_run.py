@@ -10,8 +10,9 @@ import pytest
 
 from longtake import config
 from longtake.checkpoint.files import commit, describe_files, list_files
+from longtake.data.batch import Batch
 from longtake.data.ledger import Ledger, begin_launch, stream_names
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.fsio import now
 from longtake.metrics import Metrics
 from longtake.run_dir import RunDirectory
@@ -45,7 +46,7 @@ class Teller:
 
     def train(self, end: int, verdicts: dict[int, str]) -> None:
         loader, names = self.loader, stream_names(self.loader.data)
-        place = (loader.step, 1, names, loader.plan_history.history, loader.skipped)
+        place = (loader.step, 1, names, loader.plan_history.history, loader.skipped.spans)
         folder = begin_launch(self.run.ledger_path, *place)
         count = end - len(self.states) + 1
         with Ledger(folder, 0, names) as ledger:

@@ -5,6 +5,7 @@ import io
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from longtake.config import DataSection
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Item, Media
+from longtake.data.loader import Loader
 from longtake.data.plan import PlannedBatch
 
 
@@ -120,3 +123,12 @@ def write_tar(path: Path, members: dict[str, bytes | str]) -> Path:
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return path
+
+
+def load(loader: Loader, step: int) -> Batch:
+    """One batch; the loader stays where it is."""
+    before, loader.step = loader.step, step
+    with closing(loader.batches(step + 1)) as batches:
+        batch = next(batches)
+    loader.step = before
+    return batch

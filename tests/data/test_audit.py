@@ -18,6 +18,7 @@ from tests.data.build import catalog_of
 from longtake import config
 from longtake.config import DataSection
 from longtake.data.audit import Audit, EpochAudit, audit
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.ledger import (
     Ledger,
@@ -27,7 +28,7 @@ from longtake.data.ledger import (
     with_checksum,
     with_crc,
 )
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.data.plan import PlannedBatch
 from longtake.data.plan_history import PlanHistory, keep_catalogs, resume, start
 from longtake.data.stages import StagePosition
@@ -398,7 +399,7 @@ class _RolledBackRun:
             len(self.loaders),
             stream_names(first.data),
             first.plan_history.history,
-            first.skipped,
+            first.skipped.spans,
         )
 
     def roll_back(self, step: int, span: tuple[int, int]) -> None:

@@ -197,7 +197,7 @@ def test_a_clip_that_cannot_be_decoded_is_found_out_when_its_turn_comes(
             assert one.identities == other.identities
             assert torch.equal(other.latents, one.videos.float().mean(dim=(3, 4), keepdim=True))
     assert plain[0].state_dict() == cached[0].state_dict()
-    assert len(plain[0].quarantined) == 1
+    assert len(plain[0].quarantine.clips) == 1
 
 
 def test_a_clip_whose_file_has_changed_fails_though_the_cache_holds_it(
@@ -220,16 +220,16 @@ def test_a_clip_whose_file_has_changed_fails_though_the_cache_holds_it(
     loader.read_from(cache, missing.changed)
     for _ in loader.batches(4):
         pass
-    assert set(loader.failures) == {failure.identity}
+    assert set(loader.quarantine.failures) == {failure.identity}
 
 
 def _steps(ranks: list[Loader]) -> Any:
     """Each step's shares; what one rank cannot have, it tells the others."""
     for shares in zip(*(rank.batches(12) for rank in ranks), strict=True):
-        failures = [rank.failures for rank in ranks]
+        failures = [rank.quarantine.failures for rank in ranks]
         for rank in ranks:
             for clips in failures:
-                rank.quarantine(clips)
+                rank.quarantine.add(clips)
         yield shares
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import catalog_of, pictures_of
+from tests.data.build import catalog_of, load, pictures_of
 
 from longtake.config import Bucket, ConditioningSection, DataSection, parse
 from longtake.data.buckets import sample_window
@@ -207,7 +207,7 @@ def test_a_damaged_picture_quarantines_its_clip(path: Path, workers: int) -> Non
     loader = Loader(_section(path, workers=workers), batch_size=6)
     (batch,) = loader.batches(1)
     assert batch.weights.tolist().count(0) == 1
-    ((identity, reason),) = loader.failures.items()
+    ((identity, reason),) = loader.quarantine.failures.items()
     assert batch.rejected == ((identity, 0),)
     assert f"clips/a.2.png: its pose, {pose}: not a readable image" in reason
     np.testing.assert_array_equal(batch.inputs["pose"], batch.videos)
@@ -220,7 +220,7 @@ def test_a_picture_that_hangs_quarantines_its_clip(path: Path) -> None:
     os.mkfifo(pose)
     loader = Loader(_section(path, workers=1, sample_timeout_seconds=4.0), batch_size=6)
     (batch,) = loader.batches(1)
-    (reason,) = loader.failures.values()
+    (reason,) = loader.quarantine.failures.values()
     assert f"a.4.png: its pose, {pose}: decoding made no progress for 4 s, twice" in reason
     assert [incident.path for incident in loader.incidents] == [str(pose)] * 2
     assert batch.weights.tolist().count(0) == 1
@@ -242,7 +242,7 @@ def test_an_input_that_changed_since_the_run_first_used_it_quarantines_its_clip(
     loader = Loader(section, batch_size=6, kept=tmp_path / "kept")
     (batch,) = loader.batches(1)
     assert batch.weights.tolist().count(0) == 1
-    (reason,) = loader.failures.values()
+    (reason,) = loader.quarantine.failures.values()
     assert "a.3.png: its pose" in reason
     assert "has changed since this run first used it (another content)" in reason
     plan = loader.plan_history.plan
@@ -559,7 +559,7 @@ def test_numbers_and_masks_of_a_batch_come_through_workers(tmp_path: Path) -> No
     (one,) = Loader(_section(out, workers=1, **values), batch_size=2).batches(1)
     (other,) = Loader(_section(out, **values), batch_size=2).batches(1)
     ranks = [Loader(_section(out, **values), batch_size=2, rank=n, world_size=2) for n in (0, 1)]
-    for rank, batch in enumerate(loader.load(0) for loader in ranks):
+    for rank, batch in enumerate(load(loader, 0) for loader in ranks):
         for name, of_both in other.inputs.items():
             np.testing.assert_array_equal(batch.inputs[name], of_both[rank : rank + 1])
     for name, shape in (("camera", (2, 3, 12)), ("mask", (2, 1, 3, 24, 32))):

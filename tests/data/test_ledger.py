@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from longtake.config import Bucket, DataSection
+from longtake.data.batch import Batch
 from longtake.data.ledger import (
     Ledger,
     begin_launch,
@@ -21,7 +22,6 @@ from longtake.data.ledger import (
     stream_names,
     with_checksum,
 )
-from longtake.data.loader import Batch
 from longtake.data.plan_history import PlanRecord
 from longtake.data.stages import StagePosition
 from longtake.errors import DataError

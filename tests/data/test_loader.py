@@ -17,14 +17,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.build import wait_until
-from tests.data.build import oracle_of
+from tests.data.build import load, oracle_of
 
 from longtake.config import DataSection
+from longtake.data.assembler import BatchAssembler
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.encode import write_image, write_video
 from longtake.data.index import index
-from longtake.data.loader import PREFETCH_BATCHES, Batch, Loader
+from longtake.data.loader import PREFETCH_BATCHES, Loader
+from longtake.data.plan import PlannedBatch
 from longtake.data.plan_history import SkippedRanges
 from longtake.errors import DataError
 
@@ -99,7 +102,7 @@ def _assert_all_same(some: Sequence[Batch], others: Sequence[Batch]) -> None:
 def expected(path: Path) -> list[Batch]:
     """The batches of all steps, loaded one by one."""
     loader = _loader(path, frame_cache_gib=0.0)
-    return [loader.load(step) for step in range(_STEPS)]
+    return [load(loader, step) for step in range(_STEPS)]
 
 
 def test_a_batch_is_what_its_fields_say(path: Path, expected: list[Batch]) -> None:
@@ -152,10 +155,10 @@ def _over_ranks(loaders: Sequence[Loader], end: int | None = _STEPS) -> list[Bat
     """The global batches of ranks that tell each other what they cannot decode, as in training."""
     batches = []
     for shares in zip(*(loader.batches(end) for loader in loaders), strict=True):
-        failures = [loader.failures for loader in loaders]
+        failures = [loader.quarantine.failures for loader in loaders]
         for loader in loaders:
             for clips in failures:
-                loader.quarantine(clips)
+                loader.quarantine.add(clips)
         batches.append(_join(shares))
     return batches
 
@@ -229,24 +232,24 @@ def test_clips_in_memory_are_not_decoded_again(path: Path, tmp_path: Path) -> No
     """With room, clips of one window come back although their files are gone; else they cannot."""
     part, clips = _part(path, tmp_path, lambda clip: clip.num_frames == 5)
     with_room, without = (_loader(part, frame_cache_gib=gib) for gib in (1.0, 0.0))
-    first = with_room.load(0)
-    _assert_same(without.load(0), first)
+    first = load(with_room, 0)
+    _assert_same(load(without, 0), first)
     for clip in clips:
         Path(clip.path).unlink()
-    _assert_same(with_room.load(0), first)
+    _assert_same(load(with_room, 0), first)
     with pytest.raises(DataError):
-        without.load(0)
+        load(without, 0)
 
 
 def test_clips_of_many_windows_are_not_kept(path: Path, tmp_path: Path) -> None:
     """The next epoch wants another window of them: they would only take the room of others."""
     part, clips = _part(path, tmp_path, lambda clip: clip.num_frames > 5)
     loader = _loader(part, frame_cache_gib=1.0)
-    loader.load(0)
+    load(loader, 0)
     for clip in clips:
         Path(clip.path).unlink()
     with pytest.raises(DataError):
-        loader.load(0)
+        load(loader, 0)
 
 
 def test_another_seed_is_another_order(path: Path, expected: list[Batch]) -> None:
@@ -334,8 +337,8 @@ def test_a_clip_that_fails_weighs_nothing_and_nobody_is_repeated(
         epochs = zip(planned.identities, planned.epochs, strict=True)
         assert batch.rejected == tuple(each for each in epochs if each[0] == lost.identity)
     for loader in loaders:
-        assert list(loader.quarantined) == [lost.identity]
-        assert lost.path in loader.quarantined[lost.identity]
+        assert list(loader.quarantine.clips) == [lost.identity]
+        assert lost.path in loader.quarantine.clips[lost.identity]
         assert loader.state_dict() == loaders[0].state_dict()
 
 
@@ -364,7 +367,7 @@ def test_a_clip_that_was_quarantined_while_it_was_under_way_stays_out(path: Path
         loader, batches = _loader(path, prefetch_batches=ahead), []
         for batch in loader.batches(_STEPS):
             if batch.step == 0:
-                loader.quarantine({lost: "another rank could not decode it"})
+                loader.quarantine.add({lost: "another rank could not decode it"})
             batches.append(batch)
         found.append(batches)
     _assert_all_same(found[0], found[1])
@@ -386,7 +389,7 @@ def test_the_next_batch_is_seen_before_it_is_taken(path: Path) -> None:
         assert loader.state_dict() == before
         assert before["global_step"] == taken + 1
     _assert_same(seen, next(batches))
-    loader.quarantine({wait_until(loader.decoded_next).identities[0]: "it is broken"})
+    loader.quarantine.add({wait_until(loader.decoded_next).identities[0]: "it is broken"})
     assert loader.decoded_next() is None
     next(batches)
     assert loader.decoded_next() is None  # there is none
@@ -398,8 +401,8 @@ def test_a_failure_is_reported_once(path: Path, tmp_path: Path) -> None:
     Path(clips[0].path).unlink()
     loader, reported = _loader(part, batch_size=2, prefetch_batches=8), 0
     for _ in loader.batches(12):
-        reported += len(loader.failures)
-        loader.quarantine(loader.failures)
+        reported += len(loader.quarantine.failures)
+        loader.quarantine.add(loader.quarantine.failures)
     assert reported == 1
 
 
@@ -430,9 +433,9 @@ def test_a_broken_clip_that_is_alone_in_its_bucket_costs_its_update_only(tmp_pat
     (alone,) = (clip for clip in Catalog.load(out).clips() if clip.height == 48)
     shapes = [{"num_frames": 1, "height": height, "width": 24} for height in (24, 48)]
     values: dict[str, Any] = {"buckets": shapes, "stages": [{"name": "s", "epochs": 1}]}
-    expected = [batch.step for batch in _loader(out, batch_size=2, **values)]
+    expected = [batch.step for batch in _loader(out, batch_size=2, **values).batches()]
     Path(alone.path).write_bytes(b"broken")
-    batches = list(_loader(out, batch_size=2, **values))
+    batches = list(_loader(out, batch_size=2, **values).batches())
     assert [batch.step for batch in batches] == expected
     (batch,) = (each for each in batches if each.rejected)
     assert batch.rejected == ((alone.identity, 0),)
@@ -447,7 +450,7 @@ def test_too_many_failures_stop_the_run(path: Path, tmp_path: Path) -> None:
         Path(clip.path).unlink()
     allowed = _loader(part, max_quarantined_clips=3)
     assert len(list(allowed.batches(_STEPS))) == _STEPS
-    assert len(allowed.failures) == 3
+    assert len(allowed.quarantine.failures) == 3
     message = r"3 clips could not .* data\.max_quarantined_clips = 2 allows.*longtake data index"
     with pytest.raises(DataError, match=message):
         list(_loader(part, max_quarantined_clips=2).batches(_STEPS))
@@ -477,8 +480,7 @@ def test_stopping_early_leaves_nothing_behind(path: Path, workers: int) -> None:
     stream = loader.batches(10**6)
     next(stream)
     assert _helpers() - before
-    assert isinstance(stream, Iterator)
-    stream.close()  # type: ignore[attr-defined]  # a generator, which its type does not promise
+    stream.close()
     assert _helpers() <= before
     next(loader.batches(10**6))
     gc.collect()
@@ -501,17 +503,17 @@ def test_the_state_counts_what_was_handed_out(
         assert loader.state_dict()["global_step"] == loader.step == count
     again = _loader(path)
     again.load_state_dict(_through_json(loader.state_dict()))
-    _assert_same(next(iter(again)), expected[4])
+    _assert_same(next(iter(again.batches())), expected[4])
 
 
 def test_a_loader_that_has_run_can_be_put_back_and_forth(path: Path, expected: list[Batch]) -> None:
     loader = _loader(path)
     states = []
-    for batch in loader:
+    for batch in loader.batches():
         states.append(_through_json(loader.state_dict()))
         if batch.step == 5:
             break
-    _assert_same(next(iter(loader)), expected[6])
+    _assert_same(next(iter(loader.batches())), expected[6])
     for step in (2, 5, 0):
         loader.load_state_dict(states[step])
         assert loader.step == step + 1
@@ -527,11 +529,11 @@ def test_a_state_at_the_end_of_an_epoch_is_the_next_ones_beginning(
     state = loader.state_dict()
     assert (state["epoch"], state["step_in_epoch"]) == (1, 0)
     finite = _loader(path, stages=_ONCE)
-    assert len(list(finite)) == 3
-    assert list(finite) == []
+    assert len(list(finite.batches())) == 3
+    assert list(finite.batches()) == []
     again = _loader(path, stages=_ONCE)
     again.load_state_dict(_through_json(finite.state_dict()))
-    assert list(again) == []
+    assert list(again.batches()) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("order_version", 1), ("seed", 4)])
@@ -626,7 +628,7 @@ def _told(batch: Batch) -> tuple[Any, ...]:
 @pytest.fixture(scope="module")
 def still_batches(stills: Path) -> list[Batch]:
     """All batches of three epochs, none skipped."""
-    return list(_still_loader(stills))
+    return list(_still_loader(stills).batches())
 
 
 def _assert_are(
@@ -676,22 +678,22 @@ def test_skipped_batches_are_passed_over(
     batches += stream
     position = min(position, len(still_batches))
     gone = {number for number in _numbers(spans) if number >= position}
-    assert _numbers(loader.skipped) == _numbers(state["skipped"]) == gone
+    assert _numbers(loader.skipped.spans) == _numbers(state["skipped"]) == gone
     kept = [number for number in range(len(still_batches)) if number not in gone]
     _assert_are(batches, still_batches, kept)
     again = _still_loader(stills)
     again.load_state_dict(state)
-    _assert_are(list(again), still_batches, kept[position:])
+    _assert_are(list(again.batches()), still_batches, kept[position:])
 
 
 def test_what_is_skipped_is_not_decoded(stills: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, begin = [], Loader._begin
+    begun, begin = [], BatchAssembler.begin
 
-    def watched(self: Loader, step: int, feed: Any) -> Any:
-        begun.append(step)
-        return begin(self, step, feed)
+    def watched(self: BatchAssembler, planned: PlannedBatch, source: Any) -> Any:
+        begun.append(planned.step)
+        return begin(self, planned, source)
 
-    monkeypatch.setattr(Loader, "_begin", watched)
+    monkeypatch.setattr(BatchAssembler, "begin", watched)
     loader = _still_loader(stills, ahead=5)
     loader.skip(3, 6)
     list(loader.batches(10))
@@ -712,9 +714,9 @@ def test_what_was_told_holds_for_states_of_before(
         states[batch.step + 1] = _through_json(whole.state_dict())
     whole.load_state_dict(states[7])
     whole.skip(5, 10)
-    assert (whole.step, whole.skipped) == (10, ((7, 10),))
+    assert (whole.step, whole.skipped.spans) == (10, ((7, 10),))
     whole.load_state_dict(states[2])
-    assert (whole.step, whole.skipped) == (2, ((5, 10),))
+    assert (whole.step, whole.skipped.spans) == (2, ((5, 10),))
     resumed = _still_loader(stills)
     for act in sorted((False, True), reverse=told_first):
         if act:
@@ -723,8 +725,8 @@ def test_what_was_told_holds_for_states_of_before(
             resumed.load_state_dict(states[2])
     assert resumed.state_dict() == whole.state_dict()
     numbers = [2, 3, 4, *range(10, len(still_batches))]
-    _assert_are(list(whole), still_batches, numbers)
-    _assert_are(list(resumed), still_batches, numbers)
+    _assert_are(list(whole.batches()), still_batches, numbers)
+    _assert_are(list(resumed.batches()), still_batches, numbers)
 
 
 def _borders(batches: Sequence[Batch]) -> list[int]:
@@ -746,9 +748,9 @@ def test_an_epoch_begins_with_its_first_batch_that_is_not_skipped(
         begun = list(loader.batches(second - 3))
         again = _still_loader(stills)
         again.load_state_dict(loader.state_dict())
-        borders = _borders([*begun, *again])
+        borders = _borders([*begun, *again.batches()])
         assert borders == [0, begin, _borders(still_batches)[2]]
-        assert again.load(begin).begins_epoch
+        assert load(again, begin).begins_epoch
 
 
 def test_an_epoch_that_is_skipped_as_a_whole_does_not_begin(
@@ -757,7 +759,7 @@ def test_an_epoch_that_is_skipped_as_a_whole_does_not_begin(
     _, second, third = _borders(still_batches)
     loader = _still_loader(stills)
     loader.skip(second, third)
-    assert _borders(list(loader)) == [0, third]
+    assert _borders(list(loader.batches())) == [0, third]
 
 
 def test_epochs_of_several_catalogs_begin_each(stills: Path) -> None:
@@ -768,7 +770,7 @@ def test_epochs_of_several_catalogs_begin_each(stills: Path) -> None:
     loader.skip(0, 3)
     loader.skip(7, 12)
     first: dict[tuple[str, int], int] = {}
-    batches = list(loader)
+    batches = list(loader.batches())
     for batch in batches:
         first.setdefault((batch.source, batch.epoch), batch.step)
     assert {source for source, _ in first} == {"a", "b"}
@@ -782,16 +784,16 @@ def test_a_span_may_reach_over_the_end(stills: Path, still_batches: list[Batch],
     loader.skip(end - 2, end + past)
     assert loader.end_after(end - 3) == end - 3
     assert {loader.end_after(count) for count in (end - 2, end - 1, end, 99)} == {end + past}
-    _assert_are(list(loader), still_batches, range(end - 2))
+    _assert_are(list(loader.batches()), still_batches, range(end - 2))
     assert loader.step == loader.end_after(0) == loader.end_after(1) == end + past
     state = _through_json(loader.state_dict())
     assert (state["global_step"], state["stage"]) == (end + past, None)
     again = _still_loader(stills)
     again.load_state_dict(state)
-    assert list(again) == []
+    assert list(again.batches()) == []
     longer = _still_loader(stills, stages=[{"name": "only", "epochs": 4}], on_change="merge")
     longer.load_state_dict(state)
-    batches = list(longer)
+    batches = list(longer.batches())
     assert [batch.step for batch in batches] == list(range(end + past, end + past + len(batches)))
     clips = [clip for batch in batches for clip in _consumed(batch)]
     assert sorted(clips) == sorted((3, clip.identity) for clip in Catalog.load(stills).clips())
@@ -826,7 +828,7 @@ def test_skipped_batches_are_consumed_where_the_data_changes(
             oracle.consume(*sample)
     state = _through_json(loader.state_dict())
     for number in range(*span):
-        for sample in _consumed(loader.load(number)):
+        for sample in _consumed(load(loader, number)):
             oracle.consume(*sample)
     changed = tmp_path / "changed.parquet"
     Catalog.of(list(catalog.clips())[3:]).save(changed)
@@ -836,7 +838,7 @@ def test_skipped_batches_are_consumed_where_the_data_changes(
     oracle.change(policy, {clip.identity for clip in Catalog.load(changed).clips()}, counted)
     going.load_state_dict(state)
     assert going.step == max(position, span[1])
-    for batch in going:
+    for batch in going.batches():
         for sample in _consumed(batch):
             oracle.consume(*sample)
     oracle.check()

@@ -602,7 +602,7 @@ def test_a_refused_state_leaves_the_loader_as_it_was(tmp_path: Path) -> None:
     loader = Loader(section(catalog=path), batch_size=2)
     with pytest.raises(DataChangedError):
         loader.load_state_dict(state)
-    assert (loader.step, loader.quarantined) == (0, {})
+    assert (loader.step, loader.quarantine.clips) == (0, {})
 
 
 _MOMENTS = ("mid-epoch", "last batch of an epoch", "second resume in a row")
@@ -637,7 +637,7 @@ class _Instant:
 def instant_decoding() -> Iterator[None]:
     """The loader returns black windows at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longtake.data.loader.DecodePool", _Instant)
+        patch.setattr("longtake.data.decoding_source.DecodePool", _Instant)
         yield
 
 

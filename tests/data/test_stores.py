@@ -21,13 +21,14 @@ from tests.data.build import identities_of, oracle_of, section
 
 from longtake.config import StoreSection
 from longtake.data import stores
+from longtake.data.batch import Batch
 from longtake.data.cache import ContentHashes
 from longtake.data.catalog import Catalog
 from longtake.data.checks import refuse_missing_conditioning
 from longtake.data.clip import Media
 from longtake.data.encode import write_video
 from longtake.data.index import index
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.data.plan import begin
 from longtake.data.sources import find
 from longtake.errors import ClipError, DataError
@@ -376,7 +377,7 @@ def test_an_outage_ends_the_run_with_the_stores_name_and_rejects_no_clip(
     proxy.become("gone")
     with pytest.raises(stores.OutageError, match=r"^s3://clips-of-tests has given nothing for"):
         list(batches)
-    assert not loader.failures
+    assert not loader.quarantine.failures
 
 
 def test_a_server_that_leads_elsewhere_is_refused_at_once() -> None:

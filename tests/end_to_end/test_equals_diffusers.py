@@ -22,8 +22,9 @@ from torch import Tensor
 
 from longtake import cli, config
 from longtake.config import Recipe
+from longtake.data.batch import Batch
 from longtake.data.index import index
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.evaluation.export import export
 from longtake.fsio import read_json_lines

@@ -24,8 +24,9 @@ from longtake import config
 from longtake.config import DataSection
 from longtake.data import loader as loader_module
 from longtake.data.audit import audit
+from longtake.data.batch import Batch
 from longtake.data.ledger import Ledger, begin_launch, stream_names
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.data.stores import NOTHING, Fetched
 from longtake.data.window import Window
 from longtake.errors import ClipError
@@ -146,13 +147,13 @@ class _History:
         streams = stream_names(first.data)
         history = first.plan_history.history
         folder = begin_launch(
-            self.run.ledger_path, first.step, len(loaders), streams, history, first.skipped
+            self.run.ledger_path, first.step, len(loaders), streams, history, first.skipped.spans
         )
         last = first.plan_history.end_step
         assert last is not None
         end = first.end_after(last if to_end else self.chance.randint(1, 12))
         # A launch after a rollback comes past the batches that it skips.
-        past = max((skipped_end for _, skipped_end in first.skipped), default=0)
+        past = max((skipped_end for _, skipped_end in first.skipped.spans), default=0)
         end = max(end, min(last, past + 1))
         saves_at, self.is_saved = self.chance.randint(min(end, max(first.step, past)), end), False
         with ExitStack() as opened:
@@ -164,10 +165,12 @@ class _History:
                 for batch, ledger in zip(batches, ledgers, strict=True):
                     ledger.record(batch.consumed)
                     self._consume(batch)
-                failed = {key: why for each in loaders for key, why in each.failures.items()}
+                failed = {
+                    key: why for each in loaders for key, why in each.quarantine.failures.items()
+                }
                 if failed:
                     for each in loaders:
-                        each.quarantine({**each.quarantined, **failed})
+                        each.quarantine.add(failed)
                 states = [each.state_dict() for each in loaders]
                 assert all(state == states[0] for state in states)
                 self._save(first, saves_at)
@@ -203,7 +206,7 @@ class _History:
         first = self.chance.randrange(begin, end)
         plans = loaders[0].plan_history
         for step in range(first, end):
-            if not any(skipped[0] <= step < skipped[1] for skipped in loaders[0].skipped):
+            if step not in loaders[0].skipped:
                 planned = plans.batch(step)
                 for identity, epoch in zip(names_of(planned), planned.epochs, strict=True):
                     if identity not in self.broken:

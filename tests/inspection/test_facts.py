@@ -14,9 +14,9 @@ import pytest
 
 from longtake import config
 from longtake.config import STEM
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
-from longtake.data.loader import Batch
 from longtake.errors import DataError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.inspection.facts import (

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from tests.build import MakeRecipe
 
-from longtake.data.loader import Batch
+from longtake.data.batch import Batch
 from longtake.inspection.facts import run_facts, step_facts
 from longtake.inspection.tables import print_run, print_steps
 from longtake.run_dir import RunDirectory

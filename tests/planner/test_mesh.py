@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.data.loader import num_places
+from longtake.data.batch import num_places
 from longtake.errors import RecipeError
 from longtake.planner.devices import CPU, DEVICES
 from longtake.planner.forecast import forecast

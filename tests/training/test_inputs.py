@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.data.loader import Batch, Loader
+from longtake.data.batch import Batch
+from longtake.data.loader import Loader
 from longtake.models.components import assemble
 from longtake.models.text import NO_CAPTION
 from longtake.parallel.mesh import World
@@ -217,7 +218,7 @@ def _train_encoding(
             following = wait_until(loader.decoded_next)  # by a thread
             prepare_next(session, state, loader)
         if number == 1:
-            loader.quarantine({following.identities[0]: "another rank could not decode it"})
+            loader.quarantine.add({following.identities[0]: "another rank could not decode it"})
         apply_update(session, state, 1.0, 1.0, batch.position)
         yield [*losses.losses, *batch.weights.tolist()], dict(+_encoded)
 

@@ -15,9 +15,9 @@ from tests.build import QUIET, MakeRecipe, events
 
 from longtake.config import Bucket
 from longtake.data.audit import audit
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
-from longtake.data.loader import Batch
 from longtake.data.stages import StagePosition
 from longtake.errors import DataError
 from longtake.fsio import read_json_lines

@@ -20,9 +20,9 @@ from longtake import config
 from longtake.checkpoint import files
 from longtake.config import Recipe
 from longtake.data.audit import audit
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.ledger import read_ledger
-from longtake.data.loader import Batch
 from longtake.errors import (
     CheckpointError,
     DataChangedError,

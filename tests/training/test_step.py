@@ -19,8 +19,9 @@ from tests.build import ALONE, TINY_WAN, MakeRecipe, events
 from torch import Tensor
 
 from longtake.config import Bucket, ConditioningSection, ParallelSection, Recipe
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.data.stages import StagePosition
 from longtake.models.base import Defaults
 from longtake.models.components import assemble

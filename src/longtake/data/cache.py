@@ -50,8 +50,6 @@ _OLD_SECONDS = 24 * 3600
 _LEFT_BEHIND = re.compile(r"(parts|sign)-[0-9a-f]{16}|\.[0-9a-f]{16}\.partial\.safetensors")
 _THREADS = 4
 
-NOT_FINITE = "is encoded to"
-"""The words by which the reason of a clip tells a fault of its encoding from one of its file."""
 
 _Stamp = tuple[int, int]
 
@@ -63,25 +61,6 @@ class CacheFailure:
     identity: str
     path: str
     reason: str
-
-
-def describe_too_many(reasons: Sequence[str], when: str, allowed: int) -> str:
-    """The message where more clips failed than `data.max_quarantined_clips`."""
-    return (
-        f"{len(reasons)} clips could not be {verb_of(reasons)} {when}, more than "
-        f"data.max_quarantined_clips = {allowed} allows. One of them: {with_remedy(reasons[-1])}"
-    )
-
-
-def verb_of(reasons: Iterable[str]) -> str:
-    return "encoded" if all(NOT_FINITE in each for each in reasons) else "decoded"
-
-
-def with_remedy(reason: str) -> str:
-    """Why a clip failed, and what to do if it may be its file."""
-    if NOT_FINITE in reason:
-        return f"{reason}."
-    return f"{reason}. Are the files still where they were indexed? Run longtake data index again."
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from longtake.config import Bucket
 from longtake.data import buckets, content, decode_worker, input_files, tasks
-from longtake.data.cache import NOT_FINITE, Cache, CacheFailure, SamplePart, describe_too_many
+from longtake.data.cache import Cache, CacheFailure, SamplePart
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Indexed, Media
 from longtake.data.conditioning import as_values, conditioning_error, conditioning_of
 from longtake.data.packs import CACHE_KINDS, PACK_BYTES, CacheEntry, PackWriter
 from longtake.data.plan import Plan
+from longtake.data.quarantine import NOT_FINITE, describe_too_many
 from longtake.data.training_captions import caption_variants
 from longtake.data.window import Window
 from longtake.data.workers import Task, WorkerIncident

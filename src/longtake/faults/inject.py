@@ -26,7 +26,7 @@ from torch import distributed as dist
 
 from longtake import config
 from longtake.data import workers
-from longtake.data.loader import Batch
+from longtake.data.batch import Batch
 from longtake.faults import faulty_processes, sandbox
 from longtake.guard.history import GROUPS
 from longtake.models.components import Components, assemble

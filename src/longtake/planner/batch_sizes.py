@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from longtake.config import Bucket, Recipe, Stage
-from longtake.data.loader import num_places
+from longtake.data.batch import num_places
 from longtake.errors import RecipeError
 
 if TYPE_CHECKING:

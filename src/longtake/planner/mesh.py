@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from longtake.data.loader import num_places
+from longtake.data.batch import num_places
 from longtake.errors import RecipeError
 from longtake.parallel.context_parallel import heads_size
 from longtake.planner.devices import DeviceBudget

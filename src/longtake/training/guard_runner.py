@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from longtake import fsio
-from longtake.data.loader import Batch
+from longtake.data.batch import Batch
 from longtake.guard.detectors import OK, GuardVerdict, judge
 from longtake.guard.history import (
     GuardSettings,

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longtake.config import Bucket, Recipe
-from longtake.data.loader import Batch, Loader
+from longtake.data.batch import Batch
+from longtake.data.loader import Loader
 from longtake.models.base import latent_shape
 from longtake.models.codec import encode_videos
 from longtake.models.components import Components

@@ -162,7 +162,7 @@ def fill_cache(
             cache,
             loader.plan_history.plan,
             share=slice(world.rank + part[0] * world.size, None, world.size * part[1]),
-            without=loader.quarantined,
+            without=loader.quarantine.clips,
             known_inputs=loader.known_inputs,
             progress=advance,
         )

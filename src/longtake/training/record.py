@@ -13,7 +13,8 @@ from rich.console import Console
 
 from longtake import errors, fsio, heartbeat
 from longtake.config import Bucket
-from longtake.data.loader import Batch, Loader
+from longtake.data.batch import Batch
+from longtake.data.loader import Loader
 from longtake.data.workers import WorkerIncident
 from longtake.evaluation_dir import Scores
 from longtake.formatting import format_size, plural
@@ -272,13 +273,14 @@ class Recorder:
         """
         if not count:
             return
-        mine = (socket.gethostname(), loader.failures, loader.incidents)
+        quarantine = loader.quarantine
+        mine = (socket.gethostname(), quarantine.failures, loader.incidents)
         for rank, (host, failures, incidents) in enumerate(
             collectives.gather_objects(mine, self._world)
         ):
             # Context-parallel ranks may all have failed at the same clip.
-            new = {each: why for each, why in failures.items() if each not in loader.quarantined}
-            loader.quarantine(failures)
+            new = {each: why for each, why in failures.items() if each not in quarantine.clips}
+            quarantine.add(failures)
             if not self._world.is_first:
                 continue
             for identity, reason in new.items():
@@ -286,7 +288,7 @@ class Recorder:
                 self._run.append_event("sample_rejected", **facts, reason=reason)
             for incident in incidents:
                 self._write_incident(incident, batch.step, rank, host)
-        loader.clear_incidents()
+        loader.incidents.clear()
 
     def _write_incident(self, incident: WorkerIncident, step: int, rank: int, host: str) -> None:
         name = f"{fsio.file_time()}_{incident.pid}"

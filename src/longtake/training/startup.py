@@ -88,9 +88,9 @@ def _describe_changes(session: Session, loader: Loader, step: int, lost: int) ->
     for stage in loader.plan_history.plan.stages:
         for reason, count in sum(stage.dropped.values(), Counter()).most_common():
             lines.append(f"left out of stage {stage.stage.name}: {plural(count, 'clip')}: {reason}")
-    if loader.quarantined:
+    if loader.quarantine.clips:
         lines.append(
-            f"{plural(len(loader.quarantined), 'clip')} set aside, not decodable; "
+            f"{plural(len(loader.quarantine.clips), 'clip')} set aside, not decodable; "
             "data.retry_quarantined=true tries them again"
         )
     return lines

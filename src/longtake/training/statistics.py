@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longtake import heartbeat, process
-from longtake.data.loader import Batch, Loader
+from longtake.data.batch import Batch
+from longtake.data.loader import Loader
 from longtake.guard.history import (
     GROUPS,
     POPULATIONS,
@@ -311,7 +312,7 @@ def replicated_tensors(state: TrainingState) -> dict[str, Tensor]:
 def local_facts(
     loader: Loader, stop: str | None, save_failed: bool, save_due: bool = False
 ) -> dict[str, float]:
-    troubles = len(loader.failures) + len(loader.incidents)
+    troubles = len(loader.quarantine.failures) + len(loader.incidents)
     signals = {f"stop.{name}": float(name == stop) for name in process.EXIT_CODES}
     return {"troubles": troubles, **signals, "save_failed": save_failed, "save_due": save_due}
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from longtake import errors, heartbeat
-from longtake.data.loader import Batch, Loader
+from longtake.data.batch import Batch
+from longtake.data.loader import Loader
 from longtake.data.order import derive
 from longtake.data.stages import StagePosition
 from longtake.models.objective import flow_losses, losses_of_zero

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from longtake import process
 from longtake.config import Bucket
-from longtake.data.loader import Batch
+from longtake.data.batch import Batch
 from longtake.fsio import Count, Finite
 from longtake.parallel.mesh import World
 

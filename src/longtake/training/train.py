@@ -374,11 +374,13 @@ def _begin_ledger(session: Session, loader: Loader) -> Path:
         loader.keep_catalogs()
         names, history = stream_names(loader.data), loader.plan_history.history
         made.append(
-            begin_launch(run.ledger_path, loader.step, world.size, names, history, loader.skipped)
+            begin_launch(
+                run.ledger_path, loader.step, world.size, names, history, loader.skipped.spans
+            )
         )
 
     first_does(begin, world)
-    loader.read_known_inputs()
+    loader.keep_catalogs(writes=False)
     return from_first(made[0] if made else run.ledger_path, world)
 
 

@@ -1,0 +1,150 @@
+"""A source of samples that decodes clips and their further inputs in worker processes."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from longtake.config import Bucket, DataSection
+from longtake.data import buckets, input_files
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip, Indexed
+from longtake.data.conditioning import (
+    Wanted,
+    as_bytes,
+    conditioning_error,
+    conditioning_of,
+    empty_conditioning,
+)
+from longtake.data.decode_worker import DecodePool
+from longtake.data.window import Window
+from longtake.errors import ClipError
+from longtake.heartbeat import HeartbeatDir
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass
+class FrameCache:
+    """Decoded pixels and numbers that every epoch uses again, kept while there is room."""
+
+    room_bytes: float
+    contents: dict[Wanted, Pixels] = field(default_factory=dict)
+
+    def keep(self, wanted: Wanted, pixels: Pixels) -> None:
+        if wanted not in self.contents and pixels.nbytes <= self.room_bytes:
+            self.room_bytes -= pixels.nbytes
+            self.contents[wanted] = pixels.copy()
+
+
+class DecodingSource:
+    """Decodes clips and their further inputs; has the methods of a `CachedSource`.
+
+    `known_inputs` is what files of further inputs held when the run first used them.
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        catalogs: Mapping[str, Catalog],
+        cache: FrameCache,
+        heartbeats: HeartbeatDir | None,
+        known_inputs: Mapping[str, Indexed],
+    ) -> None:
+        self.data = data
+        self.cache = cache
+        self.known_inputs = known_inputs
+        examples = [
+            catalog.clip(row).media
+            for catalog in catalogs.values()
+            for row in sorted({0, len(catalog) // 2, len(catalog) - 1})
+            if len(catalog)
+        ]
+        self.pool = DecodePool(
+            data.workers,
+            data.sample_timeout_seconds,
+            memory_gib=data.sample_memory_gib,
+            heartbeats=heartbeats,
+            store=data.store,
+            examples=tuple(media for media in examples if media.is_remote),
+        )
+        self.incidents, self.close = self.pool.incidents, self.pool.close
+        self.take_fetched = self.pool.take_fetched
+
+    def buffer(self, shape: Bucket, num_places: int) -> "PixelBuffer":
+        return PixelBuffer(self, shape, num_places)
+
+
+class _PendingPixels(NamedTuple):
+    """What is being decoded for one place."""
+
+    window: Window
+    is_kept: bool  # in the frame cache
+    # by name; "" is the clip itself, the others are its further inputs
+    requested: dict[str, tuple[Wanted, Future[Pixels]]]
+
+
+class PixelBuffer:
+    """The pixels of one batch; each sample is decoded into its place."""
+
+    def __init__(self, source: DecodingSource, shape: Bucket, num_places: int) -> None:
+        self._source = source
+        self._shape = shape
+        height, width, frames = shape.height, shape.width, shape.num_frames
+        self._videos = np.empty((num_places, 3, frames, height, width), np.uint8)
+        self._inputs = {
+            name: empty_conditioning(section, shape, num_places)
+            for name, section in source.data.conditioning.items()
+        }
+        self._pending: dict[int, _PendingPixels] = {}
+
+    def begin(self, place: int, clip: Clip, window: Window) -> None:
+        data = self._source.data
+        requested = {"": self._request(window, self._videos[place])}
+        for name, wanted in conditioning_of(clip, window, data.conditioning).items():
+            wanted = input_files.with_known(wanted, self._source.known_inputs)
+            requested[name] = self._request(wanted, as_bytes(self._inputs[name][place]))
+        is_kept = buckets.is_only_window(clip, self._shape, data)
+        self._pending[place] = _PendingPixels(window, is_kept, requested)
+
+    def _request(self, wanted: Wanted, out: Pixels) -> tuple[Wanted, Future[Pixels]]:
+        if (cached := self._source.cache.contents.get(wanted)) is None:
+            return wanted, self._source.pool.submit(wanted, out)
+        out[...] = cached
+        pixels: Future[Pixels] = Future()
+        pixels.set_result(out)
+        return wanted, pixels
+
+    def is_decoded(self, place: int) -> bool:
+        """Return True if `wait` would return at once."""
+        futures = (future for _, future in self._pending[place].requested.values())
+        return all(each.done() and each.exception() is None for each in futures)
+
+    def wait(self, place: int) -> None:
+        window, is_kept, requested = self._pending[place]
+        errors = []
+        for name, (wanted, future) in requested.items():  # all: each may be written until then
+            try:
+                pixels = future.result()
+            except ClipError as error:
+                errors.append(conditioning_error(window, name, error) if name else error)
+            else:
+                if is_kept:
+                    self._source.cache.keep(wanted, pixels)
+        if errors:
+            raise errors[0]
+
+    def reshaped(self, shape: Bucket) -> "PixelBuffer":
+        return PixelBuffer(self._source, shape, len(self._videos))
+
+    def copy(self, source: int, place: int) -> None:
+        for pixels in (self._videos, *self._inputs.values()):
+            pixels[place] = pixels[source]
+
+    def fields(self) -> dict[str, Any]:
+        inputs = {name: torch.from_numpy(each) for name, each in self._inputs.items()}
+        return {"videos": torch.from_numpy(self._videos), "inputs": inputs}
