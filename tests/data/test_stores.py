@@ -20,7 +20,7 @@ from tests.data import store
 from tests.data.build import identities_of, oracle_of, section
 
 from longtake.config import StoreSection
-from longtake.data import stores
+from longtake.data import clip_cache, stores
 from longtake.data.batch import Batch
 from longtake.data.cache import ContentHashes
 from longtake.data.catalog import Catalog
@@ -491,7 +491,7 @@ def test_the_cache_serves_what_the_store_has_lost(
 
 
 def test_the_cache_keeps_what_was_used_last_within_its_size(tmp_path: Path) -> None:
-    cache = stores.ClipCache(tmp_path, 1000)
+    cache = clip_cache.ClipCache(tmp_path, 1000)
     filled = list[int]()
 
     def use(number: int) -> None:
@@ -518,7 +518,7 @@ def test_a_cache_of_clips_leaves_files_of_others_alone(tmp_path: Path) -> None:
     thesis.write_text("mine")
     folder.mkdir()
     (folder / "total").write_text("mine")
-    cache, media = stores.ClipCache(folder, 100), Media("s3://bucket/1")
+    cache, media = clip_cache.ClipCache(folder, 100), Media("s3://bucket/1")
     with pytest.raises(DataError, match="cache is no cache of longtake"):
         cache.open(media, 10, lambda file: None)
     assert (folder / "total").read_text() == "mine"
@@ -542,7 +542,7 @@ def test_many_fill_the_cache_at_once(tmp_path: Path) -> None:
     sizes = [100 + number for number in range(12)]
 
     def use(number: int) -> bool:
-        cache, size = stores.ClipCache(tmp_path, 600), sizes[number % 12]
+        cache, size = clip_cache.ClipCache(tmp_path, 600), sizes[number % 12]
         media = Media(f"s3://bucket/{size}")
         descriptor, _ = cache.open(media, size, lambda file: write(file, size))
         with os.fdopen(descriptor, "rb") as file:

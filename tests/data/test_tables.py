@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from tests.data.build import named_items, write_tar
 
+from longtake.data.caption_files import read_captions
 from longtake.data.sources import find
-from longtake.data.tables import read_captions
 from longtake.errors import DataError
 
 _PNG = io.BytesIO()

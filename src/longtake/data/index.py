@@ -18,13 +18,14 @@ from pydantic import AfterValidator, TypeAdapter
 from typing_extensions import TypedDict
 
 from longtake.data import catalog, tasks
+from longtake.data.caption_files import is_sidecar, read_captions, sidecar_of, unread_beside
 from longtake.data.catalog_writer import MOST_LISTED, CatalogWriter
 from longtake.data.clip import Clip, Item, Media, Timing
 from longtake.data.content import copy_identity
 from longtake.data.decode import DEFAULT, Limits, Probe, ProbeTask
 from longtake.data.media_list import as_bytes, open_scratch
 from longtake.data.sources import FoundMedia, find
-from longtake.data.tables import first_of, is_sidecar, read_captions, sidecar_of, unread_beside
+from longtake.data.tables import first_of
 from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.fsio import Journal, make_writable

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any, Self
 
 from longtake import fsio
-from longtake.data import stores, tables
+from longtake.data import caption_files, stores, tables
 from longtake.data.catalog import Rejection
 from longtake.data.clip import MEDIA_SUFFIXES, Given, Item, Media, is_media
 from longtake.data.media_list import MediaList
@@ -161,7 +161,8 @@ def _texts_in_store(objects: Mapping[str, Media], refused: list[ClipError]) -> d
         for name in objects
         if is_media(name)
         for text in (
-            name.removesuffix(PurePath(name).suffix) + end for end in tables.SIDECAR_SUFFIXES[::-1]
+            name.removesuffix(PurePath(name).suffix) + end
+            for end in caption_files.SIDECAR_SUFFIXES[::-1]
         )
         if text in objects
     }

@@ -5,14 +5,12 @@ by its range of bytes. Credentials come from the environment and from the librar
 """
 
 import asyncio
-import fcntl
 import hashlib
 import io
 import os
 import posixpath
 import random
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -28,10 +26,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from longtake import fsio
 from longtake.config import StoreSection
 from longtake.data import content
 from longtake.data.clip import Media
+from longtake.data.clip_cache import ClipCache
 from longtake.errors import ClipError, DataError
 
 _T = TypeVar("_T")
@@ -42,10 +40,6 @@ _FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.25, 5.0
 _POLL_SECONDS = 0.25
 _PARALLEL = 32  # questions about objects
 _ASKED_AT_ONCE = 10_000  # held in memory
-_LEFT_SHARE = 0.9  # of the cache's room, when the least recently used files have been deleted
-_CLIP_NAME = re.compile(r"[0-9a-f]{32}\.clip")
-_PART_NAME = re.compile(r"[0-9a-f]{16}\.part")
-_PART_SECONDS = 24 * 3600.0  # an older unfinished file is that of a killed process
 _REFUSED = (401, 403)
 _MISSING = (404, 410)
 _REFUSED_ERRORS = (
@@ -530,77 +524,6 @@ def _open_store(url: str) -> tuple[Any, str]:
     if protocol == "s3":
         store.retries = 1  # `_Request` asks again
     return store, store._strip_protocol(url)
-
-
-class ClipCache:
-    """Whole clips of stores in a folder of this node; the least recently used are deleted.
-
-    Several processes may use it. The file `total` has the bytes of all clips, or a little more.
-    """
-
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self.folder, self.max_bytes = folder, max_bytes
-
-    def open(self, media: Media, num_bytes: int, write: Callable[[int], None]) -> tuple[int, int]:
-        """A descriptor of the clip's file, which `write` fills if it is not there."""
-        name = f"{self._name(media, num_bytes)}.clip"
-        with suppress(FileNotFoundError):
-            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            if os.fstat(descriptor).st_size == num_bytes:
-                os.utime(descriptor)
-                return descriptor, num_bytes
-            os.close(descriptor)
-        fsio.claim_folder(self.folder, ["total"])
-        part = self.folder / f"{secrets.token_hex(8)}.part"
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            write(descriptor)
-            self._admit(part, name, num_bytes)
-        except BaseException:
-            os.close(descriptor)
-            part.unlink(missing_ok=True)
-            raise
-        return descriptor, num_bytes
-
-    def _name(self, media: Media, num_bytes: int) -> str:
-        facts = (media.path, media.member, media.offset, num_bytes, media.stamp)
-        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-
-    def _admit(self, part: Path, name: str, num_bytes: int) -> None:
-        """Make room for a file, and name it while no other process counts files."""
-        with open(self.folder / "total", "a+", opener=fsio.no_follow) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            known = file.read(32)
-            total = int(known) + num_bytes if known.isdecimal() else self.max_bytes + 1
-            if total > self.max_bytes:
-                total = self._delete_oldest(num_bytes) + num_bytes
-            file.truncate(0)
-            file.write(str(total))
-            file.flush()
-            part.replace(self.folder / name)
-
-    def _delete_oldest(self, num_bytes: int) -> int:
-        """Delete clips until a new one has room; returns the bytes that are left."""
-        found = []
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    is_old = time.time() - status.st_mtime > _PART_SECONDS
-                    if _CLIP_NAME.fullmatch(entry.name):
-                        found.append((status.st_mtime_ns, status.st_size, entry.path))
-                    elif _PART_NAME.fullmatch(entry.name) and is_old:
-                        Path(entry.path).unlink(missing_ok=True)
-        total = sum(size for _, size, _ in found)
-        if total + num_bytes <= self.max_bytes:
-            return total
-        for _, size, path in sorted(found):
-            if total + num_bytes <= _LEFT_SHARE * self.max_bytes:
-                break
-            Path(path).unlink(missing_ok=True)
-            total -= size
-        return total
 
 
 class StoreFile(io.RawIOBase):

@@ -10,16 +10,14 @@ import csv
 import dataclasses
 import hashlib
 import io
-import json
 import math
 import os
 import posixpath
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,10 +33,6 @@ from longtake.errors import DataError, RecordError
 LISTING_SUFFIXES = (".txt", ".csv", ".jsonl", ".json", ".parquet")
 _PAIRED_LISTS = ("videos.txt", "images.txt")  # captioned by the lines of a list beside them
 CAPTION_LISTS = ("prompt.txt", "prompts.txt")
-SIDECAR = "sidecar"
-SIDECAR_SUFFIXES = (".txt", ".TXT", ".caption")
-_UNREAD_SUFFIXES = (".json", ".tags", ".prompt", ".cap")
-_MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
 _FILE_NAME = "file_name"
 PATH_COLUMNS = (
     *("video", "image", "path", "file", _FILE_NAME),
@@ -156,7 +150,7 @@ def captions_of_list(path: Path) -> Path | None:
 
 def _read_list(path: Path, at: str) -> Iterator[Item]:
     beside = captions_of_list(path)
-    captions = None if beside is None else _read_text(beside).rstrip().split("\n")
+    captions = None if beside is None else read_text(beside).rstrip().split("\n")
     try:
         with (
             fsio.open_regular(path) as binary,
@@ -661,131 +655,6 @@ def _unreadable(path: Path, why: object) -> DataError:
     return DataError(f"{path} cannot be read: {str(why).rstrip('.')}.")
 
 
-class _CaptionLine(NamedTuple):
-    number: int
-    video: str
-    caption: str
-
-
-def read_captions(
-    captions: Path | None,
-    folders: Sequence[Path],
-    videos: Callable[[], Iterable[Path]],
-    notes: list[str] | None = None,
-) -> tuple[dict[Path, str], list[str]]:
-    """The captions that JSON lines give to videos, and the names in them that match no video.
-
-    `videos` gives the paths of all videos, once for each file of JSON lines. `notes` is given a
-    sentence about keys that are not read.
-    """
-    texts: dict[Path, str] = {}
-    unmatched: list[str] = []
-    tables = [captions] if captions and not is_sidecar(captions) else []
-    if captions is None:
-        named = dict.fromkeys(folder / "captions.jsonl" for folder in folders)
-        tables = [table for table in named if table.is_file()]
-    for table in tables:
-        unread = dict[str, None]()
-        found, left = _match(table, _caption_lines(table, unread), folders, videos())
-        if unread and notes is not None:
-            notes.append(f"{table}: not read: {', '.join(unread)[:500]}.")
-        texts.update(found)
-        unmatched.extend(left)
-    return texts, unmatched
-
-
-def is_sidecar(captions: Path) -> bool:
-    return str(captions) == SIDECAR
-
-
-def _match(
-    table: Path, lines: Sequence[_CaptionLine], folders: Sequence[Path], videos: Iterable[Path]
-) -> tuple[dict[Path, str], list[str]]:
-    """Match each line to a video by path, or else by a unique file name."""
-    roots = [table.parent.resolve(), *folders]
-    asked = {os.path.normpath(root / line.video) for line in lines for root in roots}
-    names = {Path(line.video).name for line in lines}
-    by_name: dict[str, list[Path]] = defaultdict(list)
-    known = set[Path]()
-    for video in videos:
-        if str(video) in asked:
-            known.add(video)
-        if video.name in names:
-            by_name[video.name] = [*by_name[video.name], video][:2]  # two: it is not unique
-    exact: dict[Path, _CaptionLine] = {}
-    inexact: list[_CaptionLine] = []
-    for line in lines:
-        places = [Path(os.path.normpath(root / line.video)) for root in roots]
-        target = next((place for place in places if place in known), None)
-        if target is None:
-            inexact.append(line)
-        else:
-            _assign(exact, target, line, table)
-    named: dict[Path, _CaptionLine] = {}
-    unmatched = []
-    for line in inexact:
-        same_name = by_name.get(Path(line.video).name, [])
-        if len(same_name) == 1 and same_name[0] not in exact:
-            _assign(named, same_name[0], line, table)
-        else:
-            unmatched.append(line.video)
-    return {video: line.caption for video, line in (exact | named).items()}, unmatched
-
-
-def _assign(taken: dict[Path, _CaptionLine], video: Path, line: _CaptionLine, table: Path) -> None:
-    first = taken.setdefault(video, line)
-    if first.caption != line.caption:
-        raise DataError(
-            f"{table}, line {line.number}: {video} has another caption in line {first.number}. "
-            "A clip has one caption; remove one of the two lines."
-        )
-
-
-def _caption_lines(path: Path, unread: dict[str, None]) -> list[_CaptionLine]:
-    if path.suffix.lower() in (".csv", ".parquet"):
-        raise DataError(
-            f"--captions {path}: captions are read from JSON lines. A table of paths and captions "
-            f"is given as a source: longtake data index {path} --out clips.parquet."
-        )
-    lines = []
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        entry = None
-        try:
-            entry = json.loads(line)
-            key = next(name for name in PATH_COLUMNS if name in entry)
-            text = next(name for name in CAPTION_COLUMNS if name in entry)
-            video, caption = entry[key], entry[text].strip()
-            f"{video}{caption}".encode()  # half of a surrogate pair is no text
-            lines.append(_CaptionLine(number, os.fspath(video), caption))
-            unread.update(dict.fromkeys(name for name in entry if name not in (key, text)))
-        except (*_MALFORMED, RecursionError, StopIteration) as error:
-            names = ", ".join(map(str, entry))[:200] if isinstance(entry, dict) else ""
-            keys = f" Its keys: {names}." if names else ""
-            raise DataError(
-                f"{path}, line {number} is no caption: {line.strip()[:80]!r}. Expected one object "
-                'on each line: {"video": "clip.mp4", "caption": "what it shows"}.' + keys
-            ) from error
-    return lines
-
-
-def unread_beside(video: Path) -> Path | None:
-    """A file beside a clip without a caption that could have one, and is not read."""
-    places = [video.with_name(f"{video.name}.txt"), *map(video.with_suffix, _UNREAD_SUFFIXES)]
-    return next((path for path in places if fsio.is_there(path)), None)
-
-
-def sidecar_of(video: Path) -> str | None:
-    """The text of a file beside a video, such as clip.txt beside clip.mp4."""
-    for ending in SIDECAR_SUFFIXES:
-        path = video.with_suffix(ending)
-        with suppress(OSError):  # a name that is too long with this ending
-            if path.is_file():
-                return _read_text(path).strip()
-    return None
-
-
 def decode_text(data: bytes, name: object) -> str:
     """Text in UTF-8, or in UTF-16 with a byte order mark.
 
@@ -804,7 +673,7 @@ def _encoding_of(file: io.BufferedReader | io.BytesIO) -> str:
     return "utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return decode_text(fsio.read_regular(path), path)
     except OSError as error:

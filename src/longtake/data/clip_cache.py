@@ -1,0 +1,90 @@
+"""A node's cache of whole clips that were fetched from object stores."""
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from longtake import fsio
+from longtake.data.clip import Media
+
+_LEFT_SHARE = 0.9  # of the cache's room, when the least recently used files have been deleted
+_CLIP_NAME = re.compile(r"[0-9a-f]{32}\.clip")
+_PART_NAME = re.compile(r"[0-9a-f]{16}\.part")
+_PART_SECONDS = 24 * 3600.0  # an older unfinished file is that of a killed process
+
+
+class ClipCache:
+    """Whole clips of stores in a folder of this node; the least recently used are deleted.
+
+    Several processes may use it. The file `total` has the bytes of all clips, or a little more.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+
+    def open(self, media: Media, num_bytes: int, write: Callable[[int], None]) -> tuple[int, int]:
+        """A descriptor of the clip's file, which `write` fills if it is not there."""
+        name = f"{self._name(media, num_bytes)}.clip"
+        with suppress(FileNotFoundError):
+            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if os.fstat(descriptor).st_size == num_bytes:
+                os.utime(descriptor)
+                return descriptor, num_bytes
+            os.close(descriptor)
+        fsio.claim_folder(self.folder, ["total"])
+        part = self.folder / f"{secrets.token_hex(8)}.part"
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            write(descriptor)
+            self._admit(part, name, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            part.unlink(missing_ok=True)
+            raise
+        return descriptor, num_bytes
+
+    def _name(self, media: Media, num_bytes: int) -> str:
+        facts = (media.path, media.member, media.offset, num_bytes, media.stamp)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    def _admit(self, part: Path, name: str, num_bytes: int) -> None:
+        """Make room for a file, and name it while no other process counts files."""
+        with open(self.folder / "total", "a+", opener=fsio.no_follow) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            known = file.read(32)
+            total = int(known) + num_bytes if known.isdecimal() else self.max_bytes + 1
+            if total > self.max_bytes:
+                total = self._delete_oldest(num_bytes) + num_bytes
+            file.truncate(0)
+            file.write(str(total))
+            file.flush()
+            part.replace(self.folder / name)
+
+    def _delete_oldest(self, num_bytes: int) -> int:
+        """Delete clips until a new one has room; returns the bytes that are left."""
+        found = []
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    is_old = time.time() - status.st_mtime > _PART_SECONDS
+                    if _CLIP_NAME.fullmatch(entry.name):
+                        found.append((status.st_mtime_ns, status.st_size, entry.path))
+                    elif _PART_NAME.fullmatch(entry.name) and is_old:
+                        Path(entry.path).unlink(missing_ok=True)
+        total = sum(size for _, size, _ in found)
+        if total + num_bytes <= self.max_bytes:
+            return total
+        for _, size, path in sorted(found):
+            if total + num_bytes <= _LEFT_SHARE * self.max_bytes:
+                break
+            Path(path).unlink(missing_ok=True)
+            total -= size
+        return total
