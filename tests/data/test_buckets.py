@@ -383,5 +383,5 @@ def test_every_bucket_of_every_stage_gets_clips(path: Path) -> None:
         members = stage.streams[0].parts[-1].members
         for bucket, rows in zip(members.shapes, members.rows, strict=True):
             frames = catalog.column("num_frames")[rows]
-            assert len(rows), f"{path.name}, stage {stage.stage.name}: no clip for {bucket}"
+            assert len(rows), f"{path.name}, stage {stage.name}: no clip for {bucket}"
             assert (bucket.num_frames > 1) == all(frames > 1)

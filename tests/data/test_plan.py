@@ -158,7 +158,7 @@ def test_what_is_open_at_a_step_is_what_was_not_consumed(
     found = _consumed(plan, step)
     for stage, (count,), n in zip(plan.stages, plan.taken(step), sizes, strict=True):
         (stream,) = stage.streams
-        mine = {key[2:] for key in found if key[0] == stage.stage.name}
+        mine = {key[2:] for key in found if key[0] == stage.name}
         opened = stream.open_at(count)
         for each in opened:
             left = {int(row) for row in each.left.all_rows()}

@@ -98,7 +98,8 @@ def _media(name: str = "set/0.mp4", **fields: Any) -> Media:
 
 
 def _read(media: Media, **how: Any) -> bytes:
-    with stores.fetching(StoreSection(**{**_QUICK, **how})), stores.local(media) as here:
+    client = stores.StoreClient(StoreSection(**{**_QUICK, **how}))
+    with stores.using(client), stores.local(media) as here:
         return here.file.read_bytes()
 
 
@@ -304,10 +305,14 @@ def test_what_has_come_is_not_asked_for_again(
     monkeypatch.setattr(stores, "_RANGE_BYTES", 2**16)
     content = os.urandom(2**20)
     store.put(server, _BUCKET, {"large.bin": content})
-    stores.take_fetched()
     proxy.on_connection = lambda number: "cut" if number % 5 == 1 else "open"
-    assert _read(_media("large.bin", num_bytes=len(content))) == content
-    fetched = stores.take_fetched()
+    client = stores.StoreClient(StoreSection.model_validate(_QUICK))
+    with (
+        stores.using(client),
+        stores.local(_media("large.bin", num_bytes=len(content))) as here,
+    ):
+        assert here.file.read_bytes() == content
+    fetched = client.take_fetched()
     assert fetched.retries
     assert fetched.num_bytes == len(content)
 
@@ -338,7 +343,7 @@ def test_a_clip_that_cannot_be_had_says_why(
     proxy.mode = how.get("mode", "open")
     with (
         pytest.raises(kind, match=words),
-        stores.fetching(StoreSection(retry_seconds=0.5), how.get("memory_gib")),
+        stores.using(stores.StoreClient(StoreSection(retry_seconds=0.5), how.get("memory_gib"))),
         stores.local(media),
     ):
         pass
@@ -357,10 +362,9 @@ def test_an_object_that_a_living_store_does_not_give_is_rejected_alone(
         return await get(fs, path, *how)
 
     monkeypatch.setattr(stores, "_get", give)
-    monkeypatch.setattr(stores, "_last_read", {})
     with (
         pytest.raises(stores.UnreachableError, match="its store did not give it for"),
-        stores.fetching(StoreSection(retry_seconds=0.1), examples=tuple(others)),
+        stores.using(stores.StoreClient(StoreSection(retry_seconds=0.1), examples=tuple(others))),
         stores.local(bad),
     ):
         pass
@@ -464,7 +468,8 @@ def test_a_lost_store_ends_an_index_that_the_next_one_continues(
             proxy.become("gone")
         return asked(media)
 
-    with monkeypatch.context() as patch, stores.fetching(StoreSection(retry_seconds=0.0)):
+    client = stores.StoreClient(StoreSection(retry_seconds=0.0))
+    with monkeypatch.context() as patch, stores.using(client):
         patch.setattr(stores, "local", lose)
         with pytest.raises(stores.OutageError, match=f"^s3://{_BUCKET} has given nothing for"):
             index(sources, captions=None, out=out, workers=0)

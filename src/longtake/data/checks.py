@@ -119,7 +119,7 @@ def _refuse_an_early_end(plan: Plan, num_steps: int | None) -> None:
     if num_steps is None or plan.end_step is None or plan.end_step >= num_steps:
         return
     lengths = ", ".join(
-        f"{stage.stage.name}: {length}"
+        f"{stage.name}: {length}"
         for stage, length in zip(plan.stages, plan.timeline.lengths, strict=True)
     )
     raise DataError(
@@ -164,7 +164,7 @@ def _overlaps(plan: Plan) -> Iterator[str]:
             shared = pc.sum(pc.is_in(mine, value_set=theirs)).as_py() or 0
             if shared:
                 yield (
-                    f"stage {stage.stage.name}: the catalogs {one.source} and {other.source} share "
+                    f"stage {stage.name}: the catalogs {one.source} and {other.source} share "
                     f"{shared} clips, which are trained in the epochs of both"
                 )
 
@@ -173,7 +173,7 @@ def _unreached(plan: Plan, num_steps: int | None) -> Iterator[str]:
     borders = [plan.first_step + border for border in plan.timeline.borders]
     for stage, border in zip(plan.stages, borders, strict=True):
         if num_steps is not None and border >= num_steps:
-            yield f"stage {stage.stage.name} would begin at step {border}; training ends before"
+            yield f"stage {stage.name} would begin at step {border}; training ends before"
 
 
 def large_crops(plan: Plan) -> Iterator[str]:
@@ -226,7 +226,7 @@ def drifts(stages: Sequence[StagePlan]) -> list[Drift]:
             old, new = _moments(before, attribute), _moments(after, attribute)
             if old and new:
                 distance = _distance(old, new)
-                found.append(Drift(after.stage.name, attribute, old[0], new[0], distance))
+                found.append(Drift(after.name, attribute, old[0], new[0], distance))
     return found
 
 
@@ -300,9 +300,7 @@ def tail_drifts(stages: Sequence[StagePlan], limit: float) -> list[TailDrift]:
             )
             excess = tail_excess(old, new, limit, FALSE_ALARMS / len(scores))
             if excess is not None:
-                found.append(
-                    TailDrift(stage.stage.name, attribute, num_clips=num_added, **vars(excess))
-                )
+                found.append(TailDrift(stage.name, attribute, num_clips=num_added, **vars(excess)))
         for part, each in pairs:
             seen[id(part.catalog)][1][each] = True
     return found

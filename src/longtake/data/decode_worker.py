@@ -78,8 +78,8 @@ class DecodePool:
         store: StoreSection | None = None,
         examples: tuple[Media, ...] = (),
     ) -> None:
-        self._memory_gib, self._store = memory_gib, store or StoreSection()
-        self._examples = examples
+        self._client = stores.StoreClient(store or StoreSection(), memory_gib, examples)
+        self._memory_gib = memory_gib
         self._threads: ThreadPoolExecutor | None = None
         self._workers: WorkerPool[Wanted, NDArray[np.uint8]] | None = None
         if workers:
@@ -102,15 +102,14 @@ class DecodePool:
         if self._workers:
             return self._workers.submit(wanted, out)
         assert self._threads
-        how = self._memory_gib, self._store, self._examples
-        return self._threads.submit(_read_twice, wanted, out, *how)
+        return self._threads.submit(_read_twice, wanted, out, self._memory_gib, self._client)
 
     def incidents(self) -> list[WorkerIncident]:
         return self._workers.incidents() if self._workers else []
 
     def take_fetched(self) -> stores.Fetched:
         """What was fetched from stores since the last call."""
-        return self._workers.take_fetched() if self._workers else stores.take_fetched()
+        return (self._workers or self._client).take_fetched()
 
     def decoding(self) -> dict[int, str]:
         running = self._workers.running() if self._workers else {}
@@ -144,6 +143,7 @@ def main() -> None:
     page = HeartbeatWriter(Path(folder), "decode", rank=int(rank)) if folder else None
     with connection, suppress(EOFError, ConnectionError):
         task = pickle.loads(connection.recv_bytes())  # noqa: S301 - our parent's
+        client = stores.StoreClient(task.store, task.memory_gib, task.examples)
         connection.send(("ready", None))
         for number in count(1):
             if page:
@@ -152,8 +152,8 @@ def main() -> None:
             if page:
                 page.set_phase("decode", item.identity, str(item.media))
             memory = None if buffer is None else int(buffers[buffer])
-            reply = _reply(connection, task, item, memory, page)
-            if (fetched := stores.take_fetched()) != stores.Fetched():
+            reply = _reply(connection, task, item, memory, page, client)
+            if (fetched := client.take_fetched()) != stores.NOTHING:
                 connection.send(("fetched", fetched))
             connection.send(reply)
             if number % _TRIM_EVERY == 0:
@@ -167,6 +167,7 @@ def _reply(
     item: Any,
     memory: int | None,
     page: HeartbeatWriter | None,
+    client: stores.StoreClient,
 ) -> Reply:
     last = time.monotonic()
 
@@ -180,10 +181,11 @@ def _reply(
         if page:
             page.set_waiting(str(item.media), reason)
 
+    client.progress, client.waiting = progress, wait_for_store
     try:
         with (
             nullcontext() if task.memory_gib is None else memory_limited(task.memory_gib),
-            stores.fetching(task.store, task.memory_gib, progress, wait_for_store, task.examples),
+            stores.using(client),
         ):
             if memory is None:
                 return "done", task.do(item, progress)
@@ -207,10 +209,9 @@ def _read_twice(
     wanted: Wanted,
     out: NDArray[np.uint8],
     memory_gib: float,
-    store: StoreSection,
-    examples: tuple[Media, ...],
+    client: stores.StoreClient,
 ) -> NDArray[np.uint8]:
-    with pixels_limited(memory_gib), stores.fetching(store, memory_gib, examples=examples):
+    with pixels_limited(memory_gib), stores.using(client):
         try:
             return read(wanted, out)
         except stores.ASKED_ENOUGH:

@@ -134,10 +134,14 @@ class Stream:
 class StagePlan:
     """A stage's streams, and how their batches are mixed."""
 
-    stage: Stage
+    section: Stage  # of the recipe
     streams: tuple[Stream, ...]
     weights: tuple[float, ...]
     dropped: Mapping[str, Counter[str]]  # by source: how many clips are left out, by reason
+
+    @property
+    def name(self) -> str:
+        return self.section.name
 
     def place(self, index: int) -> tuple[int, int]:
         return mixed(index, self.weights) if len(self.streams) > 1 else (0, index)
@@ -192,7 +196,7 @@ class Plan:
         """
         borders = self.timeline.borders
         number = bisect_right(borders, step - self.first_step) - 1
-        return self.stages[number].stage.name, self.first_step + borders[number]
+        return self.stages[number].name, self.first_step + borders[number]
 
     def streams(self) -> list[Stream]:
         return [stream for stage in self.stages for stream in stage.streams]
@@ -206,7 +210,7 @@ class Plan:
         """Names the plan: which clips, in which buckets, for how long; 32 hex digits."""
         digest = hashlib.blake2b(digest_size=16)
         for stage in self.stages:
-            digest.update(repr((stage.stage.name, stage.weights)).encode())
+            digest.update(repr((stage.name, stage.weights)).encode())
             for part in (part for stream in stage.streams for part in stream.parts):
                 span = part.epoch_span
                 facts = (part.catalog.fingerprint, part.members.shapes, span.sizes, span.num_epochs)
@@ -219,7 +223,7 @@ class Plan:
         lengths, ramps = self.timeline.lengths, self.timeline.ramps
         timeline = f"Timeline({lengths=}, {ramps=})"
         digest.update(f"({timeline}, {self.batch_size})".encode())
-        sizes = [each.stage.global_batch_size for each in self.stages]
+        sizes = [each.section.global_batch_size for each in self.stages]
         if any(sizes):  # else as it was before stages could have one
             digest.update(repr(sizes).encode())
         of_buckets = [part.epoch_span.batch_sizes for s in self.streams() for part in s.parts]
@@ -231,10 +235,10 @@ class Plan:
 def begin(catalogs: Mapping[str, Catalog], data: DataSection, batch_size: int, seed: int) -> Plan:
     stages = [fresh_stage(stage, catalogs, data, batch_size, seed) for stage in data.curriculum()]
     for stage in stages:
-        length, warmup = stage_length(stage), stage.stage.warmup_steps
+        length, warmup = stage_length(stage), stage.section.warmup_steps
         if length is not None and warmup is not None and warmup > length:
             raise DataError(
-                f"Stage {stage.stage.name} has {length} steps and warmup_steps = {warmup}: its "
+                f"Stage {stage.name} has {length} steps and warmup_steps = {warmup}: its "
                 "learning rate would never be reached. Shorten the warm-up, or make the stage "
                 "longer."
             )
@@ -320,12 +324,12 @@ def assemble_plan(
     """Put stages on a timeline; `lengths` replace the stages' own numbers of steps."""
     if lengths is None:
         lengths = [stage_length(each) for each in stages]
-    ramps = [each.stage.ramp_steps // 2 * 2 for each in stages]
+    ramps = [each.section.ramp_steps // 2 * 2 for each in stages]
     ramps[:1] = [0] * len(ramps[:1])  # there is no stage before the first
     for stage, length, ramp, following in zip(stages, lengths, ramps, [*ramps, 0][1:], strict=True):
         if length is not None and length < (ramp + following) // 2:
             raise DataError(
-                f"Stage {stage.stage.name} has {length} steps, too few for its ramps: half of "
+                f"Stage {stage.name} has {length} steps, too few for its ramps: half of "
                 f"{ramp} at its beginning and half of {following} at its end. Lower ramp_steps, or "
                 "make the stage longer."
             )
@@ -335,8 +339,8 @@ def assemble_plan(
 
 
 def stage_length(stage: StagePlan) -> int | None:
-    if stage.stage.steps is not None:
-        return stage.stage.steps
+    if stage.section.steps is not None:
+        return stage.section.steps
     return stage.streams[0].num_batches if len(stage.streams) == 1 else None
 
 

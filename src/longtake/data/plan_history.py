@@ -160,8 +160,8 @@ class PlanHistory:
             return None
         before, step = self.plans[-2], self.plan.first_step
         is_over = before.end_step is not None and step >= before.end_step
-        name = before.stages[-1].stage.name if is_over else before.stage_at(step)[0]
-        return next(each for each in before.stages if each.stage.name == name)
+        name = before.stages[-1].name if is_over else before.stage_at(step)[0]
+        return next(each for each in before.stages if each.name == name)
 
     def batch(self, step: int) -> PlannedBatch:
         return self.plan_at(step).batch(step)

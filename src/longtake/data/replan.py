@@ -65,8 +65,8 @@ def replan(
         else:
             ended[stage.name] = next_epochs
     if len(stages) > 1 and lengths[0] is not None:  # a change shortly before a ramp shortens it
-        ramp = min(stages[1].stage.ramp_steps, 2 * lengths[0])
-        stages[1] = replace(stages[1], stage=_with_ramp(stages[1].stage, ramp))
+        ramp = min(stages[1].section.ramp_steps, 2 * lengths[0])
+        stages[1] = replace(stages[1], section=_with_ramp(stages[1].section, ramp))
     return replace(assemble_plan(context.version, step, stages, batch_size, lengths), ended=ended)
 
 
@@ -88,11 +88,11 @@ def _progress_by_stage(plans: Sequence[Plan], step: int) -> dict[str, _StageProg
     found: dict[str, _StageProgress] = {}
     for plan, end in zip(plans, ends, strict=True):
         for stage, counts in zip(plan.stages, plan.taken(end), strict=True):
-            before = found.get(stage.stage.name, _StageProgress(0, {}, frozenset()))
+            before = found.get(stage.name, _StageProgress(0, {}, frozenset()))
             mine = {s.source: (s, n) for s, n in zip(stage.streams, counts, strict=True)}
             begun = frozenset(source for source, (_, count) in mine.items() if count)
             streams = {**before.streams, **mine}
-            found[stage.stage.name] = _StageProgress(before.steps + sum(counts), streams, begun)
+            found[stage.name] = _StageProgress(before.steps + sum(counts), streams, begun)
         for name, next_epochs in plan.ended.items():
             before = found.get(name, _StageProgress(0, {}, frozenset()))
             found[name] = _StageProgress(
@@ -106,8 +106,8 @@ def remaining_stages(plans: Sequence[Plan], step: int, data: DataSection) -> tup
     newest = next(plan for plan in reversed(plans) if plan.stages)
     end = newest.end_step if newest.end_step is not None else step
     lengths = zip(newest.stages, newest.taken(min(step, end)), newest.timeline.lengths, strict=True)
-    unfinished = [old.stage.name for old, counts, n in lengths if n is None or sum(counts) < n]
-    current = next(iter(unfinished), newest.stages[-1].stage.name)
+    unfinished = [old.name for old, counts, n in lengths if n is None or sum(counts) < n]
+    current = next(iter(unfinished), newest.stages[-1].name)
     names = [stage.name for stage in data.curriculum()]
     if current not in names:
         raise DataChangedError(

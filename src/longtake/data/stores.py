@@ -106,56 +106,53 @@ class Fetched:
 NOTHING = Fetched()
 
 
-@dataclass(frozen=True)
-class _Fetching:
-    """How this thread fetches."""
+class StoreClient:
+    """Fetches by a recipe's section, and counts what it has fetched.
 
-    section: StoreSection
-    memory_gib: float | None = None  # that a clip without a cache may take
-    progress: Callable[[], object] = lambda: None
-    waiting: Callable[[str], object] = lambda reason: None
-    examples: tuple[Media, ...] = ()  # objects by which a store shows that it answers
+    Args:
+        section: of the recipe.
+        memory_gib: that a clip without a cache may take; None: any.
+        examples: objects that are asked for, beside what was read, to tell an object that cannot be
+            had from a store that is gone.
+    """
+
+    def __init__(
+        self,
+        section: StoreSection,
+        memory_gib: float | None = None,
+        examples: tuple[Media, ...] = (),
+    ) -> None:
+        self.section, self.memory_gib, self.examples = section, memory_gib, examples
+        self.progress: Callable[[], object] = lambda: None
+        """Called while something is fetched."""
+        self.waiting: Callable[[str], object] = lambda reason: None
+        """Called with a reason when a store did not answer, with none once it has."""
+        self.last_read: dict[str, Media] = {}
+        """The last object that was read, by store."""
+        self._fetched, self._lock = Fetched(), threading.Lock()
+
+    def count(self, fetched: Fetched) -> None:
+        with self._lock:
+            self._fetched += fetched
+
+    def take_fetched(self) -> Fetched:
+        """What was fetched since the last call."""
+        with self._lock:
+            taken, self._fetched = self._fetched, Fetched()
+        return taken
 
 
-_fetching: ContextVar[_Fetching] = ContextVar("fetching", default=_Fetching(StoreSection()))  # noqa: B039
-_lock = threading.Lock()
-_fetched = Fetched()
-_last_read: dict[str, Media] = {}  # by store, in this process
+_client: ContextVar[StoreClient] = ContextVar("client", default=StoreClient(StoreSection()))  # noqa: B039
 
 
 @contextmanager
-def fetching(
-    section: StoreSection,
-    memory_gib: float | None = None,
-    progress: Callable[[], object] = lambda: None,
-    waiting: Callable[[str], object] = lambda reason: None,
-    examples: tuple[Media, ...] = (),
-) -> Iterator[None]:
-    """Fetch by a recipe's section.
-
-    `progress` is called while something is fetched, and `waiting` with a reason when a store did
-    not answer, with none once it has. `examples` are asked for, beside what this process has read,
-    to tell an object that cannot be had from a store that is gone.
-    """
-    token = _fetching.set(_Fetching(section, memory_gib, progress, waiting, examples))
+def using(client: StoreClient) -> Iterator[None]:
+    """Fetch with a client in the block, by this thread and those that it asks."""
+    token = _client.set(client)
     try:
         yield
     finally:
-        _fetching.reset(token)
-
-
-def take_fetched() -> Fetched:
-    """What this process has fetched since the last call."""
-    global _fetched
-    with _lock:
-        taken, _fetched = _fetched, Fetched()
-    return taken
-
-
-def _count(fetched: Fetched) -> None:
-    global _fetched
-    with _lock:
-        _fetched += fetched
+        _client.reset(token)
 
 
 def url_of(path: Path | str) -> str | None:
@@ -197,7 +194,7 @@ def local(media: Media) -> Iterator[Media]:
     """
     if not media.is_remote or media.local:
         if not media.is_remote:
-            content.check_unchanged(media, _fetching.get().progress)
+            content.check_unchanged(media, _client.get().progress)
         yield media
         return
     descriptor, num_bytes = _obtain(media)
@@ -209,20 +206,20 @@ def local(media: Media) -> Iterator[Media]:
 
 def _obtain(media: Media) -> tuple[int, int]:
     """A descriptor of a file with the clip's bytes, and their number."""
-    how = _fetching.get()
+    client = _client.get()
     num_bytes = media.num_bytes
     if num_bytes is None:
         num_bytes = measured(media).num_bytes
         assert num_bytes is not None
-    section = how.section
+    section = client.section
     if section.cache is not None and num_bytes <= section.cache_gib * 2**30:
         kept = ClipCache(section.cache, int(section.cache_gib * 2**30))
         with suppress(OSError):  # such as a full disk: memory will do
             return kept.open(media, num_bytes, lambda file: _fetch(media, num_bytes, file))
-    if how.memory_gib is not None and num_bytes > how.memory_gib * 2**30:
+    if client.memory_gib is not None and num_bytes > client.memory_gib * 2**30:
         raise ClipError(
             str(media),
-            f"has {num_bytes / 2**30:.2f} GiB, and {how.memory_gib:g} GiB of memory are allowed "
+            f"has {num_bytes / 2**30:.2f} GiB, and {client.memory_gib:g} GiB of memory are allowed "
             "(raise data.sample_memory_gib in a recipe, or --memory-gib of data index; or set "
             "data.store.cache, so that clips are fetched to a disk)",
         )
@@ -242,7 +239,7 @@ def _fetch(media: Media, num_bytes: int, descriptor: int) -> None:
             written += os.pwrite(descriptor, data[written:], position + written)
     if media.indexed is not None:  # a stamp is not enough: pieces may come from two versions
         here = replace(media, offset=0, num_bytes=num_bytes, local=f"/proc/self/fd/{descriptor}")
-        if not content.is_indexed(here, content.content_hash(here, _fetching.get().progress)):
+        if not content.is_indexed(here, content.content_hash(here, _client.get().progress)):
             raise content.changed(media, "another content")
 
 
@@ -313,7 +310,7 @@ class _Request:
     """Asks a store until it answers; gives up when it has given nothing for too long."""
 
     def __init__(self, media: Media) -> None:
-        self._media, self._how = media, _fetching.get()
+        self._media, self._client = media, _client.get()
         self._last, self._failures = time.monotonic(), 0
 
     def until_done(self, store: Any, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
@@ -334,25 +331,25 @@ class _Request:
             answer = self._result(store, ask())
         except Exception as error:  # each client raises its own
             self._raise_or_wait(error)
-            _count(Fetched(0, time.monotonic() - begun, 1))
+            self._client.count(Fetched(0, time.monotonic() - begun, 1))
             if isinstance(error, TimeoutError):
                 raise TimeoutError from None
             return None
         if self._failures:
-            self._how.waiting("")
+            self._client.waiting("")
         self._last, self._failures = time.monotonic(), 0
         num_bytes = len(answer[0]) if isinstance(answer, tuple) else 0
         if num_bytes:
-            _last_read[store_of(self._media.path)] = self._media
-        _count(Fetched(num_bytes, self._last - begun))
+            self._client.last_read[store_of(self._media.path)] = self._media
+        self._client.count(Fetched(num_bytes, self._last - begun))
         return answer
 
     def _result(self, store: Any, asked: Coroutine[Any, Any, _T]) -> _T:
-        seconds = self._how.section.timeout_seconds
+        seconds = self._client.section.timeout_seconds
         future = asyncio.run_coroutine_threadsafe(asked, store.loop)
         end = time.monotonic() + seconds
         while not futures.wait([future], _POLL_SECONDS).done:
-            self._how.progress()
+            self._client.progress()
             if time.monotonic() > end:
                 future.cancel()
                 raise TimeoutError
@@ -360,7 +357,7 @@ class _Request:
 
     def _raise_or_wait(self, error: Exception) -> None:
         """Raise if asking again is of no use; else wait."""
-        media, section = self._media, self._how.section
+        media, section = self._media, self._client.section
         status, name = _status_of(error), type(error).__name__
         if (reason := _never_answered(error)) is not None:
             raise UnansweredError(str(media), reason) from None
@@ -407,17 +404,17 @@ class _Request:
         wait = min(_FIRST_WAIT_SECONDS * 2**self._failures, _MAX_WAIT_SECONDS)
         self._failures += 1
         said = f"{store_of(media.path)} has given nothing for {silent:.0f} s: {reason}"
-        self._how.waiting(said)
+        self._client.waiting(said)
         end = time.monotonic() + wait * _SYSTEM_RANDOM.uniform(0.5, 1.0)
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _POLL_SECONDS))
-            self._how.progress()
+            self._client.progress()
 
     def _gives_others(self) -> bool:
         """Return True if the store gives another object now, such as the last one that was read."""
         name = store_of(self._media.path)
-        known = _last_read.get(name, self._media)
-        others = [each for each in self._how.examples if store_of(each.path) == name]
+        known = self._client.last_read.get(name, self._media)
+        others = [each for each in self._client.examples if store_of(each.path) == name]
         for other in {each.path: each for each in (known, *others)}.values():
             if other.path == self._media.path:
                 continue
@@ -513,7 +510,7 @@ def _open_store(url: str) -> tuple[Any, str]:
             f"{url} needs {_MODULES[protocol]}, which cannot be imported: {error}. Install it: "
             "pip install 'longtake[stores]'."
         ) from error
-    seconds = max(1.0, _fetching.get().section.timeout_seconds)
+    seconds = max(1.0, _client.get().section.timeout_seconds)
     options: dict[str, Any] = {}
     if protocol == "s3":
         config = {"connect_timeout": seconds, "read_timeout": seconds}

@@ -55,7 +55,7 @@ class Task(ABC, Generic[Item, Result]):
     silence_seconds: float = SILENCE_SECONDS  # without a message a process hangs
     memory_gib: float | None = None  # to allocate for an item, beyond what a process has
     store = StoreSection()  # how items in object stores are fetched
-    examples: tuple[Media, ...] = ()  # objects that their stores should have: see `stores.fetching`
+    examples: tuple[Media, ...] = ()  # objects that their stores should have: see `StoreClient`
     num_cpus: int = 1  # cores that a process computes on
     uses_gpu: bool = False  # on a cluster: a GPU of its own, if there are any
     start_hint: str = ""  # what else to try where no process can be started

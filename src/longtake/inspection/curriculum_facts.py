@@ -186,7 +186,7 @@ def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -
         refusal = str(error)
         lenient = recipe.data.model_copy(update={"on_drift": "warn"})
         warnings = review(plan, lenient, _end(plan, steps))
-    first = plan.stages[0].stage.name
+    first = plan.stages[0].name
     return {
         "stages": stages,
         "buckets": [
@@ -221,7 +221,7 @@ def _streams(
     trained, total = plan.taken(end)[number], sum(stage.weights)
     for stream, weight, count in zip(stage.streams, stage.weights, trained, strict=True):
         catalog = stream.parts[-1].catalog
-        assignment = assign_clips(catalog, stage.stage, recipe.data).in_first_epoch(stream)
+        assignment = assign_clips(catalog, stage.section, recipe.data).in_first_epoch(stream)
         buckets = [_bucket(stream, assignment, i, costs) for i in range(len(assignment.shapes))]
         seconds = [bucket["batch_seconds"] or 0.0 for bucket in buckets]
         times = [
@@ -316,7 +316,7 @@ def _timeline(plan: Plan, steps: int) -> dict[str, list[float]]:
     edges = [end * place // spans for place in range(spans + 1)]
     taken = np.array([plan.timeline.taken(edge) for edge in edges])
     shares = np.diff(taken, axis=0) / np.diff(edges)[:, None]
-    return {stage.stage.name: shares[:, i].tolist() for i, stage in enumerate(plan.stages)}
+    return {stage.name: shares[:, i].tolist() for i, stage in enumerate(plan.stages)}
 
 
 def _poor_fits(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -376,7 +376,7 @@ def _num_skipped(facts: RunFacts) -> int:
 def _strip(plans: Sequence[Plan], steps: int, is_exact: bool) -> StageStrip:
     last = plans[-1].end_step
     end = max(1, steps if last is None else min(steps, last))
-    names = list(dict.fromkeys(stage.stage.name for plan in plans for stage in plan.stages))
+    names = list(dict.fromkeys(stage.name for plan in plans for stage in plan.stages))
     spans = min(end, _NUM_SPANS)
     edges = [end * place // spans for place in range(spans + 1)]
     begins = [plan.first_step for plan in plans]
@@ -385,7 +385,7 @@ def _strip(plans: Sequence[Plan], steps: int, is_exact: bool) -> StageStrip:
         cut = [min(max(edge, begun), max(begun, over)) for edge in edges]
         taken = np.array([plan.timeline.taken(edge - begun) for edge in cut]).reshape(len(cut), -1)
         for stage, of_stage in zip(plan.stages, np.diff(taken, axis=0).T, strict=True):
-            counts[names.index(stage.stage.name)] += of_stage
+            counts[names.index(stage.name)] += of_stage
     shares = counts / np.maximum(np.diff(edges), 1)
     return StageStrip(names, shares.tolist(), end, is_exact)
 
@@ -442,9 +442,9 @@ def _spans(
             mine = values[stream.parts[-1].members.all_rows()]
             mine = mine[np.isfinite(mine) & (np.abs(mine) < _MOST_DRAWN)]
             if stream.source == source and len(mine):
-                conditions = list(stage.stage.where)
-                if stage.stage.drop_hardest:
-                    conditions.append(f"without the hardest {100 * stage.stage.drop_hardest:g} %")
+                conditions = list(stage.section.where)
+                if stage.section.drop_hardest:
+                    conditions.append(f"without the hardest {100 * stage.section.drop_hardest:g} %")
                 counts = np.histogram(mine, np.array(histogram.edges))[0].tolist()
                 found.append(
                     StageSpan(

@@ -87,7 +87,7 @@ def _describe_changes(session: Session, loader: Loader, step: int, lost: int) ->
         lines.append(f"changed, resuming with {policy}: {loader.plan_history.changes}")
     for stage in loader.plan_history.plan.stages:
         for reason, count in sum(stage.dropped.values(), Counter()).most_common():
-            lines.append(f"left out of stage {stage.stage.name}: {plural(count, 'clip')}: {reason}")
+            lines.append(f"left out of stage {stage.name}: {plural(count, 'clip')}: {reason}")
     if loader.quarantine.clips:
         lines.append(
             f"{plural(len(loader.quarantine.clips), 'clip')} set aside, not decodable; "
