@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from longtake import heartbeat
+from longtake.data.batch import Batch
 from longtake.data.ledger import Ledger
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.guard import detectors, history
 from longtake.training.guard_runner import Decision
 from longtake.training.inputs import clips_not_encoded
