@@ -15,6 +15,7 @@ from longtake.formatting import (
     format_size,
     join_words,
     nearest,
+    number_ranges,
     plural,
     printable,
     printable_lines,
@@ -113,3 +114,11 @@ def test_control_characters_are_spelled() -> None:
 )
 def test_times_are_told_as_people_do(seconds: float, expected: str) -> None:
     assert for_seconds(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [([3], "3"), ([0, 1], "0-1"), ([0, 1, 2, 6, 8, 9], "0-2, 6, 8-9"), (list(range(900)), "0-899")],
+)
+def test_ranks_are_told_in_ranges(ranks: list[int], expected: str) -> None:
+    assert number_ranges(ranks) == expected

@@ -1,9 +1,10 @@
 """Numbers, names, errors and untrusted text, as messages show them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from difflib import SequenceMatcher, get_close_matches
+from itertools import pairwise
 from typing import Final
 
 _NEAR = 0.6  # difflib's own limit, below which two names do not resemble each other
@@ -73,6 +74,16 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 def join_words(words: Iterable[object], last: str = "and") -> str:
     *some, end = [str(word) for word in words] or [""]
     return f"{', '.join(some)} {last} {end}" if some else end
+
+
+def number_ranges(numbers: Sequence[int], most: int | None = None) -> str:
+    """Ascending numbers as `0-3, 7`; of more than `most` ranges the first, and their count."""
+    cuts = [0, *(at for at, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
+    runs = [(numbers[first], numbers[end - 1]) for first, end in pairwise(cuts) if end > first]
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+    if most is not None and len(texts) > most:
+        texts = [*texts[: most - 1], f"… ({len(numbers)} in all)"]
+    return ", ".join(texts)
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = _NEAR) -> str | None:

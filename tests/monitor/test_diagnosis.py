@@ -16,7 +16,7 @@ from longtake.fsio import parse_record
 from longtake.monitor.diagnosis import diagnose
 from longtake.monitor.flight_recorder import read_folders
 from longtake.monitor.stall_record import MissingIn, StallDiagnosis, Suspect, WaitingRanks
-from longtake.monitor.stall_sentence import describe, ranges
+from longtake.monitor.stall_sentence import describe
 from longtake.monitor.stall_snapshot import StallSnapshot, Wait, classify_wait
 from longtake.node_dir import DumpRequest, NodeDump, ProcessDump
 from longtake.node_events import NodeEvent
@@ -616,11 +616,3 @@ def test_further_suspects_and_the_flight_recorder_follow() -> None:
     assert "No answer came from gpu09." in said
     assert "By the flight recorder ranks 1-2 never joined nccl:all_reduce of mine." in said
     assert "By the flight recorder rank 4 joined and has not finished op of x." in said
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [([3], "3"), ([0, 1], "0-1"), ([0, 1, 2, 6, 8, 9], "0-2, 6, 8-9"), (list(range(900)), "0-899")],
-)
-def test_ranks_are_told_in_ranges(ranks: list[int], expected: str) -> None:
-    assert ranges(ranks) == expected

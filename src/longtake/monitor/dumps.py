@@ -244,18 +244,13 @@ def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) ->
     there = [
         each
         for each in traces([dump])
-        if each.last["threads"] and (reason == "asked" or _hangs(each))
+        if each.last["threads"] and (reason == "asked" or each.hangs)
     ]
     found = {each.pid: each for each in sorted(there, key=lambda each: -each.seconds_in_phase)}
     for pid, threads in stacks.read_native_stacks(list(found), _NATIVE_SECONDS[reason]).items():
         process, read = found[pid].last, list(map(_as_json, threads))
         if reason == "asked" or python_stack(read[0]) == found[pid].stack:
             process["threads"], process["method"] = read, "py-spy --native"
-
-
-def _hangs(trace: "ProcessTrace") -> bool:
-    is_idle = trace.heartbeat is not None and trace.heartbeat["phase"] in ("idle", "ended")
-    return trace.role != "agent" and not is_idle and not trace.has_moved
 
 
 def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -> bool:
@@ -341,6 +336,12 @@ class ProcessTrace:
         given = {(each["heartbeat"] or {}).get("given", "") for each in self.rounds}
         has_not_begun = len(given) == 1 and given != {""} and not self.has_moved
         return has_not_begun or self.is_stopped or self.is_in_device_wait
+
+    @property
+    def hangs(self) -> bool:
+        """It has something to do, and does not move."""
+        is_idle = self.heartbeat is not None and self.heartbeat["phase"] in ("idle", "ended")
+        return self.role != "agent" and not is_idle and not self.has_moved
 
     @property
     def cpu_share(self) -> float:

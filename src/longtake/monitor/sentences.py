@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from longtake.formatting import printable
+from longtake.formatting import number_ranges, printable
 
 ROLES = {
     "rank": ("rank", "ranks"),
@@ -56,6 +56,7 @@ _STARTERS = (
 """Files of calls that a program or a thread begins with."""
 _MOST_LIBRARY_CALLS = 6
 _MOST_CLIPS = 2
+_MOST_RANGES = 6
 _LONGEST_NAME = 70
 _WORTH_SAYING_SECONDS = 0.5
 
@@ -63,7 +64,10 @@ _WORTH_SAYING_SECONDS = 0.5
 def who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
     """Which processes these are, as `ranks 0-2 (on gpu01)`."""
     ranks = sorted({each["rank"] for each in members if each["rank"] is not None})
-    of_ranks = f"{'rank' if len(ranks) == 1 else 'ranks'} {_ranges(ranks)}" if ranks else ""
+    of_ranks = ""
+    if ranks:
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        of_ranks = f"{noun} {number_ranges(ranks, _MOST_RANGES)}"
     if role == "decode":
         of_ranks = f"{len(members)} of {of_ranks}" if len(members) > 1 else f"of {of_ranks}"
     elif role != "rank" and of_ranks:
@@ -172,17 +176,6 @@ def place(file: str) -> str:
             return f"longtake/{below}" if mark == "/src/longtake/" else below
     here = f"{Path.cwd()}/"
     return file.removeprefix(here) if len(here) > 2 else file
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    said = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(said if len(said) <= 6 else [*said[:5], f"… ({len(numbers)} in all)"])
 
 
 def _span(values: Sequence[float], form: str) -> str:

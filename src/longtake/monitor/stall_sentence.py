@@ -1,12 +1,11 @@
 """The diagnosis of a stall as sentences for people."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 from longtake import stacks
-from longtake.formatting import for_seconds, plural
+from longtake.formatting import for_seconds, number_ranges, plural
 from longtake.heartbeat import PHASE_WORDS, STORE_WAIT
-from longtake.monitor.stall_record import MissingIn, StallDiagnosis, Suspect, WaitingRanks
+from longtake.monitor.stall_record import StallDiagnosis, Suspect
 from longtake.monitor.stall_snapshot import StallSnapshot
 
 _MAX_NAMED = 3
@@ -23,24 +22,29 @@ def describe(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> str:
     suspects, silent = diagnosis.suspects, diagnosis.silent_nodes
     if diagnosis.kind == "cleared":
         return "The process that raised the alarm moved on while the processes were dumped."
-    return " ".join(
-        [
-            *_causes(diagnosis, snapshot),
-            *_waiting(diagnosis.waiting, any(each.role != "node" for each in suspects)),
-            *_absent(snapshot.absent, silent, suspects),
-            *map(_recorded, diagnosis.missing_in),
-        ]
-    )
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    cuts = [0, *(at for at, (a, b) in enumerate(pairwise(ranks), 1) if b != a + 1), len(ranks)]
-    runs = [(ranks[first], ranks[end - 1]) for first, end in pairwise(cuts) if end > first]
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    sentences = list(_causes(diagnosis, snapshot))
+    if diagnosis.waiting and any(each.role != "node" for each in suspects):
+        first, *rest = diagnosis.waiting
+        verb = "waits" if len(first.ranks) == 1 else "wait"
+        named = [f"{_of_ranks(first.ranks).capitalize()} only {verb} for {first.doing}"]
+        named += [f"{_of_ranks(each.ranks)} for {each.doing}" for each in rest]
+        sentences.append(f"{', and '.join(named)}.")
+    if snapshot.absent:
+        sentences.append(f"There is no sign of {_of_ranks(snapshot.absent)}; all others wait.")
+    elif silent and not any(each.role == "node" for each in suspects):
+        sentences.append(f"No answer came from {', '.join(silent)}.")
+    for missing in diagnosis.missing_in:
+        has = "has" if len(missing.ranks) == 1 else "have"
+        did = f"joined and {has} not finished" if missing.has_joined else "never joined"
+        sentences.append(
+            f"By the flight recorder {_of_ranks(missing.ranks)} {did} {missing.op} of "
+            f"{missing.group}."
+        )
+    return " ".join(sentences)
 
 
 def _of_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {ranges(sorted(ranks))}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {number_ranges(sorted(ranks))}"
 
 
 def place_of(suspect: Suspect) -> str:
@@ -59,7 +63,11 @@ def _causes(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> Iterator[str]
         yield _cause(suspects[0], snapshot.rounds)
     if more := suspects[1 : 1 + _MAX_NAMED]:
         rest = len(suspects) - 1 - len(more)
-        named = [f"{_who(each)}{_at(each)}" for each in more]
+        named = []
+        for each in more:
+            place = place_of(each)
+            since = f" for {for_seconds(each.seconds)}" if each.state else ""
+            named.append(f"{_who(each)} in {place}{since}" if place else f"{_who(each)}{since}")
         named += [f"{rest} more"] if rest else []
         yield f"Also: {'; '.join(named)}."
     if diagnosis.kind == "link":
@@ -105,7 +113,12 @@ def _cause(suspect: Suspect, rounds: int) -> str:
             f"{_doing(suspect)}, and it did not end as it should."
         )
     stopped = f" {_STATES[suspect.state]}; it" if _is_halted(suspect) else ""
-    return f"{_who(suspect)}{stopped} has been {_where(suspect)}{_motion(suspect, rounds)}."
+    where = f"{_doing(suspect)} for {for_seconds(suspect.seconds)}"
+    if suspect.function:
+        within = f", and there in {suspect.within}," if suspect.within else ""
+        place, since = place_of(suspect), for_seconds(suspect.seconds)
+        where = f"in {place}{within} for {since}, {_doing(suspect)}"
+    return f"{_who(suspect)}{stopped} has been {where}{_motion(suspect, rounds)}."
 
 
 def _is_halted(suspect: Suspect) -> bool:
@@ -119,20 +132,6 @@ def _who(suspect: Suspect) -> str:
         return f"{suspect.host}: decode worker {suspect.pid} of rank {suspect.rank}"
     who = f"rank {suspect.rank} (process {suspect.pid})"
     return f"{suspect.host}: " + (f"thread {suspect.thread} of {who}" if suspect.thread else who)
-
-
-def _at(suspect: Suspect) -> str:
-    place = place_of(suspect)
-    since = f" for {for_seconds(suspect.seconds)}" if suspect.state else ""
-    return f" in {place}{since}" if place else since
-
-
-def _where(suspect: Suspect) -> str:
-    since = f"for {for_seconds(suspect.seconds)}"
-    if not suspect.function:
-        return f"{_doing(suspect)} {since}"
-    within = f", and there in {suspect.within}," if suspect.within else ""
-    return f"in {place_of(suspect)}{within} {since}, {_doing(suspect)}"
 
 
 def _doing(suspect: Suspect) -> str:
@@ -159,28 +158,3 @@ def _motion(suspect: Suspect, rounds: int) -> str:
     if cores >= 0.9 and not _is_halted(suspect):
         return f", and has not moved in {times}, but uses {used}: it is busy in C{native}{gil}"
     return f", and has not moved in {times}; it uses {used}{native}{gil}"
-
-
-def _waiting(waiting: Sequence[WaitingRanks], has_suspect: bool) -> Iterator[str]:
-    if waiting and has_suspect:
-        first, *rest = waiting
-        verb = "waits" if len(first.ranks) == 1 else "wait"
-        named = [f"{_of_ranks(first.ranks).capitalize()} only {verb} for {first.doing}"]
-        named += [f"{_of_ranks(each.ranks)} for {each.doing}" for each in rest]
-        yield f"{', and '.join(named)}."
-
-
-def _absent(
-    absent: Sequence[int], silent: Sequence[str], suspects: Sequence[Suspect]
-) -> Iterator[str]:
-    if absent:
-        yield f"There is no sign of {_of_ranks(absent)}; all others wait."
-    elif silent and not any(each.role == "node" for each in suspects):
-        yield f"No answer came from {', '.join(silent)}."
-
-
-def _recorded(missing: MissingIn) -> str:
-    did = "joined and has not finished" if missing.has_joined else "never joined"
-    did = did.replace("has", "have") if len(missing.ranks) > 1 else did
-    who = _of_ranks(missing.ranks)
-    return f"By the flight recorder {who} {did} {missing.op} of {missing.group}."
