@@ -33,7 +33,7 @@ _MAX_CHARS = 400
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How a rank failed."""
+    """The failure of a rank."""
 
     rank: int
     world_size: int
@@ -105,7 +105,7 @@ def describe_signal(number: int) -> str:
 
 
 def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
-    """By time; what only a watcher has seen comes last."""
+    """The failures of a launch by time; those that only a watcher has seen come last."""
     events = [event for node in all_nodes(run) for event in _events(node)]
     events = [event for event in events if event.get("launch") == launch]
     events.sort(key=lambda event: (event.get("source") == "watcher", str(event["time"])))

@@ -120,7 +120,7 @@ class HeartbeatDir(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseTiming:
-    """How long a phase took, over the times it was left since the process has settled."""
+    """Durations of a phase, over the times it was left since the process has settled."""
 
     count: int
     longest: float  # seconds

@@ -72,7 +72,7 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def command(name: str = "longtake") -> str:
-    """How to type a program of this installation: its name where a shell finds it, else its path.
+    """A program of this installation as one types it: its name if a shell finds it, else its path.
 
     `name` is that of a script that is installed beside longtake, such as `tensorboard`.
     """
@@ -138,7 +138,7 @@ def code_digest(*folders: str) -> str:
 
 
 class RestartDelay:
-    """How long to wait before a program is started again: 1 s, or 600 s if it ends often."""
+    """Delay before a program is started again: 1 s, or 600 s if it ends often."""
 
     def __init__(self) -> None:
         self._starts: deque[float] = deque(maxlen=_MAX_STARTS)
@@ -217,7 +217,7 @@ class KeptProcess:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is started any more.
+        """The program has ended for good, or is not started again.
 
         After `end`, after exit code 0 where that is the last, or without the folder `inside`.
         """
@@ -547,7 +547,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """What /proc/<pid>/stat says."""
+    """The fields of /proc/<pid>/stat that we use."""
 
     pid: int
     name: str

@@ -140,7 +140,7 @@ def phase_lines(
 
 
 def answer_to(received: signal.Signals, ranks: Iterable[heartbeat.Heartbeat]) -> str:
-    """What a request to stop leads to, and which ranks it waits for, to be said at once."""
+    """Answer a request to stop at once: what it leads to, and which ranks it waits for."""
     groups: dict[str, list[heartbeat.Heartbeat]] = defaultdict(list)
     for each in sorted(ranks, key=lambda each: -each.seconds):
         where = heartbeat.PHASE_WORDS.get(each.phase, f"in {each.phase}")

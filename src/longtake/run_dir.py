@@ -121,7 +121,7 @@ class Launch(TypedDict):
 
 
 class Identity(TypedDict):
-    """Who began a run where; see `longtake.process.identity`."""
+    """The user and host that began a run; see `longtake.process.identity`."""
 
     uid: fsio.Count
     host: str
@@ -157,7 +157,7 @@ class RunRecord(TypedDict):
 
 @fsio.with_other_fields
 class EventBase(TypedDict):
-    """What every line of an events.jsonl has: of the run, of a node or of an evaluation server."""
+    """The fields of each line of an events.jsonl: the run's, a node's or an evaluation server's."""
 
     time: fsio.Time
     event: str
@@ -291,7 +291,7 @@ class ReportedSample(TypedDict):
 
 @fsio.with_other_fields
 class ReportedVerdict(TypedDict):
-    """What the guard said."""
+    """The guard's verdict, as its report has it."""
 
     kind: str
     reason: str
@@ -301,7 +301,7 @@ class ReportedVerdict(TypedDict):
 
 @fsio.with_other_fields
 class ReportedState(TypedDict):
-    """What a run could go back to."""
+    """The checkpoints that a run could go back to."""
 
     checkpoint: fsio.Count | None
 
@@ -319,7 +319,7 @@ class GuardReport(TypedDict):
 
 
 def last_ending(kinds: Iterable[str]) -> RunEnding | None:
-    """How the last launch ended, by the kinds of a run's events; None: it did not say."""
+    """The last launch's kind of end, by the kinds of a run's events; None: it is not recorded."""
     found: RunEnding | None = None
     for kind in kinds:
         if kind in BEGINNINGS:
@@ -503,7 +503,7 @@ class RunDirectory:
         return options, lines
 
     def resume_command(self) -> str:
-        """What to type to train on; the recipe of a run that was moved names its old place."""
+        """The command that resumes a run; the recipe of a moved run names its old place."""
         moved = (
             "" if self.recipe().out == self.path else f" --set {shlex.quote(f'out={self.path}')}"
         )
@@ -578,7 +578,7 @@ class RunDirectory:
 
 
 def beside(path: Path) -> Path:
-    """Where a run begins that must not touch another: `path`, or the first free of path-2, -3, ...
+    """A free folder for a run that must not touch another: `path`, or the first of path-2, -3, ...
 
     Free is what does not exist, or is an empty folder.
     """

@@ -78,7 +78,7 @@ class ThreadStack:
 
 @dataclass(frozen=True)
 class StackDump:
-    """What a process was doing."""
+    """The stacks of a process's threads, and its state."""
 
     pid: int
     state: str  # of /proc: R runs, S waits, D waits for a device, T stopped, Z zombie; empty: gone
@@ -267,7 +267,7 @@ def _thread_stack(found: dict[str, Any]) -> ThreadStack:
 
 
 def _by_signal(pid: int, file: Path) -> str:
-    """What a process writes at SIGUSR2, once it has stopped writing.
+    """Stacks that a process writes itself at SIGUSR2, once it has stopped writing.
 
     Empty: it does not answer, or has no handler, so that the signal would end it.
     """
@@ -341,7 +341,7 @@ def short_file(file: str) -> str:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What /proc says of a process."""
+    """A process by /proc: its parent, state, command and processor time."""
 
     pid: int
     ppid: int
@@ -351,7 +351,7 @@ class ProcessFacts:
 
 
 def facts(pid: int) -> ProcessFacts | None:
-    """What /proc says of a process; None: there is none."""
+    """A process by /proc; None: there is none."""
     if (stat := read_stat(pid)) is None:
         return None
     command = f"[{stat.name}]"

@@ -45,7 +45,7 @@ def is_mirror(run: Path) -> bool:
 
 
 def is_own(run: RunDirectory) -> bool:
-    """Whether this user began a run on this host."""
+    """This user began the run on this host."""
     try:
         files = [path.stat().st_uid for path in (run.recipe_path, run.record_path)]
         begun_by = run.record().get("begun_by")
@@ -102,7 +102,7 @@ def refuse_foreign_code(
 def load_recipe(
     path: Path, changes: Sequence[str], *, trust: bool = False, uses_out: bool = True
 ) -> config.Recipe:
-    """As `config.load`; the recipe that a run has kept is trusted as the run is.
+    """Load a recipe as `config.load` does; one that a run has kept is trusted as the run is.
 
     Args:
         path: of the recipe.
@@ -212,7 +212,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for.
+        """The class that a pickle names.
 
         Raises:
             pickle.UnpicklingError: it is not allowed.

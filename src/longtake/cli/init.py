@@ -40,7 +40,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Template:
-    """What a recipe can be written for: a file in `recipes/`, and shapes from small to large."""
+    """A recipe that can be written: its file in `recipes/`, and shapes from small to large."""
 
     family: str
     task: str
@@ -62,7 +62,7 @@ class Template:
 
 @functools.cache
 def templates() -> tuple[Template, ...]:
-    """What is listed in recipes/templates.toml."""
+    """The templates of recipes/templates.toml."""
     listed = tomllib.loads(_FOLDER.joinpath("templates.toml").read_text("utf-8"))["template"]
     return tuple(
         Template(**{**each, "shapes": tuple(Shape(**shape) for shape in each["shapes"])})

@@ -34,7 +34,7 @@ class SafeConsole(Console):
 
 
 def console() -> Console:
-    """Where people read: stderr, so that stdout is for results."""
+    """The console for people: stderr, so that stdout is for results."""
     return SafeConsole(stderr=True, highlight=False, soft_wrap=True)
 
 

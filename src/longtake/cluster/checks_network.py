@@ -89,7 +89,7 @@ def measure_addresses(context: CheckContext) -> Facts:
 
 
 def judge_addresses(facts: FactsByNode) -> CheckResult:
-    """Of several nodes: who cannot be reached by others under its own name."""
+    """Find nodes that others cannot reach by the name that they have for themselves."""
     result = CheckResult()
     if len(facts) < 2:
         result.skip("addresses, clocks and links between nodes", "one node")
@@ -241,7 +241,7 @@ def measure_links(context: CheckContext) -> Facts:
 
 
 def judge_links(facts: FactsByNode) -> CheckResult:
-    """Which link is far below the median, or which node with all of its links."""
+    """Find links that are far slower than the median, and nodes all of whose links are."""
     result = CheckResult()
     speeds: dict[str, float] = {}
     for node, each in facts.items():

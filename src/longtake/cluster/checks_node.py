@@ -151,7 +151,7 @@ _PTRACE_ADVICE = (
 
 
 def measure_inspection(context: CheckContext) -> Facts:
-    """How the stacks of a child process can be read, and what decides that."""
+    """Read the stacks of a child process, and what the kernel allows."""
     child = subprocess.Popen(  # noqa: S603 - our own interpreter
         [sys.executable, "-P", "-c", _CHILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -206,7 +206,7 @@ _TIME_ADVICE = (
 
 
 def measure_time_sync(context: CheckContext) -> Facts:
-    """Which programs set the clock, and what the kernel and chrony report."""
+    """The programs that set the clock, and what the kernel and chrony report."""
     return {
         "daemons": clock.time_daemons(),
         "kernel": clock.KernelClock().sample(),

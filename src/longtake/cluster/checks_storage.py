@@ -42,7 +42,7 @@ _READ_ADVICE = "Look at that node's mount options and its link to the storage."
 
 
 def measure_dataset(context: CheckContext) -> Facts:
-    """Of each catalog: its content, which clips of a sample exist and their sizes, read speed."""
+    """Look at each catalog: its fingerprint, a sample of its clips, and how fast they are read."""
     if context.recipe is None:
         return {}
     sources = context.recipe.data.sources()
@@ -267,7 +267,7 @@ def remove_token(context: CheckContext, created: list[Path]) -> None:
 
 
 def measure_run_directory(context: CheckContext) -> Facts:
-    """Whether and when this node sees the file, and whether it can write."""
+    """Wait for the first node's file, and write one."""
     if context.recipe is None:
         return {}
     folder = context.recipe.out
@@ -281,7 +281,7 @@ def measure_run_directory(context: CheckContext) -> Facts:
 
 
 def judge_run_directory(facts: FactsByNode) -> CheckResult:
-    """Where no node has the folder it could not be created, which rank 0 has reported."""
+    """Find nodes that do not share the folder; if no node has it, rank 0 has reported why."""
     seen = {node: each for node, each in facts.items() if each}
     paths = {
         node: {key: str(each[key]) for key in ("path", "filesystem")} for node, each in seen.items()
@@ -334,7 +334,7 @@ def _seconds_until_seen(path: Path, token: str) -> float | None:
 
 
 def _try_to_write(context: CheckContext) -> str:
-    """Why no file can be written in the run directory; empty: it can."""
+    """Write a file in the run directory; returns why that failed, or nothing."""
     path = _token_path(context).with_suffix(f".{context.process.rank}")
     try:
         path.write_text(context.token)

@@ -60,7 +60,7 @@ class NodeDifference:
 
     @property
     def reference(self) -> str:
-        """What the others are made equal to: the majority's, or of the first node."""
+        """The value that others are made equal to: the majority's, or the first node's."""
         return next(iter(self.values)) if self.majority is None else self.majority
 
     @property
@@ -82,7 +82,7 @@ class NodeMeasure:
 
 @dataclass(frozen=True)
 class SkippedCheck:
-    """What was not checked, and why."""
+    """A check that was not made, and the reason."""
 
     what: str
     why: str
@@ -90,7 +90,7 @@ class SkippedCheck:
 
 @dataclass
 class CheckResult:
-    """What one check concludes from the facts of all nodes, or all checks together."""
+    """The conclusions of one check from the facts of all nodes, or of all checks together."""
 
     findings: list[Finding] = field(default_factory=list)
     differences: list[NodeDifference] = field(default_factory=list)
@@ -124,7 +124,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What a process knows when a check begins."""
+    """The recipe, and the process among all others, for a check that begins."""
 
     process: ProcessInfo
     recipe: Recipe | None = None  # as this node reads it
@@ -434,7 +434,7 @@ def _add_difference(table: Table, group: str, each: Mapping[str, Any]) -> None:
 
 
 def _commands(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What to type on which nodes, each command once."""
+    """The commands that make nodes equal, each once, with its nodes."""
     found: dict[str, list[str]] = {}
     for each in differences:
         if each["command"]:
@@ -480,7 +480,7 @@ def _cell(each: Mapping[str, Any], node: str) -> str:
 
 
 def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
-    """What to know and to do; nodes with the same finding share it."""
+    """A table for each finding, with its advice; nodes with the same finding share it."""
     for each in _merge_nodes(findings):
         table = Table.grid(padding=(0, 1))
         table.add_column(width=7, no_wrap=True)

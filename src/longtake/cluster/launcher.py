@@ -132,7 +132,7 @@ def _report_exit(ended: "RanksExit | None", stop: "LaunchStop", console: Console
 def _rendezvous(
     options: LaunchOptions, stop: "LaunchStop"
 ) -> Iterator[rendezvous.RendezvousHandler]:
-    """Where nodes meet; closed at the end, so that the others do not wait for this node."""
+    """Join the rendezvous; closed at the end, so that other nodes do not wait for this one."""
     with TemporaryDirectory(prefix="longtake-", ignore_cleanup_errors=True) as folder:
         handler = _rendezvous_handler(options, Path(folder))
         try:
@@ -216,7 +216,7 @@ class RankLogs(LogsSpecs):
 
 
 def _last_line(log: Path, code: int) -> str:
-    """What a process that ended with `code` printed last; empty if that says nothing of its end."""
+    """The last line that a process printed; empty after SIGKILL, which leaves no message."""
     if code == -signal.SIGKILL:
         return ""
     try:
@@ -350,7 +350,7 @@ class LaunchStop(process.StopSignal):
 
 @dataclass(frozen=True)
 class RanksExit:
-    """How the ranks of a node ended, not all of them with exit code 0."""
+    """The end of a node's ranks, not all of them with exit code 0."""
 
     code: int  # exit code of the launcher, unless the ranks are started again
     # `stopped`: by a signal; `mistake`: a restart would end the same way; `crashed`: it may help
@@ -447,7 +447,7 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """As torch's, but after a failure the other ranks first have time to report it and end."""
+        """Monitor as torch does, but give other ranks time to report a failure and to end."""
         ranks = {worker.id: worker.global_rank for worker in worker_group.workers}
         if self._stop.first_signal is not None and not self._has_answered:
             self._has_answered = True
@@ -523,7 +523,7 @@ class Agent(LocalElasticAgent):
         return [] if launch is None else failures.failures_of_launch(run, launch)
 
     def _decide_restarts(self, ended: RanksExit) -> None:
-        """How many restarts are left; a new checkpoint resets the count."""
+        """Count the restarts that are left; a new checkpoint resets the count."""
         newest, is_requested = self._newest_checkpoint(), self._stop.first_signal is not None
         if newest != self._newest:
             self._newest, self._remaining_restarts = newest, self._options.max_restarts

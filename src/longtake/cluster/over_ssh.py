@@ -102,7 +102,7 @@ def preflight_over_ssh(
 
 
 def preflight_on_node(recipe: Path | None, changes: Sequence[str], seconds: float) -> NoReturn:
-    """What is started on each node: prints `report`, or `error`, as JSON, and ends this process."""
+    """Check as one of the nodes: print `report`, or `error`, as JSON, and end this process."""
     from longtake.cluster.preflight import preflight
     from longtake.cluster.rendezvous import SilentProcessError
 
@@ -169,7 +169,7 @@ def _on_node(command: Sequence[str], variables: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class _Output:
-    """What a command on a node printed; `status` is None if it had to be ended."""
+    """The output of a command on a node; `status` is None if it had to be ended."""
 
     status: int | None
     out: str
@@ -269,7 +269,7 @@ def _cannot_take_part(node: str, output: _Output) -> findings.Finding:
 
 
 def _explain(node: str, output: _Output) -> tuple[str, str]:
-    """Why a command could not be run on a node, and what to do."""
+    """Explain why a command could not be run on a node, and what to do."""
     status, error, last = output.status, output.error, output.last_line
     if status is None:
         what = f"it has not answered within {_ASK_SECONDS:g} s"

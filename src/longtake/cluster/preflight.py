@@ -56,7 +56,7 @@ _SECONDS_TO_LET_GO = 0.1  # see parallel.mesh.join
 
 @dataclass
 class _Measured:
-    """What was measured; by all on rank 0, elsewhere only by this process."""
+    """The facts that were measured: of all processes on rank 0, elsewhere of this process."""
 
     checks: list[findings.Check] = field(default_factory=list)
     facts: dict[str, dict[str, findings.Facts]] = field(default_factory=dict)
@@ -154,7 +154,7 @@ def _context(
 
 
 def _leave_token(context: findings.CheckContext, created: list[Path]) -> list[findings.Finding]:
-    """Why the token of the run directory could not be left."""
+    """Leave the token in the run directory; returns a finding if it cannot be written."""
     try:
         storage.leave_token(context, created)
     except OSError as error:

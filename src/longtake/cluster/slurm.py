@@ -30,7 +30,7 @@ _MAX_REQUEUES = 3
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What a job requests, and what it runs besides the ranks."""
+    """The resources that a job requests, and whether it checks its nodes and is requeued."""
 
     gpus: int | None = None  # per node; None: no GPUs are requested
     cpus: int | None = None  # cores per node; None: whole nodes with all of their memory
@@ -166,7 +166,7 @@ def _directive(name: str, value: str) -> Iterator[str]:
 
 
 def _quoted(value: str) -> str:
-    """As sbatch reads it: between double quotes, a backslash before each of them."""
+    """Quote a value for sbatch: between double quotes, each inner one after a backslash."""
     if re.fullmatch(r"[\w@%+=:,./-]+", value):
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Final
 
 from longtake.errors import LongtakeError
+from longtake.formatting import natural_key
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
 """Ports of our rendezvous in a Slurm job, which follow from its number."""
@@ -136,16 +137,10 @@ def _expand(part: str) -> Iterator[str]:
 
 def fold_hosts(hosts: Iterable[str]) -> str:
     """Names on one short line; those that differ in their last number are folded: gpu[0-6,12]."""
-    ordered = sorted(
-        hosts, key=lambda name: [_by_number(part) for part in re.split(r"(\d+)", name)]
-    )
+    ordered = sorted(hosts, key=natural_key)
     groups = [_fold(list(some)) for _, some in groupby(ordered, key=_around_number)]
     more = len(groups) - _MAX_GROUPS
     return ", ".join(groups[:_MAX_GROUPS]) + (f" and {more} groups more" if more > 0 else "")
-
-
-def _by_number(part: str) -> tuple[int, str]:
-    return (int(part), "") if part.isdecimal() else (-1, part)
 
 
 def _around_number(name: str) -> tuple[str, str]:

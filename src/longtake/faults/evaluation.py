@@ -156,7 +156,7 @@ def _expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterabl
 
 
 def _is_whole(run: RunDirectory, step: int) -> bool:
-    """Whether a result has all videos, and is of the checkpoint's weights if that still exists."""
+    """A result has all videos, and is of the checkpoint's weights if that still exists."""
     directory, checkpoint = evaluation_dir.EvaluationDirectory(run), run.checkpoint_path(step)
     scores = directory.scores(PRESET, step)
     if scores is None:
@@ -246,7 +246,7 @@ def two_evaluators(sandbox: Sandbox) -> Evidence:
 
 @dataclass
 class _HeldCheckpoints:
-    """What was seen of a run's checkpoints and its server."""
+    """Observations of a run's checkpoints while a server holds them."""
 
     held: int = -1  # a step that was sampled while the run could have deleted its checkpoint
     saves: int = 0  # how many checkpoints were saved meanwhile

@@ -53,7 +53,7 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a run resumed after it lost a rank."""
+    """The resumption of a run after it lost a rank."""
 
     resumed: ObservedEvent | None
     newest: int  # step of the newest whole checkpoint then
@@ -66,7 +66,7 @@ class Recovery:
 
 @dataclass
 class Evidence:
-    """What a drill found; it passes if there are no complaints."""
+    """The findings of a drill, which passes if there are no complaints."""
 
     complaints: list[str] = field(default_factory=list)
     message: str = ""  # what happened, if the drill passes
@@ -251,7 +251,7 @@ def count_samples(
 
 
 def clips_between(run: RunDirectory, first: int, end: int) -> dict[int, Identities]:
-    """By epoch, what a run consumed in its batches `first` .. `end - 1`."""
+    """Clips that a run consumed in its batches `first` .. `end - 1`, by epoch."""
     consumed = read_ledger(run.ledger_path)
     is_its = (consumed.step >= first) & (consumed.step < end)
     epochs, identities = consumed.epoch[is_its], consumed.identity[is_its]
@@ -272,7 +272,7 @@ def identities_of(catalog: Catalog) -> Identities:
 
 
 def steps_given_up(run: RunDirectory) -> int:
-    """How many steps a run trained and then went back from, over all its launches."""
+    """Number of steps that a run trained and then went back from, over all its launches."""
     given_up = done = 0
     for row in read_json_lines(run.metrics_path):
         given_up += max(0, done + 1 - row["step"])

@@ -39,7 +39,7 @@ _BYTE = ctypes.create_string_buffer(1)
 
 @dataclass(frozen=True)
 class Hang:
-    """What a process wrote down before it hung; the diagnosis is compared with it."""
+    """A process's own note before it hung; the diagnosis is compared with it."""
 
     pid: int
     at: float  # by the monotonic clock, in seconds

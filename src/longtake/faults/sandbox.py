@@ -181,7 +181,7 @@ class RunObserver(ABC):
 
     @property
     def output(self) -> str:
-        """What they printed."""
+        """The output of the processes."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def events(self) -> list[dict[str, Any]]:
@@ -196,7 +196,7 @@ class RunObserver(ABC):
         return found
 
     def num_rows(self) -> int:
-        """How many rows of metrics the run has, also of former launches."""
+        """Number of rows of metrics, those of former launches included."""
         path = self._run.metrics_path
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -246,7 +246,7 @@ class RunObserver(ABC):
         )
 
     def wait_for_hang(self) -> Hang:
-        """What a process wrote down before it hung; RunError if none did."""
+        """The note of the process that hangs; RunError if the run ends without one."""
         return self.wait_until(lambda: read_hang(self._folder), "one of its processes could hang")
 
     def wait_for_event(self, kind: EventKind, **fields: Any) -> ObservedEvent | None:
@@ -326,7 +326,7 @@ class TrainingProcess(RunObserver):
 
 
 def _program(ranks: int, inject: Injection | None, restarts: int) -> list[str]:
-    """What follows `python -m`, up to the recipe."""
+    """The arguments of `python -m`, up to the recipe."""
     ours = ["longtake", "train"]
     if inject is not None:
         ours = ["longtake.faults.inject", *inject.arguments, "train"]

@@ -37,7 +37,7 @@ class Journal(Generic[_T]):
         return list(self.entries())
 
     def entries(self) -> Iterator[_T]:
-        """The same, read as they are needed."""
+        """Yield the items that an interrupted command has finished."""
         lines = read_lines(self._path, self._max_line_bytes)
         if self._header is not None:
             first = next(filter(None, lines), b"{}")

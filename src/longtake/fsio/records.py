@@ -236,7 +236,7 @@ class Tail(Generic[_T]):
 
 
 def is_nested_deeper(data: bytes, max_depth: int) -> bool:
-    """Whether JSON text has arrays and objects nested at more than so many levels."""
+    """JSON text has arrays and objects nested at more than `max_depth` levels."""
     if data.count(b"[") + data.count(b"{") <= max_depth:
         return False
     depth = 0
@@ -287,7 +287,7 @@ def _adapter_of(kind: type[_T]) -> pydantic.TypeAdapter[_T]:
 
 
 def _reason(error: pydantic.ValidationError) -> str:
-    """What is wrong with a record, such as: launches.0.host: Field required."""
+    """The reason why a record is refused, such as: launches.0.host: Field required."""
     errors = error.errors(include_url=False, include_input=False)
     # Another format explains whatever else is wrong.
     first = next((each for each in errors if each["loc"] == ("format",)), errors[0])

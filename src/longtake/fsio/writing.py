@@ -146,7 +146,7 @@ def no_follow(path: str, flags: int) -> int:
 
 
 def is_there(path: Path | str) -> bool:
-    """Whether a file or folder exists; False if the name is impossible or forbidden."""
+    """A file or folder exists; False if the name is impossible or forbidden."""
     try:
         os.stat(path)  # noqa: PTH116 - millions of times: a Path would take longer than the call
     except (OSError, ValueError):  # such as a name of more than 255 letters, or with a NUL

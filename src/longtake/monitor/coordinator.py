@@ -160,7 +160,7 @@ class RequestQueue:
         return is_ours and not node_dir.diagnosis_path(self._run, token).exists()
 
     def _is_awaited(self, token: str) -> bool:
-        """Whether it was asked just before this watcher began, by the disk's own clock."""
+        """A request was made just before this watcher began, by the disk's own clock."""
         try:
             begun = self._node.events_path.stat().st_mtime
             asked = node_dir.request_path(self._run, token).stat().st_mtime

@@ -72,7 +72,7 @@ def diagnose(
 
 
 def has_moved_on(alarm: StallAlarm, dumps: Sequence[node_dir.NodeDump]) -> bool:
-    """Whether the process that raised an alarm has left that phase, by its node's last round.
+    """The process that raised an alarm has left that phase, by its node's last round.
 
     A rank that died has not. One that ended as it should has, and so has a decode worker that died:
     its pool has replaced it. Without a dump of its node nothing is known.
@@ -181,7 +181,7 @@ def _hanging_workers(
 
 
 def _out_of_place(snapshot: StallSnapshot) -> list[ProcessState]:
-    """Of ranks that all wait for each other, those that do it where the others do not."""
+    """Ranks that wait at another place than most, where all ranks wait for each other."""
     places: dict[Any, list[ProcessState]] = defaultdict(list)
     for each in snapshot.ranks:
         places[each.position, each.place].append(each)

@@ -254,7 +254,7 @@ def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) ->
 
 
 def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -> bool:
-    """Whether a process died that should run; not one of an earlier launch."""
+    """A process of the current launch died and should run."""
     if heartbeat.is_alive or heartbeat.phase in ("idle", "ended"):
         return False
     if heartbeat.launch:
@@ -267,7 +267,7 @@ def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -
 
 @dataclass(frozen=True, eq=False)
 class ProcessTrace:
-    """What a process did in each round of its node's dump in which it existed."""
+    """A process in each round of its node's dump in which it existed."""
 
     host: str
     rounds: tuple[ProcessDump, ...]
@@ -311,7 +311,7 @@ class ProcessTrace:
 
     @property
     def has_moved(self) -> bool:
-        """Whether its main thread's stack or its heartbeat changed between rounds."""
+        """Its main thread's stack or its heartbeat changed between rounds."""
         main = [each["threads"][0] for each in self.rounds if each["threads"]]
         for one, other in pairwise(main):  # most are equal with their C calls, which is quick
             if one["frames"] != other["frames"] and python_stack(one) != python_stack(other):

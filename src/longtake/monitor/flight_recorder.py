@@ -52,7 +52,7 @@ def request_files(folder: Path, ranks: Iterable[int]) -> list[int]:
 
 
 def file_stamps(folder: Path, ranks: Iterable[int]) -> dict[int, FileStamp]:
-    """What distinguishes each rank's file from a later one, whatever clocks do."""
+    """Stamps that distinguish each rank's file from a later one, whatever clocks do."""
     found = {}
     for rank in ranks:
         with suppress(OSError):
@@ -189,7 +189,7 @@ class CollectiveOp:
 
 @dataclass(frozen=True)
 class RecordedOps:
-    """What one rank recorded."""
+    """The collectives that one rank recorded."""
 
     pending: Mapping[CollectiveOp, Mapping[str, Any]]  # in the order of enqueueing
     enqueued: Mapping[GroupMembers, int]  # the last collective of each group
@@ -241,7 +241,7 @@ def _blocked(
 
 
 def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset[int]:
-    """Who did not join, or joined and waits at an earlier one of its own."""
+    """Ranks that did not join, or that joined and wait at an earlier one of their own."""
 
     def is_behind(own: RecordedOps) -> bool:
         return own.first != op and (op.number == MESSAGE or op in own.pending)
@@ -251,7 +251,7 @@ def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset
 
 
 def _missing(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> list[int]:
-    """Who takes part and did not join; a rank without a file counts as missing."""
+    """Members that did not join; a rank without a file counts as missing."""
     return [
         rank
         for rank in op.ranks

@@ -247,7 +247,7 @@ class WatchSettings(WatchSection):
 
 
 class PhaseTimeouts:
-    """How long each phase may take on this node in the current launch."""
+    """Time limits of the phases on this node in the current launch."""
 
     def __init__(self, settings: WatchSettings) -> None:
         self.launch = ""  # empty: not known yet

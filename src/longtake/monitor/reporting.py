@@ -261,7 +261,7 @@ class EventReporter:
         self._terminal.close(_SECONDS_FOR_TERMINAL)
 
     def _is_known(self, kind: NodeEventKind, fields: dict[str, Any]) -> bool:
-        """Whether people know of this cause at this place, or were not informed of what is over."""
+        """People know of this cause at this place, or were not told of the stall that is over."""
         token = str(fields.get("token", ""))
         if kind == "stall_cleared":
             return token in self._quiet_tokens
@@ -423,7 +423,7 @@ class StallActions:
         return None
 
     def _reason_to_wait(self, heartbeat: Heartbeat, suspect: Suspect) -> str:
-        """Why it is not ended before twice its limit; empty: it is."""
+        """The reason to let a process live until twice its limit; empty: there is none."""
         limit = self._timeouts.limit_of(heartbeat, time.monotonic())
         if limit is None or heartbeat.seconds >= 2 * limit:
             return ""
@@ -463,7 +463,7 @@ def kill_process(heartbeat: Heartbeat) -> str:
 
 
 def _blames_no_process(diagnosis: StallDiagnosis) -> str:
-    """Why any rank may be ended: the network, or a silent node; empty: a process is the cause."""
+    """The reason why any rank may be ended: the network or a silent node; else empty."""
     if diagnosis.kind == "link" and not diagnosis.suspects:
         return (
             "all ranks wait at the same place, and none is the cause: any one that ends restarts "

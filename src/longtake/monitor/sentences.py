@@ -62,7 +62,7 @@ _WORTH_SAYING_SECONDS = 0.5
 
 
 def who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
-    """Which processes these are, as `ranks 0-2 (on gpu01)`."""
+    """Name processes, as `ranks 0-2 (on gpu01)`."""
     ranks = sorted({each["rank"] for each in members if each["rank"] is not None})
     of_ranks = ""
     if ranks:
@@ -82,7 +82,7 @@ def who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
 
 
 def doing(members: Sequence[Mapping[str, Any]]) -> str:
-    """What they say they do, and for how long; of those that say nothing, what was started."""
+    """Say what processes do by their heartbeats, and for how long; without, their command."""
     if members[0]["phase"] is None:
         program, space, arguments = str(members[0]["command"]).partition(" ")
         name = Path(program).name if program.startswith("/") else program
@@ -100,7 +100,7 @@ def doing(members: Sequence[Mapping[str, Any]]) -> str:
 
 
 def state_of(members: Sequence[Mapping[str, Any]]) -> str:
-    """Whether they can run, and whether they do; nothing of those that have nothing to do."""
+    """Say whether processes can run and do; nothing of those that have nothing to do."""
     first = members[0]
     if first["state"] in _HALTED:
         return _HALTED[str(first["state"])]
@@ -119,7 +119,7 @@ def is_halted(members: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def unread(member: Mapping[str, Any]) -> str:
-    """Why there are no calls of a process, and where it is."""
+    """Say why there are no calls of a process, and where it is."""
     waits = re.search(r"^wchan: (\w*[a-z]\w*)", member["raw"], re.MULTILINE)
     where = f"in the kernel's {waits[1]}" if waits else f"state {member['state']}"
     return f"its stacks could not be read; it is {where}"

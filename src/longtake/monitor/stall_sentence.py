@@ -18,7 +18,7 @@ _STATES = {
 
 
 def describe(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> str:
-    """Which process caused a stall, where it is and since when; who waits; what else is known."""
+    """Say which process caused a stall, where it is and since when, and who waits for it."""
     suspects, silent = diagnosis.suspects, diagnosis.silent_nodes
     if diagnosis.kind == "cleared":
         return "The process that raised the alarm moved on while the processes were dumped."

@@ -94,7 +94,7 @@ class ProcessState:
 
     @cached_property
     def has_moved(self) -> bool:
-        """Whether the thread's stack or the heartbeat changed between rounds."""
+        """The thread's stack or the heartbeat changed between rounds."""
         if self.trace.has_moved:
             return True
         seen = self.trace.stacks_of(self.thread) if self.thread else []
@@ -232,7 +232,7 @@ def _with_device_waits(
 def _by_heartbeat(
     host: str, pid: int, role: str, rank: int | None, heartbeat: Mapping[str, Any]
 ) -> Suspect:
-    """What a process's heartbeat says, which may be all that is left of it."""
+    """Make a suspect of a process's heartbeat, which may be all that is left of it."""
     is_decoding = role == "decode"
     return Suspect(
         *(host, pid, "decode" if is_decoding else "rank", rank),
@@ -275,7 +275,7 @@ _BY_PHASE: dict[str, Wait] = {
 
 
 def classify_wait(calls: stacks.Stack, phase: str, native: stacks.Stack = ()) -> Wait:
-    """What a thread waits for."""
+    """Classify what a thread waits for, by its calls and its process's phase."""
     if not calls:
         return _BY_PHASE.get(phase, "nothing")
     below, own = (
@@ -301,7 +301,7 @@ def classify_wait(calls: stacks.Stack, phase: str, native: stacks.Stack = ()) ->
 
 
 def _reads_device(call: stacks.Call) -> bool:
-    """Whether a line of training takes values from the device, which shows no call of torch's.
+    """A line of training takes values from the device, which shows no call of torch's.
 
     The line is read in this process's own package: another process's file may be anything.
     """

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -48,6 +47,7 @@ _MAX_RETRY_SECONDS = 600.0
 # W&B: share nothing with a process above that uses it too; print and report nothing.
 _QUIET = {"WANDB_SERVICE": "", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 _FEED_POLL_SECONDS = 1.0  # between two looks for what is new
+_ARRIVAL_POLL_SECONDS = 0.1  # between two looks whether what was sent has arrived
 _FIRST_PAUSE_SECONDS = 2.0
 _MAX_PAUSE_SECONDS = 120.0
 _SAVE_SECONDS = 5.0  # between two saves of the cursor, while only rows come
@@ -69,9 +69,9 @@ class Feed:
         self.name, self.trouble, self.is_over = name, "", False
         self._run, self._tracker, self._lease = run, tracker, lease
         self._path, self._reader = evaluation_dir.cursor_path(run, name), UpdateReader(run)
-        self._saved = self._arrived = self._read = Cursor()
+        self._saved = self._arrived = Cursor()
         self._saved_at = float("-inf")
-        self._sent: deque[Cursor] = deque()  # after what was sent, and may not have arrived
+        self._sent: Cursor | None = None  # after what was sent, and has not arrived yet
         self._next = 0
         self._is_open = self._is_last = self._is_abandoned = False
         self._pause = _FIRST_PAUSE_SECONDS
@@ -81,7 +81,7 @@ class Feed:
         self._thread = threading.Thread(target=self._send_updates, name=name, daemon=True)
 
     def start(self) -> None:
-        self._saved = self._arrived = self._read = Cursor.load(self._path)
+        self._saved = self._arrived = Cursor.load(self._path)
         self._thread.start()
 
     def finish(self) -> None:
@@ -109,7 +109,8 @@ class Feed:
                 if is_last and not has_more:
                     self._end()
                     return
-                self._wait(0.0 if has_more else _FEED_POLL_SECONDS)
+                pause = 0.0 if self._sent is None else _ARRIVAL_POLL_SECONDS
+                self._wait(pause if has_more else _FEED_POLL_SECONDS)
             except Exception as error:  # whatever a tracker's library raises
                 self._recover(error)
                 if self._is_abandoned:
@@ -119,25 +120,29 @@ class Feed:
         self._close()
 
     def _send(self, *, thoroughly: bool) -> bool:
-        """Send what is new, and note what has arrived; whether there may be more."""
-        updates = self._reader.read(self._read, thoroughly=thoroughly)
-        while self._reader.warnings:
-            log(self._reader.warnings.pop(0))
-        if updates.records and not self._is_open:
-            self._next = self._tracker.open(self._read.rows)
-            self._is_open = True
-        for record in updates.records:
-            self._write(record)
-        if updates.cursor != self._read:
-            self._read = replace(updates.cursor, rows=self._next)
-            self._sent.append(self._read)
-        if self._sent:
-            self._note_arrival(self._tracker.flush() if self._is_open else self._next)
+        """Send what is new, and note what has arrived; whether there may be more.
+
+        What follows is read and sent once this has arrived: after an error it begins again there.
+        """
+        num_sent = 0
+        if self._sent is None:
+            updates = self._reader.read(self._arrived, thoroughly=thoroughly)
+            num_sent = len(updates.records)
+            while self._reader.warnings:
+                log(self._reader.warnings.pop(0))
+            if updates.records and not self._is_open:
+                self._next = self._tracker.open(self._arrived.rows)
+                self._is_open = True
+            for record in updates.records:
+                self._write(record)
+            if updates.cursor != self._arrived:
+                self._sent = replace(updates.cursor, rows=self._next)
+        self._note_arrival(self._tracker.flush() if self._is_open else self._next)
         self._save(at_once=thoroughly)
         if self.trouble:
             log(f"{self.name}: it can be reached again.")
         self.trouble, self._pause = "", _FIRST_PAUSE_SECONDS
-        return bool(updates.records)
+        return num_sent > 0 or self._sent is not None
 
     def _write(self, record: TrackedRecord) -> None:
         """Write a record, unless the tracker has rejected it several times for the same reason.
@@ -160,8 +165,8 @@ class Feed:
             raise
 
     def _note_arrival(self, arrived: int) -> None:
-        while self._sent and self._sent[0].rows <= arrived:
-            self._arrived = self._sent.popleft()
+        if self._sent is not None and self._sent.rows <= arrived:
+            self._arrived, self._sent = self._sent, None
 
     def _save(self, *, at_once: bool) -> None:
         """Save how much has arrived; while only rows come, not each time."""
@@ -178,7 +183,7 @@ class Feed:
         if self._is_open:
             self._is_open = False
             self._note_arrival(self._tracker.close())
-        if self._sent:
+        if self._sent is not None:
             raise OSError(f"{self.name} was closed without the last rows")
         self._save(at_once=True)
         self.is_over = True
@@ -190,9 +195,8 @@ class Feed:
             log(f"{self.name}: {reason}. It is tried again, and then gets all that it missed.")
         self.trouble = reason
         self._close()
-        self._read = self._arrived
         self._reader.forget()
-        self._sent.clear()
+        self._sent = None
 
     def _close(self) -> None:
         """Close the tracker if it is open, whatever that raises."""
@@ -306,7 +310,7 @@ class _RunWriter:
         return True
 
     def _has_launch_begun(self) -> bool:
-        """Whether a launch begins whose own follower is to write.
+        """A launch begins, and its own follower is to write.
 
         For a trainer's follower that is one after its own launch, whose end was requested.
         """
@@ -318,7 +322,7 @@ class _RunWriter:
         return False
 
     def _is_too_late(self, began: float) -> bool:
-        """Whether to wait no longer for the lease: the process that has it sends everything."""
+        """Wait no longer for the lease: the process that has it sends everything."""
         is_trainer, shutdown = self._role == "trainer", self._shutdown
         if shutdown.is_requested:
             seconds = _MAX_END_SECONDS if is_trainer else _EVALUATOR_WAIT_SECONDS_AT_END

@@ -31,7 +31,7 @@ Result = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a tracker has been sent what a run directory holds."""
+    """The part of a run directory that a tracker has been sent."""
 
     metrics_offset: fsio.Count = 0  # bytes of metrics.jsonl
     events_offset: fsio.Count = 0
@@ -56,7 +56,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Updates:
-    """What has come since a cursor, in the order in which it is sent, and the cursor after it."""
+    """Records since a cursor, in the order in which they are sent, and the cursor after them."""
 
     records: list[TrackedRecord]
     cursor: Cursor
@@ -75,7 +75,7 @@ class UpdateReader:
         self._incomplete: dict[Result, float] = {}
 
     def read(self, cursor: Cursor, *, thoroughly: bool = False) -> Updates:
-        """What has come since; lines that are still being written wait."""
+        """Read what has come since a cursor; lines that are still being written wait."""
         rows, metrics_offset = _lines_after(self._run.metrics_path, cursor.metrics_offset)
         events, events_offset = _lines_after(self._run.events_path, cursor.events_offset)
         found = [
@@ -110,7 +110,7 @@ class UpdateReader:
         return found
 
     def _may_be_sent(self, result: Result, scores: Scores, path: Path) -> bool:
-        """Whether all its files are there, or have not come in a minute: they were deleted."""
+        """All files of a result are there, or have not come in a minute: they were deleted."""
         if all((path.parent / name).is_file() for name in _files(scores)):
             self._incomplete.pop(result, None)
             return True
@@ -144,7 +144,7 @@ class UpdateReader:
             self.warnings.append(text)
 
     def _may_have_come(self) -> bool:
-        """Whether a folder of results has changed; now and then yes, as clocks are coarse."""
+        """A folder of results has changed; now and then yes, as clocks are coarse."""
         seen = {}
         with suppress(OSError):
             seen = {each: each.stat().st_mtime_ns for each in self._folder.iterdir()}
@@ -213,7 +213,7 @@ def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
 
 
 def _is_event(event: Mapping[str, Any]) -> bool:
-    """Whether it has a time, and its step, if any, is an integer."""
+    """An event has a time, and its step, if any, is an integer."""
     if not isinstance(event.get("step"), int | None):
         return False
     try:

@@ -43,7 +43,7 @@ class MediaFile(NamedTuple):
 
 @dataclass(frozen=True)
 class TrackedRecord:
-    """What a tracker is sent of a line of metrics.jsonl, an event, or a checkpoint's evaluation.
+    """A line of metrics.jsonl, an event or an evaluation, as trackers are sent it.
 
     `scalars` has the finite numbers, with names such as `train/loss` and `train/grad_norm/blocks`.
     """

@@ -157,7 +157,7 @@ def run_id_of(run: RunDirectory) -> str:
 
 
 def missing_key(section: TrackingSection) -> str | None:
-    """What to say where a recipe wants W&B online and there is no key for it; None: there is."""
+    """Say that a recipe wants W&B online and there is no key for it; None: there is one."""
     if section.wandb != "online" or _has_key():
         return None
     return (
