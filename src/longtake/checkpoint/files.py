@@ -115,7 +115,8 @@ def load_trainer(path: Path, kind: type[_T]) -> _T:
     Raises:
         CheckpointError: the file is damaged, or lacks what is needed.
     """
-    _refuse(path, find_damage(path, checksums=True, within="trainer.json"))
+    if (reason := find_damage(path, checksums=True, within="trainer.json")) is not None:
+        raise DamagedCheckpointError(path, reason)
     try:
         return fsio.require_record(path / "trainer.json", kind)
     except errors.RecordError as error:
@@ -449,11 +450,6 @@ def _wrong_bytes(folder: Path, name: str, entry: FileEntry) -> str | None:
 
 def _is_whole(path: Path, within: str = "") -> bool:
     return find_damage(path, checksums=False, within=within) is None
-
-
-def _refuse(path: Path, reason: str | None) -> None:
-    if reason is not None:
-        raise DamagedCheckpointError(path, reason)
 
 
 def _folders(run: RunDirectory) -> dict[int, Path]:

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +265,7 @@ def read_tables(
     }
     of_own = _read_presets(own, recipe) if own is not None else {}
     places: list[tuple[Path | None, Mapping[str, Table]]] = [
-        (_SHIPPED.parent, _shipped()),
+        (_SHIPPED.parent, tomllib.loads(_SHIPPED.read_text(encoding="utf-8"))),
         (beside, of_recipe),
         (own.parent if own is not None else None, of_own),
     ]
@@ -273,20 +273,13 @@ def read_tables(
     folders: dict[str, dict[str, Path | None]] = {}
     for folder, tables in places:
         for name, table in tables.items():
-            known[name] = _merged(known.get(name, {}), table)
+            # Prompts in a later place replace those of an earlier one, however both are given.
+            prompts = {"prompts", "prompts_file"}
+            gone = prompts if prompts & table.keys() else set()
+            before = known.get(name, {})
+            known[name] = {key: v for key, v in before.items() if key not in gone} | dict(table)
             folders.setdefault(name, {}).update(dict.fromkeys(table, folder))
     return PresetTables(known, folders, tuple(of_recipe), tuple(of_own))
-
-
-def _merged(before: Table, table: Table) -> dict[str, Any]:
-    either = {"prompts", "prompts_file"}
-    kept = {key: v for key, v in before.items() if not (key in either and either & table.keys())}
-    return {**kept, **table}
-
-
-@cache
-def _shipped() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(_SHIPPED.read_text(encoding="utf-8"))
 
 
 def _read_presets(path: Path, recipe: config.Recipe) -> dict[str, dict[str, Any]]:
@@ -411,7 +404,11 @@ def refuse_unwritable(bucket: config.Bucket, fps: float) -> None:
 def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
     """Write a preset's record to preset.json unless it exists."""
     try:
-        kept = _read_record(path) or _write_record(path, record)
+        kept = _read_record(path)
+        if not kept:
+            if not fsio.write_once(path, record) and not _read_record(path):
+                fsio.write_json(path, record, by_many=True)  # what is there cannot be read
+            kept = _read_record(path)
     except OSError as error:
         raise cannot_be_kept(path, error) from error
     changed = [key for key in record.keys() | kept.keys() if record.get(key) != kept.get(key)]
@@ -428,9 +425,3 @@ def _read_record(path: Path) -> dict[str, Any]:
     with suppress(FileNotFoundError, RecordError):
         return fsio.parse_record(fsio.read_regular(path), dict[str, Any], path)
     return {}
-
-
-def _write_record(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    if not fsio.write_once(path, record) and not _read_record(path):
-        fsio.write_json(path, record, by_many=True)  # what is there cannot be read
-    return _read_record(path)

@@ -272,16 +272,16 @@ class Sampler:
         *,
         decoding: str = "auto",
     ) -> NDArray[np.uint8]:
-        """Videos [N, F, H, W, 3]; each depends on its own request only.
+        """Videos [N, F, H, W, 3] of the bucket's size; each depends on its own request only.
 
         Bitwise equal when repeated in the same batches. In other batches, or in two passes, some
         values differ by one grey level: matrix products with one row per video are computed by
         another kernel if there is only one row.
 
         Args:
-            requests: what the videos show.
+            requests: one for each video.
             settings: of the solver.
-            bucket: the videos' size.
+            bucket: the size.
             on_step: called after each step with the number of finished steps.
             decoding: `whole`, `tiles`, or `auto`: what fits the memory.
 
@@ -299,8 +299,8 @@ class Sampler:
         noise = torch.stack([_noise(each.seed, shape) for each in requests]).to(self.device)
         steps, count = self.num_steps(settings), len(requests)
         shift, terminal = self.shift(settings, bucket), parts.shift_rule(settings.shift).terminal
-        scale = settings.guidance_scale
-        scale = parts.defaults.guidance_scale if scale is None else scale
+        defaults, scale = parts.defaults, settings.guidance_scale
+        scale = defaults.guidance_scale if scale is None else scale
         guide = self._guidance(requests, bucket, scale, settings.negative_prompt)
 
         def denoise(part: slice, two_passes: bool) -> Tensor:
@@ -309,14 +309,9 @@ class Sampler:
                     on_step((part.start * steps + (part.stop - part.start) * step) // count)
 
             velocity = self._velocity(guide, part, settings, two_passes=two_passes)
+            kind = settings.solver
             return solver.solve(
-                velocity,
-                noise[part],
-                steps,
-                shift,
-                settings.solver,
-                on_part_step,
-                terminal=terminal,
+                velocity, noise[part], steps, shift, kind, on_part_step, terminal=terminal
             )
 
         parts.bring("model", self.device)
@@ -338,18 +333,14 @@ class Sampler:
             return mine
         scale_2 = settings.guidance_scale_2
         of_low = guide.scale if scale_2 is None else scale_2
-        other = self._with_other_expert()
+        assert self.components.other is not None
+        section = self.recipe.model.model_copy(update={"dtype": self.components.other.dtype})
+        recipe = self.recipe.model_copy(update={"model": section})
+        other = replace(self, components=self.components.with_other(), recipe=recipe)
         sides = {experts.trained: guide, experts.other: replace(guide, predict=other.predict)}
         sides["low"] = replace(sides["low"], scale=of_low)
         high, low = (sides[name].velocity(part, two_passes=two_passes) for name in EXPERT_FOLDERS)
         return lambda latents, sigma: (high if sigma >= experts.boundary else low)(latents, sigma)
-
-    def _with_other_expert(self) -> "Sampler":
-        parts = self.components
-        assert parts.other is not None
-        section = self.recipe.model.model_copy(update={"dtype": parts.other.dtype})
-        recipe = self.recipe.model_copy(update={"model": section})
-        return replace(self, components=parts.with_other(), recipe=recipe)
 
     def shift(self, settings: SamplingSection, bucket: Bucket) -> float:
         return self.components.shift(settings.shift, bucket, self.num_steps(settings))
@@ -419,7 +410,10 @@ class Sampler:
         parts, read = self.components, self._read_inputs(requests, bucket)
         prompts = [request.prompt for request in requests]
         conditional = self._encode_text(prompts, requests, read)
-        inputs = self._encode_inputs(read, bucket)
+        further = self.recipe.model_inputs()
+        if any(section.is_encoded for section in further.values()):
+            parts.bring("codec", self.device)
+        inputs = conditioning.condition_on(parts, further, read, bucket)
         inputs |= fps_of(conditional, parts.family, self.recipe)
         conditional |= inputs
         is_distilled = parts.family.distils_guidance(parts.model)
@@ -466,13 +460,6 @@ class Sampler:
             ]
             found[name] = torch.from_numpy(np.stack(read)).to(self.device)
         return found
-
-    def _encode_inputs(self, read: Mapping[str, Tensor], bucket: Bucket) -> Conditioning:
-        """The tensors [N, ...] of each name in `data.conditioning` that the model gets."""
-        inputs = self.recipe.model_inputs()
-        if any(section.is_encoded for section in inputs.values()):
-            self.components.bring("codec", self.device)
-        return conditioning.condition_on(self.components, inputs, read, bucket)
 
     def predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
         """The velocity in fp32, as `Guidance.predict`."""

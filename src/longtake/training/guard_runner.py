@@ -83,7 +83,7 @@ class GuardRunner:
     def judge(
         self, statistics: StepStatistics, losses: SampleLosses, batch: Batch, unlike: str = ""
     ) -> GuardVerdict:
-        """The verdict on a step before its update; the step becomes part of the history.
+        """Judge a step before its update; the step becomes part of the history.
 
         `unlike` says how replicas of the weights differ, if they do.
         """
@@ -92,7 +92,11 @@ class GuardRunner:
             verdict = GuardVerdict("roll_back", "replicas", unlike, statistics.step)
         else:
             verdict = judge(self.history, statistics, self.settings)
-        verdict = self._by_mode(verdict)
+        mode = self.settings.mode
+        if mode != "act" and verdict.reason in ("non_finite", "replicas"):  # it cannot go on so
+            verdict = replace(verdict, kind="stop")
+        elif mode == "off":
+            verdict = OK
         done = "ok" if self.allows(verdict) else verdict.kind
         self.history = self.history.append(JudgedStep(statistics, done))
         return verdict
@@ -130,12 +134,6 @@ class GuardRunner:
             return True
         return verdict.kind == "ok" or (self.settings.mode != "act" and verdict.kind != "stop")
 
-    def _by_mode(self, verdict: GuardVerdict) -> GuardVerdict:
-        mode = self.settings.mode
-        if mode != "act" and verdict.reason in ("non_finite", "replicas"):  # it cannot go on so
-            return replace(verdict, kind="stop")
-        return OK if mode == "off" else verdict
-
     def load(self, data: Any) -> None:
         self.history = History.from_json(data, self.settings.window)
         self._samples.clear()
@@ -150,7 +148,9 @@ class GuardRunner:
         state: TrainingState,
     ) -> tuple[GuardVerdict, str | None]:
         """Write a report on the newest step's verdict; all ranks call it."""
-        verdict = _explain_non_finite(verdict, statistics, losses, state, self._world)
+        if verdict.reason == "non_finite":
+            where = _locate_non_finite(statistics, losses, state, self._world)
+            verdict = replace(verdict, message=f"{verdict.message}{where}")
         host = {"host": socket.gethostname()}
         mine = [host | each for step in self._samples for each in step]
         everyone = collectives.gather_objects(mine, self._world)
@@ -181,6 +181,7 @@ class GuardRunner:
 def _trained_samples(
     statistics: StepStatistics, losses: SampleLosses, batch: Batch, world: mesh.World
 ) -> list[dict[str, Any]]:
+    """The samples that this rank trained, as a report lists them."""
     where = {"step": statistics.step, "batch": statistics.batch, "rank": world.rank}
     samples = zip(batch.identities, batch.captions, batch.epochs, losses.sigmas, strict=True)
     rows = zip(samples, losses.losses, batch.weights.tolist(), strict=True)
@@ -222,27 +223,19 @@ def _name_non_finite_clips(samples: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _explain_non_finite(
-    verdict: GuardVerdict,
-    statistics: StepStatistics,
-    losses: SampleLosses,
-    state: TrainingState,
-    world: mesh.World,
-) -> GuardVerdict:
-    """The verdict; of `non_finite` its message locates NaN and inf. All ranks must call it."""
-    if verdict.reason != "non_finite":
-        return verdict
-    parts, message = state.components, [verdict.message]
-    where = _non_finite_ranks(losses, parts.model, world)
-    if where:
-        message.append(f"It came from {where}.")
+def _locate_non_finite(
+    statistics: StepStatistics, losses: SampleLosses, state: TrainingState, world: mesh.World
+) -> str:
+    """Sentences on where NaN and inf came from, with a space before each; all ranks call it."""
+    parts, text = state.components, ""
+    if ranks := _non_finite_ranks(losses, parts.model, world):
+        text += f" It came from {ranks}."
     if not math.isfinite(statistics.grad_norm):
-        message.append(
-            describe_non_finite_gradients(parts.model, parts.family.blocks(parts.model), world)
-        )
+        blocks = parts.family.blocks(parts.model)
+        text += f" {describe_non_finite_gradients(parts.model, blocks, world)}"
     if not math.isfinite(statistics.loss):
-        message.append("The loss is NaN or inf: it was already lost in the forward pass.")
-    return replace(verdict, message=" ".join(message))
+        text += " The loss is NaN or inf: it was already lost in the forward pass."
+    return text
 
 
 def _non_finite_ranks(losses: SampleLosses, model: nn.Module, world: mesh.World) -> str:
@@ -284,8 +277,11 @@ def describe_non_finite_gradients(
     for name in non_finite[: -_MAX_NAMED_GRADIENTS - 1 : -1]:
         counts = zip(*(counts.get(name, (0, 0)) for counts in everyone), strict=True)
         num_nan, num_infinite = map(combine, counts)
+        lost = [f"{num_nan} NaN"] * bool(num_nan) + [f"{num_infinite} infinite"] * bool(
+            num_infinite
+        )
         where = f"{name} ({_block_of(name, model, blocks)})"
-        named.append(f"{where}, {_numbers(num_nan, num_infinite, gradients[name].numel())}")
+        named.append(f"{where}, {' and '.join(lost)} of {gradients[name].numel()} numbers")
     more = " and more" if len(non_finite) > _MAX_NAMED_GRADIENTS else ""
     return (
         f"NaN or infinity is in the gradients of {len(non_finite)} of {len(gradients)} trained "
@@ -304,11 +300,6 @@ def _count_non_finite(gradients: Mapping[str, Tensor]) -> dict[str, tuple[int, i
         if not torch.linalg.vector_norm(shard, dtype=torch.float32).isfinite():
             found[name] = (int(shard.isnan().sum()), int(shard.isinf().sum()))
     return {name: counts for name, counts in found.items() if any(counts)}
-
-
-def _numbers(num_nan: int, num_infinite: int, num_all: int) -> str:
-    counts = [f"{num_nan} NaN"] * bool(num_nan) + [f"{num_infinite} infinite"] * bool(num_infinite)
-    return f"{' and '.join(counts)} of {num_all} numbers"
 
 
 def _block_of(name: str, model: nn.Module, blocks: Sequence[nn.Module]) -> str:

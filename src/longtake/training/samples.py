@@ -361,7 +361,9 @@ def _follow(sampler: SharedSampler) -> None:
     """Sample what rank 0 asks for, until it asks for nothing more."""
     while True:
         heartbeat.set_phase("idle")
-        work = _wanted_work(sampler.world)
+        work: _Work | None = collectives.from_first(
+            None, sampler.world, sampler.world.patient_group
+        )
         heartbeat.set_phase("sampling")
         if work is None:
             return
@@ -380,7 +382,3 @@ def _reraise_lost_peer(error: Exception) -> None:
 def _describe(error: Exception) -> str:
     known = isinstance(error, errors.LongtakeError | OSError)
     return claims.format_error(error) if known else f"{type(error).__name__}: {error}"
-
-
-def _wanted_work(world: mesh.World) -> _Work | None:
-    return collectives.from_first(None, world, world.patient_group)

@@ -131,7 +131,9 @@ class CpuThreads:
             most = process.num_cores()
             number = min(most, saved["number"]) if saved and saved["number"] else most
             usual = saved["seconds"] if saved and saved["number"] == number else 0.0
-            self._tuner = ThreadTuner(_numbers(most, number), usual)
+            halves = [most >> shift for shift in range(most.bit_length())]  # down to 1
+            others = [each for each in halves if each != number]
+            self._tuner = ThreadTuner([number, *others], usual)
             torch.set_num_threads(number)  # that of the plan, too
 
     def set_work(self, sample_flops: Mapping[Bucket, int], batch_size: int) -> None:
@@ -180,9 +182,3 @@ class CpuThreads:
             f"steps are computed here by {now} CPU threads, and before by {before}: results are no "
             f"longer bitwise those of an undisturbed run. OMP_NUM_THREADS={before} keeps them so"
         )
-
-
-def _numbers(most: int, present: int) -> list[int]:
-    """The present number, and halves of the largest down to 1."""
-    halves = [most >> shift for shift in range(most.bit_length())]
-    return [present, *(number for number in halves if number != present)]
