@@ -1,4 +1,4 @@
-"""What evaluation servers keep in a run directory: names and records; torch-free.
+"""Names and records of evaluation servers in a run directory; torch-free.
 
 evaluations/<preset>/preset.json                what is sampled: settings, prompts, seeds
 evaluations/<preset>/pictures/                  small copies of its inputs, by prompt
@@ -72,14 +72,14 @@ class Scores(TypedDict):
     preset: str
     step: fsio.Count
     key: fsio.FileName
-    """What tells the weights from others of the same step: see `checkpoint_key`."""
+    """Digest of the weights, which may be saved again at the same step: see `checkpoint_key`."""
     weights: str
-    """Which were sampled: `model`, or `ema/` and the name of a profile."""
+    """The sampled weights: `model`, or `ema/` and the name of a profile."""
     time: fsio.Time
     server: str
     """Its name below evaluations/servers/."""
     settings: dict[str, Any]
-    """As in preset.json, without the prompts."""
+    """Settings as in preset.json, without the prompts."""
     videos: list[VideoScores]
     measures: dict[str, float]
     """The mean over the videos of each."""
@@ -87,7 +87,7 @@ class Scores(TypedDict):
     """The flow-matching loss on clips that are not trained on: by sigma, and their `mean`."""
     alarms: list[Alarm]
     seconds: dict[str, fsio.Finite]
-    """What took how long: wait load first_video sample measure write ..."""
+    """Seconds of each part: wait load first_video sample measure write ..."""
 
 
 @fsio.with_other_fields
@@ -114,7 +114,7 @@ SCORES: Final[TypeAdapter[Scores]] = TypeAdapter(Annotated[Scores, AfterValidato
 
 
 class Scene(NamedTuple):
-    """What a video shows, of whatever checkpoint."""
+    """Prompt, seed and inputs of a video, whatever checkpoint sampled it."""
 
     prompt: str
     seed: int
@@ -186,7 +186,7 @@ class EvaluationDirectory:
         return sorted(int(step) for step in steps if step.isdecimal())
 
     def scores(self, preset: str, step: int) -> Scores | None:
-        """What was measured of a checkpoint.
+        """The measures of a checkpoint.
 
         None if there is no whole result: no scores.json, or one that is no record of this result.
         """
@@ -204,7 +204,7 @@ class EvaluationDirectory:
 
 @dataclass(frozen=True)
 class ServerDirectory:
-    """What one evaluation server says of itself in a run; it alone writes here."""
+    """Records of one evaluation server in a run; it alone writes here."""
 
     run: RunDirectory
     name: str  # of the server, such as `vm-4711`

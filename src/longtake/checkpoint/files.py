@@ -25,7 +25,7 @@ from longtake.trust import refuse_foreign_code
 
 FORMAT: Final = 2
 BLOCK_BYTES: Final = 2**20
-"""Of a file that share a checksum: a reader of a part verifies only the blocks it lies in."""
+"""Bytes that share a checksum: a reader of a part verifies only the blocks in which it lies."""
 STALE_SECONDS = 900.0
 """A dead server's heartbeat counts until it is so much older than the newest COMMITTED."""
 NOTHING_KNOWN: Final[Mapping[Path, str]] = MappingProxyType({})
@@ -41,7 +41,7 @@ _KEPT_BLOCKS = 4
 LINK_REMEDY = (
     "mount or restore what the link points to, or delete the link, and start the same command again"
 )
-"""What to do about a checkpoint that is a `dangling_link`."""
+"""The remedy for a checkpoint that is a `dangling_link`."""
 
 _COMMITTED = "COMMITTED"
 _MAX_COMMITTED_BYTES = 64 * 2**20
@@ -56,7 +56,7 @@ _T = TypeVar("_T")
 class FileEntry(TypedDict):
     bytes: fsio.Count
     xxh3_64: Annotated[str, Field(pattern="^([0-9a-f]{16})*$")]
-    """Of each block of `BLOCK_BYTES`, in hexadecimal, one after the other."""
+    """Checksums of all blocks of `BLOCK_BYTES`, in hexadecimal, one after the other."""
 
 
 class CommittedRecord(TypedDict):
@@ -67,13 +67,13 @@ class CommittedRecord(TypedDict):
 
 @fsio.with_other_fields
 class Trainer(TypedDict):
-    """What every trainer.json holds."""
+    """Fields of every trainer.json."""
 
     global_step: fsio.Count
 
 
 class SampledTrainer(Trainer):
-    """What is needed to sample."""
+    """Fields of trainer.json that sampling needs."""
 
     precision: Literal["bf16", "fp32"]
 
@@ -266,7 +266,7 @@ def _describe(path: Path) -> FileEntry:
 def find_damage(
     folder: Path, *, checksums: bool, within: str = "", share: tuple[int, int] = (0, 1)
 ) -> str | None:
-    """What is wrong with a checkpoint's files, as a sentence that names one; None: nothing.
+    """Find the damage of a checkpoint's files: a sentence that names one, or None.
 
     With `checksums` all bytes are read, in a few threads; else only sizes are compared. Only files
     whose names begin with `within` are looked at, such as `model/`. Of n processes that verify a

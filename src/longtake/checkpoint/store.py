@@ -170,7 +170,7 @@ class CheckpointReader(FileSystemReader):
         self._checkpoint, self._part = path, part
 
     def find_damage(self) -> str | None:
-        """What is wrong with the sizes of the part's files, or the checksums of `.metadata`."""
+        """Find a wrong size of the part's files, or a wrong checksum of `.metadata`."""
         folder, part = self._checkpoint, self._part
         return files.find_damage(folder, checksums=False, within=f"{part}/") or files.find_damage(
             folder, checksums=True, within=f"{part}/.metadata"
@@ -305,7 +305,7 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """Whether `checkpoint.minutes` have passed; false on ranks other than 0: clocks differ."""
+        """True if `checkpoint.minutes` have passed; false on ranks other than 0: clocks differ."""
         minutes = self._section.minutes
         if minutes is None or not self.world.is_first:
             return False

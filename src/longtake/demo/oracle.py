@@ -31,7 +31,7 @@ _MOST_STRAY = 0.2  # root mean square distance from a steady course, as a share 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a clip shows; a field that cannot be read is `None`."""
+    """Contents of a clip; a field that cannot be read is `None`."""
 
     shape: str | None
     colour: str | None

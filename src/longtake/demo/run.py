@@ -28,7 +28,7 @@ from longtake.training.train import train
 DEFAULT_STEPS = 1500
 NUM_CLIPS = 6000
 NUM_HELD_OUT_CLIPS = 48
-"""Of captions that are not trained on: the loss on them is measured at each checkpoint."""
+"""Clips of captions that are not trained on: their loss is measured at each checkpoint."""
 NUM_CHECKPOINTS = 6
 NUM_CHECKED = 96
 """Videos sampled and checked of the held-out captions, and as many of trained captions."""

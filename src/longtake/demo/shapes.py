@@ -49,7 +49,7 @@ _CROSS_HALF_WIDTH = 0.36
 
 @dataclass(frozen=True)
 class Combination:
-    """What one clip shows: a word of `SHAPES`, one of `COLOURS` and one of `DIRECTIONS`."""
+    """Contents of one clip: a word of `SHAPES`, one of `COLOURS` and one of `DIRECTIONS`."""
 
     shape: str
     colour: str

@@ -239,7 +239,7 @@ class CheckpointEvaluator:
 
 
 class _Stopwatch:
-    """How long parts of something took, in seconds by their names."""
+    """Seconds that the parts of an evaluation took, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -55,7 +55,7 @@ def load_extra(path: str) -> Measure:
 
 
 def made_of(path: str) -> Any:
-    """What "package.module:Class" names, made without arguments."""
+    """An object of the class that "package.module:Class" names, made without arguments."""
     if ":" not in path:
         raise RecipeError(
             f"The measure {path!r} is no name of a class; write it as package.module:Class."
@@ -89,7 +89,7 @@ def load_extras(paths: Sequence[str]) -> list[Measure]:
 def measure_extra(
     extras: Sequence[Measure], videos: Sequence[Video], prompts: Sequence[str], fps: float
 ) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """What further measures say of a preset's videos."""
+    """Values of further measures for a preset's videos."""
     of_each: list[dict[str, float]] = [{} for _ in videos]
     of_set: dict[str, float] = {}
     for extra in extras:

@@ -292,7 +292,7 @@ _MOST_UNREADABLE = 8
 
 @dataclass(frozen=True)
 class Spread:
-    """How a measure is spread over clips: its 1 %, 50 % and 99 % quantiles, and its mean."""
+    """Distribution of a measure over clips: its 1 %, 50 % and 99 % quantiles, and its mean."""
 
     low: float
     median: float
@@ -413,7 +413,7 @@ def _catalog_paths(run: RunDirectory) -> list[Path]:
 
 
 def _kept(path: Path, asked: Mapping[str, Any]) -> Reference | None:
-    """What an earlier evaluation has written, if it is of the same."""
+    """The reference that an earlier evaluation has written, if it is of the same clips."""
     try:
         record = fsio.read_record(path, _Kept)
     except errors.RecordError:
@@ -424,7 +424,7 @@ def _kept(path: Path, asked: Mapping[str, Any]) -> Reference | None:
 
 
 _MARGIN = 0.1
-"""Of a reference's own width: the quantiles of a few dozen clips are rough."""
+"""Share of a reference's own width: the quantiles of a few dozen clips are rough."""
 DRIFT_CHECKPOINTS = 4
 """An alarm is given when a measure rises (or falls) so many times in a row; the first results, as
 many, are taken to show a model that learns."""
@@ -513,7 +513,7 @@ def last_row(values: Sequence[float]) -> list[float]:
 
 
 def trend_sigmas(values: Sequence[float]) -> float:
-    """How many standard deviations a series is from one in any order; positive if it rises.
+    """Distance of a series from one in random order, in standard deviations; positive if it rises.
 
     The test of Mann (1945) and Kendall (1975): of all pairs, how many more rise than fall. Its
     variance is less if values are equal.
@@ -526,7 +526,7 @@ def trend_sigmas(values: Sequence[float]) -> float:
 
 
 def base(name: str, row: Sequence[float]) -> float:
-    """What a change of a measure is stated as a share of.
+    """The number of which a change of a measure is stated as a share.
 
     Its first value, but not less than the measure's `floor`: near 0 any change would be a multiple.
     """
@@ -534,7 +534,7 @@ def base(name: str, row: Sequence[float]) -> float:
 
 
 def _comes_nearer(name: str, row: Sequence[float], reference: Reference | None) -> bool:
-    """Whether a measure ends nearer to the median of the training's clips than it began."""
+    """True if a measure ends nearer to the median of the training's clips than it began."""
     if reference is None or name not in reference.measures:
         return False
     median = reference.measures[name].median

@@ -56,7 +56,7 @@ _RECORDS = (
 """Suffixes of a run's records, pictures and frozen parts. Nothing else is mirrored: no code."""
 SCORE_RULES: transports.Rules = (_HIDDEN, *transports.only(["/*/step_*/scores.json"]))
 CHECKPOINT_RULES: transports.Rules = ("- /optimizer/",)
-"""Of a checkpoint's folder: no sampling needs the optimizer's state, which is most of it."""
+"""Rules for a checkpoint: no sampling needs the optimizer's state, which is most of it."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class MirrorFolder:
             )
 
     def take(self, until: ExitStack) -> bool:
-        """Whether it is this process that mirrors, now and until the stack is closed."""
+        """Take the mirror's lease until the stack is closed; False if another process has it."""
         if self._lease is not None and self._lease.is_held:
             return True
         with self.writing():
@@ -339,7 +339,7 @@ def _arriving(mirror: RunDirectory, step: int) -> Path:
 
 
 def _has_arrived(run: RemoteRun, step: int) -> bool:
-    """Whether the mirror has the checkpoint of a step that the source has now."""
+    """True if the mirror has the checkpoint of a step that the source has now."""
     with suppress(OSError):
         there = read_regular(run.index.checkpoint_path(step) / _COMMITTED)
         return there == read_regular(run.mirror.checkpoint_path(step) / _COMMITTED)
@@ -347,7 +347,7 @@ def _has_arrived(run: RemoteRun, step: int) -> bool:
 
 
 def _is_incomplete(folder: Path) -> bool:
-    """Whether a pulled checkpoint lacks a file, but for the optimizer's state."""
+    """True if a pulled checkpoint lacks a file other than the optimizer's state."""
     try:
         names = read_committed(folder)
     except (OSError, RecordError):

@@ -1,4 +1,4 @@
-"""What an evaluation server is asked to do, which runs it finds, and what it prints; torch-free."""
+"""Options of an evaluation server, the runs that it finds, and its printed report; torch-free."""
 
 import re
 import threading
@@ -28,7 +28,7 @@ _MAX_REMEMBERED = 1000
 
 @dataclass(frozen=True)
 class Backlog:
-    """Which of the checkpoints that wait are evaluated."""
+    """Choice among the checkpoints that wait."""
 
     every: int | None = 1
 
@@ -67,7 +67,7 @@ def parse_backlog(text: str) -> Backlog:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a server is asked to do."""
+    """Options of an evaluation server."""
 
     places: tuple[Path, ...]  # run directories, and folders of run directories
     presets: tuple[str, ...] = ()  # names; none: those that the recipe wants

@@ -47,13 +47,13 @@ def signature(path: Path) -> Signature | None:
 
 
 class StatCache:
-    """What was read from files, until their signature changes."""
+    """Values read from files, kept until the signature of a file changes."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[Signature | None, Any]] = {}
 
     def get(self, path: Path, read: Callable[[Path], _T]) -> _T:
-        """What `read` returns for the file; it must accept that there is none."""
+        """The value of `read(path)`, which must handle a missing file."""
         now, known = signature(path), self._known.get(path)
         if known is None or known[0] != now:
             known = self._known[path] = now, read(path)
@@ -76,7 +76,7 @@ class RunEnd:
         self._newest: str | None = None
 
     def is_reached(self) -> bool:
-        """Whether the newest beginning or end among the run's events is an end."""
+        """True if the newest beginning or end among the run's events is an end."""
         events = self._events.read()
         if self._events.has_restarted:
             self._newest = None
@@ -252,7 +252,7 @@ class PendingTasks:
         self._damaged[task.step, task.preset.weights] = _signatures(task)
 
     def is_done(self, task: EvaluationTask) -> bool:
-        """Whether there is a result of the task's weights."""
+        """True if there is a result of the task's weights."""
 
         def read_key(path: Path) -> str | None:
             scores = task.directory.scores(task.preset.name, task.step) if path.exists() else None
@@ -303,7 +303,7 @@ class PendingTasks:
                 yield replace(task, attempts=attempts.number, waited_seconds=waited)
 
     def _is_whole(self, task: EvaluationTask) -> bool:
-        """Whether no file is missing or short; such a checkpoint may be being copied."""
+        """True if no file is missing or short; such a checkpoint may still be being copied."""
         weights = task.preset.weights
         folder = task.checkpoint / weights
 
@@ -320,7 +320,7 @@ class PendingTasks:
         return False
 
     def _lasts(self, step: int, part: str, problem: str) -> bool:
-        """Whether a checkpoint's files do not change any more, or the server does not wait."""
+        """True if a checkpoint's files do not change any more, or the server does not wait."""
         seconds = self._first_seen.seconds(step, part, problem)
         return not self._options.follows or seconds > _ARRIVING_SECONDS
 
@@ -339,7 +339,7 @@ class PendingTasks:
         self._awaited = {name: t for name, t in self._awaited.items() if t.step <= newest}
 
     def _is_missed(self, task: EvaluationTask) -> bool:
-        """Whether this server is to report it: no other has done it, works on it or reported it."""
+        """True if this server must report it: no other has done it, works on it or reported it."""
         name = task.preset.name, task.step
         is_wanted = any(each.name == task.preset.name for each in self.presets.now())
         if not is_wanted or self.is_done(task) or self.claims.attempts(task).is_final:
@@ -393,7 +393,7 @@ def _signatures(task: EvaluationTask) -> object:
 
 
 def _is_being_deleted(checkpoint: Path) -> bool:
-    """Whether a deletion has begun and may yet be undone; see `checkpoint.files`."""
+    """True if a deletion has begun and may yet be undone; see `checkpoint.files`."""
     with suppress(OSError):
         hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
         return hidden.exists() or checkpoint.exists()

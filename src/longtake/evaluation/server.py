@@ -130,7 +130,7 @@ class EvaluationServer:
             self._report.remark(f"There is no run in {places} yet.")
 
     def _may_end(self) -> bool:
-        """Whether it may end when nothing is pending; asked before it looks for what is."""
+        """True if the server may end when nothing is pending; asked before it looks for tasks."""
         if not self._options.follows:
             return self._mirror.is_settled
         if not self._options.until_finished or not self._runs:
@@ -267,7 +267,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class ServerSnapshot:
-    """What a server is doing, as its loop has published it."""
+    """State of a server, as its loop has published it."""
 
     runs: tuple[PendingTasks, ...] = ()
     task: claims.EvaluationTask | None = None  # whose checkpoint is needed now

@@ -40,7 +40,7 @@ VerdictReason = Literal[
 
 @dataclass(frozen=True)
 class GuardVerdict:
-    """What is to be done with a step, before its update is applied.
+    """A decision on a step, before its update is applied.
 
     `skip`: do not apply the update; `roll_back`: nor that, and restore a checkpoint from before
     `began`; `stop`: end the run.
@@ -104,7 +104,7 @@ _JUMP_SIGMAS = 12.0
 _JUMP_TIMES_LARGEST = 2.0
 """Distance, as a multiple of the largest one in the window. Undisturbed runs reach 1."""
 _MIN_JUMP_FRACTION = 2e-3
-"""Of the norm. The epoch-end defect that this was made for added 0.7 % at once; an undisturbed run
+"""Share of the norm. The epoch-end defect behind this rule added 0.7 % at once; an undisturbed run
 of that size changes by less than 0.1 % in 16 steps."""
 _MOST_TIMES_THE_RATE = 12.0
 """Changes at a rate that was this many times lower tell nothing about those at the present one."""
@@ -232,7 +232,7 @@ _TIMES_FURTHEST = 2.0
 """Distance from the usual of those steps, as a multiple of the furthest one of them."""
 _EDGE_UPDATE_GROWTH = 2.0
 _MIN_EDGES_FRACTION = 1e-3
-"""Of the norm: what all these edges have added to it beyond the usual."""
+"""Share of the norm that all these edges have added to it beyond the usual."""
 
 
 def detect_recurring_edge(window: StepWindow) -> GuardVerdict | None:
@@ -383,7 +383,7 @@ _LOSS_RISE_WITH_GRAD_NORM = 1.15
 """Rise of the loss without which a rise of the gradient norm is ignored: at the start of a run
 gradients may grow tenfold while the loss falls."""
 _LOSS_RISE_SIGMAS = 4.0
-"""The same in standard errors: losses of a model that has learnt four clips vary threefold."""
+"""The threshold in standard errors: losses of a model that learnt four clips vary threefold."""
 _MAX_SHARE_ABOVE = 0.05
 """Share of the lowest level's steps that may reach the recent gradient norm. Where a small batch
 draws its sigmas, one step in five may have six times the usual norm, and by chance ten of 16 do."""
@@ -493,7 +493,7 @@ _MIN_NOISE = 0.02
 
 @dataclass(frozen=True)
 class _Excess:
-    """How far a number is above the usual one."""
+    """Distance of a number above the usual one."""
 
     value: float
     usual: float  # logarithm
@@ -565,7 +565,7 @@ _OF_POPULATION = {"captioned": "", "dropped": " of samples without a caption"}
 
 
 def _loss_spike(window: StepWindow, rows: StepRows, population: str) -> str | None:
-    """What is to be said of the loss of a population, if it is a spike."""
+    """A sentence on the loss of a population, if it is a spike."""
     loss, count, *by_sigma = window.now.population(population)
     rows = rows.select(rows.column(f"{population}_samples") > 0)
     newest = rows.select(slice(-window.settings.window, None))

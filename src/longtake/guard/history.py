@@ -266,7 +266,7 @@ def _require_equal_lengths(columns: _Columns) -> _Columns:
 
 
 HistoryColumns = Annotated[_Columns, AfterValidator(_require_equal_lengths)]
-"""What `History.as_json` returns."""
+"""Columns of `History.as_json`."""
 
 
 class History:

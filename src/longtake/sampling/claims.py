@@ -148,7 +148,7 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt ended."""
+    """The end of an attempt."""
 
     how: AttemptEnding
     """`late`: another server has published the result, or has taken the task over."""
@@ -205,7 +205,7 @@ class Claims:
         return newest.get("ended"), newest.get("server")
 
     def rests(self, task: EvaluationTask) -> bool:
-        """Whether a task that has failed must not be tried again yet."""
+        """True if a task that has failed must not be tried again yet."""
         if not task.attempts:
             return False
         number, since = self._rests.get(_name(task), (0, 0.0))

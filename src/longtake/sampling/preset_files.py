@@ -86,7 +86,7 @@ def read_picture(file: Path, bucket: config.Bucket) -> NDArray[np.uint8]:
 
 
 def pictures_in(files: Iterable[Path], bucket: config.Bucket) -> list[NDArray[np.uint8]]:
-    """What is shown of further inputs: all that are no numbers."""
+    """Pictures of further inputs, without those that are numbers."""
     return [read_picture(file, bucket) for file in files if is_shown(file)]
 
 

@@ -42,7 +42,7 @@ _USE_LESS = "Sample fewer frames or a smaller size, or use a GPU with more memor
 
 @dataclass(frozen=True)
 class MemoryStrategy:
-    """How videos of one size are sampled in the memory there is."""
+    """Settings with which videos of one size fit the memory."""
 
     two_passes: bool = False
     at_once: int | None = None
@@ -79,7 +79,7 @@ class MemoryFallback:
 
     strategies: dict[Bucket, MemoryStrategy] = field(default_factory=dict)
     first: MemoryStrategy = MemoryStrategy()
-    """What is tried first for videos of another size."""
+    """Strategies to try first for videos of another size."""
 
     def denoise(
         self,
@@ -149,7 +149,7 @@ def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
 
 
 def streams_for_sampling(recipe: Recipe) -> bool:
-    """Whether a model's frozen weights are streamed on a GPU that has no room for them."""
+    """True if a model's frozen weights are streamed on a GPU that has no room for them."""
     return recipe.model.stream != "none" and recipe.trainable.base() != "full"
 
 
@@ -192,13 +192,13 @@ def place(wanted: str, parts: Components, recipe: Recipe) -> Placement:
 
 
 def _free_bytes(device: torch.device | int) -> int:
-    """Of a GPU, by NVML: asked by CUDA, it would first lose memory to a context."""
+    """Free bytes of a GPU, by NVML: a question by CUDA would first take memory for a context."""
     total = torch.cuda.get_device_properties(device).total_memory
     return total - torch.cuda.device_memory_used(device)
 
 
 def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
-    """Of the largest part; the model takes `more` besides."""
+    """Bytes of the largest part; `more` bytes are added to the model's."""
     needed = parts.part_bytes()
     needed["model"] += more
     if streams:
@@ -447,7 +447,7 @@ class Sampler:
         }
 
     def _read_inputs(self, requests: Sequence[Request], bucket: Bucket) -> dict[str, Tensor]:
-        """What the requests name of each input in `data.conditioning` that the model gets."""
+        """Tensors of the files that the requests name, for each input that the model gets."""
         inputs, stride = self.recipe.model_inputs(), self.recipe.data.frame_stride
         for request in requests:
             preset_files.refuse_other_inputs(request.conditioning, list(inputs))

@@ -303,7 +303,7 @@ def _count_non_finite(gradients: Mapping[str, Tensor]) -> dict[str, tuple[int, i
 
 
 def _block_of(name: str, model: nn.Module, blocks: Sequence[nn.Module]) -> str:
-    """Which block a parameter is in, counted from 1."""
+    """The block of a parameter in words, counted from 1."""
     names = {id(module): name for name, module in model.named_modules()}
     for number, block in enumerate(blocks, start=1):
         if name.startswith(f"{names[id(block)]}."):

@@ -67,7 +67,7 @@ class HostInputs:
         return self.tensors, self.conditioning, self.further
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "HostInputs":
-        """The same inputs with each tensor changed."""
+        """Copy the inputs with each tensor changed."""
         tensors, conditioning, further = (
             {name: change(tensor) for name, tensor in group.items()} for group in self.groups
         )
@@ -396,7 +396,7 @@ def encode_captions(
 
 
 def _samples(part: Batch) -> tuple[object, ...]:
-    """What decides all of a micro-batch's numbers."""
+    """The parts of a batch that decide all numbers of its micro-batch."""
     shape = part.stage, part.bucket, part.weights.tolist()
     return part.step, *shape, part.seeds, part.identities, part.captions
 

@@ -287,7 +287,7 @@ def _text_beside_clips(recipe: Recipe, made: Path) -> TextEncoder | None:
 
 
 def text_reads_pictures(recipe: Recipe) -> bool:
-    """Whether one of the text encoders encodes pictures, alone or together with captions."""
+    """True if one of the text encoders encodes pictures, alone or together with captions."""
     chosen = family(recipe.model.family)
     alone = encoded_together(chosen, recipe) and _further_encoders(recipe, of_captions=False)
     return bool(alone or chosen.text.seen_pictures(recipe.model_inputs()))

@@ -258,7 +258,7 @@ class Recorder:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """What the block takes is not counted as time of a step."""
+        """Leave the time of the block out of the next step's time."""
         begun = time.perf_counter()
         yield
         self._step_began += time.perf_counter() - begun

@@ -112,7 +112,7 @@ def _refuse_if_alive(
 
 
 def _this_launch() -> dict[str, str]:
-    """What a rank 0 that is started again has in common with the one before it."""
+    """Fields that a rank 0 which is started again has in common with the one before it."""
     job = os.environ.get("SLURM_JOB_ID", "")
     cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     return {"launch": os.environ.get(LAUNCH_VARIABLE, ""), "job": f"{cluster}/{job}" if job else ""}

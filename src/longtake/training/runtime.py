@@ -1,4 +1,4 @@
-"""What a rank keeps beside its training: heartbeat, watcher, freed memory and compiled code.
+"""Heartbeat, watcher, freed memory and compiled code of a rank.
 
 The watcher (`longtake.monitor`) is a program of its own: it must survive this process.
 """
@@ -141,7 +141,7 @@ def _record_failure(
 def _with_failed_rank(
     error: errors.LostPeerError, writer: heartbeat.HeartbeatWriter, run: RunDirectory | None
 ) -> errors.LostPeerError:
-    """The same error, with the rank that was lost and recent events of clocks, links and GPUs."""
+    """Add the rank that was lost, and recent events of clocks, links and GPUs, to an error."""
     own = heartbeat.read_heartbeat(writer.path)
     if own is None or run is None:
         return error

@@ -290,14 +290,14 @@ class TrainingSampler:
 
 
 def samples_at(section: config.SamplingSection, step: int, *, is_last: bool) -> bool:
-    """Whether presets are sampled after so many steps."""
+    """True if presets are sampled after this number of steps."""
     return section.every is not None and step > 0 and (is_last or step % section.every == 0)
 
 
 def open_sampler(
     session: Session, parts: Components, loader: Loader, evaluate: EvaluateSamples | None
 ) -> TrainingSampler | None:
-    """What samples between the steps, if the recipe asks for it; all ranks call it.
+    """Open the sampler between steps, or None if the recipe asks for none; all ranks call it.
 
     Prompts are encoded here, before the model is on the device. Codec and text encoder are those
     of the training, which stay where they are. With a cache, which leaves training without them,

@@ -1,4 +1,4 @@
-"""What the parts of a training share: session, state, and what a step gives."""
+"""Session, state and sample losses, which the parts of a training share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

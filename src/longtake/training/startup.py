@@ -1,4 +1,4 @@
-"""What a launch reports before and after its first step: settings, warnings, seconds by part."""
+"""Reports of a launch before and after its first step: settings, warnings, seconds by part."""
 
 import time
 from collections import Counter
@@ -198,7 +198,7 @@ def _down_seconds(run: RunDirectory) -> float | None:
 
 
 def _has_crashed(run: RunDirectory) -> bool:
-    """Whether the launch before this one began and has no event of its end."""
+    """True if the launch before this one began and has no event of its end."""
     kinds = [each["event"] for each in run.events()]
     beginnings = [at for at, kind in enumerate(kinds) if kind in BEGINNINGS]
     if len(beginnings) < 2:

@@ -55,7 +55,7 @@ _NO_CHECKPOINT_SINCE_CHANGE = (
 
 @dataclass(frozen=True)
 class Monitors:
-    """What accompanies the steps of a launch."""
+    """Guard, saver, recorder and other objects that accompany the steps of a launch."""
 
     guard: GuardRunner
     norms: NormStats
@@ -144,7 +144,7 @@ def save_checkpoint(
 
 
 def state_parts(state: TrainingState) -> dict[str, store.State]:
-    """What is saved, by the folders of a checkpoint; it shares the state's memory."""
+    """The tensors to save, by folder of the checkpoint; they share the state's memory."""
     model = state.components.model
     averages = {f"{EMA}/{name}": each for name, each in state.ema.states().items()}
     with fsdp.gradients_of_any_dtype(model):
@@ -368,7 +368,7 @@ def _choose_checkpoint(
 
 
 def _plan_version(run: RunDirectory, step: int) -> int | None:
-    """Which of the run's plans a checkpoint was trained by; None if it cannot be read."""
+    """Version of the plan by which a checkpoint was trained; None if it cannot be read."""
     try:
         trainer = files.load_trainer(run.checkpoint_path(step), SavedTrainer)
     except errors.CheckpointError:

@@ -257,7 +257,7 @@ def _group(name: str, in_blocks: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """What all ranks know about a step, the same on each."""
+    """Facts about a step that every rank knows, equal on each."""
 
     statistics: StepStatistics  # for the guard; meaningless if no sample was trained
     scale: float  # the batch's global size over the number of samples that were trained
@@ -372,7 +372,7 @@ def _statistics(
 
 
 def edge_of(batch: Batch) -> str | None:
-    """Which epoch or stage begins with a batch, in words; None: none, or the run itself."""
+    """The epoch or stage that begins with a batch, in words; None: none, or the run itself."""
     if not batch.begins_epoch or batch.step == 0:
         return None
     source = "" if batch.source == "catalog" else f" (catalog {batch.source})"

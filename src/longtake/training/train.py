@@ -66,7 +66,7 @@ from longtake.training.threads import CpuThreads
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a launch ended."""
+    """The end of a launch: steps, seconds, signal."""
 
     start_step: int  # updates that were done before this launch
     end_step: int  # updates that are done now
