@@ -75,8 +75,8 @@ def choose_buckets(
     total = sum(map(len, catalogs.values()))
     raise errors.DataError(
         f"data.auto_buckets: of {total} clips not {auto.min_clips} with a caption go to any bucket "
-        f"of {_listed(auto.frames)} frames and at most {auto.pixels:,} pixels. Lower frames or "
-        "min_clips, or index clips with captions."
+        f"of {' or '.join(map(str, auto.frames))} frames and at most {auto.pixels:,} pixels. Lower "
+        "frames or min_clips, or index clips with captions."
     )
 
 
@@ -189,7 +189,3 @@ def _size(auto: AutoBucketsSection, aspect: float) -> tuple[int, int]:
             is_small = area < _LEAST_AREA * auto.pixels
             found.append((is_small, 0.0 if is_small else error, -area, height, width))
     return min(found)[-2:]
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers))

@@ -457,7 +457,10 @@ def _tensors(
 ) -> dict[str, Tensor]:
     if part.made == "values":
         ((name, wanted),) = part.reads.items()
-        return {"values": _without_copies(torch.from_numpy(as_values(wanted, read[name])))}
+        values = torch.from_numpy(as_values(wanted, read[name]))
+        # Of a mask that is the same in all frames one is kept, as of a picture for a whole clip.
+        is_same = values.ndim == 4 and bool((values == values[:, :1]).all())
+        return {"values": values[:, :1] if is_same else values}
     return {name: cache.stored(each) for name, each in encode(part, read).items()}
 
 
@@ -477,12 +480,6 @@ def refuse_not_finite(media: Media, tensors: Mapping[str, Tensor]) -> None:
         if each.is_floating_point() and not bool(each.isfinite().all()):
             kind = "NaN" if bool(each.isnan().any()) else "infinite"
             raise ClipError(str(media), f"{NOT_FINITE} {name} that are {kind}")
-
-
-def _without_copies(values: Tensor) -> Tensor:
-    """One frame of a mask that is the same in all, as one picture is for a whole clip."""
-    is_same = values.ndim == 4 and bool((values == values[:, :1]).all())
-    return values[:, :1] if is_same else values
 
 
 def _shuffled(items: Sequence[_T]) -> Iterable[_T]:

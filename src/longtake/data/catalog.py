@@ -243,13 +243,6 @@ def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
     return schema
 
 
-def _with_conditioning(schema: pa.Schema, clips: Iterable[Clip]) -> pa.Schema:
-    """With the columns that clips are given further inputs in; all clips have the same."""
-    for name, given in next((each.conditioning for each in clips), {}).items():
-        schema = schema.append(conditioning_field(name, given))
-    return schema
-
-
 def conditioning_field(name: str, given: object) -> pa.Field:
     text, numbers = _CONDITIONING_TYPES
     return pa.field(CONDITIONING + name, text if isinstance(given, str) else numbers)
@@ -411,7 +404,9 @@ class Catalog:
         schema = with_attributes(CLIP_SCHEMA, names)
         if any(clip.media.span for clip in ordered):
             schema = pa.schema([*schema, *SPAN_SCHEMA])
-        schema = _with_conditioning(schema, ordered)
+        # All clips have the same further inputs.
+        for name, given in next((each.conditioning for each in ordered), {}).items():
+            schema = schema.append(conditioning_field(name, given))
         catalog = cls(
             pa.Table.from_pylist(rows, schema=schema),
             pa.Table.from_pylist(aside, schema=ASIDE_SCHEMA),

@@ -146,21 +146,14 @@ def _clips(
 def _without_frames(rows: pa.Table) -> pa.Table:
     """Lists of timestamps and keyframes may be as long as the videos: only lengths are kept."""
     keyframes = tables.one_array(rows["keyframes"])
-    counted = pa.ListArray.from_arrays(_offsets(keyframes), _nothing(keyframes))
+    # Lists of as many nulls as they had values: these take no memory.
+    lengths = pc.list_value_length(keyframes).to_numpy(zero_copy_only=False)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    counted = pa.ListArray.from_arrays(offsets, pa.nulls(int(lengths.sum())))
     pts = tables.one_array(rows["pts"])
     empty = pa.array([[] if each else None for each in pts.is_valid().to_pylist()], pts.type)
     rows = rows.set_column(rows.column_names.index("keyframes"), "keyframes", counted)
     return rows.set_column(rows.column_names.index("pts"), "pts", empty)
-
-
-def _offsets(lists: pa.Array) -> pa.Array:
-    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
-    return pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-
-
-def _nothing(lists: pa.Array) -> pa.Array:
-    """As many nulls as the lists have values; they take no memory."""
-    return pa.nulls(int(pc.sum(pc.list_value_length(lists)).as_py() or 0))
 
 
 def _set_aside(file: pq.ParquetFile, counts: Sequence[int], path: Path) -> pa.Table:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from longtake.config import ConditioningSection, DataSection, Recipe
 from longtake.data import stores
-from longtake.data.buckets import Rows, shares_cut
+from longtake.data.buckets import shares_cut
 from longtake.data.catalog import CONDITIONING, Catalog
 from longtake.data.clip import Media
 from longtake.data.conditioning import conditioning_path, only_colour, read, whole_numbers
@@ -437,9 +437,12 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
         missing += [f"{path}, of {clip}" for path, clip in remote if path in gone]
         if missing:
             num_asked = len(files) + len(remote)
+            place = f'"{section.path}" from the clip\'s folder'
+            if section.path is None:
+                place = f"column {section.column} of the catalog"
             raise DataError(
                 f"data.conditioning.{name}: {len(missing)} of {num_asked} clips lack their file "
-                f"({_place(section)}):{_shown(missing)}\nMake them, correct the recipe or the "
+                f"({place}):{_shown(missing)}\nMake them, correct the recipe or the "
                 "table, or index only clips that have one."
             )
         if section.kind == "numbers":
@@ -496,12 +499,6 @@ def _planned_files(plan: Plan, section: ConditioningSection) -> list[tuple[str, 
     return list(found)
 
 
-def _place(section: ConditioningSection) -> str:
-    if section.path is None:
-        return f"column {section.column} of the catalog"
-    return f'"{section.path}" from the clip\'s folder'
-
-
 def _names_in(folder: str) -> frozenset[str]:
     try:
         with os.scandir(folder or "/") as entries:
@@ -512,8 +509,12 @@ def _names_in(folder: str) -> frozenset[str]:
 
 def _refuse_wrong_numbers(name: str, section: ConditioningSection, plan: Plan) -> None:
     """Read the numbers of some clips, chosen at random, all of each."""
-    parts = [part for stream in plan.streams() for part in stream.parts]
-    rows = [(part.catalog, int(row)) for part in parts for row in _some(part.members.all_rows())]
+    places = list[tuple[Catalog, int]]()
+    for part in (part for stream in plan.streams() for part in stream.parts):
+        rows = part.members.all_rows()
+        if len(rows) > _NUMBERS_READ:
+            rows = np.random.default_rng(0).choice(rows, _NUMBERS_READ, replace=False)
+        places += [(part.catalog, int(row)) for row in rows]
 
     def wrong(place: tuple[Catalog, int]) -> str | None:
         try:
@@ -523,19 +524,13 @@ def _refuse_wrong_numbers(name: str, section: ConditioningSection, plan: Plan) -
         return None
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        errors = sorted({error for error in pool.map(wrong, rows) if error is not None})
+        errors = sorted({error for error in pool.map(wrong, places) if error is not None})
     if errors:
         raise DataError(
-            f"data.conditioning.{name}: of {len(rows)} files of numbers that were read "
+            f"data.conditioning.{name}: of {len(places)} files of numbers that were read "
             f"{len(errors)} cannot be used:{_shown(errors)}\nCorrect them, or "
             f"data.conditioning.{name}.width and per_frame."
         )
-
-
-def _some(rows: Rows) -> Rows:
-    if len(rows) <= _NUMBERS_READ:
-        return rows
-    return np.random.default_rng(0).choice(rows, _NUMBERS_READ, replace=False)
 
 
 def _shown(lines: Sequence[str]) -> str:

@@ -93,16 +93,13 @@ def write_video(
 
 def in_yuv(frame: av.VideoFrame) -> av.VideoFrame:
     """Convert RGB to 4:2:0 in limited range, by the matrix that players assume for its height."""
-    matrix = _matrix_of(frame.height)
+    is_hd = frame.height >= decode.HD_LINES
+    matrix = Colorspace.ITU709 if is_hd else Colorspace.ITU601
     converted = frame.reformat(
         format="yuv420p", dst_colorspace=matrix, dst_color_range=ColorRange.MPEG, threads=1
     )
     _tag(converted, frame.height)
     return converted
-
-
-def _matrix_of(height: int) -> Colorspace:
-    return Colorspace.ITU709 if height >= decode.HD_LINES else Colorspace.ITU601
 
 
 def _tag(what: "av.VideoFrame | av.VideoCodecContext", height: int) -> None:
@@ -510,20 +507,25 @@ def prepare(
             raise DataError(f"None of {len(rejected)} clips could be prepared.{shown}")
         result = writer.write(out)
         journal.remove()
-    names = [str(clip.media.whole) for clip in source.clips()]
-    _, firsts = np.unique(names, return_index=True)  # a film counts once
-    members, files = (
-        source.column(name).astype(np.float64)[firsts] for name in ("num_bytes", "file_bytes")
-    )
     return PrepareReport(
         prepared=result.accepted,
         reused=reused,
         rejected=rejected,
         duplicates=result.duplicates,
-        bytes_before=int(np.nansum(np.where(np.isnan(members), files, members))),
+        bytes_before=_bytes_of(source),
         bytes_after=sum(Path(clip.media.path).stat().st_size for clip in Catalog.load(out).clips()),
         catalog=out,
     )
+
+
+def _bytes_of(catalog: Catalog) -> int:
+    """Bytes of a catalog's media; a film counts once, however many clips are cut from it."""
+    names = [str(clip.media.whole) for clip in catalog.clips()]
+    _, firsts = np.unique(names, return_index=True)
+    members, files = (
+        catalog.column(name).astype(np.float64)[firsts] for name in ("num_bytes", "file_bytes")
+    )
+    return int(np.nansum(np.where(np.isnan(members), files, members)))
 
 
 def _checked(

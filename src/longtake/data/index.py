@@ -7,10 +7,10 @@ modification time are the same, and a journal beside it those that an interrupte
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -265,37 +265,13 @@ def index(
     before, journal = catalog_before(out), ProbeJournal(out, trusts_metadata=trusts_metadata)
     if fresh:
         journal.remove()
-
-    def accept(
-        items: Sequence[Item], stamp: catalog.Stamp | None, whole: Probe | ClipError
-    ) -> None:
-        names = {str(item.media) for item in items}
-        for item in items:
-            if (fault := faulty.get(str(item.media))) is not None:  # read again the next time
-                writer.reject(rejection_of(fault))
-                continue
-            result = _result(item.media, whole)
-            if isinstance(result, ClipError):
-                rejection = rejection_of(result)
-                writer.reject(rejection, stamp if rejection.path in names else None)
-                continue
-            mode = {catalog.TRUSTED: float(result.is_trusted)} if trusts_metadata else {}
-            clip = Clip(
-                media=item.media,
-                caption=item.caption or label,
-                attributes={**item.attributes, **mode},
-                conditioning=item.conditioning,
-                **result.clip_fields,
-            )
-            writer.add(clip, stamp)
-
     for error in found.refused:
         writer.reject(rejection_of(error))
     with closing(found.items), closing(writer):
         unchanged = probe_all(
             found.items.by_file(),
             found.items.num_files,
-            accept,
+            partial(_accept, writer, faulty, label, trusts_metadata),
             known=KnownFiles(None if fresh else before, journal, trusts_metadata=trusts_metadata),
             journal=journal,
             task=prober or ProbeTask(limits, trusts_metadata),
@@ -307,12 +283,10 @@ def index(
         rejected = writer.rejected(MOST_LISTED)
         if not writer.num_clips:
             journal.remove()
+            shown = [f"{each.path}: {each.reason}" for each in rejected[:_SHOWN]]
             raise DataError(
                 f"None of {writer.num_rejected} files can be trained on; no catalog was written."
-                + first_of(
-                    [f"{each.path}: {each.reason}" for each in rejected[:_SHOWN]],
-                    writer.num_rejected,
-                )
+                f"{first_of(shown, writer.num_rejected)}"
             )
         if keeps_other_captions:
             writer.keep_other_captions()
@@ -333,6 +307,37 @@ def index(
             unreadable=[rejection_of(error) for error in found.unreadable],
             unread_captions=found.notes if written.without_caption else [],
         )
+
+
+def _accept(
+    writer: CatalogWriter,
+    faulty: Mapping[str, ClipError],
+    label: str,
+    trusts_metadata: bool,
+    items: Sequence[Item],
+    stamp: catalog.Stamp | None,
+    whole: Probe | ClipError,
+) -> None:
+    """Write the items of one file, or why they are rejected."""
+    names = {str(item.media) for item in items}
+    for item in items:
+        if (fault := faulty.get(str(item.media))) is not None:  # read again the next time
+            writer.reject(rejection_of(fault))
+            continue
+        result = _result(item.media, whole)
+        if isinstance(result, ClipError):
+            rejection = rejection_of(result)
+            writer.reject(rejection, stamp if rejection.path in names else None)
+            continue
+        mode = {catalog.TRUSTED: float(result.is_trusted)} if trusts_metadata else {}
+        clip = Clip(
+            media=item.media,
+            caption=item.caption or label,
+            attributes={**item.attributes, **mode},
+            conditioning=item.conditioning,
+            **result.clip_fields,
+        )
+        writer.add(clip, stamp)
 
 
 def _result(media: Media, found: Probe | ClipError) -> Probe | ClipError:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from av.video.frame import VideoFrame
@@ -213,28 +213,13 @@ def write_scenes(
     found = sources.find(found_in, extracted=out.with_name(f"{out.stem}_media"))
     wholes = {str(item.media.whole): Item(item.media.whole) for item in found.items}
     items = [item for item in wholes.values() if item.kind == "video" and not item.media.member]
-    header = {"cuts": "2", "threshold": repr(threshold)}
-    journal = Journal(out.with_name(f".{out.name}.journal.jsonl"), _ROW, header=header)
-    stamps = {str(item.media): _stamp(item.media) for item in items}
-    known: dict[str, Scenes | ClipError] = {
-        name: Scenes(tuple(starts), end)
-        for name, stamp, starts, end in journal.read()
-        if stamps.get(name) == stamp
-    }
-    new = [item for item in items if str(item.media) not in known]
-    task = CutsTask(threshold, limits)
-    with closing(tasks.run_tasks(task, new, on=on, workers=workers)) as results, journal:
-        for number, result in results:
-            name = str(new[number].media)
-            known[name] = result
-            if isinstance(result, Scenes):
-                journal.add((name, stamps[name], result.starts, result.end))
-            if progress is not None:
-                progress(len(known), len(items))
+    path = out.with_name(f".{out.name}.journal.jsonl")
+    journal = Journal(path, _ROW, header={"cuts": "2", "threshold": repr(threshold)})
+    scenes = _find_all(items, CutsTask(threshold, limits), journal, on, workers, progress)
     rejected = [index.rejection_of(each) for each in found.refused]
-    rows, cuts, num_files, too_short, short_files = list[list[str]](), 0, 0, 0, 0
+    rows, counts = list[list[str]](), _SceneCounts()
     for name, item in sorted(wholes.items()):
-        place = _place(item.media, out)
+        place = item.media.path.removeprefix(f"{out.parent.resolve()}{os.sep}")
         if (unnamed := decode.name_error(item.media)) is not None:
             rejected.append(index.rejection_of(unnamed))
         elif item.media.member:
@@ -242,19 +227,10 @@ def write_scenes(
             rejected.append(Rejection(name, why))
         elif item.kind == "image":
             rows.append([place, "", ""])
-        elif isinstance(result := known[name], ClipError):
+        elif isinstance(result := scenes[name], ClipError):
             rejected.append(index.rejection_of(result))
         else:
-            spans = _spans(result)
-            long = [
-                each
-                for each in spans
-                if float(each[1] or result.end) - float(each[0]) >= min_seconds
-            ]
-            rows += [[place, *(each if len(spans) > 1 else ("", ""))] for each in long]
-            cuts, num_files = cuts + len(spans) - 1, num_files + 1
-            too_short += len(spans) - len(long)
-            short_files += not long and len(spans) == 1
+            rows += counts.rows_of(place, result, min_seconds)
     if not rows:
         shown = [f"{each.path}: {each.reason}" for each in rejected]
         raise DataError(
@@ -268,8 +244,64 @@ def write_scenes(
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error.strerror or error}.") from error
     journal.remove()
-    counts = num_files, len(rows), cuts, too_short, short_files
-    return ScenesReport(out, *counts, tuple(rejected))
+    return ScenesReport(
+        table=out,
+        files=counts.files,
+        scenes=len(rows),
+        cuts=counts.cuts,
+        too_short=counts.too_short,
+        short_files=counts.short_files,
+        rejected=tuple(rejected),
+    )
+
+
+def _find_all(
+    items: Sequence[Item],
+    task: CutsTask,
+    journal: Journal[Any],
+    on: str | None,
+    workers: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, Scenes | ClipError]:
+    """The scenes of each video by its name; what the journal knows is not decoded again."""
+    stamps = {str(item.media): _stamp(item.media) for item in items}
+    known: dict[str, Scenes | ClipError] = {
+        name: Scenes(tuple(starts), end)
+        for name, stamp, starts, end in journal.read()
+        if stamps.get(name) == stamp
+    }
+    new = [item for item in items if str(item.media) not in known]
+    with closing(tasks.run_tasks(task, new, on=on, workers=workers)) as results, journal:
+        for number, result in results:
+            name = str(new[number].media)
+            known[name] = result
+            if isinstance(result, Scenes):
+                journal.add((name, stamps[name], result.starts, result.end))
+            if progress is not None:
+                progress(len(known), len(items))
+    return known
+
+
+@dataclass
+class _SceneCounts:
+    """What a report counts of the videos of a table."""
+
+    files: int = 0
+    cuts: int = 0
+    too_short: int = 0  # scenes
+    short_files: int = 0  # files that are one scene, which is too short
+
+    def rows_of(self, place: str, scenes: Scenes, min_seconds: float) -> list[list[str]]:
+        """Count a video; returns a row for each scene that is long enough."""
+        spans = _spans(scenes)
+        long = [
+            span for span in spans if float(span[1] or scenes.end) - float(span[0]) >= min_seconds
+        ]
+        self.files += 1
+        self.cuts += len(spans) - 1
+        self.too_short += len(spans) - len(long)
+        self.short_files += not long and len(spans) == 1
+        return [[place, *(span if len(spans) > 1 else ("", ""))] for span in long]
 
 
 _ROW: TypeAdapter[tuple[str, str, list[float], float]] = TypeAdapter(
@@ -287,11 +319,6 @@ def _stamp(media: Media) -> str:
 def _spans(scenes: Scenes) -> list[tuple[str, str]]:
     texts = [f"{start:.{_DECIMALS}f}" for start in scenes.starts]
     return list(zip(texts, [*texts[1:], ""], strict=True))
-
-
-def _place(media: Media, out: Path) -> str:
-    folder = f"{out.parent.resolve()}{os.sep}"
-    return media.path.removeprefix(folder)
 
 
 def _check_table(out: Path) -> None:

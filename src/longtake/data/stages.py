@@ -259,7 +259,10 @@ class StageTimeline:
     def taken(self, step: int) -> list[int]:
         """How many batches of each stage come before a step."""
         borders = self.borders
-        taken = [self._plain(stage, step) for stage in range(len(borders))]
+        taken = [
+            max(0, step - border) if length is None else min(max(0, step - border), length)
+            for border, length in zip(borders, self.lengths, strict=True)
+        ]
         for stage, (border, ramp) in enumerate(zip(borders, self.ramps, strict=True)):
             into = step - (border - ramp // 2)
             if ramp and 0 < into < ramp:
@@ -267,10 +270,6 @@ class StageTimeline:
                 taken[stage] += early
                 taken[stage - 1] -= early
         return taken
-
-    def _plain(self, stage: int, step: int) -> int:
-        length, into = self.lengths[stage], max(0, step - self.borders[stage])
-        return into if length is None else min(into, length)
 
 
 def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:

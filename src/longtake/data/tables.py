@@ -177,10 +177,6 @@ def _read_list(path: Path, at: str) -> Iterator[Item]:
         raise _unreadable(path, error.strerror or error) from error
 
 
-def _media(listing: Path, name: str) -> Media:
-    return _media_in(str(listing.resolve().parent), name)
-
-
 def _media_in(folder: str, name: str, at: str = "") -> Media:
     """The file that a listing in a folder names; it was fetched from `at`, if from anywhere."""
     if (url := stores.url_of(name)) is not None:
@@ -516,7 +512,11 @@ def _read_parquet(
                 num_before,
                 names,
                 {name: [text or None for text in column] for name, column in read.items()},
-                {name: _floats(batch[name]) for name in scores if name not in ids},
+                {
+                    name: list(map(_finite, batch[name].cast(pa.float64()).to_pylist()))
+                    for name in scores
+                    if name not in ids
+                },
                 types,
                 {name: batch[name].to_pylist() for name in given if name != inside},
                 {name: batch[name].to_pylist() for name in spans},
@@ -546,7 +546,7 @@ def _extract(path: Path, file: pq.ParquetFile, name: str, folder: Path) -> Itera
             data: bytes | None = value and value["bytes"]
             original: str = (value and value["path"]) or ""
             if data is None and original:
-                yield _media(path, original).path
+                yield _media_in(str(path.resolve().parent), original).path
                 continue
             data = data or b""
             suffix = _suffix_of(data, original)
@@ -596,10 +596,6 @@ def _columns_of_ids(file: pq.ParquetFile, integers: Sequence[str]) -> set[str]:
             if any(abs(bound or 0) >= _MAX_EXACT for bound in bounds.values()):
                 ids.add(name)
     return ids
-
-
-def _floats(column: pa.Array) -> list[float | None]:
-    return [_finite(value) for value in column.cast(pa.float64()).to_pylist()]
 
 
 def _is_numeric(name: str, kind: Any) -> bool:
