@@ -1,6 +1,6 @@
 """Heat maps of ranks: hosts down, ranks across, one sequential scale, and a mark at outliers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,26 +19,38 @@ _ROWS, _LEAST_ROWS = 32, 8  # hosts below each other
 _NARROW = 2  # ranks of a host; hosts of no more stand beside each other if there are many
 _MANY_HOSTS = 40
 _ACROSS, _DOWN = 10, 10  # hosts of a block then
-PHASE_LETTERS: Final = {
-    "start": "S",
-    "rendezvous": "M",
-    "open": "S",
-    "plan": "S",
-    "build": "S",
-    "load": "S",
-    "cache": "S",
-    "data": "D",
-    "forward": "F",
-    "backward": "B",
-    "collective": "C",
-    "optimizer": "O",
-    "checkpoint": "K",
-    "save": "K",
-    "rollback": "R",
-    "sampling": "P",
-    "idle": "-",
-    "ended": "E",
+
+
+@dataclass(frozen=True)
+class PhaseLook:
+    """How the board shows a phase of a rank."""
+
+    letter: str
+    colour: str = ""
+    """`fill-*` in board.css, of phases that a step is made of."""
+
+
+PHASES: Final[Mapping[str, PhaseLook]] = {
+    "start": PhaseLook("S"),
+    "rendezvous": PhaseLook("M"),
+    "open": PhaseLook("S"),
+    "plan": PhaseLook("S"),
+    "build": PhaseLook("S"),
+    "load": PhaseLook("S"),
+    "cache": PhaseLook("S"),
+    "data": PhaseLook("D", "4"),
+    "forward": PhaseLook("F", "1"),
+    "backward": PhaseLook("B", "5"),
+    "collective": PhaseLook("C", "2"),
+    "optimizer": PhaseLook("O", "3"),
+    "checkpoint": PhaseLook("K", "6"),
+    "save": PhaseLook("K", "7"),
+    "rollback": PhaseLook("R"),
+    "sampling": PhaseLook("P", "8"),
+    "idle": PhaseLook("-"),
+    "ended": PhaseLook("E"),
 }
+UNKNOWN_PHASE: Final = PhaseLook("?")
 
 
 @dataclass(frozen=True)
@@ -209,8 +221,8 @@ def _cell(
         f'class="heat-{kind}{is_old}"><title>{title}</title></rect>'
     )
     middle = x + (size - 1) / 2
-    letter = PHASE_LETTERS.get(rank.phase, "")
-    if size >= 20 and letter:
+    if size >= 20 and rank.phase in PHASES:
+        letter = PHASES[rank.phase].letter
         dark = " on" if value is not None and scale.colour(value) >= COLOURS // 2 else ""
         found += (
             f'<text x="{middle:g}" y="{y + 15}" text-anchor="middle" '

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from markupsafe import Markup
 
-from longtake import errors, node_events, process
+from longtake import errors, fsio, node_events, process
 from longtake.board import charts, heat_map, svg
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, render
@@ -36,16 +36,6 @@ _MANY_RANKS = 16
 _EVENT_SECONDS = 86400.0
 _ENOUGH_NODES = 4
 _OF_HEALTH = ("degraded", "clock_stepped", "clock_slewed")
-PHASE_COLOURS: Final = {
-    "data": "4",
-    "forward": "1",
-    "backward": "5",
-    "collective": "2",
-    "optimizer": "3",
-    "checkpoint": "6",
-    "save": "7",
-    "sampling": "8",
-}
 
 
 def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
@@ -76,7 +66,7 @@ def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) ->
         num_ranks=len(ranks),
         states=Counter(node.state for node in nodes),
         phases=_phases_now(ranks),
-        letters=heat_map.PHASE_LETTERS,
+        letters={name: each.letter for name, each in heat_map.PHASES.items()},
         maps=shown.maps,
         choices=shown.known,
         outlier_key=heat_map.outlier_key(),
@@ -128,7 +118,7 @@ def _phases_now(ranks: Sequence[RankNow]) -> list[dict[str, Any]]:
         found.append(
             {
                 "phase": phase,
-                "letter": heat_map.PHASE_LETTERS.get(phase, "?"),
+                "letter": heat_map.PHASES.get(phase, heat_map.UNKNOWN_PHASE).letter,
                 "count": count,
                 "who": named if count <= 3 and len(ranks) > 3 else "",
                 "longest": for_seconds(longest),
@@ -146,7 +136,7 @@ def _phase_times(ranks: Sequence[RankNow]) -> dict[str, Any] | None:
     for rank in known:
         sums.update(rank.phases)
     names = [name for name, _ in sums.most_common()]
-    order = [name for name in PHASE_COLOURS if name in names]
+    order = [name for name, each in heat_map.PHASES.items() if each.colour and name in names]
     order += [name for name in names if name not in order][:8]
     mean = {name: sums[name] / len(known) for name in order}
     if len(known) <= _MANY_RANKS:
@@ -171,11 +161,15 @@ def _own_work(rank: RankNow) -> float:
 
 def _phase_bar(label: str, phases: Mapping[str, float], order: Sequence[str]) -> charts.Stack:
     parts = [
-        svg.Bar(name, phases[name], _milliseconds(phases[name]), PHASE_COLOURS.get(name, "rule"))
+        svg.Bar(name, phases[name], _milliseconds(phases[name]), _colour_of(name))
         for name in order
         if phases.get(name)
     ]
     return charts.Stack(label, parts, _milliseconds(sum(part.value for part in parts)))
+
+
+def _colour_of(phase: str) -> str:
+    return heat_map.PHASES.get(phase, heat_map.UNKNOWN_PHASE).colour or "rule"
 
 
 def _phase_row(name: str, mean: float, ranks: Sequence[RankNow]) -> dict[str, str]:
@@ -183,7 +177,7 @@ def _phase_row(name: str, mean: float, ranks: Sequence[RankNow]) -> dict[str, st
     most = max(ranks, key=lambda rank: rank.phases.get(name, 0.0))
     return {
         "name": name,
-        "colour": PHASE_COLOURS.get(name, "rule"),
+        "colour": _colour_of(name),
         "mean": _milliseconds(mean),
         "least": f"{_milliseconds(least.phases.get(name, 0.0))} (rank {least.rank})",
         "most": f"{_milliseconds(most.phases.get(name, 0.0))} (rank {most.rank})",
@@ -212,18 +206,11 @@ class Health:
 def _health(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
     cost = len(nodes) * sum(len(node.health) for node in nodes)
     if 0 < cost <= _MOST_COMPARED and not facts.has_links:
-        version = tuple(_signature(facts, node.host) for node in nodes)
+        folders = [NodeDirectory(facts.run, node.host) for node in nodes]
+        paths = [path for each in folders for path in (each.health_path, each.events_path)]
+        version = tuple(map(fsio.file_version, paths))
         return facts.kept("health", version, lambda: _compared(facts))
     return _watched(facts, nodes)
-
-
-def _signature(facts: RunFacts, host: str) -> tuple[int, ...]:
-    node, found = NodeDirectory(facts.run, host), []
-    for path in (node.health_path, node.events_path):
-        with suppress(OSError):
-            status = path.lstat()
-            found += [status.st_mtime_ns, status.st_size]
-    return tuple(found)
 
 
 def _compared(facts: RunFacts) -> Health:

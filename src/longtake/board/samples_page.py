@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 from markupsafe import Markup
 
-from longtake import process
+from longtake import fsio, process
 from longtake.board import svg
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, render, rounded
@@ -247,10 +247,9 @@ def _cell(facts: RunFacts, links: PageLinks, preset: SampledPreset, number: int,
 
 
 def _files_there(facts: RunFacts, preset: SampledPreset, step: int) -> set[str]:
-    path, version = preset.run.path / preset.folder(step), None
-    with suppress(OSError):
-        version = path.stat().st_mtime_ns
-    return facts.kept(f"{path}:files", version, lambda: preset.files_there(step))
+    path = preset.run.path / preset.folder(step)
+    read = partial(preset.files_there, step)
+    return facts.kept(f"{path}:files", fsio.file_version(path), read)
 
 
 def _pictures(

@@ -261,7 +261,7 @@ def tree_of(facts: RunFacts, record: _Diagnosis) -> StackTree:
             if len(paths) < _READ_NODES and (total + status.st_size <= _READ_BYTES or not paths):
                 total += status.st_size
                 paths.append(path.relative_to(facts.run.path).as_posix())
-                version.append((host, status.st_mtime_ns, status.st_size))
+                version.append((host, fsio.version_of(status)))
     return facts.kept(
         f"stacks of {record['token']}",
         (num_nodes, *version),

@@ -32,12 +32,14 @@ from longtake.fsio.folders import (
 from longtake.fsio.journal import Journal
 from longtake.fsio.opening import (
     cache_folder,
+    file_version,
     is_missing,
     open_below,
     open_folder_below,
     open_regular,
     read_regular,
     reading_below,
+    version_of,
 )
 from longtake.fsio.records import (
     MAX_LINE_BYTES,

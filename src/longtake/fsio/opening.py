@@ -52,6 +52,21 @@ def _is_cached(path: Path) -> bool:
     return False
 
 
+FileVersion = tuple[int, int, int]
+
+
+def version_of(status: os.stat_result) -> FileVersion:
+    """Inode, size and time of change: different after any write that a reader has to see."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def file_version(path: Path) -> FileVersion | None:
+    """The version of a file or folder, not of what a link points to; None: there is none."""
+    with suppress(OSError):
+        return version_of(path.lstat())
+    return None
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read; links are followed, except within `reading_below`.
 

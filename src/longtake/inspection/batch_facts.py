@@ -154,13 +154,16 @@ def _batch(
     if reported is not None and not reported.num_samples:
         why = "The guard's report lists no clip of this step."
     return VerdictBatch(
-        *(event["step"], event["verdict"], event["reason"], event["message"]),
-        number if isinstance(number, int) else None,
-        clips,
-        0 if reported is None else reported.num_samples,
-        why or trouble,
-        f"{process.command()} show {path} --around {event['step']}",
-        event["step"] == step,
+        step=event["step"],
+        kind=event["verdict"],
+        reason=event["reason"],
+        message=event["message"],
+        number=number if isinstance(number, int) else None,
+        clips=clips,
+        num_clips=0 if reported is None else reported.num_samples,
+        why=why or trouble,
+        command=f"{process.command()} show {path} --around {event['step']}",
+        is_open=event["step"] == step,
     )
 
 

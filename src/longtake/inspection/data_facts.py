@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from longtake import errors, process
+from longtake import errors, fsio, process
 from longtake.config import DataSection, Recipe
 from longtake.data import ledger, stages
 from longtake.data.catalog import Catalog
@@ -80,13 +80,8 @@ def _refuse_links(*paths: Path) -> None:
 
 
 def versions(paths: Collection[Path]) -> tuple[Hashable, ...]:
-    """Another one if a file was written since."""
-    found = list[Hashable]()
-    for path in paths:
-        with suppress(OSError):
-            status = path.lstat()
-            found.append((path.name, status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(found)
+    """A value that changes when any of the files does."""
+    return tuple((path.name, fsio.file_version(path)) for path in paths)
 
 
 # --- Catalogs and the plan --------------------------------------------------------------------
@@ -448,9 +443,14 @@ def _spans(
                 counts = np.histogram(mine, np.array(histogram.edges))[0].tolist()
                 found.append(
                     StageSpan(
-                        *(stream.stage, place, ", ".join(conditions)),
-                        *(float(mine.min()), float(mine.max()), float(mine.mean())),
-                        *(len(mine), counts),
+                        stage=stream.stage,
+                        place=place,
+                        conditions=", ".join(conditions),
+                        low=float(mine.min()),
+                        high=float(mine.max()),
+                        mean=float(mine.mean()),
+                        num_clips=len(mine),
+                        counts=counts,
                     )
                 )
     return found

@@ -146,8 +146,16 @@ def _audited_row(epochs: Sequence[EpochAudit]) -> EpochRow:
     first, last = epochs[0], epochs[-1]
     number = str(first.epoch) if first is last else f"{first.epoch} to {last.epoch}, each"
     return EpochRow(
-        *(first.stage, first.source, number, first.seen, first.repeated, first.missing),
-        *(first.rejected, first.skipped, epoch_words(first, len(epochs)), first.is_exact),
+        stage=first.stage,
+        source=first.source,
+        epochs=number,
+        seen=first.seen,
+        repeated=first.repeated,
+        missing=first.missing,
+        rejected=first.rejected,
+        skipped=first.skipped,
+        words=epoch_words(first, len(epochs)),
+        is_exact=first.is_exact,
     )
 
 
@@ -179,8 +187,16 @@ def _counted_row(found: ledger.EpochCount, is_estimate: bool) -> EpochRow:
     if found.repeated is None:
         words = "not compared with the plan"
     return EpochRow(
-        *(stage, source, str(found.epoch), found.seen, found.repeated, None, found.rejected, None),
-        *(words, False if found.repeated and not is_estimate else None),
+        stage=stage,
+        source=source,
+        epochs=str(found.epoch),
+        seen=found.seen,
+        repeated=found.repeated,
+        missing=None,
+        rejected=found.rejected,
+        skipped=None,
+        words=words,
+        is_exact=False if found.repeated and not is_estimate else None,
     )
 
 

@@ -197,7 +197,7 @@ atexit.register(_decoder.close)
 
 
 def _tag(top: Path, name: str, status: os.stat_result) -> str:
-    parts = (top.resolve(), name, status.st_ino, status.st_size, status.st_mtime_ns)
+    parts = top.resolve(), name, *fsio.version_of(status)
     return hashlib.sha256("\0".join(map(str, parts)).encode(errors="replace")).hexdigest()[:32]
 
 

@@ -3,13 +3,13 @@
 import contextvars
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from longtake import errors, node_dir
+from longtake import errors, fsio, node_dir
 from longtake.config import Recipe
 from longtake.formatting import one_line
 from longtake.inspection.rows import MetricRows, read_rows
@@ -110,7 +110,7 @@ class RunReader:
         """Those that were read before, unless a file has changed."""
         paths = [self.run.metrics_path, self.run.rollbacks_path]
         self._rows = self.kept(
-            "rows", _signature(paths), lambda: read_rows(self.run, self._rows, self._note)
+            "rows", _versions(paths), lambda: read_rows(self.run, self._rows, self._note)
         )
         return self._rows
 
@@ -118,17 +118,14 @@ class RunReader:
         self._share_read = share
 
     def kept(self, what: str, version: Hashable, read: Callable[[], T]) -> T:
-        """What `read` returns, called only if the version is another than the last time.
+        """The value of `read`, which is called only if the version differs from the last call's.
 
-        Not for several threads at once, but for one reader under `facts`' lock, or for values of
-        which it does not matter who computes them.
+        Two threads that ask at once may both call it.
         """
         known = self._kept.get(what)
-        if known is not None and known[0] == version:
-            found: T = known[1]
-            return found
-        value = read()
-        self._kept[what] = version, value
+        if known is None or known[0] != version:
+            known = self._kept[what] = version, read()
+        value: T = known[1]
         return value
 
     def _read(self) -> RunFacts:
@@ -151,7 +148,7 @@ class RunReader:
             problems.append(summary.problem)
         is_readable = link is None
         rows = part(self._read_rows, NO_ROWS) if is_readable else NO_ROWS
-        version = (_signature(self._event_files()), len(rows))
+        version = (_versions(self._event_files()), len(rows))
         events, marks = list[dict[str, Any]](), list[Mark]()
         hours, record = list[TimePart](), dict[str, Any]()
         recipe = None
@@ -163,18 +160,24 @@ class RunReader:
             hours = part(
                 lambda: self.kept("hours", version, lambda: goodput(run, rows, events)), hours
             )
-            recipe = part(self._recipe, None)
+            saved = _versions([run.recipe_path])
+            recipe = part(lambda: self.kept("recipe", saved, run.recipe), None)
             record = part(lambda: dict[str, Any](run.record()), record)
         return RunFacts(
-            *(run, self.name, summary, recipe, record, rows, events, marks, hours),
-            tuple(problems),
-            not is_readable,
-            self.kept,
-            self.neighbours,
+            run=run,
+            name=self.name,
+            summary=summary,
+            recipe=recipe,
+            record=record,
+            rows=rows,
+            events=events,
+            marks=marks,
+            goodput=hours,
+            problems=tuple(problems),
+            has_links=not is_readable,
+            kept=self.kept,
+            neighbours=self.neighbours,
         )
-
-    def _recipe(self) -> Recipe:
-        return self.kept("recipe", _signature([self.run.recipe_path]), self.run.recipe)
 
     def _event_files(self) -> list[Path]:
         nodes = [node.events_path for node in node_dir.all_nodes(self.run)]
@@ -197,7 +200,7 @@ class RunList:
         run = RunDirectory(path)
         records = [run.recipe_path, run.record_path, run.events_path, run.metrics_path]
         records += [run.rollbacks_path, run.lease_path, *_newest_results(path / "evaluations")]
-        version = _signature(records)
+        version = _versions(records)
         known = self._known.get(path)
         if known is not None and known[0] == version and known[1].state in _ENDED:
             return known[1]
@@ -223,15 +226,8 @@ def _entries(folder: Path) -> list[Path]:
     return []
 
 
-def _signature(paths: list[Path]) -> tuple[Hashable, ...]:
-    """Another one if a file was written since."""
-    found = list[Hashable]()
-    for path in paths:
-        status = None
-        with suppress(OSError):
-            status = path.stat()
-        found.append(status and (status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(found)
+def _versions(paths: Sequence[Path]) -> tuple[Hashable, ...]:
+    return tuple(map(fsio.file_version, paths))
 
 
 def links_of(run: RunDirectory) -> Iterator[Path]:

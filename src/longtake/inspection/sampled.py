@@ -205,8 +205,7 @@ def _read(run: RunDirectory, name: str, kind: fsio.Kind[R], use: Callable[[R], T
             except errors.RecordError as error:
                 return error
 
-        version = (status.st_ino, status.st_size, status.st_mtime_ns)
-        found = kept(f"{run.path}/{name}", version, read)
+        found = kept(f"{run.path}/{name}", fsio.version_of(status), read)
     if isinstance(found, errors.RecordError):
         raise found
     return found

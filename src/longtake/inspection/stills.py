@@ -94,16 +94,10 @@ def stills_of(clips: Sequence[Clip], wait_seconds: float = _WAIT_SECONDS) -> dic
 
 
 def _kept_path(clip: Clip) -> Path:
-    """Another one for another file at the clip's place."""
-    parts: list[object] = [clip.identity, clip.path]
-    with suppress(OSError):
-        status = clip.media.file.stat()
-        parts += [status.st_ino, status.st_size, status.st_mtime_ns]
-    return (
-        fsio.cache_folder()
-        / "stills"
-        / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
-    )
+    """The file of a clip's still, which differs for another file at the clip's place."""
+    parts = clip.identity, clip.path, fsio.file_version(clip.media.file.resolve())
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return fsio.cache_folder() / "stills" / f"{name}.json"
 
 
 _in_memory: dict[str, _KeptStill] = {}  # of the newest stills, where the cache cannot be written
