@@ -68,8 +68,7 @@ class TransformersCaptioner:
         """
         del clips
         with torch.inference_mode():
-            inputs = self._chat(frames) if self._is_chat else self._plain(frames)
-            inputs = inputs.to(self._device, self._model.dtype)
+            inputs = self._ask(frames).to(self._device, self._model.dtype)
             tokens = self._model.generate(
                 **inputs, max_new_tokens=self._max_new_tokens, do_sample=False
             )
@@ -79,24 +78,19 @@ class TransformersCaptioner:
         texts = self._processor.batch_decode(tokens, skip_special_tokens=True)
         return [" ".join(text.split()) for text in texts]
 
-    def _chat(self, frames: Sequence[NDArray[np.uint8]]) -> Any:
+    def _ask(self, frames: Sequence[NDArray[np.uint8]]) -> Any:
+        if not self._is_chat:
+            shown = [Image.fromarray(video[len(video) // 2]) for video in frames]
+            prompts = {"text": [self._prompt] * len(shown), "padding": True}
+            prompts = prompts if self._prompt else {}
+            return self._processor(images=shown, return_tensors="pt", **prompts)
         pictures = [[Image.fromarray(frame) for frame in video] for video in frames]
-        questions = [
-            [*({"type": "image"} for _ in video), {"type": "text", "text": self._prompt}]
-            for video in frames
-        ]
-        prompts = [
-            self._processor.apply_chat_template(
-                [{"role": "user", "content": question}], add_generation_prompt=True
-            )
-            for question in questions
-        ]
-        return self._processor(images=pictures, text=prompts, padding=True, return_tensors="pt")
-
-    def _plain(self, frames: Sequence[NDArray[np.uint8]]) -> Any:
-        pictures = [Image.fromarray(video[len(video) // 2]) for video in frames]
-        prompts = {"text": [self._prompt] * len(pictures), "padding": True} if self._prompt else {}
-        return self._processor(images=pictures, return_tensors="pt", **prompts)
+        texts = []
+        for video in frames:
+            question = [*({"type": "image"} for _ in video), {"type": "text", "text": self._prompt}]
+            message = [{"role": "user", "content": question}]
+            texts.append(self._processor.apply_chat_template(message, add_generation_prompt=True))
+        return self._processor(images=pictures, text=texts, padding=True, return_tensors="pt")
 
 
 def _load(folder: Path, dtype: str) -> tuple[Any, Any]:

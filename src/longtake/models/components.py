@@ -214,14 +214,13 @@ def assemble(
             source = "files"
         model, unfilled = _build(chosen, recipe, shapes, text, source)
         kinds = _kinds(recipe, added_module.block_names(model, chosen, ("*",)), quantized, made)
-        _finish(model, chosen, recipe, codec, unfilled, kinds)
+        defaults = chosen.defaults(recipe.model)
+        parts = Components(chosen, model, codec, text, defaults, unfilled)
+        parts = _finish(parts, recipe, kinds)
         if weights == "here" and unfilled.parameters:  # read and quantised tensor by tensor
             unfilled.give_memory(model, torch.device("cpu"))
             unfilled.fill()
-            unfilled = deferred_init.NOTHING_DEFERRED
-    defaults, experts = chosen.defaults(recipe.model), read_experts(recipe.model)
-    parts = Components(chosen, model, codec, text, defaults, unfilled, experts=experts)
-    _check_sigma_range(parts, recipe)
+            parts = replace(parts, unfilled=deferred_init.NOTHING_DEFERRED)
     return parts
 
 
@@ -359,31 +358,30 @@ def outline(recipe: config.Recipe, captions: Sequence[str] = ()) -> Components:
         shapes = fit_latents(recipe, chosen, codec)
         text = outline_text(text_section(recipe), chosen, captions)
         model = chosen.build(recipe.model, shapes, text, weights=False)
-        _finish(model, chosen, recipe, codec)
-    defaults, experts = chosen.defaults(recipe.model), read_experts(recipe.model)
-    parts = Components(chosen, model, codec, text, defaults, experts=experts)
-    _check_sigma_range(parts, recipe)
-    return parts
+        parts = Components(chosen, model, codec, text, chosen.defaults(recipe.model))
+        return _finish(parts, recipe, {})
 
 
-def _check_sigma_range(parts: Components, recipe: config.Recipe) -> None:
-    """Refuse a range of sigmas that nothing lies in, at the shift of each bucket."""
+def _finish(parts: Components, recipe: config.Recipe, kinds: Kinds) -> Components:
+    """Keep weights in their dtype, quantise blocks, and add what trains; find the experts.
+
+    Raises:
+        RecipeError: no sigma lies in the range that is trained, at the shift of a bucket.
+    """
+    model, chosen = parts.model, parts.family
+    numerics.keep_weights_in(model, numerics.DTYPES[recipe.model.dtype])
+    if kinds:  # before any layer gets a LoRA
+        model.requires_grad_(False)
+        names = added_module.block_names(model, chosen, ("*",))
+        for name, block in zip(names, chosen.blocks(model), strict=True):
+            if name in kinds:
+                quantize_linears(block, kinds[name])
+    deferred = parts.unfilled.parameters
+    trainable.make_trainable(model, chosen, recipe.trainable, parts.codec.channels, deferred)
+    parts = replace(parts, experts=read_experts(recipe.model))
     for flow, bucket in trained_shapes(recipe):
         parts.sample_sigmas(torch.zeros(1), flow, bucket)
-
-
-def _finish(
-    model: nn.Module,
-    chosen: Family,
-    recipe: config.Recipe,
-    codec: Codec,
-    unfilled: deferred_init.DeferredWeights = deferred_init.NOTHING_DEFERRED,
-    quantized: Kinds | None = None,
-) -> None:
-    numerics.keep_weights_in(model, numerics.DTYPES[recipe.model.dtype])
-    if quantized:
-        _quantize(model, chosen, quantized)
-    trainable.make_trainable(model, chosen, recipe.trainable, codec.channels, unfilled.parameters)
+    return parts
 
 
 def _kinds(
@@ -396,15 +394,6 @@ def _kinds(
         return dict.fromkeys(names, recipe.model.quantize)
     kept = None if made is None else read_kinds(made)
     return quantized or {} if kept is None else kept
-
-
-def _quantize(model: nn.Module, chosen: Family, quantized: Kinds) -> None:
-    """Quantise the blocks' linear layers, before any of them gets a LoRA."""
-    model.requires_grad_(False)
-    names = added_module.block_names(model, chosen, ("*",))
-    for name, block in zip(names, chosen.blocks(model), strict=True):
-        if name in quantized:
-            quantize_linears(block, quantized[name])
 
 
 def with_exact_weights(recipe: config.Recipe) -> config.Recipe:

@@ -198,7 +198,12 @@ def quantize_linears(module: nn.Module, kind: Quantization, key: str = "model.qu
     """
     layers = frozen_linears(module)
     if kind == "nf4":
-        _refuse_missing_torchao(key)
+        if importlib.util.find_spec("torchao") is None:
+            raise RecipeError(
+                f'{key} = "nf4" needs torchao, which is not installed. Install it with: pip '
+                'install "longtake[eightbit]" (or: pip install torchao). "int8" and "fp8" need no '
+                "torchao."
+            )
         for name, layer in layers.items():
             if layer.weight.numel() % _NF4_BLOCK:
                 raise RecipeError(
@@ -217,14 +222,6 @@ def frozen_linears(module: nn.Module) -> dict[str, nn.Linear]:
         for name, layer in module.named_modules()
         if type(layer) is nn.Linear and not layer.weight.requires_grad
     }
-
-
-def _refuse_missing_torchao(key: str) -> None:
-    if importlib.util.find_spec("torchao") is None:
-        raise RecipeError(
-            f'{key} = "nf4" needs torchao, which is not installed. Install it with: pip install '
-            '"longtake[eightbit]" (or: pip install torchao). "int8" and "fp8" need no torchao.'
-        )
 
 
 def _convert(linear: nn.Linear, kind: Quantization) -> None:

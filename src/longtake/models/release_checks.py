@@ -53,35 +53,39 @@ def has_two_transformers(pipeline: Mapping[str, Any]) -> bool:
 
 
 def refuse_wrong_expert(pipeline: Mapping[str, Any], section: ModelSection) -> None:
-    """Refuse two transformers of which none is chosen, and a choice where there is only one."""
+    """Require `model.expert` exactly when the release has two transformers."""
     where, boundary = str(section.pretrained), pipeline.get("boundary_ratio")
-    has_two = has_two_transformers(pipeline)
-    if not has_two and boundary is None:
-        if section.expert is None:
-            return
-        raise ModelError(
-            f'model.expert = "{section.expert}", but the model_index.json of {where} names one '
+    has_two, expert = has_two_transformers(pipeline), section.expert
+    is_between = isinstance(boundary, int | float) and 0 < boundary < 1
+    says = "no boundary_ratio" if boundary is None else f"boundary_ratio {boundary}"
+    refusals = (
+        (
+            not has_two and boundary is None and expert is not None,
+            f'model.expert = "{expert}", but the model_index.json of {where} names one '
             "transformer and no boundary_ratio. Leave it (--expert) out, or name a release with "
-            "two transformers, such as Wan-AI/Wan2.2-T2V-A14B-Diffusers."
-        )
-    if not has_two:
-        raise ModelError(
+            "two transformers, such as Wan-AI/Wan2.2-T2V-A14B-Diffusers.",
+        ),
+        (
+            not has_two and boundary is not None,
             f"{where} has a boundary_ratio ({boundary}) between two transformers, but its "
-            "model_index.json names no transformer_2. Name the whole release."
-        )
-    if not isinstance(boundary, int | float) or not 0 < boundary < 1:
-        says = "no boundary_ratio" if boundary is None else f"boundary_ratio {boundary}"
-        raise ModelError(
+            "model_index.json names no transformer_2. Name the whole release.",
+        ),
+        (
+            has_two and not is_between,
             f"{where} has two transformers, but its model_index.json has {says}: at which sigma "
-            "one takes over from the other cannot be known. Add the boundary_ratio of the release, "
-            "between 0 and 1 (Wan 2.2 A14B: 0.875 from text, 0.9 from a first frame)."
-        )
-    if section.expert is None:
-        raise ModelError(
+            "one takes over from the other cannot be known. Add the boundary_ratio of the "
+            "release, between 0 and 1 (Wan 2.2 A14B: 0.875 from text, 0.9 from a first frame).",
+        ),
+        (
+            has_two and expert is None,
             f"{where} has two transformers, each for a part of the noise levels (boundary_ratio "
             f'{boundary}). Set model.expert = "high" to train the one for sigmas from {boundary} '
-            'on, or "low" for those below it; a run trains one of them.'
-        )
+            'on, or "low" for those below it; a run trains one of them.',
+        ),
+    )
+    for applies, message in refusals:
+        if applies:
+            raise ModelError(message)
 
 
 def refuse_further_inputs(release: Release, channel_ratios: Collection[float], where: str) -> None:

@@ -150,7 +150,10 @@ class StreamedBlocks:
         if buffer is None:
             buffer = self._copy(number, besides=None)
         self._copies.wait(buffer.copied)
-        self._blocks[number].put(self._views(number, buffer))
+        block, place = self._blocks[number], self._buffers.index(buffer)
+        if place not in block.views:
+            block.views[place] = [each.within(buffer.memory) for each in block.places]
+        block.put(block.views[place])
         self._current = number
         following = self._following(number, going_back=going_back)
         if following is not None and self._having(following) is None:
@@ -178,12 +181,6 @@ class StreamedBlocks:
         self._copies.copy(buffer.memory[: len(host)], host)
         buffer.copied, buffer.block = self._copies.mark(), number
         return buffer
-
-    def _views(self, number: int, buffer: _Buffer) -> list[Tensor]:
-        block, place = self._blocks[number], self._buffers.index(buffer)
-        if place not in block.views:
-            block.views[place] = [each.within(buffer.memory) for each in block.places]
-        return block.views[place]
 
 
 def streamed_bytes(block: nn.Module) -> int:
