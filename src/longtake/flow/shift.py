@@ -1,4 +1,4 @@
-"""How far sigmas are shifted toward noise: by a factor, or by a rule of a release. Torch-free."""
+"""The shift of sigmas toward noise: by a factor, or by a rule of a release. Torch-free."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ FLUX2_MAX_TOKENS = 4096
 
 
 class ClipSize(NamedTuple):
-    """What a shift can follow."""
+    """Sizes of a clip that a shift can follow."""
 
     num_tokens: int
     """The transformer's tokens of the noisy latents: latent pixels after patching."""
@@ -81,7 +81,7 @@ class ShiftRule:
 
 
 def named_rule(shift: float | ShiftName) -> ShiftRule:
-    """What a recipe's number or name means."""
+    """Return the rule that a recipe's number or name stands for."""
     return ShiftRule(MuLine() if shift == "flux" else shift)
 
 

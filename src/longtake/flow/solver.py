@@ -65,7 +65,7 @@ def unipc(
     *,
     terminal: float = 0.0,
 ) -> Tensor:
-    """As `solve`, by diffusers' UniPCMultistepScheduler as Wan's releases configure it.
+    """Solve by diffusers' UniPCMultistepScheduler as Wan's releases configure it.
 
     Of order 2, with one velocity a step (arXiv:2302.04867). Its sigmas end at 1 / 1000 before they
     are shifted; the velocity is asked for at multiples of 1 / 1000, rounded down, as in pipelines.
@@ -91,7 +91,7 @@ def unipc(
 
 
 def num_evaluations(solver: SolverName, num_steps: int) -> int:
-    """How often `solve` asks for the velocity in so many steps."""
+    """Count the velocities that `solve` asks for in a number of steps."""
     return 2 * num_steps - 1 if solver == "heun" else num_steps
 
 

@@ -72,7 +72,7 @@ def range_share(
     sigma_range: tuple[float, float],
     uniform_share: float = 0.0,
 ) -> tuple[float, float]:
-    """Which shares of a distribution lie below a range, and in it; arguments as `sample_sigmas`.
+    """Shares of a distribution that lie below a range and in it; arguments of `sample_sigmas`.
 
     Raises:
         RecipeError: less than a millionth lies in it.

@@ -36,7 +36,7 @@ Attend = Callable[[AttentionInputs], Tensor]
 
 
 class AddedModule(Protocol):
-    """What `trainable.modules.<name>.module` has to name: an nn.Module.
+    """An nn.Module of the user's own, which `trainable.modules.<name>.module` names.
 
     It has `around`, `around_attention` or both, and `prepare` where it needs conditioning. What
     `prepare` and `around` get comes in its own dtype (under autocast: as autocast converts it), and
@@ -210,7 +210,7 @@ def added_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Attachment:
-    """What all blocks of a model share: the modules, and what they prepared for a forward pass.
+    """State that all blocks of a model share: the modules, and what they prepared for a pass.
 
     What was prepared is kept until the next forward pass: recomputed blocks need it in the backward
     pass.

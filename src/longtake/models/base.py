@@ -81,7 +81,7 @@ def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) 
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What one block of a model sees; `dataclasses.replace` changes a value.
+    """Inputs of one block of a model; `dataclasses.replace` changes a value.
 
     B clips, T tokens of the video or of all images, T' of the text, D width.
     """
@@ -103,16 +103,16 @@ class BlockInputs:
     name: str
     """The block's, such as `transformer_blocks.3`."""
     index: int
-    """Of the block among all blocks, in the order in which they run."""
+    """Number of the block among all blocks, in the order in which they run."""
     prepared: Mapping[str, Tensor]
-    """What the added module's `prepare` returned for this forward pass."""
+    """Tensors that the added module's `prepare` returned for this forward pass."""
     audio: Tensor | None = None
     """[B, T', D']: the tokens of LTX-2's audio, which stays in its dtype; None of others."""
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What one attention in a block sees; `dataclasses.replace` changes a value.
+    """Inputs of one attention in a block; `dataclasses.replace` changes a value.
 
     B clips, H heads, T tokens, S tokens that are attended to, d width of a head.
     """
@@ -129,7 +129,7 @@ class AttentionInputs:
     name: str
     """The attention's in the block, such as Wan's `attn1` (video) or `attn2` (to the text)."""
     block: BlockInputs
-    """What the block was called with."""
+    """Inputs with which the block was called."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class Defaults:
     caption_dropout: float = 0.1  # of a model that is sampled with classifier-free guidance
     max_tokens: int = 512  # of a pretrained text encoder
     uniform_share: float = 0.0
-    """Of the sigmas trained by the release's shift: if above 0, the others are stretched over
-    [0, 1], as `stretched_logit_normal` says."""
+    """Share of the sigmas that are drawn evenly where the release's shift is trained: if above 0,
+    the others are stretched over [0, 1], as `stretched_logit_normal` says."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class InputContract:
     continues: tuple[str, ...] = ()
     """Pictures instead of which a recipe may give a video's first frames (`frames`)."""
     takes_fps: bool = False
-    """Whether frames per second are an input of the model (`fps`)."""
+    """True if frames per second are an input of the model (`fps`)."""
     has_audio: bool = False
-    """Whether the model makes audio too, for which a recipe says `model.audio`."""
+    """True if the model makes audio too, for which a recipe says `model.audio`."""
     version: int = 1
     """Version of `encode` in the keys of a cache: raise it when other numbers come out."""
 
@@ -194,7 +194,7 @@ class InputContract:
 
     @property
     def encodes_together(self) -> bool:
-        """Whether `encode` gives other tensors than the latents of each input."""
+        """True if `encode` gives other tensors than the latents of each input."""
         return type(self).encode is not InputContract.encode
 
     def given_frames(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
@@ -391,7 +391,7 @@ class Family(ABC):
         return Defaults()
 
     def distils_guidance(self, model: nn.Module) -> bool:
-        """Whether the guidance scale is an input (`guidance`), so that no second pass is needed."""
+        """Return True if the guidance scale is an input (`guidance`): no second pass is needed."""
         return False
 
     @abstractmethod

@@ -74,7 +74,7 @@ class Components:
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
     def shift_rule(self, shift: config.Shift | None) -> ShiftRule:
-        """What a recipe's value means; unset and `release` are the pretrained model's own."""
+        """The rule that a recipe's value names; unset and `release` are the pretrained model's."""
         if shift is None or shift == "release":
             return self.defaults.shift
         return named_rule(shift)
@@ -119,7 +119,7 @@ class Components:
         return flow.sigma_range if self.experts is None else self.experts.sigmas_within(flow)
 
     def with_other(self) -> "Components":
-        """The same with the other expert as the model."""
+        """Return components with the other expert as the model."""
         assert self.other is not None
         return replace(self, model=self.other.model, other=None)
 
@@ -161,7 +161,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 Kinds = Mapping[str, config.Quantization]
-"""What the frozen linear layers of blocks are quantised to, by the blocks' names."""
+"""Numbers to which the frozen linear layers of blocks are quantised, by the blocks' names."""
 _KINDS = "quantized.json"
 
 Source = Literal["here", "files", "checkpoint", "seed"]
@@ -387,7 +387,7 @@ def _finish(parts: Components, recipe: config.Recipe, kinds: Kinds) -> Component
 def _kinds(
     recipe: config.Recipe, names: Sequence[str], quantized: Kinds | None, made: Path | None
 ) -> Kinds:
-    """What each block is quantised to; a run that chose for itself keeps to its choice."""
+    """Choose the numbers of each block; a run that chose for itself keeps to its choice."""
     if recipe.model.quantize == "none":
         return {}
     if recipe.model.quantize != "auto":
@@ -397,7 +397,7 @@ def _kinds(
 
 
 def with_exact_weights(recipe: config.Recipe) -> config.Recipe:
-    """The same model and text encoders, none of them quantised."""
+    """Return a recipe of the same model and text encoders, none of them quantised."""
     exact = {"quantize": "none"}
     pooled = recipe.text.pooled and recipe.text.pooled.model_copy(update=exact)
     return recipe.model_copy(
@@ -415,5 +415,5 @@ def keep_kinds(quantized: Kinds, made: Path) -> None:
 
 
 def read_kinds(made: Path) -> dict[str, config.Quantization] | None:
-    """What the blocks of a run that chose for itself are quantised to; None: it has not chosen."""
+    """Read the choice that a run has made for its blocks; None: it has not chosen."""
     return read_record(made / _KINDS, dict[str, config.Quantization])

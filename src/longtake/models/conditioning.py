@@ -1,4 +1,4 @@
-"""What a model gets of the further inputs in `data.conditioning`.
+"""Tensors that a model gets of the further inputs in `data.conditioning`.
 
     picture, video  `<name>_latents` [B, C, F', h, w], or what the family makes of it;
                     not encoded: `<name>` [B, 3, F, H, W], -1..1
@@ -24,7 +24,7 @@ from longtake.models.components import Components
 def encode_inputs(
     parts: Components, recipe: Recipe, given: Mapping[str, Tensor], bucket: Bucket
 ) -> tuple[Conditioning, Tensor | None]:
-    """What the model gets of the clips' inputs, and weights of the loss if it has a mask."""
+    """Encode the clips' inputs for the model; with weights of the loss if it has a mask."""
     sections, flow = recipe.model_inputs(), recipe.flow
     wanted = {name: each for name, each in given.items() if name in sections}
     conditioning = condition_on(parts, sections, wanted, bucket)

@@ -30,7 +30,7 @@ from longtake.models import numerics, pretrained, release_checks, releases
 from longtake.models.quantized import QuantizedLinear
 
 Weights = bool | Literal["later"]
-"""Whether a model is built with weights; `later`: without, but ready to be filled."""
+"""True: build a model with weights; `later`: without, but ready to be filled."""
 
 Target = Tensor | QuantizedLinear
 """A tensor that takes stored values, or a layer that quantises them."""
@@ -57,7 +57,7 @@ class DeferredParameter(NamedTuple):
 
     @property
     def target(self) -> "Target":
-        """What its values are read into."""
+        """Tensor into which its values are read."""
         is_quantized = isinstance(self.module, QuantizedLinear) and self.name == "weight"
         return self.module if is_quantized else self.parameter  # type: ignore[return-value]
 
@@ -71,7 +71,7 @@ class DeferredWeights:
     """The file of each, by its stored name; without it, and without `program`, a checkpoint will
     fill them."""
     program: "InitProgram | None" = None
-    """What draws them at random."""
+    """Program that draws them at random."""
 
     def give_memory(self, model: nn.Module, device: torch.device) -> None:
         """Replace meta tensors by zeros on a device, of each rank's shard alone."""
@@ -179,7 +179,7 @@ def deferred_parameters(model: nn.Module) -> list[DeferredParameter]:
 def can_be_filled(
     deferred: Iterable[DeferredParameter], model: nn.Module, files: Mapping[str, Path] | None
 ) -> bool:
-    """Whether each parameter has one name and, if files are to fill it, its shape in them.
+    """Return True if each parameter has one name and, if files are to fill it, its shape in them.
 
     Buffers that are saved would come from files too; `fill` reads none.
     """
@@ -325,7 +325,7 @@ class InitProgram:
         is_known = storages <= made and all(call.reads <= made for call in needed)
         has_seed = not any(call.has_own_generator for call in needed)
         self.can_run = is_known and has_seed and not (draws_buffers or questions.was_asked)
-        """Whether all of it has been recorded, and the model draws nothing but parameters."""
+        """True if all of it has been recorded, and the model draws nothing but parameters."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -100,7 +100,7 @@ class DiffusersFamily(Family):
     time_range = (0.0, 1.0)
     """Timesteps of sigma 0 and of sigma 1."""
     negates = False
-    """Whether the transformer predicts latents - noise."""
+    """True if the transformer predicts latents - noise."""
     scheduler = PipelineScheduler()
     guidance_scale = 5.0
     num_inference_steps = 50
@@ -310,7 +310,7 @@ def outline_vision(text: TextEncoder, pictures: Tensor, further_tokens: int = 0)
 
 
 def to_images(pictures: Tensor) -> list[Image.Image]:
-    """As the processors of pipelines take them, of pictures [B, 3, 1, H, W] uint8."""
+    """Convert pictures [B, 3, 1, H, W] uint8 to images as the processors of pipelines take them."""
     return [Image.fromarray(each[:, 0].permute(1, 2, 0).cpu().numpy()) for each in pictures]
 
 

@@ -30,11 +30,11 @@ class Experts:
 
     @property
     def sigma_range(self) -> tuple[float, float]:
-        """Those that the trained expert serves; the low-noise expert serves none at its end."""
+        """Sigmas that the trained expert serves; the low-noise expert serves none at its end."""
         return (self.boundary, 1.0) if self.trained == "high" else (0.0, self.boundary)
 
     def sigmas_within(self, flow: FlowSection) -> tuple[float, float]:
-        """Those that are trained.
+        """Range of sigmas that is trained.
 
         Raises:
             RecipeError: the recipe asks for sigmas that the expert never serves.
@@ -53,7 +53,7 @@ class Experts:
 
 
 def read_experts(section: ModelSection) -> Experts | None:
-    """What a release says of its two transformers; None where it has one, or the model is new."""
+    """Read the two transformers of a release; None if it has one, or the model is new."""
     if section.expert is None or section.pretrained is None:
         return None
     pipeline = releases.read_release(section).pipeline
@@ -67,7 +67,7 @@ class OtherExpert:
 
     model: nn.Module
     dtype: Literal["fp32", "bf16"]
-    """What its weights are kept in; of streamed ones the model cannot tell."""
+    """Dtype of its weights, which a model with streamed ones cannot tell."""
     streamed: StreamedBlocks | None = None
 
     def bring(self, device: torch.device) -> None:

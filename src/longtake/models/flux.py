@@ -71,7 +71,7 @@ class Flux(diffusers_family.DiffusersFamily):
     )
     makes_videos = False
     rope_axes: tuple[int, ...] = (16, 56, 56)
-    """Of the release; as many as the ids of a token have numbers."""
+    """axes_dims_rope of the release; one for each number of a token's ids."""
     scheduler = PipelineScheduler(default_shift=ShiftRule(MuLine()))
     guidance_scale = 3.5
     num_inference_steps = 28
@@ -104,7 +104,7 @@ class Flux(diffusers_family.DiffusersFamily):
             )
 
     def defaults(self, section: ModelSection) -> base.Defaults:
-        """Those of FLUX.1-dev and Kontext, of FLUX.1-schnell, or of a model that is not distilled.
+        """Defaults of FLUX.1-dev and Kontext, of schnell, or of a model that is not distilled.
 
         Schnell has no guidance embedding and a scheduler with the static shift 1.
         """

@@ -110,7 +110,7 @@ class Flux2(flux.Flux):
         return "Flux2KleinPipeline" if is_klein else self.pipeline_class
 
     def defaults(self, section: ModelSection) -> base.Defaults:
-        """Those of dev, of klein's base, or of a distilled klein, which takes no second pass."""
+        """Defaults of dev, of klein's base, or of a distilled klein, which takes no second pass."""
         release = releases.read_release(section)
         shift = self.scheduler.shift(section)
         if release.config.get("guidance_embeds", True):

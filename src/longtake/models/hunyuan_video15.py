@@ -276,7 +276,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
 
 
 class _SizesOfAutoencoder:
-    """What the constructor of a pipeline reads of one; text is encoded without it."""
+    """Sizes that a pipeline's constructor reads; text is encoded without an autoencoder."""
 
     config = SimpleNamespace(latent_channels=32)
     temporal_compression_ratio = 4
@@ -295,7 +295,7 @@ def _has_first(model: nn.Module) -> bool:
 
 
 def _guidance_scale(guider: Mapping[str, Any], where: str) -> float:
-    """Of a guider_config.json; ModelError where the guidance is another."""
+    """The scale in a guider_config.json; ModelError where the guidance is another."""
     name = str(guider.get("_class_name", "ClassifierFreeGuidance"))
     other = [key for key, plain in _PLAIN.items() if guider.get(key, plain) != plain]
     if name != "ClassifierFreeGuidance" or other:
@@ -336,7 +336,7 @@ def _forward(
     image_embeds: Tensor | None,
     return_dict: bool = False,
 ) -> tuple[Tensor]:
-    """What the transformer's own `forward` computes, of texts without what is padding in all.
+    """Compute the transformer's `forward`, without the padding that all texts have.
 
     Its own looks at the values of masks and pictures, which a plan does not have, and attends to
     every text in its greatest length. Masks are bool [B, T]; None: nothing is padding.

@@ -36,7 +36,7 @@ def choose_precision(wanted: Literal["auto", "bf16", "fp32"], device: torch.devi
 
 
 def cpu_has_bf16() -> bool:
-    """Whether the processor has AMX or avx512_bf16, and oneDNN may use them.
+    """Return True if the processor has AMX or avx512_bf16, and oneDNN may use them.
 
     Elsewhere oneDNN emulates bf16, which is slower than fp32.
     """

@@ -61,9 +61,9 @@ class FrozenParts:
     """Encoders that are in the pipeline of `text.pretrained` besides, such as one of pictures;
     those that its model_index.json does not name are left out."""
     processor: PipelinePart | None = None
-    """Of pictures that are encoded together with captions; it has no weights."""
+    """Processor of pictures that are encoded together with captions; it has no weights."""
     has_random_text: bool = True
-    """Whether text encoders can be made with random weights, over the words of a catalog."""
+    """True if text encoders can be made with random weights, over the words of a catalog."""
 
 
 @contextmanager

@@ -31,7 +31,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "fp8": ("codes", "scale"),
     "nf4": ("codes", "scale_codes", "factor", "mean", "levels"),
 }
-"""Of the buffers that stand for a weight."""
+"""Names of the buffers that stand for a weight."""
 _ONE_AT_A_TIME = Lock()
 """Threads that read weights quantise one after the other: it takes several times a weight."""
 
@@ -84,12 +84,12 @@ class QuantizedLinear(FrozenLinear):
 
     kind: Quantization
     dtype: torch.dtype
-    """What the weight was in."""
+    """Dtype that the weight had."""
     codes: Tensor
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weight before it was quantised."""
+        """Shape of the weight before it was quantised."""
         return self.in_features * self.out_features * self.dtype.itemsize
 
     def __getattr__(self, name: str) -> Any:

@@ -178,7 +178,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
 
 
 class Positions(nn.Module):
-    """What `QwenEmbedRope` computes, without tables that are kept: a plan's have no values.
+    """`QwenEmbedRope` without tables that are kept: those of a plan have no values.
 
     Legend: N tokens, d width of a head.
     """

@@ -131,7 +131,7 @@ def _processor_class() -> Any:
     import transformers
 
     class Qwen2VLProcessor(transformers.Qwen2VLProcessor):  # type: ignore[misc]
-        """Of pictures alone: its part for videos needs torchvision, and so does a faster one."""
+        """A processor of pictures alone: its parts for videos need torchvision."""
 
         folder: Path
 

@@ -1,4 +1,4 @@
-"""Which kind of model a release is, by its model_index.json and its transformer's configuration.
+"""The kind of model that a release is, by its model_index.json and its transformer's configuration.
 
 A row for each kind, also of families that this version lacks: they are refused until they are in
 `longtake.models.base.FAMILIES`. Torch-free.
@@ -14,7 +14,7 @@ from longtake.errors import ModelError
 from longtake.models import releases
 
 Facts = Mapping[str, Any]
-"""What is in both files; `pipeline` and `transformer` are their classes."""
+"""Contents of both files; `pipeline` and `transformer` are their classes."""
 
 
 def _always(_: Facts) -> bool:
@@ -22,12 +22,12 @@ def _always(_: Facts) -> bool:
 
 
 def _takes_more(facts: Facts) -> bool:
-    """Whether the transformer takes more channels than it returns: a picture, or a mask."""
+    """True if the transformer takes more channels than it returns: a picture, or a mask."""
     return int(facts.get("in_channels") or 0) > int(facts.get("out_channels") or 10**9)
 
 
 def _names(facts: Facts, part: str) -> bool:
-    """Whether a pipeline has a part."""
+    """Return True if the pipeline has a part."""
     return (facts.get(part) or [None])[0] is not None
 
 
@@ -243,7 +243,7 @@ class _Refused:
 
 
 def _named(*beginnings: str) -> Callable[[Facts], bool]:
-    """Whether the class of the pipeline or of the transformer begins so."""
+    """Return True if the class of the pipeline or of the transformer begins so."""
     return lambda facts: any(
         str(facts[name]).startswith(beginnings) for name in ("pipeline", "transformer")
     )

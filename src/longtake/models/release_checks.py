@@ -48,7 +48,7 @@ def refuse_untrained(
 
 
 def has_two_transformers(pipeline: Mapping[str, Any]) -> bool:
-    """Whether a model_index.json says that another transformer serves low noise."""
+    """Return True if a model_index.json says that another transformer serves low noise."""
     return (pipeline.get("transformer_2") or (None, None))[0] is not None
 
 

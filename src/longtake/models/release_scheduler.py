@@ -12,7 +12,7 @@ from longtake.models import pretrained, releases
 DEFAULT_SHIFT = ShiftRule(5.0)
 
 PipelineMu = Literal["line", "flux2"] | None
-"""What a pipeline gives its scheduler as mu: by the line in its scheduler_config.json, by FLUX.2's
+"""The mu that a pipeline gives its scheduler: by the line in its scheduler_config.json, by FLUX.2's
 formula, or nothing, so that it can follow no rule."""
 
 _LINE = {
@@ -30,7 +30,7 @@ _OTHER_SIGMAS = (
     "invert_sigmas",
     "stochastic_sampling",
 )
-"""What of diffusers' flow-matching schedulers longtake does not sample by, if it is true."""
+"""Options of diffusers' flow-matching schedulers by which longtake does not sample."""
 
 
 def scheduler_shift(

@@ -20,12 +20,12 @@ SHIPPED = {
 }
 """Repository ids whose configurations come with longtake; Kontext's are those of FLUX.1-dev."""
 SHIPPED_PIPELINES = {"black-forest-labs/FLUX.1-Kontext-dev": "FluxKontextPipeline"}
-"""What model_index.json names, where the transformer does not tell it."""
+"""Pipelines' classes by repository id, where the transformer does not tell them."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """What the files of a pretrained model say about it."""
+    """Configurations of a pretrained model."""
 
     config: Mapping[str, Any]  # the transformer's; of a model from scratch the recipe's
     scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
@@ -86,7 +86,7 @@ def find_part(where: str, expected: PipelinePart) -> PipelinePart:
 
 
 def has_part(where: str, part: PipelinePart) -> bool:
-    """Whether a pipeline's model_index.json names a class for a part."""
+    """Return True if a pipeline's model_index.json names a class for a part."""
     index = _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
     return bool((index.get(part.folder) or [None])[0])
 
@@ -97,7 +97,7 @@ def _is_class(value: Any) -> bool:
 
 
 def pipeline_index(where: str) -> dict[str, Any]:
-    """What model_index.json says, or that of a modular pipeline; empty if there is neither."""
+    """Read model_index.json, or that of a modular pipeline; empty if there is neither."""
     return _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
 
 

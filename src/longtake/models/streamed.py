@@ -53,7 +53,7 @@ class _Place:
 
 @dataclass(eq=False)
 class _Weights:
-    """What of one block is streamed."""
+    """The streamed weights of one block."""
 
     places: Sequence[_Place]
     host: Tensor  # [bytes] uint8; on a machine with CUDA page-locked

@@ -27,7 +27,7 @@ LENGTH_STEP = 32
 """Tokens: captions are padded to a multiple of it where a family encodes them by length."""
 
 MAX_WORDS = 8192
-"""Of the vocabulary that is made of a catalog's captions: the most frequent ones."""
+"""Size of a vocabulary that is made of a catalog's captions: the most frequent words."""
 
 _PAD, _UNKNOWN, _START, _END = "[PAD]", "[UNK]", "<s>", "</s>"
 _SPECIAL = (_PAD, _UNKNOWN, _END)  # in the order of their ids: padding is 0
@@ -65,7 +65,7 @@ class TextEncoder(Protocol):
         ...
 
     def outline(self, pictures: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
-        """What `encode` gives for one caption with pictures (height, width); on the meta device."""
+        """Outline `encode` for one caption with pictures (height, width), on the meta device."""
         ...
 
     def run_longest(self, pictures: Sequence[tuple[int, int]] = ()) -> None:
@@ -145,7 +145,7 @@ class WordIds:
 
 
 class TextFamily(Protocol):
-    """What is needed of a `longtake.models.base.Family` to encode text."""
+    """The part of a `longtake.models.base.Family` that encodes text."""
 
     @property
     def frozen(self) -> pretrained.FrozenParts: ...
@@ -160,7 +160,7 @@ class TextFamily(Protocol):
 
 @dataclass(frozen=True)
 class _EncoderSpec:
-    """What a recipe and its family say of one of a model's text encoders."""
+    """One of a model's text encoders, as recipe and family describe it."""
 
     key: str  # of its section in the recipe
     section: TextSection | PooledSection

@@ -15,15 +15,15 @@ DECODER: Mapping[str, Any] = {"output_hidden_states": True, "use_cache": False}
 
 @dataclass(frozen=True)
 class TextContract:
-    """How captions become `prompt_embeds`, by the methods of the family's own pipeline.
+    """The way from captions to `prompt_embeds`, by the methods of the family's own pipeline.
 
     A family whose pipeline encodes in another way overrides methods in a subclass.
     """
 
     by_length: bool = False
-    """Whether `encode` gives the same for shorter padding, followed by zeros [B, T, D]."""
+    """True if `encode` gives the same for shorter padding, followed by zeros [B, T, D]."""
     has_lengths: bool = False
-    """Whether captions keep their lengths, as `pad_texts` returns them."""
+    """True if captions keep their lengths, as `pad_texts` returns them."""
     pictures: tuple[str, ...] = ()
     """Inputs in `data.conditioning` that the encoder sees with the caption, in this order."""
     template_tokens: int = 0

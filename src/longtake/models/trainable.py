@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, low-rank updates (LoRA), or modules of the user's own.
+"""The trained part of a model: all of it, low-rank updates (LoRA), or modules of the user's own.
 
 LoRA is peft's, and so are its names, which diffusers reads. A layer W becomes W + (alpha / rank)
 B A, where A is random and B zero: training starts from the very model that was loaded.
@@ -75,7 +75,7 @@ def make_trainable(
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint must hold of a model: its state dict without frozen weights.
+    """The state dict that a checkpoint must hold: without frozen weights.
 
     Of added modules it holds frozen weights too: nothing else can make them again. The tensors
     share the model's memory.
@@ -162,7 +162,7 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
-    """What peft reads of every layer, without a prefix: A and B, DoRA's magnitude, LoKr's factors.
+    """Tensors that peft reads of every layer: A and B, DoRA's magnitude, LoKr's factors.
 
     The scale alpha / rank is multiplied into B, or into LoKr's first factor, because readers of
     such files assume 1. Empty for a model without any.
@@ -268,7 +268,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("fc1", "w1", "up_proj"), ("net.0.proj",)),
     **dict.fromkeys(("fc2", "w2", "down_proj"), ("net.2",)),
 }
-"""What other trainers and models call linear layers, and what diffusers' models do."""
+"""Names of linear layers in other trainers and models, and in diffusers' models."""
 
 
 def _explain_unmatched(target: str, layers: Sequence[str], model: nn.Module) -> str:

@@ -76,7 +76,7 @@ class WanInputs(base.InputContract):
 
 
 def _replaces_frames(codec: Codec) -> bool:
-    """Whether it is Wan 2.2's own autoencoder, which is TI2V-5B's."""
+    """Return True for Wan 2.2's own autoencoder, which is TI2V-5B's."""
     return any(bool(getattr(each.config, "is_residual", False)) for each in codec.modules())
 
 

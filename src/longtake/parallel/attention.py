@@ -19,7 +19,7 @@ _BIAS_ALIGNMENT = 8  # of a bias's rows, which torch pads for the memory-efficie
 
 
 class ScoreTerms(NamedTuple):
-    """How scores are made of queries and keys."""
+    """Terms of the scores of queries and keys."""
 
     bias: Tensor | None  # added to them
     is_causal: bool
@@ -127,7 +127,7 @@ class _OfThread(threading.local):
 
 
 THIS_THREAD = _OfThread()
-"""How this thread's `attend` obtains results; None: it computes them."""
+"""Function by which this thread's `attend` obtains results; None: it computes them."""
 
 
 def attend(

@@ -87,7 +87,7 @@ def cudnn_note(capability: tuple[int, int]) -> str:
 def kind_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> AttentionKind:
-    """Of query, key and value [B, H, T, D]."""
+    """Facts about query, key and value [B, H, T, D] that decide the kernel."""
     return AttentionKind(
         str(query.dtype).removeprefix("torch."),
         (key.shape[-1], value.shape[-1]),

@@ -19,8 +19,8 @@ from longtake.parallel import attention_rules
 from longtake.parallel.attention_rules import AttentionKind, Kernel, KernelChoice, Layout
 
 TOLERANCE = 0.05
-"""Of a relative error (norms), in the output and in each gradient. Kernels in bf16 are within 0.01
-of the formula; a wrong layout gives 1."""
+"""Bound of the relative error (norms) in the output and in each gradient. Kernels in bf16 are
+within 0.01 of the formula; a wrong layout gives 1."""
 _MOST_SAMPLES, _MOST_HEADS, _MOST_TOKENS, _TILE = 2, 4, 1024, 128
 _ROUNDS = 2
 
@@ -54,7 +54,7 @@ class Attempt(NamedTuple):
 def case_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> AttentionCase:
-    """Of query, key and value [B, H, T, D]; a mask's dimensions without a stride have size 1."""
+    """The case of query, key and value [B, H, T, D]; a mask's dimensions without a stride have size 1."""
 
     def length(tokens: int) -> int:
         return tokens if tokens <= _MOST_TOKENS + _TILE else _MOST_TOKENS + tokens % _TILE

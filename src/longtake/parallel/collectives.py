@@ -13,7 +13,7 @@ from longtake.parallel.mesh import World, tells_of_a_lost_peer
 T = TypeVar("T")
 
 _joint_world: World | None = None
-"""Of `joint_work`, while it is under way."""
+"""State of `joint_work` while it is under way."""
 
 
 def sum_over_ranks(numbers: Mapping[str, float], world: World) -> dict[str, float]:

@@ -26,7 +26,7 @@ from longtake.parallel.collectives import gather_in_group, refuse_failed_peers
 # h this rank's, d width of a head.
 
 Ranks = Literal["all", "heads", "ring"]
-"""Which of the ranks that share a clip: all, those that have its other heads, those of its ring."""
+"""Ranks that share a clip: all, those that have its other heads, or those of its ring."""
 
 
 def shares(total: int, size: int) -> list[int]:
@@ -34,7 +34,7 @@ def shares(total: int, size: int) -> list[int]:
 
 
 def heads_size(num_heads: int, size: int, of_node: int) -> int:
-    """Of the ranks that share a clip, how many exchange its tokens for heads.
+    """Count the ranks that exchange a clip's tokens for heads, of those that share it.
 
     It is the most that divide heads and ranks, and where a clip's ranks are on several nodes, the
     ranks of a node: all-to-all waits for the slowest link, and a ring hides behind the computation.
@@ -151,7 +151,7 @@ class TokenSharing:
     def _begin_exchange(
         self, tensor: Tensor, sent: list[int], received: list[int]
     ) -> Callable[[], Tensor]:
-        """The same among the ranks of a ring, without derivative; see `ring.Exchange`."""
+        """Exchange among the ranks of a ring, without derivative; see `ring.Exchange`."""
         raise NotImplementedError
 
 

@@ -193,7 +193,7 @@ def reduce_gradients(model: nn.Module, blocks: Sequence[nn.Module], world: World
 
 
 def gradient_buckets(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
-    """What trains of each block, in fp32 parts of at most `BUCKET_BYTES`, and then of the rest."""
+    """Trained weights of each block, then of the rest, in fp32 parts of `BUCKET_BYTES` at most."""
     taken: set[nn.Parameter] = set()
     for module in (*blocks, model):
         bucket: list[nn.Parameter] = []

@@ -60,7 +60,7 @@ class World:
     """All ranks, over gloo, with `parallel.long_timeout_seconds`: for work of rank 0 such as
     downloads."""
     timeout: timedelta = timedelta(minutes=10)
-    """Of all other process groups."""
+    """Timeout of all other process groups."""
 
     @property
     def is_first(self) -> bool:
@@ -76,7 +76,7 @@ class World:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the model."""
+        """True if each rank holds a part of the model."""
         return self.mesh is not None and "shard" in (self.mesh.mesh_dim_names or ())
 
     @property
@@ -182,7 +182,7 @@ def arranged(world: World, section: ParallelSection) -> World:
 
 
 def _describe_timeout(error: RuntimeError, rank: int, size: int) -> str | None:
-    """Which operation of which process group has waited how long; None: it was no timeout."""
+    """Say which operation has waited how long in which process group; None: no timeout."""
     waited = re.search(r"Timed out waiting (\d+)ms", str(error))
     if waited is None:
         return None
@@ -267,7 +267,7 @@ def _no_gpu(wanted: str, local_rank: int, gpus: int) -> str:
 
 
 def shard_size(section: ParallelSection, size: int, of_node: int | None = None) -> int:
-    """How many ranks hold one copy of the model between them.
+    """Count the ranks that hold one copy of the model between them.
 
     Args:
         section: of the recipe.

@@ -80,7 +80,7 @@ def build_other(recipe: Recipe, parts: Components, *, weights: bool = True) -> n
 
 
 def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:
-    """What the other transformer takes on a device: on a GPU what is not streamed, and buffers."""
+    """Bytes of the other transformer on a device: on a GPU what is not streamed, and buffers."""
     if recipe.model.expert is None:
         return 0
     model = build_other(recipe, parts, weights=False)
