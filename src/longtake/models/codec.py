@@ -171,6 +171,29 @@ class AutoencoderCodec(_Autoencoder):
         self._std = _per_channel(config, "latents_std")
         self._temporal, self._spatial = _compression(config)
 
+    @staticmethod
+    def complete_config(
+        known: Mapping[str, Any], config: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        """Return the recipe's arguments, and those that follow from them.
+
+        Random weights have no statistics of latents, and a pipeline reads the compression from the
+        config, where the class's defaults describe the released Wan 2.1 alone.
+        """
+        sizes = {**known, **config}
+        try:
+            temporal, spatial = _compression(sizes)
+            channels = int(sizes["z_dim"])
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"codec.config does not fit {name}: {error}.") from error
+        following = {
+            "latents_mean": [0.0] * channels,
+            "latents_std": [1.0] * channels,
+            "scale_factor_temporal": temporal,
+            "scale_factor_spatial": spatial,
+        }
+        return {name: value for name, value in following.items() if name in known} | config
+
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         """F' = (F - 1) / temporal + 1, as causal video autoencoders have it; H / s, W / s."""
         known = range(1, bucket.num_frames + self.chunk * (patch[0] + 1), self.chunk)
@@ -220,6 +243,17 @@ class LTX2Codec(AutoencoderCodec):
         self._temporal, self._spatial = _ltx2_compression(config)
         self.chunk = self._temporal
 
+    @staticmethod
+    def complete_config(
+        known: Mapping[str, Any], config: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        """Return the recipe's arguments, and the compression, which the class's own default gets wrong."""
+        temporal, spatial = _ltx2_compression({**known, **config})
+        return {
+            "temporal_compression_ratio": temporal,
+            "spatial_compression_ratio": spatial,
+        } | config
+
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         autoencoder: Any = self.autoencoder
         both = torch.stack([autoencoder.latents_mean, autoencoder.latents_std]).to(like)
@@ -237,6 +271,12 @@ class ScaledVideoCodec(AutoencoderCodec):
         self._temporal = config["temporal_compression_ratio"]
         self._spatial = config["spatial_compression_ratio"]
         self.chunk = self._temporal
+
+    @staticmethod
+    def complete_config(
+        known: Mapping[str, Any], config: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        return {"scaling_factor": 1.0, **config}
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         config: Any = self.autoencoder.config
@@ -260,6 +300,34 @@ class ImageCodec(_Autoencoder):
         self._spatial = 2 ** (len(config["block_out_channels"]) - 1)
         autoencoder.tile_sample_min_size = _IMAGE_TILE  # type: ignore[assignment]
         autoencoder.tile_latent_min_size = _IMAGE_TILE // self._spatial
+
+    @staticmethod
+    def complete_config(
+        known: Mapping[str, Any], config: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        """Return the recipe's arguments, and those that follow from them."""
+        sizes = {**known, **config}
+        widths, groups = sizes["block_out_channels"], sizes["norm_num_groups"]
+        is_list = isinstance(widths, list | tuple) and all(isinstance(w, int) for w in widths)
+        if not is_list or not widths:
+            raise RecipeError(
+                f"codec.config.block_out_channels = {widths!r}: expected a width for each stage, such "
+                "as [128, 256, 512, 512]."
+            )
+        if any(width % groups for width in widths):
+            raise RecipeError(
+                f"codec.config.block_out_channels {list(widths)} do not divide into norm_num_groups = "
+                f"{groups}. Choose multiples of it, or fewer groups."
+            )
+        following = {
+            "down_block_types": ["DownEncoderBlock2D"] * len(widths),
+            "up_block_types": ["UpDecoderBlock2D"] * len(widths),
+            "scaling_factor": 1.0,
+            "shift_factor": 0.0,
+            "use_quant_conv": False,
+            "use_post_quant_conv": False,
+        }
+        return {name: value for name, value in following.items() if name in known} | config
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         _refuse_odd(bucket, _nearest(bucket.num_frames, patch[0]), self._spatial, patch)
@@ -321,9 +389,9 @@ class PatchedImageCodec(ImageCodec):
         return F.pixel_shuffle(latents * deviation + mean, self._patch)
 
 
-_IMAGE_CODECS = {"AutoencoderKL": ImageCodec, "AutoencoderKLFlux2": PatchedImageCodec}
-"""By the autoencoder's class; others are of videos."""
-_VIDEO_CODECS = {
+_CODECS: dict[str, Any] = {
+    "AutoencoderKL": ImageCodec,
+    "AutoencoderKLFlux2": PatchedImageCodec,
     "AutoencoderKLLTX2Video": LTX2Codec,
     "AutoencoderKLHunyuanVideo15": ScaledVideoCodec,
 }
@@ -392,85 +460,18 @@ def _autoencoder_class(part: pretrained.PipelinePart) -> Any:
 
 
 def _wrapped(autoencoder: nn.Module, is_pretrained: bool = False) -> Codec:
-    known = {**_IMAGE_CODECS, **_VIDEO_CODECS}
-    codec_class: Any = known.get(type(autoencoder).__name__, AutoencoderCodec)
+    codec_class = _CODECS.get(type(autoencoder).__name__, AutoencoderCodec)
     codec: Codec = codec_class(autoencoder, is_pretrained)
     return codec
 
 
 def _random(autoencoder_class: Any, section: CodecSection) -> Any:
-    known = pretrained.defaults(autoencoder_class.__init__)
-    is_of_images = autoencoder_class.__name__ in _IMAGE_CODECS
-    complete = _complete_image_config if is_of_images else _complete_video_config
-    found = _VIDEO_CODECS.get(autoencoder_class.__name__)
-    if found is LTX2Codec:
-        complete = _complete_ltx2_config
-    if found is ScaledVideoCodec:
-        values = {"scaling_factor": 1.0, **section.config}
-    else:
-        values = complete(known, section.config, autoencoder_class.__name__)
+    known, name = pretrained.defaults(autoencoder_class.__init__), autoencoder_class.__name__
+    codec_class = _CODECS.get(name, AutoencoderCodec)
+    values = codec_class.complete_config(known, section.config, name)
     made = pretrained.construct("codec.config", autoencoder_class, values)
     numerics.keep_weights_in(made, numerics.DTYPES[section.dtype])
     return made
-
-
-def _complete_video_config(
-    known: Mapping[str, Any], config: dict[str, Any], name: str
-) -> dict[str, Any]:
-    """The recipe's arguments, and those that follow from them.
-
-    Random weights have no statistics of latents, and a pipeline reads the compression from the
-    config, where the class's defaults describe the released Wan 2.1 alone.
-    """
-    sizes = {**known, **config}
-    try:
-        temporal, spatial = _compression(sizes)
-        channels = int(sizes["z_dim"])
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"codec.config does not fit {name}: {error}.") from error
-    following = {
-        "latents_mean": [0.0] * channels,
-        "latents_std": [1.0] * channels,
-        "scale_factor_temporal": temporal,
-        "scale_factor_spatial": spatial,
-    }
-    return {name: value for name, value in following.items() if name in known} | config
-
-
-def _complete_ltx2_config(
-    known: Mapping[str, Any], config: dict[str, Any], name: str
-) -> dict[str, Any]:
-    """The recipe's arguments, and the compression, which the class's own default gets wrong."""
-    temporal, spatial = _ltx2_compression({**known, **config})
-    return {"temporal_compression_ratio": temporal, "spatial_compression_ratio": spatial} | config
-
-
-def _complete_image_config(
-    known: Mapping[str, Any], config: dict[str, Any], name: str
-) -> dict[str, Any]:
-    """The recipe's arguments, and those that follow from them."""
-    sizes = {**known, **config}
-    widths, groups = sizes["block_out_channels"], sizes["norm_num_groups"]
-    is_list = isinstance(widths, list | tuple) and all(isinstance(w, int) for w in widths)
-    if not is_list or not widths:
-        raise RecipeError(
-            f"codec.config.block_out_channels = {widths!r}: expected a width for each stage, such "
-            "as [128, 256, 512, 512]."
-        )
-    if any(width % groups for width in widths):
-        raise RecipeError(
-            f"codec.config.block_out_channels {list(widths)} do not divide into norm_num_groups = "
-            f"{groups}. Choose multiples of it, or fewer groups."
-        )
-    following = {
-        "down_block_types": ["DownEncoderBlock2D"] * len(widths),
-        "up_block_types": ["UpDecoderBlock2D"] * len(widths),
-        "scaling_factor": 1.0,
-        "shift_factor": 0.0,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    }
-    return {name: value for name, value in following.items() if name in known} | config
 
 
 def _per_channel(config: Any, name: str) -> Tensor:

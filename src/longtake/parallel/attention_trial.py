@@ -54,7 +54,7 @@ class Attempt(NamedTuple):
 def case_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> AttentionCase:
-    """The case of query, key and value [B, H, T, D]; mask dimensions without a stride have size 1."""
+    """The case of query, key and value [B, H, T, D]; mask dimensions of stride 0 have size 1."""
 
     def length(tokens: int) -> int:
         return tokens if tokens <= _MOST_TOKENS + _TILE else _MOST_TOKENS + tokens % _TILE
