@@ -247,7 +247,7 @@ class LTX2Codec(AutoencoderCodec):
     def complete_config(
         known: Mapping[str, Any], config: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        """Return the recipe's arguments, and the compression, which the class's own default gets wrong."""
+        """Return the recipe's arguments, and the compression: the class's own default is wrong."""
         temporal, spatial = _ltx2_compression({**known, **config})
         return {
             "temporal_compression_ratio": temporal,
@@ -311,13 +311,13 @@ class ImageCodec(_Autoencoder):
         is_list = isinstance(widths, list | tuple) and all(isinstance(w, int) for w in widths)
         if not is_list or not widths:
             raise RecipeError(
-                f"codec.config.block_out_channels = {widths!r}: expected a width for each stage, such "
-                "as [128, 256, 512, 512]."
+                f"codec.config.block_out_channels = {widths!r}: expected a width for each stage, "
+                "such as [128, 256, 512, 512]."
             )
         if any(width % groups for width in widths):
             raise RecipeError(
-                f"codec.config.block_out_channels {list(widths)} do not divide into norm_num_groups = "
-                f"{groups}. Choose multiples of it, or fewer groups."
+                f"codec.config.block_out_channels {list(widths)} do not divide into "
+                f"norm_num_groups = {groups}. Choose multiples of it, or fewer groups."
             )
         following = {
             "down_block_types": ["DownEncoderBlock2D"] * len(widths),
