@@ -21,7 +21,6 @@ from PIL import Image
 from longtake.data.clip import Item, Media, Timing
 from longtake.data.conditioning import ConditioningPixels
 from longtake.data.decode import (
-    Limits,
     Probe,
     ProbeTask,
     decoded,
@@ -31,6 +30,7 @@ from longtake.data.decode import (
     read_image,
     rgb,
 )
+from longtake.data.decode_limits import Limits
 from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
 from longtake.data.tasks import run_tasks
@@ -599,7 +599,7 @@ def test_a_process_has_no_more_memory_than_it_may(tmp_path: Path) -> None:
 
 def test_a_limit_of_memory_ends_with_its_block() -> None:
     code = (
-        "import numpy as np; from longtake.data.decode import memory_limited\n"
+        "import numpy as np; from longtake.data.decode_limits import memory_limited\n"
         "try:\n    with memory_limited(0.125): np.ones(2**28, np.uint8)\n"
         "except MemoryError: print(np.ones(2**28, np.uint8).any())"
     )

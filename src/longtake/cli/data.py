@@ -113,7 +113,7 @@ def index(
     The next call reads only new and changed files; after Ctrl-C it resumes.
     """
     with progress.phase_lines(say.console(), "importing PyArrow and PyAV") as enter:
-        from longtake.data.decode import Limits
+        from longtake.data.decode_limits import Limits
         from longtake.data.index import index as index_clips
         from longtake.data.sources import class_folders
         from longtake.data.tasks import connected
@@ -238,7 +238,7 @@ def cuts(
 
     After Ctrl-C the same command resumes.
     """
-    from longtake.data.decode import Limits
+    from longtake.data.decode_limits import Limits
     from longtake.data.scene_cuts import write_scenes
     from longtake.data.tasks import connected
 

@@ -6,18 +6,13 @@ Files are hostile until proven good. One thread decodes one file, nothing but lo
 
 import io
 import math
-import os
-import resource
 import struct
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import av
@@ -33,105 +28,16 @@ from PIL import Image, ImageOps
 
 from longtake.data import content, stores
 from longtake.data.clip import MIRRORED, Item, Kind, Media, Timing, is_turned
+from longtake.data.decode_limits import (
+    DEFAULT,
+    Limits,
+    OutOfTimeError,
+    check_pixels,
+    max_pixels,
+    out_of_memory,
+)
 from longtake.data.workers import SILENCE_SECONDS, Task
 from longtake.errors import ClipError
-
-MEMORY_GIB = 1.0  # for decoding one file, unless a recipe or an option gives more
-SECONDS = 60.0  # for decoding one whole file, besides a second for each 64 KiB
-
-_BYTES_PER_PIXEL = 16  # RGBA, as decoded, laid over white and converted; or some reference frames
-_BYTES_PER_SECOND = 2**16  # a film of 2 hours and 1 GB may take 4.5 hours
-
-_memory_gib: ContextVar[float] = ContextVar("memory_gib", default=MEMORY_GIB)
-
-
-class OutOfTimeError(ClipError):
-    """Decoding a file took longer than it may; another machine may be faster."""
-
-
-def max_pixels() -> int:
-    return int(_memory_gib.get() * 2**30 / _BYTES_PER_PIXEL)
-
-
-def check_pixels(media: Media, width: int, height: int) -> None:
-    if width * height > max_pixels():
-        raise ClipError(
-            str(media),
-            f"has {width}x{height} pixels, and {max_pixels():,} are allowed in {_allowed()}",
-        )
-
-
-def out_of_memory() -> str:
-    return f"decoding it takes more than {_allowed()}"
-
-
-def _allowed() -> str:
-    return (
-        f"{_memory_gib.get():g} GiB of memory (raise data.sample_memory_gib in a recipe, or "
-        "--memory-gib of data index, prepare, score and caption)"
-    )
-
-
-@contextmanager
-def pixels_limited(memory_gib: float) -> Iterator[None]:
-    """Limit the size of pictures only, as threads have no memory limit of their own."""
-    token = _memory_gib.set(memory_gib)
-    try:
-        yield
-    finally:
-        _memory_gib.reset(token)
-
-
-@contextmanager
-def memory_limited(memory_gib: float) -> Iterator[None]:
-    """Limit what this process may allocate beyond what it has, and the size of pictures.
-
-    Shared memory and mapped files do not count. What would go beyond it raises MemoryError, or
-    FFmpeg's ENOMEM.
-    """
-    _, hard = before = resource.getrlimit(resource.RLIMIT_DATA)
-    pages = int(Path("/proc/self/statm").read_bytes().split()[5])  # as RLIMIT_DATA counts them
-    soft = pages * os.sysconf("SC_PAGE_SIZE") + int(memory_gib * 2**30)
-    soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    try:
-        with pixels_limited(memory_gib):
-            yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What decoding one file may cost."""
-
-    memory_gib: float = MEMORY_GIB
-    seconds: float = SECONDS  # besides a second for each 64 KiB of the file
-
-    def timed(self, media: Media, progress: Callable[[], object]) -> Callable[[], None]:
-        """Return `progress`, which raises OutOfTimeError once the file has taken too long."""
-        num_bytes = media.num_bytes
-        if num_bytes is None:
-            num_bytes = 0
-            with suppress(OSError):  # reading it will fail with the reason
-                num_bytes = media.file.stat().st_size
-        seconds = self.seconds + num_bytes / _BYTES_PER_SECOND
-        end = time.monotonic() + seconds
-
-        def progress_in_time() -> None:
-            if time.monotonic() > end:
-                raise OutOfTimeError(
-                    str(media),
-                    f"was not decoded in {seconds:.0f} s: {self.seconds:g} s (raise "
-                    "--timeout-seconds of data index) and 1 s for each "
-                    f"{_BYTES_PER_SECOND // 1024} KiB of the file",
-                )
-            progress()
-
-        return progress_in_time
-
-
-DEFAULT = Limits()
 
 
 def read_image(media: Media, over: str = "white") -> NDArray[np.uint8]:

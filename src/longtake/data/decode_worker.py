@@ -27,7 +27,7 @@ from longtake.config import StoreSection
 from longtake.data import stores
 from longtake.data.clip import Media
 from longtake.data.conditioning import Wanted, read
-from longtake.data.decode import MEMORY_GIB, memory_limited, pixels_limited
+from longtake.data.decode_limits import MEMORY_GIB, memory_limited, pixels_limited
 from longtake.data.workers import Reply, Task, WorkerIncident, WorkerPool
 from longtake.heartbeat import HeartbeatDir, HeartbeatWriter
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from longtake.data import buckets, decode
+from longtake.data import buckets, decode_limits
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.window import Crop, read_window
@@ -42,7 +42,7 @@ _SPREAD = np.arange(_FREQUENCIES**2) * 101 % _FREQUENCIES**2  # high and low one
 class HashTask(Task[Clip, str | ClipError]):
     """The hashes of one clip's frames, each as 64 hex digits; flat frames have none."""
 
-    limits: decode.Limits = decode.DEFAULT
+    limits: decode_limits.Limits = decode_limits.DEFAULT
     silence_seconds = 600.0  # it reports progress only after each passage
     doing = "hashing"
 

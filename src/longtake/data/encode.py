@@ -26,7 +26,7 @@ from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoRef
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.data import content, decode, stores
+from longtake.data import content, decode, decode_limits, stores
 from longtake.data.catalog import TRUSTED, Catalog, Rejection, Stamp
 from longtake.data.catalog_writer import CatalogWriter
 from longtake.data.clip import Clip, Item, Media, is_turned
@@ -236,7 +236,7 @@ class TranscodeTask(Task[Clip, ClipError | None]):
 
     folder: Path  # files are below the first two digits of the clip's identity
     settings: Settings
-    decoding_gib: float = decode.MEMORY_GIB  # for decoding one clip
+    decoding_gib: float = decode_limits.MEMORY_GIB  # for decoding one clip
     doing = "transcoding"
 
     @property
@@ -439,7 +439,7 @@ def prepare(
     on: str | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    memory_gib: float = decode.MEMORY_GIB,
+    memory_gib: float = decode_limits.MEMORY_GIB,
 ) -> PrepareReport:
     """Transcode every clip of a catalog, and write a catalog of the results.
 

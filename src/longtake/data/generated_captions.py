@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from longtake import errors, formatting, fsio, process
-from longtake.data import buckets, decode, decode_worker, window
+from longtake.data import buckets, decode_limits, decode_worker, window
 from longtake.data.catalog import CAPTIONED, Catalog, Rejection
 from longtake.data.clip import Clip
 
@@ -75,7 +75,7 @@ def caption(
     batch_size: int = 1,
     choice: FrameChoice = FrameChoice(),
     workers: int | None = None,
-    memory_gib: float = decode.MEMORY_GIB,
+    memory_gib: float = decode_limits.MEMORY_GIB,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Captioned:
     """Caption the clips that have no caption; a clip that fails keeps what it has.

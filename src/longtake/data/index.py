@@ -22,7 +22,8 @@ from longtake.data.caption_files import is_sidecar, read_captions, sidecar_of, u
 from longtake.data.catalog_writer import MOST_LISTED, CatalogWriter
 from longtake.data.clip import Clip, Item, Media, Timing
 from longtake.data.content import copy_identity
-from longtake.data.decode import DEFAULT, Limits, Probe, ProbeTask
+from longtake.data.decode import Probe, ProbeTask
+from longtake.data.decode_limits import DEFAULT, Limits
 from longtake.data.media_list import as_bytes, open_scratch
 from longtake.data.sources import FoundMedia, find
 from longtake.data.tables import first_of

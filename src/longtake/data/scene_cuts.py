@@ -20,7 +20,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 
-from longtake.data import decode, index, sources, stores, tables, tasks
+from longtake.data import decode, decode_limits, index, sources, stores, tables, tasks
 from longtake.data.catalog import Rejection
 from longtake.data.clip import Item, Media
 from longtake.data.workers import SILENCE_SECONDS, Task
@@ -58,7 +58,7 @@ class CutsTask(Task[Item, Scenes | ClipError]):
     """Finds the scenes of one video by decoding all of it."""
 
     threshold: float = THRESHOLD
-    limits: decode.Limits = decode.DEFAULT
+    limits: decode_limits.Limits = decode_limits.DEFAULT
     silence_seconds: float = SILENCE_SECONDS
 
     @property
@@ -190,7 +190,7 @@ def write_scenes(
     on: str | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    limits: decode.Limits = decode.DEFAULT,
+    limits: decode_limits.Limits = decode_limits.DEFAULT,
 ) -> ScenesReport:
     """Write a table of the scenes of all videos: a row for each, with start and end in seconds.
 

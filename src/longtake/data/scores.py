@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 
-from longtake.data import buckets, content, decode, duplicates, tasks
+from longtake.data import buckets, content, decode_limits, duplicates, tasks
 from longtake.data.catalog import CLIP_SCHEMA, Catalog, Rejection
 from longtake.data.clip import Clip
 from longtake.data.window import Crop, Window, read_window
@@ -125,7 +125,7 @@ def _tagger() -> "HanoverTagger":
 class MotionScore(Task[Clip, float | ClipError]):
     """Score one clip by its motion."""
 
-    limits: decode.Limits = decode.DEFAULT
+    limits: decode_limits.Limits = decode_limits.DEFAULT
     silence_seconds = 600.0  # it reports progress only after each passage
 
     @property
@@ -295,7 +295,7 @@ def score(
     workers: int | None = None,
     out: Path | None = None,
     progress: _Progress | None = None,
-    memory_gib: float = decode.MEMORY_GIB,
+    memory_gib: float = decode_limits.MEMORY_GIB,
     distance: int = duplicates.DISTANCE,
 ) -> Scored:
     """Add one attribute to all clips; one of that name that is already there is replaced.
@@ -339,7 +339,7 @@ def score(
     known = dict(journal.read()) if journal else {}
     num_known, failed = len(known), list[Rejection]()
     rows = [row for row in range(len(catalog)) if row not in known]
-    limits = decode.Limits(memory_gib)
+    limits = decode_limits.Limits(memory_gib)
     with (
         closing(_results(catalog, rows, by, own, limits, on, workers)) as results,
         journal or nullcontext(),
@@ -368,7 +368,7 @@ def _results(
     rows: Sequence[int],
     by: str,
     own: OwnScore | None,
-    limits: decode.Limits,
+    limits: decode_limits.Limits,
     on: str | None,
     workers: int | None,
 ) -> Generator[float | str | ClipError]:
