@@ -1,8 +1,8 @@
 """What a step of a recipe holds of a device's memory, predicted and measured."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -89,7 +89,7 @@ class MetaStep:
 
     @property
     def gathers_in_bf16(self) -> bool:
-        return self.recipe.parallel.param_dtype == "bf16" and self.precision == "bf16"
+        return _gathers_in_bf16(self.recipe, self.precision)
 
 
 def outline_step(
@@ -99,7 +99,7 @@ def outline_step(
     per_node: int | None = None,
     quantized: Kinds | None = None,
 ) -> MetaStep:
-    """A recipe's largest step of all stages; neither catalog nor weights are needed.
+    """Outline a recipe's largest step of all stages; neither catalog nor weights are needed.
 
     Args:
         recipe: of the step.
@@ -112,43 +112,31 @@ def outline_step(
     num_shards = mesh.shard_size(recipe.parallel, world_size, per_node)
     data_size = world_size // recipe.parallel.context
     refuse_idle_ranks(recipe, data_size)
-    components = outline(recipe, _captions(recipe))
-    refuse_sharing(components, recipe)
-    family, model = components.family, components.model
-    refuse_own_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
-    if recipe.parallel.context > 1:
-        size = recipe.parallel.context
-        sharing = context_parallel.heads_size(family.block.num_heads(model), size, per_node)
-        family.block.share_tokens(model, FakeTokenSharing(size, sharing))
-    model.train()
-    if num_shards == 1:
-        fsdp.accumulate_in_fp32(model)
+    components = _outline_model(recipe, num_shards, per_node)
     lengths = bucket_tokens(recipe, components)
     batches = [largest_batch(recipe, each, lengths, data_size) for each in recipe.data.curriculum()]
     # of equal micro-batches the one with the longest clips: attention grows with their square
     largest = max(batches, key=lambda each: (each.num_tokens, lengths[each.bucket]))
-    bucket, micro = largest.bucket, largest.micro_batch_size
-    precision = _precision(recipe, device)
-    names = {module: name for name, module in model.named_modules()}
+    # every GPU that is planned for has bf16
+    precision: numerics.Precision = "bf16"
+    if recipe.training.precision != "auto" or device.target != "cuda":
+        precision = numerics.choose_precision(recipe.training.precision, torch.device("cpu"))
     quantize_as_given(components, recipe, quantized)
     pinned = pinned_beside_bytes(components, recipe, precision, device, num_shards)
+    blocks = components.family.blocks(components.model)
     if recipe.model.stream == "all":
-        _refuse_missing_host_memory(family.blocks(model), device.host_bytes - pinned)
-    is_bf16 = recipe.parallel.param_dtype == "bf16" and precision == "bf16"
+        _refuse_missing_host_memory(blocks, device.host_bytes - pinned)
     is_whole = num_shards == 1 and device.target == "cuda"
-    subject = Subject(
-        model=model,
-        blocks={names[block]: block for block in family.blocks(model)},
-        call_blocks_by=lambda call: family.block.call_by(model, call),
-        make_inputs=_inputs_maker(components, recipe, bucket, micro),
-        loss=lambda batch: flow_losses(components, batch, precision, torch.device("cpu")).mean(),
+    subject = replace(
+        _make_subject(recipe, components, largest, precision),
         is_accumulating=any(each.num_micro_batches > 1 for each in batches),
         num_shards=num_shards,
-        gathers_in_bf16=num_shards > 1 and is_bf16,
-        weights=_offered_weights(recipe, list(family.blocks(model)), is_whole, quantized),
+        gathers_in_bf16=num_shards > 1 and _gathers_in_bf16(recipe, precision),
+        weights=_offered_weights(recipe, blocks, is_whole, quantized),
         offloads=is_whole,
         host_bytes=max(0, device.host_bytes - pinned),
     )
+    bucket, micro = largest.bucket, largest.micro_batch_size
     is_ahead = device.target == "cuda" and recipe.training.encode_ahead is True
     ahead = ahead_bytes(recipe, components, bucket, micro, device) if is_ahead else 0
     return MetaStep(
@@ -169,16 +157,34 @@ def outline_step(
     )
 
 
+def _outline_model(recipe: Recipe, num_shards: int, per_node: int) -> Components:
+    """A recipe's parts on the meta device, ready to train as one of its ranks does."""
+    components = outline(recipe, _captions(recipe))
+    refuse_sharing(components, recipe)
+    family, model = components.family, components.model
+    refuse_own_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
+    if (size := recipe.parallel.context) > 1:
+        sharing = context_parallel.heads_size(family.block.num_heads(model), size, per_node)
+        family.block.share_tokens(model, FakeTokenSharing(size, sharing))
+    model.train()
+    if num_shards == 1:
+        fsdp.accumulate_in_fp32(model)
+    return components
+
+
+def _gathers_in_bf16(recipe: Recipe, precision: numerics.Precision) -> bool:
+    return recipe.parallel.param_dtype == "bf16" and precision == "bf16"
+
+
 def quantize_as_given(
     components: Components, recipe: Recipe, quantized: Kinds | None = None
 ) -> None:
-    """Quantise what is not for a plan to choose; `quantized` as for `outline_step`."""
+    """Quantise blocks as the recipe says, or as `quantized` does of an earlier launch's choice."""
     names = {module: name for name, module in components.model.named_modules()}
+    named = recipe.model.quantize
     for block in components.family.blocks(components.model):
-        kind = recipe.model.quantize
-        if kind == "auto" and quantized is not None:
-            kind = quantized.get(names[block], "none")
-        if kind != "none" and kind != "auto":
+        kind = (quantized or {}).get(names[block]) if named == "auto" else named
+        if kind is not None and kind != "none":
             quantize_linears(block, kind)
 
 
@@ -222,31 +228,32 @@ def _captions(recipe: Recipe) -> list[str]:
     return captions if any(caption.strip() for caption in captions) else []
 
 
-def _precision(recipe: Recipe, device: DeviceBudget) -> numerics.Precision:
-    """What training would choose; every GPU that is planned for has bf16."""
-    wanted = recipe.training.precision
-    if wanted == "auto" and device.target == "cuda":
-        return "bf16"
-    return numerics.choose_precision(wanted, torch.device("cpu"))
-
-
-def _inputs_maker(
-    components: Components, recipe: Recipe, bucket: Bucket, batch_size: int
-) -> Callable[[], FlowBatch]:
-    """Makes a micro-batch's tensors where it is called: without values in a trace."""
+def _make_subject(
+    recipe: Recipe, components: Components, largest: StageBatch, precision: numerics.Precision
+) -> Subject:
+    """The model with its loss of a micro-batch, whose tensors are made where they are traced."""
+    family, model = components.family, components.model
+    bucket, batch_size = largest.bucket, largest.micro_batch_size
     shape = latent_shape(components.codec, bucket)
     outlined = outline_conditioning(components, recipe, bucket, batch_size)
 
-    def make() -> FlowBatch:
+    def make_inputs() -> FlowBatch:
         latents = torch.empty(batch_size, *shape)
-        conditioning: Mapping[str, Tensor] = {
+        conditioning = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in outlined.items()
         }
         noise, sigmas = torch.empty_like(latents), torch.empty(batch_size)
         weights = torch.empty(batch_size, 1, *shape[1:]) if recipe.flow.loss_mask else None
-        return FlowBatch(latents, noise, sigmas, dict(conditioning), weights)
+        return FlowBatch(latents, noise, sigmas, conditioning, weights)
 
-    return make
+    names = {module: name for name, module in model.named_modules()}
+    return Subject(
+        model=model,
+        blocks={names[block]: block for block in family.blocks(model)},
+        call_blocks_by=lambda call: family.block.call_by(model, call),
+        make_inputs=make_inputs,
+        loss=lambda batch: flow_losses(components, batch, precision, torch.device("cpu")).mean(),
+    )
 
 
 def optimizer_bytes(
@@ -285,16 +292,11 @@ def optimizer_bytes(
     ]
     on_host = adamw_states if offloaded else 0
     kept = adamw_states + eight_bit_states + muon_states + prodigy_states
-    kept += sum(map(held, _own_state_bytes(own, section)))
+    if own:
+        states = own_states(own, section)
+        unknown = [4 * each.numel() for each in own] * 2  # as many as AdamW's
+        kept += sum(map(held, unknown if states is None else [each.nbytes for each in states]))
     return OptimizerBytes(kept - on_host, on_host, max(steps))
-
-
-def _own_state_bytes(parameters: Sequence[Tensor], section: OptimizerSection) -> list[int]:
-    """Bytes of each state of the user's own optimizer; two fp32 numbers a weight if unknown."""
-    states = own_states(parameters, section) if parameters else []
-    if states is None:
-        return [4 * each.numel() for each in parameters for _ in range(2)]
-    return [each.nbytes for each in states]
 
 
 def _adamw_step_bytes(parameters: Sequence[Tensor], offloaded: bool) -> int:

@@ -7,7 +7,7 @@ what any mixture takes. The idea is that of Checkmate (Jain et al., 2020) and to
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from longtake.parallel.transfer import pinned_bytes
 from longtake.planner import activation_checkpointing
 from longtake.planner.block_weights import Floats, WeightCosts, buffer_bytes, link_seconds
 from longtake.planner.record import KEEP, Activations, BlockOption, BlockWeights, Options
-from longtake.planner.trace import StepTrace, Tracer
+from longtake.planner.trace import BlockTrace, StepTrace, Tracer
 
 _GIB = 2**30
 _TIME_LIMIT_SECONDS = 10.0
@@ -51,9 +51,9 @@ class BlockCosts:
     backward: Floats  # the most in the backward pass above what was there when it began
     forward_seconds: Floats
     backward_seconds: Floats
-    at_forward: Floats  # there before each forward pass, beside what earlier blocks saved
-    at_backward: Floats  # there before each backward pass, beside what it and earlier blocks saved
-    at_loss: float  # the most between forward and backward pass, beside what all blocks saved
+    at_forward: Floats  # resident before each forward pass, without what earlier blocks saved
+    at_backward: Floats  # the same before each backward pass, without what it saved itself either
+    at_loss: float  # the most between forward and backward pass, without what blocks saved
     least_peak: float  # the most before the first block, whatever they save
     other_seconds: float
     away: Floats  # weights that are not on the device, or in fewer bits
@@ -135,30 +135,7 @@ def costs_of(
         offloads: whether the inputs of recomputed blocks may be there. What a recomputed block
             saves is its inputs, so that this needs no trace.
     """
-    if offloads:
-        traces = {**traces, "offload-input": traces["recompute"]}
-    kept, each = traces["keep"], list(traces.values())
-    moved = np.stack([_offloaded(trace) for trace in each], axis=1)
-    pinned = np.stack([_pinned(trace) for trace in each], axis=1)
-    before = np.vstack([np.zeros((1, len(each))), moved[:-1]])  # of the block before
-    saved = np.stack([_saved(trace) for trace in each], axis=1) - moved + before
-    so_far = np.cumsum(saved, axis=0)
-    blocks = list(kept.blocks.values())
-    at_forward = _array([block.forward.begin_bytes for block in blocks])
-    at_forward -= so_far[:, 0] - saved[:, 0]
-    at_backward = _array([b.backward.begin_bytes if b.backward else -np.inf for b in blocks])
-    at_backward -= so_far[:, 0]
-    has_backward = np.isfinite(at_backward)[:, None]
-    forward, backward = _peaks(each)
-    above = backward - so_far - before - np.where(has_backward, at_backward[:, None], 0)
-    forward = forward - at_forward[:, None] - (so_far - saved) - before
-    seconds = np.stack([_seconds(trace) for trace in each], axis=1)  # [blocks, each, 2]
-    if offloads:
-        inputs = np.maximum(0, saved[:, -1])
-        moved[:, -1] = inputs
-        pinned[:, -1] = [pinned_bytes(int(each)) for each in inputs]
-        saved[:, -1] -= inputs
-        above[:, -1] += inputs  # they are back
+    by = _activation_costs(traces, offloads=offloads)
 
     def wide(values: Floats) -> Floats:
         """[blocks, options] of what depends on activations alone."""
@@ -166,63 +143,98 @@ def costs_of(
 
     def tall(values: Sequence[Floats]) -> Floats:
         """[blocks, options] of what depends on weights alone."""
-        return np.tile(np.stack(values, axis=1), (1, len(traces)))
+        return np.tile(np.stack(values, axis=1), (1, len(by.names)))
 
-    made = tall([option.seconds for option in weights])
-    again = np.array([[float(name in activation_checkpointing.RECOMPUTED) for name in traces]])
-    work = tall([option.work for option in weights])
+    kept, has_backward = traces["keep"], by.has_backward
+    made, work = tall([each.seconds for each in weights]), tall([each.work for each in weights])
+    again = np.array([[float(name in activation_checkpointing.RECOMPUTED) for name in by.names]])
     return BlockCosts(
         names=tuple(kept.blocks),
-        saved=wide(saved),
-        forward=wide(forward) + work,
-        backward=wide(np.where(has_backward, above, 0)) + work * has_backward,
-        forward_seconds=wide(seconds[..., 0]) + made,
-        backward_seconds=wide(seconds[..., 1]) + made * has_backward * (1 + wide(again)),
-        at_forward=at_forward,
-        at_backward=at_backward,
-        at_loss=kept.loss_span.peak_bytes - float(so_far[-1, 0]),
+        saved=wide(by.saved),
+        forward=wide(by.forward) + work,
+        backward=wide(np.where(has_backward, by.backward, 0)) + work * has_backward,
+        forward_seconds=wide(by.seconds[..., 0]) + made,
+        backward_seconds=wide(by.seconds[..., 1]) + made * has_backward * (1 + wide(again)),
+        at_forward=by.at_forward,
+        at_backward=by.at_backward,
+        at_loss=kept.loss_span.peak_bytes - by.saved_by_all,
         least_peak=float(kept.front_peak_bytes),
-        other_seconds=kept.seconds - kept.link_seconds - float(seconds[:, 0].sum()),
-        away=tall([option.away for option in weights]),
-        streamed=tall([option.streamed for option in weights]),
-        offloaded=wide(moved),
-        pinned=wide(pinned),
-        options=tuple(BlockOption(name, option.name) for name in traces for option in weights),
+        other_seconds=kept.seconds - kept.link_seconds - float(by.seconds[:, 0].sum()),
+        away=tall([each.away for each in weights]),
+        streamed=tall([each.streamed for each in weights]),
+        offloaded=wide(by.offloaded),
+        pinned=wide(by.pinned),
+        options=tuple(BlockOption(name, each.name) for name in by.names for each in weights),
         link=link,
     )
 
 
-def _saved(trace: StepTrace) -> Floats:
-    """[blocks]: what is there more after each block, with what is on its way to the host."""
-    forward = [block.forward for block in trace.blocks.values()]
-    levels = [span.begin_bytes for span in forward] + [forward[-1].end_bytes]
-    return np.diff(_array(levels))
+@dataclass(frozen=True)
+class _ActivationCosts:
+    """What each block costs by its activations alone: [blocks, choices] or [blocks], in bytes."""
+
+    names: tuple[Activations, ...]  # of the choices
+    saved: Floats
+    forward: Floats  # see `BlockCosts`
+    backward: Floats
+    seconds: Floats  # [blocks, choices, 2] of the forward and of the backward pass
+    at_forward: Floats
+    at_backward: Floats
+    has_backward: Floats  # [blocks, 1]
+    offloaded: Floats
+    pinned: Floats
+    saved_by_all: float  # blocks together, where all are kept
 
 
-def _offloaded(trace: StepTrace) -> Floats:
-    return _array([block.offloaded_bytes for block in trace.blocks.values()])
+def _activation_costs(
+    traces: Mapping[Activations, StepTrace], *, offloads: bool
+) -> _ActivationCosts:
+    """Read blocks' costs off traces, each less what other blocks have saved by then."""
+    if offloads:
+        traces = {**traces, "offload-input": traces["recompute"]}
 
+    def read(number: Callable[[BlockTrace], float]) -> Floats:
+        rows = [[number(block) for block in trace.blocks.values()] for trace in traces.values()]
+        return np.array(rows, dtype=np.float64).T.copy()
 
-def _pinned(trace: StepTrace) -> Floats:
-    return _array([block.pinned_bytes for block in trace.blocks.values()])
-
-
-def _peaks(traces: Sequence[StepTrace]) -> tuple[Floats, Floats]:
-    """[blocks, options] each: the most in every block's forward and backward pass."""
-    blocks = [list(trace.blocks.values()) for trace in traces]
-    forward = [[block.forward.peak_bytes for block in each] for each in blocks]
-    backward = [[b.backward.peak_bytes if b.backward else 0 for b in each] for each in blocks]
-    return _array(forward).T, _array(backward).T
-
-
-def _seconds(trace: StepTrace) -> Floats:
-    """[blocks, 2]: of the forward and of the backward pass."""
-    passes = [(block.forward, block.backward) for block in trace.blocks.values()]
-    return _array([[each.seconds if each else 0.0 for each in both] for both in passes])
-
-
-def _array(values: Sequence[object]) -> Floats:
-    return np.array(values, dtype=np.float64)
+    offloaded = read(lambda block: block.offloaded_bytes)
+    pinned = read(lambda block: block.pinned_bytes)
+    before = np.vstack([np.zeros((1, len(traces))), offloaded[:-1]])  # of the block before
+    begins = read(lambda block: block.forward.begin_bytes)
+    end = read(lambda block: block.forward.end_bytes)[-1:]
+    # what is there more after each block, without what is on its way to the host
+    saved = np.diff(np.vstack([begins, end]), axis=0) - offloaded + before
+    so_far = np.cumsum(saved, axis=0)
+    at_forward = begins[:, 0] - (so_far[:, 0] - saved[:, 0])
+    at_backward = read(lambda b: b.backward.begin_bytes if b.backward else -np.inf)[:, 0]
+    at_backward = at_backward - so_far[:, 0]
+    has_backward = np.isfinite(at_backward)[:, None]
+    backward = read(lambda b: b.backward.peak_bytes if b.backward else 0)
+    backward = backward - so_far - before - np.where(has_backward, at_backward[:, None], 0)
+    forward = read(lambda block: block.forward.peak_bytes)
+    forward = forward - at_forward[:, None] - (so_far - saved) - before
+    forward_seconds = read(lambda block: block.forward.seconds)
+    backward_seconds = read(lambda block: block.backward.seconds if block.backward else 0.0)
+    saved_by_all = float(so_far[-1, 0])
+    if offloads:
+        inputs = np.maximum(0, saved[:, -1])
+        offloaded[:, -1] = inputs
+        pinned[:, -1] = [pinned_bytes(int(size)) for size in inputs]
+        saved[:, -1] -= inputs
+        backward[:, -1] += inputs  # they are back
+    return _ActivationCosts(
+        names=tuple(traces),
+        saved=saved,
+        forward=forward,
+        backward=backward,
+        seconds=np.stack([forward_seconds, backward_seconds], axis=-1),
+        at_forward=at_forward,
+        at_backward=at_backward,
+        has_backward=has_backward,
+        offloaded=offloaded,
+        pinned=pinned,
+        saved_by_all=saved_by_all,
+    )
 
 
 def fastest(
