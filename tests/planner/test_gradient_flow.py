@@ -23,18 +23,10 @@ from torch.utils.checkpoint import (
 )
 
 from longtake.formatting import format_size
-from longtake.planner.gradient_flow import (
-    SECOND_TIME,
-    ForwardPosition,
-    GradientWatch,
-    Provenance,
-    Trap,
-    costly_policies,
-    flow_traps,
-    idle_recompute,
-)
+from longtake.planner.gradient_flow import SECOND_TIME, ForwardPosition, GradientWatch, Provenance
 from longtake.planner.profiler import measured
 from longtake.planner.trace import make_fake
+from longtake.planner.traps import Trap, costly_policies, flow_traps, idle_recompute
 
 _LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 

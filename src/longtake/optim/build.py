@@ -36,7 +36,7 @@ def build_optimizers(
     precision: Precision,
     replicas: ProcessGroup | None = None,
 ) -> list[Optimizer]:
-    """The optimizers of a model, each trained parameter in one of them.
+    """Build the optimizers of a model; each trained parameter is in one of them.
 
     AdamW updates what no other takes. Muon takes the blocks' matrices, 8-bit AdamW the parameters
     that are large enough for it. Weights that are not fp32, or whose states are offloaded, are
@@ -82,7 +82,7 @@ class ParametersByOptimizer(NamedTuple):
 def choose_optimizers(
     model: nn.Module, blocks: Sequence[nn.Module], section: OptimizerSection
 ) -> ParametersByOptimizer:
-    """Which optimizer updates which trained parameter; they may be on the meta device."""
+    """Assign each trained parameter to an optimizer; they may be on the meta device."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     chosen = ParametersByOptimizer([], [], [], [], [])
@@ -139,7 +139,7 @@ def has_cpp_compiler() -> bool:
 
 
 def has_eight_bit_state(parameter: Tensor) -> bool:
-    """Whether a parameter's states can be kept in 8 bits, on every rank."""
+    """Return whether a parameter's states can be kept in 8 bits, on every rank."""
     return all(
         size >= _MIN_EIGHT_BIT_NUMBERS and size % EIGHT_BIT_BLOCK == 0
         for size in _shard_sizes(parameter)

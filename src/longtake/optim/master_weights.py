@@ -18,7 +18,7 @@ from longtake.parallel.fsdp import local_shard
 from longtake.parallel.transfer import host_like
 
 MAX_BATCH_ELEMENTS = 2**26
-"""Of weights that are updated together; their gradients in fp32 take 256 MiB."""
+"""Most numbers of weights that are updated together; gradients in fp32 take 256 MiB."""
 
 
 class Fp32Optimizer(torch.optim.Optimizer):

@@ -17,7 +17,7 @@ from longtake.parallel.fsdp import local_shard
 # in about [0.7, 1.2], which serves as well as exactly 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _MAX_BATCH_ELEMENTS = 2**27
-"""Of a batch of gathered matrices, which take half a GiB in fp32 beside the model's shard."""
+"""Most numbers of a batch of gathered matrices: half a GiB in fp32 beside the shard."""
 
 
 class Muon(Fp32Optimizer):
@@ -186,7 +186,7 @@ def _orthogonalise_among(
 
 @dataclass(frozen=True)
 class _Share:
-    """Which matrices of a batch, sharded by rows over a group, this rank has whole for a while."""
+    """Numbers of the matrices, sharded by rows over a group, that this rank has whole."""
 
     group: dist.ProcessGroup
     rank: int  # in the group

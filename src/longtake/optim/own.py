@@ -61,7 +61,7 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
 
 
 def _is_loaded_again(value: Any) -> bool:
-    """Whether a checkpoint can hold a value, whose reader runs no code."""
+    """Return whether a checkpoint, whose reader runs no code, can hold a value."""
     file = io.BytesIO()
     try:
         torch.save(value, file)

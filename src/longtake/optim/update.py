@@ -1,4 +1,4 @@
-"""What an update takes beside the optimizers: the learning rate, and averages of the weights."""
+"""Learning rates of the optimizers, and averages of the weights (EMA)."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

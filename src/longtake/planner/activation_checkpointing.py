@@ -1,4 +1,4 @@
-"""How a block is run: its activations saved, recomputed in the backward pass, or half of each.
+"""Runs a block with its activations saved, recomputed in the backward pass, or half of each.
 
 Always by torch's non-reentrant checkpointing: the reentrant kind gives no gradient to parameters
 inside unless a tensor argument carries one.
@@ -69,7 +69,7 @@ def _save_attention(block: Block, *args: Any, **kwargs: Any) -> Any:
 
 
 def _contexts() -> Any:
-    """What tells the compiler to save attention; in eager mode it would slow every operation."""
+    """Contexts that make the compiler save attention; eager mode would slow down by them."""
     return create_selective_checkpoint_contexts(_saves_attention)  # type: ignore[no-untyped-call]
 
 
@@ -90,14 +90,14 @@ RUN_BY: Mapping[Activations, BlockCall] = {
     "offload": _keep,
     "offload-input": _recompute,
 }
-"""How each option is applied to a block. `keep` saves all activations, `save-attention` only the
-output of attention, `recompute` only the block's inputs; `offload` saves all in the computer's
+"""The function that applies each option to a block. `keep` saves all activations, `save-attention`
+only the output of attention, `recompute` only the block's inputs; `offload` saves all in host
 memory, `offload-input` the inputs: `caller` does that around the block. What an option costs is
 read off traces in which all blocks are run alike (`longtake.planner.solver`)."""
 ACTIVATIONS: tuple[Activations, ...] = tuple(RUN_BY)
 OFFLOADED: tuple[Activations, ...] = ("offload", "offload-input")
 RECOMPUTED: tuple[Activations, ...] = ("save-attention", "recompute", "offload-input")
-"""Of these, those in which a block runs again in the backward pass."""
+"""Choices with which a block runs again in the backward pass."""
 POLICIES = ("none", "all", "all-but-first", "alternate", "save-attention")
 
 
@@ -129,7 +129,7 @@ def caller(options: Mapping[nn.Module, BlockOption]) -> BlockCall:
 def options_of(
     policy: str, blocks: Sequence[str], weights: BlockWeights = "keep"
 ) -> dict[str, BlockOption]:
-    """What a named policy does with each of a model's blocks, given in their order."""
+    """Return the option that a named policy gives each block; `blocks` are in their order."""
     chosen: Mapping[str, tuple[Activations, Sequence[Activations]]] = {  # of the first, of the rest
         "none": ("keep", ["keep"]),
         "all": ("recompute", ["recompute"]),

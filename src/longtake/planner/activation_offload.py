@@ -20,7 +20,7 @@ Key = tuple[int, int, torch.dtype]
 
 
 class SavedTensor(NamedTuple):
-    """What autograd holds instead of a tensor: how it lies in a storage that is away."""
+    """A reference that autograd holds instead of a tensor, into a storage that is away."""
 
     key: Key
     shape: torch.Size
@@ -61,7 +61,7 @@ class ActivationOffload:
 
     @property
     def last_bytes(self) -> int:
-        """What the block that ran last has on the host."""
+        """Bytes that the block which ran last has on the host."""
         return 0 if self._last is None else self._last.num_bytes
 
     def last_host_bytes(self, *, on_cpu: bool) -> int:

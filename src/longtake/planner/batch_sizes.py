@@ -61,7 +61,7 @@ def bucket_tokens(recipe: Recipe, components: "Components | None" = None) -> dic
 
 @dataclass(frozen=True)
 class StageBatch:
-    """What one process trains at once in a stage of the curriculum, at its largest bucket."""
+    """The largest micro-batch of one process in a stage of the curriculum."""
 
     name: str
     global_batch_size: int

@@ -1,4 +1,4 @@
-"""What it costs to stream or quantise the frozen weights of blocks: bytes, and time on the link.
+"""Costs of streaming or quantising the frozen weights of blocks: bytes, and time on the link.
 
 Both follow from shapes, so that one trace of a step serves every choice of weights.
 """
@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class WeightCosts:
-    """What one choice for the frozen weights costs in each block; arrays are [blocks].
+    """Costs of one choice for the frozen weights in each block; arrays are [blocks].
 
     `work` and `seconds` are formulas; a trace of a plan runs the layers themselves.
     """
@@ -43,7 +43,7 @@ class WeightCosts:
 def weight_costs(
     name: BlockWeights, blocks: Sequence[nn.Module], device: DeviceBudget
 ) -> WeightCosts:
-    """What a choice costs for these blocks; their parameters need no values."""
+    """Return the costs of a choice for these blocks; their parameters need no values."""
     rows = [_block_costs(name, block, device) for block in blocks]
     return WeightCosts(name, *np.array(rows, dtype=np.float64).reshape(-1, 4).T)
 
@@ -67,7 +67,7 @@ def _block_costs(
 
 
 def can_quantize(kind: Quantization, blocks: Sequence[nn.Module]) -> bool:
-    """Whether every layer that would be quantised can be."""
+    """Return whether every frozen linear layer has a shape that this kind can hold."""
     try:
         for block in blocks:
             for layer in frozen_linears(block).values():
@@ -81,7 +81,7 @@ def can_quantize(kind: Quantization, blocks: Sequence[nn.Module]) -> bool:
 def _quantized_bytes(
     kind: Quantization, shape: torch.Size, dtype: torch.dtype, granule: int
 ) -> int:
-    """Of one weight, with its scales."""
+    """Bytes of one quantised weight with its scales."""
     layer = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=dtype)
     host = nn.Sequential(layer.requires_grad_(False))
     quantize_linears(host, kind)
@@ -117,7 +117,7 @@ def layers_with(name: BlockWeights, block: nn.Module, mode: FakeTensorMode) -> I
 def blocks_with(
     names: Sequence[BlockWeights], blocks: Sequence[nn.Module], mode: FakeTensorMode
 ) -> Iterator[dict[nn.Module, int]]:
-    """As `layers_with`, of all blocks of a model; gives the bytes of those that are streamed."""
+    """Apply `layers_with` to all blocks of a model; yields bytes of those that are streamed."""
     with ExitStack() as changed:
         for name, block in zip(names, blocks, strict=True):
             changed.enter_context(layers_with(name, block, mode))
@@ -126,14 +126,14 @@ def blocks_with(
 
 
 def buffer_bytes(streamed: Floats) -> float:
-    """What streamed blocks take of the device, all together: the largest takes its turn in two."""
+    """Bytes of the device that all streamed blocks share: two buffers of the largest block."""
     return float(streamed.max() * min(NUM_BUFFERS, np.count_nonzero(streamed)))
 
 
 def link_seconds(
     forward: Floats, backward: Floats, streamed: Floats, offloaded: Floats, link: float
 ) -> float:
-    """How long a step waits for copies between the device and the computer's memory.
+    """Return the seconds that a step waits for copies between the device and host memory.
 
     Activations leave while the next block runs forward, and come back while it runs backward; those
     of the last block stay. A streamed block's weights are copied from when the streamed block that

@@ -1,4 +1,4 @@
-"""What a run costs: time, GPU-hours and bytes by part, and what failures take; all predicted.
+"""Predicts the cost of a run: time, GPU-hours and bytes by part, and losses by failures.
 
 A save stops training while each rank's shard is copied to the computer's memory, and is whole when
 it was written. A failure loses what was trained since the newest whole save, and a restart.
@@ -19,7 +19,7 @@ from longtake.planner.trace import StepTrace
 
 DAY_SECONDS = 86_400.0
 STORAGE_BYTES_PER_SECOND = 5e9
-"""Of a shared file system for all ranks together: assumed, unless the user states it."""
+"""Writing speed of a shared file system, all ranks together, unless the user states it."""
 _MOST_LOST = 3.0  # mean times between failures that a save and a restart may take together
 RESTART_SECONDS = 60.0
 """From a failure until ranks read the newest save: assumed, unless the user states it."""
@@ -59,11 +59,11 @@ class FailureModel:
 
     @property
     def lost_share(self) -> float:
-        """Of all time, by failures; saves not counted."""
+        """Share of all time that failures take; saves are not counted."""
         return self.failures_per_day / DAY_SECONDS * self.lost_per_failure
 
     def wall_seconds(self, work: float) -> float:
-        """How long so many seconds of training take, on average."""
+        """Mean duration of `work` seconds of training, with saves and failures."""
         return work / self.interval * self.cycle / (1 - self.lost_share)
 
     @property
@@ -72,7 +72,7 @@ class FailureModel:
         return 1 / self.wall_seconds(1.0)
 
     def with_best_interval(self) -> "FailureModel":
-        """The same with the interval at which least is lost, saves and failures together.
+        """Return the model with the interval at which saves and failures together take least.
 
         sqrt(2 stall / rate) to first order (J. W. Young, "A first order approximation to the
         optimum checkpoint interval", CACM 17(9), 1974), here to higher order (J. T. Daly, "A higher
@@ -178,7 +178,7 @@ def run_cost(
     restart_seconds: float | None = None,
     storage: float = STORAGE_BYTES_PER_SECOND,
 ) -> RunCost | None:
-    """What a recipe's whole run costs; None where a step cannot be traced.
+    """Predict the cost of a recipe's whole run; None where a step cannot be traced.
 
     Args:
         known: of the largest shape, at whose options all stages are run.

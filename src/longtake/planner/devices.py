@@ -69,21 +69,21 @@ CUDA_ROUNDS_TO = 512
 """Bytes of which CUDA's caching allocator hands out multiples, and counts them."""
 
 SHARE_OF_BANDWIDTH = 0.8
-"""Of a data sheet's figure, what kernels reach."""
+"""Share of a data sheet's figure that kernels reach."""
 
 _MIB = 2**20
 _SHARE_OF_HOST_BANDWIDTH = 0.8
-"""Of PCIe's figure, what large copies of pinned memory reach: packets' headers and flow control
+"""Share of PCIe's figure that large copies of pinned memory reach: headers and flow control
 take the rest (24 to 26 of 31.5 GB/s are usual in NVIDIA's bandwidthTest)."""
 SHARE_OF_HOST_MEMORY = 0.6
-"""Of this computer's, what may be pinned; the rest is left to loaders, caches and the system."""
+"""Share of host memory that may be pinned; loaders, caches and the system have the rest."""
 _USUAL_BYTES = 24 * 2**30
-"""Of a GPU that is not here, where its memory is not given."""
+"""Memory of a GPU that is not here, where the recipe names none."""
 _PCIE_4, _PCIE_5, _NVLINK_C2C = 31.5e9, 63e9, 450e9
 _ALMOST = 0.99
 """A GPU of 48 GiB has a little less."""
 _NCCL_BYTES = 3 * 2**29
-"""What NCCL's buffers take of a GPU where there are several ranks: 0.5 to 1.5 GiB."""
+"""Memory left to NCCL's buffers where there are several ranks: they take 0.5 to 1.5 GiB."""
 
 
 def _gpu(
@@ -147,7 +147,7 @@ _ALL = (
 )
 DEVICES = {device.name: device for device in _ALL}
 _FLOPS_PER_BYTE = 200
-"""Of a GPU whose bandwidth is not given; known ones have 75 to 420."""
+"""Operations per byte of a GPU without a given bandwidth; known GPUs have 75 to 420."""
 _GIVEN = re.compile(r"([\d.]+(?:e\d+)?)\s*(gib|gb|mib|mb|tflops|pflops|gb/s|tb/s)")
 _UNITS = {"tflops": 1e12, "pflops": 1e15, "gb/s": 1e9, "tb/s": 1e12}
 CPU = DeviceBudget("cpu", "cpu", 1e12, 5e11, 2e10, None)
@@ -259,7 +259,7 @@ def device_budget(
 
 
 def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceBudget:
-    """What a recipe that names no device is planned for."""
+    """Choose the device of a recipe that names none: the GPU here, a usual one, or the CPU."""
     if training_device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         unknown = DeviceBudget("", "cuda", 150e12, 40e12, 8e11, None)

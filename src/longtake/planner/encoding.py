@@ -1,4 +1,4 @@
-"""What codec and text encoders take while they work, by themselves and beside the model."""
+"""Memory and time of codec and text encoders at work, alone and beside the model."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ def text_trace(
     device: DeviceBudget,
     pictures: Sequence[tuple[int, int]],
 ) -> InferenceTrace:
-    """What encoding one caption of the greatest length takes, with its pictures (height, width)."""
+    """Trace the encoding of one caption of the greatest length, with pictures (height, width)."""
     run = partial(text.run_longest, pictures)
     return trace_inference(mode, text.modules(), run, device)
 
@@ -54,7 +54,7 @@ def clip_trace(
     work: Callable[[Codec, Bucket], Tensor],
     device: DeviceBudget,
 ) -> InferenceTrace:
-    """What `encode_clip` or `decode_video` takes; extrapolated from a few frames of a long clip."""
+    """Trace `encode_clip` or `decode_video`; long clips are extrapolated from a few frames."""
     modules: Sequence[nn.Module] = codec.modules()
 
     def of(num_frames: int) -> InferenceTrace:
@@ -89,7 +89,7 @@ def ahead_bytes(
     micro_batch_size: int,
     device: DeviceBudget,
 ) -> int | None:
-    """What a step takes more if the next micro-batch is encoded meanwhile.
+    """Return the bytes that a step takes more if the next micro-batch is encoded meanwhile.
 
     Pixels and results of the micro-batch, and what an encoder needs for one clip or caption: they
     are encoded one by one. None: an encoder looks at values, and cannot be traced.

@@ -157,7 +157,7 @@ def _is_simple(tensor: FakeTensor) -> bool:
 
 
 def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Output] | None:
-    """How to make such results again; None where that is not known."""
+    """A function that makes results of these shapes again; None where it is not known."""
     outputs, new = [], set[int]()
     for result in results:
         if type(result) in _PLAIN:

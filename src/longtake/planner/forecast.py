@@ -24,7 +24,6 @@ from longtake.planner import (
     activation_checkpointing,
     encoding,
     fake_tensors,
-    gradient_flow,
     memory,
     solver,
 )
@@ -34,25 +33,26 @@ from longtake.planner.devices import SHARE_OF_HOST_MEMORY, DeviceBudget
 from longtake.planner.record import BlockWeights, Options, PolicyForecast, StaticMemory
 from longtake.planner.sampling_phase import sampling_phase
 from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
+from longtake.planner.traps import Trap, costly_policies, flow_traps, idle_recompute
 from longtake.sampling.sampler import streams_for_sampling
 
 _NOT_TRACED = ("optimizer.", "data.cache", "data.windows", "parallel.")
 """Keys that do not change the operations of forward and backward pass on one rank."""
 _PIXELS = 32
-"""What heights and widths are rounded to: codecs and patches of the shipped models divide it."""
+"""Heights and widths are rounded to this: codecs and patches of shipped models divide it."""
 _LEAST_PIXELS = 64
 
 
 @dataclass(frozen=True)
 class GradientFlow:
-    """Which trainable parameters a backward pass reaches, by name."""
+    """Trainable parameters by name: those that a backward pass reaches, and the others."""
 
     reached: Sequence[str]
     unreached: Sequence[str]
-    traps: Sequence[gradient_flow.Trap]
+    traps: Sequence[Trap]
 
     @property
-    def fatal(self) -> list[gradient_flow.Trap]:
+    def fatal(self) -> list[Trap]:
         return [trap for trap in self.traps if trap.stops]
 
     def refuse_fatal(self) -> None:
@@ -71,7 +71,7 @@ class Forecast:
     static: StaticMemory
     gradients: GradientFlow
     traces: Mapping[str, StepTrace]
-    """Of every named policy; empty where a trap keeps the step from being traced. If nothing fits
+    """By named policy; empty where a trap keeps the step from being traced. If nothing fits
     and weights can be streamed, the least that can be done is there too, as `all+stream`."""
     policies: Sequence[PolicyForecast]
     best: solver.BestOptions | None  # the fastest that fits; without a budget, everything kept
@@ -193,7 +193,7 @@ def forecast(
     )
 
 
-_UNPLANNED = gradient_flow.Trap(
+_UNPLANNED = Trap(
     "model",
     "Its blocks do not run once each in their order, so the memory of a step cannot be planned. It "
     "trains all the same, as the recipe wants no recompute and names no memory.",
@@ -203,7 +203,7 @@ _UNPLANNED = gradient_flow.Trap(
 
 
 def check_gradients(step: memory.MetaStep) -> GradientFlow:
-    """Which trainable parameters a step reaches, and what keeps it from the others."""
+    """Find the trainable parameters that a step reaches, and traps that keep it from others."""
     try:
         with _torch_is_quiet():
             watch = step.tracer.watch_gradients()
@@ -228,7 +228,7 @@ def check_gradients(step: memory.MetaStep) -> GradientFlow:
             f"The model cannot be run{_where(error)}: {type(error).__name__}: {reason}. A training "
             "step would fail in the same way."
         ) from error
-    return GradientFlow(watch.reached(), watch.unreached(), gradient_flow.flow_traps(watch))
+    return GradientFlow(watch.reached(), watch.unreached(), flow_traps(watch))
 
 
 _NUMPY_REFUSED = ".numpy() is not supported for tensor subclasses"
@@ -256,16 +256,12 @@ def _where(error: Exception) -> str:
     return f" ({places[-1].filename}, line {places[-1].lineno}: {places[-1].line})"
 
 
-def policy_traps(
-    step: memory.MetaStep, traces: Mapping[str, StepTrace]
-) -> list[gradient_flow.Trap]:
-    """What the recipe's own policy recomputes for nothing, and policies that cost memory.
+def policy_traps(step: memory.MetaStep, traces: Mapping[str, StepTrace]) -> list[Trap]:
+    """Find blocks that the recipe's policy recomputes for nothing, and policies that cost memory.
 
     `traces` are by policy, `none` among them.
     """
-    traps = gradient_flow.costly_policies(
-        {name: trace.peak_bytes for name, trace in traces.items()}
-    )
+    traps = costly_policies({name: trace.peak_bytes for name, trace in traces.items()})
     policy, kept = step.recipe.recompute.chosen(), traces["none"]
     if policy not in traces:
         return traps
@@ -281,7 +277,7 @@ def policy_traps(
         - (chosen[name].forward.end_bytes - chosen[name].forward.begin_bytes)
         for name, block in kept.blocks.items()
     }
-    return [*gradient_flow.idle_recompute(no_gradient, saved), *traps]
+    return [*idle_recompute(no_gradient, saved), *traps]
 
 
 def _best(step: memory.MetaStep, sweep: solver.PolicySweep) -> solver.BestOptions | None:
@@ -322,7 +318,7 @@ class ChangedStep:
 
 
 def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
-    """What a step takes after changes of its recipe, given as `--set` takes them."""
+    """Forecast a step after changes of its recipe, given as `--set` takes them."""
     chosen, step = known.chosen, known.step
     assert chosen is not None
     options, trace = chosen
@@ -378,7 +374,7 @@ def short_memory(step: memory.MetaStep, policy: PolicyForecast) -> tuple[str, ..
 
 
 def suggest_changes(known: Forecast) -> list[Suggestion]:
-    """What could be changed in a recipe that does not fit, the most helpful first.
+    """Try changes of a recipe that does not fit; the most helpful come first.
 
     If no single change is enough, the last one makes all of them together.
     """
@@ -452,14 +448,14 @@ def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
 
 @dataclass(frozen=True)
 class EncodingAhead:
-    """Whether encoders of a step work one micro-batch ahead, on a stream of their own."""
+    """The choice to encode one micro-batch ahead, on a stream of its own."""
 
     num_bytes: int | None  # that a step takes more; None: an encoder cannot be traced
     is_chosen: bool
 
 
 def encoding_ahead(step: memory.MetaStep, policy: PolicyForecast | None) -> EncodingAhead | None:
-    """What `training.encode_ahead` comes to beside a policy.
+    """Decide what `training.encode_ahead` means beside a policy.
 
     Returns:
         None: encoders do not work in a step, or not on a GPU, or the recipe says false.
@@ -512,7 +508,7 @@ class PhaseForecast:
     `sampling` for all presets, on all processes together."""
     fits: bool | None  # None without a budget
     how: str = ""
-    """Of `sampling`: which presets, and how many videos at a time. Of `model`: what is streamed."""
+    """For `sampling`: its presets, and videos at a time. For `model`: whether weights stream."""
 
 
 @dataclass(frozen=True)
@@ -525,7 +521,7 @@ class StoredStart:
 
 
 def stored_start(step: memory.MetaStep) -> StoredStart | None:
-    """What `trainable.init_from` holds; None if it is not set.
+    """Read the LoRA that `trainable.init_from` names; None if it is not set.
 
     Raises:
         ModelError, RecipeError: as `read_lora`, and as training before its first step.

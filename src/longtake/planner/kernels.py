@@ -1,4 +1,4 @@
-"""What kernels save for the backward pass and allocate as workspace, on CUDA and on the CPU.
+"""Tensors that kernels save for the backward pass, and their workspaces, on CUDA and CPU.
 
 Fake tensors live on the CPU. There torch decomposes some operations that are one kernel on CUDA,
 and each of the parts would save activations: predictions would be a sixth to a third too high.
@@ -54,7 +54,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def cuda_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """What a CUDA kernel allocates for itself and frees before it returns, where it is much.
+    """Bytes that a CUDA kernel allocates for itself and frees before it returns, where many.
 
     FlashAttention's backward pass, as torch has it (mha_bwd in flash_api.cpp), sums the queries'
     gradient in fp32 and keeps a number for each row; both are rounded up to whole tiles. It copies
@@ -130,7 +130,7 @@ def _chosen(
 def _cuda_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
 ) -> attention.AttentionKernel | None:
-    """The same choice where attention's result is kept."""
+    """Choose the kernel of an attention whose result is kept."""
     kernel = _chosen(query, key, value, mask, bool(how.get("is_causal")))
     return {"flash": attention.FLASH, "efficient": attention.EFFICIENT}.get(kernel)
 
@@ -220,7 +220,7 @@ _fused_rms_norm.register_autograd(_rms_norm_backward, setup_context=_save_for_ba
 
 
 def cpu_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """What a CPU kernel allocates for itself and frees before it returns.
+    """Bytes that a CPU kernel allocates for itself and frees before it returns.
 
     Measured with the profiler's allocator events on torch 2.13, exact to the byte there. oneDNN's
     own scratchpads (bf16 products, convolutions) follow the processor and have no formula: without
@@ -233,7 +233,7 @@ def cpu_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tens
 
 
 def with_random_state(block: Callable[..., Any]) -> tuple[Callable[..., Any], Tensor]:
-    """What is called instead of a block that is recomputed on the CPU, and its first argument.
+    """A function to call instead of a block that the CPU recomputes, and its first argument.
 
     They stand for the state of the CPU's random numbers: torch saves it for each such block, and
     another one while the block is recomputed. A GPU's state is in the host's memory too.

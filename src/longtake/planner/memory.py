@@ -1,4 +1,4 @@
-"""What a step of a recipe holds of a device's memory, predicted and measured."""
+"""Predicts the device memory of a step of a recipe."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class MetaStep:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether an update of any stage has several micro-batches."""
+        """An update of some stage has several micro-batches."""
         return any(each.num_micro_batches > 1 for each in self.stages)
 
     @property
@@ -201,7 +201,7 @@ def _refuse_missing_host_memory(blocks: Sequence[nn.Module], room: int) -> None:
 def _offered_weights(
     recipe: Recipe, blocks: Sequence[nn.Module], may_stream: bool, quantized: Kinds | None
 ) -> tuple[BlockWeights, ...]:
-    """What a plan may do with blocks' frozen weights; the first is done where it has no choice.
+    """Choices that a plan has for blocks' frozen weights; the first is that of named policies.
 
     Where the recipe names a kind of numbers, the model comes quantised, and `keep` keeps it so.
     """
@@ -264,7 +264,7 @@ def optimizer_bytes(
     device_type: str = "cuda",
     held: Callable[[int], int] = int,
 ) -> OptimizerBytes:
-    """What `build_optimizers` will need for the same arguments; the model may be on meta.
+    """Predict the memory of `build_optimizers`' result; the model may be on the meta device.
 
     `held` is the memory that a tensor of so many bytes takes.
     """
@@ -330,7 +330,7 @@ def _prodigy_step_bytes(parameter: Tensor) -> int:
 
 
 def foreach_bytes(model: nn.Module) -> int:
-    """What torch's own default, AdamW by `foreach`, would take in each step on the device.
+    """Bytes that torch's default, AdamW by `foreach`, would take more in each step.
 
     It keeps the roots of all second moments at a time, which longtake's fused updates never do.
     """
@@ -340,7 +340,7 @@ def foreach_bytes(model: nn.Module) -> int:
 def static_memory(
     step: MetaStep, input_bytes: int = 0, weight_bytes: int | None = None
 ) -> StaticMemory:
-    """What is there whatever is recomputed.
+    """Predict the memory that every policy takes.
 
     Args:
         step: on one process.
@@ -426,7 +426,7 @@ def pinned_beside_bytes(
 def policy_forecast(
     policy: str, trace: StepTrace, step: MetaStep, overhead: float | None = None
 ) -> PolicyForecast:
-    """What a traced step takes of the device, with all that is there beside it.
+    """Add to a traced step all that is on the device beside it.
 
     On several processes it is an estimate: of buffers of collectives, those of FSDP2 are counted.
     """
@@ -457,7 +457,7 @@ def gathered_itemsize(parameter: Tensor, step: MetaStep) -> int:
 
 
 def _elsewhere_bytes(step: MetaStep) -> int:
-    """What is not here while blocks are gathered.
+    """Bytes of weights that are on other ranks while blocks are gathered.
 
     FSDP2 gathers copies of the block that runs and of the next one, and keeps the buffer of the
     all-gather before.

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh send each other in a step, and how much of it hides behind compute.
+"""Predicts traffic between the ranks of a mesh in a step, and its share behind compute.
 
 Bytes are those of ring algorithms, which no algorithm undercuts by more than a constant: of S bytes
 that n ranks gather or reduce-scatter, each sends (n - 1) / n S; all-reduced, twice that; exchanged
@@ -21,9 +21,9 @@ from longtake.planner.memory import MetaStep, gathered_itemsize
 from longtake.planner.trace import StepTrace
 
 MUCH_EXPOSED = 0.05
-"""Of a step's time; below it there is nothing worth changing."""
+"""Share of a step's time that is exposed; below it there is nothing worth changing."""
 SHARE_OF_LINK = 0.8
-"""Of a data sheet's figure, what collectives of megabytes reach; usual on NVLink and InfiniBand."""
+"""Share of a data sheet's figure that collectives of megabytes reach on NVLink, InfiniBand."""
 _GB = 1e9
 
 
@@ -66,7 +66,7 @@ _OF_DEVICES = {
 
 
 def links_of(device: DeviceBudget) -> Links:
-    """What GPUs of a kind are usually joined by; for an unknown one, PCIe."""
+    """The usual links between GPUs of a kind; PCIe for an unknown kind."""
     if device.target == "cpu":
         return _LOOPBACK
     label = device.name.lower().replace(" ", "").replace("-", "")
@@ -106,7 +106,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """What is gathered and reduced as one: a block, a part in another dtype, or the rest."""
+    """Parameters gathered and reduced as one: a block, a part in another dtype, or the rest."""
 
     block: str | None  # the block that it is or belongs to
     is_rest: bool  # gathered once for forward and backward pass, as FSDP2 does with the root
@@ -142,7 +142,7 @@ class Traffic:
 
 
 def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
-    """What the ranks of a step send each other.
+    """Count the bytes that the ranks of a step send each other.
 
     Neighbours hold a copy of the model and share clips, so that as much as can be stays in a node.
     """
@@ -176,7 +176,7 @@ def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
 
 
 def fsdp_units(step: MetaStep) -> list[FsdpUnit]:
-    """As `longtake.parallel.fsdp.apply_fsdp` makes them, in the order of the forward pass.
+    """Units that `longtake.parallel.fsdp.apply_fsdp` makes, in the forward pass's order.
 
     Where each rank holds the whole model there is one: nothing is gathered, and gradients are
     reduced when all are there.
@@ -262,7 +262,7 @@ class StepTimeline:
         return self.num_micro_batches * sum(each.forward + each.backward for each in timings)
 
     def without(self, *names: str) -> "StepTimeline":
-        """The same where `gather`, `scatter`, `reduce`, `waits` or `ring_waits` take no time."""
+        """The timeline if `gather`, `scatter`, `reduce`, `waits` or `ring_waits` took no time."""
         waits = 0.0 if "waits" in names else self.waits
         ring_waits = 0.0 if "ring_waits" in names else self.ring_waits
         none = {name: 0.0 for name in names if name not in ("waits", "ring_waits")}
@@ -337,7 +337,7 @@ def timeline_of(step: MetaStep, trace: StepTrace, traffic: Traffic, links: Links
 
 @dataclass(frozen=True)
 class CommCost:
-    """What each rank sends in one step for one purpose."""
+    """Traffic of each rank in one step for one purpose."""
 
     what: str
     """weights, gradients to shards, gradients (between copies of the model), tokens, or keys and
@@ -371,7 +371,7 @@ class MeshForecast:
     step_seconds: float
     idle_share: float  # of all places of a batch, the empty ones, since it does not divide
     advice: Sequence[MeshAdvice]
-    """What would make a step shorter, the best first; empty where little is exposed."""
+    """Changes that make a step shorter, the best first; empty where little is exposed."""
 
     @property
     def num_bytes(self) -> int:
@@ -383,7 +383,7 @@ class MeshForecast:
 
 
 def mesh_forecast(known: Forecast, links: Links) -> MeshForecast | None:
-    """What a forecast's ranks send each other; None where one process is alone or never steps."""
+    """Forecast the ranks' traffic; None where one process is alone or nothing was traced."""
     if known.step.world_size == 1 or known.chosen is None:
         return None
     _, trace = known.chosen

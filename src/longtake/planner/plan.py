@@ -1,4 +1,4 @@
-"""What training makes of a forecast: it stops on a trap, chooses options, and keeps the plan."""
+"""The plan of a training: it stops on a trap, chooses options, and is kept for a restart."""
 
 import hashlib
 import json
@@ -244,7 +244,7 @@ def _plan(
 
 
 def does_not_fit(known: Forecast) -> PlanError:
-    """What is missing, and what to change."""
+    """Build the error that says how much memory is missing, and what to change."""
     device, policy = known.device, known.step.recipe.recompute.chosen()
     assert device.budget_bytes is not None
     budget = format_size(device.budget_bytes)
@@ -313,7 +313,7 @@ def _plan_key(
 
 @cache
 def _code_checksum() -> str:
-    """Of the package's own source files."""
+    """A checksum of the package's own source files."""
     folder = Path(longtake.__file__).parent
     sources = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

@@ -13,7 +13,7 @@ _MARK = "longtake mark: "
 
 @dataclass
 class MeasuredMemory:
-    """What was allocated, in bytes above the start; whole once the work is done.
+    """Allocated bytes above those of the start; complete once the work is done.
 
     On CUDA these are the caching allocator's bytes of tensors (512-byte rounding included); what
     the cache holds beyond them, the CUDA context and libraries' own workspaces are not. On a CPU
@@ -116,15 +116,11 @@ def measured(device: torch.device) -> Iterator[MeasuredMemory]:
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         yield memory
     assert profiler.kineto_results is not None
-    memory.fold(list(_relevant(profiler.kineto_results.experimental_event_tree())))
-
-
-def _relevant(roots: list[Any]) -> Iterator[Any]:
-    """Every CPU allocation and every mark of the profiler's trees, in any order."""
-    waiting = list(roots)
-    while waiting:
+    events, waiting = [], list[Any](profiler.kineto_results.experimental_event_tree())
+    while waiting:  # for every CPU allocation and every mark in the profiler's trees
         event = waiting.pop()
         waiting.extend(event.children)
         is_block = event.name == "[memory]" and event.extra_fields.device.type == "cpu"
         if is_block or event.name.startswith(_MARK):
-            yield event
+            events.append(event)
+    memory.fold(events)

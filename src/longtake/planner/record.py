@@ -27,16 +27,16 @@ _Note = Annotated[str, Field(max_length=4000)]
 _Signed = Annotated[int, Field(ge=-(2**53), le=2**53)]
 
 Activations = Literal["keep", "save-attention", "recompute", "offload", "offload-input"]
-"""What is done with what a block's forward pass gives its backward pass."""
+"""The fate of tensors that a block's forward pass leaves to its backward pass."""
 BlockWeights = Literal["keep", "stream", "fp8", "int8", "nf4"]
-"""Where and how a block's frozen weights are held: on the device as they are; in the computer's
+"""The place and kind of a block's frozen weights: on the device as they are; in the computer's
 memory, copied when the block that runs before it begins and dropped when its pass ends; or
 quantised on the device, and made again for each product."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
-    """How a block is run: two choices that do not depend on each other."""
+    """Two independent choices about a block: its activations, and its frozen weights."""
 
     activations: Activations = "keep"
     weights: BlockWeights = "keep"
@@ -91,8 +91,8 @@ class StaticMemory:
     """Bytes in a device's memory under every policy."""
 
     weights: fsio.Count
-    """Of the transformer, frozen ones included. If sharded: this process's shards, and what is
-    gathered at a time: three blocks, and what is outside of blocks."""
+    """Bytes of the transformer, frozen weights included. If sharded: this process's shards, and
+    what is gathered at a time: three blocks, and what is outside of blocks."""
     elsewhere: _Signed
     """Weights of the whole model that are not here, less what is gathered beside the shards."""
     gradients: fsio.Count
@@ -132,7 +132,7 @@ class PolicyForecast:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run's blocks are run, and the memory of a step."""
+    """The option of each block of a run, and the memory of a step."""
 
     policy: _Name
     options: Options

@@ -1,4 +1,4 @@
-"""What sampling presets between two steps of a training takes, traced without values."""
+"""Memory and time of sampling presets between two training steps, traced without values."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ def sampling_phase(
     weight_bytes: int,
     streamed: Mapping[nn.Module, int],
 ) -> SamplingPhase | None:
-    """What one phase takes; None if nothing is sampled in training.
+    """Trace one phase of sampling; None if nothing is sampled in training.
 
     Weights, optimizer states and averages stay; gradients are gone. Without a cache the encoders
     stay, too. The strategy is the first that fits, in the order in which `MemoryFallback` tries
@@ -126,7 +126,7 @@ def _denoising(
 
 
 def _scale(components: Components, preset: Preset) -> float:
-    """Of classifier-free guidance; 1 for a model that has learnt the scale."""
+    """Scale of classifier-free guidance; 1 for a model that has learnt the scale."""
     if components.family.distils_guidance(components.model):
         return 1.0
     scale = preset.settings.guidance_scale

@@ -33,7 +33,7 @@ class KeptAttention:
         return made
 
     def _take(self, compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """What was kept; computed again after a change in place, or for a second backward pass."""
+        """Return the kept result; compute it again after a change in place or a second pass."""
         if self._results:
             made, version = self._results.popleft()
             if made[0]._version == version:

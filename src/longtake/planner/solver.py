@@ -37,13 +37,13 @@ _LEAST_GAIN: Mapping[str, float] = {
     "fp8": 0.03,
     "nf4": 0.04,
 }
-"""Of a block's seconds, what an option has to save. Predicted times are not accurate to 2 %: below
+"""Share of a block's seconds that an option has to save. Predicted times are off by 2 %: below
 that what changes no result is taken, and of the quantised kinds the most exact one."""
 
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """What each block costs under each option. Arrays are [blocks, options] or [blocks]; bytes."""
+    """Costs of each block under each option. Arrays are [blocks, options] or [blocks]; bytes."""
 
     names: tuple[str, ...]
     saved: Floats  # left behind by the forward pass
@@ -126,7 +126,7 @@ def costs_of(
     *,
     offloads: bool = False,
 ) -> BlockCosts:
-    """What blocks cost, from a trace for each choice of activations in which all are run by it.
+    """Compose blocks' costs from traces in which all blocks make the same choice of activations.
 
     Args:
         traces: the first is of `keep`, with which the others are compared.
@@ -171,7 +171,7 @@ def costs_of(
 
 @dataclass(frozen=True)
 class _ActivationCosts:
-    """What each block costs by its activations alone: [blocks, choices] or [blocks], in bytes."""
+    """Costs of each block by its activations alone: [blocks, choices] or [blocks], in bytes."""
 
     names: tuple[Activations, ...]  # of the choices
     saved: Floats
@@ -447,7 +447,7 @@ def find_best(
 def _solved(
     tracer: Tracer, costs: BlockCosts, budget_bytes: int, whole_bytes: int
 ) -> list[tuple[Options, StepTrace]]:
-    """What the solver finds, traced: its budget is tightened until the trace fits."""
+    """Solve and trace; the budget is tightened until the trace fits."""
     within = budget_bytes
     for _ in range(_MOST_TRIES):
         options = fastest(costs, within, tracer.subject.host_bytes)

@@ -69,11 +69,11 @@ class Subject:
     """Ranks that hold one copy of the model: each block's gradients are reduce-scattered over them
     after its backward pass, unless they accumulate."""
     weights: Sequence[BlockWeights] = ("keep",)
-    """What may be done with blocks' frozen weights; the first in every named policy."""
+    """Choices for blocks' frozen weights; named policies make the first one."""
     offloads: bool = False  # whether activations may be kept in the computer's memory
     host_bytes: int | None = None  # of that memory, which streaming and offloading may take
     gathers_in_bf16: bool = False
-    """Whether weights kept in fp32 come as bf16 from other ranks, so that autocast copies none."""
+    """Weights kept in fp32 come as bf16 from other ranks, so that autocast copies none."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Span:
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """What happened around one block."""
+    """Spans of one block's passes, and its activations on the host."""
 
     forward: Span
     backward: Span | None
@@ -122,7 +122,7 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class InferenceTrace:
-    """What modules take that compute without gradients."""
+    """Memory and time of modules that compute without gradients."""
 
     weight_bytes: int
     peak_bytes: int  # weights included
@@ -283,7 +283,7 @@ def trace_inference(
     device: DeviceBudget,
     streamed: Mapping[nn.Module, int] | None = None,
 ) -> InferenceTrace:
-    """What `run` takes of a device without gradients; the modules' tensors are fake already.
+    """Trace `run` without gradients; the modules' tensors are fake already.
 
     Args:
         mode: in which they are fake.
@@ -337,7 +337,7 @@ def make_fake(model: nn.Module) -> None:
 
 
 class _HostCopy(NamedTuple):
-    """Of a tensor without values, in a memory that is not the device's."""
+    """A copy, on the host, of a tensor without values."""
 
     nbytes: int
     shape: torch.Size
@@ -392,7 +392,7 @@ class MemoryTracker:
             self._peak_bytes = max(self._peak_bytes, self.current_bytes)
 
     def begin(self) -> int:
-        """What is there now, where the first span begins."""
+        """Begin the first span here; returns the bytes that are there."""
         self._begin_bytes = self._peak_bytes = self.current_bytes
         return self.current_bytes
 
@@ -443,7 +443,7 @@ class MemoryTracker:
 def seconds(
     operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, device: DeviceBudget
 ) -> float:
-    """How long a device takes for one operation that makes or changes something."""
+    """Predict a device's seconds for one operation that makes or changes something."""
     packet = operation.overloadpacket if hasattr(operation, "overloadpacket") else operation
     touched = [tensor for value in (*args, *kwargs.values()) for tensor in tensors(value)]
     moved = sum(tensor.numel() * tensor.itemsize for tensor in (*touched, *tensors(result)))
@@ -472,7 +472,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 class _GradientReducer:
-    """What FSDP2 does with gradients of a sharded model that do not accumulate.
+    """Treats gradients of a sharded model that do not accumulate as FSDP2 does.
 
     Those of a block are there until its backward pass ends, in the type in which its weights were
     gathered. Then they are copied into the input of the reduce-scatter, in fp32, which is released
@@ -561,7 +561,7 @@ def _step_trace(
 
 
 def _with_link(trace: StepTrace, streamed: Floats, link: float) -> StepTrace:
-    """The same step, with the time in which it waits for copies from and to the host."""
+    """Add the time in which a step waits for copies from and to the host."""
     blocks = list(trace.blocks.values())
     forward = np.array([block.forward.seconds for block in blocks])
     backward = np.array([block.backward.seconds if block.backward else 0.0 for block in blocks])
@@ -576,7 +576,7 @@ def _with_link(trace: StepTrace, streamed: Floats, link: float) -> StepTrace:
 
 
 def _refuse_other_order(marks: Sequence[str], subject: Subject) -> None:
-    """What a block saves is read off what is there when the next one begins."""
+    """Refuse blocks that do not run once each in order: each one's bytes are read at the next."""
     ran = [mark.removeprefix("before ") for mark in marks if mark.startswith("before ")]
     if ran != list(subject.blocks):
         odd = next((name for name in subject.blocks if ran.count(name) != 1), ran[0])

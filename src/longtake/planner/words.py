@@ -1,4 +1,4 @@
-"""What a plan's policies, options and parts of memory are called; torch-free."""
+"""Words for a plan's policies, options and parts of memory; torch-free."""
 
 from typing import Final
 
