@@ -65,6 +65,9 @@ _MAY_NOT = (
     "faults.registry",
     "models.caption_tokens",
     "models.pretrained",
+    "models.release_checks",
+    "models.release_scheduler",
+    "models.releases",
     "planner.record",
     "planner.words",
 )
