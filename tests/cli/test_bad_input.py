@@ -22,25 +22,25 @@ def _sentence(code: int, err: str) -> str:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("note.txt", "expected a file name such as name.png"),
-        ("", "expected a file name such as name.png"),
-        ("note.png", "is there already, and is no .png file"),
-        ("folder.png", "is there already, and is no .png file"),
-        ("pipe.png", "is there already, and is no .png file"),
-        ("x" * 300 + ".png", "cannot be written: File name too long"),
+        ("note.txt", "expected a file name such as name.html"),
+        ("", "expected a file name such as name.html"),
+        ("note.html", "is there already, and is no .html file"),
+        ("folder.html", "is there already, and is no .html file"),
+        ("pipe.html", "is there already, and is no .html file"),
+        ("x" * 300 + ".html", "cannot be written: File name too long"),
     ],
 )
-def test_a_picture_is_never_written_over_something_else(
+def test_a_page_is_never_written_over_something_else(
     place: Path, tmp_path: Path, call: Call, name: str, why: str
 ) -> None:
-    (tmp_path / "folder.png").mkdir()
-    os.mkfifo(tmp_path / "pipe.png")
-    for note in ("note.txt", "note.png"):
+    (tmp_path / "folder.html").mkdir()
+    os.mkfifo(tmp_path / "pipe.html")
+    for note in ("note.txt", "note.html"):
         (tmp_path / note).write_text("three days of work")
     out = tmp_path / name if name else ""
     code, _, err = call("show", place / "run", "--out", out)
     assert why in _sentence(code, err)
-    assert (tmp_path / "note.png").read_text() == "three days of work"
+    assert (tmp_path / "note.html").read_text() == "three days of work"
     assert (tmp_path / "note.txt").read_text() == "three days of work"
 
 
