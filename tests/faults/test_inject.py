@@ -23,6 +23,7 @@ from longtake.metrics import Metrics
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
+from longtake.training import step as training_step
 from longtake.training.train import train
 
 _AT = 3
@@ -41,7 +42,7 @@ def train_with(
             step = INJECTIONS[kind](Trigger(_AT), StepFunctions())
             monkeypatch.setattr(loop, "compute_gradients", step.compute)
             monkeypatch.setattr(loop, "apply_update", step.update)
-            monkeypatch.setattr(loop, "flow_losses", step.losses)
+            monkeypatch.setattr(training_step, "flow_losses", step.losses)
         train(recipe, Console(quiet=True))
         return RunDirectory(recipe.out).metrics()
 
