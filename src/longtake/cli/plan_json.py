@@ -9,7 +9,7 @@ from longtake.planner.record import blocks_by_option
 
 if TYPE_CHECKING:
     from longtake.planner.cost import RunCost, StageCost
-    from longtake.planner.forecast import Forecast, PhaseForecast
+    from longtake.planner.forecast import Forecast, PhaseForecast, Suggestion
     from longtake.planner.mesh import MeshForecast
     from longtake.planner.record import PolicyForecast, StaticMemory
     from longtake.planner.report import PlanReport, StageForecast
@@ -48,27 +48,8 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         "foreach_gib": _gib(known.foreach_bytes),
         "policies": [_policy(row) for row in known.policies],
         "best": _best(known),
-        "gradients": {
-            "trainable": len(known.gradients.reached) + len(known.gradients.unreached),
-            "reached": len(known.gradients.reached),
-            "unreached": list(known.gradients.unreached),
-        },
-        "traps": [
-            {"block": trap.block, "trap": trap.trap, "fix": trap.fix, "stops": trap.stops}
-            for trap in known.gradients.traps
-        ],
-        "changes": [
-            {
-                "what": change.what,
-                "set": list(change.changes),
-                "policy": change.policy,
-                "step_peak_gib": _gib(change.step_peak_bytes),
-                "host_gib": _gib(change.host_bytes),
-                "short": list(change.short),
-                "fits": change.fits,
-            }
-            for change in report.suggestions
-        ],
+        **_gradients(known),
+        "changes": [_change(change) for change in report.suggestions],
         "phases": [_phase(phase, recipe.sampling.every) for phase in report.phases],
         "checkpoint": {"every": recipe.checkpoint.every, "minutes": recipe.checkpoint.minutes},
         "init_from": start
@@ -89,6 +70,33 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         "mesh": report.mesh and _mesh(report.mesh),
     }
     return facts if report.cost is None else facts | {"cost": _cost(report.cost)}
+
+
+def _gradients(known: "Forecast") -> dict[str, Any]:
+    reached, unreached = known.gradients.reached, known.gradients.unreached
+    return {
+        "gradients": {
+            "trainable": len(reached) + len(unreached),
+            "reached": len(reached),
+            "unreached": list(unreached),
+        },
+        "traps": [
+            {"block": trap.block, "trap": trap.trap, "fix": trap.fix, "stops": trap.stops}
+            for trap in known.gradients.traps
+        ],
+    }
+
+
+def _change(change: "Suggestion") -> dict[str, Any]:
+    return {
+        "what": change.what,
+        "set": list(change.changes),
+        "policy": change.policy,
+        "step_peak_gib": _gib(change.step_peak_bytes),
+        "host_gib": _gib(change.host_bytes),
+        "short": list(change.short),
+        "fits": change.fits,
+    }
 
 
 def _static(static: "StaticMemory") -> dict[str, float | None]:
