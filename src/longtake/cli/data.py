@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from longtake.data.audit import Audit, EpochAudit
     from longtake.data.catalog import Catalog, Rejection
     from longtake.data.index import IndexReport
+    from longtake.data.sources import ClassFolder
     from longtake.inspection.curriculum_facts import BucketCosts, ReviewCaptions
 
 _MOST_SHOWN = 5
@@ -156,9 +157,13 @@ def index(
     for path, report in reports.items():
         _say_indexed(report, path)
     if folders:
-        named = ", ".join(f'{name} = "{path}"' for name, path in catalogs.items())
-        times = ", ".join(f"{each.name} = {each.repeats}" for each in folders)
-        say.line(f"In a recipe:\n[data]\ncatalogs = {{ {named} }}\nrepeats = {{ {times} }}")
+        _say_recipe_lines(folders, catalogs)
+
+
+def _say_recipe_lines(folders: "Sequence[ClassFolder]", catalogs: "Mapping[str, Path]") -> None:
+    named = ", ".join(f'{name} = "{path}"' for name, path in catalogs.items())
+    times = ", ".join(f"{each.name} = {each.repeats}" for each in folders)
+    say.line(f"In a recipe:\n[data]\ncatalogs = {{ {named} }}\nrepeats = {{ {times} }}")
 
 
 _CAPTIONS_SHOWN, _CAPTION_CHARS = 20, 120  # of duplicates
