@@ -1,4 +1,4 @@
-"""The batches around the guard's verdicts: which clips the step had, the worst first."""
+"""The batches around the guard's verdicts, with the clips of the highest loss first."""
 
 import math
 import re
@@ -19,16 +19,16 @@ from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
 
 MOST_VERDICTS: Final = 20
 MOST_CLIPS: Final = 12
-"""Of a batch, that are listed."""
+"""Clips of a batch that are listed at most."""
 _MOST_BYTES: Final = 8 * 2**20
-"""Of all reports that are read for a page, beside the one that is asked for."""
+"""Total bytes of the reports that are read for a page, without that of the requested step."""
 _MOST_ASKED_BYTES: Final = 64 * 2**20
 _REPORT_NAME = re.compile(r"guard/step_\d{1,12}_\d{1,6}\.json")
 
 
 @dataclass(frozen=True)
 class BatchClip:
-    """A clip of a step that the guard looked at."""
+    """A clip of a step that the guard judged."""
 
     identity: str
     caption: str
@@ -40,19 +40,19 @@ class BatchClip:
 
 @dataclass(frozen=True)
 class VerdictBatch:
-    """What the guard said of a step, and its clips, the highest loss first."""
+    """The guard's verdict on a step, and the step's clips by descending loss."""
 
     step: int
     kind: str
     reason: str
     message: str
     number: int | None
-    """Of its batch."""
+    """Number of the batch; None if the event does not say."""
     clips: list[BatchClip] | None
-    """None: they were not read."""
+    """None if the clips were not read."""
     num_clips: int
     why: str
-    """Why there are no clips; or what is wrong with them."""
+    """Why there are no clips, or what is wrong with them; else empty."""
     command: str
     is_open: bool
 
@@ -60,12 +60,12 @@ class VerdictBatch:
 @dataclass(frozen=True)
 class _Reported:
     samples: list[ReportedSample]
-    """Those that are listed."""
+    """The samples that are listed."""
     num_samples: int
 
 
 def batches_around_verdicts(facts: RunFacts, step: int | None) -> tuple[list[VerdictBatch], int]:
-    """The newest verdicts' batches, and how many verdicts there are; one step's is open."""
+    """Return the batches of the newest verdicts and of `step`, and the number of all verdicts."""
     found = [each for each in verdicts(facts.events) if isinstance(each["step"], int)]
     newest = found[-MOST_VERDICTS:][::-1]
     if step is not None and all(each["step"] != step for each in newest):
@@ -106,10 +106,11 @@ def _report_path(run: RunDirectory, event: Mapping[str, Any]) -> Path | None:
 
 
 def _read_report(facts: RunFacts, path: Path, step: int) -> _Reported:
-    """The worst clips of a report's own step.
+    """Read the clips of a report's own step that have the highest losses.
 
     Raises:
-        RecordError: it cannot be read, or is a link.
+        RecordError: the report cannot be read.
+        DataError: the report is a symbolic link.
     """
     if path.is_symlink() or path.parent.is_symlink():
         raise errors.DataError(said_of_link(path))
@@ -125,11 +126,11 @@ def _read_report(facts: RunFacts, path: Path, step: int) -> _Reported:
 
 def _badness(sample: ReportedSample) -> tuple[bool, float]:
     loss = float(sample["loss"])
-    return math.isnan(loss), loss
+    return math.isnan(loss), loss  # NaN is worse than any number
 
 
 def _paths(facts: RunFacts, reports: list[_Reported]) -> tuple[dict[str, str], str]:
-    """Where the listed clips lie, by identity; and why none is known."""
+    """Return the paths of the listed clips by identity, and why none is known if so."""
     names = {sample["identity"] for report in reports for sample in report.samples}
     if not names:
         return {}, ""

@@ -1,7 +1,7 @@
-"""One archive with what somebody needs who is asked for help with a run.
+"""Packs what is needed to help with a run into one archive.
 
-Texts only, without weights, clips and samples: records, logs, dumps and the source of own modules
-on request. `redact.Redactor` removes secrets and names from each. Nothing is read through a link.
+It has texts only, without weights, clips and samples: records, logs, dumps and, on request, the
+source of own modules. `redact.Redactor` removes secrets and names from each. No link is followed.
 """
 
 import ast
@@ -26,10 +26,10 @@ from longtake.health.gpu import driver_facts
 from longtake.inspection import facts, redact
 from longtake.run_dir import RunDirectory
 
-_TAIL_BYTES = 2**20  # the end of a log or of records that grow
-_WHOLE_BYTES = 8 * 2**20  # a file that is of no use in part
+_TAIL_BYTES = 2**20  # read from the end of logs and of records that grow
+_WHOLE_BYTES = 8 * 2**20  # limit of any other file, of which a part is of no use
 _TOTAL_BYTES = 64 * 2**20
-_NEWEST = 8  # of reports, diagnoses, dumps and logs
+_NEWEST = 8  # files of each kind: reports, diagnoses, dumps and logs
 _MOST_LISTED = 5000
 _DRIVER_SECONDS = 10.0  # a broken driver may never answer
 
@@ -42,7 +42,7 @@ _RECORDS = (
     *("evaluations/servers/*/heartbeat.json", "evaluations/servers/*/events.jsonl"),
     *("evaluations/*/preset.json", "evaluations/*/step_*/scores.json"),
 )
-"""Of a run directory; of those with a * in the file's or its folder's name, the newest."""
+"""Patterns below a run directory; the newest files of each pattern are packed."""
 _IS_A_RUN = ("recipe.toml", "run.json", "events.jsonl", "metrics.jsonl")
 _GROWS = (".jsonl", ".log")
 _VARIABLES = re.compile(r"(LONGTAKE|NCCL|TORCH|PYTORCH|CUDA|OMP|MKL|GLOO|LD_LIBRARY)_?\w*")
@@ -51,20 +51,20 @@ _CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class BundledFile:
-    """One file of a bundle, redacted."""
+    """One redacted file of a bundle."""
 
     name: str
     data: bytes
-    note: str | None  # what of it was left out
+    note: str | None  # says which part was left out
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What would be written."""
+    """The contents of an archive, which is not written yet."""
 
     files: list[BundledFile]
     left_out: list[tuple[str, str]]  # name and reason
-    removed: Mapping[str, int]  # kind of what was removed: how many different ones
+    removed: Mapping[str, int]  # number of different values that were removed, by kind
 
     def as_dict(self) -> dict[str, Any]:
         files = [{"file": f.name, "bytes": len(f.data), "note": f.note} for f in self.files]
@@ -73,16 +73,16 @@ class Bundle:
 
 
 def collect(run: RunDirectory, *, with_modules: bool = False, is_trusted: bool = False) -> Bundle:
-    """What a bundle of a run contains, redacted; nothing is written.
+    """Collect and redact what a bundle of a run contains; nothing is written.
 
     Args:
         run: the run directory, whole or damaged.
-        with_modules: also the source files of the classes that its recipe names.
-        is_trusted: also those of a run that somebody else began.
+        with_modules: also include the source files of the classes that its recipe names.
+        is_trusted: include these even if somebody else began the run.
 
     Raises:
         RunError: there is no run.
-        TrustError: modules of a run that somebody else began.
+        TrustError: modules of a run that somebody else began, without `is_trusted`.
     """
     top = run.path.resolve()
     if not any((top / name).exists() for name in _IS_A_RUN):
@@ -103,6 +103,7 @@ def collect(run: RunDirectory, *, with_modules: bool = False, is_trusted: bool =
     texts["environment.json"] = json.dumps(_environment(), indent=2) + "\n"
     texts["show.json"] = json.dumps(_facts(run), indent=2, default=str) + "\n"
     redactor = _redactor(run)
+    # All texts are learned before any is redacted: a secret in one may be bare in another.
     for text in texts.values():
         redactor.learn(text)
     files = [
@@ -120,10 +121,10 @@ def default_name(run: RunDirectory) -> str:
 
 
 def check_out(out: Path) -> None:
-    """Refuse a file that exists, or whose name is no archive's.
+    """Refuse a file that exists, or whose name is not that of a .tar.gz archive.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the archive cannot be written there.
     """
     if not out.name.endswith((".tar.gz", ".tgz")):
         raise errors.RunError(f"--out {out}: expected a file name such as help.tar.gz.")
@@ -168,14 +169,14 @@ def _redactor(run: RunDirectory) -> redact.Redactor:
 
 
 def _quietly(read: Any) -> Any:
-    """What a reader of records returns; None if the records are damaged."""
+    """Return the result of a function that reads records; None if the records are damaged."""
     with suppress(errors.LongtakeError, OSError, ValueError, KeyError, TypeError):
         return read()
     return None
 
 
 def _run_files(top: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str, Path]]:
-    """The names and paths of records; of each kind, the newest of each node and each preset."""
+    """Yield names and paths of records; of each kind, the newest of each node and each preset."""
     for pattern in _RECORDS:
         found: dict[str, list[Path]] = {}
         for path in top.glob(pattern):
@@ -191,14 +192,14 @@ def _run_files(top: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str
 
 @dataclass
 class _Reader:
-    """Reads texts for a bundle, up to its size."""
+    """Reads texts for a bundle until its maximum size is reached."""
 
     texts: dict[str, str]
     notes: dict[str, str]
     left_out: list[tuple[str, str]]
 
     def read(self, name: str, path: Path, top: Path) -> None:
-        """Read a file, or the end of one that grows, unless it is a link below `top`, or large."""
+        """Read a file, or the end of one that grows; leave out links below `top` and big files."""
         grows = path.suffix in _GROWS
         room = _TOTAL_BYTES - sum(map(len, self.texts.values()))
         most = min(_TAIL_BYTES if grows else _WHOLE_BYTES, room)
@@ -225,7 +226,7 @@ class _Reader:
 
 
 def _modules(reader: _Reader, top: Path) -> Iterator[tuple[str, Path]]:
-    """The source files of module:Class in a recipe, found by path: nothing is imported."""
+    """Yield the source files of module:Class in a recipe, found by path: nothing is imported."""
     recipe = reader.texts.get("run/recipe.toml", "")
     for module in dict.fromkeys(_CLASS.findall(recipe)):
         inner = module.replace(".", "/")
@@ -243,7 +244,7 @@ def _modules(reader: _Reader, top: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _listed(top: Path) -> Iterator[str]:
-    """A line for each file of the run: its size and path. Links and folders are not followed."""
+    """Yield a line with size and path for each file of the run; links are not followed."""
     count = 0
     for folder, folders, files in os.walk(top):
         folders.sort()
@@ -266,7 +267,7 @@ def _facts(run: RunDirectory) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    """Of the machine on which the bundle is made; versions of each launch are in run.json."""
+    """Describe the machine that makes the bundle; versions of each launch are in run.json."""
     installed = {
         str(each.metadata["Name"]): each.version
         for each in metadata.distributions()
@@ -288,7 +289,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _torch_build() -> dict[str, Any]:
-    """Versions in torch's own version.py, which is parsed: importing torch may fail or hang."""
+    """Return the values in torch's version.py by parsing it: importing torch may fail or hang."""
     spec = util.find_spec("torch")
     folders = spec.submodule_search_locations if spec else None
     found: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from longtake.data.catalog import MATRIX, Catalog
 from longtake.data.clip import MIRRORED
 from longtake.data.decode import HD_LINES
 
-MOST_SIZES = 20  # picture sizes that are listed; of more, the most frequent
+MOST_SIZES = 20  # picture sizes that are listed, the most frequent first
 _ASPECTS = ((9, 16), (2, 3), (3, 4), (1, 1), (4, 3), (3, 2), (16, 9), (21, 9))
 _QUANTILES = dict(
     zip(
@@ -25,6 +25,7 @@ _HDR = pa.array(["pq", "hlg"])
 
 
 def catalog_stats(catalog: Catalog) -> dict[str, Any]:
+    """Return JSON-able facts of a catalog: counts, sizes, formats, spreads and rejections."""
     table = catalog.table
     kinds = _counted(table["kind"])
     is_video = pc.equal(table["kind"], "video").to_numpy().astype(bool)
@@ -59,7 +60,7 @@ def catalog_stats(catalog: Catalog) -> dict[str, Any]:
 
 
 def spread(values: NDArray[Any]) -> dict[str, Any]:
-    """Quantiles, mean and standard deviation of the finite values."""
+    """Return the count (`known`), quantiles, mean and standard deviation of the finite values."""
     known = values[np.isfinite(values)].astype(np.float64)
     if not len(known):
         return {"known": 0, **dict.fromkeys([*_QUANTILES, "mean", "std"])}
@@ -73,7 +74,7 @@ def spread(values: NDArray[Any]) -> dict[str, Any]:
 
 
 def _numbers(catalog: Catalog, is_video: NDArray[np.bool_]) -> dict[str, Any]:
-    # Of videos only: an image has neither length nor rate.
+    # Images are left out: they have neither length nor rate.
     lengths = pc.list_value_length(catalog.table["keyframes"]).to_numpy()
     frames = catalog.column("num_frames")
     return {
@@ -86,6 +87,7 @@ def _numbers(catalog: Catalog, is_video: NDArray[np.bool_]) -> dict[str, Any]:
 
 def _sizes(catalog: Catalog) -> list[dict[str, int]]:
     widths, heights = (catalog.column(name).astype(np.int64) for name in ("width", "height"))
+    # Both sizes in one integer: `np.unique` is much faster on these than on pairs.
     different, counts = np.unique(widths << 32 | heights, return_counts=True)
     most = np.argsort(-counts, kind="stable")[:MOST_SIZES]
     return [
@@ -97,6 +99,7 @@ def _sizes(catalog: Catalog) -> list[dict[str, int]]:
 def _aspects(catalog: Catalog) -> dict[str, int]:
     aspects = np.log(catalog.column("width") / catalog.column("height"))
     known = np.log([width / height for width, height in _ASPECTS])
+    # The borders between ratios are halfway on a logarithmic scale.
     nearest = np.searchsorted((known[1:] + known[:-1]) / 2, aspects)
     counts = np.bincount(nearest, minlength=len(_ASPECTS)).tolist()
     return {f"{w}:{h}": n for (w, h), n in zip(_ASPECTS, counts, strict=True) if n}

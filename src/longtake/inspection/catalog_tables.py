@@ -1,4 +1,4 @@
-"""Tables of `longtake data show`: a catalog, and what a recipe trains of it."""
+"""Tables of `longtake data show`: a catalog, and what a recipe trains on."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from longtake.data.clip import MIRRORED
 from longtake.formatting import escape, escape_lines, format_duration, plural
 
 MOST_ROWS = 10
-"""Reasons that files were rejected for, and values of one kind, that are listed."""
+"""Rows up to which reasons for rejection, and values of one property, are listed."""
 _PIPE_WIDTH = 100
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _MUCH_IS_CUT = 0.25
@@ -37,7 +37,7 @@ _LEGEND = {
 
 
 def print_show(console: Console, result: Mapping[str, Any]) -> None:
-    """Print what `curriculum_facts.describe` returned, at least 100 columns wide in a pipe."""
+    """Print the facts of `curriculum_facts.describe`, at least 100 columns wide in a pipe."""
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     catalogs = result.get("catalogs", {"": result})
@@ -106,7 +106,7 @@ def _angle(rotation: int) -> str:
 
 
 def _listed(counts: Mapping[str, int], total: int) -> str:
-    """The most frequent values, and how many clips have each."""
+    """List the most frequent values, each with its number of clips."""
     shown = list(counts.items())[:MOST_ROWS]
     said = [f"{escape(name) or 'unspecified'} [dim]({count:,})[/]" for name, count in shown]
     if len(counts) > MOST_ROWS:
@@ -212,9 +212,10 @@ def _beginning(entry: Mapping[str, Any]) -> str:
 
 
 def _timeline_bars(facts: Mapping[str, Any]) -> Table:
-    """One line a stage: how high its share of the batches is, from the first step to the last."""
+    """Return a line of bars for each stage: its share of the batches over the steps."""
     grid = Table.grid(padding=(0, 2))
     for stage, shares in facts["timeline"].items():
+        # Any share above zero shows at least the lowest bar.
         levels = (max(round(share * (len(_LEVELS) - 1)), int(share > 0)) for share in shares)
         bars = "".join(_LEVELS[level] for level in levels)
         grid.add_row(f"  {escape(stage)}", bars)
@@ -240,14 +241,14 @@ def _buckets(entry: Mapping[str, Any]) -> Table:
 
 
 def _columns(entry: Mapping[str, Any]) -> set[str]:
-    """Names of the columns of a stage's tables."""
+    """Return the names of the columns in a stage's tables."""
     tables = (_buckets(entry), _batches(entry))
     begins = {"begins"} if entry["ramp_steps"] else set[str]()
     return {str(column.header) for table in tables for column in table.columns} | begins
 
 
 def _batches(entry: Mapping[str, Any]) -> Table:
-    """Without columns in which no bucket has anything to say."""
+    """Return a table of a stage's batches, without columns that are empty for all buckets."""
     columns = {
         "tokens": [_number(each["tokens"]) for each in entry["buckets"]],
         "batch": [_number(each["batch_size"]) for each in entry["buckets"]],
@@ -318,7 +319,7 @@ def _drift(facts: Mapping[str, Any]) -> Table:
 
 
 def _table(*texts: str, numbers: Sequence[str] = ()) -> Table:
-    """One with columns of text and, after these, of numbers, which are never cut short."""
+    """Return an empty table with columns of text, then of numbers, which are never cut short."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in texts:
         table.add_column(name, overflow="fold")
@@ -344,4 +345,4 @@ def _title(console: Console, text: str, colour: str = "default") -> None:
 
 
 def _print(console: Console, what: RenderableType, style: str | None = None) -> None:
-    console.print(what, style=style, soft_wrap=False)  # tables have to know how wide they may be
+    console.print(what, style=style, soft_wrap=False)  # tables need to know their width

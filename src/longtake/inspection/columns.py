@@ -1,6 +1,6 @@
-"""Rows of numbers as columns: the first rows in the file of a cache, those that follow in memory.
+"""Rows of numbers as columns: the first rows in a cache file, those that follow in memory.
 
-A column of the file is read when it is asked for, with `preadv`, and not mapped: a file on NFS that
+A column of the file is read with `preadv` when it is needed, and not mapped: a file on NFS that
 another host replaces would end this process with SIGBUS.
 """
 
@@ -20,13 +20,13 @@ Numbers = NDArray[np.float64]
 
 DTYPE: Final = np.dtype(
     [
-        ("offset", "<i8"),  # of the line in the file
+        ("offset", "<i8"),  # byte at which the line begins in the file
         *((name, metric.dtype) for name, metric in METRICS.items()),
         ("has_verdict", "?"),
     ]
 )
 ABSENT: Final = -np.inf
-"""Stands for a number that a line does not have; JSON has finite numbers only. NaN: JSON's null."""
+"""Marks a number that a line does not have: JSON has finite numbers only, and null is NaN."""
 
 _NAMES: Final = DTYPE.names or ()
 _CHUNK_ROWS = 2**16
@@ -34,11 +34,12 @@ _COPIED_BYTES = 2**20
 
 
 class _File:
-    """An open file that has the first rows, one column behind the other."""
+    """An open file with the first rows, one column after the other."""
 
     def __init__(self, file: IO[bytes] | None, first_byte: int, num_rows: int) -> None:
         self.num_rows, self._places = num_rows, dict[str, int]()
         if file is not None:
+            # A descriptor of its own, as the caller closes the file.
             self._descriptor = os.dup(file.fileno())
             weakref.finalize(self, os.close, self._descriptor)
         for name in _NAMES:
@@ -55,15 +56,15 @@ class _File:
 
 
 class ColumnStore:
-    """Rows that are appended by one thread, and read column by column by any.
+    """Rows that one thread appends, and that any thread reads column by column.
 
-    Rows that are there do not change while more are appended.
+    Existing rows do not change while more are appended.
     """
 
     def __init__(self) -> None:
         self.num_rows = 0
         self._stored: tuple[_File, list[Column]] = _File(None, 0, 0), []
-        """The first rows, and the following ones in chunks of `_CHUNK_ROWS`."""
+        """The first rows in a file, and the following ones in chunks of `_CHUNK_ROWS`."""
 
     def append(self, rows: Column) -> None:
         file, chunks = self._stored
@@ -72,11 +73,12 @@ class ColumnStore:
             if place == 0:
                 chunks.append(np.empty(_CHUNK_ROWS, DTYPE))
             added = rows[: _CHUNK_ROWS - place]
+            # Copied before they are counted: a reader never sees rows that are not complete.
             chunks[-1][place : place + len(added)] = added
             self.num_rows, rows = self.num_rows + len(added), rows[len(added) :]
 
     def read(self, name: str, first: int, last: int) -> Column:
-        """The numbers of a column in rows from `first` to before `last`.
+        """Return the numbers of a column in the rows `first` to before `last`.
 
         Raises:
             OSError: the file cannot be read.
@@ -90,7 +92,7 @@ class ColumnStore:
         return np.concatenate(parts)
 
     def write(self, file: IO[bytes]) -> int:
-        """Write all columns from the file's position on; returns their checksum."""
+        """Write all columns from the file's position on, and return their CRC-32."""
         checksum = 0
         for name in _NAMES:
             octets = self.read(name, 0, self.num_rows).view(np.uint8).data
@@ -99,12 +101,13 @@ class ColumnStore:
         return checksum
 
     def read_from(self, file: IO[bytes], first_byte: int) -> None:
-        """Read the rows from a file, to which `write` has written all, and forget them here."""
+        """Read rows from a file to which `write` has written them all, and free their memory."""
+        # One assignment, so that no reader combines the file with chunks that are in it already.
         self._stored = _File(file, first_byte, self.num_rows), []
 
     @classmethod
     def load(cls, file: IO[bytes], num_rows: int, checksum: int) -> "ColumnStore | None":
-        """The store that was written to the rest of a file; None: it is damaged."""
+        """Return the store that `write` wrote to the rest of a file, or None if it is damaged."""
         first_byte, found, size = file.tell(), 0, 0
         while data := file.read(_COPIED_BYTES):
             found, size = zlib.crc32(data, found), size + len(data)

@@ -1,4 +1,4 @@
-"""Facts of what a recipe trains: the clips of each stage and bucket, and why others are dropped."""
+"""Facts of what a recipe trains: clips of each stage and bucket, and why others are dropped."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,16 +31,16 @@ from longtake.errors import DataError
 from longtake.inspection.catalog_facts import catalog_stats
 
 NUM_EXAMPLES = 3  # paths for each reason to drop clips
-TIMELINE_SPANS = 60  # spans of the timeline, or one a step if there are fewer
+TIMELINE_SPANS = 60  # spans of the timeline; a shorter training has one for each step
 
 
 @dataclass(frozen=True)
 class BucketCosts:
-    """What a clip of each bucket costs, as far as it is known."""
+    """Cost of one clip of each bucket, where it is known."""
 
     tokens: Mapping[Bucket, int] = field(default_factory=dict)
-    seconds: Mapping[Bucket, float] = field(default_factory=dict)  # of one GPU, predicted
-    device: str = ""  # that GPU
+    seconds: Mapping[Bucket, float] = field(default_factory=dict)  # predicted for one GPU
+    device: str = ""  # name of the GPU that `seconds` is predicted for
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,22 @@ class ClipAssignment:
 
     shapes: tuple[Bucket, ...]  # the stage's buckets
     reasons: tuple[str, ...]  # why clips are dropped, in the order in which reasons are tried
-    # [N] index of each clip's bucket, also if it is dropped. A clip that no bucket takes belongs to
-    # that of the nearest aspect ratio, then of the nearest size, then of the fewest frames.
+    # [N] index of each clip's bucket, even if dropped. A clip that fits no bucket is assigned to
+    # the bucket with the nearest aspect ratio, then the nearest size, then the fewest frames.
     home: NDArray[np.int16]
-    code: NDArray[np.int16]  # [N] index of the reason why it is dropped; -1: it is trained on
-    # [N] whether a bucket that would crop a clip less was not used as the clip is too short for it
+    code: NDArray[np.int16]  # [N] index of the reason why it is dropped; -1 if it is trained on
+    # [N] whether a bucket that crops the clip less was not used as the clip is too short for it
     is_displaced: NDArray[np.bool_]
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
+        """[buckets, 1 + reasons] number of clips: kept ones first, then those dropped by reason."""
         shape = (len(self.shapes), 1 + len(self.reasons))
         flat = self.home.astype(np.int64) * shape[1] + self.code + 1
         return np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
 
     def in_first_epoch(self, stream: Stream) -> "ClipAssignment":
-        """With clips of several buckets (`Bucket.share`) where the first whole epoch has them."""
+        """Move clips of several buckets (`Bucket.share`) to those of the first whole epoch."""
         part = stream.parts[-1]
         if not part.members.shared:
             return self
@@ -80,6 +81,7 @@ class ClipAssignment:
 
 
 def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssignment:
+    """Assign each clip of a catalog to a bucket of a stage, or to a reason why it is dropped."""
     shapes = stage.buckets or data.buckets
     selection = select(catalog, stage, data)
     reasons = tuple(selection.dropped)
@@ -87,9 +89,10 @@ def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssig
     stills = data.stills_from_videos
     best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills, fps=data.fps)
     has_bucket = np.flatnonzero(best >= 0).astype(np.uint32)
-    # If no condition drops them, no bucket takes them, or theirs would crop too much.
+    # Clips that pass all conditions are dropped if no bucket takes them or theirs crops too much.
     no_bucket = next((reason for reason in (TOO_SHORT, ONLY_STILLS) if reason in reasons), "")
     is_still = catalog.column("num_frames") == 1
+    # A clip is counted under the first reason that drops it.
     for reason, rows in [
         *drop_in_turn(catalog, stage, data),
         (NO_STILLS, np.flatnonzero((best >= 0) | ~is_still).astype(np.uint32)),
@@ -108,9 +111,9 @@ def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssig
 
 
 def _nearest(catalog: Catalog, shapes: Sequence[Bucket], stills: bool) -> NDArray[np.int16]:
-    """[N] the best bucket of every clip if it were long enough.
+    """Return [N] the bucket that would suit each clip best if all clips were long enough.
 
-    For a video: of the buckets with several frames, unless all buckets take videos.
+    Unless stills are taken from videos, videos are matched with buckets of several frames only.
     """
     brief = [shape.model_copy(update={"num_frames": 1}) for shape in shapes]
     order = sorted(range(len(shapes)), key=lambda index: shapes[index].num_frames)
@@ -143,7 +146,7 @@ def _best(
 def _off(
     catalog: Catalog, shapes: Sequence[Bucket], bucket: NDArray[np.int16]
 ) -> NDArray[np.float64]:
-    """[N] distance of each clip's aspect ratio from its bucket's, rounded to 1 %."""
+    """Return [N] the absolute log ratio of each clip's aspect to its bucket's, rounded to 0.01."""
     aspects = np.log(catalog.column("width") / catalog.column("height"))
     wanted = np.log([shape.width / shape.height for shape in shapes])
     off: NDArray[np.float64] = np.round(np.abs(aspects - wanted[bucket]), 2)
@@ -157,7 +160,7 @@ def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -
         the stage's batches, `first_step`, `steps` (null: endless), `ramp_steps`,
         `trained_steps` of this catalog until training ends, `epochs` that these make, `clips`,
         `selected`, `dropped` {reason: clips}, `examples` {reason: paths} and `buckets`.
-    buckets: those of the first stage. Each has `num_frames`, `height`, `width`, `batch_size`,
+    buckets: the buckets of the first stage. Each has `num_frames`, `height`, `width`, `batch_size`,
         `tokens` of a clip and `batch_tokens` (null: not known), `padding` (share of the places of
         all batches that stay empty as the last one is smaller; null: endless), `batch_seconds`
         (predicted for one GPU; null: not known), `time_share` (of an epoch's time) and, of all
@@ -167,11 +170,13 @@ def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -
         `last_batch` (samples of the last batch; null: endless), and of the kept clips the mean
         `share_cut`, the mean `scale` and how many are `enlarged`.
     timeline: for each stage its share of the batches in up to 60 spans of the training.
-    drift: how clips differ from the stage before; `distance` is null where all were alike.
-    tails: of the clips that a stage adds, those that are far harder than all before it.
+    drift: how the clips of each stage differ from those of the stage before; `distance` is null
+        if those were all alike.
+    tails: clips added by a stage that are far harder than all clips before it.
     warnings, refusal: sentences; why training would refuse to begin, or null.
-    steps, planned_steps, batch_size: of the training, of all stages (null: endless), samples.
-    device: that `batch_seconds` are predicted for.
+    steps, planned_steps, batch_size: steps of the training, steps of all stages (null: endless),
+        and samples of a batch.
+    device: the GPU that `batch_seconds` is predicted for.
     """
     steps = recipe.training.steps
     stages = [
@@ -182,7 +187,7 @@ def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -
     refusal = None
     try:
         warnings = review(plan, recipe.data, steps)
-    except DataError as error:  # shown together with what led to it
+    except DataError as error:  # the facts that led to it are shown all the same
         refusal = str(error)
         lenient = recipe.data.model_copy(update={"on_drift": "warn"})
         warnings = review(plan, lenient, _end(plan, steps))
@@ -339,25 +344,25 @@ def _poor_fits(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 ReviewCaptions = Callable[[Sequence[str]], tuple[dict[str, int] | None, str | None]]
-"""Maps captions to facts, None if they cannot be known, and a warning, if there is one."""
+"""Function from captions to facts (None: unknown) and a warning (None: nothing to warn of)."""
 
 
 @dataclass(frozen=True)
 class LoadedData:
-    """Catalogs, and what a new run of a recipe would train of them."""
+    """Loaded catalogs, with the plan by which a new run of a recipe would train on them."""
 
     path: Path  # the catalog that is shown
-    paths: Mapping[str, Path]  # of all catalogs of the recipe, by name
+    paths: Mapping[str, Path]  # paths of all catalogs of the recipe, by name
     catalogs: dict[str, Catalog]
     recipe: Recipe | None
     plan: Plan | None
 
 
 def load(path: Path, recipe: Recipe | None = None) -> LoadedData:
-    """Load a catalog, or those of a recipe, and plan.
+    """Load one catalog, or all catalogs of a recipe, and make the plan of a new run.
 
-    A recipe of one catalog is shown with the catalog at `path` in its place. Of a recipe of
-    several, `path` has to be one, and all of them are shown.
+    For a recipe with one catalog, `path` takes that catalog's place. For a recipe with several,
+    `path` must be one of them, and all of them are loaded.
 
     Raises:
         DataError: a catalog cannot be read, a stage selects nothing, or `path` is not one of the
@@ -421,7 +426,7 @@ def describe(
 
 
 def propose(catalogs: Sequence[Catalog], data: DataSection) -> dict[str, Any] | None:
-    """Buckets that keep more clips, and how many more; None if the given ones keep nearly all."""
+    """Propose buckets that keep more clips: `set` (for --set) and `more_clips`; None: no need."""
     if any(stage.buckets for stage in data.stages):
         return None
     frames, aspects = [], []

@@ -1,6 +1,6 @@
 """Facts of a run's catalogs and of the plan that it follows.
 
-Of large catalogs at most 100,000 clips are read; what is counted of them is then an estimate.
+At most 100,000 clips of large catalogs are read; counts are then estimates.
 """
 
 from collections import Counter
@@ -28,28 +28,28 @@ from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import RunDirectory
 
 MOST_CLIPS: Final = 100_000
-"""That are read of all catalogs together."""
+"""Clips that are read at most, over all catalogs together."""
 MOST_PLANNED: Final = 200_000
-"""Clips of all plans together, for which plans are made as the run made them."""
+"""Limit of clips times plans above which a run's earlier plans are not made again."""
 _MOST_CLIPS_BY_BUCKETS: Final = 4_000_000
 _LEAST_CLIPS: Final = 1000
 MOST_CATALOGS: Final = 8
 _MOST_FILES: Final = 4000
 _MOST_STAGES: Final = 64
 _NUM_BINS, _NUM_SPANS, _NUM_EXAMPLES = 40, 60, 3
-_MOST_DRAWN: Final = 1e290  # beyond it, differences are not finite
+_MOST_DRAWN: Final = 1e290  # values beyond it are left out: differences could be infinite
 UNREADABLE: Final = (errors.LongtakeError, OSError, ValueError, ArithmeticError, pa.ArrowException)
-"""What catalogs and records of others may raise, beside our own errors."""
+"""Exceptions that unexpected catalogs and records may raise; they are shown as problems."""
 
 
 # --- Files ------------------------------------------------------------------------------------
 
 
 def catalog_files(run: RunDirectory) -> list[Path]:
-    """The run's copies of its catalogs, the newest first.
+    """Return the run's copies of its catalogs, the newest first.
 
     Raises:
-        DataError: one of them, or their folder, is a link.
+        DataError: a copy, or the folder of the copies, is a symbolic link.
     """
     _refuse_links(run.catalogs_path)
     found = list(run.catalogs_path.glob("*.parquet"))[:_MOST_FILES]
@@ -58,10 +58,10 @@ def catalog_files(run: RunDirectory) -> list[Path]:
 
 
 def ledger_files(run: RunDirectory) -> list[Path]:
-    """Files of the ledger, up to a number; no ledger, no files.
+    """Return the ledger's files, limited to about `_MOST_FILES`; empty without a ledger.
 
     Raises:
-        DataError: one of them, or a folder, is a link.
+        DataError: a file or a folder of the ledger is a symbolic link.
     """
     _refuse_links(run.ledger_path)
     folders = sorted(run.ledger_path.glob("launch_*"))
@@ -80,7 +80,7 @@ def _refuse_links(*paths: Path) -> None:
 
 
 def versions(paths: Collection[Path]) -> tuple[Hashable, ...]:
-    """A value that changes when any of the files does."""
+    """Return a value that changes when any of the files does."""
     return tuple((path.name, fsio.file_version(path)) for path in paths)
 
 
@@ -89,42 +89,42 @@ def versions(paths: Collection[Path]) -> tuple[Hashable, ...]:
 
 @dataclass(frozen=True)
 class CatalogFacts:
-    """One catalog of the recipe, or what was read of it."""
+    """Facts of one catalog of the recipe, computed from the clips that were read."""
 
     source: str
     file: str
     stats: dict[str, Any]
-    """`catalog_stats` of the clips that were read."""
+    """Result of `catalog_stats` for the clips that were read, without `rejected`."""
     num_read: int
     num_clips: int
     num_set_aside: int
     scale: float
-    """How many clips each one that was read stands for."""
+    """Number of clips that each clip read stands for."""
     rejections: list[dict[str, Any]]
-    """`count`, `reason` and `examples` (paths), the most frequent first."""
+    """`count`, `reason` and `examples` (paths) of each rejection; the most frequent first."""
     seconds: "Histogram | None"
-    """Of the lengths of videos."""
+    """Histogram of the lengths of the videos; None if there are none."""
 
 
 @dataclass(frozen=True)
 class StageSpan:
-    """Where the clips of a stage lie in a histogram."""
+    """The clips of one stage within a histogram: their range, mean and counts."""
 
     stage: str
     place: int
-    """Of the stage in the curriculum."""
+    """Index of the stage in the curriculum."""
     conditions: str
     low: float
     high: float
     mean: float
     num_clips: int
     counts: list[int]
-    """By bin."""
+    """Number of the stage's clips in each bin of the histogram."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often values occur, and which of them stages take."""
+    """Histogram of one attribute of the clips, with the clips that each stage selects."""
 
     name: str
     source: str
@@ -137,32 +137,32 @@ class Histogram:
 
 @dataclass(frozen=True)
 class StageStrip:
-    """Which share of the batches each stage has, from the first batch to the last."""
+    """Each stage's share of the batches, from the first batch to the last."""
 
     names: list[str]
     shares: list[list[float]]
-    """By stage and span of batches."""
+    """Share of the batches, indexed by stage and then by span of batches."""
     end: int
-    """Batches in all."""
+    """Total number of batches."""
     is_exact: bool
 
     def stage_at(self, batch: int) -> str:
-        """The stage that has most of the batches there."""
+        """Return the stage that has most of the batches in the span around a batch."""
         span = min(len(self.shares[0]) - 1, batch * len(self.shares[0]) // self.end)
         return max(zip(self.shares, self.names, strict=True), key=lambda each: each[0][span])[1]
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a run's catalogs and its recipe say; what could not be read is empty."""
+    """Facts of a run's catalogs and recipe; what could not be read is empty."""
 
     catalogs: list[CatalogFacts]
     summary: dict[str, Any] | None
-    """`plan_summary`, as `longtake data show` prints it; counts are of the clips that were read."""
+    """Result of `plan_summary`, as `longtake data show` prints it, for the clips that were read."""
     strip: StageStrip | None
     histograms: list[Histogram]
     num_plans: int
-    """How many plans the run has followed: one more for each change of its data."""
+    """Number of plans that the run has followed; each change of its data adds one."""
     problems: list[str]
 
     @property
@@ -177,7 +177,7 @@ NO_DATA: Final = DataFacts([], None, None, [], 0, [])
 
 
 def read_data(facts: RunFacts) -> DataFacts:
-    """What is known of a run's data, read again only if a file has changed."""
+    """Return facts of a run's data; files are read again only after one has changed."""
     run, problems = facts.run, list[str]()
     try:
         files = catalog_files(run)
@@ -213,6 +213,7 @@ def _read_data(facts: RunFacts, files: Sequence[Path], history: Sequence[PlanRec
         _catalog_facts(each, f"catalogs/{chosen[each].name}", parts[each]) for each in parts
     ]
     found = DataFacts(catalogs, None, None, [], len(history), problems)
+    # The plan mixes all catalogs: it can be shown only if every one of them was read.
     if recipe is None or not parts or parts.keys() != chosen.keys() or said:
         return found
     try:
@@ -222,7 +223,7 @@ def _read_data(facts: RunFacts, files: Sequence[Path], history: Sequence[PlanRec
 
 
 def facts_of(loaded: LoadedData, summary: dict[str, Any]) -> DataFacts:
-    """The facts of catalogs that were read whole; `summary` is what `describe` returned."""
+    """Return the facts of catalogs that were read whole; `summary` is what `describe` returned."""
     parts = {
         source: CatalogPart(catalog, len(catalog), len(catalog.rejected) + len(catalog.duplicates))
         for source, catalog in loaded.catalogs.items()
@@ -240,13 +241,13 @@ def facts_of(loaded: LoadedData, summary: dict[str, Any]) -> DataFacts:
 
 
 def release_memory() -> None:
-    """Give back what reading took: heap and Arrow keep it otherwise."""
+    """Return freed memory to the operating system; malloc and Arrow keep it otherwise."""
     pa.default_memory_pool().release_unused()
     process.return_freed_memory()
 
 
 def _most_clips(recipe: Recipe | None) -> int:
-    """Fewer for very many buckets, with each of which the sizes of all clips are compared."""
+    """Limit the clips to read: fewer with many buckets, as each bucket is tried on each clip."""
     if recipe is None:
         return MOST_CLIPS
     buckets = (len(each.buckets or recipe.data.buckets) for each in recipe.data.curriculum())
@@ -257,7 +258,7 @@ def _most_clips(recipe: Recipe | None) -> int:
 def _sources(
     recipe: Recipe | None, files: Sequence[Path], history: Sequence[PlanRecord]
 ) -> tuple[dict[str, Path], list[str]]:
-    """The file of each catalog of the newest plan, and sentences if it is not known."""
+    """Map each catalog of the newest plan to its file; return sentences if that is not known."""
     if history:
         names = {name: each["edition"] for name, each in history[-1]["catalogs"].items()}
         known = {path.stem: path for path in files}
@@ -331,7 +332,7 @@ def _with_plan(
 
 
 def _to_scale(plan: Plan, parts: Mapping[str, CatalogPart]) -> Plan:
-    """A plan of a part of the clips, with as many batches as all of them would make."""
+    """Scale the plan of a part of the clips to the number of batches that all would make."""
     found = []
     for stage in plan.stages:
         streams = []
@@ -351,7 +352,7 @@ def _followed(
     parts: Mapping[str, CatalogPart],
     history: Sequence[PlanRecord],
 ) -> tuple[list[Plan], list[str]]:
-    """The plans that a run with changed data has followed; else the one of a new run."""
+    """Return the plans that a run with changed data followed; if unknown, the given one and why."""
     changes = ", ".join(f"{each['step']:,}" for each in history[1:])
     said = f"The data changed at batch {changes}; the stages are drawn as a new run has them"
     if sum(part.num_clips for part in parts.values()) * len(history) > MOST_PLANNED:
@@ -376,6 +377,8 @@ def _strip(plans: Sequence[Plan], steps: int, is_exact: bool) -> StageStrip:
     edges = [end * place // spans for place in range(spans + 1)]
     begins = [plan.first_step for plan in plans]
     counts = np.zeros((len(names), spans))
+    # A plan is in force until the next one begins: clamping the edges to that range makes its
+    # spans outside of it count nothing.
     for plan, begun, over in zip(plans, begins, [*begins[1:], end], strict=True):
         cut = [min(max(edge, begun), max(begun, over)) for edge in edges]
         taken = np.array([plan.timeline.taken(edge - begun) for edge in cut]).reshape(len(cut), -1)
@@ -389,7 +392,7 @@ def _strip(plans: Sequence[Plan], steps: int, is_exact: bool) -> StageStrip:
 
 
 def score_of(catalog: Catalog, data: DataSection) -> str:
-    """What stages choose clips by: a score, or else the length."""
+    """Return the first numeric attribute that stages select or rate clips by, or else length."""
     asked = [stages.parse_condition(each)[0] for stage in data.stages for each in stage.where]
     known = (data.difficulty, *asked, *catalog.attribute_names)
     for name in known:
@@ -418,6 +421,7 @@ def _histogram(
     if not len(known):
         return None
     low, high = float(known.min()), float(known.max())
+    # A narrow range of integers gets one bin for each; a constant value gets one bin of width 1.
     if high - low < 2 * _NUM_BINS and np.array_equal(known, np.round(known)):
         edges = np.arange(low, high + 2) - 0.5
     elif high - low <= 1e-9 * max(abs(low), abs(high)):

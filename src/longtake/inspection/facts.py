@@ -37,24 +37,24 @@ _BATCH_EVENTS = (
     *("stage", "epoch", "settings_changed"),
     *("sample_rejected", "decoder_stalled", "decoder_died"),
 )
-"""Their `step` is the number of a batch."""
-_SOURCES = ("watcher", "rank", "launcher")  # of `rank_failed`, by what they know
+"""Events whose `step` is the number of a batch."""
+_SOURCES = ("watcher", "rank", "launcher")  # of `rank_failed`; the best informed is last
 _NEXT_STEP_EVENTS = ("stalled", "rank_failed", "killed_rank", "restarted_worker")
-"""Their `step` counts the steps that were done before; they happened in the next."""
+"""Events whose `step` counts the steps done before; they happened in the next step."""
 _VERDICT_EVENTS = ("update_skipped", "anomaly_detected")
 INCIDENT_EVENTS = (
     *_NEXT_STEP_EVENTS,
     *("decoder_stalled", "decoder_died", "clock_stepped", "clock_slewed", "degraded"),
     *("disk_full", "checkpoint_failed"),
 )
-"""What happened to processes and nodes."""
+"""Events that `incidents` collects: what happened to processes and nodes."""
 
 
 # --- A run ------------------------------------------------------------------------------------
 
 
 def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[str, Any]:
-    """What a run's directory says of it as a whole.
+    """Return what a run's directory says of the run as a whole.
 
     Returns:
         JSON: `run`, `id`, `created`, `recipe`, `family`, `steps`, `total_steps`, `state` (running,
@@ -116,12 +116,13 @@ def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[s
 
 
 def verdicts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the guard's verdicts among events, with `step` as metrics count it."""
     judged = (each for each in events if each["event"] in _VERDICT_EVENTS)
     return [{**each, "step": each["step"] + 1} for each in judged]
 
 
 def settings_changes(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dict[str, Any]]:
-    """What stages changed of learning rate, batch and others; once if a step was trained again."""
+    """Return stages' changes of settings, each once even if its step was trained again."""
     found = {
         (event["step"], event["stage"]): {**event, "at": step_of(event, rows)}
         for event in events
@@ -131,16 +132,17 @@ def settings_changes(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> l
 
 
 def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dict[str, Any]]:
-    """What happened to processes and nodes, each once.
+    """Return what happened to processes and nodes, each incident once.
 
     A stall that lasts is diagnosed again and again, and launcher and watcher both report a rank's
-    failure. Of a stall that ended, `lasted_seconds` says how long it had lasted.
+    failure. A stall that ended has `lasted_seconds`.
     """
     found: list[dict[str, Any]] = []
-    places: dict[tuple[Any, ...], int] = {}  # in `found`, of what later events may be about
-    keys: dict[int, tuple[Any, ...]] = {}  # the reverse
-    stalls: dict[str, int] = {}  # the same by token
+    places: dict[tuple[Any, ...], int] = {}  # index in `found` of what later events may concern
+    keys: dict[int, tuple[Any, ...]] = {}  # keys of `places` by index
+    stalls: dict[str, int] = {}  # index in `found` of each stall, by token
     for event in events:
+        # The next stall of the same process is another incident.
         if event["event"] == "stall_cleared" and event.get("token") in stalls:
             over = stalls[event["token"]]
             found[over]["lasted_seconds"] = event.get("seconds")
@@ -162,7 +164,7 @@ def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dic
 
 
 def _incident_key(event: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What events about the same have in common; None: this one stands alone."""
+    """Return a key that events about the same incident share; None if this one stands alone."""
     if event["event"] == "rank_failed":
         return "rank_failed", event.get("launch"), event["rank"], event["pid"]
     if event["event"] == "stalled" and event.get("suspects"):
@@ -172,7 +174,7 @@ def _incident_key(event: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the newest diagnosis of a stall, and the record that knows most about a failure."""
+    """Merge two events: the newest diagnosis of a stall, the best informed record of a failure."""
     if new["event"] == "stalled":
         return {**new, "time": old["time"], "at": old["at"]}
     other, best = sorted((old, new), key=lambda each: _SOURCES.index(each.get("source", "rank")))
@@ -181,10 +183,10 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restarts(run: RunDirectory) -> list[dict[str, Any]]:
-    """The launches that trained steps again, which the one before them had not saved.
+    """Return the launches that trained steps again because the launch before had not saved them.
 
-    JSON: `time`, `step` (after which it began), `lost_steps`, and `cause`: of the launch before the
-    first rank that failed, as `incidents` has it, or None.
+    JSON: `time`, `step` (after which the launch began), `lost_steps`, and `cause`: the first failed
+    rank of the launch before, as `incidents` describes it, or None.
     """
     events, found, begin = list(read_events(run)), [], 0
     rows = read_rows(run)
@@ -205,17 +207,18 @@ def restarts(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def incident_step(event: Mapping[str, Any], rows: MetricRows) -> int:
+    """Return the step in which an incident happened, as metrics count it."""
     step = event.get("step")
     if step is not None:
         return int(step) + (event["event"] in _NEXT_STEP_EVENTS)
-    # By the clock, which may be the incident itself; it decides only where it is drawn.
+    # Without a step, the clock decides where it is drawn, even if the incident is the clock's.
     time = datetime.fromisoformat(event["time"]).timestamp()
     index = bisect_right(rows.column("time"), time)
     return int(rows.step[min(index, len(rows) - 1)]) if len(rows) else 0
 
 
 def step_of(event: Mapping[str, Any], rows: MetricRows) -> int | None:
-    """The step that an event belongs to, as metrics count: steps done with it; None: to none."""
+    """Return the step of an event as metrics count it (steps done with it), or None."""
     step: int | None = event.get("step")
     if step is not None and event["event"] in (*_VERDICT_EVENTS, *_NEXT_STEP_EVENTS):
         return step + 1
@@ -226,10 +229,10 @@ def step_of(event: Mapping[str, Any], rows: MetricRows) -> int | None:
 
 
 def _starts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The launches that reached their first step, the oldest first.
+    """Return the launches that reached their first step, the oldest first.
 
     JSON: `time`, `step` (done before it), `seconds` by part, `total`, `slowest` (rank by part), and
-    `down_seconds` since the last step of the launch before, where a crash ended that one.
+    `down_seconds` (since the last step of the launch before, if that crashed).
     """
     names = ("time", "step", "seconds", "total", "slowest", "down_seconds")
     found = (event for event in events if event["event"] == "startup_timing")
@@ -237,9 +240,9 @@ def _starts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
-    """Step, bytes and damage (by the sizes of files; None: there is none) of each.
+    """Return step, bytes, damage (by the sizes of files; None: whole) and state of checkpoints.
 
-    A run that was killed while it rolled back has abandoned ones until its next launch.
+    A run that was killed during a rollback has abandoned checkpoints until its next launch.
     """
     found, has_rolled_back = [], bool(run.rollbacks())
     for step in run.checkpoint_steps():
@@ -254,14 +257,14 @@ def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
 def next_commands(
     run: RunDirectory, state: str, rows: MetricRows, *, can_sample: bool, presets: Sequence[str]
 ) -> list[dict[str, str]]:
-    """Commands, and what each is for; the likeliest first.
+    """Return commands, each with what it is for; the likeliest first.
 
     Args:
         run: the run.
-        state: as `node_dir.state` says.
-        rows: of its metrics.
-        can_sample: whether it has a whole checkpoint.
-        presets: that were sampled.
+        state: the run's state as returned by `node_dir.state`.
+        rows: rows of the run's metrics.
+        can_sample: whether the run has a whole checkpoint.
+        presets: names of presets that were sampled.
     """
     own, path, ways = command(), shlex.quote(str(run.path)), []
     if state in ("interrupted", "dead"):
@@ -284,9 +287,9 @@ def next_commands(
 
 
 def command_to_sample(run: RunDirectory) -> str:
-    """The command that samples a run.
+    """Return the command that samples a run.
 
-    A model that takes further inputs gets those, and the caption, of a clip it was trained on.
+    For a model with further inputs, it passes those, and the caption, of a clip from the catalog.
     """
     recipe, prompt, inputs = run.recipe(), "…", ""
     if recipe.model_inputs() and (clip := _any_clip(run)) is not None:
@@ -301,7 +304,7 @@ def command_to_sample(run: RunDirectory) -> str:
 
 
 def _file_of(clip: Clip, section: ConditioningSection) -> str:
-    """Its path; a name in this folder for what the catalog has, or an object store."""
+    """Return the path of a clip's input; a file name in this folder if it is not a local file."""
     given = given_to(clip, section)
     if not isinstance(given, str):
         return "numbers.json"
@@ -309,7 +312,7 @@ def _file_of(clip: Clip, section: ConditioningSection) -> str:
 
 
 def _any_clip(run: RunDirectory) -> Clip | None:
-    """A clip of the newest catalog that a run was trained on, with a caption if there is one."""
+    """Return a clip of the run's newest catalog, with a caption if possible."""
     paths = sorted(run.catalogs_path.glob("*.parquet"), key=lambda path: path.stat().st_mtime)
     with suppress(errors.DataError):
         for path in reversed(paths):
@@ -323,6 +326,7 @@ def _any_clip(run: RunDirectory) -> Clip | None:
 
 
 def evaluated(run: RunDirectory) -> list[dict[str, Any]]:
+    """Return the facts of each preset that was sampled or tried: steps, measures and failures."""
     directory = EvaluationDirectory(run)
     tried = (path.name for path in (directory.path / "claims").glob("*"))
     return [_preset_facts(directory, name) for name in sorted({*directory.presets(), *tried})]
@@ -346,7 +350,7 @@ def _preset_facts(directory: EvaluationDirectory, preset: str) -> dict[str, Any]
 def failed_claims(
     directory: EvaluationDirectory, preset: str, done: Collection[int]
 ) -> list[dict[str, Any]]:
-    """Step, reason and number of attempts of what could not be sampled, and was not done since."""
+    """Return step, reason and attempts of checkpoints that failed and were not sampled since."""
     found = []
     for claim in sorted((directory.path / "claims" / preset).glob("step_*")):
         failed = [each for each in lease.history(claim) if each["ended"] == "failed"]
@@ -365,7 +369,7 @@ class _Report:
     """The guard's report of one verdict."""
 
     path: Path
-    number: int  # of the verdicts on the same step, which may have been run several times
+    number: int  # among the verdicts on one step, which may have been trained several times
     facts: GuardReport
 
     @property
@@ -380,7 +384,7 @@ class _Report:
 def step_facts(
     run: RunDirectory, step: int, span: int, progress: Progress = ignore_progress
 ) -> dict[str, Any]:
-    """All that a run's directory says of a step, and of `span` steps on each side of it.
+    """Return what a run's directory says of a step, and of `span` steps on each side of it.
 
     Returns:
         JSON: `run`, `step`, `rows` (of metrics, with `abandoned`), `events` (with `at`, their step
@@ -388,7 +392,7 @@ def step_facts(
         batch, or of the reported one) and `verdict_steps` (of all verdicts of the run).
 
     Raises:
-        RunError: there is no run, it has not done that step, or a report cannot be read.
+        RunError: there is no run, it has not reached that step, or a report cannot be read.
         DataError: the ledger is damaged.
     """
     run.recipe()
@@ -435,9 +439,9 @@ def _events_near(
 
 
 def _report_near(run: RunDirectory, step: int, span: int) -> _Report | None:
-    """The report that says most about a step; None if there is none within `span` steps.
+    """Return the report that says most about a step, or None if none is within `span` steps.
 
-    One that has the step's samples comes first, then the nearest, then the newest.
+    A report with the step's samples comes first, then the nearest, then the newest.
     """
     names = (
         (path, _REPORT_NAME.fullmatch(path.name)) for path in run.guard_path.glob("step_*.json")
@@ -483,7 +487,7 @@ def _report_facts(report: _Report, run: RunDirectory) -> dict[str, Any]:
 def _clips(
     run: RunDirectory, step: int, rows: MetricRows, report: _Report | None
 ) -> dict[str, Any]:
-    """The clips of a step: as the guard saw them; or by the ledger, where the step was kept."""
+    """Return the clips of a step: from the guard's report, else from the ledger if it was kept."""
     if report is not None:
         shown = step if report.samples_of(step) else report.step
         samples = _reported_clips(run, report, shown)
@@ -498,7 +502,7 @@ def _clips(
 
 
 def _reported_clips(run: RunDirectory, report: _Report, step: int) -> list[dict[str, Any]]:
-    """The clips of a step by a guard's report, the highest loss first, each with its path."""
+    """Return a step's clips from a guard's report by descending loss, each with its path."""
     samples = report.samples_of(step)
     known = _known_clips(run, [each["identity"] for each in samples], [])
     clips = [known.get(_short_identity(each["identity"])) for each in samples]
@@ -508,21 +512,22 @@ def _reported_clips(run: RunDirectory, report: _Report, step: int) -> list[dict[
 
 
 def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
-    """`identity`, `caption`, `epoch` and `path` of a batch's clips by the ledger, in any order.
+    """Return `identity`, `caption`, `epoch` and `path` of a batch's clips in the ledger, unordered.
 
-    Empty where the ledger has none: none could be decoded, or the batch was abandoned.
+    Empty if the ledger has no clips of it: none could be decoded, or the batch was abandoned.
     """
     try:
         consumed = ledger.read_ledger(run.ledger_path)
     except errors.DataError:
         if run.ledger_path.exists():
             raise
-        return []  # trained by another program than longtake
+        return []  # the run was not trained by longtake
     chosen = np.flatnonzero((consumed.step == batch) & ~consumed.is_rejected)
     names = [
         identity.to_bytes(8, "little").hex()[: 2 * ledger.IDENTITY_BYTES]
         for identity in consumed.identity[chosen].tolist()
     ]
+    # Catalogs that were in use at this batch are searched first: older ones are rarely needed.
     entries = [entry for entry in consumed.history if entry["step"] <= batch]
     in_force = [each["edition"] for entry in entries[::-1] for each in entry["catalogs"].values()]
     known = _known_clips(run, names, in_force)
@@ -543,7 +548,7 @@ def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
 def _known_clips(
     run: RunDirectory, identities: Sequence[str], editions: Sequence[str]
 ) -> dict[int, Clip]:
-    """Clips of the kept catalogs by the first bytes of their identities; some editions first."""
+    """Find clips in the run's catalogs, `editions` first, by the first bytes of identities."""
     wanted = {_short_identity(each) for each in identities}
     found: dict[int, Clip] = {}
     for catalog in _kept_catalogs(run, editions):

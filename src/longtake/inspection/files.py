@@ -1,4 +1,4 @@
-"""Opens files below a folder without following links, whatever is replaced meanwhile."""
+"""Opens files below a folder without following links, even if paths are replaced meanwhile."""
 
 import errno
 import os
@@ -21,21 +21,21 @@ MEDIA_TYPES: Final = {
     ".gif": "image/gif",
     ".webp": "image/webp",
 }
-"""What pages show, by the suffix of its name."""
+"""Media types of the files that pages show, by the suffix of the name."""
 
 
 def is_folder_below(top: Path, name: str) -> bool:
-    """Whether a folder is there, and no part of its path below `top` is a link."""
+    """Return whether a folder exists, and no part of its path below `top` is a link."""
     with suppress(OSError, ValueError), open_folder_below(top, PurePosixPath(name).parts):
         return True
     return False
 
 
 def read_below(top: Path, name: str, kind: fsio.Kind[_T], max_bytes: int = 2**26) -> _T | None:
-    """The record in a JSON file below a folder; None if there is no file.
+    """Read the record in a JSON file below a folder; return None if the file does not exist.
 
     Raises:
-        RecordError: the file cannot be read, has more than `max_bytes`, or holds no such record.
+        RecordError: the file cannot be read, has more than `max_bytes`, or is not such a record.
     """
     try:
         with open_below(top, name) as file:
@@ -51,10 +51,10 @@ def read_below(top: Path, name: str, kind: fsio.Kind[_T], max_bytes: int = 2**26
 
 
 def read_end(top: Path, name: str, num_bytes: int) -> str:
-    """The last lines of a text file below a folder, of at most so many bytes.
+    """Return the last whole lines of a text file below a folder, in at most `num_bytes` bytes.
 
     Raises:
-        OSError: as `open_below`.
+        OSError: the file cannot be opened without following a link.
     """
     with open_below(top, name) as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Facts of a run's ledger, and clips by their identity."""
+"""Facts of a run's ledger, and a search of its catalogs for clips by their identity."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -19,9 +19,9 @@ from longtake.inspection.reader import RunFacts
 from longtake.run_dir import RunDirectory
 
 MOST_RECORDS: Final = 1_000_000
-"""Of the ledger, that are read."""
+"""Records of the ledger that are read at most; a larger ledger is sampled evenly."""
 MOST_AUDITED: Final = 200_000
-"""Records of a ledger that is compared with its plans."""
+"""Records up to which a ledger is compared with its plans."""
 _MOST_AUDITED_METRICS: Final = 16 * 2**20
 _MOST_GROUPS: Final = 16
 _NUM_EXAMPLES: Final = 3
@@ -30,7 +30,7 @@ _IDENTITY = re.compile("([0-9a-f]{2}){7,64}")
 
 @dataclass(frozen=True)
 class EpochRow:
-    """Epochs of a stream of which the same is to be said."""
+    """Consecutive epochs of a stream that have the same counts, as one row of a table."""
 
     stage: str
     source: str
@@ -42,12 +42,12 @@ class EpochRow:
     skipped: int | None
     words: str
     is_exact: bool | None
-    """None: it was not compared with the plan."""
+    """None if the epochs were not compared with the plan."""
 
 
 @dataclass(frozen=True)
 class LedgerFacts:
-    """What the ledger says of each epoch."""
+    """Rows for the epochs of a ledger, with a verdict on whether they are exact."""
 
     rows: list[EpochRow]
     verdict: str
@@ -58,10 +58,10 @@ class LedgerFacts:
 
 
 def read_ledger(facts: RunFacts, data: data_facts.DataFacts) -> LedgerFacts | None:
-    """None: there is no ledger.
+    """Return facts of the run's ledger, or None if it has no ledger.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the ledger is damaged.
     """
     run = facts.run
     files = data_facts.ledger_files(run)
@@ -132,7 +132,7 @@ def _audit_notes(found: Audit) -> Iterator[str]:
 
 
 def alike(epochs: Sequence[EpochAudit]) -> list[list[EpochAudit]]:
-    """Runs of epochs of which the same is to be said."""
+    """Group consecutive epochs that differ in nothing but their number."""
     found: list[list[EpochAudit]] = []
     for epoch in epochs:
         if found and replace(epoch, epoch=0) == replace(found[-1][0], epoch=0):
@@ -160,7 +160,7 @@ def _audited_row(epochs: Sequence[EpochAudit]) -> EpochRow:
 
 
 def epoch_words(epoch: EpochAudit, count: int = 1) -> str:
-    """What the audit found of an epoch, or of several alike ones."""
+    """Describe what the audit found of an epoch, or of `count` epochs with the same result."""
     named = f"epoch {epoch.epoch}" if count == 1 else f"these {count} epochs"
     if not epoch.is_exact:
         wrong = {
@@ -204,10 +204,10 @@ def _counted_row(found: ledger.EpochCount, is_estimate: bool) -> EpochRow:
 
 
 def clips_of(facts: RunFacts, what: str, identities: Collection[str]) -> dict[str, Clip]:
-    """Clips of the run's catalogs by identities, or by beginnings of these, where they are there.
+    """Find clips of the run's catalogs by identities or their beginnings, if they are known.
 
     Raises:
-        DataError: a catalog is a link, or damaged.
+        DataError: a catalog is a symbolic link, or damaged.
     """
     wanted = frozenset(each for each in identities if _IDENTITY.fullmatch(each))
     files = data_facts.catalog_files(facts.run)
@@ -216,6 +216,7 @@ def clips_of(facts: RunFacts, what: str, identities: Collection[str]) -> dict[st
 
 
 def _find(files: Sequence[Path], wanted: Collection[str]) -> dict[str, Clip]:
+    # The ledger keeps the first bytes of an identity only, so that is what is compared.
     left, found = {bytes.fromhex(each)[: ledger.IDENTITY_BYTES]: each for each in wanted}, {}
     for path in files[: data_facts.MOST_CATALOGS]:
         if not left:
@@ -234,11 +235,11 @@ class RejectedClip:
     identity: str
     reason: str
     step: int | None
-    """The number of its batch."""
+    """Number of the batch that had the clip; None if the event does not say."""
 
 
 def rejected_clips(facts: RunFacts) -> list[RejectedClip]:
-    """Each once, the newest first, by the run's events."""
+    """Return the rejected clips of the run's events, each once, the newest first."""
     found = dict[str, RejectedClip]()
     for event in facts.events:
         identity = event.get("identity")
@@ -247,6 +248,7 @@ def rejected_clips(facts: RunFacts) -> list[RejectedClip]:
         if _IDENTITY.fullmatch(identity):
             reason = str(event.get("reason") or "unknown")
             step = event.get("step")
+            # A clip that was rejected again moves to the place of its newest event.
             found.pop(identity, None)
             number = step if isinstance(step, int) else None
             found[identity] = RejectedClip(identity, reason, number)

@@ -1,7 +1,7 @@
-"""A run's nodes: heartbeats as they are now, and numbers over the past.
+"""Reads a run's nodes: heartbeats as they are now, and measurements over the past.
 
-Of many nodes only the ends of health.jsonl are read, and few lines of what lies before; a page that
-is opened again reads what is new.
+If there are many nodes, only the ends of health.jsonl and a few earlier lines are read; later calls
+read what is new.
 """
 
 import os
@@ -38,7 +38,7 @@ _Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class _Rank(TypedDict):
-    """An entry of `ranks`."""
+    """An entry of `ranks` in a heartbeat."""
 
     rank: fsio.Count
     local_rank: NotRequired[fsio.Count]
@@ -48,7 +48,7 @@ class _Rank(TypedDict):
 
 
 class _Means(TypedDict):
-    """An entry of `phase_means`."""
+    """An entry of `phase_means` in a heartbeat."""
 
     rank: fsio.Count
     local_rank: fsio.Count
@@ -58,7 +58,7 @@ class _Means(TypedDict):
 
 
 class _Beat(TypedDict):
-    """What is used of nodes/<host>/heartbeat.json."""
+    """The keys of nodes/<host>/heartbeat.json that pages use."""
 
     ranks: NotRequired[list[_Rank]]
     phase_means: NotRequired[list[_Means]]
@@ -68,41 +68,41 @@ class _Beat(TypedDict):
 
 @dataclass(frozen=True)
 class RankNow:
-    """A rank, as its node's watcher saw it last."""
+    """A rank as its node's watcher saw it last."""
 
     host: str
     rank: int
     local_rank: int
     step: int | None
-    phase: str  # empty: it has ended, or is not known
-    seconds: float | None  # in the phase
+    phase: str  # empty if it has ended or is not known
+    seconds: float | None  # since the phase began
     work_seconds: float | None  # its own work for a step
     step_seconds: float | None  # from step to step
     phases: Mapping[str, float]  # mean seconds by phase in a step
-    health: Mapping[str, float]  # of its node
+    health: Mapping[str, float]  # measurements of its node
 
     def of_gpu(self, name: str) -> float | None:
-        """A number of the GPU that has the local rank's number."""
+        """Return a measurement of the GPU whose number is the local rank."""
         return self.health.get(f"{name}:{self.local_rank}")
 
 
 @dataclass(frozen=True)
 class NodeNow:
-    """A node, as its watcher saw it last."""
+    """A node as its watcher saw it last."""
 
     host: str
     state: NodeState
     silent_seconds: float | None
     ranks: Sequence[RankNow]
     health: Mapping[str, float]
-    numbers: Mapping[str, float]  # by column of the table, of the worst device
+    numbers: Mapping[str, float]  # the worst device's value, by column of the table
     links_down: Sequence[str]
 
 
 def read_nodes(run: RunDirectory, *, is_live: bool) -> tuple[list[NodeNow], list[str]]:
-    """All nodes in the order of their names, and sentences about what cannot be read.
+    """Return all nodes by name, and sentences about what cannot be read.
 
-    Of a run that is not trained now a node that writes nothing is not silent: it has ended.
+    If the run is not being trained (`is_live` is false), a node that writes nothing has ended.
     """
     found, problems, num_ranks = list[NodeNow](), list[str](), 0
     for host in hosts_of(run):
@@ -149,11 +149,12 @@ def _is_sane(number: float) -> bool:
 
 
 def _ranks(host: str, beat: _Beat, health: Mapping[str, float]) -> Iterator[RankNow]:
-    """Ranks that live, and those that have ended, as far as the watcher wrote of them."""
+    """Yield the ranks that run, and those that have ended, with what the watcher wrote of them."""
     work, speed = by_device(health, "step_work_seconds"), by_device(health, "steps_per_second")
     living = {each["rank"]: each for each in beat.get("ranks", ())}
     means = {each["rank"]: each for each in beat.get("phase_means", ())}
     measured = {int(each) for each in work if each.isdecimal() and len(each) < 10}
+    # A heartbeat without entries for ranks may still have measurements of them.
     for place, rank in enumerate(sorted({*living, *means} or measured)):
         now, mean = living.get(rank), means.get(rank)
         known: Mapping[str, Any] = now or mean or {}
@@ -175,17 +176,20 @@ def _ranks(host: str, beat: _Beat, health: Mapping[str, float]) -> Iterator[Rank
 # --- The past ---------------------------------------------------------------------------------
 
 DRAWN: Final = tuple(label for label, column in COLUMNS.items() if column.is_drawn)
-"""The columns that are drawn over time."""
+"""Labels of the columns that are drawn over time."""
 _LABELS: Final = {COLUMNS[label].number: label for label in DRAWN}
-_END_BYTES, _LEAST_END_BYTES = 8 * 2**20, 2**13  # read of all nodes at first; of one at least
-_SPREAD_LINES, _MOST_SPREAD = 2000, 60  # before the end, of all nodes; of one at most
+# Bytes of the ends of files that are read at first: of all nodes; of each node at least.
+_END_BYTES, _LEAST_END_BYTES = 8 * 2**20, 2**13
+# Lines before these ends that are read: of all nodes; of each node at most.
+_SPREAD_LINES, _MOST_SPREAD = 2000, 60
 _LINE_BYTES = 2**16
-_KEPT_POINTS, _LEAST_KEPT = 300_000, 64  # of all nodes; of one at least
+# Points that are kept: of all nodes; of each node at least.
+_KEPT_POINTS, _LEAST_KEPT = 300_000, 64
 
 
 @dataclass
 class _Past:
-    """What was read of one node's health.jsonl."""
+    """The measurements read from one node's health.jsonl."""
 
     offset: int = 0
     inode: int = 0
@@ -212,7 +216,7 @@ class _Past:
             values.append(COLUMNS[label].worst(own) if own else np.nan)
 
     def thin(self, most: int) -> None:
-        """Remove every second point of the older half."""
+        """Remove every second point of the older half if there are more than `most` points."""
         if len(self.times) <= most:
             return
         half = len(self.times) // 2
@@ -230,13 +234,13 @@ def _time_of(record: Mapping[str, Any]) -> float | None:
 
 
 class HealthHistory:
-    """Numbers of a run's nodes over time; what was read once is not read again."""
+    """Measurements of a run's nodes over time; each line is read at most once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._of: dict[str, _Past] = {}
         self.is_thin = False
-        """Of some nodes not every line was read."""
+        """Whether lines of a node were left out."""
 
     def update(self, run: RunDirectory, hosts: Sequence[str]) -> None:
         with self._lock:
@@ -255,6 +259,7 @@ class HealthHistory:
         with open_below(run.path, name) as file:
             status = os.fstat(file.fileno())
             past = self._of.get(host)
+            # A file that was replaced or has shrunk is read from its beginning.
             if past is None or past.inode != status.st_ino or status.st_size < past.offset:
                 past = self._of[host] = _Past(inode=status.st_ino)
             begin = max(past.offset, status.st_size - end)
@@ -262,6 +267,7 @@ class HealthHistory:
                 self.is_thin = True
                 for line in _spread(file, past.offset, begin, spread):
                     past.add(line)
+                # Seek to the byte before, so that a line that begins exactly here is not skipped.
                 file.seek(begin - 1)
                 begin += len(file.readline(_LINE_BYTES)) - 1
             file.seek(begin)
@@ -272,7 +278,7 @@ class HealthHistory:
         past.offset = begin + whole
 
     def of(self, host: str, label: str) -> tuple[Numbers, Numbers]:
-        """Times and numbers of a column, in the order of time."""
+        """Return the times (seconds since 1970) and numbers of a column, in order of time."""
         with self._lock:
             past = self._of.get(host)
             if past is None:
@@ -283,9 +289,10 @@ class HealthHistory:
 
 
 def _spread(file: BufferedReader, first: int, end: int, count: int) -> Iterable[bytes]:
-    """Whole lines at even distances."""
+    """Yield whole lines at even distances between two offsets."""
     for number in range(count):
         file.seek(first + (end - first) * number // count)
+        # Any offset but 0 may be inside a line.
         if number or first:
             file.readline(_LINE_BYTES)
         line = file.readline(_LINE_BYTES)

@@ -1,7 +1,7 @@
-"""The health of a run's nodes, from what their watchers wrote: facts, and a table of them.
+"""The health of a run's nodes, from the files of their watchers: facts, and a table of them.
 
-The watchers' own detector compares each node's last windows with the other nodes', and with windows
-from all of the node's past.
+Outliers come from the watchers' own detector: it compares each node's last windows with those of
+the other nodes, and with windows sampled from all of the node's past.
 """
 
 import statistics
@@ -23,9 +23,9 @@ from longtake.node_numbers import COLUMNS, SHOWN_SIGNALS, by_device, links_down,
 from longtake.run_dir import RunDirectory
 
 Windows = Sequence[Mapping[str, float]]
-_RECENT_WINDOWS, _PAST_WINDOWS = 48, 12  # compared; and those that stand for the past
-_ENOUGH_WINDOWS = _PAST_WINDOWS + 4  # until the past is known, and something adds up
-_SHOWN_WINDOWS = 6  # a value in the table is their median
+_RECENT_WINDOWS, _PAST_WINDOWS = 48, 12  # windows to compare; windows sampled from the past
+_ENOUGH_WINDOWS = _PAST_WINDOWS + 4  # fewer do not show what is worse than in the past
+_SHOWN_WINDOWS = 6  # the table shows medians of this many last windows
 _TAIL_BYTES = 2**20
 SILENT_SECONDS = 60.0
 NodeState = Literal["running", "silent", "ended", "unread"]
@@ -36,14 +36,15 @@ _PIPE_WIDTH = 120
 
 
 def node_facts(run: RunDirectory, seconds: float = 3600.0) -> dict[str, Any]:
-    """What the watchers of a run's nodes have measured and seen.
+    """Return what the watchers of a run's nodes have measured and seen.
 
     Args:
         run: the run.
-        seconds: how old an event may be, before its node's newest sign of life.
+        seconds: maximum age of an event, counted back from its node's newest sign of life; an
+            event that is not over is always included.
 
     Returns:
-        JSON: `run`, `seconds`, and `nodes`, each with `host`, `state` (running, ended or silent),
+        JSON-able: `run`, `seconds`, `nodes`, each with `host`, `state` (running, ended or silent),
         `silent_seconds` (None: no sign of life), `windows` (samples that were compared),
         `numbers` (medians of the last minute, the worst of the node's devices), `links_down`,
         `outliers` (what is worse than on other nodes or in its own past) and `events`.
@@ -68,11 +69,13 @@ def node_facts(run: RunDirectory, seconds: float = 3600.0) -> dict[str, Any]:
 
 
 def _windows(path: Path) -> tuple[Windows, Windows]:
-    """Of a health.jsonl: windows from all of the past, and the last ones."""
+    """Read windows of a health.jsonl: some sampled from all of its past, and the last ones."""
     size = path.stat().st_size if path.is_file() else 0
     start = max(0, size - _TAIL_BYTES)
     recent = _read(path, start, None) if size else []
     before = recent[:-_RECENT_WINDOWS]
+    # The file is longer than its tail that was read: one record after each of a few evenly
+    # spaced offsets stands for the past.
     if start:
         spaced = (start * number // _PAST_WINDOWS for number in range(_PAST_WINDOWS))
         before = [each for offset in spaced for each in _read(path, offset, 1)]
@@ -89,7 +92,7 @@ def _read(path: Path, offset: int, limit: int | None) -> list[dict[str, float]]:
 
 
 def compare(windows: Mapping[str, Windows]) -> dict[str, list[outliers.Outlier]]:
-    """The outliers of each node after its last window; windows are compared from the last back."""
+    """Return each node's outliers after its last window; nodes are aligned at the last one."""
     found: dict[str, list[outliers.Outlier]] = {}
     for host, own in windows.items():
         detector = outliers.OutlierDetector(SHOWN_SIGNALS)
@@ -139,9 +142,9 @@ def _facts(
 def state_of_node(
     node: node_dir.NodeDirectory, heartbeat: Mapping[str, Any], *, is_live: bool = True
 ) -> tuple[NodeState, float | None]:
-    """A node's state, and the seconds since its watcher's last sign of life (None: there is none).
+    """Return a node's state, and the seconds since its watcher's last sign of life (None: none).
 
-    A node of a run that is not trained now (`is_live`) has ended if it writes nothing.
+    If the run is not being trained (`is_live` is false), a node that writes nothing has ended.
     """
     silent = None
     with suppress(OSError):
@@ -166,7 +169,7 @@ def _numbers(recent: Windows) -> Iterator[tuple[str, float]]:
 
 
 def print_nodes(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what `node_facts` returned."""
+    """Print the facts that `node_facts` returned as a table with remarks."""
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     nodes = facts["nodes"]
@@ -211,7 +214,7 @@ def _cell(node: Mapping[str, Any], label: str) -> str:
 
 
 def _outliers(nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Under the table: what the marks mean."""
+    """Yield the lines below the table that explain its marks."""
     marked = [node for node in nodes if node["outliers"] or node["links_down"]]
     if not marked:
         return
@@ -236,7 +239,7 @@ def _events(nodes: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[str]
 
 
 def _remarks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What was not compared, and why."""
+    """Yield lines that name the nodes that were not compared, and why."""
     measured = [node for node in nodes if node["windows"]]
     if len(measured) == 1:
         yield "One node alone: it is compared with its own past only."

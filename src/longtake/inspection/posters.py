@@ -1,6 +1,6 @@
-"""Stills of videos: decoded once by a process of their own, as no file is trusted, and kept.
+"""Stills of videos: decoded once by a process of their own, as no file is trusted, and cached.
 
-They lie in the user's cache folder, named by path, inode, size and time of what they show.
+They are in the user's cache folder, named by path, inode, size and time of the video.
 """
 
 import atexit
@@ -28,11 +28,11 @@ from longtake.formatting import first_line
 from longtake.inspection.files import open_below
 
 MAX_SIDE: Final = 384
-"""Pixels; larger stills are shrunk."""
+"""Maximum width and height in pixels; larger stills are shrunk."""
 _LOSSLESS_SIDE = 128
 _JPEG_QUALITY = 82
 _SECONDS, _MEMORY_GIB = 10.0, 0.5
-"""What decoding one frame may cost."""
+"""Limits of decoding one frame: seconds without progress, and GiB of memory."""
 _FOLDER = "posters"
 _MAX_STILLS, _PRUNED_EVERY = 4000, 200
 _MAX_KNOWN_PROBLEMS = 1000
@@ -46,12 +46,12 @@ class Poster:
 
     data: bytes  # empty if there is a problem
     kind: str  # media type
-    tag: str  # another one for another video
+    tag: str  # changes when the video does
     problem: str | None = None  # why there is no picture
 
 
 def poster_bytes(top: Path, name: str) -> bytes | None:
-    """The first frame of a video below a folder, as PNG or JPEG; None: it cannot be had."""
+    """Return the first frame of a video below a folder as PNG or JPEG; None if it has none."""
     try:
         found = still(top, name)
     except OSError:
@@ -60,10 +60,10 @@ def poster_bytes(top: Path, name: str) -> bytes | None:
 
 
 def still(top: Path, name: str) -> Poster:
-    """The first frame of a video below a folder; if it cannot be decoded, the problem.
+    """Return the first frame of a video below a folder, or the problem that prevents it.
 
     Raises:
-        OSError: as `open_below`.
+        OSError: the file cannot be opened without following a link.
     """
     with open_below(top, name) as file:
         status = os.fstat(file.fileno())
@@ -79,7 +79,7 @@ def still(top: Path, name: str) -> Poster:
                 while len(_problems) > _MAX_KNOWN_PROBLEMS:
                     _problems.popitem(last=False)
             except (errors.LongtakeError, OSError, RuntimeError) as error:
-                problem = first_line(error)  # of this machine, not of the file
+                problem = first_line(error)  # of this machine, not of the file: tried again
             else:
                 with suppress(OSError):
                     _keep(tag, data)
@@ -131,7 +131,7 @@ def _as_picture(image: Image.Image) -> bytes:
 
 
 class _Decoder:
-    """One process that decodes, which ends when it has had nothing to do for a while."""
+    """One process that decodes, and ends after it had nothing to do for a while."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -140,11 +140,11 @@ class _Decoder:
         self._timer: threading.Timer | None = None
 
     def first_frame(self, descriptor: int) -> bytes:
-        """Of an open file: what is decoded is what was opened, whatever is renamed meanwhile.
+        """Return the first frame of an open file as a small picture.
 
         Raises:
-            ClipError: it cannot be decoded within the limits.
-            DataError: no process can be started.
+            ClipError: the frame cannot be decoded within the limits.
+            DataError: the process that decodes cannot be started.
         """
         with self._lock:
             if self._timer:
@@ -154,6 +154,7 @@ class _Decoder:
             self._num_waiting += 1
             pool = self._pool
         try:
+            # Through /proc the process opens exactly this file, even if its path was replaced.
             item = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
             found: bytes = pool.submit(item).result()
         except errors.DataError:
@@ -208,6 +209,7 @@ def _read_kept(tag: str) -> bytes | None:
         )
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
+            # Another user may have put something in place of the cached file.
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
                 found = file.read(_MAX_STILL_BYTES)
                 return found if found.startswith((b"\x89PNG", b"\xff\xd8")) else None

@@ -1,4 +1,4 @@
-"""The facts of one run, read from its files, and again only where these have changed."""
+"""Reads the facts of one run from its files, and again only after these have changed."""
 
 import contextvars
 import os
@@ -22,6 +22,7 @@ _LINK_FREE: Final = ("", "evaluations", "guard", "nodes", "stalls", "requests", 
 """Folders of a run whose entries must not be links, as records are read in them."""
 
 NO_ROWS: Final = read_rows(RunDirectory(Path(os.devnull) / "none"))
+"""The rows of a run without metrics."""
 
 _ENDED: Final = ("finished", "interrupted", "diverged", "dead")
 
@@ -34,23 +35,23 @@ class RunFacts:
 
     run: RunDirectory
     name: str
-    """From the folder of runs to it, with "/"; empty: that folder itself."""
+    """Path from the folder of runs to the run, with "/"; empty if the run is that folder itself."""
     summary: RunSummary
     recipe: Recipe | None
     record: dict[str, Any]
-    """run.json."""
+    """The contents of run.json."""
     rows: MetricRows
     events: list[dict[str, Any]]
     marks: list[Mark]
     goodput: list[TimePart]
     problems: tuple[str, ...]
-    """A sentence for each file that cannot be read."""
+    """One sentence for each file that cannot be read."""
     has_links: bool
-    """Whether a folder of records has a link in it: then none of its records is read."""
+    """Whether a folder of records has a link in it; if so, none of its records is read."""
     kept: "Keep"
-    """Keeps what takes long to compute between pages: see `RunReader.kept`."""
+    """Caches what takes long to compute: see `RunReader.kept`."""
     neighbours: "Neighbours"
-    """Other runs below the same folder by their names; there are none in a report."""
+    """Returns the other runs below the same folder by their names; empty in a report."""
 
     @property
     def title(self) -> str:
@@ -70,7 +71,7 @@ class Keep(Protocol):
 
 
 class RunReader:
-    """Reads one run for several threads; facts of files that have not changed are kept."""
+    """Reads one run for several threads; facts of unchanged files are cached."""
 
     def __init__(self, folder: Path, name: str, neighbours: Neighbours = dict) -> None:
         self.folder, self.name, self.neighbours = folder, name, neighbours
@@ -86,14 +87,15 @@ class RunReader:
             return self._read()
 
     def share_read(self, patience_seconds: float) -> float | None:
-        """The share of metrics.jsonl that is read, if reading it takes longer than that.
+        """Return the share of metrics.jsonl that is read, or None if all of it is.
 
-        A later call continues to wait. None: its rows are read, so that `facts` will not take long.
+        Waits up to `patience_seconds` for the thread that reads; a later call continues to wait.
+        After None, `facts` does not take long.
         """
         looking = self._looking
         if looking is None or not looking.is_alive():
             self._share_read = 0.0
-            context = contextvars.copy_context()  # it says below which folder files are opened
+            context = contextvars.copy_context()  # names the folder below which files are opened
             looking = threading.Thread(target=context.run, args=(self.rows,), daemon=True)
             self._looking = looking
             looking.start()
@@ -101,13 +103,13 @@ class RunReader:
         return self._share_read if looking.is_alive() else None
 
     def rows(self) -> MetricRows:
-        """The rows of `facts` alone, which takes less time; none if they are damaged."""
+        """Return the rows of `facts` alone, which takes less time; empty if they are damaged."""
         with self._lock, suppress(errors.LongtakeError, OSError):
             return self._read_rows()
         return NO_ROWS
 
     def _read_rows(self) -> MetricRows:
-        """Those that were read before, unless a file has changed."""
+        """Return the rows that were read before, unless a file has changed."""
         paths = [self.run.metrics_path, self.run.rollbacks_path]
         self._rows = self.kept(
             "rows", _versions(paths), lambda: read_rows(self.run, self._rows, self._note)
@@ -118,9 +120,9 @@ class RunReader:
         self._share_read = share
 
     def kept(self, what: str, version: Hashable, read: Callable[[], T]) -> T:
-        """The value of `read`, which is called only if the version differs from the last call's.
+        """Return the value of `read`, which is called only if the version differs from the last.
 
-        Two threads that ask at once may both call it.
+        Two threads that call this at once may both call `read`.
         """
         known = self._kept.get(what)
         if known is None or known[0] != version:
@@ -142,6 +144,7 @@ class RunReader:
 
         summary = summarize(self.folder, run.path)
         link = next(links_of(run), None)
+        # A link could make a page show files from anywhere: then nothing of the run is read.
         if link is not None:
             summary = RunSummary(self.name or ".", problem=said_of_link(link))
         if summary.problem is not None:
@@ -186,14 +189,14 @@ class RunReader:
 
 
 class RunList:
-    """The runs of a folder; one that has ended is read again only if its files have changed."""
+    """The runs of a folder; an ended run is read again only if its files have changed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[Path, tuple[Hashable, RunSummary]] = {}
 
     def summaries(self) -> list[RunSummary]:
-        """As `list_runs`."""
+        """Return the summaries of all runs in the folder, as `list_runs` does."""
         return list_runs(self._folder, self._summary)
 
     def _summary(self, folder: Path, path: Path) -> RunSummary:
@@ -202,6 +205,7 @@ class RunList:
         records += [run.rollbacks_path, run.lease_path, *_newest_results(path / "evaluations")]
         version = _versions(records)
         known = self._known.get(path)
+        # Only of ended runs: others become silent or stalled without a change of their files.
         if known is not None and known[0] == version and known[1].state in _ENDED:
             return known[1]
         found = summarize(folder, path)
@@ -210,7 +214,7 @@ class RunList:
 
 
 def _newest_results(evaluations: Path) -> list[Path]:
-    """Folders of presets, and the newest result of each with its scores."""
+    """Return the folders of presets, and the newest result of each with its scores."""
     found = list[Path]()
     for preset in _entries(evaluations):
         newest = max(
@@ -249,7 +253,7 @@ def links_of(run: RunDirectory) -> Iterator[Path]:
 
 
 def _is_data(run: RunDirectory, path: str) -> bool:
-    """Whether it is a folder of large files that a run may keep elsewhere, and no page opens."""
+    """Return whether it is a folder of large files, which may be a link as no page opens it."""
     names = ("checkpoints", "components", "tensorboard", "wandb", "data", "catalogs", "ledger")
     return path in {str(run.path / name) for name in names}
 

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-_MIN_SECRET_LENGTH = 8  # a shorter value is only removed where it was found
+_MIN_SECRET_LENGTH = 8  # a shorter value is only removed where it was found, not everywhere
 _SECRET_WORD = re.compile(
     r"(?:^|[_.-])(?:token|secret|passw(?:or)?d|pass|passphrase|pwd|credentials?|auth|authorization"
     r"|api[_-]?key|apikey|(?:shared[_-]?)?access[_-]?key(?:[_-]?id)?|private[_-]?key|account[_-]?key"
     r"|signature|cookie|longtake[_-]board|webhook|machine)(?:$|[_.-])"
 )
-"""In the name of a key, an option or a variable; `machine` is what identifies a machine."""
+"""Words in names of keys, options and variables whose values are secret or identify a machine."""
 _OTHER_KEY = re.compile(r"(?:^|[_.-])key$")  # such as --wandb-key, or key of an fsspec store
 _MIN_OTHER_KEY_LENGTH = 16
 _IS_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")  # a parameter, such as blocks.0.to_q.weight
@@ -45,7 +45,7 @@ _TOKENS = (
     r"\b[0-9a-fA-F]{40}\b",  # a W&B key; also a git commit
     r"(?<=[Bb]earer )[\w.~+/=-]{8,}",
     r"(?<=[Bb]asic )[\w+/=]{16,}",
-    r"(?<=-u )[^\s:\"']+:[^\s\"']+",  # curl's
+    r"(?<=-u )[^\s:\"']+:[^\s\"']+",  # curl's user and password
     r"(?<=\bpassword )[^\s\"']{6,}",  # as .netrc writes it
     r"(?<=api\.telegram\.org/bot)[\w:-]+",
 )
@@ -83,13 +83,13 @@ _IS_NO_NAME = frozenset({"localhost", "root", "none", "unknown"})
 
 
 class Redactor:
-    """Learns what to remove from all texts with `learn`, then removes it from each.
+    """Removes secrets and names from texts: first `learn` all of them, then `redact` each.
 
     Args:
         environment: the variables of this process, whose secrets are removed wherever they occur.
-        hosts: names of hosts.
-        users: names of users.
-        keep: values that are no secrets whatever their key is called, such as tokens of launches.
+        hosts: names of hosts to remove.
+        users: names of users to remove.
+        keep: values that are not secret, whatever their key is, such as tokens of launches.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Redactor:
         users: Iterable[str] = (),
         keep: Iterable[str] = (),
     ) -> None:
-        self.removed: Counter[str] = Counter()  # kind: how many different values
+        self.removed: Counter[str] = Counter()  # number of different values, by kind
         self._names: dict[str, dict[str, str]] = {}
         self._secrets: set[str] = set()
         self._homes = {str(Path.home()), environment.get("HOME", "")} - {"", "/"}
@@ -113,7 +113,7 @@ class Redactor:
                 self._secrets.add(value)
 
     def add_owner(self, uid: int) -> None:
-        """Also remove the name and the home folder of a user."""
+        """Also remove the name and the home folder of the user with this uid."""
         try:
             entry = pwd.getpwuid(uid)
         except KeyError:
@@ -122,9 +122,9 @@ class Redactor:
         self._homes |= {entry.pw_dir} - {"", "/"}
 
     def learn(self, text: str) -> None:
-        """Collect the secrets and names of one text; all texts come before the first `redact`."""
+        """Collect the secrets and names of one text; call this for all texts before `redact`."""
         self._secrets |= {value for _, _, value in self._keyed_secrets(text)}
-        for found in _HOOK.finditer(text):  # its addresses may be secret, as those of a web hook
+        for found in _HOOK.finditer(text):  # its addresses may be secret, such as a webhook's
             self._secrets |= {found["command"], *_URL.findall(found["command"])}
         self._secrets |= {found["value"] for found in _HIDDEN.finditer(text)}
         for found in _HOST_KEYS.finditer(text):
@@ -133,10 +133,13 @@ class Redactor:
         self._key_names |= {found[1] or found[2] for found in _KEY_NAMES.finditer(text)}
 
     def redact(self, text: str) -> str:
-        """The text without secrets, home folders and names."""
+        """Return the text without secrets, home folders, addresses and names."""
+        # The order matters: secrets first, then what may be inside of them. A secret in which a
+        # host was replaced would no longer match its pattern.
         text = _KEY_BLOCK.sub(lambda found: self._name("secret", found[0]), text)
         known = {each for each in self._secrets if len(each) >= _MIN_SECRET_LENGTH}
         text = self._replace("secret", known - self._key_names, text, "{}")
+        # Last one first, so that the positions of the others stay valid.
         for start, end, value in reversed(list(self._keyed_secrets(text))):
             text = text[:start] + self._name("secret", value) + text[end:]
         for pattern in (_COOKIES, _TOKEN):
@@ -156,7 +159,7 @@ class Redactor:
         return self._replace("user", self._users, text, r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])")
 
     def _keyed_secrets(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """Start, end and text of values whose key is that of a secret."""
+        """Yield start, end and text of each value whose key is that of a secret."""
         for key in _KEY.finditer(text):
             found = _VALUE.match(text, key.end())
             if found is None:
@@ -167,10 +170,11 @@ class Redactor:
                 yield *found.span(group), value
 
     def _replace(self, kind: str, values: Iterable[str], text: str, pattern: str) -> str:
+        # The longest first, as a value may contain another.
         for value in sorted(values, key=lambda each: (-len(each), each)):
             if value in _IS_NO_NAME:
                 continue
-            # The name of a key stays, but for a part of a path.
+            # A value that is also the name of a key is replaced only as a part of a path.
             place = r"(?<=/){}(?=[/\s\"']|$)" if value in self._key_names else pattern
             for form in {value, json.dumps(value)[1:-1], quote(value), quote(value, safe="")}:
                 wanted = re.compile(place.format(re.escape(form)))

@@ -1,7 +1,7 @@
 """The lines of metrics.jsonl as columns, which are cached for long runs.
 
-A line is kept if it is a record as `Metrics` says, as `RunDirectory.metric_lines` keeps it; keys
-that `Metrics` does not name are allowed and left out.
+A line is kept if it is a record of the kind `Metrics`, as in `RunDirectory.metric_lines`; keys that
+`Metrics` does not name are allowed and left out.
 """
 
 import gc
@@ -30,15 +30,15 @@ from longtake.metrics import METRIC_COLUMNS, METRIC_TYPES, METRICS, Metrics
 from longtake.run_dir import RunDirectory
 
 Progress = Callable[[float], object]
-"""Called with the share of a file that is read."""
+"""Called with the share of a file that has been read, from 0 to 1."""
 
 
 def ignore_progress(share: float) -> None:
-    """The progress of a reader that does not show it."""
+    """Do nothing: the default for readers whose progress is not shown."""
 
 
 _BLOCK_BYTES = 2**20
-_CACHED_BYTES = 2**24  # fewer new bytes are read again each time: that takes 0.2 s
+_CACHED_BYTES = 2**24  # fewer new bytes are not cached: reading them takes 0.2 s
 _MAX_CACHES = 32
 _HASHED_BYTES = 2**16
 _HEADER_BYTES = 2**12
@@ -50,11 +50,11 @@ _VALIDATE: Final = {
     name: TypeAdapter(list[kind]).validate_python  # type: ignore[valid-type]
     for name, kind in METRIC_TYPES.items()
 }
-"""Validates one field of many lines."""
+"""Functions that each validate one field of many lines."""
 
 
 class _Known(TypedDict):
-    """The part of a metrics.jsonl that was read."""
+    """Describes the part of a metrics.jsonl that was read, so that it is recognized later."""
 
     device: int
     inode: int
@@ -63,13 +63,13 @@ class _Known(TypedDict):
     end: fsio.Count
     """Offset behind the last line that was read."""
     hash: str
-    """Of the file's first and last bytes up to `end`."""
+    """SHA-256 of the first and the last 64 KiB of the file up to `end`."""
     num_skipped: fsio.Count
 
 
 @dataclass
 class _Source:
-    """The lines of a metrics.jsonl that were read, and the numbers in them."""
+    """The lines of a metrics.jsonl that were read, and their numbers as columns."""
 
     known: _Known
     store: ColumnStore
@@ -88,12 +88,12 @@ class MetricRows:
     path: Path
     source: _Source
     chosen: range | Column
-    """Which lines; an array: their numbers."""
+    """Indices of these rows among the lines of `source`."""
     is_abandoned: NDArray[np.bool_]
     columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)
-    """Numbers of all these rows that were read, or computed from others."""
+    """Whole columns of these rows that were read, by name."""
     reduced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What `series` has reduced of columns; rows that follow begin with it."""
+    """What `series` has reduced of columns; later, longer rows of the same file start with it."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -109,10 +109,10 @@ class MetricRows:
         return MetricRows(self.path, self.source, chosen, self.is_abandoned[wanted])
 
     def part(self, name: str, first: int, last: int) -> Column:
-        """Numbers of some rows, with `columns.ABSENT` where the line does not have it.
+        """Return a column of rows `first` to before `last`, with `columns.ABSENT` where missing.
 
         Raises:
-            RecordError: the cache of them cannot be read.
+            RecordError: the cache of the rows cannot be read.
         """
         if name in self.columns:
             return self.columns[name][first:last]
@@ -130,13 +130,13 @@ class MetricRows:
         return column[:: lines.step] if isinstance(lines, range) else column[lines - begin]
 
     def raw_column(self, name: str) -> Column:
-        """`part` of all rows, which is kept."""
+        """Return a column of all rows, with `columns.ABSENT` where missing; it is kept."""
         if name not in self.columns:
             self.columns[name] = self.part(name, 0, len(self))
         return self.columns[name]
 
     def column(self, name: str) -> Column:
-        """Numbers by line; NaN: not finite, or not in the line."""
+        """Return a column of all rows, with NaN where a number is missing or not finite."""
         values = self.raw_column(name)
         if values.dtype.kind != "f" or not (is_absent := values == ABSENT).any():
             return values
@@ -155,7 +155,7 @@ class MetricRows:
         return self[~self.is_abandoned] if self.is_abandoned.any() else self
 
     def step_of_batch(self, batch: int) -> int | None:
-        """The step that was last trained on a batch; None: there is none."""
+        """Return the step that was last trained on a batch, or None if no step was."""
         order, batches = self._by_batch
         place = int(np.searchsorted(batches, batch, side="right")) - 1
         if place < 0 or batches[place] != batch:
@@ -167,7 +167,11 @@ class MetricRows:
         return place if place < len(self) and self.step[place] == step else None
 
     def metrics(self) -> list[Metrics]:
-        """The records, read again: for few rows."""
+        """Return the whole records, which are read from the file again: meant for few rows.
+
+        Raises:
+            RecordError: the file has changed since its rows were read.
+        """
         found: list[Metrics] = []
         if not len(self):
             return found
@@ -192,9 +196,12 @@ class MetricRows:
 def read_rows(
     run: RunDirectory, before: MetricRows | None = None, progress: Progress = ignore_progress
 ) -> MetricRows:
-    """All rows, those of abandoned steps too; other lines are counted and skipped.
+    """Return all rows of metrics.jsonl, also of abandoned steps; other lines are skipped.
 
-    `before`: the result of an earlier call; only lines that were appended since are read.
+    `before` is the result of an earlier call: only lines that were appended since are read.
+
+    Raises:
+        RecordError: the file cannot be read.
     """
     path = run.metrics_path
     source = _Source.empty() if before is None else before.source
@@ -214,15 +221,17 @@ def read_rows(
 
 
 def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
-    """Whether a later row, or a rollback after the last one, returns to before each step.
+    """Return [rows] whether a later row, or a rollback after the last, goes back before the step.
 
-    It is decided by steps, not by times: clocks may be set back.
+    Steps decide, not times: clocks may be set back.
     """
     limit = np.full(len(rows), np.iinfo(np.int64).max)
     if len(rows):
+        # limit[i] is the lowest step in the rows after i.
         limit[:-1] = np.minimum.accumulate(rows.step[:0:-1])[::-1]
         rollbacks = run.rollbacks()
         has_verdict = rows.raw_column("has_verdict")[-1]
+        # A rollback that no row follows yet is known from its own file only.
         if rollbacks and has_verdict and rows.step[-1] == rollbacks[-1]["from_step"]:
             limit = np.minimum(limit, rollbacks[-1]["to_step"] + 1)
     return rows.step >= limit
@@ -232,14 +241,14 @@ def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
 
 
 def _updated(path: Path, file: BufferedReader, before: _Source, progress: Progress) -> _Source:
-    """What was read before, or is in the cache, and all complete lines after it."""
+    """Return what was read before or is cached, followed by all complete lines after it."""
     status = os.fstat(file.fileno())
     is_usable = before.known["end"] and _is_prefix(before.known, file, status)
     source = before if is_usable else _read_cache(path, file, status) or _Source.empty()
     known = source.known
     first, end, num_skipped = known["end"], known["end"], known["num_skipped"]
     if (known["size"], known["mtime_ns"]) != (status.st_size, status.st_mtime_ns):
-        known["hash"] = ""  # unusable, until all is read
+        known["hash"] = ""  # matches no file, should reading fail half-way
         with _without_collection():
             for lines, begins, end in _blocks(file, first, status.st_size):
                 rows, num_bad = _parse(lines, begins)
@@ -257,14 +266,14 @@ def _updated(path: Path, file: BufferedReader, before: _Source, progress: Progre
         )
     fsio.note_skipped_lines(path, num_skipped)
     if end - first >= _CACHED_BYTES:
-        with suppress(OSError, RuntimeError):  # no room, no permission, no home: read again
+        with suppress(OSError, RuntimeError):  # without room, permission or home: read again
             _write_cache(path, source)
     return source
 
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Pause the search for cycles, which takes as long as parsing, and finds none in JSON."""
+    """Pause the search for cycles, which takes as long as parsing and finds none in JSON."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -277,12 +286,12 @@ def _without_collection() -> Iterator[None]:
 def _blocks(
     file: BufferedReader, offset: int, size: int
 ) -> Iterator[tuple[list[bytes], NDArray[np.int64], int]]:
-    """Complete lines, the offset of each, and the offset behind them.
+    """Yield complete lines in blocks, the offset of each line, and the offset behind the block.
 
-    Of a line that is too long there is only the beginning.
+    A line that is too long is cut off.
     """
     file.seek(offset)
-    rest, num_cut = b"", 0  # the last line, and how many of its bytes were dropped
+    rest, num_cut = b"", 0  # the unfinished line, and how many of its bytes were dropped
     while data := file.read(min(_BLOCK_BYTES, size - file.tell())):
         *lines, rest = (rest + data).split(b"\n")
         if lines:
@@ -296,7 +305,9 @@ def _blocks(
 
 
 def _parse(lines: Sequence[bytes], begins: NDArray[np.int64]) -> tuple[Column, int]:
-    """The rows of the lines that are records, and how many others are not blank."""
+    """Return the rows of lines that are records, and the count of others that are not blank."""
+    # Lines with the same keys are validated together, a column at a time: this is far faster than
+    # line by line.
     alike: dict[tuple[str, ...], tuple[list[int], list[dict[str, Any]]]] = {}
     last: tuple[str, ...] | None = None
     for place, line in enumerate(lines):
@@ -331,7 +342,7 @@ def _parse(lines: Sequence[bytes], begins: NDArray[np.int64]) -> tuple[Column, i
 
 
 def _find_invalid(fields: Mapping[str, Sequence[Any]]) -> set[int]:
-    """The places of values that are not what `Metrics` allows."""
+    """Return the places of records with a value that `Metrics` does not allow."""
     found = set[int]()
     for name in fields.keys() & _VALIDATE.keys():
         try:
@@ -343,7 +354,7 @@ def _find_invalid(fields: Mapping[str, Sequence[Any]]) -> set[int]:
 
 
 def _columns(fields: Mapping[str, Sequence[Any]], count: int) -> Column:
-    """Rows of valid numbers; null becomes NaN."""
+    """Return valid fields as rows of numbers; null becomes NaN."""
     rows = np.zeros(count, DTYPE)
     for name in METRICS:
         rows[name] = ABSENT if DTYPE[name].kind == "f" else 0
@@ -357,7 +368,7 @@ def _columns(fields: Mapping[str, Sequence[Any]], count: int) -> Column:
                 numbers = np.clip(numbers, -_MAX_FLOAT32, _MAX_FLOAT32)
             rows[column] = numbers
     if "batch" not in fields:
-        rows["batch"] = rows["step"] - 1  # older runs did not write it, and skipped none
+        rows["batch"] = rows["step"] - 1  # older runs did not write it, and skipped no batch
     rows["has_verdict"] = "verdict" in fields
     return rows
 
@@ -366,18 +377,18 @@ def _columns(fields: Mapping[str, Sequence[Any]], count: int) -> Column:
 
 
 class _CacheHeader(TypedDict):
-    """The beginning of a cache, filled up with spaces; the bytes of a `ColumnStore` follow."""
+    """Header of a cache file, padded with spaces; the bytes of a `ColumnStore` follow it."""
 
     format: fsio.Count
     fields: str
-    """Those of `DTYPE`."""
+    """`DTYPE` as text: a cache with other columns is not used."""
     known: _Known
     num_rows: fsio.Count
     checksum: int
 
 
 def _cache_path(path: Path) -> Path:
-    """In the user's cache folder: inspection writes nothing in a run directory."""
+    """Return a path in the user's cache folder: inspection writes nothing in a run directory."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
     return fsio.cache_folder() / "metrics" / f"{name}.rows"
 
@@ -389,16 +400,18 @@ def _cache_folder(path: Path) -> Path:
 
 
 def _read_cache(path: Path, file: BufferedReader, status: os.stat_result) -> _Source | None:
-    """What an earlier process read of this file; None: there is no usable cache."""
+    """Return what an earlier process read of this file, or None without a usable cache."""
     with suppress(OSError, RuntimeError, errors.RecordError, ValueError):
         cache_path = _cache_path(path)
         with fsio.open_regular(cache_path) as cache:
+            # A file that another user put there may say anything.
             if os.fstat(cache.fileno()).st_uid != os.getuid():
                 return None
             header = fsio.parse_record(cache.read(_HEADER_BYTES), _CacheHeader, cache_path)
             if (header["format"], header["fields"]) != (_CACHE_FORMAT, str(DTYPE)):
                 return None
             known = header["known"]
+            # A line has at least one byte: more rows than bytes are a damaged header.
             if not _is_prefix(known, file, status) or header["num_rows"] > known["end"]:
                 return None
             store = ColumnStore.load(cache, header["num_rows"], header["checksum"])
@@ -407,7 +420,7 @@ def _read_cache(path: Path, file: BufferedReader, status: os.stat_result) -> _So
 
 
 def _is_prefix(known: _Known, file: BufferedReader, status: os.stat_result) -> bool:
-    """Whether it is of this file as it is now, or as it was before lines were appended."""
+    """Return whether `known` describes this file, unchanged or with lines appended since."""
     is_same_file = (known["device"], known["inode"]) == (status.st_dev, status.st_ino)
     has_grown = status.st_size > known["size"]
     is_untouched = (known["size"], known["mtime_ns"]) == (status.st_size, status.st_mtime_ns)
@@ -428,7 +441,7 @@ def _hash_of_ends(file: BufferedReader, end: int) -> str:
 
 
 def _write_cache(path: Path, source: _Source) -> None:
-    """Write the cache, and from then on read full blocks from it."""
+    """Write the cache, and read the rows from it from then on."""
     cache_path, folder = _cache_path(path), _cache_folder(path)
     with (
         fsio.atomic_write(cache_path, by_many=True) as partial,

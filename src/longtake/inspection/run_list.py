@@ -1,4 +1,4 @@
-"""The runs in a folder, each in a few lines: read from the ends of their files, not the whole."""
+"""Lists the runs in a folder: a summary of each, read from the ends of its files."""
 
 import os
 import statistics
@@ -23,14 +23,14 @@ from longtake.run_dir import EVENT, RunDirectory
 
 MAX_RUNS: Final = 1000
 MAX_DEPTH: Final = 3
-"""Folders below the one that is listed."""
+"""Levels of subfolders below the listed folder that are searched for runs."""
 _MAX_FOLDERS = 20_000
 _TAIL_BYTES = 2**15
-_MOST_READ = 2**23  # bytes of metrics.jsonl, of all of which the goodput is computed
+_MOST_READ = 2**23  # bytes of metrics.jsonl and of events.jsonl up to which goodput is computed
 _NUM_RECENT = 50
 _RECORDS = ("recipe.toml", "run.json", "events.jsonl", "metrics.jsonl", "rollbacks.jsonl")
 _PICTURES = (".mp4", ".png")
-_MAX_DIGITS = 17  # of a step
+_MAX_DIGITS = 17  # of a step number in a folder's name
 _ALARMS: Final[dict[str, tuple[str, ...]]] = {
     "stalled": ("It runs, but does not move.",),
     "dead": ("Its last launch did not end as it should.",),
@@ -39,7 +39,7 @@ _ALARMS: Final[dict[str, tuple[str, ...]]] = {
 
 
 class _StepTimes(TypedDict):
-    """What is used of a line of metrics.jsonl that is looked at for its times only."""
+    """The one key of a line of metrics.jsonl that the median of step times needs."""
 
     step_seconds: fsio.Finite
 
@@ -49,45 +49,45 @@ _LINE: Final = TypeAdapter(_StepTimes)
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run in a list; of a damaged one, what is readable."""
+    """The summary of one run in a list; for a damaged run, only what is readable."""
 
     path: str
-    """From the listed folder to it, with "/"; ".": the folder itself."""
+    """Path from the listed folder to the run, with "/"; "." if the folder itself is the run."""
     problem: str | None = None
-    """A sentence: what of it cannot be read."""
+    """A sentence that names what cannot be read, or None."""
     state: StateKind | None = None
-    """As `node_dir.state` says; None: that cannot be read."""
+    """The run's state as returned by `node_dir.state`; None if it cannot be read."""
     family: str | None = None
     created: str | None = None
     steps: int = 0
-    """That count."""
+    """Trained steps that count; after a rollback, the step that the run went back to."""
     total_steps: int | None = None
     step_seconds: float | None = None
-    """The median of recent steps."""
+    """Median seconds of the most recent steps."""
     seconds_left: float | None = None
-    """Of a run that is running."""
+    """Estimated seconds until the last step; only while the run is running."""
     last_seen: float | None = None
-    """When there was a sign of life, in seconds since 1970, by the times of its files."""
+    """Last sign of life in seconds since 1970, by the modification times of the run's files."""
     goodput: float | None = None
-    """The share of the time since the first start that was training of steps that count, as
-    `timeline.goodput` has it; None: unknown, or its files are too large to read for a list."""
+    """Share of the time since the first start that was spent on training steps that count (see
+    `timeline.goodput`); None if unknown, or if the files are too large to read for a list."""
     loss: float | None = None
-    """Of the newest step; None: it was not finite, or there is none."""
+    """Loss of the newest step; None if it was not finite, or before the first step."""
     recovered: str | None = None
-    """A sentence: what the run has last recovered from, of its newest events."""
+    """A sentence on the newest rollback, or restart that lost steps, among the last events."""
     alarms: tuple[str, ...] = ()
-    """Sentences: measures that drift, and that it is stalled or ended without a word."""
+    """Sentences on measures that drift, and on a run that stalled, died or diverged."""
     sample: str | None = None
-    """The first video or picture of the newest sampled checkpoint: from the folder to it."""
+    """Path from the listed folder to a video or picture of the newest sampled checkpoint."""
 
 
 def list_runs(
     folder: Path, read: Callable[[Path, Path], RunSummary] | None = None
 ) -> list[RunSummary]:
-    """The runs in a folder, and in folders below it, by their paths; at most `MAX_RUNS`.
+    """Return summaries of the runs in a folder and its subfolders by path; at most `MAX_RUNS`.
 
-    Links are not followed. The folder itself may be a run. `read` is `summarize`, or one that
-    remembers.
+    Symbolic links are not followed. The folder itself may be a run. `read` replaces `summarize`,
+    for example by a function that caches.
 
     Raises:
         RunError: the folder cannot be read.
@@ -103,7 +103,7 @@ def list_runs(
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """Folders with a run.json, or with metrics and a recipe."""
+    """Yield folders that contain a run.json, or metrics.jsonl and recipe.toml; no run in a run."""
     pending, num_folders, num_runs = [(folder, 0)], 0, 0
     while pending and num_folders < _MAX_FOLDERS:
         path, depth = pending.pop(0)
@@ -126,12 +126,13 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def summarize(folder: Path, path: Path) -> RunSummary:
-    """One run below a folder; never raises for what is in it."""
+    """Summarize one run below a folder; errors in its files become `problem` and are not raised."""
     run, found = RunDirectory(path), RunSummary(path.relative_to(folder).as_posix())
     linked = [name for name in _RECORDS if (path / name).is_symlink()]
     if linked:
         return replace(found, problem=f"{linked[0]} is a symbolic link; links are not followed.")
     readers = (_read_recipe, _read_record, _read_state, _read_steps)
+    # Each reader fails on its own: a damaged recipe still leaves the loss and the samples.
     for read in (*readers, _read_recovery, _read_evaluations):
         try:
             found = read(run, found)
@@ -161,6 +162,7 @@ def _read_steps(run: RunDirectory, found: RunSummary) -> RunSummary:
     if newest is None:
         return found
     rollbacks, steps = run.rollbacks(), newest["step"]
+    # Nothing was trained since the rollback: the newest line is of the step that it left.
     if rollbacks and "verdict" in newest and rollbacks[-1]["from_step"] == steps:
         steps = rollbacks[-1]["to_step"]
     found = replace(found, steps=steps, loss=newest["loss"])
@@ -171,16 +173,18 @@ def _read_steps(run: RunDirectory, found: RunSummary) -> RunSummary:
         if found.state == "running" and found.total_steps is not None:
             found = replace(found, seconds_left=max(0, found.total_steps - steps) * seconds)
     files = (run.metrics_path, run.events_path)
+    # Goodput needs every line, and a list may have hundreds of runs.
     if all(path.stat().st_size <= _MOST_READ for path in files):
         found = replace(found, goodput=share_of_training(goodput(run, read_rows(run))))
     return found
 
 
 def _read_recovery(run: RunDirectory, found: RunSummary) -> RunSummary:
-    """The newest rollback, or restart that lost steps, among the last events."""
+    """Set `recovered` by the newest rollback, or restart that lost steps, among the last events."""
     with fsio.open_regular(run.events_path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
+        # A first line that is cut off fails to parse below; the last piece is an unfinished line.
         lines = file.read(_TAIL_BYTES).split(b"\n")[:-1]
     for line in reversed(lines):
         with suppress(errors.RecordError):
@@ -195,7 +199,7 @@ def _read_recovery(run: RunDirectory, found: RunSummary) -> RunSummary:
 
 
 def _recent(path: Path) -> list[_StepTimes]:
-    """The last lines of metrics.jsonl."""
+    """Read step times from the last lines of metrics.jsonl, at most `_NUM_RECENT`."""
     with fsio.open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
@@ -213,7 +217,7 @@ def _times(lines: Sequence[bytes]) -> list[_StepTimes]:
 
 
 def _read_evaluations(run: RunDirectory, found: RunSummary) -> RunSummary:
-    """The newest sample of any preset, and the alarms of the newest scores of each."""
+    """Set the newest sample of all presets, and add the drift alarms of their newest scores."""
     directory, newest, alarms = EvaluationDirectory(run), (-1, ""), list(found.alarms)
     for preset in _folders(directory.path):
         names = [name.removeprefix("step_") for name in _folders(directory.path / preset)]
@@ -231,7 +235,7 @@ def _read_evaluations(run: RunDirectory, found: RunSummary) -> RunSummary:
 
 
 def _first_picture(folder: Path) -> Path | None:
-    """The first video or picture; a sheet of them only if there is nothing else."""
+    """Return a folder's first video or picture; sheet.png only if there is nothing else."""
     with suppress(OSError), os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
         shown = (name for name in names if name.endswith(_PICTURES) and _is_text(name))
@@ -247,5 +251,6 @@ def _folders(path: Path) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a file's name is UTF-8, so that a page can show it and link to it."""
+    """Return whether a file's name is valid UTF-8, so that a page can show and link it."""
+    # Python decodes invalid bytes of file names to lone surrogates ("surrogateescape").
     return not any("\ud800" <= letter <= "\udfff" for letter in name)

@@ -1,7 +1,7 @@
-"""What was sampled of a run: its presets, and of each the results of checkpoints.
+"""The samples of a run: its presets, and the results of each preset's checkpoints.
 
-A result that was read is kept until its scores.json changes. Of a result whose scores.json is gone
-or damaged, the videos are known by their names alone.
+A result is cached until its scores.json changes. If scores.json is missing or damaged, the videos
+are known by their file names alone.
 """
 
 import math
@@ -41,7 +41,7 @@ class _Spread(TypedDict):
 
 
 class ReferenceRanges(TypedDict):
-    """What is used of reference.json."""
+    """The keys of reference.json that pages use."""
 
     num_clips: fsio.Count
     measures: dict[str, _Spread]
@@ -53,39 +53,39 @@ NO_REFERENCE: Final = ReferenceRanges(num_clips=0, measures={})
 
 @dataclass(frozen=True)
 class Result:
-    """What was sampled of one checkpoint."""
+    """The samples of one checkpoint, and their measures."""
 
     preset: str
     step: int
     files: Mapping[evaluation_dir.Scene, str]
-    """Names in the result's folder."""
+    """File names in the result's folder."""
     weights: str = ""
-    """`model`, or `ema/` and the name of a profile; empty: not known."""
+    """`model`, or `ema/` and the name of a profile; empty if unknown."""
     time: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     measures: Mapping[str, float] = field(default_factory=dict)
-    """Means over the videos."""
+    """Mean of each measure over the videos."""
     adherence: Mapping[evaluation_dir.Scene, float] = field(default_factory=dict)
-    """Of each video, where it is measured: whether it shows what the prompt asks for."""
+    """How well each video shows what its prompt asks for, where that was measured."""
     held_out: Mapping[str, float] = field(default_factory=dict)
-    """Loss by sigma, and their `mean`."""
+    """Held-out loss by sigma, and their `mean`."""
     alarms: Sequence[evaluation_dir.Alarm] = ()
     is_whole: bool = True
-    """False: its scores.json cannot be read."""
+    """False if its scores.json cannot be read."""
 
 
 @dataclass(frozen=True)
 class SampledPreset:
-    """A preset's results."""
+    """The results of one preset of a run."""
 
     run: RunDirectory
     name: str
     results: tuple[Result, ...]
-    """By ascending steps."""
+    """Results in ascending order of steps."""
     scenes: tuple[evaluation_dir.Scene, ...]
     reference: ReferenceRanges
     failed: Sequence[Mapping[str, Any]]
-    """`step`, `reason` and `attempts` of what could not be sampled."""
+    """`step`, `reason` and `attempts` of each checkpoint that could not be sampled."""
     problems: tuple[str, ...]
 
     @property
@@ -94,7 +94,7 @@ class SampledPreset:
 
     @property
     def newest(self) -> Result:
-        """The newest result with scores.json, or the newest."""
+        """The newest result with a readable scores.json; the newest of all if there is none."""
         whole = [each for each in self.results if each.is_whole]
         return (whole or self.results)[-1]
 
@@ -106,18 +106,18 @@ class SampledPreset:
         return next((each for each in self.results if each.step == step), None)
 
     def folder(self, step: int) -> str:
-        """From the run to a result."""
+        """Return the path from the run directory to the result of a step."""
         return f"evaluations/{self.name}/step_{step:08d}"
 
     def files_there(self, step: int) -> set[str]:
-        """Names of what a result's folder has; links are left out."""
+        """Return the names of the files in a result's folder; links are left out."""
         path = evaluation_dir.EvaluationDirectory(self.run).result_path(self.name, step)
         with suppress(OSError), os.scandir(path) as entries:
             return {each.name for each in entries if each.is_file(follow_symlinks=False)}
         return set()
 
     def setting(self, name: str) -> float | None:
-        """A number of the newest settings; None: it is none, or not positive."""
+        """Return a number of the newest settings; None if it is not a positive number."""
         value = self.newest.settings.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
@@ -125,7 +125,7 @@ class SampledPreset:
 
 
 def preset_names(run: RunDirectory) -> list[str]:
-    """Presets that have results, or claims."""
+    """Return the names of the presets that have results or claims."""
     path = run.path / "evaluations"
     with_claims = set(_folders(path / "claims"))
     names = [name for name in _folders(path) if name not in _NOT_PRESETS]
@@ -139,7 +139,7 @@ def has_results(run: RunDirectory, preset: str) -> bool:
 
 
 def read_preset(run: RunDirectory, name: str, kept: Keep) -> SampledPreset:
-    """The results of a preset; what cannot be read is left out, and `problems` says why."""
+    """Read the results of a preset; what cannot be read is left out and named in `problems`."""
     problems, results = list[str](), list[Result]()
     steps = sorted(_steps(run, name))
     if len(steps) > MOST_STEPS:
@@ -152,6 +152,7 @@ def read_preset(run: RunDirectory, name: str, kept: Keep) -> SampledPreset:
         else:
             loose.append(step)
             problems.append(f"Step {step:,} of {name} has no measures: {found}")
+    # Prompts of whole results come first, in their order; they also name the files of the others.
     scenes = _all_scenes(results)
     results += [_loose_result(run, name, step, results) for step in loose]
     results = [each for each in results if each.files]
@@ -188,17 +189,18 @@ def _steps(run: RunDirectory, preset: str) -> Iterator[int]:
 
 
 def _read(run: RunDirectory, name: str, kind: fsio.Kind[R], use: Callable[[R], T], kept: Keep) -> T:
-    """What `use` makes of a record, read again where the file has changed; follows no link.
+    """Return `use` of a record, which is cached until the file changes; no link is followed.
 
     Raises:
-        RecordError: it is no such record.
-        OSError: it cannot be read.
+        RecordError: the file is not such a record, or too large.
+        OSError: the file cannot be read.
     """
     with open_below(run.path, name) as file:
-        status = os.fstat(file.fileno())
+        status = os.fstat(file.fileno())  # of the open file: its path may be replaced meanwhile
         if status.st_size > _MOST_RECORD_BYTES:
             raise errors.RecordError(run.path / name, "it is too large")
 
+        # An error is returned so that it is cached too: a damaged file is parsed only once.
         def read() -> T | errors.RecordError:
             try:
                 return use(fsio.parse_record(file.read(), kind, run.path / name))
@@ -212,7 +214,7 @@ def _read(run: RunDirectory, name: str, kind: fsio.Kind[R], use: Callable[[R], T
 
 
 def _read_result(run: RunDirectory, preset: str, step: int, kept: Keep) -> Result | str:
-    """The result, or a sentence that says why there is none."""
+    """Return the result, or a sentence that says why it cannot be read."""
     name = f"evaluations/{preset}/step_{step:08d}/scores.json"
     try:
         found = _read(run, name, evaluation_dir.SCORES, _as_result, kept)
@@ -248,12 +250,12 @@ def _finite(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _all_scenes(results: Sequence[Result]) -> list[evaluation_dir.Scene]:
-    """The newest result's first, in their order."""
+    """Return the prompts and seeds of all results: the newest result's first, in their order."""
     return list(dict.fromkeys(scene for each in reversed(results) for scene in each.files))
 
 
 def _loose_result(run: RunDirectory, preset: str, step: int, others: Sequence[Result]) -> Result:
-    """A result by the names of its files; prompts are those of other results, or of the preset."""
+    """Make a result from its file names; prompts are those of other results, or of the preset."""
     known = {file: scene for each in others for scene, file in each.files.items()}
     record = _preset_record(run, preset)
     folder = SampledPreset(run, preset, (), (), NO_REFERENCE, (), ())

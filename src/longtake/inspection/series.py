@@ -1,7 +1,7 @@
-"""What a plot draws of a run's numbers: least, greatest and mean number of each pixel.
+"""Reduces a run's metrics to what a plot draws: minimum, maximum and mean for each pixel.
 
 Blocks of 64 rows are reduced once for each column, so that a window of any length is reduced from a
-few numbers for each pixel. A pixel's range holds every number of its steps: no spike is lost.
+few numbers for each pixel. The range of a pixel covers every number of its steps: no spike is lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,34 +20,35 @@ SERIES: Final[Mapping[str, Metric]] = {
     "loss_smoothed": Metric("loss, smoothed", panel="loss", is_logarithmic=True),
     "samples_per_second": Metric("clips", "1/s", panel="speed"),
 }
-"""The series that `read_series` knows: numbers of metrics.jsonl, and those computed from them."""
+"""Series that `read_series` can return: numbers of metrics.jsonl, and those computed from them."""
 
 MAX_PIXELS: Final = 10_000
 _BLOCK_ROWS = 64
 _BLOCKS_PER_PIXEL = 4
 _BLOCKS_AT_A_TIME = 1024
 _MOST_BRANCHES = 100
-_SMOOTHED_SHARE, _LEAST_SMOOTHED, _MOST_SMOOTHED = 1 / 100, 8, 512  # of the rows, and rows
+# Rows over which the loss is smoothed: a share of all rows, and its lower and upper limit.
+_SMOOTHED_SHARE, _LEAST_SMOOTHED, _MOST_SMOOTHED = 1 / 100, 8, 512
 
 XAxis = Literal["step", "time", "batch"]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity over the steps, a bucket for each pixel; the arrays are of one length.
+    """One quantity over the steps, in one bucket for each pixel; all arrays have one length.
 
-    Buckets without a row have NaN, and so have those in which no row has a finite number.
+    A bucket without rows, or without a finite number, contains NaN.
     """
 
     name: str
     x: Column
-    """Of the first row in each bucket: its step (int64); or time in seconds since 1970, or batch.
-    It rises."""
+    """Position of the first row in each bucket: its step (int64), time in seconds since 1970, or
+    batch. It never falls."""
     low: NDArray[np.float64]
     high: NDArray[np.float64]
     mean: NDArray[np.float64]
     is_not_finite: NDArray[np.bool_]
-    """Whether a number in the bucket was NaN or infinite."""
+    """True where a number in the bucket was NaN or infinite."""
 
     @property
     def metric(self) -> Metric:
@@ -56,14 +57,14 @@ class Series:
 
 @dataclass(frozen=True)
 class AbandonedBranch:
-    """Steps that were done, and given up when the run went back to before them."""
+    """Steps that were trained, and given up when the run went back to an earlier step."""
 
     first_step: int
     last_step: int
     returned_to: int
-    """The step after which it trained on."""
+    """The step after which training continued."""
     rows: MetricRows
-    """These, and the one before them."""
+    """Rows of the branch, preceded by the row that it continues."""
 
 
 def read_series(
@@ -76,24 +77,24 @@ def read_series(
     abandoned: bool = False,
     x: XAxis = "step",
 ) -> list[Series]:
-    """The series of the steps from `first` to `last` in at most so many buckets.
+    """Return series of the steps `first` to `last` (inclusive) in at most `pixels` buckets.
 
     Args:
-        rows: of the run, as `read_rows` returns them.
-        names: of `SERIES`.
+        rows: rows of the run, as `read_rows` returns them.
+        names: names in `SERIES`.
         first: the first step.
         last: the last step.
         pixels: the width of the plot; at most `MAX_PIXELS` are used.
-        abandoned: of all abandoned rows together, instead of those that count.
-        x: what the buckets' `x` is. Buckets are made by steps; those without rows are left out
-            where it is another.
+        abandoned: whether to reduce all abandoned rows together instead of the rows that count.
+        x: unit of the buckets' `x`. Buckets are always formed by steps; unless `x` is "step",
+            buckets without rows are left out.
     """
     chosen = _abandoned_rows(rows) if abandoned else rows.kept
     return _reduce(chosen, names, first, last, pixels, x)
 
 
 def abandoned_branches(rows: MetricRows) -> list[AbandonedBranch]:
-    """The branches that were given up, in their order; the longest 100, if there are more."""
+    """Return the branches that were given up, in order; at most the 100 longest."""
     firsts, lasts = abandoned_spans(rows)
     longest = np.sort(np.argsort(firsts - lasts, kind="stable")[:_MOST_BRANCHES])
     found = []
@@ -112,8 +113,9 @@ def abandoned_branches(rows: MetricRows) -> list[AbandonedBranch]:
 
 
 def abandoned_spans(rows: MetricRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first and the last row of each branch that was given up: the end of a pass."""
+    """Return the indices of the first and the last row of each branch that was given up."""
     lines = np.flatnonzero(rows.is_abandoned)
+    # Steps rise within a pass; a step that does not rise begins the next pass.
     passes = np.cumsum(np.diff(rows.step, prepend=0) <= 0)
     _, begins = np.unique(passes[lines], return_index=True)
     return lines[begins], np.append(lines[begins[1:] - 1], lines[-1:])
@@ -122,7 +124,7 @@ def abandoned_spans(rows: MetricRows) -> tuple[NDArray[np.int64], NDArray[np.int
 def read_branch(
     branch: AbandonedBranch, names: Sequence[str], first: int, last: int, pixels: int
 ) -> list[Series]:
-    """`read_series` of one branch, from the row before it on, so that its curve joins the other."""
+    """Return series of one branch, from the row before it on, so that its curve joins the other."""
     return _reduce(branch.rows, names, first, last, pixels, "step")
 
 
@@ -136,16 +138,16 @@ def _abandoned_rows(rows: MetricRows) -> MetricRows:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """Numbers of groups of rows."""
+    """Minimum, maximum, sum and count of the finite numbers in each group of rows."""
 
-    low: NDArray[np.float64]  # inf: none is finite
-    high: NDArray[np.float64]
+    low: NDArray[np.float64]  # inf if no number is finite
+    high: NDArray[np.float64]  # -inf if no number is finite
     total: NDArray[np.float64]
-    count: NDArray[np.int64]  # of finite ones
+    count: NDArray[np.int64]  # finite numbers
     has_bad: NDArray[np.bool_]
 
     def joined(self, starts: NDArray[np.int64]) -> "_Reduced":
-        """Groups of these groups, each from its start to the next one's."""
+        """Merge consecutive groups: a merged group begins at each of `starts`."""
         with np.errstate(over="ignore"):
             return _Reduced(
                 np.minimum.reduceat(self.low, starts),
@@ -167,7 +169,7 @@ class _Reduced:
 
 
 def _single(values: Column) -> _Reduced:
-    """Each number as a group of its own."""
+    """Return each number as a group of its own."""
     numbers = values.astype(np.float64, copy=False)
     is_finite = np.isfinite(numbers)
     return _Reduced(
@@ -189,11 +191,14 @@ def _reduce(
     if begin >= end:
         none, bad = np.empty(0), np.empty(0, bool)
         return [Series(name, steps[:0], none, none, none, bad) for name in names]
+    # All buckets have `width` steps; the last may reach beyond `last`, where its rows end.
     width = -(-(last - first + 1) // min(max(1, pixels), MAX_PIXELS))
     edges = np.arange(first, last + width + 1, width)
     places = np.searchsorted(steps, np.append(edges[:-1], last + 1))
     pieces = _pieces(begin, end, len(edges) - 1)
     starts = np.searchsorted(pieces, places)
+    # Where blocks are longer than buckets, a bucket may have rows but no piece that begins in it:
+    # its rows are part of the bucket before, and it is not shown as a gap.
     has_rows, is_gap = np.diff(starts) > 0, np.diff(places) == 0
     is_shown = has_rows | (is_gap if x == "step" else False)
     positions = edges[:-1].copy()
@@ -202,6 +207,7 @@ def _reduce(
     if x != "step":
         column = rows.column(x)
         positions = positions.astype(column.dtype)
+        # The clock may have been set back; positions must not fall.
         positions[has_rows] = np.maximum.accumulate(column)[begins]
     found = []
     for name in names:
@@ -220,7 +226,7 @@ def _reduce(
 
 
 def _pieces(begin: int, end: int, num_buckets: int) -> NDArray[np.int64]:
-    """The first row of each piece that is not divided: a row; or a block, if there are many.
+    """Return the first row of each piece to reduce: single rows, or blocks if there are many.
 
     With blocks, a bucket may begin up to 63 rows later than its pixel.
     """
@@ -232,7 +238,7 @@ def _pieces(begin: int, end: int, num_buckets: int) -> NDArray[np.int64]:
 
 
 def _groups(rows: MetricRows, name: str, pieces: NDArray[np.int64], end: int) -> _Reduced:
-    """The numbers of pieces; the first and the last may be parts of blocks."""
+    """Return the reduced numbers of each piece; the first and the last may be parts of blocks."""
     begin = int(pieces[0])
     if len(pieces) == end - begin:
         return _single(_values(rows, name, begin, end))
@@ -248,7 +254,7 @@ def _groups(rows: MetricRows, name: str, pieces: NDArray[np.int64], end: int) ->
 
 
 def _blocks(rows: MetricRows, name: str, num_blocks: int) -> _Reduced:
-    """The first blocks of a column; those that are known are not reduced again."""
+    """Return the first blocks of a column, reduced; cached blocks are not reduced again."""
     key = (name, _decay(rows)) if name == "loss_smoothed" else name
     known: list[_Reduced] = [rows.reduced[key]] if key in rows.reduced else []
     begin = len(known[0].low) if known else 0
@@ -288,16 +294,18 @@ def _values(rows: MetricRows, name: str, begin: int, end: int) -> Column:
 
 
 def _decay(rows: MetricRows) -> float:
-    """The factor by which a loss counts less from row to row; longer runs are smoothed more."""
+    """Return the weight of a loss relative to the next row's; longer runs are smoothed more."""
     length = np.clip(len(rows) * _SMOOTHED_SHARE, _LEAST_SMOOTHED, _MOST_SMOOTHED)
+    # A power of two, so that a growing run seldom has to be smoothed again from its start.
     return float(1 - 1 / 2.0 ** round(np.log2(length)))
 
 
 def _smoothed_loss(rows: MetricRows) -> NDArray[np.float64]:
-    """Exponential mean of the losses up to each row, of those that are finite and were trained on.
+    """Return the exponential mean of the losses up to each row.
 
-    Divided by the sum of the weights, as in Adam, so that it begins at the first loss. What is
-    known of earlier rows is not computed again.
+    Only finite losses of steps without a verdict count. The mean is divided by the sum of the
+    weights, as in Adam, so that it begins at the first loss. Rows that are cached are not
+    computed again.
     """
     decay = _decay(rows)
     values, total, weight = rows.reduced.get(("smoothed", decay), (np.empty(0), 0.0, 0.0))
@@ -319,10 +327,12 @@ def _smoothed_loss(rows: MetricRows) -> NDArray[np.float64]:
 
 
 def _decaying_sum(values: NDArray[np.float64], decay: float, before: float) -> NDArray[np.float64]:
-    """y[t] = decay * y[t - 1] + values[t]: within blocks by a matrix, and alike over blocks."""
+    """Compute y[t] = decay * y[t - 1] + values[t], with y[-1] = `before`."""
     size = _BLOCK_ROWS
     blocks = np.zeros((-(-len(values) // size), size))
     blocks.reshape(-1)[: len(values)] = values
+    # Within a block the sums are a product with a triangular matrix; the sums at the ends of blocks
+    # follow the same recurrence with decay**size.
     age = np.subtract.outer(np.arange(size), np.arange(size))
     inside = blocks @ np.where(age >= 0, decay ** np.maximum(age, 0), 0.0).T
     carried = np.array([before])

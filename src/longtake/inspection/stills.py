@@ -1,7 +1,8 @@
-"""Stills of training clips that could not be decoded: the last frame that can be.
+"""Stills of training clips that could not be decoded: the last frame of each that can be.
 
-Clips lie outside of the folder of runs. So they are opened only for runs that this user began on
-this host, by the supervised process that training decodes with, and a page has a small copy inside.
+Clips are outside of the folder of runs. They are therefore opened only for runs that this user
+began on this host, by the supervised process that training decodes with; a page embeds a small
+copy.
 """
 
 import base64
@@ -29,13 +30,13 @@ MOST_STILLS: Final = 12
 _WIDTH, _HEIGHT, _QUALITY = 192, 128, 70
 _MOST_PICTURE_BYTES: Final = 24 * 2**10
 _CLIP_SECONDS: Final = 10.0  # without a sign of progress
-_MOST_TRIES: Final = 8  # frames of a clip that are looked for
+_MOST_TRIES: Final = 8  # frames of a clip that are tried
 _MOST_KEPT: Final = 2000
 _WAIT_SECONDS: Final = 0.7
 
 
 class _KeptStill(TypedDict):
-    """A file of the cache."""
+    """A still as it is stored in the cache."""
 
     frame: fsio.Count | None
     reason: str
@@ -44,10 +45,10 @@ class _KeptStill(TypedDict):
 
 @dataclass(frozen=True)
 class Still:
-    """The last frame of a clip that can be decoded; or why there is none."""
+    """The last frame of a clip that can be decoded, or why there is none."""
 
     picture: str | None
-    """As a data: URI."""
+    """The frame as a data: URI; None if there is none."""
     words: str
 
 
@@ -55,9 +56,9 @@ PENDING: Final = Still(None, "The still is being decoded: load the page again in
 
 
 def why_none(run: RunDirectory, files: Iterable[Path]) -> str | None:
-    """Why no clip of a run is opened; None: its clips may be.
+    """Return a sentence that says why no clip of a run is opened, or None if clips may be.
 
-    `files` are the catalogs that say where the clips lie.
+    `files` are the catalogs that contain the paths of the clips.
     """
     if not trust.is_own(run):
         return (
@@ -71,7 +72,7 @@ def why_none(run: RunDirectory, files: Iterable[Path]) -> str | None:
 
 
 def stills_of(clips: Sequence[Clip], wait_seconds: float = _WAIT_SECONDS) -> dict[str, Still]:
-    """The still of each clip by its identity; those that are not decoded in time are pending."""
+    """Return the still of each clip by identity; one that is not decoded in time is `PENDING`."""
     found, missing = dict[str, Still](), list[Clip]()
     for clip in clips[:MOST_STILLS]:
         if clip.media.is_remote:
@@ -94,13 +95,13 @@ def stills_of(clips: Sequence[Clip], wait_seconds: float = _WAIT_SECONDS) -> dic
 
 
 def _kept_path(clip: Clip) -> Path:
-    """The file of a clip's still, which differs for another file at the clip's place."""
+    """Return the cache path of a clip's still; it changes when the clip's file is replaced."""
     parts = clip.identity, clip.path, fsio.file_version(clip.media.file.resolve())
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     return fsio.cache_folder() / "stills" / f"{name}.json"
 
 
-_in_memory: dict[str, _KeptStill] = {}  # of the newest stills, where the cache cannot be written
+_in_memory: dict[str, _KeptStill] = {}  # newest stills, in case the cache cannot be written
 
 
 def _read_kept(clip: Clip) -> Still | None:
@@ -140,7 +141,7 @@ def _keep(clip: Clip, kept: _KeptStill) -> None:
 
 
 class _Decoder:
-    """Decodes in a thread, one clip after the other, while some are left."""
+    """Decodes clips one after the other in a thread that ends when none is left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -149,7 +150,7 @@ class _Decoder:
         self._thread: threading.Thread | None = None
 
     def add(self, clips: Iterable[Clip]) -> threading.Event:
-        """An event that is set when nothing is left."""
+        """Queue clips, and return an event that is set when none is left."""
         with self._lock:
             self._waiting |= {str(_kept_path(clip)): clip for clip in clips}
             if self._thread is None:
@@ -166,6 +167,7 @@ class _Decoder:
                 for clip in self._clips():
                     _keep(clip, _decode(clip, pool))
         finally:
+            # After an exception: pages must not wait for a thread that has ended.
             with self._lock:
                 if self._thread is threading.current_thread():
                     self._thread = None
@@ -175,6 +177,7 @@ class _Decoder:
     def _clips(self) -> Iterator[Clip]:
         while True:
             with self._lock:
+                # Decided under the lock: a clip that is added later starts a new thread.
                 if not self._waiting:
                     self._thread = None
                     self._done.set()
@@ -192,7 +195,7 @@ _DECODER: Final = _Decoder()
 
 
 def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:
-    """The last frame that can be decoded, found by halves, and why the one after it cannot be."""
+    """Find the last frame that can be decoded, by bisection, and why the next one cannot be."""
     good: tuple[int, str] | None = None
     last, reason, frame = clip.num_frames, "", clip.num_frames - 1
     for _ in range(_MOST_TRIES):
@@ -211,7 +214,7 @@ def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:
 
 
 def _picture(clip: Clip, frame: int, pool: "DecodePool") -> Any:
-    """[H, W, 3] uint8."""
+    """Decode one frame of a clip: [H, W, 3] uint8."""
     from longtake.data.buckets import window_of
     from longtake.data.window import Crop
 

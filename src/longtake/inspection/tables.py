@@ -39,16 +39,16 @@ _INCIDENTS = {
     "restarted_worker": "worker restarted",
     "checkpoint_failed": "save failed",
 }
-"""Where the words are not those of the event."""
+"""Words for incidents, where they are not those of the event's name."""
 _SENTENCES = (
     *("stalled", "rank_failed", "clock_stepped", "clock_slewed", "degraded", "disk_full"),
     "first_loss_high",
 )
-"""Events of which `said` is `incident_sentence`."""
+"""Kinds of events that `said` describes by `incident_sentence`."""
 
 
 def print_run(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what `run_facts` returned."""
+    """Print the facts of a run that `run_facts` returned."""
     _widen(console)
     steps = f"step {facts['steps']} of {facts['total_steps']}"
     title = f"{facts['run']}: {facts['family']}, {steps}, {_state(facts)}"
@@ -66,7 +66,7 @@ def print_run(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def print_steps(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what `step_facts` returned."""
+    """Print the facts of the steps around one that `step_facts` returned."""
     _widen(console)
     _print(console, f"[bold]{escape(facts['run'])}, around step {facts['step']}[/bold]")
     _print(console, _rows(facts))
@@ -80,7 +80,7 @@ def print_steps(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def said(event: Mapping[str, Any]) -> str:
-    """What an event says, in a line for people."""
+    """Describe an event in one line."""
     kind, step = event["event"], event.get("at")
     if kind in ("update_skipped", "anomaly_detected"):
         return f"step {step}: {_words(event['verdict'])}: {event['message']}"
@@ -114,7 +114,7 @@ def said(event: Mapping[str, Any]) -> str:
 
 
 def incident_words(incident: Mapping[str, Any]) -> str:
-    """What kind of incident it is, in a word or two; with its size or length."""
+    """Name the kind of an incident in a word or two, with its size or length."""
     words = _INCIDENTS.get(incident["event"], _words(incident["event"]))
     if incident["event"] == "clock_stepped" and "seconds" in incident:
         return f"{words} {incident['seconds']:+.3g} s"
@@ -124,7 +124,7 @@ def incident_words(incident: Mapping[str, Any]) -> str:
 
 
 def incident_sentence(incident: Mapping[str, Any]) -> str:
-    """What happened, on which node and why."""
+    """Describe what happened, on which node and why."""
     texts = (incident.get(name) for name in ("sentence", "message", "reason", "error"))
     text = str(next((each for each in texts if each), ""))
     text = text.removesuffix(str(incident.get("advice", ""))).rstrip()
@@ -136,7 +136,7 @@ def incident_sentence(incident: Mapping[str, Any]) -> str:
 
 
 def restart_sentence(restart: Mapping[str, Any]) -> str:
-    """Which steps a launch trained again, and why, of `facts.restarts`."""
+    """Describe which steps a launch trained again, and why (an item of `facts.restarts`)."""
     first, last, cause = (
         restart["step"] + 1,
         restart["step"] + restart["lost_steps"],
@@ -151,7 +151,7 @@ def restart_sentence(restart: Mapping[str, Any]) -> str:
 
 
 def _start_line(start: Mapping[str, Any]) -> str:
-    """One launch: from which step, how long, most of it on what."""
+    """Describe one launch in a line: its first step, its duration and the longest phases."""
     parts = sorted(start["seconds"].items(), key=lambda each: -each[1])[:3]
     most = ", ".join(f"{START_PHASES.get(part, part)} {seconds:.1f} s" for part, seconds in parts)
     down = start["down_seconds"]
@@ -160,14 +160,14 @@ def _start_line(start: Mapping[str, Any]) -> str:
 
 
 def _start_table(start: Mapping[str, Any], num_ranks: int) -> Table:
-    """The phases of one launch; with the slowest rank of each where there are several."""
+    """Return a table of one launch's phases, with the slowest rank of each if there are several."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("start-up", no_wrap=True)
     table.add_column("seconds", justify="right")
     if num_ranks > 1:
         table.add_column("slowest rank", justify="right")
     for part, seconds in start["seconds"].items():
-        if seconds < _LEAST_SECONDS_SHOWN:  # as of imports, which `longtake demo` made before
+        if seconds < _LEAST_SECONDS_SHOWN:  # for example imports that `longtake demo` made before
             continue
         slowest = str(start["slowest"].get(part, ""))
         cells = [START_PHASES.get(part, part), f"{seconds:.2f}", slowest]
@@ -180,7 +180,7 @@ def _start_table(start: Mapping[str, Any], num_ranks: int) -> Table:
 
 
 def _state(facts: Mapping[str, Any]) -> str:
-    """The run's state with what one wants to know of it: speed and time left, or since when."""
+    """Describe the run's state, with its speed and time left or its last sign of life."""
     kind, silent = facts["state"], facts["silent_seconds"]
     ago = "" if silent is None else f", last sign of life {format_duration(silent)} ago"
     if kind == "running":
@@ -217,7 +217,7 @@ def _value(value: object) -> str:
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Lines by what they are of."""
+    """Return the lines about a run by their headings."""
     lines = {
         "recipe": [facts["recipe"]],
         "begun": [format_time(facts["created"], with_date=True)],
@@ -229,7 +229,7 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     }
     if facts["settings"]:
         lines["settings"] = _shortened([said(each) for each in facts["settings"]])
-    # Of the newest there is a table.
+    # The newest start has a table of its own.
     if earlier := [_start_line(each) for each in facts["starts"][:-1]]:
         lines["started"] = _shortened(earlier)
     if facts["troubles"]:
@@ -294,7 +294,7 @@ def _rollback(record: Mapping[str, Any]) -> str:
 
 
 def _evaluated(facts: Mapping[str, Any]) -> list[str]:
-    """Of one preset: how far it is, the newest numbers, and what is amiss."""
+    """Describe one preset in lines: its checkpoints, newest numbers, alarms and failures."""
     steps = facts["steps"]
     lines = []
     if steps:
@@ -320,12 +320,13 @@ def _shortened(lines: Sequence[str]) -> list[str]:
 
 
 def _rows(facts: Mapping[str, Any]) -> Table:
-    """The rows of each pass; rows that lack what an older longtake did not write have a gap."""
+    """Return a table of the rows of each pass; what an older longtake did not write is empty."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     names = ["", "step", "batch", "loss", *(f"sigma\n{each}" for each in _QUARTERS)]
     for name in (*names, "gradient\nnorm", "weight\nnorm", "update\nratio"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
+    # Within a pass, the step less the row's index is constant.
     for _, rows in groupby(enumerate(facts["rows"]), lambda each: each[1]["step"] - each[0]):
         for _, row in rows:
             mark = "→" if row["step"] == facts["step"] else ""

@@ -1,4 +1,4 @@
-"""What happened in a run, on its time line, and where its hours went."""
+"""The events of a run as marks on a time line, and how the run's time was spent."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,15 +74,15 @@ _LOOKS: Final[dict[str, _Look]] = {
     "recovered": _Look("node", "nodes", "info"),
     "disk_full": _Look("disk", "nodes", "error"),
 }
-"""By event; others are not on the time line."""
+"""How each kind of event is shown; kinds that are missing here are not on the time line."""
 _MOST_MARKS = 200
-"""Of one kind and level; from this number on, those beside each other become one."""
+"""Number of marks of one kind and level above which neighbours become one mark."""
 _MOST_SECONDS = 1e9
 _OF_A_LAUNCH: Final = {
     *get_args(EventKind),
     *("rank_failed", "killed_rank", "stalled", "stall_cleared"),
 }
-"""Events that a launch's processes, or what happened to them, have caused."""
+"""Events that a launch's processes, or incidents of these, have caused."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +90,23 @@ class Mark:
     """Something that happened, or many things of one kind that happened close together."""
 
     step: int | None
-    """As metrics count; None: there are no metrics. Of many, the first one's."""
+    """Step as metrics count it; None without metrics. Several events: the first one's."""
     time: float | None
-    """Seconds since 1970; of many, the first one's."""
+    """Seconds since 1970. Several events: the first one's."""
     kind: str
-    """launch restart end failure stage epoch settings data captions rejected decoder ledger skip
-    spike rollback diverged checkpoint sample evaluation drift stall clock node disk"""
+    """One of: launch restart end failure stage epoch settings data captions rejected decoder ledger
+    skip spike rollback diverged checkpoint sample evaluation drift stall clock node disk"""
     text: str
     level: Level
     lane: Lane
     span: tuple[int, int] | None = None
-    """First and last step of what it covers: of a rollback, the step that it returned to and the
-    last that it gave up; of many, the steps of the first and the last."""
+    """First and last step covered. Rollback: the step that it returned to, and the last that it
+    gave up. Several events: the steps of the first and the last."""
     count: int = 1
 
 
 def all_events(run: RunDirectory) -> list[dict[str, Any]]:
-    """Events of the run, its nodes and its evaluation servers, in the order of their times.
+    """Return the events of the run, its nodes and its evaluation servers, in order of time.
 
     Raises:
         RecordError: a file or folder cannot be read.
@@ -121,9 +121,9 @@ def all_events(run: RunDirectory) -> list[dict[str, Any]]:
 def timeline(
     run: RunDirectory, rows: MetricRows, events: Sequence[Event] | None = None
 ) -> list[Mark]:
-    """All marks in the order of their steps, of one step in the order of their times.
+    """Return all marks in order of steps, and of times within a step.
 
-    `events`: what `all_events` has returned, where that is known.
+    `events` is the result of `all_events`, if it is known already.
 
     Raises:
         RecordError: a file of events cannot be read.
@@ -139,7 +139,7 @@ def timeline(
 
 
 def _placed(events: Sequence[Event], rows: MetricRows) -> Iterator[tuple[Event, int | None]]:
-    """Each event with its step; what is known to be the same only once."""
+    """Yield each event with its step; events about the same incident are yielded once."""
     for known in (*facts.settings_changes(events, rows), *facts.incidents(events, rows)):
         yield known, known["at"]
     for event in events:
@@ -159,7 +159,7 @@ def _look(event: Event) -> _Look:
 def _together(
     events: Sequence[tuple[Event, int | None]],
 ) -> Iterator[Sequence[tuple[Event, int | None]]]:
-    """Events of one kind: each alone, or, if there are many, those of one of equal spans."""
+    """Group events of one kind: each alone, or by equal spans of steps if there are many."""
     if len(events) <= _MOST_MARKS:
         yield from ([each] for each in events)
         return
@@ -208,7 +208,7 @@ def seconds_of(event: Event) -> float:
 
 
 class TimePart(NamedTuple):
-    """What a run's time was used for."""
+    """One use of a run's time, in seconds."""
 
     part: str
     seconds: float
@@ -226,34 +226,35 @@ PARTS: Final = (
     "down",
     "other",
 )
-"""`training` is of steps that count. `trained again` are steps that a crash lost, `rolled back`
-steps that the guard gave up. `stuck` is from the last step of a launch to its failure, and `down`
-from there to the next launch. `saving` is the time that steps after a save took above the median,
-and what was saved at an end."""
+"""Uses of a run's time. `training` are steps that count, `trained again` steps that a crash lost,
+`rolled back` steps that the guard gave up. `stuck` is from the last step of a launch to its
+failure, and `down` from there to the next launch. `saving` is the time above the median of steps
+after a save, and the time of the last save of a launch."""
 
 
 @dataclass(frozen=True)
 class _Period:
-    """One launch, in seconds since 1970, with the rows that it wrote."""
+    """One launch in seconds since 1970, with the rows that it wrote."""
 
     begin: float
     end: float  # its last sign of life
     rows: slice
-    has_ended: bool  # it said how
+    has_ended: bool  # whether it recorded how it ended
 
 
 def goodput(
     run: RunDirectory, rows: MetricRows, events: Sequence[Event] | None = None
 ) -> list[TimePart]:
-    """Seconds by part, as `PARTS`, from the first launch to the last sign of life.
+    """Return the seconds of each of `PARTS`, from the first launch to the last sign of life.
 
-    They add up to that time; where clocks were set back they may be more. `events` as in
-    `timeline`.
+    They add up to that time, or to more if clocks were set back. `events` is the result of
+    `all_events`, if it is known already.
 
     Raises:
         RecordError: a file of the run cannot be read.
     """
     events = all_events(run) if events is None else events
+    # Clocks may be set back; differences of times must not be negative.
     times = np.maximum.accumulate(rows.part("time", 0, len(rows)))
     periods = _periods(events, times, rows)
     found = dict.fromkeys(PARTS, 0.0)
@@ -279,7 +280,7 @@ def goodput(
 
 
 def share_of_training(parts: Sequence[TimePart]) -> float | None:
-    """The share of `training` in all of what `goodput` returned; None: there is nothing."""
+    """Return the share of `training` in the result of `goodput`, or None if no time has passed."""
     total = sum(each.seconds for each in parts)
     return dict(parts)["training"] / total if total else None
 
@@ -287,7 +288,7 @@ def share_of_training(parts: Sequence[TimePart]) -> float | None:
 def _periods(
     events: Sequence[Event], times: NDArray[np.float64], rows: MetricRows
 ) -> list[_Period]:
-    """The launches, by their events; rows without one are of a launch that begins with them."""
+    """Return the launches by their events; rows before the first one form a launch of their own."""
     begins = [place for place, event in enumerate(events) if event["event"] in BEGINNINGS]
     if not begins and not len(rows):
         return []
@@ -303,6 +304,7 @@ def _periods(
         alive = [seconds_of(each) for each in own if each["event"] in _OF_A_LAUNCH]
         last = max([time, *alive, *times[max(first_row, end_row - 1) : end_row].tolist()])
         began = _process_began(own, time)
+        # Periods must not overlap, or seconds would count twice.
         began = max(found[-1].end, began) if found else began
         kinds = {each["event"] for each in own}
         has_ended = not kinds.isdisjoint(ENDINGS)
@@ -311,7 +313,7 @@ def _periods(
 
 
 def _process_began(events: Sequence[Event], launched: float) -> float:
-    """When a launch's processes were started, as its `startup_timing` says."""
+    """Return when a launch's processes started, by its `startup_timing`; else `launched`."""
     for event in events:
         if event["event"] == "startup_timing":
             return min(launched, seconds_of(event) - _number(event["total"]))
@@ -321,7 +323,7 @@ def _process_began(events: Sequence[Event], launched: float) -> float:
 def _seconds_of_steps(
     run: RunDirectory, rows: MetricRows, events: Sequence[Event], periods: Sequence[_Period]
 ) -> dict[str, float]:
-    """Seconds by part of all steps; of those that follow a save or a rollback, of each a part."""
+    """Return the seconds of all steps by part; steps after a save or rollback are divided."""
     seconds = _clipped(rows.part("step_seconds", 0, len(rows)))
     data = np.minimum(_clipped(rows.part("data_seconds", 0, len(rows))), seconds)
     is_kept = ~rows.is_abandoned
@@ -337,6 +339,7 @@ def _seconds_of_steps(
         "stuck": _rows_of(rows, stalls),
         "saving": _rows_of(rows, [step + 1 for step in saved if isinstance(step, int)]),
     }
+    # What such a step takes above the usual time belongs to its cause; each step counts once.
     for part, places in after.items():
         chosen = places[is_free[places]]
         found[part] = float(np.maximum(0.0, seconds[chosen] - data[chosen] - usual).sum())
@@ -357,10 +360,11 @@ def _are_rollbacks(
     lasts: NDArray[np.int64],
     launches: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Whether the guard gave up each branch; else a launch lost it and another trained it again."""
+    """Return [branches] whether the guard gave up the branch; else a crash lost its steps."""
     steps = [each["from_step"] for each in run.rollbacks()]
     says_so: NDArray[np.bool_] = np.isin(rows.step[lasts], steps)
     says_so &= rows.raw_column("has_verdict")[lasts]
+    # A branch that ends where no launch begins was not lost by a crash.
     return says_so | ~np.isin(lasts + 1, [*launches.tolist(), len(rows)])
 
 
