@@ -1,4 +1,4 @@
-"""Scripts and style sheets of the pages; they need nothing from elsewhere."""
+"""Scripts and style sheets of the pages; none of them loads anything from another host."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Final
 
 SCRIPTS: Final = ("uPlot.iife.min.js",)
-"""Classic scripts that come before the module."""
+"""Classic scripts, loaded before the module."""
 STYLES: Final = ("uPlot.min.css", "board.css", "samples.css", "data.css", "nodes.css")
 MODULE: Final = "board.js"
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(?P<name>\w+\.js)";\n', re.MULTILINE)
@@ -23,7 +23,7 @@ def static_files() -> dict[str, bytes]:
 
 @cache
 def digest() -> str:
-    """Another one for other files; browsers may keep what has it in its URL for ever."""
+    """Return a digest of all files. It is part of their URLs, which browsers may cache for ever."""
     files = sorted(static_files().items())
     return sha256(b"".join(name.encode() + data for name, data in files)).hexdigest()[:12]
 
@@ -35,9 +35,9 @@ def static_url(name: str) -> str:
 
 @cache
 def bundled_module() -> str:
-    """All modules of the pages as one script, for a page that is one file.
+    """Return all modules of the pages as one script, for a page that is a single file.
 
-    Each module's names must be its own among all, and imports stand each on one line.
+    Names must be unique across all modules, and each import must be on one line.
     """
     return "".join(_bundled(MODULE, set()))
 

@@ -1,4 +1,4 @@
-"""Small plots of numbers over time or steps, and bars of parts, as SVG that needs no script."""
+"""Small plots over time or steps, and stacked bars, as SVG that needs no script."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,24 +15,24 @@ from longtake.inspection.columns import Numbers
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 8, 20
 _ROW, _BAR = 22, 14
 _LEAST_SPAN = 0.02
-"""Of a number: less is not drawn as if it were much."""
+"""Smallest height of the y axis, as a share of the values: less is not drawn as if it were much."""
 _GAP = 0.1
-"""Of the x axis, and five times the usual distance: a line does not cross what is wider."""
+"""A gap wider than this share of the x axis, and than five usual distances, breaks the line."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a plot; x does not fall, and not finite numbers are left out."""
+    """One line of a plot; x never falls, and numbers that are not finite are left out."""
 
     label: str
     x: Numbers
     y: Numbers
-    colour: str = "1"  # of `line-*` in nodes.css
+    colour: str = "1"  # suffix of a `line-*` class in nodes.css
 
 
 @dataclass(frozen=True)
 class Band:
-    """What lies between two lines."""
+    """The area between two lines of a plot."""
 
     label: str
     x: Numbers
@@ -42,20 +42,20 @@ class Band:
 
 @dataclass(frozen=True)
 class Axes:
-    """What the numbers of a plot mean."""
+    """Labels, limit and size of a plot."""
 
     unit: str
     said_of_x: Callable[[float], str]
     said_of_y: Callable[[float], str]
-    limit: float | None = None  # a number at which a line is drawn
+    limit: float | None = None  # a value at which a line is drawn
     width: int = 420
     height: int = 132
 
 
 def line_plot(lines: Sequence[Line], axes: Axes, bands: Sequence[Band] = ()) -> Markup | None:
-    """The plot, with the least and the greatest number of each pixel; None: there is no line.
+    """Draw a plot with minimum and maximum of each pixel; None if there is no line to draw.
 
-    A spike of one number is drawn however many numbers share its pixel.
+    A spike of a single number is drawn, however many numbers share its pixel.
     """
     xs = [each.x[np.isfinite(each.y)] for each in lines] + [each.x for each in bands]
     ys = [each.y[np.isfinite(each.y)] for each in lines]
@@ -76,7 +76,7 @@ def line_plot(lines: Sequence[Line], axes: Axes, bands: Sequence[Band] = ()) -> 
 
 @dataclass(frozen=True)
 class _Space:
-    """Where numbers lie in a picture."""
+    """Maps values to positions in a picture."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -122,7 +122,7 @@ def _grid(space: _Space, axes: Axes) -> Iterator[str]:
 
 
 def ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Round numbers within a span."""
+    """Return round numbers within a range, for the labels of an axis."""
     rough = (high - low) / most
     unit = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
     step = next(each * unit for each in (1, 2, 2.5, 5, 10) if each * unit >= rough * 0.999)
@@ -131,7 +131,7 @@ def ticks(low: float, high: float, most: int = 4) -> list[float]:
 
 
 def _path(line: Line, space: _Space) -> Iterator[str]:
-    """A move to the first point, a line to each other; gaps begin anew."""
+    """Yield SVG path commands of a line; a gap starts a new segment."""
     is_number = np.isfinite(line.y)
     x, y = line.x[is_number], line.y[is_number]
     if not len(x):
@@ -148,6 +148,7 @@ def _path(line: Line, space: _Space) -> Iterator[str]:
     before = bottoms[0]
     for column, top, bottom, begins in zip(columns[starts], tops, bottoms, is_new, strict=True):
         at = _LEFT + int(column)
+        # Each pixel is a vertical line; it begins at the end that is nearer to the previous pixel.
         near, far = (top, bottom) if abs(top - before) < abs(bottom - before) else (bottom, top)
         yield f"{'M' if begins else 'L'}{at} {near:.1f}"
         if far != near:
@@ -166,7 +167,7 @@ def _band(band: Band, space: _Space) -> str:
 
 @dataclass(frozen=True)
 class Stack:
-    """A bar of several parts, with the words before and behind it."""
+    """A bar of several parts, with the words before and after it."""
 
     label: str
     parts: Sequence[svg.Bar]
@@ -181,9 +182,9 @@ def stacks(
     room: int = 130,
     width: int = 640,
 ) -> Markup:
-    """Bars of parts, one below the other on one scale, and a line at a limit.
+    """Draw stacked bars, one below the other on one scale, and a line at a limit.
 
-    `room`: for the words behind the bars.
+    `room` is the width in pixels for the words after the bars.
     """
     most = max((sum(part.value for part in each.parts) for each in rows), default=0.0)
     most = max(most, limit or 0.0) or 1.0

@@ -1,4 +1,4 @@
-"""The page of a run's data: catalog, buckets, stages, ledger, and batches around verdicts."""
+"""The page of a run's data: catalogs, buckets, stages, ledger, and batches around verdicts."""
 
 import shlex
 from collections import Counter
@@ -20,7 +20,7 @@ from longtake.inspection import batch_facts, data_facts, ledger_facts, stills
 from longtake.inspection.curriculum_facts import LoadedData
 from longtake.inspection.reader import RunFacts
 
-_MOST_ROWS: Final = 10  # reasons, sizes, and values of one kind, that are listed
+_MOST_ROWS: Final = 10  # rows up to which reasons, sizes and values of one kind are listed
 _MOST_EPOCHS: Final = 60
 _MUCH_IS_CUT: Final = 0.25
 VERDICTS: Final = {"skip": "update skipped", "roll_back": "rolled back", "stop": "stopped"}
@@ -41,12 +41,12 @@ _COUNTED: Final = {
 
 
 def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """The page's HTML.
+    """Return the page's HTML.
 
     Args:
-        facts: of the run.
+        facts: the run's facts.
         links: how the page refers to others.
-        query: `step`, of the verdict that is open.
+        query: the URL's query; `step` is the step of the verdict that is open.
     """
     asked = query.get("step", "")
     step = int(asked) if asked.isascii() and asked.isdecimal() and len(asked) <= 15 else None
@@ -78,7 +78,7 @@ def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
 
 
 def catalog_values(data: data_facts.DataFacts, current: int | None) -> dict[str, Any]:
-    """Values of the templates `data_catalog.html` and `data_curriculum.html`."""
+    """Return the values of the templates `data_catalog.html` and `data_curriculum.html`."""
     return {
         "data": data,
         "catalogs": [CatalogView.of(each) for each in data.catalogs],
@@ -93,10 +93,10 @@ def catalog_values(data: data_facts.DataFacts, current: int | None) -> dict[str,
 
 
 def write_catalog_report(out: Path, loaded: LoadedData, summary: dict[str, Any]) -> None:
-    """Write catalogs, and what a recipe makes of them, to one HTML file.
+    """Write catalogs, and what a recipe trains of them, to one HTML file.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the file cannot be written.
     """
     values = catalog_values(data_facts.facts_of(loaded, summary), None)
     text = html_file.render_file(
@@ -106,7 +106,7 @@ def write_catalog_report(out: Path, loaded: LoadedData, summary: dict[str, Any])
 
 
 def current_batch(facts: RunFacts) -> int | None:
-    """How many batches of the data the run has passed; None: none yet."""
+    """Return how many batches of the plan the run has passed; None before its first step."""
     kept = facts.rows.kept
     if not len(kept):
         return None
@@ -114,11 +114,11 @@ def current_batch(facts: RunFacts) -> int | None:
 
 
 def show_command(facts: RunFacts, data: data_facts.DataFacts) -> str:
-    """The command that prints catalog and plan, with all clips."""
+    """Return the command that prints catalog and plan, computed from all clips."""
     run = facts.run.path
     path = run / (data.catalogs[0].file if data.catalogs else "catalogs")
     words = ["data", "show", str(path)]
-    if len(data.catalogs) == 1:  # of several, a recipe names the original files
+    if len(data.catalogs) == 1:  # a recipe of several names the original files, not the copies
         words.append(str(facts.run.recipe_path))
     return f"{process.command()} {shlex.join(words)}"
 
@@ -128,7 +128,7 @@ def show_command(facts: RunFacts, data: data_facts.DataFacts) -> str:
 
 @dataclass(frozen=True)
 class CatalogView:
-    """A catalog as the page shows it."""
+    """One catalog as the page shows it."""
 
     facts: data_facts.CatalogFacts
     sizes: Markup
@@ -163,7 +163,7 @@ class CatalogView:
 
 
 def histogram_of(found: data_facts.Histogram) -> Markup | str:
-    """A picture; words, if all clips have one value."""
+    """Return a picture of a histogram; a sentence if all clips have the same value."""
     if len(found.counts) > 1:
         return pictures.histogram(found)
     value = (found.edges[0] + found.edges[-1]) / 2
@@ -180,7 +180,7 @@ def _most(counts: Mapping[str, int]) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class BucketView:
-    """A bucket as the page shows it."""
+    """One bucket as the page shows it."""
 
     facts: Mapping[str, Any]
     box: Markup
@@ -193,11 +193,11 @@ class BucketView:
 
 @dataclass(frozen=True)
 class StageView:
-    """One catalog in one stage."""
+    """One catalog in one stage as the page shows it."""
 
     facts: Mapping[str, Any]
     place: int
-    """Of the stage in the curriculum."""
+    """Index of the stage in the curriculum."""
     scale: float
     buckets: list[BucketView]
     dropped: Markup | None
@@ -206,6 +206,7 @@ class StageView:
 
 
 def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView]:
+    """Return a view of each catalog in each stage; that of the current batch is open."""
     assert data.summary is not None
     now = data.strip.stage_at(current or 0) if data.strip else None
     entries = data.summary["stages"]
@@ -261,7 +262,7 @@ def _ledger(
 
 @dataclass(frozen=True)
 class RejectedView:
-    """Clips that could not be decoded, the newest with their stills."""
+    """Clips that could not be decoded; the newest ones have stills."""
 
     clips: list[tuple[ledger_facts.RejectedClip, Clip | None, stills.Still | None]]
     others: list[ledger_facts.RejectedClip]

@@ -1,4 +1,4 @@
-"""Pictures of the data page, as SVG: buckets to scale, histograms, stages over the batches."""
+"""Pictures of the data page as SVG: buckets to scale, histograms, stages over the batches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -20,7 +20,7 @@ def colour(place: int) -> str:
 
 
 def about(count: float | None, scale: float = 1.0, *, is_estimate: bool = False) -> str:
-    """A number of clips or batches; an estimate from a part of them has three digits."""
+    """Format a number of clips or batches; an estimate (`scale` is not 1) has three digits."""
     if count is None:
         return "-"
     if scale == 1 and not is_estimate:
@@ -33,7 +33,7 @@ def about(count: float | None, scale: float = 1.0, *, is_estimate: bool = False)
 
 
 def box(bucket: Mapping[str, Any], largest: int, longest: int) -> Markup:
-    """A bucket as a box: width and height to one scale, and its depth that of the frames."""
+    """Draw a bucket as a box: width and height to one scale, and frames as its depth."""
     scale = _SIDE / max(1, largest)
     width, height = max(2.0, bucket["width"] * scale), max(2.0, bucket["height"] * scale)
     frames = bucket["num_frames"]
@@ -57,7 +57,7 @@ def box(bucket: Mapping[str, Any], largest: int, longest: int) -> Markup:
 
 
 def bar(value: float, most: float, colour: str = "1") -> Markup:
-    """One bar without words, for a cell of a table."""
+    """Draw one bar without words, for a cell of a table."""
     length = _BAR_WIDTH * min(1.0, value / most) if most > 0 else 0.0
     return svg.picture(
         *(_BAR_WIDTH, _BAR_HEIGHT),
@@ -68,7 +68,7 @@ def bar(value: float, most: float, colour: str = "1") -> Markup:
 
 
 def cut(share: float) -> Markup:
-    """A picture of which a share is cropped away: what is kept, and a paler rest."""
+    """Draw the share of a picture that is cropped away as the paler end of a bar."""
     return svg.picture(
         *(_BAR_WIDTH // 2, _BAR_HEIGHT),
         f'<rect width="{_BAR_WIDTH // 2}" height="{_BAR_HEIGHT}" class="fill-warn cut"/>'
@@ -79,7 +79,7 @@ def cut(share: float) -> Markup:
 
 
 def histogram(found: Histogram) -> Markup:
-    """Bars of how often values occur, and below a lane for the values that each stage takes."""
+    """Draw the bars of a histogram, and below them a lane for the values that each stage takes."""
     edges, most = found.edges, max([1, *found.counts])
     low, high = edges[0], edges[-1]
     room = _WIDTH - 2 * _LEFT
@@ -136,10 +136,11 @@ def _short(value: float) -> str:
 
 
 def strip(found: StageStrip, current: int | None) -> Markup:
-    """Stages over the batches, stacked by their shares; a line where the run is.
+    """Draw the stages' shares of the batches as stacked areas, with a line where the run is.
 
-    It is as wide as the page, so its places are shares of the width.
+    It is as wide as the page, so horizontal positions are percentages.
     """
+    # Neighbouring spans with equal shares become one rectangle.
     num_spans, first, parts = len(found.shares[0]), 0, list[str]()
     columns = list(zip(*found.shares, strict=True))
     while first < num_spans:
@@ -185,7 +186,7 @@ def _end_label(x: str, anchor: str, text: str, y: int = _STRIP_HEIGHT + 15) -> s
 def counted_bars(
     rows: Sequence[tuple[str, int]], scale: float, colour: str = "1", first: str | None = None
 ) -> Markup:
-    """Horizontal bars of clips by what they have in common; the first may have its own colour."""
+    """Draw a bar for each group of clips; `first` is the colour of the first bar, if different."""
     return svg.bars(
         [
             svg.Bar(

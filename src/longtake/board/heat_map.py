@@ -1,4 +1,4 @@
-"""Heat maps of ranks: hosts down, ranks across, one sequential scale, and a mark at outliers."""
+"""Heat maps of ranks: a row per host, a cell per rank, one colour scale, and marked outliers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from longtake.inspection.node_reader import NodeNow, RankNow
 from longtake.node_numbers import COLUMNS, HealthSignal, find_far
 
 COLOURS: Final = 7
-_ROWS, _LEAST_ROWS = 32, 8  # hosts below each other
-_NARROW = 2  # ranks of a host; hosts of no more stand beside each other if there are many
+_ROWS, _LEAST_ROWS = 32, 8  # hosts in a block, one below the other
+_NARROW = 2  # ranks of a host up to which many hosts are drawn side by side
 _MANY_HOSTS = 40
-_ACROSS, _DOWN = 10, 10  # hosts of a block then
+_ACROSS, _DOWN = 10, 10  # hosts in a block if they are drawn side by side
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PhaseLook:
 
     letter: str
     colour: str = ""
-    """`fill-*` in board.css, of phases that a step is made of."""
+    """Suffix of a `fill-*` class in board.css, for phases of which a step consists."""
 
 
 PHASES: Final[Mapping[str, PhaseLook]] = {
@@ -55,7 +55,7 @@ UNKNOWN_PHASE: Final = PhaseLook("?")
 
 @dataclass(frozen=True)
 class RankNumber:
-    """A number of ranks that a map can show."""
+    """A measurement of ranks that a map can show."""
 
     key: str
     title: str
@@ -69,7 +69,7 @@ def _seconds(value: float) -> str:
 
 
 def _of_gpu(label: str) -> RankNumber:
-    """The number in a column of the table of nodes, of the GPU of each rank."""
+    """Return the measurement of a column of the table of nodes, for each rank's own GPU."""
     column = COLUMNS[label]
     name, signal = column.number, column.signal
     return RankNumber(label, f"GPU {label}", lambda it: it.of_gpu(name), column.text, signal)
@@ -85,7 +85,7 @@ MEASURES: Final = (
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A drawn map with its legend."""
+    """A drawn map with its legend and its outliers."""
 
     measure: RankNumber
     blocks: list[Markup]
@@ -93,12 +93,12 @@ class HeatMap:
     least: str
     middle: str
     most: str
-    outliers: list[str]  # in words, the worst first
-    num_without: int  # ranks of which the number is not known
+    outliers: list[str]  # sentences, worst first
+    num_without: int  # ranks without a value
 
 
 def heat_map(nodes: Sequence[NodeNow], measure: RankNumber) -> HeatMap | None:
-    """The map of a measure; None: it is known of no rank."""
+    """Return the map of a measurement, or None if no rank has a value."""
     ranks = [rank for node in nodes for rank in node.ranks]
     known = [(rank, value) for rank in ranks if (value := measure.value(rank)) is not None]
     if not known:
@@ -132,7 +132,7 @@ class _Scale:
     @classmethod
     def of(cls, values: Numbers, far: frozenset[float], measure: RankNumber) -> "_Scale":
         middle = float(np.median(values))
-        room = 2 * measure.signal.spread * abs(middle)  # smaller differences mean nothing
+        room = 2 * measure.signal.spread * abs(middle)  # smaller differences are noise
         low, high = np.percentile(values, [2, 98])
         return cls(min(float(low), middle - room), middle, max(float(high), middle + room), far)
 
@@ -145,7 +145,7 @@ class _Scale:
 
 
 def _blocks(nodes: Sequence[NodeNow], measure: RankNumber, scale: _Scale) -> Iterator[Markup]:
-    """Pictures beside each other, so that a narrow page has them below each other."""
+    """Yield pictures that a wide page shows side by side, and a narrow one below each other."""
     across = max((len(node.ranks) for node in nodes), default=1) or 1
     if across <= _NARROW and len(nodes) > _MANY_HOSTS:
         per_block = _ACROSS * _DOWN
@@ -166,7 +166,7 @@ def _cell_size(num_hosts: int, across: int) -> int:
 def _table(
     nodes: Sequence[NodeNow], across: int, num_hosts: int, measure: RankNumber, scale: _Scale
 ) -> Markup:
-    """A row for each host, a cell for each of its ranks."""
+    """Draw a row for each host with a cell for each of its ranks."""
     size = _cell_size(num_hosts, across)
     label = _label_width(nodes)
     parts = []
@@ -179,7 +179,7 @@ def _table(
 
 
 def _grid(nodes: Sequence[NodeNow], across: int, measure: RankNumber, scale: _Scale) -> Markup:
-    """Hosts of few ranks: ten beside each other, named by the first of a row."""
+    """Draw hosts of few ranks, ten side by side; each row is labelled with its first host."""
     size, label = 12, _label_width(nodes)
     parts = []
     for place, node in enumerate(nodes):
@@ -234,7 +234,7 @@ def _cell(
 
 
 def _mark(x: float, y: float, size: float) -> str:
-    """A frame and a corner, which tell without colour."""
+    """Draw a frame and a corner, which can be seen without colours."""
     corner = max(4.0, 0.45 * size)
     return (
         f'<path class="outlier" d="M{x:g} {y:g}h{size:g}v{size:g}h-{size:g}z"/>'

@@ -1,4 +1,4 @@
-"""One HTML file that needs no server and no network: styles and scripts are inside of it."""
+"""Writes one HTML file that needs no server and no network: it has styles and scripts inside."""
 
 import base64
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from longtake.board.pages import PageLinks, render
 def render_file(
     template: str, links: PageLinks | None = None, scripts: Sequence[str] = (), **values: Any
 ) -> str:
-    """The text of a file from a template that extends `file.html`."""
+    """Return the text of a file, from a template that extends `file.html`."""
     files = assets.static_files()
     styles = [files[name].decode() for name in assets.STYLES]
     return render(
@@ -31,7 +31,7 @@ def render_file(
 
 
 def _policy(styles: Iterable[str], scripts: Iterable[str]) -> str:
-    """Only what is in the file may run, and nothing is loaded from elsewhere."""
+    """Return a content security policy: only what is in the file may run, nothing is loaded."""
 
     def hashes(texts: Iterable[str]) -> str:
         digests = (base64.b64encode(sha256(each.encode()).digest()).decode() for each in texts)
@@ -48,19 +48,19 @@ def _policy(styles: Iterable[str], scripts: Iterable[str]) -> str:
 
 
 def check_name(out: Path) -> None:
-    """Refuse a path that does not end in .html, or that holds something else.
+    """Refuse a path that does not end in .html, or that exists and is not a page.
 
     Raises:
-        RunError: says what was expected.
+        RunError: the path cannot be used; the message says what was expected.
     """
     fsio.check_picture_name(out, (".html",))
 
 
 def write(out: Path, text: str) -> None:
-    """Write the file.
+    """Write a page to a file.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the file cannot be written.
     """
     try:
         fsio.write_text(out, text)

@@ -1,4 +1,4 @@
-"""The page of a run's nodes: ranks as a heat map, numbers over time, outliers, stalls, failures."""
+"""The page of a run's nodes: heat map of ranks, plots over time, outliers, stalls, failures."""
 
 import shlex
 from collections import Counter
@@ -27,8 +27,8 @@ from longtake.node_dir import NodeDirectory
 from longtake.node_numbers import COLUMNS, find_far
 
 _MOST_COMPARED = 500
-"""Nodes times all their numbers: up to so many are compared as by `longtake health`, which takes
-half a second; of more the watchers' words count."""
+"""Limit of nodes times their numbers for comparing them like `longtake health`, which takes half
+a second. Above it, the outliers are those that the watchers found."""
 _MOST_LINES, _MOST_NAMED = 8, 4
 _BINS = 120
 _MOST_ROWS, _MOST_MARKED, _MOST_FAILURES, _MOST_LOG_ENDS, _LOG_BYTES = 2000, 40, 50, 5, 2**12
@@ -39,13 +39,13 @@ _OF_HEALTH = ("degraded", "clock_stepped", "clock_slewed")
 
 
 def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """The page's HTML.
+    """Return the page's HTML.
 
     Args:
-        facts: of the run.
+        facts: the run's facts.
         links: how the page refers to others.
-        query: `show`, the number that the heat map shows (`heat_map.MEASURES`); `stall`, the token
-            of the stall whose stacks are shown.
+        query: the URL's query; `show` is the number that the heat map shows
+            (`heat_map.MEASURES`), `stall` the token of the stall whose stacks are shown.
     """
     is_live = facts.summary.state in ("running", "stalled")
     nodes, problems = read_nodes(facts.run, is_live=is_live)
@@ -93,11 +93,11 @@ def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) ->
 @dataclass(frozen=True)
 class _Shown:
     maps: list[heat_map.HeatMap]
-    known: list[heat_map.RankNumber]  # those that can be chosen
+    known: list[heat_map.RankNumber]  # numbers that can be chosen
 
 
 def _measures(nodes: Sequence[NodeNow], chosen: str | None, *, is_static: bool) -> _Shown:
-    """The chosen map; all of them on a page that cannot be asked again."""
+    """Return the chosen map; all maps on a page that cannot load another one."""
     ranks = [rank for node in nodes for rank in node.ranks]
     known = [
         each for each in heat_map.MEASURES if any(each.value(rank) is not None for rank in ranks)
@@ -108,7 +108,7 @@ def _measures(nodes: Sequence[NodeNow], chosen: str | None, *, is_static: bool) 
 
 
 def _phases_now(ranks: Sequence[RankNow]) -> list[dict[str, Any]]:
-    """How many ranks are in each phase; of few, which."""
+    """Count the ranks in each phase; if there are few, name them."""
     counts = Counter(rank.phase for rank in ranks if rank.phase)
     found = []
     for phase, count in counts.most_common():
@@ -128,7 +128,7 @@ def _phases_now(ranks: Sequence[RankNow]) -> list[dict[str, Any]]:
 
 
 def _phase_times(ranks: Sequence[RankNow]) -> dict[str, Any] | None:
-    """Where the time of a step goes: a bar for each rank, or for the mean and the slowest."""
+    """Return where the time of a step goes: bars of each rank, or of the mean and the slowest."""
     known = [rank for rank in ranks if rank.phases]
     if not known:
         return None
@@ -193,13 +193,13 @@ def _milliseconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Health:
-    """What is worse than usual, and what happened."""
+    """Outliers among the nodes, and the newest events of their health."""
 
     outliers: dict[str, list[str]]  # sentences by host
-    flagged: dict[str, set[str]]  # columns of the table by host
-    events: list[tuple[str, str]]  # time and sentence, the newest first
+    flagged: dict[str, set[str]]  # marked columns of the table, by host
+    events: list[tuple[str, str]]  # time and sentence, newest first
     has_clock_event: bool
-    is_compared: bool  # here, and not by the watchers
+    is_compared: bool  # True if the page compared the nodes, False if their watchers did
     problem: str
 
 
@@ -214,7 +214,7 @@ def _health(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
 
 
 def _compared(facts: RunFacts) -> Health:
-    """As `longtake health` compares them."""
+    """Compare the nodes as `longtake health` does."""
     try:
         found = node_facts(facts.run, _EVENT_SECONDS)["nodes"]
     except (errors.LongtakeError, OSError, ValueError, KeyError) as error:
@@ -233,7 +233,7 @@ def _compared(facts: RunFacts) -> Health:
 
 
 def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
-    """As the nodes' watchers found, each by its neighbours."""
+    """Collect the outliers that the nodes' watchers found, and those of the newest numbers."""
     last: dict[str, dict[str, Any]] = {}
     for event in facts.events:
         if event["event"] in ("degraded", "recovered", "watcher_started"):
@@ -260,7 +260,7 @@ def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
 
 
 def _far_from_others(nodes: Sequence[NodeNow]) -> Iterator[tuple[str, str, str]]:
-    """Nodes of which a number is now far worse than on most: host, column and a sentence."""
+    """Yield host, column and sentence of nodes whose number is far worse than the median."""
     for label, column in COLUMNS.items():
         values = {node.host: node.numbers[label] for node in nodes if label in node.numbers}
         if not column.marked_by or len(values) < _ENOUGH_NODES:
@@ -279,23 +279,23 @@ def _has_clock(kinds: set[str]) -> bool:
 
 
 def _column_of(signal: str) -> str:
-    """The column of the table that a signal marks; empty: none."""
+    """Return the column of the table that a signal marks; empty if there is none."""
     return next((name for name, each in COLUMNS.items() if signal.startswith(each.marked_by)), "")
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A row of the table of nodes."""
+    """One row of the table of nodes."""
 
     host: str
     state: str
-    is_bad: bool  # of the state
-    cells: list[tuple[str, bool]]  # texts, and whether they are marked
+    is_bad: bool  # whether the state is bad
+    cells: list[tuple[str, bool]]  # text, and whether it is marked
     is_marked: bool
 
 
 def _table(nodes: Sequence[NodeNow], health: Health) -> dict[str, Any]:
-    """Rows that are marked first if there are many, and what is usual."""
+    """Return the rows of the table, marked ones first if it is long, and the usual values."""
     columns = [label for label in COLUMNS if any(label in node.numbers for node in nodes)]
     rows = [_node_row(node, columns, health) for node in nodes[:_MOST_ROWS]]
     marked = [row for row in rows if row.is_marked]
@@ -344,7 +344,7 @@ def _history(facts: RunFacts) -> HealthHistory:
 
 
 def _plots(facts: RunFacts, nodes: Sequence[NodeNow], health: Health) -> list[dict[str, Any]]:
-    """A plot for each column of which numbers were recorded."""
+    """Return a plot for each column that has recorded numbers."""
     history, hosts = _history(facts), [node.host for node in nodes]
     if hosts:
         history.update(facts.run, hosts)
@@ -364,7 +364,7 @@ def _plots(facts: RunFacts, nodes: Sequence[NodeNow], health: Health) -> list[di
 def _plot(
     series: Mapping[str, tuple[Numbers, Numbers]], named: Sequence[str], label: str
 ) -> Markup | None:
-    """A line for each of few nodes; of many the median, a band, the ends and what is named."""
+    """Draw a line per node; for many nodes the median, a band, both extremes and outliers."""
     axes = charts.Axes("", _clock_time(series), _in_unit(label))
     if len(series) <= _MOST_LINES:
         lines = [
@@ -387,9 +387,10 @@ def _plot(
 
 
 def _binned(series: Mapping[str, tuple[Numbers, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Middles of equal spans of time, and of each node the number that is furthest from its mean.
+    """Return the middles of equal spans of time, and [nodes, spans] one number for each.
 
-    Spans without a number of any node are left out; a spike stays.
+    It is the number that is furthest from the node's mean, so that spikes stay. Spans without any
+    number are left out.
     """
     first = min(float(times[0]) for times, _ in series.values())
     last = max(float(times[-1]) for times, _ in series.values())
@@ -400,7 +401,7 @@ def _binned(series: Mapping[str, tuple[Numbers, Numbers]]) -> tuple[Numbers, Num
         bins = np.minimum(_BINS - 1, (times[is_number] - first) // width).astype(np.int64)
         own: Numbers = values[is_number]
         order = np.argsort(np.abs(own - own.mean()), kind="stable")
-        table[row, bins[order]] = own[order]  # of equal bins the last counts
+        table[row, bins[order]] = own[order]  # in each bin the last, most extreme number stays
     has_numbers = np.isfinite(table).any(axis=0)
     middles = np.asarray(first + width * (np.arange(_BINS) + 0.5), np.float64)
     return middles[has_numbers], table[:, has_numbers]
@@ -414,7 +415,7 @@ def _clock_time(series: Mapping[str, tuple[Numbers, Numbers]]) -> Any:
 
 
 def _in_unit(label: str) -> Any:
-    """A tick in the unit of its column."""
+    """Return a function that formats a tick of the y axis in the column's unit."""
     if label in ("step", "disk write"):
         return format_short_duration
     return COLUMNS[label].text
@@ -424,7 +425,7 @@ def _in_unit(label: str) -> Any:
 
 
 def _failures(facts: RunFacts) -> list[dict[str, str]]:
-    """Ranks that failed or were ended, and launches that began again, the newest first."""
+    """Return failed or ended ranks, and launches that resumed, the newest first."""
     found, ends = list[dict[str, str]](), 0
     kinds = ("rank_failed", "killed_rank", "restarted_worker", "resumed")
     for event in reversed(facts.events):
@@ -469,7 +470,8 @@ def _where(event: Mapping[str, Any]) -> str:
 
 
 def _log_name(facts: RunFacts, path: str) -> str:
-    """The path below the run of a log that a rank's launcher wrote; empty: it is elsewhere."""
+    """Return the path below the run of a log that a launcher wrote; empty if it is elsewhere."""
+    # The event has the path on the node that wrote it, where the run may be mounted elsewhere.
     _, mark, below = path.rpartition("/nodes/")
     name = f"nodes/{below}" if mark else ""
     return name if name and "/logs/" in name and (facts.run.path / name).is_file() else ""

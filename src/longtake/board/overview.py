@@ -1,4 +1,4 @@
-"""The page of a run: its numbers over the steps, what happened, and where its hours went."""
+"""The overview page of a run: metrics over the steps, events, and how its time was spent."""
 
 import shlex
 import stat
@@ -41,13 +41,13 @@ _PART_COLOURS: Final = {
 
 
 def status_of(facts: RunFacts) -> dict[str, str]:
-    """`status_line`, with the exact goodput."""
+    """Return `status_line` of a run, with the exact goodput instead of the list's estimate."""
     exact = replace(facts.summary, goodput=share_of_training(facts.goodput))
     return status_line(exact)
 
 
 def status_line(summary: RunSummary) -> dict[str, str]:
-    """What the head of a run's pages says; a part of which nothing is known is empty."""
+    """Return the parts of the head of a run's pages; a part that is unknown is empty."""
     state = STATES.get(summary.state or "", "unknown")
     if summary.state == "running" and summary.recovered:
         state = "recovered"
@@ -71,10 +71,10 @@ def said_of_speed(step_seconds: float) -> str:
 
 
 def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """The page's HTML.
+    """Return the page's HTML.
 
     Args:
-        facts: of the run.
+        facts: the run's facts.
         links: how the page refers to others.
         query: `log`, the name of a log whose end is shown; in a file, `first` and `last`, the steps
             that plots show. What the plots of a server show is up to the script.
@@ -105,7 +105,7 @@ def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str])
 
 
 def _series(facts: RunFacts, query: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that the page's plots can show."""
+    """Return the series of all plots of the page, for a file that cannot load them later."""
     names = (name for panel in panels_of(facts.rows) for name in (*panel.names, *panel.more))
     span = {name: query[name] for name in ("first", "last") if name in query}
     chosen = {"names": ",".join(names), "pixels": str(DEFAULT_PIXELS), **span}
@@ -113,7 +113,7 @@ def _series(facts: RunFacts, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def hours(facts: RunFacts) -> Any:
-    """Where the run's time went, as a picture; None: it has none yet."""
+    """Return a picture of how the run's time was spent, or None if it has spent none."""
     parts = [each for each in facts.goodput if each.seconds > 0]
     if not parts:
         return None
@@ -126,13 +126,13 @@ def hours(facts: RunFacts) -> Any:
 
 
 def planned_bytes(events: list[dict[str, Any]]) -> int | None:
-    """The memory of a step that the newest launch planned."""
+    """Return the peak memory of a step as planned by the newest launch, in bytes."""
     plan = newest_plan(events)
     return plan.memory.step_peak_bytes if plan and plan.memory else None
 
 
 def samples_of(facts: RunFacts, links: PageLinks) -> list[dict[str, Any]]:
-    """Each sampled checkpoint, and the page that shows it."""
+    """Return each sampled step with the URL of the page that shows it."""
     directory, found = EvaluationDirectory(facts.run), dict[int, str]()
     for preset in directory.presets():
         for step in directory.steps(preset):
@@ -142,7 +142,7 @@ def samples_of(facts: RunFacts, links: PageLinks) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RecipeKey:
-    """A key of a recipe, and whether it is as it would be unset."""
+    """One key of a recipe, with its value and its default."""
 
     name: str
     value: str
@@ -151,7 +151,7 @@ class RecipeKey:
 
 
 def keys_of(recipe: Recipe) -> list[RecipeKey]:
-    """All keys of a recipe by their names; what the recipe must say has no default."""
+    """Return all keys of a recipe; a key that every recipe must set has no default."""
     known, values = config.defaults(), config.flat(recipe)
     return [
         RecipeKey(
@@ -165,7 +165,7 @@ def keys_of(recipe: Recipe) -> list[RecipeKey]:
 
 
 def spelled(value: object) -> str:
-    """A recipe's value as TOML has it, or nearly so."""
+    """Format a recipe's value like TOML; None, which TOML lacks, becomes "unset"."""
     match value:
         case None:
             return "unset"
@@ -183,7 +183,7 @@ def spelled(value: object) -> str:
 
 
 def commands(facts: RunFacts) -> list[dict[str, str]]:
-    """What can be typed next, as `longtake show` says it, and how to write this page to a file."""
+    """Return what can be typed next: the commands of `longtake show`, and `longtake report`."""
     own, path, run = process.command(), shlex.quote(str(facts.run.path)), facts.run
     try:
         found = next_commands(
@@ -200,7 +200,7 @@ def commands(facts: RunFacts) -> list[dict[str, str]]:
 
 
 def logs_of(facts: RunFacts) -> list[str]:
-    """Paths below the run of what its processes said, the newest launch's first."""
+    """Return paths of the processes' logs below the run, those of the newest launch first."""
     run, found = facts.run, ["evaluate.log"]
     for node in all_nodes(run):
         found.append(node.log_path.relative_to(run.path).as_posix())
@@ -220,8 +220,9 @@ def _is_log(path: Path) -> bool:
 
 
 def read_log(facts: RunFacts, name: str | None) -> dict[str, str] | None:
-    """The end of a log; the first one's, if none is named."""
+    """Return the end of a log (of the first one if `name` is None), or None if it is unknown."""
     known = logs_of(facts)
+    # Only names that `logs_of` has found are read: the query could name any other file.
     if not known or (name is not None and name not in known):
         return None
     name = name or known[0]

@@ -1,4 +1,4 @@
-"""Pages as functions from facts to HTML: the same for the server and for a report."""
+"""Renders pages from facts to HTML: the same pages for the server and for a report."""
 
 import json
 import math
@@ -23,7 +23,7 @@ PAGES: Final[dict[PageName, str]] = {
     "nodes": "Nodes",
     "plan": "Plan",
 }
-"""The pages of a run with their titles, in the order of their links."""
+"""The pages of a run with their titles, in the order of the navigation links."""
 STATES: Final = {
     "running": "running",
     "stalled": "stalled",
@@ -38,34 +38,34 @@ _LARGEST_SCALE = 1e300
 
 
 class PageLinks(Protocol):
-    """How a page refers to others, to files of a run, and to data that it loads later."""
+    """Makes a page's URLs: of other pages, of a run's files, and of data that it loads later."""
 
     layout: str
-    """The template that a run's pages extend."""
+    """Name of the template that a run's pages extend."""
 
     def home(self) -> str:
-        """URL of all runs; empty: there is no such page."""
+        """Return the URL of the list of runs; empty if there is no such page."""
 
     def live(self, run: str | None) -> str:
-        """URL that says what is new of a run, or of all; empty: nothing does."""
+        """Return the URL that streams news of a run, or of all runs; empty if there is none."""
 
     def page(self, page: PageName, run: str, **query: object) -> str: ...
 
     def media(self, run: str, path: str) -> str | None:
-        """URL of a file by its path below the run; None: it is not to be had."""
+        """Return the URL of a file by its path below the run; None if it is not available."""
 
     def poster(self, run: str, path: str) -> str | None:
-        """URL of a video's still by its path below the run; None: it is not to be had."""
+        """Return the URL of a video's still by its path below the run; None if not available."""
 
     def series(self, run: str) -> str:
-        """URL of the numbers that plots draw; empty: they are in the page."""
+        """Return the URL of the numbers that plots draw; empty if they are in the page."""
 
     def static(self, name: str) -> str:
-        """URL of a script or style sheet; empty: all of them are in the page."""
+        """Return the URL of a script or style sheet; empty if they are all in the page."""
 
 
 class ServerLinks:
-    """PageLinks between pages that the server has."""
+    """URLs of the pages and files that the board's server serves."""
 
     layout = "run_base.html"
 
@@ -97,12 +97,12 @@ def _query(values: Mapping[str, object]) -> str:
 
 
 def _quoted(path: str) -> str:
-    """A path in a URL; a name that is not UTF-8 leads nowhere."""
+    """Return a path quoted for a URL; a name that is not UTF-8 gives a URL that leads nowhere."""
     return quote(path, errors="replace")
 
 
 def render(template: str, links: PageLinks | None, **values: Any) -> str:
-    """A page's HTML; all text is escaped, and control characters are spelled."""
+    """Return a page's HTML; all text is escaped, and control characters are spelled out."""
     return environment().get_template(template).render(links=links, **values)
 
 
@@ -133,7 +133,7 @@ def environment() -> Environment:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """With so many significant digits; "-" for None and what is not finite."""
+    """Format a number with `digits` significant digits; "-" for None, NaN and infinity."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
@@ -144,32 +144,33 @@ def percent(share: float | None) -> str:
 
 
 def at(seconds: float | None) -> str:
-    """A time in seconds since 1970, as `2026-03-01 12:30 UTC`."""
+    """Format seconds since 1970 as `2026-03-01 12:30 UTC`."""
     if seconds is None:
         return "-"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def embedded(value: Any) -> Markup:
-    """JSON for a `<script type="application/json">`, which nothing in it can end."""
+    """Return JSON for a `<script type="application/json">`; no text in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    # "<" could begin "</script>" or "<!--"; U+2028 and U+2029 end lines in older JavaScript.
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return Markup(text)  # noqa: S704 - no character of it is special in HTML
 
 
 def rounded(values: Iterable[float], digits: int = 6) -> list[float | None]:
-    """Numbers for JSON, with few digits; None stands for what is not finite."""
+    """Round numbers for JSON to `digits` significant digits; None stands for NaN and infinity."""
     numbers = np.asarray(values if isinstance(values, np.ndarray) else [*values], np.float64)
     is_finite = np.isfinite(numbers)
     with np.errstate(all="ignore"):
         magnitudes = np.floor(np.log10(np.abs(numbers)))
         places = np.where(np.isfinite(magnitudes), digits - 1 - magnitudes, 0)
-        scales = 10.0 ** np.abs(places)  # as 1e-5 has no exact double, and 1e5 has
+        scales = 10.0 ** np.abs(places)  # never 1e-5, which is not exact as a double; 1e5 is
         is_small = places >= 0
         short = np.round(np.where(is_small, numbers * scales, numbers / scales))
         short = np.where(is_small, short / scales, short * scales)
-        # Of the least and greatest doubles the scale is no double.
+        # Near the limits of doubles the scale itself overflows: such numbers stay as they are.
         short = np.where(np.isfinite(short) & (scales < _LARGEST_SCALE), short, numbers)
     found: list[float | None] = short.tolist()
     if is_finite.all():

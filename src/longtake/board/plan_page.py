@@ -1,6 +1,6 @@
-"""The page of a run's plan: memory by policy and part, the option of each block, measurements.
+"""The page of a run's memory plan: policies, parts, options of each block, and measurements.
 
-The plan stands in plan.json, and in the event `memory_planned` where a launch kept no file.
+The plan is read from plan.json, or from the event `memory_planned` if there is no such file.
 """
 
 import shlex
@@ -63,7 +63,7 @@ _PART_COLOURS: Final = {
 
 
 def render_plan(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """The page's HTML; `query` is not used."""
+    """Return the page's HTML; `query` is not used."""
     plan, problem = read_plan(facts)
     path = shlex.quote(str(facts.run.recipe_path))
     values = None if plan is None else _values(plan)
@@ -87,7 +87,7 @@ def render_plan(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
 
 
 def read_plan(facts: RunFacts) -> tuple[MemoryPlan | None, str]:
-    """The newest plan of a run, and a sentence about what cannot be read."""
+    """Return the newest plan of a run, and a sentence about what cannot be read."""
     problem = ""
     try:
         kept = read_below(facts.run.path, facts.run.plan_path.name, KeptPlan, _PLAN_BYTES)
@@ -103,19 +103,19 @@ def read_plan(facts: RunFacts) -> tuple[MemoryPlan | None, str]:
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """A policy of the table."""
+    """One policy as a row of the table."""
 
     name: str
     is_chosen: bool
-    sizes: tuple[str, str, str]  # when the backward pass begins, its peak, a later step's
+    sizes: tuple[str, str, str]  # at the end of the forward pass; peak; peak of a later step
     overhead: str
-    fits: str  # yes, no, or empty: there is no budget
+    fits: str  # yes or no; empty without a budget
     meaning: str
 
 
 def _values(plan: MemoryPlan) -> dict[str, Any]:
     chosen, policies = plan.memory, list(plan.compared)
-    # a mixture is none of the policies that it was compared with
+    # A mixture is not among the policies that it was compared with.
     if chosen is not None and all(policy.name != chosen.name for policy in policies):
         policies.append(chosen)
     activations = [option.activations for option in plan.options.values()]
@@ -173,7 +173,7 @@ def _policy_bars(policies: Sequence[PolicyForecast], plan: MemoryPlan) -> Markup
 
 
 def _part_sizes(plan: MemoryPlan) -> Iterator[tuple[str, int]]:
-    """Parts of a step's peak, in bytes."""
+    """Yield the parts of a step's peak, in bytes; activations are what the others leave."""
     memory, fixed = plan.memory, plan.fixed
     if memory is None or fixed is None:
         return
@@ -226,14 +226,14 @@ def _part_rows(plan: MemoryPlan) -> list[dict[str, str]]:
         ]
         if away := fixed.optimizer.host:
             beside.append(("offloaded", away, "optimizer states, in host RAM"))
-        for name, size, meaning in beside:  # not a part of the peak by itself
+        for name, size, meaning in beside:  # sizes that are not a part of the peak by themselves
             row = {"name": name, "colour": "", "size": format_size(size), "share": ""}
             rows.append({**row, "meaning": meaning})
     return rows
 
 
 def block_strip(options: Mapping[str, BlockOption]) -> Markup | None:
-    """One cell per block in the model's order: activations above, frozen weights below."""
+    """Draw a cell per block in the model's order: activations above, frozen weights below."""
     shown = list(options.items())[:_MOST_BLOCKS]
     if not shown:
         return None
@@ -286,7 +286,7 @@ def _cell(
 def _legend(
     kind: str, values: Iterable[str], colours: Mapping[str, str], words: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The options that blocks have, the most frequent first."""
+    """Return the options that blocks have, the most frequent first."""
     return [
         {
             "of": kind,
@@ -320,7 +320,7 @@ def _gib(gib: float) -> str:
 
 
 def _peak_plot(facts: RunFacts, plan: MemoryPlan | None) -> dict[str, Any] | None:
-    """Peak memory of rank 0's GPU over the steps, and the planned one."""
+    """Plot peak memory of rank 0's GPU over the steps, with the planned peak as a limit."""
     kept = facts.rows.kept
     if not len(kept):
         return None

@@ -1,4 +1,4 @@
-"""What the plots of a run page draw, as JSON: series, branches that were given up, marks."""
+"""The data of a run page's plots as JSON: series, branches that were given up, and marks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ TITLES: Final = {
     "memory": "Peak memory of rank 0's GPU",
     "flops": "Computed",
 }
-"""The plots of a run page in their order; `Metric.panel` says which draws a number."""
+"""Titles of a run page's plots in their order; `Metric.panel` says which plot shows a metric."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Panel:
 
     key: str
     names: tuple[str, ...]
-    """Series that are drawn at first."""
+    """Series that are shown at first."""
     more: tuple[str, ...]
-    """Series that can be shown in it."""
+    """Series that can be switched on."""
 
     @property
     def title(self) -> str:
@@ -73,7 +73,7 @@ PANELS: Final = tuple(_panel(key) for key in TITLES)
 
 
 def panels_of(rows: MetricRows) -> list[Panel]:
-    """The plots of a run; without those whose numbers it does not have."""
+    """Return the plots of a run, without those for which it has no numbers."""
     return [
         each
         for each in PANELS
@@ -83,14 +83,14 @@ def panels_of(rows: MetricRows) -> list[Panel]:
 
 
 def series_payload(rows: MetricRows, query: Mapping[str, str]) -> dict[str, Any]:
-    """Series of some steps.
+    """Return series of a span of steps, as JSON-able data.
 
     Args:
-        rows: of the run.
+        rows: the run's metrics.
         query: `names` (with commas), `first`, `last`, `pixels` and `x`, all optional.
 
     Raises:
-        ValueError: a name is unknown, or what should be a number is none.
+        ValueError: a name is unknown, or a value that should be a number is not.
     """
     names = [name for name in query.get("names", "loss,loss_smoothed").split(",") if name]
     unknown = [name for name in names if name not in SERIES]
@@ -122,9 +122,9 @@ def _count(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def as_json(series: Series) -> dict[str, Any]:
-    """Least, greatest and mean number of each pixel; the first two only where they differ."""
+    """Return mean, minimum and maximum of each pixel; the last two only where they differ."""
     is_range = bool(np.any(series.low < series.high))
-    # Of a part of the sigmas that no clip of a step drew, there is no loss: that is no fault.
+    # A step in which no clip drew a sigma of a part has no loss of that part: not a fault.
     is_sparse = series.metric.is_sparse
     bad = [] if is_sparse else series.x[np.flatnonzero(series.is_not_finite)].tolist()
     return {
@@ -160,7 +160,7 @@ def _branches(
 
 
 def marks_payload(marks: Sequence[Mark]) -> list[dict[str, Any]]:
-    """The time line; times are seconds since 1970."""
+    """Return the marks of the time line as JSON-able data; times are seconds since 1970."""
     return [
         {
             "step": mark.step,

@@ -1,4 +1,4 @@
-"""The pages of a run, by their names in URLs."""
+"""The functions that render a run's pages, by the pages' names in URLs."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -16,4 +16,4 @@ RENDER: Final[dict[PageName, Render]] = {
     "nodes": nodes_page.render_nodes,
     "plan": plan_page.render_plan,
 }
-"""From facts and the URL's query to HTML."""
+"""Functions from facts, links and the URL's query to HTML."""

@@ -29,7 +29,7 @@ class ReportLinks:
 
     run: RunFacts
     media_bytes: int
-    """Room for videos and pictures."""
+    """Maximum total size of the embedded videos and pictures."""
     layout: str = "bare.html"
     num_left_out: int = 0
     _chosen: dict[str, bytes] = field(default_factory=dict)
@@ -90,7 +90,9 @@ def _base64(data: bytes) -> str:
 
 
 def newest_first(facts: RunFacts) -> Iterable[str]:
-    """Videos and pictures of samples by their paths below the run: those that say most first.
+    """Yield paths of sampled videos and pictures below the run, the most informative first.
+
+    These are of the newest checkpoint of each preset, then of the first, then of those between.
 
     That is the newest checkpoint of each preset, then the first, then those between.
     """
@@ -110,7 +112,7 @@ def newest_first(facts: RunFacts) -> Iterable[str]:
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """The last, the first, and then the middles of what is between those that stand before."""
+    """Order steps: the last, the first, then repeatedly the middle of each remaining gap."""
     found = [*steps[-1:], *steps[:1]]
     gaps = [(0, len(steps) - 1)]
     while gaps:
@@ -128,8 +130,8 @@ def render_report(
     pages: Sequence[PageName] = tuple(RENDER),
     query: Mapping[str, str] | None = None,
 ) -> str:
-    """The file's text: pages of a run, below each other."""
-    # The videos first, where there are some.
+    """Return the text of one file with pages of a run, one below the other."""
+    # Videos come first, if there are any.
     has_samples = facts.summary.sample is not None
     order = sorted(pages, key=lambda name: name != "samples") if has_samples else pages
     sections = {name: Markup(RENDER[name](facts, links, query or {})) for name in order}  # noqa: S704 - rendered
@@ -147,7 +149,7 @@ def render_report(
 
 
 def _results(facts: RunFacts) -> Iterable[str]:
-    """A line of the newest numbers of each preset."""
+    """Yield a line with the newest measures of each preset."""
     directory = EvaluationDirectory(facts.run)
     for preset in directory.presets():
         steps = directory.steps(preset)
@@ -160,7 +162,7 @@ def _results(facts: RunFacts) -> Iterable[str]:
             else f"{name.replace('_', ' ')} {value:.3g}"
             for name, value in scores["measures"].items()
         ]
-        # A share of prompts that are right says most, so it stands first.
+        # Adherence comes first: the share of prompts that are shown right says most.
         numbers.sort(key=lambda text: not text.startswith("adherence"))
         yield f"Preset {preset} at step {steps[-1]:,}: {', '.join(numbers)}"
 
@@ -176,17 +178,17 @@ def write_report(
     pages: Sequence[PageName] = tuple(RENDER),
     query: Mapping[str, str] | None = None,
 ) -> ReportLinks:
-    """Write pages of a run to a file.
+    """Write pages of a run to one HTML file.
 
     Args:
         path: the run directory.
         out: the file.
         media_mib: room for videos and pictures.
-        pages: those that are written.
-        query: what they show, as on the board.
+        pages: names of the pages to write.
+        query: settings of the pages, as in the board's URLs.
 
     Returns:
-        What the file has of the run's videos.
+        The links of the file, with the videos and pictures that it embeds.
 
     Raises:
         RunError: there is no run, or the file cannot be written.
@@ -198,6 +200,7 @@ def write_report(
             "recipe that was trained."
         )
     html_file.check_name(out)
+    # The run directory may be someone else's: no file outside of its folder is opened.
     with fsio.reading_below(reader.folder):
         facts = reader.facts()
         links = ReportLinks(facts, int(media_mib * _MIB))

@@ -17,11 +17,11 @@ _COMPARED = ("loss", "loss_smoothed", "grad_norm", "weight_norm", "learning_rate
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run in the list, as the page shows it."""
+    """One run in the list as the page shows it."""
 
     summary: RunSummary
     name: str
-    """From the folder to it; empty: the folder itself."""
+    """Path from the folder to the run; empty if the run is the folder itself."""
     title: str
     line: dict[str, str]
     sample: str | None
@@ -50,7 +50,7 @@ def _listed(folder: Path, summary: RunSummary, links: PageLinks) -> ListedRun:
 
 
 def render_comparison(folder: Path, runs: Sequence[RunFacts], links: PageLinks) -> str:
-    """Curves of some runs over each other, and the recipe keys in which they differ."""
+    """Return a page with the curves of runs in one plot, and the recipe keys that differ."""
     return render(
         "compare.html",
         links,
@@ -68,7 +68,7 @@ def _curves(facts: RunFacts) -> dict[str, Any]:
 
 
 def differing_keys(runs: Sequence[RunFacts]) -> list[tuple[str, list[str]]]:
-    """Keys whose values are not the same in all recipes, with the value of each."""
+    """Return the recipe keys that differ between runs, with the value of each run."""
     flat = [config.flat(each.recipe) if each.recipe else {} for each in runs]
     names = dict.fromkeys(name for each in flat for name in each)
     found = []

@@ -1,6 +1,6 @@
-"""The page of a run's samples: prompts down, checkpoints across, one checkpoint, or two compared.
+"""The page of a run's samples: prompts by checkpoints, one checkpoint, or two side by side.
 
-The grid, the measures and what scripts need are in the HTML; other views are made by samples.js.
+The HTML has the grid, the measures and the data for scripts; samples.js makes the other views.
 """
 
 import shlex
@@ -31,13 +31,13 @@ from longtake.inspection.sampled import (
 from longtake.run_dir import RunDirectory
 
 COLUMNS: Final = 6
-"""Checkpoints across, unless the query says otherwise: what a browser decodes at once."""
+"""Default number of checkpoints across: as many videos as a browser decodes at once."""
 COLUMNS_OF_TINY: Final = 12
 COLUMN_CHOICES: Final = (4, 6, 8, 12, 24)
 VIEWS: Final = ("grid", "single", "compare")
 MODES: Final = ("side", "swipe", "difference")
 TINY_SIDE: Final = 128
-"""Pixels of the longer side, below which clips are enlarged by whole factors, never blurred."""
+"""Longer side in pixels below which clips are enlarged by whole factors, so never blurred."""
 _CELL_SIDE = 96
 _MOST_OFFERED = 200
 _MOST_PROMPT = 2000
@@ -46,7 +46,7 @@ _EARLIER: Final = {"before": "the checkpoint before", "first": "the first checkp
 
 @dataclass(frozen=True)
 class Cell:
-    """A prompt and seed at a checkpoint; `url` is None where there is no file."""
+    """One prompt and seed at one checkpoint; `url` is None if there is no file to show."""
 
     step: int
     scene: int
@@ -58,12 +58,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """A measure over the checkpoints."""
+    """One measure over the checkpoints."""
 
     name: str
     unit: str
     values: list[float | None]
-    """One for each checkpoint."""
+    """One value per checkpoint; None where it was not measured."""
     band: tuple[float, float] | None
     marks: dict[int, str]
     picture: Markup
@@ -71,7 +71,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the query asks for, as far as there is that."""
+    """The query's values, replaced by defaults where missing or invalid."""
 
     preset: str
     step: int
@@ -84,10 +84,10 @@ class Choice:
 
 
 def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """The page's HTML.
+    """Return the page's HTML.
 
     Args:
-        facts: of the run.
+        facts: the run's facts.
         links: how the page refers to others.
         query: `preset`, `step`, `view` (grid, single or compare), `with` (what the step is compared
             with: `preset:NAME`, `run:NAME`, `before` or `first`), `mode` (side, swipe or
@@ -136,7 +136,7 @@ def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) 
 
 
 def _chosen_preset(sampled: Sequence[SampledPreset], query: Mapping[str, str]) -> SampledPreset:
-    """The one of the query; else the one with the query's step that was sampled last."""
+    """Return the preset named in the query, else one with its step, else the newest sampled."""
     step = _number(query.get("step"))
     return max(
         sampled,
@@ -178,12 +178,13 @@ def _one_of(known: Sequence[str], wanted: str | None) -> str:
 
 
 def columns(steps: Sequence[int], chosen: int, count: int) -> list[int]:
-    """At most `count` steps: the first, the chosen, the newest, and others evenly between."""
+    """Choose at most `count` steps: first, chosen and newest, and others evenly between."""
     if len(steps) <= count:
         return list(steps)
     places = {round(place * (len(steps) - 1) / (count - 1)) for place in range(count)}
     wanted = steps.index(chosen)
     if wanted not in places:
+        # The chosen step takes the place of its nearest neighbour, but never of the first or last.
         inner = places - {0, len(steps) - 1}
         places -= {min(inner, key=lambda place: abs(place - wanted))} if inner else set()
         places.add(wanted)
@@ -210,7 +211,7 @@ def _row(
 def _galleries(
     facts: RunFacts, links: PageLinks, sampled: Sequence[SampledPreset], shown: SampledPreset
 ) -> list[dict[str, Any]]:
-    """The newest results of the other presets, for a page that cannot be asked for them."""
+    """Return the newest results of the other presets, for a file that cannot load them later."""
     found = []
     for preset in sampled:
         result = preset.results[-1]
@@ -226,7 +227,7 @@ def _galleries(
 
 
 def _is_right(result: Result, scene: Scene) -> bool | None:
-    """Whether a video shows what its prompt asks for, where that is measured."""
+    """Return whether a video shows what its prompt asks for; None if that was not measured."""
     adherence = result.adherence.get(scene)
     return None if adherence is None else adherence >= 1
 
@@ -255,7 +256,7 @@ def _files_there(facts: RunFacts, preset: SampledPreset, step: int) -> set[str]:
 def _pictures(
     facts: RunFacts, links: PageLinks, preset: SampledPreset, scene: Scene
 ) -> list[dict[str, str]]:
-    """Copies of the inputs that a prompt was sampled with."""
+    """Return name and URL of each input picture that a prompt was sampled with."""
     number = next(
         (file.partition("_")[0] for each in preset.results for file in _file_of(each, scene)), ""
     )
@@ -283,7 +284,7 @@ def _is_tiny(preset: SampledPreset) -> bool:
 
 
 def cell_size(height: float | None, width: float | None, side: int) -> tuple[int, int] | None:
-    """Width and height in pixels; a tiny clip's are a multiple of its own. None: not known."""
+    """Return width and height in pixels; tiny clips get a multiple of theirs. None if unknown."""
     if height is None or width is None:
         return None
     longer = max(height, width)
@@ -295,7 +296,7 @@ def cell_size(height: float | None, width: float | None, side: int) -> tuple[int
 
 
 def measures_of(preset: SampledPreset, now: int) -> list[Measured]:
-    """The means of all measures, then the loss on held-out clips, over the checkpoints."""
+    """Return the means of all measures, then the held-out losses, over the checkpoints."""
     results = [each for each in preset.results if each.is_whole]
     names = dict.fromkeys(name for each in reversed(results) for name in each.measures)
     losses = dict.fromkeys(name for each in results for name in each.held_out)
@@ -310,7 +311,7 @@ def measures_of(preset: SampledPreset, now: int) -> list[Measured]:
 
 
 def said_of_alarm(alarm: Alarm) -> str:
-    """Only drift is an alarm: a model that has learnt little differs from its training clips."""
+    """Describe an alarm. Only drift is one: early models differ from their clips by nature."""
     message = alarm["message"].replace(alarm["measure"], alarm["measure"].replace("_", " "), 1)
     return message if alarm["kind"] == "drift" else f"A comparison, not a fault: {message}"
 
@@ -345,7 +346,7 @@ def _earlier(preset: SampledPreset) -> list[tuple[str, str]]:
 def _offered(
     facts: RunFacts, presets: Mapping[str, SampledPreset], preset: SampledPreset
 ) -> list[tuple[str, str]]:
-    """What `with` may be, and how it is called."""
+    """Return the values that `with` may have, each with a title."""
     scenes = set(preset.scenes)
     alike = [
         (f"preset:{name}", f"{name} ({each.weights or 'weights not known'})")
@@ -360,7 +361,7 @@ def _offered(
 
 
 def _runs_with(facts: RunFacts, preset: str) -> Mapping[str, RunDirectory]:
-    """Other runs that have results of a preset."""
+    """Return other runs that have results of a preset, by name."""
     return {
         name: run
         for name, run in facts.neighbours().items()
@@ -371,9 +372,9 @@ def _runs_with(facts: RunFacts, preset: str) -> Mapping[str, RunDirectory]:
 def _other(
     facts: RunFacts, preset: SampledPreset, against: str
 ) -> tuple[str, SampledPreset] | None:
-    """The name of the run and the preset that `with` means; None: it is of the preset itself."""
+    """Return the run's name and the preset that `with` names, or None if it is not found."""
     kind, _, name = against.partition(":")
-    if not name:  # a name without its kind: of a run, or of weights
+    if not name:  # neither "run:" nor "preset:": the name of a run, a preset or its weights
         kind, name = "run" if against in facts.neighbours() else "preset", against
     if kind == "run":
         run = _runs_with(facts, preset.name).get(name)
@@ -423,7 +424,11 @@ def _other_videos(
 def _videos(
     run: str, links: PageLinks, preset: SampledPreset, scenes: Sequence[Scene]
 ) -> dict[str, Any]:
-    """Files of all checkpoints in the order of the scenes; sets of names that are equal once."""
+    """Describe the files of all checkpoints in the order of the scenes.
+
+    `sets` has each different list of file names once, as most checkpoints have the same; a step
+    refers to its list by index.
+    """
     sets: dict[tuple[str | None, ...], int] = {}
     steps, can_load = [], bool(links.series(run))
     for each in preset.results:
@@ -458,7 +463,7 @@ def _checkpoints(run: RunDirectory) -> list[int]:
 
 
 def _command(facts: RunFacts, preset: SampledPreset) -> dict[str, Any]:
-    """Parts of the command that samples a video again; a step and a file's name stand between."""
+    """Return the parts of the command that samples a video again; scripts add step and file."""
     run = shlex.quote(str(facts.run.path))
     prompts = [
         f"--prompt {shlex.quote(scene.prompt)} --seed {scene.seed}"
@@ -474,7 +479,7 @@ def _command(facts: RunFacts, preset: SampledPreset) -> dict[str, Any]:
 
 
 def sample_options(settings: Mapping[str, Any], weights: str, recipe: Recipe | None) -> list[str]:
-    """Options of `longtake sample` for settings that are not those of the recipe."""
+    """Return options of `longtake sample` for settings that differ from the recipe's."""
     usual: dict[str, Any] = {}
     if recipe is not None:
         usual = recipe.sampling.model_dump(mode="json")
@@ -508,7 +513,7 @@ def sample_options(settings: Mapping[str, Any], weights: str, recipe: Recipe | N
 
 @cache
 def _units() -> Mapping[str, str]:
-    """Units of the measures that longtake has itself."""
-    from longtake.evaluation.measures import MEASURES  # scipy takes long to import
+    """Return the units of longtake's own measures."""
+    from longtake.evaluation.measures import MEASURES  # imports scipy, which is slow
 
     return {name: known.unit for name, known in MEASURES.items()}

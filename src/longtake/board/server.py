@@ -1,7 +1,7 @@
-"""`longtake board`: a read-only web server over a folder of runs.
+"""Serves `longtake board`: a read-only web server for a folder of runs.
 
-It answers GET alone, from this machine unless --host says otherwise, and opens no file outside of
-the folder.
+It only answers GET, only from this machine unless --host says otherwise, and opens no file outside
+of the folder.
 """
 
 import asyncio
@@ -55,17 +55,17 @@ from longtake.run_dir import RunDirectory
 DEFAULT_PORT: Final = 8420
 _POLL_SECONDS = 1.0
 _TICK_SECONDS = 0.2
-_ALIVE_SECONDS = 15.0  # a proxy or a browser may end a connection that says nothing
+_ALIVE_SECONDS = 15.0  # a proxy or a browser may close a connection that is silent for longer
 _LIST_SECONDS = 5.0
 _MOST_STREAMS = 64
-_REQUEST_SECONDS = 20.0  # for the headers of a request to arrive
+_REQUEST_SECONDS = 20.0  # in which the headers of a request must arrive
 _MOST_READERS = 16
 _LISTED_SECONDS = 10.0
-_PATIENCE_SECONDS = 2.0  # then a page says how far the reading of metrics.jsonl is
+_PATIENCE_SECONDS = 2.0  # after it, a page shows the progress of reading metrics.jsonl
 _POSTERS_AT_ONCE = CapacityLimiter(4)
-"""Decoding takes long: with threads of its own, it keeps no page waiting."""
+"""Decoding stills is slow: with threads of its own, it does not keep pages waiting."""
 _GZIPPED_BYTES = 2048
-_COLUMN_BYTES = 2**20  # of a long run, which glibc would keep where they are below 32 MiB
+_COLUMN_BYTES = 2**20  # size of a long run's columns: glibc would keep freed ones below 32 MiB
 _STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _POLICY: Final = "; ".join(
     (
@@ -85,7 +85,7 @@ _HEADERS: Final = {
 
 
 class Board:
-    """The runs of a folder, and readers of those that were looked at last."""
+    """The runs of a folder, with readers of those that were opened most recently."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,11 +98,12 @@ class Board:
         self.stopping = Event()
 
     def reader(self, name: str) -> RunReader:
-        """The reader of a run by its path below the folder.
+        """Return the reader of a run by its path below the folder.
 
         Raises:
             HTTPException: there is no run of that name.
         """
+        # The runs are looked for without the lock: in a large folder that takes seconds.
         with self._lock:
             known = self._readers.get(name)
             if known is not None and is_folder_below(self.folder, name):
@@ -118,11 +119,11 @@ class Board:
             return found
 
     def run_names(self) -> list[str]:
-        """Paths of the runs below the folder; empty: the folder itself."""
+        """Return the paths of the runs below the folder; empty for the folder itself."""
         return [self._name(path) for path in find_runs(self.folder)]
 
     def other_runs(self, name: str) -> dict[str, RunDirectory]:
-        """Runs besides the one of that name, by theirs; looked for again after a while."""
+        """Return the runs except `name` by name; the listing is cached for `_LISTED_SECONDS`."""
         now = time.monotonic()
         if self._listed is None or now - self._listed[0] > _LISTED_SECONDS:
             self._listed = now, self.run_names()
@@ -194,7 +195,7 @@ def show_series(request: Request) -> Response:
 
 
 def show_media(request: Request) -> Response:
-    """A video or picture below the folder; ranges of bytes may be asked for."""
+    """Serve a video or picture below the folder; requests for a range of bytes are answered."""
     name = request.path_params["path"]
     kind = MEDIA_TYPES.get(PurePosixPath(name).suffix.lower())
     if kind is None:
@@ -207,7 +208,7 @@ def show_media(request: Request) -> Response:
 
 
 class _FileAnswer(FileResponse):
-    """An open file. What is sent is the file that was checked, whatever is renamed meanwhile."""
+    """Sends an open file: the file that was checked, even if its path is replaced meanwhile."""
 
     def __init__(self, file: BufferedReader, kind: str) -> None:
         path, headers = f"/proc/self/fd/{file.fileno()}", {"cache-control": "private, max-age=60"}
@@ -220,7 +221,7 @@ class _FileAnswer(FileResponse):
 
 
 async def show_poster(request: Request) -> Response:
-    """A still of a video below the folder, or a drawn picture that says why there is none."""
+    """Serve a still of a video below the folder, or an SVG that says why there is none."""
     name, top = request.path_params["path"], _board(request).folder
     if PurePosixPath(name).suffix.lower() not in MEDIA_TYPES:
         raise HTTPException(404, "Only stills of videos of runs are served.")
@@ -267,7 +268,7 @@ def _all_lives(board: Board) -> dict[str, Any]:
 
 
 def live(folder: Path, path: Path) -> dict[str, Any]:
-    """What of a run may be new, from the ends of its files."""
+    """Return what may be new of a run, read from the ends of its files."""
     return _as_live(summarize(folder, path))
 
 
@@ -278,9 +279,9 @@ def _as_live(summary: RunSummary) -> dict[str, Any]:
 
 
 def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float) -> Response:
-    """Server-sent events: one whenever what `read` returns has changed.
+    """Stream server-sent events: one whenever the result of `read` has changed.
 
-    Nothing is read while no page listens; the browser connects again by itself.
+    Nothing is read while no page is connected; the browser reconnects by itself.
     """
     board = _board(request)
     kind, headers = "text/event-stream", {"cache-control": "no-store"}
@@ -298,6 +299,7 @@ def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float
                 if text != last or silent >= _ALIVE_SECONDS:
                     yield f"data: {text}\n\n".encode()
                     last, silent = text, 0.0
+            # Short naps, so that a server that is stopped does not wait for the end of the pause.
             end = anyio.current_time() + seconds
             while not board.stopping.is_set() and anyio.current_time() < end:
                 await anyio.sleep(_TICK_SECONDS)
@@ -307,7 +309,7 @@ def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float
 
 
 class _EventStream(StreamingResponse):
-    """A stream that counts from when it is granted, so that many requests at once are not all."""
+    """A stream that counts from its creation, so that simultaneous requests obey the limit."""
 
     def __init__(self, board: Board, events: AsyncIterator[bytes], **options: Any) -> None:
         super().__init__(events, **options)
@@ -328,7 +330,7 @@ _HOST: Final = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:[0-9]{1,5}
 
 
 class Guard:
-    """Refuses other methods, other hosts' names and, where there is a token, who has none."""
+    """Refuses other methods, other host names and, if there is a token, requests without it."""
 
     def __init__(
         self, app: Starlette, folder: Path, hosts: frozenset[str], token: str | None, port: int
@@ -356,6 +358,8 @@ class Guard:
     def _refusal(self, request: Request) -> Response | None:
         if request.method not in ("GET", "HEAD"):
             return _error(request, 405, "The board only answers GET.")
+        # A page of another site could reach this server by a domain that resolves to this machine
+        # (DNS rebinding); the Host header then has that domain.
         host = request.headers.get("host", "")
         found = _HOST.fullmatch(host)
         if found is None or found["name"].lower() not in self.hosts:
@@ -393,7 +397,7 @@ def _show_failure(request: Request, error: Exception) -> Response:
 
 
 class _Text(StringConvertor):
-    """The rest of a path, in which a run's name may have a newline."""
+    """Matches the rest of a path, in which a run's name may contain a newline."""
 
     regex = "(?s:.*)"
 
@@ -404,7 +408,7 @@ register_url_convertor("text", _Text())
 def make_app(
     folder: Path, *, hosts: frozenset[str], token: str | None = None, port: int = DEFAULT_PORT
 ) -> Guard:
-    """The application for a server, which answers to some hosts' names."""
+    """Return the application, which answers requests for the given host names only."""
     app = Starlette(
         routes=[
             Route("/", show_runs),
@@ -436,7 +440,7 @@ class _Connection(H11Protocol):
     request, the oldest is closed, so that they never use up the process's file descriptors.
     """
 
-    waiting: ClassVar[dict["_Connection", asyncio.TimerHandle]] = {}  # oldest first
+    waiting: ClassVar[dict["_Connection", asyncio.TimerHandle]] = {}  # the oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -471,19 +475,19 @@ class _Connection(H11Protocol):
 
 
 def _most_waiting() -> int:
-    """A quarter of the files that this process may open."""
+    """Return a quarter of the number of files that this process may open."""
     return max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
 class _Server(uvicorn.Server):
-    """Ends the streams of events at the first signal, as it would wait for them."""
+    """Ends the event streams at the first signal: uvicorn would wait for them."""
 
     def __init__(self, config: uvicorn.Config, board: Board) -> None:
         super().__init__(config)
         self._board = board
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See `uvicorn.Server`."""
+        """Handle a signal as `uvicorn.Server` does, after the streams were told to stop."""
         self._board.stopping.set()
         super().handle_exit(sig, frame)
 
@@ -498,7 +502,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; the next free port, if this one is the default and taken.
+    """Return a socket that listens on `port`, or on a port after it if the default is taken.
 
     Raises:
         RunError: the address cannot be used.
@@ -527,7 +531,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def known_hosts(host: str) -> frozenset[str]:
-    """Names in the Host header by which the board may be asked for."""
+    """Return the names in the Host header that the board accepts."""
     names = {"localhost", "127.0.0.1", "[::1]"}
     if not is_loopback(host):
         own = socket.gethostname()
@@ -542,7 +546,7 @@ def known_hosts(host: str) -> frozenset[str]:
 
 
 def address(host: str, port: int, path: str = "/", token: str | None = None) -> str:
-    """The URL to open; a token stands after "#", which browsers never send or log."""
+    """Return the URL to open; a token is placed after "#", which browsers never send or log."""
     shown = "localhost" if is_loopback(host) else host
     if host in ("0.0.0.0", "::"):  # noqa: S104 - it is compared
         shown = socket.gethostname()
@@ -551,7 +555,7 @@ def address(host: str, port: int, path: str = "/", token: str | None = None) -> 
 
 
 def serve(folder: Path, host: str, sock: socket.socket, token: str | None) -> None:
-    """Answer until Ctrl-C or SIGTERM."""
+    """Serve the board until Ctrl-C or SIGTERM."""
     port = sock.getsockname()[1]
     app = make_app(folder, hosts=known_hosts(host), token=token, port=port)
     process.return_large_blocks(_COLUMN_BYTES)

@@ -1,4 +1,4 @@
-"""Stalls of a run as a page shows them: the diagnosis, what was done, and stacks as a tree."""
+"""Stalls of a run as a page shows them: the diagnosis, what was done, and a tree of stacks."""
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
@@ -24,7 +24,7 @@ from longtake.run_dir import RunDirectory
 
 _MOST_STALLS, _MOST_GROUPS, _MOST_CALLS, _MOST_THREADS = 100, 60, 40, 30
 _DIAGNOSIS_BYTES, _DUMP_BYTES = 2**22, 2**25
-_READ_BYTES, _READ_NODES = 12 * 2**20, 64  # of dumps; more takes longer than a page should
+_READ_BYTES, _READ_NODES = 12 * 2**20, 64  # of dumps; reading more would take too long
 _STATES: Final = {
     "stuck": "it does not move",
     "slow": "it moves, for longer than ever",
@@ -39,7 +39,7 @@ _Name = Annotated[str, Field(max_length=4096)]
 
 
 class _Suspect(TypedDict):
-    """`monitor.diagnosis.Suspect`."""
+    """A `monitor.diagnosis.Suspect` as JSON."""
 
     host: _Name
     pid: fsio.Count
@@ -59,7 +59,7 @@ class _Waiting(TypedDict):
 
 
 class _Diagnosis(TypedDict):
-    """What is used of stalls/<token>.json."""
+    """The keys of stalls/<token>.json that the page uses."""
 
     token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]
     time: fsio.Time
@@ -75,7 +75,7 @@ class _Diagnosis(TypedDict):
 
 
 class _Pulse(TypedDict):
-    """`Heartbeat.as_dict` in a dump."""
+    """A `Heartbeat.as_dict` in a dump."""
 
     role: _Name
     pid: fsio.Count
@@ -90,7 +90,7 @@ class _Pulse(TypedDict):
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a stack in words."""
+    """One call of a stack in words."""
 
     text: str
     kind: str  # own, library or native
@@ -98,7 +98,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Group:
-    """Processes whose main threads are in the same calls."""
+    """Processes whose main threads have the same stack."""
 
     who: str
     doing: str
@@ -106,47 +106,47 @@ class Group:
     is_halted: bool
     is_cause: bool
     count: int
-    calls: Sequence[Call]  # the innermost first
+    calls: Sequence[Call]  # innermost first
     num_more_calls: int
-    unread: str  # why there are no calls
-    threads: Sequence[tuple[str, Sequence[Call]]]  # names, and calls
+    unread: str  # why there are no calls; else empty
+    threads: Sequence[tuple[str, Sequence[Call]]]  # names and calls of other threads
     num_more_threads: int
 
 
 @dataclass(frozen=True)
 class StackTree:
-    """The groups of a stall's dumps, the cause first."""
+    """The groups of processes in a stall's dumps, the cause first."""
 
     groups: Sequence[Group]
-    num_left: int  # processes of groups that are not shown
+    num_left: int  # processes in groups that are not shown
     num_processes: int
     gone: Sequence[str]
-    num_read: int  # nodes
-    num_nodes: int  # that have a dump
+    num_read: int  # nodes whose dump was read
+    num_nodes: int  # nodes that have a dump
     problems: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall in words."""
+    """One stall in words."""
 
     token: str
     time: str
     kind: str
     meaning: str
     sentence: str
-    cause: str  # the process, and where it is; empty: none is known
+    cause: str  # the process, and where it is; empty if unknown
     clip: str
     facts: str
     ended: str
     is_open: bool
     done: Sequence[str]
     waiting: Sequence[str]
-    tree: StackTree | None  # None: not asked for
+    tree: StackTree | None  # None if this stall is not the chosen one
 
 
 def read_stalls(facts: RunFacts, chosen: str | None) -> tuple[list[Stall], list[str]]:
-    """Stalls of a run, the newest first; stacks are read of the chosen one, or of the newest."""
+    """Return the stalls of a run, the newest first; only the chosen or newest one has stacks."""
     found, problems = list[_Diagnosis](), list[str]()
     for name in _names(facts.run):
         try:
@@ -203,7 +203,7 @@ def _stall(record: _Diagnosis, facts: RunFacts, tree: StackTree | None) -> Stall
 
 
 def _cause(suspect: _Suspect) -> str:
-    """The process that others wait for, and its innermost call outside of libraries."""
+    """Describe the process that others wait for, and its innermost call outside of libraries."""
     host = suspect["host"]
     if suspect["role"] == "node":
         return host
@@ -249,7 +249,7 @@ def _waiting(waiting: _Waiting) -> str:
 
 
 def tree_of(facts: RunFacts, record: _Diagnosis) -> StackTree:
-    """The processes of all nodes, or of so many as can be read in time, those of suspects first."""
+    """Read the dumps of all nodes, or of as many as fit the limits, those of suspects first."""
     suspects = [each["host"] for each in record["suspects"]]
     hosts = sorted(hosts_of(facts.run), key=lambda host: host not in suspects)
     paths, version, total, num_nodes = list[str](), list[Hashable](), 0, 0
@@ -258,6 +258,7 @@ def tree_of(facts: RunFacts, record: _Diagnosis) -> StackTree:
         with suppress(OSError):
             status = path.lstat()
             num_nodes += 1
+            # One dump is always read, however large: without any there would be nothing to show.
             if len(paths) < _READ_NODES and (total + status.st_size <= _READ_BYTES or not paths):
                 total += status.st_size
                 paths.append(path.relative_to(facts.run.path).as_posix())
@@ -305,7 +306,7 @@ def _read_tree(
 
 
 def _cleaned(dump: NodeDump) -> NodeDump:
-    """A dump without heartbeats that are no such records."""
+    """Return a dump without its invalid heartbeats, and without rounds that have no process."""
     for seen in dump["rounds"]:
         for process in seen["processes"]:
             if not _is_pulse(process["heartbeat"]):
@@ -326,6 +327,7 @@ def _group(group: Mapping[str, Any], is_cause: bool) -> Group:
     members = group["members"]
     known = [each for each in members if each["phase"] is not None] or members
     stack = sentences.worth_showing(group["stack"]) if group["stack"] else []
+    # Frames without a name, which begin with their address, say nothing.
     calls = [
         Call(sentences.spelled(each), "native")
         for each in group["native"]

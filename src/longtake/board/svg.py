@@ -1,4 +1,4 @@
-"""Bars and strips as SVG in a page: they need no script, and work in a report too."""
+"""Bars, strips and sparklines as SVG: they need no script, and work in a report too."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ _ROW, _BAR = 22, 14
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar, or one part of a bar, with the words beside it."""
+    """One bar, or one part of a bar, with its label and its value in words."""
 
     label: str
     value: float
-    """At least 0."""
+    """Length of the bar; at least 0."""
     text: str
     """The value in words, with its unit."""
     colour: str = "1"
-    """Of `fill-*` in board.css."""
+    """Suffix of a `fill-*` class in board.css."""
 
 
 def bars(rows: Sequence[Bar], label_width: int = 130, width: int = 640) -> Markup:
-    """Horizontal bars, one below the other, on one scale that begins at 0."""
+    """Draw horizontal bars, one below the other, on one scale from 0."""
     most = max((each.value for each in rows), default=0.0) or 1.0
     room = width - label_width - 110
     parts = []
@@ -44,7 +44,7 @@ def bars(rows: Sequence[Bar], label_width: int = 130, width: int = 640) -> Marku
 
 
 def waterfall(rows: Sequence[Bar], label_width: int = 130, width: int = 640) -> Markup:
-    """Bars that begin each where the one before it ends: parts of a whole."""
+    """Draw parts of a whole as bars, each of which begins where the one before it ends."""
     total = sum(each.value for each in rows) or 1.0
     room, left = width - label_width - 130, 0.0
     parts = []
@@ -64,7 +64,7 @@ def waterfall(rows: Sequence[Bar], label_width: int = 130, width: int = 640) -> 
 
 
 def strip(parts: Sequence[Bar], width: int = 640, height: int = 22) -> Markup:
-    """Parts of a whole beside each other."""
+    """Draw parts of a whole side by side in one bar."""
     total, left, found = sum(each.value for each in parts) or 1.0, 0.0, []
     for each in parts:
         length = width * each.value / total
@@ -88,15 +88,15 @@ def sparkline(
     now: int | None = None,
     size: tuple[int, int] = (200, 40),
 ) -> Markup:
-    """A line through values over steps.
+    """Draw a line through values over steps.
 
     Args:
-        steps: ascending.
-        values: one for each step; None leaves a gap.
-        band: an expected range, drawn behind the line.
-        marks: text of steps that are marked above the line.
-        now: the step of the upright line; a script may move it.
-        size: width and height.
+        steps: steps in ascending order.
+        values: one value for each step; None leaves a gap.
+        band: the expected range, drawn behind the line.
+        marks: texts by step; these steps are marked above the line.
+        now: step of the vertical line; a script may move it.
+        size: width and height in pixels.
     """
     width, height = size
     known = [value for value in (*values, *(band or ())) if value is not None]
@@ -152,7 +152,7 @@ def _unbroken(
 
 
 def no_still(reason: str) -> bytes:
-    """A picture for the place of a still, with the reason why there is none; a file of its own."""
+    """Return an SVG file that takes the place of a still and says why there is none."""
     words, lines = f"No still: {reason}".split(), [""]
     for word in words:
         if len(lines[-1]) + len(word) > 30:
@@ -172,7 +172,7 @@ def _title(bar: Bar) -> str:
 
 
 def picture(width: float, height: float, content: str, kind: str) -> Markup:
-    """An SVG that shrinks with the page; `content` is markup, its texts spelled by `text`."""
+    """Return an SVG that shrinks with the page; texts in `content` must come from `text`."""
     return Markup(  # noqa: S704 - made of numbers and of what `text` returned
         f'<svg class="{kind}" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img">{content}</svg>'
@@ -180,7 +180,7 @@ def picture(width: float, height: float, content: str, kind: str) -> Markup:
 
 
 def text(value: object) -> str:
-    """Text inside of SVG: escaped, and control characters spelled."""
+    """Return a text for use in SVG: escaped, with control characters spelled out."""
     return escape(printable(value))
 
 
