@@ -1,17 +1,17 @@
-"""Latents and prompt embeddings that were computed once: the keys of entries, and reading batches.
+"""Cached latents and prompt embeddings: the keys of entries, and reading batches of them.
 
     CACHE/latents/…             packs (see `longtake.data.packs`) of windows of clips
-    CACHE/conditioning/…        of further inputs: latents, values as they were read, or what a
-                                family makes of several
-    CACHE/prompts/…             of captions, alone or with their pictures
-    CACHE/index/, damaged/      of all packs
+    CACHE/conditioning/…        packs of further inputs: latents, plain values, or what a family
+                                computes from several
+    CACHE/prompts/…             packs of captions, alone or with their pictures
+    CACHE/index/, damaged/      index and damaged entries of all packs
     CACHE/hashes/5b27….jsonl    content hashes of further inputs, by path
     CACHE/encoders/90c1….jsonl  content hashes of encoders' weights, by path
     CACHE/aside/                encoders with random weights while a cache is filled
     CACHE/longtake_cache.json   marks the folder as longtake's
 
 A key is a hash of the content, the window and the encoder's fingerprint, so several recipes and
-processes share a folder.
+processes can share a folder.
 """
 
 import hashlib
@@ -46,6 +46,7 @@ from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, RecordError
 from longtake.fsio import claim_folder, make_writable, read_records, remove_tree
 
+# Files that killed processes left behind are removed when they are this old.
 _OLD_SECONDS = 24 * 3600
 _LEFT_BEHIND = re.compile(r"(parts|sign)-[0-9a-f]{16}|\.[0-9a-f]{16}\.partial\.safetensors")
 _THREADS = 4
@@ -56,7 +57,7 @@ _Stamp = tuple[int, int]
 
 @dataclass(frozen=True)
 class CacheFailure:
-    """A window is not in the cache, as it, or a further input of it, cannot be decoded."""
+    """Reason why a window is not in the cache: it or a further input of it cannot be decoded."""
 
     identity: str
     path: str
@@ -65,50 +66,52 @@ class CacheFailure:
 
 @dataclass(frozen=True)
 class SamplePart:
-    """One entry of a sample: what is read for it, and what becomes of that.
+    """One cache entry of a sample: the inputs it is made of, and how it is made.
 
-    `latents`: the codec's. `values`: as they were read. `inputs`: what the family makes of all of
-    them together (`Family.encode_inputs`). `prompt`: what text encoders make of a caption and them.
+    Values of `made`: `latents` (the codec's output), `values` (the input as it was read), `inputs`
+    (what the family computes from several inputs, `Family.encode_inputs`), `prompt` (embeddings of
+    a caption, with pictures where the family uses them).
     """
 
     made: Literal["latents", "values", "inputs", "prompt"]
     reads: Mapping[str, Wanted]  # by names in data.conditioning; "" is the clip itself
-    bucket: Bucket  # the clip's
-    caption: str = ""  # of a prompt
+    bucket: Bucket  # shape of the clip's window
+    caption: str = ""  # for a prompt
 
 
 @dataclass(frozen=True)
 class Cache:
-    """What a recipe's encoders make of clips, further inputs and captions; can be pickled."""
+    """Keys and packs of a recipe's encoded clips, further inputs and captions; can be pickled."""
 
-    folder: Path  # whether it is there yet or not
-    codec: str  # fingerprint of what encodes clips and further inputs
-    text: str  # fingerprint of what encodes captions
+    folder: Path  # need not exist
+    codec: str  # fingerprint of the encoder of clips and further inputs
+    text: str  # fingerprint of the encoders of captions
     data: DataSection
-    no_caption: str  # what a dropped caption is encoded as
-    together: tuple[str, ...] = ()  # names of the inputs that the family encodes itself
-    inputs: str = ""  # fingerprint of what encodes them
-    with_text: tuple[str, ...] = ()  # names of the pictures that are encoded with captions
+    no_caption: str  # text that is encoded in place of a dropped caption
+    together: tuple[str, ...] = ()  # names of the inputs that the family encodes together, itself
+    inputs: str = ""  # fingerprint of their encoder
+    with_text: tuple[str, ...] = ()  # names of the pictures that are encoded together with captions
 
     def __getstate__(self) -> dict[str, Any]:
+        # The open packs and hashes are cached properties: another process opens its own.
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
     def unconditional(self) -> dict[str, Tensor]:
-        """The embeddings of no caption.
+        """Embeddings of the empty caption.
 
         Raises:
-            ClipError: they are not there, or damaged.
+            ClipError: the entry is missing or damaged.
         """
         return self.packs.read(self.prompt(self.no_caption))
 
     @cached_property
     def packs(self) -> PackIndex:
-        """All packs that are there when it is first asked for."""
+        """Index of the packs, opened at the first use."""
         return PackIndex(self.folder, verify=self.data.cache_checksums)
 
     def stored(self, latents: Tensor) -> Tensor:
-        """What `data.cache_dtype` leaves of an encoder's output."""
+        """Round an encoder's output as `data.cache_dtype` wants it, in its own dtype."""
         is_rounded = self.data.cache_dtype == "bf16" and latents.dtype == torch.float32
         return latents.bfloat16().float() if is_rounded else latents
 
@@ -117,15 +120,17 @@ class Cache:
         return ContentHashes(self.folder / "hashes")
 
     def hash_of_file(self, path: str) -> str:
+        """Return the content hash of a further input's file; raises as `ContentHashes.of` does."""
         return self._hashes.of(path)
 
     def parts(self, clip: Clip, window: Window, captions: Iterable[str] = ()) -> list[SamplePart]:
-        """All that a sample consists of, but captions that are encoded without pictures.
+        """Return all cache entries of a sample, except captions that are encoded without pictures.
 
         Args:
-            clip: of the sample.
-            window: of the clip.
-            captions: that are encoded with its pictures; its own and no caption, if there are none.
+            clip: the clip of the sample.
+            window: the window of the clip.
+            captions: the texts to encode with the pictures; if empty, the clip's caption and the
+                empty caption.
         """
         inputs = conditioning_of(clip, window, self.data.conditioning)
         size = {"height": window.height, "width": window.width}
@@ -145,7 +150,7 @@ class Cache:
         return parts
 
     def entry(self, part: SamplePart) -> CacheEntry:
-        """Where a part of a sample is.
+        """Return the cache entry of a part of a sample.
 
         Raises:
             ClipError: an input's file cannot be read.
@@ -162,27 +167,30 @@ class Cache:
         return self._entry("conditioning", self.inputs, (*facts, *each), what)
 
     def latents(self, window: Window) -> CacheEntry:
+        """Return the cache entry of a window's latents."""
         what = f"the latents of {window.media} from frame {window.start}"
         return self._entry("latents", self.codec, self._facts(window), what)
 
     def conditioning(self, name: str, wanted: Wanted) -> CacheEntry:
-        """Where a further input is: `latents` if the codec encodes it, else `values`.
+        """Return the entry of a further input: `latents` if the codec encodes it, else `values`.
 
         Raises:
             ClipError: the input's file cannot be read.
         """
-        if isinstance(wanted, Window):  # a frame of the clip
+        if isinstance(wanted, Window):  # the input is a frame of the clip
             return self.latents(wanted)
         codec = self.codec if self.data.conditioning[name].is_encoded else ""
         return self._entry("conditioning", codec, self._facts(wanted), f"{name} {wanted.media}")
 
     def _facts(self, wanted: Wanted) -> tuple[object, ...]:
-        """What decides the numbers that are read."""
+        """Return everything that decides the values that are read, as a part of the entry's key."""
         if isinstance(wanted, Window):
             facts: list[object] = [wanted.identity, wanted.kind, wanted.stream_index]
             facts += [wanted.rotation, wanted.start, wanted.num_frames, wanted.stride]
             facts += [wanted.scaled_height, wanted.scaled_width, wanted.top, wanted.left]
             facts += [wanted.height, wanted.width, wanted.is_flipped]
+            # Facts that were added later are left out at their old default, so that old keys stay
+            # valid.
             facts += [wanted.untagged] if wanted.is_untagged and wanted.untagged != "bt601" else []
             return (*facts, *([wanted.frames] if wanted.frames else []))
         values = getattr(wanted, "values", None)
@@ -199,9 +207,11 @@ class Cache:
         return (*facts, *([wanted.frames] if wanted.frames else []))
 
     def prompt(self, caption: str) -> CacheEntry:
+        """Return the cache entry of a caption that is encoded without pictures."""
         return self._entry("prompts", self.text, (caption,), f"the embeddings of {caption!r}")
 
     def _entry(self, kind: str, encoder: str, facts: tuple[object, ...], what: str) -> CacheEntry:
+        # "fp32" is the oldest choice, and not a part of its keys.
         dtype = [self.data.cache_dtype] if encoder and self.data.cache_dtype != "fp32" else []
         text = json.dumps([PACK_FORMAT, kind, encoder, *dtype, *facts], separators=(",", ":"))
         return CacheEntry(kind, hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), what)
@@ -209,7 +219,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class _Content:
-    """A sample: latents [C, F', H', W'], what is encoded of its conditioning, and what is not."""
+    """Tensors of one sample: latents [C, F', H', W'], encoded conditioning, and plain inputs."""
 
     latents: Tensor
     conditioning: dict[str, Tensor]
@@ -218,9 +228,9 @@ class _Content:
 
 
 class CachedSource:
-    """Reads samples from a cache, several at a time; a `SampleSource`.
+    """Sample source that reads from a cache, with several threads.
 
-    `failures`: by the key of a window's latents, why they are not there.
+    `failures` holds the reasons why windows are not in the cache, by the key of their latents.
     """
 
     def __init__(self, cache: Cache, failures: Mapping[str, CacheFailure]) -> None:
@@ -248,7 +258,7 @@ class CachedSource:
         packs, inputs = cache.packs, dict[str, Tensor]()
         conditioning, no_caption = dict[str, Tensor](), dict[str, Tensor]()
         if not cache.with_text:
-            no_caption = cache.unconditional  # missing there, it is missing to every sample
+            no_caption = cache.unconditional  # if missing, every sample fails here
             conditioning = packs.read(cache.prompt(clip.caption))
         for part in cache.parts(clip, window):
             found = packs.read(cache.entry(part))
@@ -264,13 +274,13 @@ class CachedSource:
                 conditioning[f"{name}_latents" if name else ""] = found["latents"]
             else:
                 frames = getattr(wanted, "num_frames", 1)
-                values = found["values"]  # of equal frames one is kept
+                values = found["values"]  # only one of equal frames was stored
                 inputs[name] = values.expand(-1, frames, -1, -1) if values.ndim == 4 else values
         return _Content(conditioning.pop(""), conditioning, inputs, no_caption)
 
 
 class CachedBuffer:
-    """The samples of one batch."""
+    """Samples of one batch that are read in the background."""
 
     def __init__(self, source: CachedSource, shape: Bucket, num_places: int) -> None:
         self._source = source
@@ -311,14 +321,14 @@ def _stacked(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class ContentHashes:
-    """Remembers in a folder what files held, so that no later process reads them again.
+    """Content hashes of files, kept in a folder so that later processes need not read the files.
 
-    Each process appends to a file of its own and reads those of all, once.
+    Each process appends to a file of its own and reads the files of all processes once.
 
     Args:
-        folder: of the files; where it cannot be written, nothing is remembered.
-        hash_of: from a path to what is remembered: BLAKE2b-128 of the content unless given. Those
-            of one folder are of one kind.
+        folder: of the records; if it cannot be written, nothing is kept.
+        hash_of: function from a path to its hash, by default BLAKE2b-128 of the content. One folder
+            holds hashes of one function only.
     """
 
     def __init__(self, folder: Path, hash_of: Callable[[str], str] | None = None) -> None:
@@ -330,13 +340,13 @@ class ContentHashes:
         self._lock = threading.Lock()
 
     def of(self, path: str) -> str:
-        """A file's hash, as hex digits.
+        """Return a file's hash, as hex digits.
 
         Raises:
-            ClipError: there is no such file, it is empty or cannot be read.
+            ClipError: the file does not exist, is empty or cannot be read.
         """
         known = self._remembered()
-        if path in self._asked:  # a store is asked once
+        if path in self._asked:  # a store is asked once per process: each request costs time
             return known[path][1]
         stamp = _stamp(path)
         if (found := known.get(path)) and found[0] == stamp:
@@ -345,7 +355,7 @@ class ContentHashes:
         content = self._hash_of(path)
         with self._lock:
             known[path] = stamp, content
-            with suppress(OSError):  # then somebody reads it again
+            with suppress(OSError):  # on failure, a later process reads the file again
                 if not self._mine.exists():
                     claim_folder(self._folder.parent, [self._folder.name])
                     make_writable(self._folder)
@@ -365,17 +375,17 @@ class ContentHashes:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a cache's folder where it is not there, and tidy up after processes that were killed.
+    """Create a cache's folder if needed, and remove what killed processes left behind.
 
     Raises:
-        DataError: it cannot be written, holds files of others, or links.
+        DataError: the folder cannot be written, or holds files of others or links.
     """
     places = [folder / name for name in ("aside", *CACHE_KINDS)]
     try:
         claim_folder(folder, [path.name for path in places])
         make_writable(folder / "aside")
         for left in (path for place in places if place.is_dir() for path in place.iterdir()):
-            with suppress(FileNotFoundError):  # another process tidies up, too
+            with suppress(FileNotFoundError):  # another process may be removing the same files
                 is_old = time.time() - left.lstat().st_mtime > _OLD_SECONDS
                 if is_old and _LEFT_BEHIND.fullmatch(left.name):
                     remove_tree(left) if left.is_dir() else left.unlink()

@@ -1,7 +1,7 @@
-"""Fills a cache with what a plan will ask for: finds what is missing, decodes and encodes it.
+"""Fills a cache with the entries that a plan needs: finds the missing ones and computes them.
 
-What encodes is passed in. A clip that cannot be decoded is noted, and its place in training will be
-the same as if that had been found out there.
+Encoders are passed in as functions. A clip that cannot be decoded is recorded; training then treats
+it as if decoding had failed there.
 """
 
 from collections import Counter, deque
@@ -38,31 +38,31 @@ from longtake.formatting import format_duration
 from longtake.heartbeat import HeartbeatDir
 
 EncodePart = Callable[[SamplePart, Mapping[str, NDArray[np.uint8]]], dict[str, Tensor]]
-"""From what was read for a part, by name, each [3, F, H, W], to the tensors of its entry."""
+"""Encodes one part: takes its inputs by name, each [3, F, H, W], returns its entry's tensors."""
 EncodeCaptions = Callable[[Sequence[str]], Sequence[dict[str, Tensor]]]
-"""Tensors of each caption, without a batch dimension."""
-Progress = Callable[[int, int], object]  # called with (done, in all)
+"""Encodes captions: returns the tensors of each, without a batch dimension."""
+Progress = Callable[[int, int], object]  # called with (done, total)
 
 _THREADS = 16
 _CHUNK = 4096
-_FIRST_ITEMS = 32  # of a share, until it is known how many bytes one has
+_FIRST_ITEMS = 32  # number of clips per first share, before the bytes of one are known
 _MAX_ITEMS = 4096
-_MAX_CHECKED = 20_000  # files whose clips are all in the cache, at launch
+_MAX_CHECKED = 20_000  # at most this many files of cached clips are checked for changes at launch
 _NUM_SHARES = 64
 _CAPTIONS_AT_ONCE = 32
 _T = TypeVar("_T")
-_SILENCE_SECONDS = 3600.0  # weights may have to be read, and a long clip reports no progress
+_SILENCE_SECONDS = 3600.0  # reading weights and encoding a long clip report no progress
 
 
 class CacheItem(NamedTuple):
-    """A clip, and a shape that it is trained in."""
+    """A clip and a shape in which it is trained."""
 
     clip: Clip
     shape: Bucket
-    sources: tuple[str, ...] = ()  # that the clip is in
+    sources: tuple[str, ...] = ()  # names of the recipe's sources that contain the clip
 
     def parts(self, cache: Cache, window: Window) -> list[SamplePart]:
-        """Those of each sample that a window is in."""
+        """Return the cache entries of all samples that can use the window."""
         captions = [cache.no_caption]
         for source in self.sources:
             captions += caption_variants([self.clip.caption], source, cache.data)
@@ -71,7 +71,7 @@ class CacheItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A `CacheItem` whose clip is not made yet."""
+    """A `CacheItem` by its catalog row, before the clip is read."""
 
     catalog: Catalog
     shape: Bucket
@@ -84,24 +84,24 @@ class _Row:
 
 @dataclass(frozen=True)
 class Missing:
-    """What a cache lacks of what a plan will ask for."""
+    """The entries that a cache lacks for a plan."""
 
-    clips: list[_Row]  # of which at least one window or further input is missing
+    clips: list[_Row]  # clips of which a window or a further input is missing
     captions: list[str]
-    present: Counter[str]  # entries that are there, by kind
-    changed: dict[str, CacheFailure] = field(default_factory=dict)  # since they were indexed
+    present: Counter[str]  # number of entries that exist, by kind
+    changed: dict[str, CacheFailure] = field(default_factory=dict)  # changed clips, by latents
 
 
 @dataclass
 class CacheReport:
-    """What was done to fill a cache, by one process or by all."""
+    """Result of filling a cache, of one process or of all together."""
 
-    present: Counter[str] = field(default_factory=Counter)  # entries that were there, by kind
-    computed: Counter[str] = field(default_factory=Counter)  # entries that were made, by kind
-    num_bytes: int = 0  # of these
+    present: Counter[str] = field(default_factory=Counter)  # existing entries, by kind
+    computed: Counter[str] = field(default_factory=Counter)  # computed entries, by kind
+    num_bytes: int = 0  # size of the computed entries
     failures: dict[str, CacheFailure] = field(default_factory=dict)  # by key of a window's latents
     incidents: list[WorkerIncident] = field(default_factory=list)
-    refused: dict[Path, str] = field(default_factory=dict)  # damaged packs, and how they are
+    refused: dict[Path, str] = field(default_factory=dict)  # damaged packs and the reasons
     seconds: float = 0.0
 
     def add(self, other: "CacheReport") -> None:
@@ -113,12 +113,14 @@ class CacheReport:
         self.refused |= other.refused
 
     def refuse_too_many(self, allowed: int) -> None:
+        """Raise DataError if more clips failed than are allowed."""
         clips = {failure.identity: failure for failure in self.failures.values()}
         if len(clips) > allowed:
             reasons = [f"{each.path}: {each.reason}" for each in clips.values()]
             raise DataError(describe_too_many(reasons, "for the cache", allowed))
 
     def facts(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
         failed = sorted({(each.path, each.reason) for each in self.failures.values()})
         return {
             **{
@@ -152,15 +154,15 @@ def find_missing(
     known_inputs: Mapping[str, Indexed] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Missing:
-    """Look for everything that a plan will ask a cache for.
+    """Look up all entries that a plan needs, and return the missing ones.
 
     Args:
-        cache: to look in.
-        plan: what is to be trained.
-        share: which of all clips and captions to look for.
-        without: identities of clips that are not trained on.
-        known_inputs: of a run: see `longtake.data.input_files`.
-        progress: called with (clips done, clips in all).
+        cache: the cache to look in.
+        plan: the plan of what is trained.
+        share: slice of all clips and captions to look for, so that processes can divide the work.
+        without: identities of clips to leave out, because they are not trained on.
+        known_inputs: further inputs as a run first read them: see `longtake.data.input_files`.
+        progress: called with (clips done, total clips).
     """
     rows = list(islice(_rows(plan), share.start, share.stop, share.step))
     captions = [] if cache.with_text else _captions(plan, cache)[share]
@@ -175,7 +177,8 @@ def find_missing(
                 (missing.clips if is_missing else held).append(row)
             if progress:
                 progress(start + len(chunk), len(rows))
-        # A changed input has another key in the cache, so that its clip is missing there.
+        # An input that changed has another key, so its clip looks like a missing one: check those
+        # too.
         rows = [*held, *(missing.clips if known_inputs else ())][:limit]
         changes = pool.map(lambda row: _changes(cache, row.item(), without, known_inputs), rows)
         failed = set[int]()
@@ -198,15 +201,16 @@ def fill_prompts(
     report: CacheReport,
     progress: Progress | None = None,
 ) -> None:
-    """Add captions to a cache.
+    """Encode captions and add them to a cache.
 
     Raises:
-        DataError: the cache cannot be written.
+        DataError: the cache cannot be written, or an embedding is not finite.
     """
     waiting = iter(_shuffled(captions))
     done = 0
     with PackWriter(cache.packs) as writer:
         while some := list(islice(waiting, _CAPTIONS_AT_ONCE)):
+            # Checked again just before encoding, as other processes may be filling the same cache.
             missing = [caption for caption in some if not writer.holds(cache.prompt(caption))]
             for caption, tensors in zip(missing, encode(missing), strict=True):
                 _refuse_caption(caption, tensors)
@@ -227,7 +231,7 @@ def fill_latents(
     progress: Progress | None = None,
     heartbeats: HeartbeatDir | None = None,
 ) -> None:
-    """Add the windows of clips and their further inputs to a cache.
+    """Decode and encode the windows of clips and their further inputs, and add them to a cache.
 
     Raises:
         DataError: more clips fail than `data.max_quarantined_clips` allows, or the cache cannot be
@@ -257,6 +261,7 @@ def fill_latents(
                     if not _held(cache, part)
                 ]
                 under_way.append((window, parts))
+            # Two windows for each worker keep all of them busy and bound the pixels in memory.
             while len(under_way) > 2 * max(data.workers, 1):
                 _finish(cache, *under_way.popleft(), encode, report, writer)
             if progress:
@@ -271,15 +276,16 @@ def fill_latents(
 
 @dataclass(frozen=True)
 class EncodeTask(Task[Sequence[CacheItem | str], CacheReport]):
-    """Adds to a cache what it lacks of some clips, or of some captions; writes the files itself."""
+    """Task that adds the missing entries of some clips, or of some captions, to a cache."""
 
     cache: Cache
-    load: Callable[[], EncodePart] | Callable[[], EncodeCaptions]  # of clips, of captions
+    load: Callable[[], EncodePart] | Callable[[], EncodeCaptions]  # loads the encoder
     num_cpus: int = 1
     uses_gpu: bool = False
     doing = "encoding"
     silence_seconds: float = _SILENCE_SECONDS
 
+    # Loaded at the first item: a worker process keeps the weights for all its items.
     @cached_property
     def _encode(self) -> Any:
         return self.load()
@@ -295,7 +301,7 @@ class EncodeTask(Task[Sequence[CacheItem | str], CacheReport]):
         return report
 
     def lost(self, item: Sequence[CacheItem | str], reason: str) -> CacheReport:
-        """Raise DataError: the cache would be incomplete."""
+        """Raise DataError, because the cache would be incomplete."""
         first = repr(item[0]) if isinstance(item[0], str) else item[0].clip.path
         raise DataError(
             f"{reason}. It was at {len(item)} of them, the first {first}. The same command again "
@@ -315,7 +321,7 @@ def run_encode_task(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Have a cluster add what a cache lacks; see `run_tasks`.
+    """Fill a cache on a cluster's workers; see `run_tasks` for `on` and `workers`.
 
     Raises:
         DataError: no worker can be started, the cache cannot be written, or too many clips cannot
@@ -324,7 +330,7 @@ def run_encode_task(
     sizes, done, known, before = list[int](), 0, 0, report.num_bytes
 
     def shares() -> Iterator[list[CacheItem | str]]:
-        """Each of one pack, but so small that there are some for each worker."""
+        """Yield shares that fill one pack each, or less if workers would otherwise get too few."""
         start = 0
         while start < len(missing):
             each = (report.num_bytes - before) / known if known else PACK_BYTES / _FIRST_ITEMS
@@ -345,14 +351,14 @@ def run_encode_task(
 
 
 class _Reading(NamedTuple):
-    """A part of a sample that the cache lacks."""
+    """A missing part of a sample, while its inputs are decoded."""
 
     part: SamplePart
-    contents: dict[str, Future[NDArray[np.uint8]]]  # by the names of what it reads
+    contents: dict[str, Future[NDArray[np.uint8]]]  # by the names of its inputs
 
 
 def _rows(plan: Plan) -> Iterator[_Row]:
-    """Every clip of a plan in every shape that it is trained in, once."""
+    """Yield every clip of a plan once for each shape in which it is trained."""
     rows: dict[tuple[int, Bucket], list[NDArray[np.uint32]]] = {}
     catalogs, sources = {}, dict[int, dict[str, None]]()
     for stream in plan.streams():
@@ -378,7 +384,7 @@ def _captions(plan: Plan, cache: Cache) -> list[str]:
 
 
 def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Counter[str], bool]:
-    """How many entries of a clip are there, by kind, and whether one is missing."""
+    """Count the existing entries of a clip by kind, and return whether any is missing."""
     present, is_missing = Counter[str](), False
     if item.clip.identity in without:
         return present, False
@@ -393,7 +399,7 @@ def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Count
 def _changes(
     cache: Cache, item: CacheItem, without: Container[str], known_inputs: Mapping[str, Indexed]
 ) -> dict[str, CacheFailure]:
-    """The windows of a clip that has changed, or an input of it has, as failures."""
+    """Return failures for all windows of a clip if its file or one of its inputs has changed."""
     clip, data = item.clip, cache.data
     if clip.identity in without:
         return {}
@@ -416,7 +422,7 @@ def _changes(
 def _held(cache: Cache, part: SamplePart) -> CacheEntry | None:
     try:
         entry = cache.entry(part)
-    except ClipError:  # decoding will say what is wrong with the file
+    except ClipError:  # decoding will report what is wrong with the file
         return None
     return entry if cache.packs.holds(entry) else None
 
@@ -436,7 +442,7 @@ def _finish(
             for name, content in contents.items():
                 read[name] = content.result()
             entry = cache.entry(part)
-            if writer.holds(entry):  # another process was faster
+            if writer.holds(entry):  # another process has written it meanwhile
                 continue
             tensors = _tensors(cache, part, read, encode)
             refuse_not_finite(window.media, tensors)
@@ -447,6 +453,7 @@ def _finish(
         writer.add(entry, tensors)
         report.computed[entry.kind] += 1
     if failures:
+        # The clip's own failure ("") is recorded before one of its inputs.
         first = next(name for name in ("", *cache.data.conditioning) if name in failures)
         report.failures[cache.latents(window).key] = failures[first]
         report.refuse_too_many(cache.data.max_quarantined_clips)
@@ -458,7 +465,7 @@ def _tensors(
     if part.made == "values":
         ((name, wanted),) = part.reads.items()
         values = torch.from_numpy(as_values(wanted, read[name]))
-        # Of a mask that is the same in all frames one is kept, as of a picture for a whole clip.
+        # Of equal frames only one is stored: a mask, or a picture, for the whole clip.
         is_same = values.ndim == 4 and bool((values == values[:, :1]).all())
         return {"values": values[:, :1] if is_same else values}
     return {name: cache.stored(each) for name, each in encode(part, read).items()}
@@ -475,7 +482,7 @@ def _refuse_caption(caption: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def refuse_not_finite(media: Media, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ClipError where what was encoded of a clip is not finite."""
+    """Raise ClipError if an encoded tensor of a clip is not finite."""
     for name, each in tensors.items():
         if each.is_floating_point() and not bool(each.isfinite().all()):
             kind = "NaN" if bool(each.isnan().any()) else "infinite"
@@ -483,5 +490,5 @@ def refuse_not_finite(media: Media, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _shuffled(items: Sequence[_T]) -> Iterable[_T]:
-    # a random order in each process, so that several share the work
+    # Each process has its own random order, so that several divide the work without coordination.
     return (items[int(number)] for number in np.random.default_rng().permutation(len(items)))

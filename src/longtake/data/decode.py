@@ -1,7 +1,7 @@
-"""Decodes videos and images strictly, within limits of memory and time; probes whole files.
+"""Strict decoding and probing of videos and images, within limits of memory and time.
 
-Files are hostile until proven good. One thread decodes one file, nothing but local files is opened
-(FFmpeg lets a local playlist refer to nothing else), and every failure is a ClipError.
+Files are hostile until proven good. One thread decodes one file, FFmpeg may open local files only
+(a local playlist could name remote ones), and every failure is a ClipError.
 """
 
 import io
@@ -41,14 +41,18 @@ from longtake.errors import ClipError
 
 
 def read_image(media: Media, over: str = "white") -> NDArray[np.uint8]:
+    """Return the RGB pixels [H, W, 3] of an image; raises as `decode_image` does."""
     return decode_image(media, over)[0]
 
 
 def decode_image(media: Media, over: str = "white") -> tuple[NDArray[np.uint8], str, str]:
-    """Return the pixels [H, W, 3], the format, and the mode that they were stored in.
+    """Decode an image to its RGB pixels [H, W, 3], its format and the mode it was stored in.
 
     Transparent pixels are laid over the colour `over`, 16-bit grey is scaled to 8 bits, colours are
     taken as sRGB. JPEGs with further pictures inside (MPO) give the first.
+
+    Raises:
+        ClipError: the file is missing, damaged, too large, or has more than one picture.
     """
     with stores.local(media) as here:
         return _decode_image(here, over)
@@ -57,7 +61,8 @@ def decode_image(media: Media, over: str = "white") -> tuple[NDArray[np.uint8], 
 def _decode_image(media: Media, over: str) -> tuple[NDArray[np.uint8], str, str]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata, and of sizes, which are checked
+            warnings.simplefilter("ignore")  # about metadata; sizes are checked below
+            # Pillow never gets the file itself: an image may be a byte range of an archive.
             with media.file.open("rb") as file:
                 file.seek(media.offset)
                 data = file.read(-1 if media.num_bytes is None else media.num_bytes)
@@ -81,6 +86,7 @@ def _check_image(media: Media, image: Image.Image) -> None:
     num_pictures = getattr(image, "n_frames", 1)
     if num_pictures > 1 and image.format != "MPO":
         raise ClipError(str(media), f"holds {num_pictures} pictures; make a video or images of it")
+    # Nothing in the file says which value is white, so scaling to 8 bits would be a guess.
     if image.mode in ("I", "F"):
         raise ClipError(str(media), f"pixels of mode {image.mode} have no defined white")
 
@@ -88,6 +94,7 @@ def _check_image(media: Media, image: Image.Image) -> None:
 def _image_rgb(image: Image.Image, over: str) -> Image.Image:
     if image.mode.startswith("I;16"):
         grey = np.asarray(image).astype(np.uint32)
+        # 65535 = 257 * 255, so this rounds 16-bit values to the nearest 8-bit one.
         return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -96,15 +103,16 @@ def _image_rgb(image: Image.Image, over: str) -> Image.Image:
     return image.convert("RGB")
 
 
-# Files and parts of files: a playlist may ask for http and much else.
+# The protocols that FFmpeg may open: files and byte ranges of files. A playlist may ask for http
+# and much else.
 _PROTOCOLS = {"protocol_whitelist": "file,subfile"}
 
 _GIF_HEADER = struct.Struct("<6sHH")
 
-# Codecs whose decoders know, from a frame alone, that no other refers to it.
+# Codecs whose decoders can tell from a frame alone that no other frame refers to it.
 _SKIPPING = ("h264", "mpeg1video", "mpeg2video", "mpeg4", "vp8", "vp9")
 
-# What PyAV raises for files that it cannot read: FFmpeg's errors and, depending on where it
+# The exceptions that PyAV raises for unreadable files: FFmpeg's errors and, depending on where it
 # stumbles, Python's own.
 _FAILURES = (
     av.FFmpegError,
@@ -121,7 +129,11 @@ _FAILURES = (
 def opened(
     media: Media, stream_index: int | None = None
 ) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open a video for strict decoding; whatever fails inside becomes a ClipError."""
+    """Open a video and yield its container and stream; any failure inside becomes a ClipError.
+
+    Decoding is strict (`err_detect=explode`) and single-threaded. Without `stream_index`, the first
+    video stream that is not a cover picture is taken.
+    """
     limit = {"max_pixels": str(max_pixels())}
     with stores.local(media) as media:
         try:
@@ -132,8 +144,9 @@ def opened(
                 metadata_errors="replace",  # a title in Latin-1 is no damage
             ) as container:
                 stream = _video_stream(media, container, stream_index)
-                if getattr(stream, "codec_context", None) is None:  # PyAV's types rule this out
+                if getattr(stream, "codec_context", None) is None:  # PyAV's types deny this
                     raise ClipError(str(media), "no decoder for its video codec")
+                # One thread decodes one file: parallelism comes from the processes of the pool.
                 stream.codec_context.thread_count = 1
                 check_pixels(media, stream.codec_context.width, stream.codec_context.height)
                 stream.codec_context.options = {"err_detect": "explode", **limit}
@@ -143,7 +156,7 @@ def opened(
 
 
 def _check_gif(media: Media) -> None:
-    """Check the size that a GIF's header names: FFmpeg takes it from the first decoded frame."""
+    """Check the size in a GIF's header, because FFmpeg reports that of the first decoded frame."""
     path = media.file
     if not path.is_file():
         return
@@ -156,7 +169,7 @@ def _check_gif(media: Media) -> None:
 
 
 def _url(media: Media) -> str:
-    """An absolute path, so that no name can look like a URL, or FFmpeg's name of a byte range."""
+    """Return an absolute path, which FFmpeg cannot take for a URL, or its URL of a byte range."""
     path = media.file.absolute()
     if media.num_bytes is None or media.local:
         return str(path)
@@ -182,16 +195,21 @@ def decoded(
     first: int | None = None,
     untagged: str = "bt709",
 ) -> Iterator[VideoFrame]:
-    """Yield the frames in presentation order; the first sign of damage raises.
+    """Yield the frames of a video in presentation order, and raise at the first sign of damage.
 
     Args:
-        media: what was opened, for messages.
-        container: as `opened` gives it.
-        stream: as `opened` gives it.
+        media: the opened file, for messages.
+        container: the container that `opened` yields.
+        stream: the stream that `opened` yields.
         keyframe: after a seek, the timestamp of the keyframe to begin at. Earlier frames that are
-            stored behind it (an open group of pictures) refer to what was not decoded; left out.
-        first: frames with an earlier timestamp may be left out, where no other refers to them.
-        untagged: the matrix of frames of 720 lines and more that name none (`data.untagged`).
+            stored behind it (an open group of pictures) are left out: their references were not
+            decoded.
+        first: frames with an earlier timestamp may be left out if no other frame refers to them.
+        untagged: the colour matrix of frames of 720 lines and more that name none
+            (`data.untagged`).
+
+    Raises:
+        ClipError: a packet is damaged or cut off, or the keyframe is missing.
     """
     codec, num_decoded = stream.codec_context, 0
     may_skip = first is not None and codec.codec.canonical_name in _SKIPPING
@@ -200,9 +218,10 @@ def decoded(
         if keyframe is not None:
             packets = _from_keyframe(media, packets, keyframe)
         for packet in packets:
-            if packet.is_corrupt:  # a demuxer's word for a packet that the file's end cut off
+            if packet.is_corrupt:  # demuxers mark a packet that the end of the file cut off
                 raise ClipError(str(media), f"cut short or damaged after {num_decoded} frames")
             if may_skip:
+                # Frames before the window that nothing refers to need no decoding; the others do.
                 codec.skip_frame = "NONREF" if _is_before(packet, first) else "DEFAULT"
             for frame in packet.decode():
                 if untagged == "bt709" and _is_untagged_hd(frame):
@@ -222,7 +241,7 @@ def _is_untagged_hd(frame: VideoFrame) -> bool:
 def _from_keyframe(
     media: Media, packets: "Iterator[Packet[VideoStream]]", keyframe: int
 ) -> "Iterator[Packet[VideoStream]]":
-    """Leave out what comes before a keyframe, in the file or in presentation order."""
+    """Drop the packets that come before a keyframe, in the file or in presentation order."""
     keyframes = (each for each in packets if each.is_keyframe and not _is_before(each, keyframe))
     first = next(keyframes, None)
     if first is None or first.pts != keyframe:
@@ -245,10 +264,10 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-_ROUNDING_SECONDS = 1e-6  # times in tables are rounded
+_ROUNDING_SECONDS = 1e-6  # tolerance in seconds, as times in tables are rounded
 
-HD_LINES = 720  # from which players take untagged video for BT.709, and below for BT.601
-_BT709, _UNTAGGED = 1, 2  # matrices of ITU-T H.273, table 4
+HD_LINES = 720  # players take untagged video of at least this height for BT.709, smaller for BT.601
+_BT709, _UNTAGGED = 1, 2  # codes of colour matrices in ITU-T H.273, table 4
 _COLOR_MATRICES = {
     0: "rgb",
     1: "bt709",
@@ -262,7 +281,7 @@ _COLOR_MATRICES = {
     14: "ictcp",
 }
 _COLOR_RANGES = {int(ColorRange.MPEG): "limited", int(ColorRange.JPEG): "full"}
-# ITU-T H.273, table 3; FFmpeg's names but for the two of HDR.
+# Codes of ITU-T H.273, table 3, and FFmpeg's names, except for the two of HDR ("pq", "hlg").
 _COLOR_TRANSFERS = {
     1: "bt709",
     4: "gamma22",
@@ -285,9 +304,9 @@ _COLOR_TRANSFERS = {
 
 @dataclass(frozen=True)
 class Probe:
-    """What one video or image holds, found by decoding all of it, or from its container.
+    """Properties of one video or image, found by decoding all of it or from its container.
 
-    The fields are those of `longtake.data.clip.Clip`, which explains them, but for the last.
+    All fields but the last are those of `longtake.data.clip.Clip`, which explains them.
     """
 
     identity: str
@@ -307,23 +326,25 @@ class Probe:
     timing: Timing | None = None
     keyframes: tuple[int, ...] = ()
     seek_pts: int | None = None
-    is_trusted: bool = False  # frames were counted by the container's packets, and not decoded
+    is_trusted: bool = False  # frames were counted as the container's packets, not decoded
 
     @property
     def clip_fields(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "is_trusted"}
 
     def cut(self, media: Media) -> "Probe":
-        """What a span of the file holds: the frames that begin in it.
+        """Return the probe of `media.span`, a span of this file: the frames that begin in it.
 
         Raises:
-            ClipError: none does, or its timestamps do not name its frames.
+            ClipError: no frame begins in the span, or the timestamps do not ascend.
         """
         assert media.span is not None
         timing, (start, end) = self.timing, media.span
         if self.kind == "image" or timing is None or self.num_frames < 2:
             raise ClipError(str(media), "a span is of a video whose frames have ascending times")
         ticks = np.array([timing.of(number) for number in range(self.num_frames)], np.float64)
+        # `ticks` have the stream's time base, which a probe does not keep: the frame rate gives
+        # their length in seconds.
         seconds = (ticks - ticks[0]) * ((self.num_frames - 1) / self.fps / (ticks[-1] - ticks[0]))
         first, last = np.searchsorted(
             seconds + _ROUNDING_SECONDS, [start, math.inf if end is None else end]
@@ -344,6 +365,7 @@ class Probe:
             duration_seconds=float(ends - seconds[first]),
             timing=Timing(timing.of(first), timing.step, listed),
             keyframes=tuple(frame - first for frame in self.keyframes if first <= frame < last),
+            # Decoding of the span begins at the last keyframe before it; frame 0 needs no seek.
             seek_pts=timing.of(before[-1]) if before and before[-1] > 0 else None,
         )
 
@@ -358,16 +380,19 @@ class _Span:
 def probe(
     media: Media, progress: Callable[[], object] = lambda: None, *, trusts_metadata: bool = False
 ) -> Probe:
-    """Decode the whole file and return what is in it.
+    """Decode a whole video and return its properties.
 
-    With `trusts_metadata` the first frame is decoded (only it tells the rotation), and the rest is
-    what the container says of its packets: times and keyframes. A file whose packets have no times
-    that ascend is decoded as usual.
+    With `trusts_metadata` only the first frame is decoded (nothing else tells the rotation); times
+    and keyframes are taken from the container's packets. A file whose packets have no ascending
+    times is decoded as usual.
 
     The first video stream that is not a cover picture is taken. A file that ends early without an
-    error is found by time: it is refused when its frames end before the declared end by more than
-    2.5 frame intervals and more than 5 % of the declared duration. Frame counts in headers are not
-    compared, because edit lists and dropped lead-in frames make them differ in good files.
+    error is refused when its frames end before the declared end by more than 2.5 frame intervals
+    and more than 5 % of the declared duration. Frame counts in headers are not compared, because
+    edit lists and dropped lead-in frames make them differ in good files.
+
+    Raises:
+        ClipError: the file is damaged, cut short, too large, or has no usable video stream.
     """
     identity = content_hash(media, progress)
     with opened(media) as (container, stream):
@@ -405,13 +430,13 @@ def probe(
 
 
 def content_hash(media: Media, progress: Callable[[], object] = lambda: None) -> str:
-    """BLAKE2b-128 of the bytes as 32 hex digits; where they lie plays no part."""
+    """Return BLAKE2b-128 of a file's bytes as 32 hex digits; its path has no influence."""
     with stores.local(media) as here:
         return content.content_hash(here, progress)
 
 
 _Read = tuple[VideoFrame, list[int | None], tuple[int, ...], float | None]
-"""The first frame, all timestamps, which are keyframes, and the seconds of the last frame."""
+"""First frame, all timestamps, numbers of the keyframes, and seconds the last frame is shown."""
 
 
 def _packets(
@@ -428,7 +453,7 @@ def _packets(
                 raise ClipError(str(media), f"cut short or damaged after {len(found)} frames")
             if first is None:
                 first = next(iter(packet.decode()), None)
-            if packet.size and not packet.is_discard:  # those of an edit list are decoded only
+            if packet.size and not packet.is_discard:  # an edit list hides discarded ones
                 found.append((packet.pts, packet.is_keyframe, packet.duration or 0))
             progress()
     except _FAILURES as error:
@@ -436,6 +461,7 @@ def _packets(
         raise ClipError(str(media), reason) from error
     if first is None or not found:
         raise ClipError(str(media), "no frame could be decoded")
+    # Packets come in decoding order; frame numbers count in presentation order.
     found.sort(key=lambda packet: packet[0] or 0)
     keyframes = tuple(number for number, packet in enumerate(found) if packet[1])
     pts = [packet[0] for packet in found]
@@ -464,11 +490,12 @@ def _frames(
 
 
 def _timing(pts: Sequence[int | None]) -> Timing | None:
-    """The timestamps, or None unless they name every frame and ascend."""
+    """Return the timestamps, or None unless every frame has one and they ascend."""
     known = [each for each in pts if each is not None]
     steps = {after - before for before, after in pairwise(known)}
     if len(known) < len(pts) or min(steps, default=1) <= 0:
         return None
+    # A constant step needs no list: the first timestamp and the step give all others.
     if len(steps) > 1:
         return Timing(known[0], 0, tuple(known))
     return Timing(known[0], max(steps, default=0))
@@ -499,7 +526,7 @@ def _seconds(frame: VideoFrame, ticks: int | None) -> float | None:
 
 
 def _check_whole(media: Media, container: InputContainer, stream: VideoStream, span: _Span) -> None:
-    """Refuse a file whose frames end clearly before its header says (see `probe`)."""
+    """Refuse a file whose frames end clearly before the declared end (see `probe`)."""
     declared_end = _declared_end(container, stream, span.start)
     if declared_end is None:
         return
@@ -513,7 +540,7 @@ def _check_whole(media: Media, container: InputContainer, stream: VideoStream, s
 
 
 def _declared_end(container: InputContainer, stream: VideoStream, start: float) -> float | None:
-    """When the last frame should end, in seconds; None where the file does not say.
+    """Return when the last frame should end, in seconds; None if the file does not declare it.
 
     Streams of mp4, mov and avi declare a length. Matroska has only the length of the whole file
     and, as a tag, the time at which each track ends.
@@ -524,17 +551,19 @@ def _declared_end(container: InputContainer, stream: VideoStream, start: float) 
         hours, minutes, seconds = tag.split(":")
         return 3600 * int(hours) + 60 * int(minutes) + float(seconds)
     if container.duration is not None and len(container.streams) == 1:
-        return container.duration / av.time_base  # with audio it may be the audio that is longer
+        return container.duration / av.time_base  # with audio, the audio may be the longer stream
     return None
 
 
 def rotation_of(media: Media, stream: VideoStream, frame: VideoFrame) -> int:
-    """Degrees counterclockwise, by FFmpeg's display matrix, and `MIRRORED` if it mirrors.
+    """Return the rotation in degrees counterclockwise, plus `MIRRORED` for a mirrored frame.
+
+    The source is FFmpeg's display matrix.
 
     Raises:
-        ClipError: it is no multiple of 90, or the frame has an alpha channel.
+        ClipError: the rotation is not a multiple of 90, or the frame has an alpha channel.
     """
-    has_alpha = any(each.is_alpha for each in frame.format.components)  # each frame of a GIF has
+    has_alpha = any(each.is_alpha for each in frame.format.components)  # always true of a GIF
     if (has_alpha and stream.codec_context.name != "gif") or stream.metadata.get(
         "alpha_mode"
     ) == "1":
@@ -546,7 +575,8 @@ def rotation_of(media: Media, stream: VideoStream, frame: VideoFrame) -> int:
     rotation, mirror = frame.rotation % 360, 0
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is not None:
-        # Right and down of a decoded frame are shown at (a, b) and (c, d); x right, y down.
+        # The matrix maps one step right to (a, b) and one step down to (c, d), x right and y down.
+        # A negative determinant mirrors.
         a, b, _, c, d = struct.unpack("=5i", np.asarray(matrix).tobytes()[:20])
         if a * d < b * c:
             rotation, mirror = round(math.degrees(math.atan2(-b, -a))) % 360, MIRRORED
@@ -556,7 +586,7 @@ def rotation_of(media: Media, stream: VideoStream, frame: VideoFrame) -> int:
 
 
 def upright(picture: NDArray[np.uint8], rotation: int) -> NDArray[np.uint8]:
-    """A decoded picture [H, W, ...] as it is shown: a view of it."""
+    """Turn, and mirror, a decoded picture [H, W, ...] as it is shown; returns a view of it."""
     turned = np.rot90(picture, rotation // 90)
     return turned[:, ::-1] if rotation >= MIRRORED else turned
 
@@ -567,10 +597,10 @@ _ROUNDED_RATIO = Fraction(
 
 
 def square_size(media: Media, stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:
-    """Height and width at which a frame, before it is turned, is shown in square pixels.
+    """Return height and width at which an unturned frame is shown in square pixels.
 
     Raises:
-        ClipError: no picture can have them.
+        ClipError: no picture can have this size.
     """
     ratio = stream.sample_aspect_ratio or Fraction(1)
     if abs(ratio - 1) <= _ROUNDED_RATIO:
@@ -583,7 +613,7 @@ def square_size(media: Media, stream: VideoStream, frame: VideoFrame) -> tuple[i
 
 
 def in_square_pixels(media: Media, stream: VideoStream, frame: VideoFrame) -> NDArray[np.uint8]:
-    """A frame as it is shown: [H, W, 3], upright."""
+    """Return the RGB pixels [H, W, 3] of a frame in square pixels, turned as it is shown."""
     height, width = square_size(media, stream, frame)
     rotation = rotation_of(media, stream, frame)
     if (height, width) != (frame.height, frame.width):
@@ -592,6 +622,7 @@ def in_square_pixels(media: Media, stream: VideoStream, frame: VideoFrame) -> ND
 
 
 def probe_image(media: Media) -> Probe:
+    """Decode an image and return its properties, as a video of one frame without a frame rate."""
     identity = content_hash(media)
     pixels, codec, mode = decode_image(media)
     height, width, _ = pixels.shape
@@ -613,7 +644,7 @@ def probe_image(media: Media) -> Probe:
 
 
 def name_error(media: Media) -> ClipError | None:
-    """Why a catalog or a table cannot name a file; None: they can."""
+    """Return an error if the file's name is not valid UTF-8 and no table can hold it, else None."""
     try:
         str(media).encode()
     except UnicodeEncodeError:
@@ -623,14 +654,14 @@ def name_error(media: Media) -> ClipError | None:
 
 @dataclass(frozen=True)
 class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
-    """Probes one file; also returns whether the same bytes always give the same result."""
+    """Task that probes one file; also returns whether the same bytes always give this result."""
 
     limits: Limits = DEFAULT
-    trusts_metadata: bool = False  # of videos; see `probe`
+    trusts_metadata: bool = False  # for videos; see `probe`
     silence_seconds: float = SILENCE_SECONDS
 
     @property
-    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+    def memory_gib(self) -> float:  # type: ignore[override]  # the limits decide it
         return self.limits.memory_gib
 
     def do(self, item: Item, progress: Callable[[], object]) -> tuple[Probe | ClipError, bool]:
@@ -642,6 +673,8 @@ class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
                 if item.kind == "image":
                     return probe_image(media), True
                 return probe(media, progress, trusts_metadata=self.trusts_metadata), True
+        # A timeout or an unreachable store says nothing about the bytes, so the next call tries
+        # again.
         except (OutOfTimeError, stores.UnreachableError) as error:
             return ClipError(error.path, error.reason), False
         except ClipError as error:

@@ -1,6 +1,6 @@
-"""Writes frames as video files, and transcodes a catalog's clips to the size of the training.
+"""Writes frames as video files, and transcodes a catalog's clips to the size used in training.
 
-Prepared clips have the training's size and a keyframe every few frames, so windows are decoded
+Prepared clips have the size that is trained and a keyframe every few frames, so windows are decoded
 fast. They keep frame count, timestamps, captions and scores; `prepared_from` is the identity of the
 original.
 """
@@ -43,7 +43,7 @@ from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.fsio import atomic_write
 
-_BT709, _SMPTE170M = 1, 6  # ITU-T H.273; the second is BT.601
+_BT709, _SMPTE170M = 1, 6  # colour matrices of ITU-T H.273; SMPTE 170M is that of BT.601
 
 # Without CABAC and deblocking, windows of 448x256 are read in half the time, for 8 % more bytes.
 _FAST_TO_READ = {"preset": "veryfast", "tune": "fastdecode"}
@@ -56,13 +56,14 @@ def write_video(
     crf: int = 12,
     pixel_format: Literal["yuv420p", "rgb24"] = "yuv420p",
 ) -> None:
-    """Write frames as H.264 in an mp4 file, written aside and renamed when whole.
+    """Write frames as H.264 in an mp4 file, which appears under its name only when it is complete.
 
     Args:
         path: the file to write, ending in `.mp4`.
-        frames: [F, H, W, 3] uint8 RGB; H and W even, as 4:2:0 chroma wants.
+        frames: [F, H, W, 3] uint8 RGB; H and W even, because 4:2:0 chroma needs it.
         fps: frames per second.
-        crf: constant rate factor of x264, 0 (lossless) to 51; smaller is larger and better.
+        crf: constant rate factor of x264, 0 (lossless) to 51; a lower one gives a larger and better
+            file.
         pixel_format: rgb24 keeps the colour of every pixel, but browsers do not play it.
 
     Raises:
@@ -79,7 +80,7 @@ def write_video(
             # identity is the hash of its content.
             params = {"x264-params": "mbtree=0"}
             stream.options = {"crf": str(crf), "preset": "veryfast", **params}
-            stream.thread_count = 1  # small clips: threads cost more than they give
+            stream.thread_count = 1  # clips are small: threads cost more than they save
             if pixel_format == "yuv420p":
                 _tag(stream.codec_context, height)
             for index in range(num_frames):
@@ -109,7 +110,7 @@ def _tag(what: "av.VideoFrame | av.VideoCodecContext", height: int) -> None:
 
 
 def write_image(path: Path, frame: NDArray[np.uint8]) -> None:
-    """Write a picture [H, W, 3] uint8 RGB as PNG, written aside and renamed when whole.
+    """Write a picture [H, W, 3] uint8 RGB as PNG, which appears only when it is complete.
 
     Raises:
         DataError: the file cannot be written.
@@ -145,24 +146,25 @@ def encode_frames(
     gop: int,
     by_many: bool = False,
 ) -> None:
-    """Write frames as they come, at their own timestamps, as H.264 (4:2:0) in an mp4 file.
+    """Write frames at their own timestamps, as they arrive, as H.264 (4:2:0) in an mp4 file.
 
-    Every `gop`th frame is a keyframe, no other is, and no frame refers past one: so decoding can
-    begin at each of them, and a window is read by decoding at most `gop` - 1 frames too many.
+    Exactly every `gop`th frame is a keyframe, and no frame refers past one. Decoding can thus begin
+    at each keyframe, and a window is read by decoding at most `gop` - 1 frames too many.
 
     Args:
-        path: the file to write, ending in `.mp4`; written aside and renamed when whole.
-        frames: all of one even size, yuv420p or yuvj420p, with ascending timestamps. How the
-            first says its colours are to be understood is written into the file.
+        path: the file to write, ending in `.mp4`; it appears only when it is complete.
+        frames: all of one even size, yuv420p or yuvj420p, with ascending timestamps. The colour
+            properties of the first are written into the file.
         fps: average frames per second.
-        crf: as `write_video`.
+        crf: constant rate factor of x264, 0 (lossless) to 51.
         gop: distance of keyframes in frames.
-        by_many: several processes may write it at a time; see `atomic_write`.
+        by_many: several processes may write the file at the same time; see `atomic_write`.
 
     Raises:
         DataError: the file cannot be written; and whatever `frames` raises.
     """
     waiting = iter(frames)
+    # The stream must be described before it is written to, so the first frame is taken off here.
     first = next(waiting)
     params = f"mbtree=0:keyint={gop}:min-keyint={gop}:scenecut=0:open-gop=0"
     try:
@@ -182,7 +184,7 @@ def encode_frames(
 
 
 def _describe(stream: av.VideoStream, frame: av.VideoFrame) -> None:
-    """Give the stream the shape, the clock and the colours of its frames."""
+    """Give the stream the size, pixel format, time base and colours of its frames."""
     stream.width, stream.height, stream.pix_fmt = frame.width, frame.height, frame.format.name
     assert frame.time_base is not None
     codec = stream.codec_context
@@ -193,31 +195,34 @@ def _describe(stream: av.VideoStream, frame: av.VideoFrame) -> None:
 
 CATALOG_NAME = "catalog.parquet"
 
-_VISIBLE_SECONDS = 90.0  # until a network disk shows a file that another machine has written
+_VISIBLE_SECONDS = 90.0  # time that a network disk may take to show a file of another machine
 _ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.5 GiB of 3840x2160
 _MAX_GOP, _MAX_FPS = 10_000, 1000
 _HALF_WRITTEN = re.compile(r"\.[0-9a-f]{32}\.")
-_FORMAT = 2  # part of every name: raise it when other pixels would be written
+_FORMAT = 2  # part of every file's name: raise it when the pixels that are written change
 
 
 _film_hashes: dict[tuple[str, int, int, int], str] = {}
-"""That of the film whose span was written last, by path, offset, size and modification time."""
+"""Content hash of the last read film, by path, offset, size and modification time.
+
+One entry: the spans of one film are transcoded one after the other, and the film is hashed once.
+"""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Size and encoding of prepared clips."""
+    """Size and encoding of prepared clips; part of the names of their files."""
 
     sizes: tuple[tuple[int, int], ...]  # (height, width); a clip covers the one of nearest aspect
     gop: int = 12  # distance of keyframes in frames
     crf: int = 18  # quality of x264, 0 (lossless) to 51
-    fps: float | None = None  # at most so many frames per second; None: all frames
+    fps: float | None = None  # upper limit of frames per second; None keeps all frames
 
     def check(self) -> None:
         """Raise DataError if a value is out of its range."""
         if not self.sizes or min(min(size) for size in self.sizes) < 2:
             raise DataError(f"Sizes to prepare for: {list(self.sizes)}; expected at least 2x2.")
-        has_rate = self.fps is None or 0 < self.fps <= _MAX_FPS  # which NaN is not
+        has_rate = self.fps is None or 0 < self.fps <= _MAX_FPS  # False for NaN
         if not 1 <= self.gop <= _MAX_GOP or not 0 <= self.crf <= 51 or not has_rate:
             raise DataError(
                 f"gop is {self.gop}, crf {self.crf}, fps {self.fps}; expected a gop from 1 to "
@@ -226,21 +231,22 @@ class Settings:
 
     @property
     def name(self) -> str:
+        """Short hash of all settings, for file names."""
         text = json.dumps([_FORMAT, asdict(self)])
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 @dataclass(frozen=True)
 class TranscodeTask(Task[Clip, ClipError | None]):
-    """Writes a clip's prepared file if it does not exist; the result is None or the error."""
+    """Task that writes a clip's prepared file unless it exists; returns the error, or None."""
 
-    folder: Path  # files are below the first two digits of the clip's identity
+    folder: Path  # files lie in subfolders named by the first two digits of the clip's identity
     settings: Settings
-    decoding_gib: float = decode_limits.MEMORY_GIB  # for decoding one clip
+    decoding_gib: float = decode_limits.MEMORY_GIB  # memory for decoding one clip
     doing = "transcoding"
 
     @property
-    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from that of decoding
+    def memory_gib(self) -> float:  # type: ignore[override]  # decoding and encoding add up
         return self.decoding_gib + _ENCODER_GIB
 
     def do(self, item: Clip, progress: Callable[[], object]) -> ClipError | None:
@@ -276,7 +282,10 @@ class TranscodeTask(Task[Clip, ClipError | None]):
 
 
 def scaled_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The even height and width at which a picture covers the size of the nearest aspect ratio."""
+    """Return the even (height, width) at which a picture covers the size of nearest aspect.
+
+    Pictures are never scaled up.
+    """
 
     def distance(size: tuple[int, int]) -> float:
         return abs(math.log(size[0] / size[1]) - math.log(height / width))
@@ -301,8 +310,8 @@ def _write_image(
 
 
 def _is_indexed(media: Media, progress: Callable[[], object]) -> bool:
-    """Whether the file still has the content that the clip's identity was made of."""
-    status = stamp_of(str(media.file)) or Stamp(0, 0)  # reading it will fail with the reason
+    """Return whether the file still has the content from which the clip's identity was computed."""
+    status = stamp_of(str(media.file)) or Stamp(0, 0)  # a missing file fails below, with the reason
     film = (str(media.file), media.offset, status.num_bytes, status.mtime_ns)
     if film not in _film_hashes:
         _film_hashes.clear()
@@ -314,8 +323,9 @@ def _write_video(
     clip: Clip, target: Path, settings: Settings, progress: Callable[[], object]
 ) -> None:
     keyframe = clip.keyframe_before(0) if clip.media.span else None
+    # A span deep in a film is reached by a seek; the whole film before it is the slow way.
     if keyframe is not None:
-        with suppress(ClipError):  # not every file can be decoded from its middle
+        with suppress(ClipError):  # not every file can be decoded from a keyframe in its middle
             _write_from(keyframe, clip, target, settings, progress)
             return
     _write_from(None, clip, target, settings, progress)
@@ -342,12 +352,12 @@ def _write_from(
             fps=min(clip.fps, settings.fps or clip.fps),
             crf=settings.crf,
             gop=settings.gop,
-            by_many=True,  # a worker that is considered lost may still be writing
+            by_many=True,  # a worker that is considered lost may still write the same file
         )
 
 
 def _within(clip: Clip, frames: Iterable[av.VideoFrame]) -> Iterator[av.VideoFrame]:
-    """The frames of a span, by their timestamps."""
+    """Yield the frames of a clip's span, selected by their timestamps."""
     assert clip.timing is not None
     number = 0
     for frame in frames:
@@ -368,9 +378,9 @@ def _scaled(
     size: tuple[int, int],
     progress: Callable[[], object],
 ) -> Iterator[av.VideoFrame]:
-    """Upright frames in 4:2:0 with timestamps from 0; conversion over RGB would darken them."""
+    """Scale and turn frames in 4:2:0, with timestamps from 0; going over RGB would darken them."""
     height, width = size[::-1] if is_turned(clip.rotation) else size
-    tick = 1 / Fraction(clip.fps).limit_denominator(1001)  # if the file's own are unusable
+    tick = 1 / Fraction(clip.fps).limit_denominator(1001)  # if the file has no usable times
     reformatter = VideoReformatter()
     for index, frame in enumerate(frames):
         progress()
@@ -384,7 +394,7 @@ def _scaled(
             threads=1,
         )
         shown = _upright(scaled, clip.rotation)
-        shown.pict_type = PictureType.NONE  # else keyframes stay where they were
+        shown.pict_type = PictureType.NONE  # otherwise keyframes stay where the source had them
         if clip.timing is None or frame.pts is None:
             shown.pts, shown.time_base = index, tick
         else:
@@ -396,6 +406,7 @@ def _upright(frame: av.VideoFrame, rotation: int) -> av.VideoFrame:
     """Turn, and mirror, a frame in 4:2:0 as it is shown."""
     if not rotation:
         return frame
+    # The planes lie below each other: luma, then the two quarter-size chroma planes.
     stacked, height = frame.to_ndarray(), frame.height
     chroma = stacked[height:].reshape(2, height // 2, -1)
     planes = (decode.upright(plane, rotation) for plane in (stacked[:height], *chroma))
@@ -408,7 +419,7 @@ def _upright(frame: av.VideoFrame, rotation: int) -> av.VideoFrame:
 
 
 def _thinned(frames: Iterable[av.VideoFrame], fps: float | None) -> Iterator[av.VideoFrame]:
-    """At most `fps` frames a second: the first of each interval."""
+    """Keep at most `fps` frames per second: the first of each interval."""
     interval = -1
     for frame in frames:
         seconds = frame.time or 0.0
@@ -420,15 +431,15 @@ def _thinned(frames: Iterable[av.VideoFrame], fps: float | None) -> Iterator[av.
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What `prepare` did."""
+    """Result of `prepare`."""
 
-    prepared: int  # clips in the new catalog
-    reused: int  # files that existed already
+    prepared: int  # number of clips in the new catalog
+    reused: int  # number of files that existed already
     rejected: list[Rejection]
-    duplicates: int  # prepared files with the same content as another; left out
+    duplicates: int  # number of prepared files left out because another has the same content
     bytes_before: int
     bytes_after: int
-    catalog: Path  # the new one
+    catalog: Path  # path of the new catalog
 
 
 def prepare(
@@ -451,13 +462,13 @@ def prepare(
     Args:
         catalog_path: the catalog of the clips.
         out_folder: where files and the new `catalog.parquet` are written.
-        settings: how clips are to look.
+        settings: size and encoding of the results.
         on: where clips are transcoded and checked; see `run_tasks`. The files do not depend on it.
-        workers: processes; by default one for each core. 0: this process, which a hostile file can
-            then hang or crash.
-        progress: called with (done, in all); each clip counts twice, when it is written and when it
+        workers: number of processes; one for each core by default. 0 uses this process, which a
+            hostile file can then hang or crash.
+        progress: called with (done, total); each clip counts twice, when it is written and when it
             is checked.
-        memory_gib: for decoding one clip; a clip that needs more is rejected.
+        memory_gib: memory for decoding one clip; a clip that needs more is rejected.
 
     Raises:
         DataError: the catalog cannot be read, the settings do not fit, the folder cannot be
@@ -468,7 +479,7 @@ def prepare(
     if out.resolve() == catalog_path.resolve():
         raise DataError(f"{out} is the catalog to be prepared. Name another folder.")
     check_out(out)
-    # Spans of one film one after the other.
+    # Sorted by path, so that the spans of one film follow each other and it is hashed once.
     clips = sorted(source.clips(), key=lambda clip: clip.path)
     report = progress or (lambda done, total: None)
     task = TranscodeTask(out_folder.resolve(), settings, memory_gib)
@@ -484,11 +495,11 @@ def prepare(
         if isinstance(checked, Clip):
             writer.add(checked, stamp)
         else:
-            media.file.unlink(missing_ok=True)  # to be written again by the next call
+            media.file.unlink(missing_ok=True)  # the next call writes it again
             failed[clip.identity] = checked
 
     with closing(writer), closing(KnownFiles(catalog_before(out), journal)) as known:
-        probe_all(  # from the first byte to the last
+        probe_all(  # decodes each prepared file completely
             ([Item(Media(path))] for path in sorted(written)),
             len(written),
             accept,
@@ -519,7 +530,7 @@ def prepare(
 
 
 def _bytes_of(catalog: Catalog) -> int:
-    """Bytes of a catalog's media; a film counts once, however many clips are cut from it."""
+    """Return the bytes of a catalog's media, where several clips of one film count once."""
     names = [str(clip.media.whole) for clip in catalog.clips()]
     _, firsts = np.unique(names, return_index=True)
     members, files = (
@@ -531,7 +542,7 @@ def _bytes_of(catalog: Catalog) -> int:
 def _checked(
     clip: Clip, media: Media, found: decode.Probe | ClipError, settings: Settings
 ) -> Clip | ClipError:
-    """The prepared clip, if it has all frames."""
+    """Return the prepared clip, or an error unless its file has all frames."""
     if isinstance(found, ClipError):
         return ClipError(clip.path, f"its prepared file: {found.reason}")
     if not settings.fps and found.num_frames != clip.num_frames:
@@ -564,14 +575,14 @@ def _transcode_all(
             else:
                 _wait_until_visible(task.target(missing[number]))
             report(done, 2 * len(clips))
-    for left in task.folder.glob("??/.*.partial.*"):  # of processes that were killed
+    for left in task.folder.glob("??/.*.partial.*"):  # left by processes that were killed
         if _HALF_WRITTEN.match(left.name):
             left.unlink(missing_ok=True)
     return failed
 
 
 def _wait_until_visible(target: Path) -> None:
-    """Wait for a file that another machine has written, as network disks show it late."""
+    """Wait until this node sees a file of another node; network disks may show it late."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while not target.exists():
         if time.monotonic() > deadline:
@@ -581,4 +592,4 @@ def _wait_until_visible(target: Path) -> None:
             )
         time.sleep(0.1)
         folder = target.parent if target.parent.exists() else target.parents[1]
-        list(folder.iterdir())  # so the disk is asked anew
+        list(folder.iterdir())  # listing a folder makes NFS clients refresh what they know of it

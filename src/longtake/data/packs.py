@@ -1,9 +1,9 @@
-"""Packs: safetensors files with many entries of a cache each, and the index of all packs.
+"""Packs: safetensors files with many cache entries each, and the index of all packs.
 
-FOLDER/latents/90c1….safetensors    a pack; a tensor is called <key of its entry>.<name>
-FOLDER/index/5b27….safetensors      where entries are, sorted by key: 32 bytes an entry, mapped
-FOLDER/damaged/90c1….07b1…          empty: this entry of this pack is damaged
-FOLDER/damaged/latents.90c1….safetensors  a pack that cannot be used, kept for a person to look at
+FOLDER/latents/90c1….safetensors    a pack; its tensors are named <key of the entry>.<name>
+FOLDER/index/5b27….safetensors      places of entries, sorted by key: 32 bytes each, memory-mapped
+FOLDER/damaged/90c1….07b1…          empty file: this entry of this pack is damaged
+FOLDER/damaged/latents.90c1….safetensors  an unusable pack, kept for inspection
 """
 
 import json
@@ -29,21 +29,22 @@ from torch import Tensor
 from longtake import errors, fsio
 
 CACHE_KINDS = ("latents", "conditioning", "prompts")
-PACK_BYTES = 512 * 2**20  # a pack is written when its entries have so many bytes
+PACK_BYTES = 512 * 2**20  # a pack is written when its entries have this size
 PACK_FORMAT = 2
 
-_PACK_SECONDS = 600.0  # or when its first entry is so old: a killed process loses no more
-_MAX_PACK_ENTRIES = 2**15  # or has so many, which keeps headers below 20 MB
-_MAX_HEADER_BYTES = 100 * 10**6  # the limit of safetensors
-_MAX_RUNS = 8  # sorted tables that are searched one after the other
-_REFRESH_SECONDS = 60.0  # how often a writer looks for packs of other processes
-_INDEX_SECONDS = 30 * 24 * 3600.0  # after which no process maps an old index any more
+_PACK_SECONDS = 600.0  # or when its first entry is this old: a killed process loses no more
+_MAX_PACK_ENTRIES = 2**15  # or when it has this many entries: keeps the header below 20 MB
+_MAX_HEADER_BYTES = 100 * 10**6  # limit of the safetensors library
+_MAX_RUNS = 8  # number of sorted tables that are searched one after the other
+_REFRESH_SECONDS = 60.0  # interval at which a writer looks for packs of other processes
+_INDEX_SECONDS = 30 * 24 * 3600.0  # an older index file is mapped by no process any more
 _THREADS = 16
 _SUFFIX = ".safetensors"
 _FOLDERS = (*CACHE_KINDS, "index", "damaged")
 _KEY = re.compile("[0-9a-f]{32}")
 _INDEX_NAME = re.compile(rf"[0-9a-f]{{16}}{re.escape(_SUFFIX)}")
-_FACTS = "longtake"  # the key of what a file says about itself
+_FACTS = "longtake"  # metadata key of a file's own format and tables
+# The exceptions that a header with arbitrary JSON can cause.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -57,48 +58,49 @@ _NUMBERS: dict[str, np.dtype[Any]] = {"U64": np.dtype("<u8"), "U32": np.dtype("<
 
 
 class DamagedPackError(ValueError):
-    """A pack that cannot be used at all, such as one that was cut off."""
+    """Raised for a pack that cannot be used at all, such as one that was cut off."""
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """What a cache knows something by, whether it has it or not."""
+    """Identity of a cache entry, whether the cache holds it or not."""
 
-    kind: str  # of `CACHE_KINDS`
+    kind: str  # one of `CACHE_KINDS`
     key: str  # 32 hex digits
-    what: str  # what it is, for people
+    what: str  # description for messages
 
 
 class _Part(NamedTuple):
-    """A tensor of an entry: as it is stored, and as it is read."""
+    """Layout of one tensor of an entry: its stored form and the form in which it is read."""
 
     name: str
-    stored: str  # type, as safetensors calls it
+    stored: str  # dtype in the file, as safetensors names it
     shape: tuple[int, ...]
     dtype: str
-    rows: int  # more than are stored: the last ones are zeros
+    rows: int  # length of the first dimension when read; rows that are not stored are zeros
 
     def num_bytes(self) -> int:
+        """Size of the tensor in the file."""
         return math.prod(self.shape) * _TYPES[self.stored].itemsize
 
 
 class _Run(NamedTuple):
-    """Where entries are, sorted by the first half of their keys; columns of equal length."""
+    """Table of places of entries, sorted by `high`; columns of equal length."""
 
     high: NDArray[np.uint64]  # first half of the key
     low: NDArray[np.uint64]  # second half
     pack: NDArray[np.uint32]
-    offset: NDArray[np.uint32]  # of the first byte in the pack's file
+    offset: NDArray[np.uint32]  # position of the entry's first byte in the pack's file
     layout: NDArray[np.uint32]
     checksum: NDArray[np.uint32]
 
 
 class _Header(NamedTuple):
-    """What the header of a pack says."""
+    """Contents of a pack's header."""
 
     name: str
     size: int
-    run: _Run  # its layouts are places in `layouts`, and its pack is 0
+    run: _Run  # `layout` indexes the list below, and `pack` is 0
     layouts: list[str]
 
 
@@ -112,32 +114,32 @@ class _Place(NamedTuple):
 class PackIndex:
     """Finds and reads the entries of all packs of a folder.
 
-    Each process has its own. A new one knows all packs that are there; `refresh` looks for those
-    that other processes have written since. Methods may be called in several threads.
+    Each process has its own index. A new one knows all packs that exist; `refresh` looks for packs
+    that other processes have written since. Methods may be called from several threads.
 
     Args:
-        folder: of the cache, whether it is there yet or not.
+        folder: the cache's folder, which need not exist.
         verify: compare the checksum of each entry that is read.
 
     Raises:
-        DataError: packs are of a format that this longtake does not know, or a folder is a link.
+        DataError: packs have an unknown format, or a folder is a symbolic link.
     """
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
         self.folder = folder
-        self.refused: dict[Path, str] = {}  # packs that were found damaged, and how
+        self.refused: dict[Path, str] = {}  # reasons why packs were found unusable, by path
         self._verify = verify
         self._lock = threading.Lock()
         self._packs: list[str] = []
         self._sizes: list[int] = []
-        self._numbers: dict[str, int] = {}  # by pack
+        self._numbers: dict[str, int] = {}  # positions in `_packs`, by name
         self._is_there: list[bool] = []
         self._damaged: set[tuple[int, str]] = set()
         self._layouts: list[tuple[_Part, ...]] = []
         self._layout_texts: list[str] = []
         self._layout_numbers: dict[str, int] = {}
         self._runs: list[_Run] = []
-        self._num_saved = 0  # runs that are in an index file
+        self._num_saved = 0  # number of runs that came from an index file
         self._listed_at = 0.0
         fsio.refuse_links(folder, _FOLDERS)
         self._load()
@@ -147,16 +149,17 @@ class PackIndex:
         return sum(len(run.high) for run in self._runs)
 
     def holds(self, entry: CacheEntry) -> bool:
-        """Whether it was written, to a pack of its whole length; the content is not read."""
+        """Return whether a complete pack holds the entry; its content is not read."""
         return next(self._places(entry.key), None) is not None
 
     def read(self, entry: CacheEntry) -> dict[str, Tensor]:
-        """The tensors of an entry, as they were written.
+        """Return the tensors of an entry, by name.
 
         Raises:
-            ClipError: it is in no pack, damaged or cannot be read.
+            ClipError: no pack holds the entry, it is damaged, or it cannot be read.
         """
         failure: errors.ClipError | None = None
+        # An entry may be in several packs: if one is damaged or gone, the next may be good.
         for is_last in (False, True):
             for place in list(self._places(entry.key)):
                 path = self._path(self._packs[place.pack])
@@ -171,13 +174,13 @@ class PackIndex:
                     self._refuse(place, entry, error)
                     reason = f"{entry.what} is damaged in the cache: {error}"
                     failure = errors.ClipError(path, reason)
-            if failure is None and not is_last:  # another process may have written it since
+            if failure is None and not is_last:  # another process may have written it
                 self.refresh()
         reason = f"the cache does not hold {entry.what}; longtake data cache RECIPE fills it"
         raise failure or errors.ClipError(self.folder / entry.kind, reason)
 
     def written(self, name: str) -> None:
-        """Take in a pack that this process has written; now and then, also those of others."""
+        """Add a pack that this process wrote; once a minute, look for those of other processes."""
         if time.monotonic() - self._listed_at > _REFRESH_SECONDS:
             self.refresh()
             return
@@ -190,6 +193,7 @@ class PackIndex:
             found = {name: size for kind in CACHE_KINDS for name, size in self._listed(kind)}
             for number, (name, size) in enumerate(zip(self._packs, self._sizes, strict=True)):
                 self._is_there[number] = found.get(name) == size
+                # Complete packs never change, so another size means that a disk lost a part of it.
                 if name in found and not self._is_there[number]:
                     self._put_aside(name, f"has {found[name]:,} of {size:,} bytes")
             self._take_in([name for name in found if name not in self._numbers])
@@ -201,23 +205,24 @@ class PackIndex:
                         self._damaged.add((known, key))
 
     def save(self) -> None:
-        """Write where all entries are to one file, which later processes map into memory."""
+        """Write the places of all entries to an index file, which later processes map to memory."""
         with self._lock:
             if len(self._runs) == self._num_saved:
                 return
             runs, there = list(self._runs), np.array([*self._is_there, False])
             packs = [(self._packs[number], self._sizes[number]) for number in np.flatnonzero(there)]
-        # A column after the other, as all of 10^8 entries take 3 GB.
+        # One column at a time: the columns of 10^8 entries take 3 GB together.
         order = np.argsort(np.concatenate([run.high for run in runs]), kind="stable")
         pack = np.concatenate([run.pack for run in runs])[order]
-        is_kept = there[np.minimum(pack, len(there) - 1)]  # a damaged index may have any number
+        is_kept = there[np.minimum(pack, len(there) - 1)]  # a damaged index has any number
+        # Packs that are gone are left out of the file, so the others get new, dense numbers.
         order, pack = order[is_kept], (np.cumsum(there) - 1)[pack[is_kept]].astype(np.uint32)
         facts = {"format": PACK_FORMAT, "packs": packs, "layouts": self._layout_texts}
         tensors = {name: (kind, (len(order),)) for name, kind in _COLUMNS.items()}
         header = _header_of(tensors, {_FACTS: json.dumps(facts)})
         folder = self.folder / "index"
         path = folder / f"{secrets.token_hex(8)}{_SUFFIX}"
-        with suppress(OSError):  # then later processes read the packs' headers
+        with suppress(OSError):  # on failure, later processes read the packs' headers instead
             folder.mkdir(parents=True, exist_ok=True)
             with fsio.atomic_write(path) as partial, partial.open("xb") as file:
                 file.write(header)
@@ -230,7 +235,7 @@ class PackIndex:
                     other.unlink(missing_ok=True)
 
     def _load(self) -> None:
-        """Map the newest index."""
+        """Map the newest index file that is intact."""
         found = sorted(
             (path.stat().st_mtime_ns, path) for path in (self.folder / "index").glob(f"*{_SUFFIX}")
         )
@@ -254,6 +259,7 @@ class PackIndex:
             except (OSError, *_MALFORMED):
                 continue
             for name, size in packs:
+                # Sizes are compared by the `refresh` that follows, so an old index is safe to use.
                 self._pack(name, size)
             self._runs, self._num_saved = [run], 1
             return
@@ -261,6 +267,7 @@ class PackIndex:
     def _places(self, key: str) -> Iterator[_Place]:
         number = int(key, 16)
         high, low = np.uint64(number >> 64), np.uint64(number & (2**64 - 1))
+        # The newest run first. `high` alone is searched: equal first halves of 64 bits are rare.
         for run in reversed(self._runs):
             at = int(np.searchsorted(run.high, high))
             while at < len(run.high) and run.high[at] == high:
@@ -272,9 +279,10 @@ class PackIndex:
 
     def _is_usable(self, place: _Place, key: str) -> bool:
         if place.pack >= len(self._packs) or place.layout >= len(self._layouts):
-            return False  # of a damaged index
+            return False  # only a damaged index has such numbers
         return self._is_there[place.pack] and (place.pack, key) not in self._damaged
 
+    # The size is compared again on the open file: it may have changed since the last refresh.
     def _read(self, place: _Place, path: Path, entry: CacheEntry) -> dict[str, Tensor]:
         layout = self._layouts[place.layout]
         num_bytes = sum(part.num_bytes() for part in layout)
@@ -299,7 +307,7 @@ class PackIndex:
         return found
 
     def _refuse(self, place: _Place, entry: CacheEntry, error: ValueError) -> None:
-        """Note damage, so that every process computes the entry, or the whole pack, again."""
+        """Record the damage, so that every process computes the entry, or the whole pack, again."""
         name = self._packs[place.pack]
         if isinstance(error, DamagedPackError):
             self._is_there[place.pack] = False
@@ -311,7 +319,7 @@ class PackIndex:
             (self.folder / "damaged" / f"{Path(name).name}.{entry.key}").touch()
 
     def _put_aside(self, name: str, reason: str) -> None:
-        """Move a pack that was read before, or says that it is one, to the damaged ones."""
+        """Move a damaged pack to the folder of damaged ones."""
         path, folder = self._path(name), self.folder / "damaged"
         self.refused[path] = f"{reason}, and was moved to {folder}; its entries are computed again"
         with suppress(OSError):
@@ -322,7 +330,7 @@ class PackIndex:
         return self.folder / f"{name}{_SUFFIX}"
 
     def _listed(self, kind: str) -> Iterator[tuple[str, int]]:
-        """Packs of a kind with their sizes; not those that are being written."""
+        """Yield name and size of each pack of a kind, except those that are being written."""
         folder = self.folder / kind
         try:
             with os.scandir(folder) as found:
@@ -353,7 +361,7 @@ class PackIndex:
         except _MALFORMED as error:
             if isinstance(error, DamagedPackError):
                 self._put_aside(name, str(error))
-            else:  # it may be somebody else's file
+            else:  # the file may not be longtake's
                 self.refused[path] = "has no header of a pack, and was left where it is"
             return None
 
@@ -363,6 +371,7 @@ class PackIndex:
         runs = list(self._runs)
         if found:
             runs.append(_joined([self._numbered(each) for each in found]))
+        # Merging only the runs that no index file holds keeps the mapped one out of memory.
         if len(runs) > _MAX_RUNS:
             runs[self._num_saved :] = [_joined(runs[self._num_saved :])]
         self._runs = runs
@@ -389,7 +398,7 @@ class PackIndex:
 
 @dataclass
 class _OpenPack:
-    """Entries that are in no file yet."""
+    """Entries in memory that are not yet in a file."""
 
     since: float
     header: dict[str, tuple[str, tuple[int, ...]]]
@@ -399,14 +408,14 @@ class _OpenPack:
 
 
 class PackWriter:
-    """Collects entries in memory and writes them as packs, the last when the block ends.
+    """Collects entries in memory and writes them as packs, the last ones when the block ends.
 
     Raises:
         DataError: a pack cannot be written.
     """
 
     def __init__(self, index: PackIndex) -> None:
-        self.num_bytes = 0  # of all files
+        self.num_bytes = 0  # size of all files written
         self._index = index
         self._open: dict[str, _OpenPack] = {}
 
@@ -418,11 +427,16 @@ class PackWriter:
             self._write(kind)
 
     def holds(self, entry: CacheEntry) -> bool:
+        """Return whether the entry waits in memory or is in a pack."""
         pack = self._open.get(entry.kind)
         return (pack is not None and entry.key in pack.metadata) or self._index.holds(entry)
 
     def add(self, entry: CacheEntry, tensors: Mapping[str, Tensor]) -> None:
-        """Values that bf16 can hold are stored as bf16; rows of zeros at the end are left out."""
+        """Add an entry, which is written with its pack.
+
+        The file holds float32 as bfloat16 where that is exact, and no rows of zeros at the end;
+        `read` restores both.
+        """
         pack = self._open.get(entry.kind)
         if pack is None:
             pack = self._open[entry.kind] = _OpenPack(time.monotonic(), {}, {}, [])
@@ -430,9 +444,9 @@ class PackWriter:
         for name, tensor in tensors.items():
             # A copy: no memory is shared, and no row or column has an odd stride.
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-            rows = len(tensor) if tensor.ndim else 0  # a number has none
+            rows = len(tensor) if tensor.ndim else 0  # scalars have no rows
             stored[name] = tensor.dtype, rows, _narrow(_without_last_zeros(tensor))
-        # Each tensor begins at a multiple of the size of its numbers.
+        # Sorted by falling item size, so that each tensor is aligned to the size of its numbers.
         names = sorted(stored, key=lambda name: (-stored[name][2].itemsize, name))
         parts, contents = [], []
         for name in names:
@@ -477,9 +491,9 @@ def cannot_write(path: Path, error: OSError) -> errors.DataError:
 
 
 def _run_of(entries: Iterable[tuple[str, int, str, int]]) -> tuple[_Run, list[str]]:
-    """Key, offset, layout and checksum of entries as columns, and the layouts.
+    """Return keys, offsets, layouts and checksums of entries as columns, and the distinct layouts.
 
-    Columns at once: headers of many packs are read before they are joined.
+    Columns are made per pack, because many headers are read before they are joined.
     """
     numbers: dict[str, int] = {}
     rows = [
@@ -519,7 +533,7 @@ def _text_of(parts: Sequence[_Part]) -> str:
 
 
 def _checksum(key: str, layout: str, contents: Sequence[Tensor]) -> int:
-    """The lower half of XXH3-64 over an entry; it finds damage, not malice."""
+    """Return the lower half of XXH3-64 over an entry; it detects damage, not tampering."""
     found = xxhash.xxh3_64(f"{key} {layout}".encode())
     for each in contents:
         found.update(each.numpy().data)
@@ -527,6 +541,7 @@ def _checksum(key: str, layout: str, contents: Sequence[Tensor]) -> int:
 
 
 def _read_into(file: BinaryIO, data: Tensor, offset: int) -> None:
+    # preadv may return less than was asked for.
     room, done = data.numpy().data, 0
     while done < len(room):
         count = os.preadv(file.fileno(), [room[done:]], offset + done)
@@ -538,7 +553,7 @@ def _read_into(file: BinaryIO, data: Tensor, offset: int) -> None:
 def _header_of(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The start of a safetensors file, whose tensors follow in this order."""
+    """Return the first bytes of a safetensors file whose tensors follow in this order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begin = 0
     for name, (kind, shape) in tensors.items():
@@ -547,12 +562,13 @@ def _header_of(
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Tensors start at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _parsed(start: bytes, read: Callable[[int], Any]) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its tensors begin."""
+    """Return the header of a safetensors file, and the offset at which its tensors begin."""
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > _MAX_HEADER_BYTES:
         raise ValueError("no header")
@@ -561,10 +577,10 @@ def _parsed(start: bytes, read: Callable[[int], Any]) -> tuple[dict[str, Any], i
 
 
 def _facts_of(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What a file says about itself.
+    """Return the metadata that longtake wrote into a file.
 
     Raises:
-        DataError: it has another format.
+        DataError: the file has another format.
     """
     facts: dict[str, Any] = json.loads(header["__metadata__"][_FACTS])
     if facts["format"] != PACK_FORMAT:
@@ -578,7 +594,7 @@ def _facts_of(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def _entries_of(
     header: Mapping[str, Any], metadata: Mapping[str, str], start: int, size: int
 ) -> Iterator[tuple[str, int, str, int]]:
-    """Yield (key, offset, layout, checksum) of a pack's entries, which have to fill the file."""
+    """Yield (key, offset, layout, checksum) of a pack's entries, which must fill the file."""
     parts: dict[str, list[str]] = {}
     for name in header:
         if name != "__metadata__":
@@ -605,13 +621,13 @@ def _entries_of(
 def _without_last_zeros(tensor: Tensor) -> Tensor:
     if not tensor.ndim:
         return tensor
-    # bytes, as torch.equal does not distinguish 0 and -0
+    # Compared as bytes, because -0.0 equals 0.0 but must be kept.
     filled = tensor.reshape(len(tensor), -1).view(torch.uint8).any(dim=1).nonzero()
     return tensor[: int(filled[-1]) + 1 if len(filled) else 0]
 
 
 def _narrow(tensor: Tensor) -> Tensor:
-    """The same in bf16, where that loses nothing."""
+    """Return the tensor in bfloat16 if that is exact, else unchanged."""
     if tensor.dtype != torch.float32:
         return tensor
     narrow = tensor.bfloat16()
