@@ -1,4 +1,4 @@
-"""A rank's share of a planned batch: samples are fetched, and the places of lost ones filled."""
+"""One rank's share of each batch: fetches its samples, and fills the places of failed ones."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ _MAX_CLIP_RECORDS = 2**14
 
 
 class Sample(NamedTuple):
-    """A clip in one epoch, with its caption of that epoch."""
+    """A clip with its caption in one epoch, and the seed of its random choices."""
 
     clip: Clip
     epoch: int
@@ -36,22 +36,22 @@ class Sample(NamedTuple):
 
 
 class PendingBatch(NamedTuple):
-    """A rank's share of a batch that is being fetched."""
+    """A rank's share of a batch, while it is fetched."""
 
     planned: PlannedBatch
-    samples: list[Sample | None]  # None: a place without a clip
+    samples: list[Sample | None]  # None for a place without a clip
     buffer: BatchBuffer
 
 
 class BatchAssembler:
-    """Makes one rank's share of each batch.
+    """Builds one rank's share of each batch.
 
     Args:
-        data: the recipe's section.
-        seed: of the run.
+        data: the recipe's `data` section.
+        seed: the run's seed.
         rank: data-parallel index.
-        world_size: data-parallel ranks.
-        quarantine: clips that are left out; those that fail here are added.
+        world_size: number of data-parallel ranks.
+        quarantine: clips to leave out; clips that fail here are added.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class BatchAssembler:
         self._data, self._seed = data, seed
         self._rank, self._world_size = rank, world_size
         self._quarantine = quarantine
-        self.clips: dict[tuple[int, int], Clip] = {}  # recent ones, by catalog and row
+        self.clips: dict[tuple[int, int], Clip] = {}  # recent clips, by id of the catalog and row
 
     def places(self, planned: PlannedBatch) -> range:
-        """The numbers of this rank's samples in a batch."""
+        """Return the numbers of this rank's samples in a batch."""
         size = num_places(planned.batch_size, self._world_size)
         return range(self._rank * size, (self._rank + 1) * size)
 
     def begin(self, planned: PlannedBatch, source: SampleSource) -> PendingBatch:
-        """Begin to fetch this rank's samples."""
+        """Start to fetch this rank's samples of a batch."""
         places = self.places(planned)
         buffer = source.buffer(planned.bucket, len(places))
         samples: list[Sample | None] = [None] * len(places)
@@ -91,10 +91,10 @@ class BatchAssembler:
     def assemble(
         self, pending: PendingBatch, history: PlanHistory, skipped: SkippedRanges
     ) -> Batch:
-        """Wait for the samples of a batch; fillers take the places of those that failed.
+        """Wait for the samples of a batch; a filler takes the places of failed ones.
 
         Raises:
-            DataError: too many clips have failed, or not one clip can be read.
+            DataError: too many clips have failed, or no clip at all can be read.
         """
         planned, buffer = pending.planned, pending.buffer
         samples = [
@@ -113,7 +113,7 @@ class BatchAssembler:
     def assemble_if_decoded(
         self, pending: PendingBatch, history: PlanHistory, skipped: SkippedRanges
     ) -> Batch | None:
-        """Return the batch if all its samples are decoded, and none needs a filler."""
+        """Return the batch if all its samples are decoded and none needs a filler, else None."""
         planned, samples, buffer = pending
         usable = [each for each in samples if each and each.clip.identity not in self._quarantine]
         if isinstance(buffer, CachedBuffer) or len(usable) < len(samples):
@@ -161,9 +161,9 @@ class BatchAssembler:
         )
 
     def _wait(self, sample: Sample, buffer: BatchBuffer, place: int) -> Sample | None:
-        """Return the sample when it is fetched; None if it cannot be."""
-        # An earlier batch or another rank may have failed at it since. Wait for it nevertheless:
-        # until then it may be written to its place.
+        """Wait until a sample is fetched and return it, or None if it cannot be."""
+        # An earlier batch or another rank may have quarantined the clip meanwhile. Wait even then:
+        # the worker may still be writing to this place of the buffer.
         identity = sample.clip.identity
         is_out = identity in self._quarantine
         try:
@@ -177,10 +177,10 @@ class BatchAssembler:
     def _fetch_filler(
         self, planned: PlannedBatch, buffer: BatchBuffer, place: int, history: PlanHistory
     ) -> tuple[Sample, PlannedBatch, BatchBuffer]:
-        """Fetch any decodable clip of the batch, or else of its bucket, or else of another one.
+        """Fetch any decodable clip: of the batch, else of its bucket, else of another bucket.
 
-        Where no clip of its bucket can be decoded, the batch is made in the shape of another: no
-        rank has a sample then, and the update is skipped.
+        If no clip of its bucket can be decoded, the batch takes the shape of another bucket. Then
+        no rank has a sample, and the update is skipped.
         """
         for stream, catalog, bucket, row in _candidates(planned, history):
             clip = self._clip(catalog, row)
@@ -199,7 +199,7 @@ class BatchAssembler:
         raise DataError(f"Not one clip could be {verb_of(reasons)}. One: {first}")
 
     def _clip(self, catalog: Catalog, row: np.uint32) -> Clip:
-        # making a clip's record takes longer than all other work for a sample here
+        # Cached, as creating a clip's record takes longer than all other work for a sample here.
         key = (id(catalog), int(row))
         if key not in self.clips:
             if len(self.clips) >= _MAX_CLIP_RECORDS:
@@ -208,7 +208,7 @@ class BatchAssembler:
         return self.clips[key]
 
     def path_of(self, identity: str) -> str:
-        """The path of a clip of a recent batch; its identity if it is of none."""
+        """Return the path of a clip of a recent batch, or its identity if it is not known."""
         paths = (clip.path for clip in self.clips.values() if clip.identity == identity)
         return next(paths, identity)
 
@@ -216,7 +216,7 @@ class BatchAssembler:
 def _candidates(
     planned: PlannedBatch, history: PlanHistory
 ) -> Iterator[tuple[Stream | None, Catalog, Bucket, np.uint32]]:
-    """Rows that may fill a batch: its own, then of streams as like it as possible."""
+    """Yield rows that may fill a batch: its own first, then those of the most similar streams."""
     yield from ((None, planned.catalog, planned.bucket, row) for row in planned.rows)
     places = [
         (stream, part, bucket)

@@ -1,4 +1,4 @@
-"""Which bucket, window and seed a clip is trained with: pure functions of clip, recipe and seed."""
+"""Bucket, window and seed of a clip's samples: pure functions of clip, recipe and seed."""
 
 import tempfile
 from collections import Counter
@@ -18,32 +18,33 @@ from longtake.data.decode import HD_LINES
 from longtake.data.order import Indices, derive, permuted, shares
 from longtake.data.window import Crop, Window, crop
 
-Rows = NDArray[np.uint32]  # of a catalog
+Rows = NDArray[np.uint32]  # rows of a catalog
 
+# Reasons why a clip has no bucket, in messages.
 TOO_SHORT = "too short for every bucket"
 NO_STILLS = "an image, and no bucket has one frame"
 ONLY_STILLS = "a video that only buckets of 1 frame could take"
 CROPPED = "cropped by more than data.max_crop"
 
 _SIZES = ("width", "height")
-_ROUNDING = 1e-9  # of shares
-_MOST_MORE_CUT = 0.1  # of a picture, than to its best bucket; else a bucket's share is not for it
-_ROUNDING_FRAMES = 1e-6  # times are floats, and frames begin at exact ones
-_NO_BUCKET, _TOO_MUCH_CUT, _NO_STILLS = -1, -2, -3  # instead of a bucket's index
-_CHUNK = 2**18  # arrays of that many rows stay in the processor's cache
-_MAX_ROWS_ON_HEAP = 2**18  # a megabyte; more are mapped from a file
+_ROUNDING = 1e-9  # tolerance of shares
+_MOST_MORE_CUT = 0.1  # a shared bucket may cut this much more than the best one
+_ROUNDING_FRAMES = 1e-6  # tolerance of frames: times are floats, and frames begin at exact times
+_NO_BUCKET, _TOO_MUCH_CUT, _NO_STILLS = -1, -2, -3  # used in place of a bucket's index
+_CHUNK = 2**18  # arrays of this many rows stay in the processor's cache
+_MAX_ROWS_ON_HEAP = 2**18  # one megabyte; larger arrays are mapped from a file
 
 
 @dataclass(frozen=True)
 class SharedClips:
-    """Clips that go to several buckets, each epoch others to each."""
+    """Clips that several buckets share: each epoch, each of these buckets gets another part."""
 
     rows: Rows
-    weights: tuple[float, ...]  # the share of each bucket
+    weights: tuple[float, ...]  # share of each bucket
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Of each bucket's places in an epoch's permutation of the rows."""
+        """Ends of the buckets' parts in each epoch's permutation of the rows."""
         return tuple(accumulate(shares(len(self.rows), self.weights)))
 
 
@@ -51,17 +52,17 @@ class SharedClips:
 class BucketAssignment:
     """Clips of a catalog, sorted into buckets.
 
-    In each epoch a bucket has as many clips as in any other: its own and a part of each of
-    `shared`, listed in this order; positions count in this list.
+    A bucket has the same number of clips in each epoch: its own, then a part of each of `shared`.
+    Positions count along this list.
     """
 
     shapes: tuple[Bucket, ...]
-    rows: tuple[Rows, ...]  # for each bucket its own clips, as rows of the catalog, ascending
+    rows: tuple[Rows, ...]  # own clips of each bucket, as ascending rows of the catalog
     shared: tuple[SharedClips, ...] = ()
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Clips of each bucket in an epoch."""
+        """Number of clips of each bucket in an epoch."""
         own = np.array([len(rows) for rows in self.rows], np.int64)
         return tuple(sum((np.diff(each.ends, prepend=0) for each in self.shared), own).tolist())
 
@@ -72,12 +73,12 @@ class BucketAssignment:
         return np.concatenate([*self.rows, *(each.rows for each in self.shared)])
 
     def candidates(self, bucket: int) -> Rows:
-        """The clips that a bucket has in some epoch."""
+        """Return the clips that a bucket has in at least one epoch."""
         taken = (each.rows for each in self.shared if each.weights[bucket])
         return np.concatenate([self.rows[bucket], *taken]) if self.shared else self.rows[bucket]
 
     def rows_at(self, bucket: int, positions: Indices, epochs: Indices, *key: int | str) -> Rows:
-        """[N] the clips at positions of a bucket, each in an epoch; `key` names the order."""
+        """Return the clips [N] at positions of a bucket in epochs; `key` selects the order."""
         own = self.rows[bucket]
         if not self.shared:
             return own[positions]
@@ -89,6 +90,8 @@ class BucketAssignment:
             if first == end:
                 continue
             is_here = (positions >= begin) & (positions < begin + end - first)
+            # Shared clips are permuted anew in each epoch, and a batch can hold samples of two
+            # epochs.
             for epoch in np.unique(epochs[is_here]).tolist():
                 mine = is_here & (epochs == epoch)
                 places = positions[mine] - begin + first
@@ -98,7 +101,7 @@ class BucketAssignment:
         return found
 
     def filtered(self, keep: Callable[[Rows], NDArray[np.bool_]]) -> "BucketAssignment":
-        """The clips for which `keep` gives True; shares hold for what is left."""
+        """Return only the clips for which `keep` returns True; the shares apply to what is left."""
         rows = tuple(mine[keep(mine)] for mine in self.rows)
         shared = (SharedClips(each.rows[keep(each.rows)], each.weights) for each in self.shared)
         return BucketAssignment(self.shapes, rows, tuple(each for each in shared if len(each.rows)))
@@ -115,13 +118,13 @@ def sort_into_buckets(
     max_crop: float | None = None,
     has_shares: bool = False,
 ) -> tuple[BucketAssignment, Counter[str]]:
-    """Assign every clip to its best bucket, as `choose`; count those that fit none, by reason.
+    """Assign each clip to its best bucket (see `choose`); count by reason the clips that fit none.
 
-    With `has_shares` clips go also to buckets with a `share` that fit them; see `Bucket.share`.
+    With `has_shares`, clips also go to fitting buckets with a `share`; see `Bucket.share`.
     """
     sharing = [i for i, shape in enumerate(shapes) if has_shares and shape.share is not None]
     others = [shapes[index] for index in sharing]
-    taken: dict[tuple[int, ...], list[Rows]] = {}  # by best bucket and whether `sharing` fit, too
+    taken: dict[tuple[int, ...], list[Rows]] = {}  # key: best bucket, flags of `sharing`
     for chunk, part, within in _chunks(catalog, rows):
         kinds, which = _kinds(part, within, shapes, stride, fps)
         best = _best_bucket(kinds, shapes, stride, stills=stills)
@@ -129,6 +132,7 @@ def sort_into_buckets(
         best[(best < 0) & (kinds.frames == 1)] = _NO_STILLS
         if max_crop is not None:
             best[(best >= 0) & (cut > max_crop + _ROUNDING)] = _TOO_MUCH_CUT
+        # A shared bucket may crop slightly more than the best one, but must never scale a clip up.
         most = np.minimum(cut + _MOST_MORE_CUT, np.inf if max_crop is None else max_crop)
         also = _fits(kinds, others, stride, stills=stills)
         also &= _cuts(kinds, others) <= most[:, None] + _ROUNDING
@@ -137,7 +141,7 @@ def sort_into_buckets(
         also &= (best[:, None] >= 0) & (best[:, None] != sharing)
         groups, group = np.unique(np.column_stack([best, also]), axis=0, return_inverse=True)
         choice = group.astype(np.min_scalar_type(len(groups))).take(which)
-        ordered = chunk.take(np.argsort(choice, kind="stable"))  # one byte: in one pass
+        ordered = chunk.take(np.argsort(choice, kind="stable"))  # one byte: sorted in one pass
         ends = np.cumsum(np.bincount(choice, minlength=len(groups)))
         for key, (begin, end) in zip(groups.tolist(), pairwise([0, *ends]), strict=True):
             taken.setdefault(tuple(key), []).append(ordered[begin:end])
@@ -157,14 +161,14 @@ def sort_into_buckets(
             for (best, *also), some in zip(shared, stored[len(shapes) :], strict=True)
         ),
     )
-    has_stills = any(shape.num_frames == 1 for shape in shapes)  # long enough for these are all
+    has_stills = any(shape.num_frames == 1 for shape in shapes)  # all are long enough
     too_short = ONLY_STILLS if has_stills else TOO_SHORT
     dropped = {too_short: unfit, NO_STILLS: stills_left, CROPPED: cropped}
     return members, Counter({reason: count for reason, count in dropped.items() if count})
 
 
 def shares_cut(catalog: Catalog, rows: Rows, shape: Bucket) -> NDArray[np.float64]:
-    """[N] the share of each clip's picture that the crop to a bucket removes."""
+    """Return the share [N] of each clip's picture that the crop to a bucket removes."""
     across = shape.width / catalog.column("width")[rows]
     down = shape.height / catalog.column("height")[rows]
     cut: NDArray[np.float64] = 1 - np.minimum(across, down) / np.maximum(across, down)
@@ -188,11 +192,11 @@ def choose(
     stills: bool = False,
     fps: float | None = None,
 ) -> NDArray[np.int16]:
-    """For each clip, in ascending rows, the index of the bucket that keeps most of it, or -1.
+    """Return for each clip the index of the bucket that keeps most of it, or -1, in row order.
 
-    The nearest aspect ratio first (least cropped), then the most frames, then the nearest area.
-    With `stills` a bucket of one frame takes videos too, otherwise only clips of one frame. With
-    `fps` videos have as many frames as at that rate.
+    The nearest aspect ratio comes first (least cropped), then the most frames, then the nearest
+    area. With `stills` a bucket of one frame takes videos too, otherwise only clips of one frame.
+    With `fps` a video's frames are counted at that rate.
     """
     chosen = [np.empty(0, np.int16)]
     for _, part, within in _chunks(catalog, rows):
@@ -202,11 +206,11 @@ def choose(
 
 
 def _chunks(catalog: Catalog, rows: Rows) -> Iterator[tuple[Rows, Catalog, Rows | slice]]:
-    """Ascending rows piece by piece, the part of the catalog that has them, and their place there.
+    """Yield pieces of ascending rows, the part of the catalog with them, and their places in it.
 
-    A part is small, so that its columns are read from the mapped file and not copied as a whole.
+    Each part is small, so that its columns are read from the mapped file without a copy of all.
     """
-    edges = np.arange(_CHUNK, len(catalog), _CHUNK).astype(rows.dtype)  # as rows: else all is cast
+    edges = np.arange(_CHUNK, len(catalog), _CHUNK).astype(rows.dtype)  # else all rows are cast
     for begin, end in pairwise([0, *np.searchsorted(rows, edges), len(rows)]):
         if begin < end:
             chunk = rows[begin:end]
@@ -216,9 +220,9 @@ def _chunks(catalog: Catalog, rows: Rows) -> Iterator[tuple[Rows, Catalog, Rows 
 
 
 def frame_counts(catalog: Catalog, fps: float | None) -> NDArray[np.int64]:
-    """[N] how many frames the clips have, at their own frame rates or at `fps`.
+    """Return the number of frames of each clip [N], at its own rate or at `fps`.
 
-    A video that is shorter than two frames there has none: it is no image.
+    A video shorter than two frames at that rate counts as 0, because it is not an image.
     """
     counts: NDArray[np.int64] = catalog.column("num_frames")
     if fps is None:
@@ -229,6 +233,7 @@ def frame_counts(catalog: Catalog, fps: float | None) -> NDArray[np.int64]:
 
 
 def frame_count(clip: Clip, fps: float | None) -> int:
+    """Return the number of frames of a clip, at its own rate or at `fps`."""
     if fps is None or clip.kind == "image":
         return clip.num_frames
     return int(_frames_in(np.array([clip.duration_seconds]), fps)[0])
@@ -239,11 +244,11 @@ def _frames_in(seconds: NDArray[np.float64], fps: float) -> NDArray[np.int64]:
 
 
 def frames_at(clip: Clip, numbers: range, fps: float) -> tuple[int, ...]:
-    """Which frames of a video are shown when frames with these numbers are due at another rate."""
+    """Return the frames of a video that are shown at the times of given frames at another rate."""
     due = np.array(numbers) / fps
     if clip.timing is not None and clip.timing.listed:
         ticks = np.array(clip.timing.listed, np.float64) - clip.timing.listed[0]
-        # `fps` is the average over the timestamps: (number of frames - 1) / (last - first)
+        # `fps` is the average over the timestamps: (number of frames - 1) / (last - first).
         begins = ticks * ((clip.num_frames - 1) / clip.fps / ticks[-1])
         rounding = _ROUNDING_FRAMES / clip.fps
         shown = np.searchsorted(begins, due + rounding, side="right") - 1
@@ -254,7 +259,7 @@ def frames_at(clip: Clip, numbers: range, fps: float) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Kinds:
-    """Clips of one size, and of as many frames as buckets ask for; [K] each."""
+    """Kinds of clips, [K] each: a size, and a number of frames that buckets distinguish."""
 
     frames: NDArray[np.int64]
     widths: NDArray[np.int64]
@@ -264,17 +269,18 @@ class _Kinds:
 def _kinds(
     catalog: Catalog, rows: Rows | slice, shapes: Sequence[Bucket], stride: int, fps: float | None
 ) -> tuple[_Kinds, NDArray[np.int32]]:
-    """Millions of clips have few different sizes: these, and for each clip which one it has."""
-    spans = np.unique([1, 2, *(span(shape, stride) for shape in shapes)])  # 2: it is a video
+    """Return the few distinct kinds among millions of clips, and the kind of each clip."""
+    spans = np.unique([1, 2, *(span(shape, stride) for shape in shapes)])  # 2: videos
     num_frames = frame_counts(catalog, fps)[rows]
     fits = np.zeros(len(num_frames), np.min_scalar_type(len(spans)))
     for shortest in spans.tolist():
-        fits += (num_frames >= shortest).view(np.uint8)  # how many spans are short enough
+        fits += (num_frames >= shortest).view(np.uint8)  # counts the spans that fit
     key = fits.astype(np.int64)
     for name in _SIZES:
+        # Width and height are below 2^20 (see `catalog`), so a kind fits into 64 bits.
         key <<= 20
         key |= catalog.column(name)[rows]
-    encoded = pa.array(key).dictionary_encode()  # by hashing; np.unique sorts
+    encoded = pa.array(key).dictionary_encode()  # hashed, as np.unique sorts
     kinds, side = encoded.dictionary.to_numpy(), 2**20 - 1
     frames = np.concatenate([[0], spans])[kinds >> 40]
     return _Kinds(frames, (kinds >> 20) & side, kinds & side), encoded.indices.to_numpy()
@@ -283,14 +289,14 @@ def _kinds(
 def _fits(
     kinds: _Kinds, shapes: Sequence[Bucket], stride: int, *, stills: bool
 ) -> NDArray[np.bool_]:
-    """[K, S] whether a kind has enough frames for a bucket, and is no video that stills take."""
+    """Return [K, S] whether a kind has enough frames; one frame of a video only with `stills`."""
     frames, num_frames = kinds.frames[:, None], np.array([each.num_frames for each in shapes])
     fits: NDArray[np.bool_] = frames >= np.array([span(shape, stride) for shape in shapes])
     return fits if stills else fits & ((num_frames > 1) | (frames == 1))
 
 
 def _cuts(kinds: _Kinds, shapes: Sequence[Bucket]) -> NDArray[np.float64]:
-    """[K, S] the share of the picture that the crop to a bucket removes."""
+    """Return the share of the picture [K, S] that the crop to each bucket removes."""
     across = np.array([shape.width for shape in shapes]) / kinds.widths[:, None]
     down = np.array([shape.height for shape in shapes]) / kinds.heights[:, None]
     cuts: NDArray[np.float64] = 1 - np.minimum(across, down) / np.maximum(across, down)
@@ -300,9 +306,10 @@ def _cuts(kinds: _Kinds, shapes: Sequence[Bucket]) -> NDArray[np.float64]:
 def _best_bucket(
     kinds: _Kinds, shapes: Sequence[Bucket], stride: int, *, stills: bool
 ) -> NDArray[np.int16]:
-    """[K] as `choose`."""
+    """Return the best bucket [K] of each kind by the rules of `choose`."""
     is_best = _fits(kinds, shapes, stride, stills=stills)
     aspects = np.log(kinds.widths / kinds.heights)[:, None]
+    # Rounded to 2 digits, so that nearly equal aspect ratios leave the choice to the frames.
     aspect = np.round(np.abs(aspects - np.log([each.width / each.height for each in shapes])), 2)
     areas = np.log(kinds.widths * kinds.heights)[:, None]
     area = np.abs(areas - np.log([each.width * each.height for each in shapes]))
@@ -314,11 +321,12 @@ def _best_bucket(
 
 
 def span(shape: Bucket, stride: int) -> int:
+    """Return the number of source frames that a window of a bucket spans."""
     return (shape.num_frames - 1) * stride + 1
 
 
 def _stored(taken: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
-    """One array for each bucket; many rows are mapped from a file without a name, off the heap."""
+    """Return one array for each bucket; many rows are mapped from a nameless temporary file."""
     ends = np.cumsum([0, *(sum(map(len, chunks)) for chunks in taken)])
     empty = np.empty(0, np.uint32)
     buckets = (np.concatenate([empty, *chunks], dtype=np.uint32) for chunks in taken)
@@ -334,11 +342,12 @@ def _stored(taken: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
 
 
 def sample_seed(run_seed: int, stage: str, source: str, epoch: int, clip: Clip) -> int:
+    """Return the seed of a sample's random choices, equal for every rank and resumption."""
     return derive(run_seed, "sample", f"{stage}/{source}", epoch, clip.identity)
 
 
 def sample_window(clip: Clip, shape: Bucket, data: DataSection, seed: int) -> Window:
-    """The window of a sample: where it begins, how it is cut and whether it is mirrored."""
+    """Return the window of a sample: its first frame, its crop, and whether it is mirrored."""
     begins = starts(clip, shape, data)
     start = begins[seed % len(begins)]
     across, down = (_fraction(seed, axis) if data.random_crop else 0.5 for axis in "xy")
@@ -348,7 +357,7 @@ def sample_window(clip: Clip, shape: Bucket, data: DataSection, seed: int) -> Wi
 
 
 def all_windows(clip: Clip, shape: Bucket, data: DataSection) -> list[Window]:
-    """Every window that samples of a clip may have, where crops are not random."""
+    """Return every window that samples of a clip can have, if crops are not random."""
     assert not data.random_crop
     cut = crop(clip.height, clip.width, shape)
     mirrored = [False, True] if 0 < data.flip < 1 else [data.flip == 1]
@@ -387,7 +396,7 @@ def window_of(
     is_flipped: bool = False,
     untagged: str = "bt709",
 ) -> Window:
-    """Some frames of a clip, ascending, scaled and then cut to a size."""
+    """Return the window of some frames of a clip, ascending, which are scaled and then cut."""
     lines = clip.width if is_turned(clip.rotation) else clip.height
     return Window(
         identity=clip.identity,
@@ -416,10 +425,10 @@ def window_of(
 
 
 def starts(clip: Clip, shape: Bucket, data: DataSection) -> Sequence[int]:
-    """First frames of the windows of a bucket's length that are used of a clip, ascending.
+    """Return the first frames of the windows that a clip has for a bucket, ascending.
 
-    All that it holds; with `data.windows` at most so many, from the first to the last at equal
-    distances. A single one lies in the middle.
+    These are all possible ones; with `data.windows`, at most that many, from the first to the last
+    at equal distances. A single one lies in the middle.
     """
     last = num_starts(clip, shape, data.frame_stride, data.fps) - 1
     if data.windows is None or data.windows > last:
@@ -431,6 +440,7 @@ def starts(clip: Clip, shape: Bucket, data: DataSection) -> Sequence[int]:
 
 
 def num_starts(clip: Clip, shape: Bucket, stride: int, fps: float | None = None) -> int:
+    """Return the number of positions of a bucket's window in a clip."""
     return frame_count(clip, fps) - span(shape, stride) + 1
 
 

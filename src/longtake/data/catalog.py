@@ -1,7 +1,7 @@
 """The catalog: one Parquet table of all clips, and of the files that were rejected.
 
 `longtake.data.index` writes it; training only reads it. Paths below its folder are stored relative
-to it. No Python object is made for each clip, and a large table is mapped from disk and shared.
+to it. Rows do not become Python objects, and a large table is mapped from disk and shared.
 """
 
 import hashlib
@@ -30,22 +30,23 @@ _MAX_FLOAT = np.finfo(np.float64).max
 VERSION_KEY = b"longtake.catalog"
 FINGERPRINT_KEY = b"longtake.fingerprint"
 ATTRIBUTE = "attributes."
-CONDITIONING = "conditioning."  # columns of paths, or of lists of numbers
+CONDITIONING = "conditioning."  # prefix of columns with paths, or with lists of numbers
 CAPTIONED = "captioned"
-"""The attribute that is 1 where a model wrote the caption, and 0 elsewhere. `index` keeps such
-captions where its sources have none."""
-OTHER_CAPTION = "other_caption"  # 1, 2, ... of further clips with the content of another one
+"""Attribute that is 1 if a model wrote the caption, else 0.
+
+`index` keeps such captions if its sources have none.
+"""
+OTHER_CAPTION = "other_caption"  # numbers further clips with the content of another
 TRUSTED = "trusted_metadata"
-"""The attribute that is 1 for clips whose frames `data index --trust-metadata` has not decoded, and
-0 for its others."""
+"""Attribute that is 1 if `data index --trust-metadata` did not decode the clip's frames, else 0."""
 MATRIX = "color_matrix"
 CLIP_SCHEMA = pa.schema(
     [
         ("identity", pa.binary(16)),
-        ("path", pa.string()),  # of the file, or of the tar
+        ("path", pa.string()),  # path of the file, or of the tar
         ("member", pa.string()),
         ("offset", pa.int64()),
-        ("num_bytes", pa.int64()),  # null: all of the file
+        ("num_bytes", pa.int64()),  # null for the whole file
         ("kind", pa.string()),
         ("caption", pa.string()),
         ("num_frames", pa.int32()),
@@ -59,23 +60,23 @@ CLIP_SCHEMA = pa.schema(
         ("pix_fmt", pa.string()),
         ("color_range", pa.string()),
         ("color_transfer", pa.string()),
-        (MATRIX, pa.string()),  # null, or no such column: indexed before it was read
-        ("first_pts", pa.int64()),  # null: the timestamps cannot be relied on
+        (MATRIX, pa.string()),  # null or missing in catalogs from before it was read
+        ("first_pts", pa.int64()),  # null if the timestamps are not usable
         ("pts_step", pa.int64()),
-        ("pts", pa.list_(pa.int64())),  # only where the spacing is uneven
+        ("pts", pa.list_(pa.int64())),  # null if the spacing is even
         ("keyframes", pa.list_(pa.int32())),
         ("prepared_from", pa.string()),
-        ("file_bytes", pa.int64()),  # with the next: whether the file is still the same
+        ("file_bytes", pa.int64()),  # with the next, tells whether the file is unchanged
         ("file_mtime_ns", pa.int64()),
     ]
 )
-# Only in catalogs with spans of files; null: a clip is a file of its own, the span has no end.
+# Only in catalogs with spans of files. null: the clip is a whole file, or the span has no end.
 SPAN_SCHEMA = pa.schema(
     [("span_start", pa.float64()), ("span_end", pa.float64()), ("seek_pts", pa.int64())]
 )
 ASIDE_SCHEMA = pa.schema(
     [
-        ("identity", pa.binary(16)),  # of a further copy of a clip; rejected files have none
+        ("identity", pa.binary(16)),  # of the accepted clip, for a copy; null: rejected
         ("path", pa.string()),
         ("file_bytes", pa.int64()),
         ("file_mtime_ns", pa.int64()),
@@ -85,6 +86,7 @@ ASIDE_SCHEMA = pa.schema(
 _CONDITIONING_TYPES = pa.string(), pa.list_(pa.float64())
 _MAY_BE_NULL = (MATRIX, "num_bytes", "first_pts", "pts_step", "pts", "file_bytes", "file_mtime_ns")
 _MAX_PIXELS_A_SIDE, _MAX_FRAMES, _MAX_BYTES = 2**20 - 1, 2**30, 2**62
+# Bounds of values that are computed with later: a damaged catalog must not overflow them.
 _BOUNDS = {
     "offset": (0, _MAX_BYTES),
     "num_bytes": (1, _MAX_BYTES),
@@ -103,16 +105,16 @@ _BOUNDS = {
 }
 _CHOICES = {"kind": ("image", "video"), "rotation": tuple(range(0, 2 * MIRRORED, 90))}
 _DECIDES_TRAINING = ("num_frames", "width", "height", "stream_index", "rotation")
-ROWS_PER_GROUP = 2**17  # some tens of MB, which are in memory while a catalog is written
+ROWS_PER_GROUP = 2**17  # some tens of MB, the memory that writing a catalog needs
 _IN_DISORDER = "its clips are not sorted by identity, each there once"
 _REMEDY = "Run `longtake data index` to write it."
-_MAP_ABOVE_ROWS = 100_000  # some tens of MB
+_MAP_ABOVE_ROWS = 100_000  # larger tables are mapped from disk; some tens of MB
 
 
 def version_of(path: Path) -> str | None:
     """Return the schema version of the catalog in a file, or None if there is no catalog."""
     try:
-        if not path.is_file():  # opening a pipe would never end
+        if not path.is_file():  # opening a pipe would block forever
             return None
         metadata: Mapping[bytes, bytes] = pq.read_schema(path).metadata or {}
     except (OSError, ValueError, pa.ArrowException):
@@ -122,7 +124,7 @@ def version_of(path: Path) -> str | None:
 
 
 def read(path: Path) -> pa.Table:
-    """Read all rows; a large table is mapped from a deleted temporary file."""
+    """Return all rows of a catalog; a large table is mapped from a deleted temporary file."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         groups = range(file.metadata.num_row_groups)
         schema = disk_schema(file.schema_arrow)
@@ -134,6 +136,12 @@ def read(path: Path) -> pa.Table:
 
 
 def disk_schema(found: pa.Schema) -> pa.Schema:
+    """Return the schema in memory of a catalog with these columns in its file.
+
+    Raises:
+        LookupError: a column is missing.
+        ValueError: a column of further inputs has the wrong type.
+    """
     missing = [name for name in CLIP_SCHEMA.names if name not in (*found.names, MATRIX)]
     if missing:
         raise LookupError(f"it has no column {missing[0]}")
@@ -153,7 +161,7 @@ def _read_group(file: pq.ParquetFile, index: int, schema: pa.Schema, folder: str
 
 
 def with_whole_paths(rows: pa.Table, schema: pa.Schema, folder: str) -> pa.Table:
-    """Rows as they are stored, with the schema in memory and absolute paths."""
+    """Return stored rows with the schema in memory and absolute paths."""
     if MATRIX not in rows.column_names:
         rows = rows.append_column(MATRIX, pa.nulls(len(rows), pa.string()))
     table = rows.select(schema.names).cast(schema)
@@ -167,12 +175,14 @@ def with_whole_paths(rows: pa.Table, schema: pa.Schema, folder: str) -> pa.Table
 
 
 def _path_columns(table: pa.Table) -> list[str]:
-    """Names of the columns whose paths are stored relative to the catalog's folder."""
+    """Return the names of the columns whose paths are stored relative to the catalog's folder."""
     inputs = (name for name in table.column_names if name.startswith(CONDITIONING))
     return ["path", *(name for name in inputs if table.schema.field(name).type == pa.string())]
 
 
 def _mapped(file: pq.ParquetFile, schema: pa.Schema, folder: str) -> pa.Table:
+    # Arrow's own format can be mapped without a copy, which Parquet cannot. The mapping outlives
+    # the deleted file, and the kernel drops its pages when memory is short.
     with tempfile.NamedTemporaryFile(prefix="longtake-catalog-") as spill:
         with pa.ipc.new_file(spill.name, schema) as writer:
             for index in range(file.metadata.num_row_groups):
@@ -182,7 +192,7 @@ def _mapped(file: pq.ParquetFile, schema: pa.Schema, folder: str) -> pa.Table:
 
 
 def check_values(table: pa.Table) -> None:
-    """Raise ValueError for a value that `data index` does not write."""
+    """Raise ValueError if a value cannot come from `data index`."""
     for name in CLIP_SCHEMA.names:
         if name not in _MAY_BE_NULL and table[name].null_count:
             raise ValueError(f"{table[name].null_count} clips have no {name}")
@@ -215,7 +225,7 @@ def check_values(table: pa.Table) -> None:
 
 
 def _refuse(table: pa.Table, name: str, is_wrong: Any) -> None:
-    """Raise for the first row of a mask that is set; null is not."""
+    """Raise ValueError for the first row whose mask is true; null counts as false."""
     row = pc.index(is_wrong, True).as_py()
     if row >= 0:
         value = table[name][row].as_py()
@@ -223,7 +233,7 @@ def _refuse(table: pa.Table, name: str, is_wrong: Any) -> None:
 
 
 def _is_disordered(table: pa.Table, name: str, limits: NDArray[np.int64] | None) -> NDArray[Any]:
-    """[N] whether a list of integers does not ascend or, with limits, is not below its row's."""
+    """Return [N] whether a list does not ascend or, with limits, is not below its row's."""
     column = one_array(table[name])
     rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
     flat = pc.list_flatten(column)
@@ -231,6 +241,7 @@ def _is_disordered(table: pa.Table, name: str, limits: NDArray[np.int64] | None)
         raise ValueError(f"a clip's {name} has gaps")
     values = flat.to_numpy(zero_copy_only=False).astype(np.int64)
     is_wrong = np.zeros(len(table), np.bool_)
+    # Neighbours in the flat values are compared only where both belong to the same row.
     is_wrong[rows[1:][(rows[1:] == rows[:-1]) & (values[1:] <= values[:-1])]] = True
     if limits is not None:
         is_wrong[rows[(values < 0) | (values >= limits[rows])]] = True
@@ -249,7 +260,7 @@ def conditioning_field(name: str, given: object) -> pa.Field:
 
 
 def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
-    """Lay one clip out flat; without the stamps of its file."""
+    """Return a clip as a flat row, without the stamp of its file."""
     row = {name: getattr(clip, name, None) for name in CLIP_SCHEMA.names}
     media, timing = clip.media, clip.timing
     row |= {"path": media.path, "member": media.member, "offset": media.offset}
@@ -265,7 +276,7 @@ def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
 
 
 def clip_of(row: dict[str, Any], attribute_names: Iterable[str]) -> Clip:
-    """Make a clip of one row, which is used up."""
+    """Return the clip of a row, and empty the row."""
     given = {name: row.pop(name) for name in list(row) if name.startswith(CONDITIONING)}
     media = Media(*(row.pop(name) for name in ("path", "member", "offset", "num_bytes")))
     first, step, listed = (row.pop(name) for name in ("first_pts", "pts_step", "pts"))
@@ -299,7 +310,7 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def is_ascending(identities: pa.Array) -> bool:
-    """Whether each is above the one before, compared as big-endian halves of 64 bits."""
+    """Return whether identities ascend strictly, compared as big-endian halves of 64 bits."""
     if identities.null_count:
         return False
     halves = np.frombuffer(_identity_bytes(identities), ">u8").reshape(-1, 2)
@@ -321,7 +332,7 @@ def fingerprint_of(table: pa.Table) -> str:
 def fingerprint_of_columns(
     num_rows: int, schema: pa.Schema, chunks_of: Callable[[str], Iterable[pa.Array]]
 ) -> str:
-    """Hash column by column, so that it depends on the values only, not on how they lie."""
+    """Hash column by column, so that the result does not depend on how the rows are stored."""
     digest = hashlib.blake2b(f"catalog {SCHEMA_VERSION}\n".encode(), digest_size=16)
     digest.update(num_rows.to_bytes(8, "little"))
     for chunk in chunks_of("identity"):
@@ -336,7 +347,7 @@ def fingerprint_of_columns(
         digest.update(memoryview(chunk.buffers()[2] or b"")[offsets[0] : offsets[-1]])
     for name in sorted(each for each in schema.names if each.startswith(CONDITIONING)):
         digest.update(name.encode())
-        if schema.field(name).type != pa.string():  # the numbers; paths play no part
+        if schema.field(name).type != pa.string():  # paths do not count, numbers do
             for chunk in chunks_of(name):
                 digest.update(_numbers(pc.list_value_length(chunk), "<i8"))
             for chunk in chunks_of(name):
@@ -351,19 +362,23 @@ def _numbers(column: pa.Array, kind: str) -> bytes:
 
 @dataclass(frozen=True)
 class Rejection:
+    """A file that cannot be trained on, with the reason."""
+
     path: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Duplicate:
+    """A file with the content of another clip, whose identity it has."""
+
     path: str
     identity: str
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """Size and modification time of a file; if both are the same, it is not read again."""
+    """Size and modification time of a file; while both are the same, it is not read again."""
 
     num_bytes: int
     mtime_ns: int
@@ -373,8 +388,8 @@ class Stamp:
 class Catalog:
     """All clips, sorted by identity without duplicates, and the files that were left out."""
 
-    # One row for each clip: the fields of `Clip` as columns, `media` and `timing` flattened, and
-    # each attribute as a column `attributes.<name>`
+    # One row for each clip: the fields of `Clip` as columns, with `media` and `timing` flattened,
+    # and each attribute as a column `attributes.<name>`.
     table: pa.Table
     set_aside: pa.Table  # one row for each rejected file and each further copy of a clip
     stored_fingerprint: str | None = field(default=None, compare=False, repr=False)
@@ -426,18 +441,20 @@ class Catalog:
         return tuple(Duplicate(row["path"], row["identity"].hex()) for row in rows)
 
     def clip(self, row: int) -> Clip:
+        """Return the clip of a row."""
         return clip_of(self.table.slice(row, 1).to_pylist()[0], self.attribute_names)
 
     def clips(self) -> Iterator[Clip]:
+        """Yield all clips in the order of rows."""
         for batch in self.table.to_batches(max_chunksize=4096):
             for row in batch.to_pylist():
                 yield clip_of(row, self.attribute_names)
 
     def column(self, name: str) -> NDArray[Any]:
-        """[N] a field of the clips, or an attribute by its bare name: float64, NaN where unknown.
+        """Return a column of the clips [N]: a field, or an attribute as float64, NaN where unknown.
 
         Raises:
-            DataError: there is no such column.
+            DataError: the catalog has no such column.
         """
         full = name if name in CLIP_SCHEMA.names else ATTRIBUTE + name
         if full not in self.table.column_names:
@@ -459,7 +476,7 @@ class Catalog:
 
     @property
     def span_identities(self) -> set[bytes]:
-        """Of the clips that are parts of files."""
+        """Identities of the clips that are spans of files."""
         if SPAN_SCHEMA.names[0] not in self.table.column_names:
             return set()
         is_span = pc.is_valid(self.table[SPAN_SCHEMA.names[0]])
@@ -472,12 +489,12 @@ class Catalog:
 
     @cached_property
     def conditioning_names(self) -> tuple[str, ...]:
-        """Columns of further inputs, for `data.conditioning`."""
+        """Names of the columns of further inputs, for `data.conditioning`."""
         names = (name for name in self.table.column_names if name.startswith(CONDITIONING))
         return tuple(name.removeprefix(CONDITIONING) for name in names)
 
     def with_attribute(self, name: str, values: NDArray[np.float64]) -> "Catalog":
-        """Add one score for each clip, or replace it; NaN where it is unknown."""
+        """Return a catalog with a score added or replaced, one for each clip; NaN if unknown."""
         assert values.shape == (len(self),)
         column = pa.array(values, pa.float64(), from_pandas=True)  # NaN becomes null
         names = sorted({*self.attribute_names, name})
@@ -494,7 +511,7 @@ class Catalog:
         return Catalog(table, self.set_aside, self.stored_fingerprint)
 
     def relocated(self, other: "Catalog") -> "Catalog":
-        """The same clips with the paths that another catalog has for them."""
+        """Return these clips with the paths that another catalog has for them."""
         where = pc.index_in(self.identities, value_set=other.identities)
         is_there, rows, table = pc.is_valid(where), pc.fill_null(where, 0), self.table
         if not len(other) or not pc.any(is_there).as_py():
@@ -508,7 +525,7 @@ class Catalog:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits over identities, captions, and what decides buckets and windows.
+        """Hash of identities, captions, and what decides buckets and windows; 32 hex digits.
 
         Paths and attributes are not part of it, so a moved folder keeps its fingerprint.
         """
@@ -516,10 +533,10 @@ class Catalog:
 
     @classmethod
     def load(cls, path: Path) -> "Catalog":
-        """Read a catalog; its clips' paths come back absolute.
+        """Read a catalog; the paths of its clips are made absolute.
 
         Raises:
-            DataError: the file is missing, is no catalog, is damaged, or of another version.
+            DataError: the file is missing, not a catalog, damaged, or of another version.
         """
         check_version(path)
         with damage_named(path):
@@ -538,16 +555,16 @@ class Catalog:
         return replace(catalog, stored_fingerprint=fingerprint)
 
     def save(self, path: Path) -> None:
-        """Write the catalog as Parquet; raise DataError if it cannot be written."""
+        """Write the catalog as a Parquet file; raise DataError if it cannot be written."""
         table = pa.concat_tables([self.table, self.set_aside], promote_options="default")
         write(path, table.schema, [table], self.fingerprint)
 
 
 def write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], fingerprint: str) -> None:
-    """Write the rows of clips and then those set aside, a group of rows after the other.
+    """Write the rows of clips and then those set aside, in groups of rows.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     folder = f"{path.parent.resolve()}/"
     schema = schema.with_metadata({VERSION_KEY: str(SCHEMA_VERSION), FINGERPRINT_KEY: fingerprint})
@@ -588,13 +605,13 @@ def cannot_write(path: Path, error: OSError) -> DataError:
 
 
 class StoredCatalog:
-    """A catalog that is read a group of rows after the other, as it need not fit into memory."""
+    """A catalog that is read one group of rows at a time, so that it need not fit into memory."""
 
     def __init__(self, path: Path) -> None:
-        """Check all of it.
+        """Check the whole file.
 
         Raises:
-            DataError: it is missing, damaged, or of another version; see `Catalog.load`.
+            DataError: the file is missing, damaged, or of another version; see `Catalog.load`.
         """
         check_version(path)
         self._path, self.num_clips, num_rows, last = path, 0, 0, b""
@@ -606,6 +623,7 @@ class StoredCatalog:
                 clips, aside = table.slice(0, num_clips), table.slice(num_clips)
                 check_rows(clips, aside)
                 identities = clips["identity"]
+                # Groups are checked one by one, so their borders are compared here.
                 if num_clips and (self.num_clips < num_rows or identities[0].as_py() <= last):
                     raise ValueError(_IN_DISORDER)
                 last = identities[-1].as_py() if num_clips else last
@@ -615,7 +633,7 @@ class StoredCatalog:
             _check_fingerprint(stored, found)
 
     def clips(self) -> Iterator[Catalog]:
-        """Some clips after the other, each time as a catalog of them."""
+        """Yield the clips in groups, each group as a catalog."""
         nothing = ASIDE_SCHEMA.empty_table()
         for table in self._groups():
             if num_clips := table["reason"].null_count:
@@ -648,6 +666,7 @@ class StoredCatalog:
 
 
 def check_rows(clips: pa.Table, set_aside: pa.Table) -> None:
+    """Raise ValueError if the rows of a catalog are out of order or have invalid values."""
     if set_aside["reason"].null_count or not is_ascending(one_array(clips["identity"])):
         raise ValueError(_IN_DISORDER)
     check_values(clips)
@@ -665,6 +684,7 @@ def _check_fingerprint(stored: str | None, found: str) -> None:
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
+    """Turn the errors of reading a damaged catalog into DataError."""
     try:
         yield
     except (OSError, LookupError, ValueError, TypeError, pa.ArrowException) as error:
@@ -672,6 +692,7 @@ def damage_named(path: Path) -> Iterator[None]:
 
 
 def check_version(path: Path) -> None:
+    """Raise DataError unless a file is a catalog of this version."""
     try:
         open_regular(path).close()
     except OSError as error:

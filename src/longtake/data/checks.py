@@ -1,8 +1,8 @@
-"""Checks of a plan's data before it is trained: at a start, after a change, and by `longtake plan`.
+"""Checks of a plan's data before training: at a start, after a change, and by `longtake plan`.
 
-They compare each stage with those before it (drift), and look for small buckets, large crops,
-missing files, missing columns and files of further inputs that do not fit. What would spoil the
-training is refused; the rest becomes warnings.
+They compare each stage with the stages before it (drift), and look for small buckets, large crops,
+missing files, missing columns and files of further inputs that do not fit. Data that would spoil
+the training is refused; everything else becomes a warning.
 """
 
 import os
@@ -28,12 +28,12 @@ from longtake.data.tails import FALSE_ALARMS, tail_excess
 from longtake.data.training_captions import refuse_unset_trigger
 from longtake.errors import ClipError, DataError
 
-_LARGE_CROP = 0.5  # share of a picture
+_LARGE_CROP = 0.5  # share of a picture that a crop removes
 _NUMBERS = ("num_frames", "width", "height", "fps", "duration_seconds")
-_MAX_FILES = 20_000  # that are looked for
-_MAX_PATHS = 2**20  # that they are chosen from, of some clips then
-_MASKS_READ = 256
-_NUMBERS_READ = 64  # files of numbers of each part of a plan
+_MAX_FILES = 20_000  # upper limit of files whose existence is checked
+_MAX_PATHS = 2**20  # upper limit of paths to choose them from; larger catalogs are sampled first
+_MASKS_READ = 256  # number of mask files read by `plain_masks`
+_NUMBERS_READ = 64  # number of files of numbers read from each part of a plan
 _EXAMPLES = 3
 _THREADS = 16
 
@@ -45,13 +45,13 @@ def check_data(
     num_steps: int,
     trained: StagePlan | None = None,
 ) -> list[str]:
-    """All that is asked of a plan's data before step 1, by `train` and by `longtake plan`.
+    """Run all checks on a plan's data before step 1, for `train` and `longtake plan`.
 
     Returns:
         Warnings.
 
     Raises:
-        DataError: files are missing, or as `review`.
+        DataError: files are missing, or `review` refuses the plan.
     """
     refuse_missing_conditioning(plan, data)
     warnings = [*review(plan, data, num_steps, trained), *plain_masks(plan, data)]
@@ -62,9 +62,9 @@ def check_data(
 
 
 def review_catalogs(recipe: Recipe) -> tuple[Plan | None, list[str], str | None]:
-    """The plan of a new run, warnings, and why training would refuse its data, if it would.
+    """Return the plan of a new run, warnings, and the reason if training would refuse its data.
 
-    There are none before all catalogs are indexed.
+    Before all catalogs are indexed, the result is (None, [], None).
     """
     data, training, plan = recipe.data, recipe.training, None
     if not all(path.is_file() for path in data.sources().values()):
@@ -81,20 +81,21 @@ def review_catalogs(recipe: Recipe) -> tuple[Plan | None, list[str], str | None]
 def review(
     plan: Plan, data: DataSection, num_steps: int | None, trained: StagePlan | None = None
 ) -> list[str]:
-    """Warnings about a plan.
+    """Return warnings about a plan's stages and buckets.
 
     Args:
-        plan: of the steps to come.
-        data: the recipe's section.
+        plan: the plan of the steps to come.
+        data: the recipe's `data` section.
         num_steps: the global step at which training ends, if it is known.
-        trained: the stage that was trained until the data changed, if they have: clips of another
-            catalog are compared with its clips, as those of a stage with the stage before.
+        trained: the stage that was trained until the data changed, or None; the plan's first stage
+            is compared with it.
 
     Raises:
         DataError: the stages end before the training, or a coming stage is too different and
             `data.on_drift` is `refuse`.
     """
     _refuse_an_early_end(plan, num_steps)
+    # An attribute whose mean moved too far needs no second message about its tail.
     stages = [*filter(None, [trained]), *plan.stages]
     moved = [each for each in drifts(stages) if each.distance > data.drift_limit]
     known = {(each.stage, each.attribute) for each in moved}
@@ -177,7 +178,7 @@ def _unreached(plan: Plan, num_steps: int | None) -> Iterator[str]:
 
 
 def large_crops(plan: Plan) -> Iterator[str]:
-    """A warning for each stage, catalog and bucket that crops clips by more than half."""
+    """Yield a warning for each stage, catalog and bucket that crops clips by more than half."""
     for stream in plan.streams():
         members, catalog = stream.parts[-1].members, stream.parts[-1].catalog
         for bucket, shape in enumerate(members.shapes):
@@ -198,13 +199,13 @@ def large_crops(plan: Plan) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Drift:
-    """How an attribute changes from one stage to the next."""
+    """Change of an attribute's mean from one stage to the next."""
 
     stage: str
     attribute: str
-    before: float  # mean over the clips of the stage before, weighted as they are mixed
+    before: float  # mean over the clips of the stage before, weighted as its catalogs are mixed
     after: float  # mean over the clips of this stage
-    distance: float  # of the means, in standard deviations before; infinite if that is 0
+    distance: float  # of the means, in standard deviations before; infinite if those are 0
 
     def __str__(self) -> str:
         distance = f"{self.distance:.1f} standard deviations"
@@ -217,7 +218,7 @@ class Drift:
 
 
 def drifts(stages: Sequence[StagePlan]) -> list[Drift]:
-    """The change of each attribute that is known on both sides of a border of stages."""
+    """Return the change of each attribute that both sides of a border of stages know."""
     found = []
     for before, after in pairwise(stages):
         streams = [*before.streams, *after.streams]
@@ -231,7 +232,7 @@ def drifts(stages: Sequence[StagePlan]) -> list[Drift]:
 
 
 def _moments(stage: StagePlan, attribute: str) -> tuple[float, float] | None:
-    """Mean and variance over a stage's batches: a mixture of its catalogs' clips."""
+    """Return mean and variance of an attribute over a stage's batches, or None if it is unknown."""
     means, squares, weights = [], [], []
     for stream, weight in zip(stage.streams, stage.weights, strict=True):
         part = stream.parts[-1]
@@ -239,6 +240,8 @@ def _moments(stage: StagePlan, attribute: str) -> tuple[float, float] | None:
         known = column[np.isfinite(column)]
         if len(known):
             means.append(known.mean())
+            # Var(mixture) = E[x^2] - mean^2, so the catalogs' second moments are averaged, not
+            # variances.
             squares.append(known.var() + known.mean() ** 2)
             weights.append(weight)
     if not means:
@@ -250,22 +253,22 @@ def _moments(stage: StagePlan, attribute: str) -> tuple[float, float] | None:
 def _distance(old: tuple[float, float], new: tuple[float, float]) -> float:
     (before, variance), (after, _) = old, new
     spread = float(np.sqrt(variance))
-    if spread > 1e-9 * max(1.0, abs(before)):  # not only rounding
+    if spread > 1e-9 * max(1.0, abs(before)):  # more than rounding errors
         return abs(after - before) / spread
     return 0.0 if np.isclose(before, after) else float("inf")
 
 
 @dataclass(frozen=True)
 class TailDrift:
-    """Clips of a stage that are far harder than all that were trained before it."""
+    """Clips of a stage that are far harder than all clips of earlier stages."""
 
     stage: str
     attribute: str
-    count: int
-    num_clips: int  # that the stage adds to those of all stages before it
-    least: float  # the smallest value of these clips
-    expected: float  # how many there would be if the stage's clips were like those before
-    probability: float  # of so many then
+    count: int  # number of far harder clips
+    num_clips: int  # number of clips that no earlier stage has
+    least: float  # smallest value among the far harder clips
+    expected: float  # expected number if the stage's clips were like those before
+    probability: float  # probability of this many in that case
 
     def __str__(self) -> str:
         return (
@@ -276,10 +279,10 @@ class TailDrift:
 
 
 def tail_drifts(stages: Sequence[StagePlan], limit: float) -> list[TailDrift]:
-    """Scores whose upper tail is more than `limit` standard deviations beyond all stages before.
+    """Find scores whose upper tail is more than `limit` standard deviations beyond earlier stages.
 
-    Of each stage only those clips are compared that no stage before it has. Scores are the
-    catalogs' attributes; numbers such as the width are made equal by buckets.
+    Only clips that no earlier stage has are compared. Scores are the catalogs' attributes; numbers
+    such as the width are left out, as buckets make them equal.
     """
     found = []
     seen: dict[int, tuple[Catalog, NDArray[np.bool_]]] = {}
@@ -298,6 +301,7 @@ def tail_drifts(stages: Sequence[StagePlan], limit: float) -> list[TailDrift]:
                 np.concatenate([catalog.column(attribute)[some] for catalog, some in each])
                 for each in (before, added)
             )
+            # Bonferroni's correction: the scores of a stage share the probability of a false alarm.
             excess = tail_excess(old, new, limit, FALSE_ALARMS / len(scores))
             if excess is not None:
                 found.append(TailDrift(stage.name, attribute, num_clips=num_added, **vars(excess)))
@@ -310,10 +314,10 @@ def tail_drifts(stages: Sequence[StagePlan], limit: float) -> list[TailDrift]:
 
 
 def refuse_wrong_catalogs(catalogs: Mapping[str, Catalog], data: DataSection) -> None:
-    """Refuse catalogs whose captions or further inputs are not what a recipe says.
+    """Refuse catalogs whose captions or further inputs do not fit a recipe.
 
     Raises:
-        DataError: `[trigger]` would be trained literally, or as `refuse_without_conditioning`.
+        DataError: `[trigger]` would be trained literally, or `refuse_without_conditioning` refuses.
     """
     for name, catalog in catalogs.items():
         refuse_without_conditioning(catalog, data.conditioning, f"catalog {name}")
@@ -323,10 +327,10 @@ def refuse_wrong_catalogs(catalogs: Mapping[str, Catalog], data: DataSection) ->
 def refuse_without_conditioning(
     catalog: Catalog, sections: Mapping[str, ConditioningSection], called: str = "catalog"
 ) -> None:
-    """Refuse columns that a catalog does not have, and files beside clips in tars.
+    """Refuse missing columns of further inputs, and files beside clips that lie in tars.
 
     Raises:
-        DataError: says which, and what to do.
+        DataError: the message names the column or files, and what to do.
     """
     for name, section in sections.items():
         if section.column is not None:
@@ -372,10 +376,12 @@ def _refuse_column(catalog: Catalog, name: str, section: ConditioningSection, ca
 
 
 def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
-    """Look for a catalog's files, or for a random part of very many.
+    """Check that a catalog's files exist, or a random sample of very many.
+
+    Files in object stores are not checked one by one; each store is asked for one file.
 
     Returns:
-        A warning if some are missing, but not too many; else nothing.
+        A warning if some files are missing but not too many; else nothing.
 
     Raises:
         DataError: more than `allowed` are missing.
@@ -401,6 +407,7 @@ def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
         f"{len(missing)} of the catalog's {len(looked_for)} files{of} are gone, such as "
         f"{', '.join(missing[:_EXAMPLES])}"
     )
+    # missing / sample > allowed / all, multiplied out: the number is scaled up to the catalog.
     if len(missing) * len(paths) * len(catalog) > allowed * len(looked_for) * len(column):
         raise DataError(
             f"{said}. At most {allowed} (data.max_quarantined_clips) may fail. Are the files "
@@ -410,13 +417,13 @@ def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
 
 
 def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
-    """Look for the further inputs of every clip that a plan trains; read some files of numbers.
+    """Check that the further inputs of all planned clips exist; read some files of numbers.
 
-    Folders are listed once, which takes seconds for millions of clips. Stores are asked for 20,000
-    files at most, chosen at random.
+    Folders are listed once, which takes seconds for millions of clips. Stores are asked for at most
+    20,000 files, chosen at random.
 
     Raises:
-        DataError: a file is missing, or one of numbers is not what the recipe says.
+        DataError: a file is missing, or a file of numbers is not what the recipe says.
     """
     if not data.conditioning:
         return
@@ -450,7 +457,7 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
 
 
 def plain_masks(plan: Plan, data: DataSection) -> Iterator[str]:
-    """A warning for each mask that is white or black everywhere, of some of the local files."""
+    """Yield warnings about masks that are white or black everywhere; reads some local files."""
     for name, section in data.conditioning.items():
         if section.kind != "mask":
             continue
@@ -476,13 +483,13 @@ def _some_of(files: list[tuple[str, str]], most: int = _MAX_FILES) -> list[tuple
 
 
 def files_of_inputs(plan: Plan, data: DataSection) -> list[str]:
-    """Files of further inputs of the clips that a plan trains."""
+    """Return the paths of all further inputs of the clips that a plan trains."""
     sections = [each for each in data.conditioning.values() if not each.is_of_clip]
     return [path for each in sections for path, _ in _planned_files(plan, each)]
 
 
 def _planned_files(plan: Plan, section: ConditioningSection) -> list[tuple[str, str]]:
-    """The file of an input that each clip of a plan needs, and the clip's; each pair once."""
+    """Return pairs (path of the further input, path of the clip) of a plan's clips, each once."""
     found: dict[tuple[str, str], None] = {}
     column = f"{CONDITIONING}{section.column}"
     for part in (part for stream in plan.streams() for part in stream.parts):
@@ -494,7 +501,7 @@ def _planned_files(plan: Plan, section: ConditioningSection) -> list[tuple[str, 
         elif (given := table[column]).type == pa.string():
             paths = given.to_pylist()
         else:
-            continue  # the catalog has the numbers
+            continue  # the numbers are in the catalog itself
         found.update(dict.fromkeys(zip(paths, clips, strict=True)))
     return list(found)
 
@@ -508,7 +515,7 @@ def _names_in(folder: str) -> frozenset[str]:
 
 
 def _refuse_wrong_numbers(name: str, section: ConditioningSection, plan: Plan) -> None:
-    """Read the numbers of some clips, chosen at random, all of each."""
+    """Read all numbers of some clips, chosen at random, and refuse if any cannot be used."""
     places = list[tuple[Catalog, int]]()
     for part in (part for stream in plan.streams() for part in stream.parts):
         rows = part.members.all_rows()

@@ -1,8 +1,8 @@
 """Reads the further inputs of a clip (`data.conditioning`) for one of its windows.
 
-Videos and masks have a frame for each of the clip's, counted from the first, of which the window's
-are read, and are scaled, cut and mirrored as it is. Decoding is as strict, and as limited, as that
-of clips.
+Videos and masks have one frame for each frame of the clip, counted from the first. The frames of
+the window are read, and scaled, cut and mirrored like the window. Decoding has the same limits and
+strictness as that of clips.
 """
 
 import csv
@@ -48,33 +48,33 @@ from longtake.fsio import is_there, parse_record, read_regular
 
 ANY_ENDING = ".*"
 NUMBERS_SUFFIXES = (".json", ".csv", ".npy")
-_MAX_NUMBERS_BYTES = 2**26  # of a file of numbers
-_ALMOST = 4  # from black or white, as compression leaves them
-_LUMA = np.array([19595, 38470, 7471], np.uint32)  # ITU-R BT.601 in 1/65536: grey stays as it is
+_MAX_NUMBERS_BYTES = 2**26  # size of a file of numbers
+_ALMOST = 4  # compression leaves values this far from black or white
+_LUMA = np.array([19595, 38470, 7471], np.uint32)  # ITU-R BT.601 in 1/65536; greys stay equal
 
 
 @dataclass(frozen=True, slots=True)
 class ConditioningPixels:
-    """Which pixels are read of a picture, a video or a mask.
+    """The pixels to read from a picture, a video or a mask for a window.
 
     A picture of another size than the clip's is scaled to cover, cut in the middle, and mirrored if
     the clip is. A video or mask may have any size of the clip's aspect ratio.
     """
 
     kind: Literal["picture", "video", "mask"]
-    identity: str  # of the clip
-    media: Media  # of a video as `picture` the first frame is read
-    clip_height: int  # of the upright clip; 0: there is no clip, it is cut in the middle
+    identity: str  # identity of the clip
+    media: Media  # for a `picture` in a video file, the first frame is read
+    clip_height: int  # of the upright clip; 0 without a clip: the input is cut in the middle
     clip_width: int
     clip_crop: Crop
-    height: int  # rows that are kept
+    height: int  # rows of the result
     width: int
     is_flipped: bool
     start: int = 0  # index of the first frame
     num_frames: int = 1
     stride: int = 1
-    frames: tuple[int, ...] = ()  # indices of the frames (`data.fps`); empty: by the stride
-    untagged: str = "bt709"  # as of a `Window`
+    frames: tuple[int, ...] = ()  # indices of the frames (`data.fps`); empty if `stride` gives them
+    untagged: str = "bt709"  # colour matrix of untagged HD video, as in `Window`
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -83,22 +83,22 @@ class ConditioningPixels:
 
 @dataclass(frozen=True, slots=True)
 class ConditioningNumbers:
-    """Which numbers are read of a file: those of the clip, or a row for each frame of a window."""
+    """The numbers to read from a file: one row, or a row for each frame of a window."""
 
-    identity: str  # of the clip
-    media: Media  # with `values` the clip's
+    identity: str  # identity of the clip
+    media: Media  # the file; with `values`, that of the clip
     width: int
     is_per_frame: bool
-    clip_frames: int  # rows that the file must have if it is per frame; 0: there is no clip
+    clip_frames: int  # number of rows that a file must have if it is per frame; 0 without a clip
     start: int = 0  # index of the first row
     num_frames: int = 1
     stride: int = 1
-    frames: tuple[int, ...] = ()  # indices of the rows (`data.fps`); empty: by the stride
-    values: tuple[float, ...] | None = None  # of the catalog; None: the file's
+    frames: tuple[int, ...] = ()  # indices of the rows (`data.fps`); empty if `stride` gives them
+    values: tuple[float, ...] | None = None  # numbers from the catalog; None to read the file
 
     @property
     def shape(self) -> tuple[int]:
-        """In bytes of float32, as workers return bytes."""
+        """Number of bytes of the float32 values, as workers return bytes."""
         return (4 * self.width * (self.num_frames if self.is_per_frame else 1),)
 
 
@@ -107,7 +107,7 @@ Wanted = Window | ConditioningInput
 
 
 def conditioning_path(clip_path: str, pattern: str) -> str:
-    """Where a clip's further input is: beside a clip in a store, there."""
+    """Return the path of a clip's further input; relative patterns stay in the clip's store."""
     path = PurePath(clip_path)
     name = pattern.replace(STEM, path.stem)
     scheme, _, place = clip_path.rpartition("://")
@@ -126,7 +126,7 @@ def conditioning_path(clip_path: str, pattern: str) -> str:
 
 
 def _with_ending(path: str) -> str:
-    """The one file whose name differs from `path` by its ending; `path`, if there is none."""
+    """Return the only existing file that differs from `path` by its ending, or else `path`."""
     endings = (*MEDIA_SUFFIXES, *NUMBERS_SUFFIXES)
     places = (path.removesuffix(ANY_ENDING) + ending for ending in endings)
     found = [place for place in places if is_there(place)]
@@ -139,9 +139,9 @@ def _with_ending(path: str) -> str:
 
 
 def given_to(clip: Clip, section: ConditioningSection) -> Given:
-    """The path of a clip's file for a further input, or the numbers that the catalog has.
+    """Return the path of a clip's further input, or its numbers from the catalog.
 
-    Of frames of the clip it is the clip's own.
+    For frames of the clip itself, it is the clip's own path.
     """
     if section.is_of_clip:
         return clip.media.path
@@ -154,7 +154,7 @@ def given_to(clip: Clip, section: ConditioningSection) -> Given:
 def conditioning_of(
     clip: Clip, window: Window, sections: Mapping[str, ConditioningSection]
 ) -> dict[str, Wanted]:
-    """What is read of a clip's further inputs for one of its windows, by name."""
+    """Return the further inputs to read for a window of a clip, by name."""
     return {name: _input(section, clip, window) for name, section in sections.items()}
 
 
@@ -191,7 +191,7 @@ def _frames(window: Window) -> dict[str, Any]:
 def conditioning_alone(
     section: ConditioningSection, path: Path, bucket: Bucket, stride: int = 1
 ) -> ConditioningInput:
-    """What is read of a file without a clip, for a video of a bucket's size: its first frames."""
+    """Return the input to read from a file without a clip: its first frames, in a bucket's size."""
     if section.kind == "numbers":
         assert section.width is not None
         return ConditioningNumbers(
@@ -219,7 +219,7 @@ def conditioning_alone(
 
 
 def whole_numbers(clip: Clip, section: ConditioningSection) -> ConditioningNumbers:
-    """All numbers of a clip."""
+    """Return all numbers of a clip, for every frame."""
     assert section.width is not None
     given = given_to(clip, section)
     return ConditioningNumbers(
@@ -240,7 +240,7 @@ def conditioning_error(window: Window, name: str, error: ClipError) -> ClipError
 def empty_conditioning(
     section: ConditioningSection, bucket: Bucket, num_samples: int
 ) -> NDArray[Any]:
-    """[B, ...] what `read` fills: uint8 [3 or 1, F, H, W], or float32 [F, width] or [width]."""
+    """Return an array for `read`: [B, 3 or 1, F, H, W] uint8, or [B, (F,) width] float32."""
     if section.kind == "numbers":
         assert section.width is not None
         rows = (bucket.num_frames,) if section.per_frame else ()
@@ -251,12 +251,12 @@ def empty_conditioning(
 
 
 def as_bytes(place: NDArray[Any]) -> NDArray[np.uint8]:
-    """A sample of `empty_conditioning` as `read` writes it."""
+    """Return a view of a sample of `empty_conditioning` as the bytes that `read` fills."""
     return place if place.dtype == np.uint8 else place.reshape(-1).view(np.uint8)
 
 
 def as_values(wanted: Wanted, content: NDArray[np.uint8]) -> NDArray[Any]:
-    """What `read` returned: pixels as they are, numbers as float32 [F, width] or [width]."""
+    """Return what `read` returned as values: pixels, or float32 [F, width] or [width]."""
     if not isinstance(wanted, ConditioningNumbers):
         return content
     numbers = content.view(np.float32)
@@ -282,7 +282,7 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
                 f'is one picture, and {wanted.num_frames} frames were wanted; kind = "picture" '
                 "is one for the whole clip",
             )
-        over = "black" if wanted.kind == "mask" else "white"  # what is transparent is masked out
+        over = "black" if wanted.kind == "mask" else "white"  # transparent: masked out
         content[...] = _fitted(wanted, read_image(wanted.media, over))[:, None]
     elif wanted.kind == "picture":
         content[:, 0] = _fitted(wanted, _first_frame(wanted.media, wanted.untagged))
@@ -292,7 +292,7 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
 
 
 def only_colour(media: Media) -> str | None:
-    """Return "white" or "black" if a mask is so everywhere; None also if it cannot be read."""
+    """Return "white" or "black" if a mask is so everywhere; None if not, or if it is unreadable."""
     found: set[str | None] = set()
     with suppress(ClipError):
         for pixels in _pictures(media):
@@ -320,7 +320,7 @@ def _first_frame(media: Media, untagged: str) -> NDArray[np.uint8]:
 
 
 def _fitted(wanted: ConditioningPixels, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[3 or 1, H, W] of a picture [H', W', 3]."""
+    """Scale and cut a picture [H', W', 3] to [3 or 1, H, W]."""
     how = _crop(wanted, *picture.shape[:2])
     scaled = resized(picture, how.scaled_height, how.scaled_width).transpose(2, 0, 1)
     kept = scaled[:, how.top : how.top + wanted.height, how.left : how.left + wanted.width]
@@ -330,12 +330,13 @@ def _fitted(wanted: ConditioningPixels, picture: NDArray[np.uint8]) -> NDArray[n
 
 
 def _crop(wanted: ConditioningPixels, height: int, width: int) -> Crop:
-    """How pixels of a size are scaled and cut: as the clip's, where the aspect ratio is."""
+    """Return how pixels of a size are scaled and cut: like the clip's of equal aspect ratio."""
     clip_height, clip_width = wanted.clip_height, wanted.clip_width
     if (height, width) == (clip_height, clip_width):
         return wanted.clip_crop
     if not clip_height or wanted.kind == "picture":
         return crop(height, width, wanted)
+    # The two aspect ratios may differ by the rounding of one pixel.
     if abs(height * clip_width - width * clip_height) > max(clip_height, clip_width):
         raise ClipError(
             str(wanted.media),
@@ -346,14 +347,14 @@ def _crop(wanted: ConditioningPixels, height: int, width: int) -> Crop:
 
 
 def _grey(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[1, H, W] of red, green and blue [3, H, W]."""
+    """Return the luma [1, H, W] of red, green and blue [3, H, W]."""
     sums = np.einsum("c,chw->hw", _LUMA, planes.astype(np.uint32))
     grey: NDArray[np.uint8] = ((sums + 2**15) >> 16).astype(np.uint8)
     return grey[None]
 
 
 def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
-    """Frames by their numbers, from the first on: the file's timestamps are not in the catalog."""
+    """Read frames by number from the first on, as their timestamps are not in the catalog."""
     indices = frame_indices(wanted)
     reformatter, num_read, window = VideoReformatter(), 0, None
     with opened(wanted.media) as (container, stream):
@@ -372,7 +373,7 @@ def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
 
 
 def _window(wanted: ConditioningPixels, stream: VideoStream, frame: VideoFrame) -> Window:
-    """A window of the input's own file, by a frame of it."""
+    """Return a window of the input's own file, described by one of its frames."""
     rotation = rotation_of(wanted.media, stream, frame)
     shown = square_size(wanted.media, stream, frame)
     height, width = shown[::-1] if is_turned(rotation) else shown
@@ -401,7 +402,7 @@ def _window(wanted: ConditioningPixels, stream: VideoStream, frame: VideoFrame) 
 
 
 def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
-    """[F, width] or [width]."""
+    """Return the numbers as float32 [F, width] or [width]."""
     if wanted.values is None:
         found = np.atleast_1d(_read_numbers(wanted.media))
     else:
@@ -436,9 +437,9 @@ def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
 
 
 def _read_numbers(media: Media) -> NDArray[np.float64]:
-    """The numbers of a JSON, CSV or npy file, as it has them."""
+    """Return the numbers of a JSON, CSV or npy file in their own shape."""
     if not media.is_remote:
-        with stores.local(media):  # which compares it with what is known of it
+        with stores.local(media):  # checks that the file is unchanged
             path = Path(media.path)
             return _numbers_of(path, lambda path: read_regular(path, _MAX_NUMBERS_BYTES))
     whole = stores.measured(media)
@@ -476,7 +477,7 @@ def _read_json(data: bytes, path: Path) -> NDArray[Any]:
 
 
 def _read_csv(data: bytes, path: Path) -> NDArray[Any]:
-    """Rows of numbers; a first row that has none is a heading."""
+    """Return the rows of a CSV file; a first row without numbers is a heading."""
     rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig")), strict=True) if row]
     if rows and not any(map(_is_number, rows[0])):
         rows = rows[1:]

@@ -1,10 +1,10 @@
-"""A worker process, and the pool of such processes that decodes.
+"""A worker process, and the pool of worker processes that decodes.
 
-    python -m longtake.data.decode_worker HEARTBEATS RANK PARENT CONNECTION [BUFFER...]
+python -m longtake.data.decode_worker HEARTBEATS RANK PARENT CONNECTION [BUFFER...]
 
-`longtake.data.workers` starts it so. HEARTBEATS is the folder of its heartbeat, or empty; the other
-numbers are its rank, its parent's process id and inherited file descriptors. It imports neither
-torch nor the user's program (unless the task does so), and ends when its parent does.
+`longtake.data.workers` starts it with these arguments: HEARTBEATS is the folder of its heartbeat,
+or empty; the others are its rank, its parent's process id, and inherited file descriptors. It
+imports neither torch nor the user's program (unless the task does), and ends when its parent does.
 """
 
 import mmap
@@ -32,11 +32,11 @@ from longtake.data.workers import Reply, Task, WorkerIncident, WorkerPool
 from longtake.heartbeat import HeartbeatDir, HeartbeatWriter
 
 _SECONDS_BETWEEN_PROGRESS = 0.5
-_TRIM_EVERY = 100  # items
+_TRIM_EVERY = 100  # items after which freed memory is returned
 
 
 class DecodeTask(Task[Wanted, NDArray[np.uint8]]):
-    """Reads windows of clips, and their further inputs, into shared memory."""
+    """Task that reads windows of clips and their further inputs into shared memory."""
 
     start_hint = "; or decode in threads of this process: data.workers=0"
 
@@ -65,7 +65,10 @@ class DecodeTask(Task[Wanted, NDArray[np.uint8]]):
 
 
 class DecodePool:
-    """Reads windows in the order of submission, each a second time if the first failed."""
+    """Pool that reads windows in the order of submission, and tries a failed one a second time.
+
+    Without workers, threads of this process read, without protection from hangs and crashes.
+    """
 
     def __init__(
         self,
@@ -93,9 +96,10 @@ class DecodePool:
     def submit(
         self, wanted: Wanted, out: NDArray[np.uint8] | None = None
     ) -> Future[NDArray[np.uint8]]:
-        """Return the future of what `read` gives, in `out` or a new array of `wanted.shape`.
+        """Queue a window or further input, and return the future of its pixels or bytes.
 
-        It raises ClipError if it cannot be read, and DataError if no worker can be started.
+        They are written to `out`, or to a new array of `wanted.shape`. The future raises ClipError
+        if the input cannot be read, and DataError if no worker can be started.
         """
         if out is None:
             out = np.empty(wanted.shape, np.uint8)
@@ -108,17 +112,18 @@ class DecodePool:
         return self._workers.incidents() if self._workers else []
 
     def take_fetched(self) -> stores.Fetched:
-        """What was fetched from stores since the last call."""
+        """Return the traffic from object stores since the last call."""
         return (self._workers or self._client).take_fetched()
 
     def decoding(self) -> dict[int, str]:
+        """Return the identity of the clip that each process decodes, by process id."""
         running = self._workers.running() if self._workers else {}
         return {pid: wanted.identity if wanted else "" for pid, wanted in running.items()}
 
     def close(self) -> None:
-        """End the workers at once; what they have not read raises a RuntimeError.
+        """End the workers at once; the futures of unread items raise a RuntimeError.
 
-        Threads finish what they have begun; the rest is cancelled.
+        Threads finish what they have begun; other items are cancelled.
         """
         if self._workers:
             self._workers.close()
@@ -133,7 +138,7 @@ class DecodePool:
 
 
 def main() -> None:
-    """Do the task for one item after the other until the parent closes the connection."""
+    """Run the task on one item after another until the parent closes the connection."""
     if len(sys.argv) < 5:
         raise SystemExit("This is a part of longtake's worker pool, which starts it itself.")
     folder, rank, parent, descriptor, *buffers = sys.argv[1:]
@@ -142,7 +147,7 @@ def main() -> None:
     connection: Connection[Reply, Any] = Connection(int(descriptor))
     page = HeartbeatWriter(Path(folder), "decode", rank=int(rank)) if folder else None
     with connection, suppress(EOFError, ConnectionError):
-        task = pickle.loads(connection.recv_bytes())  # noqa: S301 - our parent's
+        task = pickle.loads(connection.recv_bytes())  # noqa: S301 - sent by our parent
         client = stores.StoreClient(task.store, task.memory_gib, task.examples)
         connection.send(("ready", None))
         for number in count(1):
@@ -157,7 +162,7 @@ def main() -> None:
                 connection.send(("fetched", fetched))
             connection.send(reply)
             if number % _TRIM_EVERY == 0:
-                # Frames of varying sizes leave holes in the heap that add up.
+                # Frames of varying sizes fragment the heap, which grows over hours.
                 process.return_freed_memory()
 
 
@@ -196,12 +201,13 @@ def _reply(
         return "failed", error.reason
     except errors.LongtakeError as error:
         return "refused", error
-    except Exception as error:  # whatever it is, it belongs to this item
+    except Exception as error:  # any other error counts against this item only
         return "failed", f"{task.doing} raised {type(error).__name__}: {error}"
     return "done", None
 
 
 def _shared(memory: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    # Mapped for each item: the parent may have enlarged the buffer.
     return np.frombuffer(mmap.mmap(memory, int(np.prod(shape))), np.uint8).reshape(shape)
 
 
@@ -211,6 +217,7 @@ def _read_twice(
     memory_gib: float,
     client: stores.StoreClient,
 ) -> NDArray[np.uint8]:
+    """Read an input in a thread; a second try helps against errors of a disk or network."""
     with pixels_limited(memory_gib), stores.using(client):
         try:
             return read(wanted, out)

@@ -1,7 +1,7 @@
-"""Decodes every file once, strictly, and writes the catalog of those that can be trained on.
+"""Decodes every file once, strictly, and writes the catalog of clips that can be trained on.
 
-Known files are not read again: the older catalog at the output has those whose path, size and
-modification time are the same, and a journal beside it those that an interrupted index finished.
+Known files are not read again: those of the older catalog at the output with the same path, size
+and modification time, and those that an interrupted index recorded in a journal beside it.
 """
 
 import json
@@ -32,11 +32,13 @@ from longtake.errors import ClipError, DataError
 from longtake.fsio import Journal, make_writable
 
 _PROBE_FIELDS = [field.name for field in fields(Probe) if field.name != "is_trusted"]
-_SHOWN = 5  # rejected files in a message
-_MAX_LINE_BYTES = 2**24  # of an hour of video with unevenly spaced frames
+_SHOWN = 5  # number of rejected files shown in a message
+_MAX_LINE_BYTES = 2**24  # enough for an hour of video with unevenly spaced frames
 
 
 class _Entry(TypedDict):
+    """One record of the journal: a probed file with its result, or the reason it was rejected."""
+
     media: str
     stamp: tuple[int, int]
     reason: NotRequired[str]
@@ -58,7 +60,7 @@ _ENTRY: TypeAdapter[_Entry] = TypeAdapter(Annotated[_Entry, AfterValidator(_is_w
 
 
 class ProbeJournal(Journal[_Entry]):
-    """A journal beside the catalog `out` of what was found in each file."""
+    """Journal beside the catalog `out` with the result of each probed file."""
 
     def __init__(self, out: Path, *, trusts_metadata: bool = False) -> None:
         kind = ".trusted" if trusts_metadata else ""
@@ -66,6 +68,7 @@ class ProbeJournal(Journal[_Entry]):
         super().__init__(path, _ENTRY, max_line_bytes=_MAX_LINE_BYTES)
 
     def note(self, media: Media, stamp: catalog.Stamp, found: Probe | ClipError) -> None:
+        """Record the result of a file."""
         stamped = {"media": str(media), "stamp": [stamp.num_bytes, stamp.mtime_ns]}
         if isinstance(found, ClipError):
             self.add(stamped | {"reason": found.reason})
@@ -76,10 +79,10 @@ class ProbeJournal(Journal[_Entry]):
 
 
 class KnownFiles:
-    """What an older catalog and a journal say of files, on disk; newer entries come before older.
+    """Results of an older catalog and a journal, in a database on disk; the newest entry wins.
 
-    An entry is used while size and modification time of the file are the same. Files whose frames
-    were not decoded are known only where metadata is trusted.
+    An entry is used while size and modification time of its file are the same. Files whose frames
+    were not decoded count as known only if metadata is trusted.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class KnownFiles:
         self._database = open_scratch("known (name BLOB, stamp TEXT, identity, reason, probe TEXT)")
         if older is not None:
             self._add(_entries_of(older, trusts_metadata=trusts_metadata))
-            # Of a further copy the catalog has no more than the identity of the clip that it kept.
+            # Of further copies, a catalog keeps only the identity of the clip that it accepted.
             self._database.execute("CREATE INDEX kept ON known (identity) WHERE probe IS NOT NULL")
             self._database.execute(
                 "UPDATE known SET probe = (SELECT kept.probe FROM known AS kept WHERE "
@@ -114,16 +117,17 @@ class KnownFiles:
     def join(
         self, files: Iterable[list[Item]]
     ) -> Iterator[tuple[list[Item], catalog.Stamp | None, Probe | ClipError | None]]:
-        """The items of each file, its stamp, and what is known of it. `files` are sorted."""
+        """Yield the items of each file, its stamp, and its known result; `files` must be sorted."""
         entries = self._database.execute(
             "SELECT name, stamp, reason, probe FROM known ORDER BY name, rowid"
         )
-        stamp_of_file = lru_cache(stamp_of)  # once for a tar, not once for each member
+        stamp_of_file = lru_cache(stamp_of)  # one call for a tar, not one for each member
         entry = next(entries, None)
         for items in files:
             media, found = items[0].media.whole, None
             stamp = _stamp_of_object(media) if media.is_remote else stamp_of_file(media.path)
             name = as_bytes(str(media))
+            # A merge of two sorted sequences: neither has to fit into memory.
             while entry is not None and entry[0] <= name:
                 found = entry if entry[0] == name else None
                 entry = next(entries, None)
@@ -151,7 +155,7 @@ def _entries_of(
         for clip, stamp in zip(some.clips(), stamps, strict=True):
             is_trusted = bool(clip.attributes.get(catalog.TRUSTED))
             is_known = clip.color_matrix is not None and (trusts_metadata or not is_trusted)
-            if is_known and clip.media.span is None:  # a span does not say what its file holds
+            if is_known and clip.media.span is None:  # the rest of a span's file is unknown
                 facts = {field: getattr(clip, field) for field in _PROBE_FIELDS}
                 if number := int(clip.attributes.get(catalog.OTHER_CAPTION, 0)):
                     facts["identity"] = copy_identity(clip.identity, -number)
@@ -183,9 +187,9 @@ def _probe_of(text: str) -> Probe:
 
 
 def stamp_of(path: str) -> catalog.Stamp | None:
-    """Size and modification time of a file; None if it cannot be accessed."""
+    """Return size and modification time of a file, or None if it cannot be accessed."""
     try:
-        status = os.stat(path)  # noqa: PTH116 - millions of times, as `fsio.is_there`
+        status = os.stat(path)  # noqa: PTH116 - called millions of times, as `fsio.is_there`
     except OSError:
         return None
     return catalog.Stamp(status.st_size, status.st_mtime_ns)
@@ -197,21 +201,21 @@ def _stamp_of_object(media: Media) -> catalog.Stamp | None:
 
 @dataclass(frozen=True)
 class IndexReport:
-    """What `index` found."""
+    """Result of `index`."""
 
-    accepted: int  # clips in the catalog
-    rejected: list[catalog.Rejection]  # the first files by path that cannot be trained on
-    num_rejected: int  # all of them; the catalog has each with its reason
-    duplicates: int  # further files with the content of an accepted one; left out
-    other_captions: list[tuple[str, str]]  # the first of these whose caption differs, with it
-    without_caption: int  # accepted clips whose caption is empty
-    unmatched_captions: list[str]  # media that the captions name but that were not found
-    trusted: int  # accepted clips whose frames were not decoded
-    unchanged: int  # files that were not read again
-    scores_dropped: int  # clips that lost their older scores, because their caption changed
-    passed_over: dict[str, int]  # files in the searched folders with another ending, by ending
+    accepted: int  # number of clips in the catalog
+    rejected: list[catalog.Rejection]  # the first rejected files, by path
+    num_rejected: int  # number of rejected files; the catalog has each with its reason
+    duplicates: int  # number of files left out because an accepted one has the same content
+    other_captions: list[tuple[str, str]]  # first duplicates with another caption, and it
+    without_caption: int  # number of accepted clips whose caption is empty
+    unmatched_captions: list[str]  # paths in the captions that match no found file
+    trusted: int  # number of accepted clips whose frames were not decoded
+    unchanged: int  # number of files that were not read again
+    scores_dropped: int  # number of clips whose older scores were dropped, as their caption changed
+    passed_over: dict[str, int]  # number of files in searched folders by unknown ending
     unreadable: list[catalog.Rejection]  # folders that cannot be searched
-    unread_captions: list[str]  # what may be captions and is not read, if a clip has none
+    unread_captions: list[str]  # what may be unread captions, if a clip has none
 
 
 def index(
@@ -234,31 +238,32 @@ def index(
 
     Args:
         sources: folders, media files, lists, tables and tars: see `longtake.data.sources`.
-        captions: JSONL with one `{"video": path, "caption": text}` per line, and nothing else
-            captions a clip. None: the sources' captions (a table's column, a tar's .txt), else
-            `captions.jsonl` in each source folder, else `clip.txt` next to `clip.mp4`. `sidecar`:
-            as None, without `captions.jsonl`.
+        captions: JSONL file with one `{"video": path, "caption": text}` per line, the only source
+            of captions then. By default (None), the sources' captions (a table's column, a tar's
+            .txt), else `captions.jsonl` in each source folder, else `clip.txt` next to `clip.mp4`.
+            `sidecar` is the default without `captions.jsonl`.
         out: the catalog to write. An older catalog there is replaced; its clips' scores are kept,
-            and where there is no caption, one that `data caption` wrote.
-        on: where files are decoded; see `run_tasks`. The catalog is the same to the byte.
-        workers: processes that decode; by default one for each core. 0: this process, which a
-            hostile file can then hang or crash.
-        progress: called with (files done, files in all).
-        fresh: read unchanged files again, too.
+            and captions that `data caption` wrote are kept where the sources have none.
+        on: where files are decoded; see `run_tasks`. The catalog does not depend on it.
+        workers: number of decoding processes; by default one for each core. 0 uses this process,
+            which a hostile file can then hang or crash.
+        progress: called with (files done, total files).
+        fresh: also read unchanged files again.
         limits: for decoding one file; a file that needs more is rejected.
-        conditioning: columns of the sources' tables that `data.conditioning` will name; each clip
-            must have a path of an existing file, or numbers, in each.
+        conditioning: columns of the sources' tables for `data.conditioning`; each clip must have a
+            path of an existing file, or numbers, in each.
         label: the caption of clips that have none.
-        trusts_metadata: of a video decode only the first frame; the attribute `trusted_metadata` of
-            such clips is 1. A call that does not trust metadata reads them again.
-        keeps_other_captions: of files of the same content, keep one for each caption; else one.
-        prober: probes a file; by default a `ProbeTask`.
+        trusts_metadata: decode only the first frame of each video. Such clips get the attribute
+            `trusted_metadata` = 1; a call that does not trust metadata reads them again.
+        keeps_other_captions: keep files of equal content once for each caption; else once.
+        prober: task that probes a file; by default a `ProbeTask`.
 
     Raises:
-        DataError: a source or the captions cannot be read, a clip lacks a further input, nothing
-            is found or can be decoded, the catalog cannot be written (checked before decoding), or
-            no worker can be started.
+        DataError: a source or the captions cannot be read, a clip lacks a further input, no file is
+            found or can be decoded, the catalog cannot be written (checked before decoding), or no
+            worker can be started.
     """
+    # Decoding may take days, so the output is checked first.
     check_out(out)
     writer = CatalogWriter()
     found = find(sources, conditioning, out.with_name(f"{out.stem}_media"))
@@ -319,10 +324,10 @@ def _accept(
     stamp: catalog.Stamp | None,
     whole: Probe | ClipError,
 ) -> None:
-    """Write the items of one file, or why they are rejected."""
+    """Add the items of one file to a catalog, or the reasons why they are rejected."""
     names = {str(item.media) for item in items}
     for item in items:
-        if (fault := faulty.get(str(item.media))) is not None:  # read again the next time
+        if (fault := faulty.get(str(item.media))) is not None:  # read again next time
             writer.reject(rejection_of(fault))
             continue
         result = _result(item.media, whole)
@@ -342,7 +347,7 @@ def _accept(
 
 
 def _result(media: Media, found: Probe | ClipError) -> Probe | ClipError:
-    """What a file holds, or a span of it."""
+    """Return what a file, or the span of it, holds."""
     if media.span is None or isinstance(found, ClipError):
         return found
     try:
@@ -363,18 +368,18 @@ def probe_all(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Probe every file that is not known, and return how many were.
+    """Probe every file that is not known, and return how many were known.
 
     Args:
-        files: the items of each file, sorted as `MediaList` does; taken as they are needed.
-        num_files: how many there are.
-        accept: called with the items of a file, its stamp, and what was found; in any order.
-        known: what need not be probed.
-        journal: what is noted of the others.
-        task: probes a file.
+        files: the items of each file, sorted as in `MediaList`; taken when they are needed.
+        num_files: total number of files.
+        accept: called with the items of a file, its stamp and its result, in any order.
+        known: files that need not be probed.
+        journal: records the results of the others.
+        task: probes one file.
         on: see `run_tasks`.
         workers: see `run_tasks`.
-        progress: called with (files done, files in all).
+        progress: called with (files done, total files).
     """
     probing: dict[int, tuple[list[Item], catalog.Stamp | None]] = {}
     num_known = num_done = 0
@@ -401,6 +406,8 @@ def probe_all(
     with journal, closing(tasks.run_tasks(task, unknown(), on=on, workers=workers)) as outcomes:
         for number, (result, is_lasting) in outcomes:
             items, stamp = probing.pop(number)
+            # A timeout or a lost worker may not happen again: without a stamp, the next call tries
+            # again.
             if not is_lasting:
                 stamp = None
             elif stamp is not None:
@@ -410,7 +417,7 @@ def probe_all(
 
 
 def _caption(found: FoundMedia, captions: Path | None) -> tuple[list[str], dict[str, ClipError]]:
-    """Caption the media; returns names in JSON lines that match none, and unreadable captions."""
+    """Set the captions of all media; return unmatched names of JSONL, and unreadable captions."""
     texts, unmatched = read_captions(
         captions,
         found.folders,
@@ -443,20 +450,25 @@ def _caption(found: FoundMedia, captions: Path | None) -> tuple[list[str], dict[
 
 
 def catalog_before(out: Path) -> catalog.StoredCatalog | None:
+    """Return the older catalog at an output, or None if it is missing, damaged or outdated."""
     try:
         is_known = catalog.version_of(out) == str(catalog.SCHEMA_VERSION)
         return catalog.StoredCatalog(out) if is_known else None
-    except DataError:  # damaged: it is replaced, and nothing of it is used
+    except DataError:  # a damaged one is replaced, and nothing of it is used
         return None
 
 
 def rejection_of(error: ClipError) -> catalog.Rejection:
-    path = str(error.path).encode("utf-8", "backslashreplace").decode()  # it may not be UTF-8
+    path = str(error.path).encode("utf-8", "backslashreplace").decode()  # the path may not be UTF-8
     return catalog.Rejection(path, error.reason)
 
 
 def check_out(out: Path) -> None:
-    """Refuse an output that cannot be written, or that would overwrite something else."""
+    """Refuse an output that cannot be written, or that would overwrite something else.
+
+    Raises:
+        DataError: the name has another ending, holds no catalog, or its folder is not writable.
+    """
     if out.suffix not in ("", ".parquet"):
         raise DataError(
             f"A catalog is written as Parquet, and {out} ends in {out.suffix}. Name it "

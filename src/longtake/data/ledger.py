@@ -1,7 +1,7 @@
-"""The ledger: which clips each optimizer step consumed, by identity.
+"""The ledger: a record of the clips that each optimizer step consumed, by identity.
 
 launch_0000/launch.json     start step, world size, streams, plans, skipped batches
-launch_0000/rank_0000.bin   16 bytes a sample, appended after each update
+launch_0000/rank_0000.bin   16 bytes per sample, appended after each update
 """
 
 import errno
@@ -25,27 +25,27 @@ from longtake.data.plan_history import History, PlanRecord, SkippedRanges
 from longtake.errors import DataError, RecordError
 
 IDENTITY_BYTES = 7
-# Every rank writes what it really trained, from its batch and not from the plan. Records are never
-# changed: those of a launch from the first step of a later launch on are abandoned. Steps are
+# Every rank writes what it really trained, from its batch and not from the plan. Records never
+# change: a launch's records from the first step of a later launch on count as abandoned. Steps are
 # numbers of batches, which differ from those of updates after a rollback.
 _RECORD = np.dtype(
     [
-        ("identity", f"V{IDENTITY_BYTES}"),  # the first bytes of it
+        ("identity", f"V{IDENTITY_BYTES}"),  # first bytes of the identity
         ("step", "<u4"),
-        ("stream", "u1"),  # an index into the launch's streams; the highest bit: rejected
+        ("stream", "u1"),  # index into the launch's streams; highest bit: rejected
         ("epoch", "V3"),  # little-endian
         ("checksum", "u1"),  # CRC-8 of the bytes before it
     ]
 )
 _REJECTED = 0x80
 _MOST_BYTES = 2**36
-_NOTHING = 0xFF  # instead of a stream: this rank had no sample in the step
+_NOTHING = 0xFF  # in place of a stream: this rank had no sample in the step
 _MOST_STREAMS = 0x7F
 FORMAT: Final = 1
 
 
 def _crc_table() -> bytes:
-    """CRC-8 with the polynomial x^8 + x^2 + x + 1, which finds every burst of up to 8 bits."""
+    """Return the table of CRC-8 with x^8 + x^2 + x + 1, which detects bursts of up to 8 bits."""
     table = []
     for byte in range(256):
         for _ in range(8):
@@ -55,11 +55,11 @@ def _crc_table() -> bytes:
 
 
 _CRC = _crc_table()
-_CRC_START = 0xFF  # so that zeros, as a power cut may leave, are no valid record
+_CRC_START = 0xFF  # makes zeros, which a power cut may leave, an invalid record
 
 
 class _Launch(TypedDict):
-    """launch.json."""
+    """Content of launch.json."""
 
     format: fsio.format_number(FORMAT)  # type: ignore[valid-type]
     start_step: fsio.Count
@@ -67,28 +67,28 @@ class _Launch(TypedDict):
     streams: Annotated[list[str], Field(max_length=_MOST_STREAMS)]
     history: History
     skipped: list[fsio.Span]
-    checksum: str  # of all the others, as `with_checksum` makes it
+    checksum: str  # hash of all other keys by `with_checksum`
 
 
 @dataclass(frozen=True)
 class Consumed:
-    """What a run consumed, abandoned steps left out. All arrays: [N], one entry a sample."""
+    """Samples that a run consumed, without abandoned steps; arrays have one entry per sample."""
 
-    identity: NDArray[np.uint64]  # the first bytes of it, as `short_identity` gives them
+    identity: NDArray[np.uint64]  # first bytes of the identity, as `short_identity` returns them
     step: NDArray[np.int64]
-    stream: NDArray[np.int64]  # an index into `streams`
+    stream: NDArray[np.int64]  # index into `streams`
     epoch: NDArray[np.int64]
-    is_rejected: NDArray[np.bool_]  # planned, but it could not be decoded; not trained on
+    is_rejected: NDArray[np.bool_]  # planned but not decodable, so not trained on
     streams: tuple[str, ...]  # `stage/source` of each stream
-    end_step: int  # the step after the last one that all ranks have trained
-    num_abandoned: int  # samples of steps that were trained and then given up
-    history: Sequence[PlanRecord]  # of the newest launch
-    # [first, end) of the steps that were skipped on purpose, by the newest launch
+    end_step: int  # step after the last one that all ranks have trained
+    num_abandoned: int  # number of samples of steps that were trained and then given up
+    history: Sequence[PlanRecord]  # plans as the newest launch recorded them
+    # Half-open ranges of the steps that the newest launch skipped on purpose.
     skipped: tuple[tuple[int, int], ...] = ()
 
 
 class StepSamples(NamedTuple):
-    """Samples of one rank in one step, each as identity and epoch."""
+    """Samples of one rank in one step, each as (identity, epoch)."""
 
     step: int
     stream: str  # `stage/source`
@@ -97,10 +97,10 @@ class StepSamples(NamedTuple):
 
 
 class Ledger:
-    """Appends what this rank consumed, to the folder of a launch that `begin_launch` made.
+    """Appends the samples that this rank consumed to the folder of a launch (`begin_launch`).
 
-    `counts` is False for all but one of the ranks of a context-parallel group, which have the same
-    clips: those record only that a step is done.
+    Ranks of one context-parallel group have the same clips: `counts` is True for one of them, and
+    the others record only that a step is done.
     """
 
     def __init__(
@@ -112,26 +112,26 @@ class Ledger:
         self._streams = {name: index for index, name in enumerate(streams)}
 
     def record(self, samples: StepSamples) -> None:
-        """Record one step's samples, after its update.
+        """Record one step's samples; called after its update.
 
         Raises:
-            DataError: they cannot be written.
+            DataError: the file cannot be written.
         """
         step, stream = samples.step, self._streams[samples.stream]
         records = [_packed(*sample, step, stream) for sample in samples.trained]
         records += [_packed(*sample, step, stream | _REJECTED) for sample in samples.rejected]
-        if not records or not self._counts:  # the step is done nevertheless
+        if not records or not self._counts:  # shows that the step is done
             records = [_packed("00" * IDENTITY_BYTES, 0, step, _NOTHING)]
         data = b"".join(records)
         with _writing(self._path):
-            if self._file.write(data) != len(data):  # half a record would spoil all after it
+            if self._file.write(data) != len(data):  # half a record would spoil all later ones
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def flush(self) -> None:
-        """Return when all records are on disk.
+        """Wait until all records are on disk.
 
         Raises:
-            DataError: they cannot be written.
+            DataError: the file cannot be written.
         """
         with _writing(self._path):
             os.fsync(self._file.fileno())
@@ -165,7 +165,7 @@ def _packed(identity: str, epoch: int, step: int, stream: int) -> bytes:
 
 
 def with_crc(record: bytes) -> bytes:
-    """A record, and its checksum after it."""
+    """Return a record with its checksum appended."""
     checksum = _CRC_START
     for byte in record:
         checksum = _CRC[checksum ^ byte]
@@ -173,6 +173,7 @@ def with_crc(record: bytes) -> bytes:
 
 
 def stream_names(data: DataSection) -> list[str]:
+    """Return `stage/source` of each stream of a recipe, in the order that the ledger numbers."""
     return [f"{stage.name}/{source}" for stage in data.curriculum() for source in data.sources()]
 
 
@@ -184,18 +185,18 @@ def begin_launch(
     history: Sequence[PlanRecord],
     skipped: Sequence[tuple[int, int]] = (),
 ) -> Path:
-    """Make the folder of a new launch, or of one after a rollback (rank 0); returns it.
+    """Make the folder of a new launch, also after a rollback, and return it; called on rank 0.
 
     Args:
         ledger: the folder of all launches.
         start_step: number of the first batch, `Loader.step`.
-        world_size: ranks that will keep a ledger.
+        world_size: number of ranks that will write records.
         streams: `stream_names` of the recipe.
         history: `Loader.plan_history.history`.
-        skipped: `Loader.skipped`.
+        skipped: spans of `Loader.skipped`.
 
     Raises:
-        DataError: there are more streams than a record can number, or it cannot be written.
+        DataError: there are more streams than a record can number, or the folder cannot be written.
     """
     if len(streams) > _MOST_STREAMS:
         raise DataError(
@@ -206,20 +207,21 @@ def begin_launch(
     folder = ledger / f"launch_{number:04d}"
     facts: dict[str, Any] = {
         "format": FORMAT,
-        # Before what is skipped: an earlier launch may have trained that, and gave it up.
+        # The skipped range counts too: an earlier launch may have trained those steps, which are
+        # given up now.
         "start_step": SkippedRanges.of(skipped).first_skipped(start_step),
         "world_size": world_size,
         "streams": list(streams),
         "history": list(history),
         "skipped": [list(span) for span in skipped],
     }
-    with _writing(folder), fsio.atomic_folder(folder) as partial:  # it has its facts from the first
+    with _writing(folder), fsio.atomic_folder(folder) as partial:  # never without launch.json
         fsio.write_json(partial / "launch.json", with_checksum(facts))
     return folder
 
 
 def read_ledger(ledger: Path) -> Consumed:
-    """All that a run consumed and did not abandon.
+    """Return the samples that a run consumed and did not abandon.
 
     Raises:
         DataError: there is no ledger, or it is damaged.
@@ -235,6 +237,7 @@ def read_ledger(ledger: Path) -> Consumed:
     for number, (folder, launch) in enumerate(zip(folders, launches, strict=True)):
         later = [other["start_step"] for other in launches[number + 1 :]]
         records, whole_until = _records(folder, launch)
+        # Later launches repeat steps from their start on; the last step may lack some ranks.
         until = min([whole_until, *later])
         counts = records["step"] < until
         num_abandoned += int(np.count_nonzero(~counts))
@@ -256,9 +259,9 @@ def read_ledger(ledger: Path) -> Consumed:
 
 
 def short_identity(identities: NDArray[np.void] | NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """[N] the first bytes of identities (at least so many bytes each), as numbers."""
+    """Return the first bytes of identities as numbers [N]; each identity has at least 7 bytes."""
     if not len(identities):
-        return np.empty(0, np.uint64)  # which cannot be reshaped
+        return np.empty(0, np.uint64)  # cannot be reshaped
     octets = np.ascontiguousarray(identities).view(np.uint8).reshape(len(identities), -1)
     padded = np.zeros((len(identities), 8), np.uint8)
     padded[:, :IDENTITY_BYTES] = octets[:, :IDENTITY_BYTES]
@@ -266,7 +269,7 @@ def short_identity(identities: NDArray[np.void] | NDArray[np.uint8]) -> NDArray[
 
 
 def damage(ledger: Path) -> str | None:
-    """Why a ledger proves nothing, in a sentence, by its launches alone; None: nothing is wrong."""
+    """Return why a ledger proves nothing, judged by its launches alone, or None if it is intact."""
     try:
         _launches(_launch_folders(ledger))
     except DataError as error:
@@ -275,7 +278,7 @@ def damage(ledger: Path) -> str | None:
 
 
 def newest_history(ledger: Path) -> Sequence[PlanRecord]:
-    """What the newest launch says of the run's plans.
+    """Return the run's plans as the newest launch recorded them.
 
     Raises:
         DataError: there is no ledger, or that launch's file is damaged.
@@ -291,36 +294,36 @@ def newest_history(ledger: Path) -> Sequence[PlanRecord]:
 
 @dataclass(frozen=True)
 class EpochCount:
-    """Samples of one epoch of one stream."""
+    """Numbers of samples in one epoch of one stream."""
 
     stream: str
     epoch: int
     seen: int
     rejected: int
-    repeated: int | None  # of those seen, how many were not the first of their clip; None: unknown
+    repeated: int | None  # seen samples whose clip was seen before in the epoch; None if unknown
 
 
 @dataclass(frozen=True)
 class RecordCounts:
-    """What the records of a ledger add up to, without a comparison with plans."""
+    """Sums over the records of a ledger, without a comparison with plans."""
 
     epochs: tuple[EpochCount, ...]
-    num_records: int  # in all files
-    share: float  # of the records, that was read: below 1, counts are estimates
+    num_records: int  # number of records in all files
+    share: float  # share of the records that was read; below 1, the counts are estimates
 
 
 def num_records(ledger: Path) -> int:
-    """By the sizes of its files."""
+    """Return the number of records in a ledger, by the sizes of its files."""
     files = (path for folder in _launch_folders(ledger) for path in folder.glob("rank_*.bin"))
     return sum(path.stat().st_size for path in files) // _RECORD.itemsize
 
 
 def count_records(ledger: Path, most: int) -> RecordCounts:
-    """Count samples by stream and epoch, of all records or of blocks evenly spread over them.
+    """Count samples by stream and epoch, over all records or over evenly spread blocks.
 
     Args:
         ledger: the folder of all launches.
-        most: records that are read.
+        most: approximate number of records to read.
 
     Raises:
         DataError: there is no ledger, or it is damaged where it was read.
@@ -348,12 +351,12 @@ def count_records(ledger: Path, most: int) -> RecordCounts:
 
 
 _BLOCK_RECORDS = 2**14
-_SAMPLED_RECORDS = 2**10  # of a block where not all are read
-_MOST_ENDS = 2000  # files of a launch whose ends are read
+_SAMPLED_RECORDS = 2**10  # size of a block if not all are read
+_MOST_ENDS = 2000  # number of files of a launch whose ends are read
 
 
 def _whole_until(paths: Sequence[Path], launch: _Launch) -> int:
-    """The step up to which every rank has records."""
+    """Return the step up to which every rank has records."""
     if len(paths) < launch["world_size"]:
         return launch["start_step"]
     ends = []
@@ -391,7 +394,7 @@ def _counts(
     streams: Sequence[str],
     scale: float,
 ) -> Iterator[EpochCount]:
-    """Of each stream and epoch; keys have the lowest bit set where a sample was rejected."""
+    """Yield the counts of each stream and epoch; the lowest bit of a key marks rejected samples."""
     found = dict(zip(*(each.tolist() for each in np.unique(keys, return_counts=True)), strict=True))
     repeats: dict[int, int] = {}
     if identities is not None:
@@ -414,7 +417,7 @@ def _counts(
 
 
 def _launches(folders: Sequence[Path]) -> list[_Launch]:
-    """What each launch says; those before the first and between them must be there."""
+    """Return the content of each launch.json; raise if an earlier launch is missing."""
     there = {_number(folder) for folder in folders}
     missing = [number for number in range(len(there) + 1) if number not in there]
     missing = missing if not there or missing[0] < max(there) else []
@@ -463,7 +466,7 @@ def _launch(folder: Path) -> _Launch:
 
 
 def _records(folder: Path, launch: _Launch) -> tuple[NDArray[np.void], int]:
-    """All ranks' records of a launch, and the step up to which every rank has some.
+    """Return all ranks' records of a launch, and the step up to which every rank has some.
 
     A process that was killed may leave half a record, or a step that not all ranks have done.
     """
@@ -488,7 +491,7 @@ def _refuse_unknown_streams(records: NDArray[np.void], launch: _Launch, folder: 
 
 
 def _records_of(path: Path) -> NDArray[np.void]:
-    """One rank's records; half a record at the end, or zeros after a power cut, are left out."""
+    """Return one rank's records, without half a record or zeros of a power cut at the end."""
     try:
         data = fsio.read_regular(path, _MOST_BYTES)
     except OSError as error:
@@ -497,11 +500,12 @@ def _records_of(path: Path) -> NDArray[np.void]:
 
 
 def _checked(data: bytes, path: Path, first: int = 0) -> NDArray[np.void]:
-    """Records of a file, of which `data` has those from number `first` on."""
+    """Check the records in `data` and return them; `first` is the number of the first one."""
     records = np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
     octets = records.view(np.uint8).reshape(-1, _RECORD.itemsize)
     written = np.flatnonzero(octets.any(axis=1))
     octets = octets[: written[-1] + 1 if len(written) else 0]
+    # The CRC runs over all records at once, one byte position at a time.
     table, checksum = np.frombuffer(_CRC, np.uint8), np.full(len(octets), _CRC_START, np.uint8)
     for place in range(_RECORD.itemsize - 1):
         checksum = table[checksum ^ octets[:, place]]

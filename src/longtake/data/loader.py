@@ -1,7 +1,7 @@
-"""Batches by global step, decoded ahead of training, or read from a cache.
+"""Batches by global step, decoded ahead of training or read from a cache.
 
-A step's batch does not depend on ranks, workers or where the run was resumed. A clip that cannot be
-decoded is quarantined, and a real clip of the batch takes its place with weight 0.
+The batch of a step does not depend on ranks, workers or where the run was resumed. A clip that
+cannot be decoded is quarantined, and a real clip of the batch takes its place with weight 0.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ from longtake.data.workers import WorkerIncident
 from longtake.errors import DataError
 from longtake.heartbeat import HeartbeatDir
 
-PREFETCH_BATCHES = 3  # decoded ahead of the training step
+PREFETCH_BATCHES = 3  # minimum number of batches decoded ahead of the training step
 
 
 class UpcomingSamples(NamedTuple):
@@ -45,14 +45,14 @@ class UpcomingSamples(NamedTuple):
 
 
 class Prefetch:
-    """Batches that are fetched ahead of the training step, in their order.
+    """Batches that are fetched ahead of the training step, in order.
 
     Args:
-        source: fetches the samples; it is closed with this.
-        assembler: begins each batch.
-        world_size: data-parallel ranks.
-        num_batches: that are fetched ahead, at least.
-        num_workers: processes that decode; as many batches are begun as keep all of them busy.
+        source: fetches the samples; it is closed together with this object.
+        assembler: starts the fetching of each batch.
+        world_size: number of data-parallel ranks.
+        num_batches: minimum number of batches fetched ahead.
+        num_workers: number of decoding processes; enough batches are begun to keep all busy.
     """
 
     def __init__(
@@ -68,19 +68,21 @@ class Prefetch:
         self.close = source.close
         self._assembler, self._world_size = assembler, world_size
         self._num_batches, self._num_workers = num_batches, num_workers
-        self._following = 0  # the batch to begin next
+        self._following = 0  # number of the batch to begin next
 
     def fill(
         self, history: PlanHistory, skipped: SkippedRanges, step: int, end: int | None
     ) -> None:
-        """Begin the batches from `step` on that are not skipped, until enough are waiting."""
-        if not self.waiting or self.waiting[0].planned.step != step:  # it was skipped since
+        """Begin batches from `step` on, leaving out skipped ones, until enough are waiting."""
+        if not self.waiting or self.waiting[0].planned.step != step:  # it was skipped
             self.waiting.clear()
             self._following = step
         while end is None or self._following < end:
             size = 1
             if self.waiting:
                 size = num_places(self.waiting[-1].planned.batch_size, self._world_size)
+            # Enough samples for each worker and one more; small batches need a longer queue for
+            # that.
             if len(self.waiting) > max(self._num_batches, -(-(self._num_workers + 1) // size)):
                 return
             planned = history.batch(self._following)
@@ -89,25 +91,24 @@ class Prefetch:
 
 
 class Loader:
-    """Decodes the batches of a run, this rank's slice of each.
+    """Produces this rank's share of each batch of a run.
 
-    On several ranks the training loop exchanges the clips that could not be decoded after each step
-    (`quarantine`), so that all ranks exclude the same clips and have the same state.
+    With several ranks, the training loop exchanges the clips that could not be decoded after each
+    step (`quarantine`), so that all ranks exclude the same clips and have the same state.
 
     Args:
         data: the recipe's section: catalogs, buckets, stages, workers and so on.
         batch_size: samples per step over all ranks.
-        seed: of the run.
+        seed: the run's seed.
         rank: this process's data-parallel index.
-        world_size: data-parallel ranks; they need not divide the batch size.
-        kept: the folder of the catalogs that were trained on, which a run needs to resume after
-            its data changed.
-        heartbeats: folder for the heartbeats of decoding processes; None: none are written.
-        prefetch_batches: decoded ahead of the training step, at least.
+        world_size: number of data-parallel ranks; they need not divide the batch size.
+        kept: folder for copies of the catalogs, which a run needs to resume after its data changed.
+        heartbeats: folder for the heartbeats of decoding processes; None writes none.
+        prefetch_batches: minimum number of batches decoded ahead of the training step.
 
     Raises:
         DataError: a catalog cannot be read or lacks a column of `data.conditioning`, the batch size
-            does not fit, or files beside clips are wanted of clips in tars.
+            does not fit, or the recipe wants files beside clips that lie in tars.
     """
 
     def __init__(
@@ -130,12 +131,12 @@ class Loader:
             )
         self.data = data
         self.catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
-        self.step = 0  # the number of the next batch
+        self.step = 0  # number of the next batch
         self.skipped = SkippedRanges()
         self.quarantine = Quarantine(data.max_quarantined_clips)
-        self.incidents: list[WorkerIncident] = []  # until the training loop has recorded them
+        self.incidents: list[WorkerIncident] = []  # the training loop clears them
         self.heartbeats = None if heartbeats is None else HeartbeatDir(heartbeats, rank)
-        # What files of further inputs held when the run first used them.
+        # Content of the files of further inputs when the run first used them, by path.
         self.known_inputs: dict[str, Indexed] = {}
         self._plan_history: PlanHistory | None = None
         self._requested_skips: tuple[Span, ...] = ()
@@ -144,44 +145,44 @@ class Loader:
         self._ahead = world_size, prefetch_batches
         self._frame_cache = FrameCache(data.frame_cache_gib * 2**30)
         self._cached: tuple[Cache, Mapping[str, CacheFailure]] | None = None
-        self._begun: Prefetch | None = None  # for the next call of `batches`
-        self._waiting: deque[PendingBatch] = deque()  # of the last call of `batches`
+        self._begun: Prefetch | None = None  # prefetch for the next call of `batches`
+        self._waiting: deque[PendingBatch] = deque()  # queue of the last call of `batches`
         if kept is not None and data.conditioning:
             self.known_inputs.update(input_files.read_known(kept))
         refuse_wrong_catalogs(self.catalogs, data)
 
     @property
     def plan_history(self) -> PlanHistory:
-        """The plans of a new run, unless a state was loaded.
+        """Plans of the run: those of a loaded state, or else one that starts a new run.
 
         Raises:
-            DataError: a stage selects nothing, or the stages do not fit together.
+            DataError: a stage selects no clip, or the stages do not fit together.
         """
         if self._plan_history is None:
             self._plan_history = start(self.catalogs, self.data, self._batch_size, self._seed)
         return self._plan_history
 
     def skip(self, first: int, end: int) -> None:
-        """Skip the batches `first` .. `end - 1` that are still to come.
+        """Skip the batches `first` to `end - 1`, except those that are already trained.
 
-        They count as consumed also if the data changes: their clips come again in the next epoch.
+        They count as consumed even if the data changes: their clips come again in the next epoch.
         They remain skipped when the state of an earlier step is loaded. If the data may have
         changed since they were planned, call this before a state is loaded.
 
         Raises:
-            DataError: there are no such batches.
+            DataError: the range is not valid.
         """
         self._requested_skips = SkippedRanges.of([*self._requested_skips, (first, end)]).spans
         self.skipped = self.skipped.with_([(first, end)], since=self.step)
         self.step = self.skipped.next_kept(self.step)
 
     def end_after(self, count: int) -> int:
-        """The number after the batch that is the last one when `count` more are trained."""
+        """Return the number after the last batch if `count` more batches are trained."""
         end, last = self.skipped.after(self.step, count), self.plan_history.end_step
         return end if last is None else min(end, max(self.step, self.skipped.next_kept(last)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state from which another loader resumes: small, JSON, the same on all ranks."""
+        """Return a small JSON state, equal on all ranks, from which another loader resumes."""
         return {
             "order_version": ORDER_VERSION,
             "global_step": self.step,
@@ -194,12 +195,12 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, on any number of ranks and workers; skip what it skips.
+        """Resume from a state, on any number of ranks and workers, with its skipped batches.
 
         Raises:
             DataChangedError: the data, the batch size or the stages have changed and
-                `data.on_change` is `refuse`; says what changed and how to resume.
-            DataError: the state is not one of this loader's.
+                `data.on_change` is `refuse`; the message says what changed and how to resume.
+            DataError: the state belongs to another seed or order of clips, or is invalid.
         """
         if state.get("order_version") != ORDER_VERSION or state["seed"] != self._seed:
             raise DataError(
@@ -217,7 +218,7 @@ class Loader:
         self._plan_history = resume(state["history"], step, *facts)
         self.step, self.skipped = step, skipped
         self.quarantine.restore({} if self.data.retry_quarantined else state["quarantined"])
-        self._assembler.clips.clear()  # a catalog's number may now be that of another
+        self._assembler.clips.clear()  # the id of a freed catalog may be used again
 
     def read_from(
         self,
@@ -225,7 +226,7 @@ class Loader:
         failures: Mapping[str, CacheFailure],
         incidents: Sequence[WorkerIncident] = (),
     ) -> None:
-        """Take latents and embeddings from a complete cache from now on, instead of decoding.
+        """Read latents and embeddings from a complete cache from now on, instead of decoding.
 
         Order, seeds, epochs, weights and state do not change. A clip that could not be decoded when
         the cache was filled (`failures`, by the key of a window's latents) is quarantined when its
@@ -235,12 +236,12 @@ class Loader:
         self.incidents += incidents
 
     def keep_catalogs(self, *, writes: bool = True) -> None:
-        """Keep copies of the catalogs, and note what files of further inputs hold.
+        """Keep copies of the catalogs, and record the content of the files of further inputs.
 
-        Call it before training: with `writes` on one rank, and then without on the others.
+        Call it before training: with `writes` on one rank, then without on the others.
 
         Raises:
-            DataError: they cannot be written.
+            DataError: the copies cannot be written.
         """
         if self._kept is None:
             return
@@ -252,11 +253,11 @@ class Loader:
             self.known_inputs.update(input_files.read_known(self._kept))
 
     def fail(self, identity: str, reason: str) -> None:
-        """Leave out a clip of a recent batch, as one that cannot be decoded."""
+        """Quarantine a clip of a recent batch, as if it could not be decoded."""
         self.quarantine.failures[identity] = f"{self._assembler.path_of(identity)}: {reason}"
 
     def begin(self, end_step: int | None = None) -> None:
-        """Start to fetch the first batches, such as while the model is still being built.
+        """Start to fetch the first batches, for example while the model is still being built.
 
         Call it after `load_state_dict` and `skip`; then call `batches` or `close`.
         """
@@ -273,10 +274,10 @@ class Loader:
             begun.close()
 
     def batches(self, end_step: int | None = None) -> Generator[Batch]:
-        """The batches from here to number `end_step` that are not skipped, decoded ahead.
+        """Yield the batches from `step` to `end_step - 1` that are not skipped, decoded ahead.
 
         Raises:
-            DataError: more clips failed than `data.max_quarantined_clips` allows, or not one clip
+            DataError: more clips failed than `data.max_quarantined_clips` allows, or no clip at all
                 can be decoded.
         """
         end = _earlier(end_step, self.plan_history.end_step)
@@ -293,22 +294,27 @@ class Loader:
                 batch = self._assembler.assemble(pending, self.plan_history, self.skipped)
                 self.incidents += prefetch.source.incidents()
                 batch = replace(batch, fetched=prefetch.source.take_fetched())
+                # Before the yield, so that a state that is taken during the step continues after
+                # it.
                 self.step = self.skipped.next_kept(self.step + 1)
                 yield batch
 
     def upcoming(self) -> UpcomingSamples | None:
-        """Samples of the batch that follows the last one of `batches`; clips may still fail."""
+        """Return the planned samples of the next batch, or None before it is planned.
+
+        Clips may still fail.
+        """
         if not self._waiting:
             return None
         planned, samples, _ = self._waiting[0]
         return UpcomingSamples(planned.bucket, tuple(each.seed for each in samples if each))
 
     def decoded_next(self) -> Batch | None:
-        """The batch that follows the last one of `batches`, if all its clips are decoded already.
+        """Return the next batch if all its clips are already decoded, else None.
 
-        It is not taken: the state of the loader does not change. Another batch may come instead,
-        after `skip`, and other samples, after clips were quarantined. None with a cache, and for a
-        batch with fillers.
+        The loader's state does not change. Another batch may follow instead after `skip`, and other
+        samples after clips were quarantined. With a cache, and for a batch that needs fillers, the
+        result is None.
         """
         if not self._waiting:
             return None

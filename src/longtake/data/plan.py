@@ -1,12 +1,12 @@
-"""The plan: from a global step to the clips of its batch, over stages, catalogs and epochs.
+"""The plan: maps a global step to the clips of its batch, over stages, catalogs and epochs.
 
     Plan      the curriculum from one step on, until the data or the recipe changes
     └─ Stage  a span of the timeline; its batches come from one or several catalogs, by weights
        └─ Stream  one catalog's batches in one stage: parts, one after another
-          └─ Part  whole epochs (`EpochSpan`) with the clips that it runs over
+          └─ Part  whole epochs (`EpochSpan`) with the clips that they run over
 
-A plan is a pure function of catalogs, recipe and seed, and of what was still to come when it took
-over from the plan before it. `Plan.batch` asks nothing else than the step.
+A plan is a pure function of catalogs, recipe and seed, and of what the plan before it had left to
+train. `Plan.batch` depends on the step alone.
 """
 
 import hashlib
@@ -30,19 +30,19 @@ from longtake.errors import DataError
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """Which clips one optimizer step trains on, over all ranks."""
+    """The clips of one optimizer step, over all ranks."""
 
     step: int
     stage: str
-    source: str  # the name of the catalog in the recipe
+    source: str  # name of the catalog in the recipe
     stream: int  # number of the (stage, source) pair in the plan
-    epoch: int  # the epoch of its stream that this step is counted in
-    number: int  # batches of that epoch before it; after a change, those since then
+    epoch: int  # epoch of the stream in which this step is counted
+    number: int  # number of earlier batches of the epoch; after a change, of this plan
     begins_epoch: bool
     bucket: Bucket
     catalog: Catalog
-    rows: Rows  # [B] rows of the catalog; fewer than the batch size in the last batch of a bucket
-    epochs: Sequence[int]  # [B] each sample's own epoch: a batch may hold samples of two
+    rows: Rows  # [B] rows of the catalog; fewer than `batch_size` in the last batch of a bucket
+    epochs: Sequence[int]  # [B] epoch of each sample: a batch may hold samples of two epochs
     batch_size: int
 
 
@@ -54,17 +54,17 @@ class Part:
     members: BucketAssignment
     catalog: Catalog
     before: pa.Array | None = None  # identities that earlier plans consumed of its only epoch
-    # All that the epoch must have consumed at its end, by all plans (the audit checks it); None:
-    # what was planned
+    # Clips that all plans together must have consumed when the epoch ends (the audit checks it).
+    # None: the clips that were planned.
     expected: BucketAssignment | None = None
 
     def rows_at(self, bucket: int, positions: order.Indices, epochs: order.Indices) -> Rows:
-        """[N] the clips at positions of a bucket, each in an epoch; rows of the catalog."""
+        """Return the catalog rows [N] at positions of a bucket, each in its epoch."""
         key = self.epoch_span.seed, self.epoch_span.name
         return self.members.rows_at(bucket, positions, epochs, *key)
 
     def rows_in(self, epoch: int, bucket: int) -> Rows:
-        """All clips of a bucket in one epoch."""
+        """Return the rows of all clips of a bucket in one epoch."""
         if not self.members.shared:
             return self.members.rows[bucket]
         positions = np.arange(self.members.sizes[bucket])
@@ -73,14 +73,14 @@ class Part:
 
 @dataclass(frozen=True)
 class OpenEpoch:
-    """An epoch of a stream that has begun and is not over."""
+    """An epoch of a stage that has begun and is not over."""
 
     epoch: int
     catalog: Catalog
-    left: BucketAssignment  # not consumed yet
-    consumed: pa.Array  # identities
-    is_tail: bool  # only its tails are left: the next epoch is being counted already
-    expected: BucketAssignment | None  # as in Part
+    left: BucketAssignment  # clips that are not consumed yet
+    consumed: pa.Array  # identities of consumed clips
+    is_tail: bool  # only last, partial batches are left: the next epoch has begun to count
+    expected: BucketAssignment | None  # clips that must be consumed at its end, as in Part
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class Stream:
 
     stage: str
     source: str
-    # The rests of epochs that began before the plan, then whole epochs, unless none are left
+    # The rests of epochs that earlier plans began, then whole epochs if any are left.
     parts: tuple[Part, ...]
-    first_epoch: int = 0  # the first of the whole epochs
+    first_epoch: int = 0  # number of the first whole epoch
 
     @cached_property
     def starts(self) -> list[int]:
-        """The number of each part's first batch."""
+        """Number of each part's first batch."""
         starts = [0]
         for part in self.parts[:-1]:
             assert part.epoch_span.num_batches is not None
@@ -120,11 +120,11 @@ class Stream:
         return self.parts[place].epoch_span.epoch_of(index - self.starts[place])
 
     def open_at(self, index: int) -> list[OpenEpoch]:
-        """The epochs that begin before or with batch `index` and are not over then."""
+        """Return the epochs that begin before or with batch `index` and are not over then."""
         place = bisect_right(self.starts, index) - 1
         found = [_opened(self.parts[place], index - self.starts[place])]
         for part in self.parts[place + 1 :]:
-            if part.before is not None:  # the rest of an epoch that began before this plan
+            if part.before is not None:  # the rest of an epoch that an earlier plan began
                 found.append(_opened(part, 0))
         epochs = [epoch for part in found for epoch in part]
         return sorted(epochs, key=lambda each: each.epoch)
@@ -132,43 +132,46 @@ class Stream:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage's streams, and how their batches are mixed."""
+    """One stage of a plan: its streams, and the weights by which they are mixed."""
 
-    section: Stage  # of the recipe
+    section: Stage  # the stage in the recipe
     streams: tuple[Stream, ...]
     weights: tuple[float, ...]
-    dropped: Mapping[str, Counter[str]]  # by source: how many clips are left out, by reason
+    dropped: Mapping[str, Counter[str]]  # number of dropped clips by source and reason
 
     @property
     def name(self) -> str:
         return self.section.name
 
     def place(self, index: int) -> tuple[int, int]:
+        """Return the stream of a batch of the stage, and the batch's number in it."""
         return mixed(index, self.weights) if len(self.streams) > 1 else (0, index)
 
     def taken(self, index: int) -> list[int]:
+        """Return how many batches of each stream come before a batch of the stage."""
         return order.shares(index, self.weights) if len(self.streams) > 1 else [index]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All batches from one global step on."""
+    """All batches from one global step on, until the data or the recipe changes."""
 
-    version: int  # how many plans came before it in the run
-    first_step: int  # the global step that it begins at
-    stages: tuple[StagePlan, ...]  # what is left of the curriculum then, in order
-    timeline: StageTimeline  # of these stages, counted from `first_step`
-    batch_size: int  # samples per step over all ranks, of stages that set none
-    # Finished stages: by source, the epoch that would be next if they were made longer
+    version: int  # number of earlier plans of the run
+    first_step: int  # global step at which it begins
+    stages: tuple[StagePlan, ...]  # remaining stages of the curriculum, in order
+    timeline: StageTimeline  # timeline of these stages, counted from `first_step`
+    batch_size: int  # samples per step over all ranks, for stages that set none
+    # For finished stages, by source: the epoch that would come next if they were made longer.
     ended: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def end_step(self) -> int | None:
+        """Global step after the last batch; None if the plan is endless."""
         total = self.timeline.total
         return None if total is None else self.first_step + total
 
     def batch(self, step: int) -> PlannedBatch:
-        """The batch that a global step trains on."""
+        """Return the batch of a global step."""
         number, index = self.timeline.at(step - self.first_step)
         stage = self.stages[number]
         which, index = stage.place(index)
@@ -190,9 +193,9 @@ class Plan:
         )
 
     def stage_at(self, step: int) -> tuple[str, int]:
-        """The stage that a step is in, at the middle of a ramp the later one, and its first step.
+        """Return name and first step of a step's stage; from the middle of a ramp, the later stage.
 
-        The first stage of a plan begins with it, though it may have begun in the plan before.
+        The first stage counts from the plan's begin, though an earlier plan may have begun it.
         """
         borders = self.timeline.borders
         number = bisect_right(borders, step - self.first_step) - 1
@@ -202,12 +205,14 @@ class Plan:
         return [stream for stage in self.stages for stream in stage.streams]
 
     def taken(self, step: int) -> list[list[int]]:
+        """Return how many batches of each stage and stream come before a global step."""
         taken = self.timeline.taken(step - self.first_step)
         return [stage.taken(index) for stage, index in zip(self.stages, taken, strict=True)]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the plan: which clips, in which buckets, for how long; 32 hex digits."""
+        """Hash of the plan's clips, buckets and lengths as 32 hex digits."""
+        # Resuming compares it with the record of a run: a change to these bytes refuses old runs.
         digest = hashlib.blake2b(digest_size=16)
         for stage in self.stages:
             digest.update(repr((stage.name, stage.weights)).encode())
@@ -224,15 +229,20 @@ class Plan:
         timeline = f"Timeline({lengths=}, {ramps=})"
         digest.update(f"({timeline}, {self.batch_size})".encode())
         sizes = [each.section.global_batch_size for each in self.stages]
-        if any(sizes):  # else as it was before stages could have one
+        if any(sizes):  # left out at the default, as plans of older versions have no such sizes
             digest.update(repr(sizes).encode())
         of_buckets = [part.epoch_span.batch_sizes for s in self.streams() for part in s.parts]
-        if any(of_buckets):  # as above
+        if any(of_buckets):  # left out for the same reason
             digest.update(repr(of_buckets).encode())
         return digest.hexdigest()
 
 
 def begin(catalogs: Mapping[str, Catalog], data: DataSection, batch_size: int, seed: int) -> Plan:
+    """Return the plan of a new run.
+
+    Raises:
+        DataError: a stage selects no clip, or the stages do not fit together.
+    """
     stages = [fresh_stage(stage, catalogs, data, batch_size, seed) for stage in data.curriculum()]
     for stage in stages:
         length, warmup = stage_length(stage), stage.section.warmup_steps
@@ -252,6 +262,7 @@ def fresh_stage(
     batch_size: int,
     seed: int,
 ) -> StagePlan:
+    """Return the plan of a stage of which nothing is trained yet."""
     weights = stage_weights(stage, catalogs, data)
     selections = {source: select(catalogs[source], stage, data) for source in weights}
     weights = repeated_weights(weights, selections, stage, data)
@@ -272,7 +283,7 @@ def fresh_stage(
 
 
 def own_batch_sizes(shapes: Sequence[Bucket], stage: Stage, batch_size: int) -> tuple[int, ...]:
-    """Clips per update of each bucket; empty if none has its own."""
+    """Return the clips per update of each bucket, or nothing if no bucket sets its own."""
     size = stage.global_batch_size or batch_size
     has_own = any(shape.batch_size for shape in shapes)
     return tuple(shape.batch_size or size for shape in shapes) if has_own else ()
@@ -281,7 +292,11 @@ def own_batch_sizes(shapes: Sequence[Bucket], stage: Stage, batch_size: int) -> 
 def stage_weights(
     stage: Stage, catalogs: Mapping[str, Catalog], data: DataSection
 ) -> dict[str, float]:
-    """The share of each catalog in a stage, without those of share 0."""
+    """Return the weights of a stage's catalogs, without those of weight 0.
+
+    Raises:
+        DataError: every weight is 0, or epochs are set for several catalogs.
+    """
     given = data.weights if stage.weights is None else stage.weights
     weights = {source: given.get(source, 1.0) for source in catalogs}
     weights = {source: weight for source, weight in weights.items() if weight > 0}
@@ -300,7 +315,10 @@ def stage_weights(
 def repeated_weights(
     weights: dict[str, float], selections: Mapping[str, Selection], stage: Stage, data: DataSection
 ) -> dict[str, float]:
-    """With `data.repeats` each catalog's share is that of its clips, each counted so often."""
+    """Return weights in proportion to the clips of each catalog, times its `data.repeats`.
+
+    Without `data.repeats`, or if the stage has its own weights, `weights` are returned unchanged.
+    """
     if not data.repeats or stage.weights is not None:
         return weights
     return {
@@ -310,7 +328,7 @@ def repeated_weights(
 
 
 def num_epochs(stage: Stage, source: str, data: DataSection) -> int | None:
-    """How many epochs of a catalog a stage has: `data.repeats` for each of its own."""
+    """Return the epochs of a catalog in a stage: the stage's `epochs` times `data.repeats`."""
     return None if stage.epochs is None else stage.epochs * data.repeats.get(source, 1)
 
 
@@ -321,11 +339,16 @@ def assemble_plan(
     batch_size: int,
     lengths: Sequence[int | None] | None = None,
 ) -> Plan:
-    """Put stages on a timeline; `lengths` replace the stages' own numbers of steps."""
+    """Put stages on a timeline; `lengths` replace the stages' own numbers of steps.
+
+    Raises:
+        DataError: a stage is shorter than its share of the ramps.
+    """
     if lengths is None:
         lengths = [stage_length(each) for each in stages]
+    # Even, as half of a ramp lies on each side of the border.
     ramps = [each.section.ramp_steps // 2 * 2 for each in stages]
-    ramps[:1] = [0] * len(ramps[:1])  # there is no stage before the first
+    ramps[:1] = [0] * len(ramps[:1])  # no stage comes before the first
     for stage, length, ramp, following in zip(stages, lengths, ramps, [*ramps, 0][1:], strict=True):
         if length is not None and length < (ramp + following) // 2:
             raise DataError(
@@ -339,6 +362,7 @@ def assemble_plan(
 
 
 def stage_length(stage: StagePlan) -> int | None:
+    """Return the number of steps of a stage; None if it is endless."""
     if stage.section.steps is not None:
         return stage.section.steps
     return stage.streams[0].num_batches if len(stage.streams) == 1 else None
@@ -353,6 +377,7 @@ def _opened(part: Part, index: int) -> list[OpenEpoch]:
         )
         left = BucketAssignment(part.members.shapes, rows)
         identities = part.catalog.identities
+        # Consumed clips are those of the epoch that are not left, together with earlier plans'.
         mine, still = (identities.take(pa.array(each.all_rows())) for each in (part.members, left))
         consumed = mine.filter(pc.invert(pc.is_in(mine, value_set=still)))
         if part.before is not None:

@@ -1,7 +1,7 @@
-"""The plans that a run has followed: rebuilt from a small record, and continued after a change.
+"""The plans that a run has followed: rebuilt from a small record, continued after a change.
 
-The record is part of a checkpoint: for each plan the step at which it began, what it was made from
-(fingerprints, batch size, stages) and the policy. Catalogs that were trained on are kept.
+The record is part of a checkpoint. It holds for each plan the step at which it began, its policy,
+and what it was made from (fingerprints, batch size, stages). Copies of the catalogs are kept.
 """
 
 import hashlib
@@ -33,27 +33,29 @@ from longtake.formatting import plural
 from longtake.fsio import Count, FileName, with_other_fields
 from longtake.fsio import Span as SpanRecord
 
-ORDER_VERSION = 2  # of the functions that order clips; another version gives another order
-# Records that were written before a key existed lack it: the key's default is what they mean.
+ORDER_VERSION = 2  # version of the functions that order clips; a change gives another order
+# A record that lacks a key was written before the key existed, and means its default.
 _ORDER_KEYS = {key.removeprefix("data.") for key in DECIDES_ORDER if key.startswith("data.")}
 _EXAMPLES = 3
 Span = tuple[int, int]  # [first, end)
 
 
 class CatalogNames(TypedDict):
+    """Identification of a catalog: of its clips, and of the kept copy with all attributes."""
+
     fingerprint: str
     edition: FileName
 
 
 class PlanRecord(TypedDict):
-    """How one plan began."""
+    """Record of how one plan began."""
 
     step: Count
     policy: Literal["start"] | Policy
     batch_size: Annotated[int, Field(ge=1, le=2**24)]
     order: dict[str, Any]
     catalogs: dict[str, CatalogNames]
-    plan: str  # its fingerprint
+    plan: str  # the plan's fingerprint
 
 
 def _ascends(history: list[PlanRecord]) -> list[PlanRecord]:
@@ -69,13 +71,17 @@ History = Annotated[list[PlanRecord], Field(min_length=1), AfterValidator(_ascen
 
 @dataclass(frozen=True)
 class SkippedRanges:
-    """Numbers of batches that are never trained."""
+    """Numbers of batches that are never trained, as half-open ranges."""
 
     spans: tuple[Span, ...] = ()  # ascending, not empty, not adjacent
 
     @classmethod
     def of(cls, spans: Iterable[Iterable[int]]) -> Self:
-        """The union of spans in any order, which may overlap."""
+        """Return the union of half-open ranges in any order, which may overlap.
+
+        Raises:
+            DataError: a range is negative or ends before it begins.
+        """
         merged: list[Span] = []
         for first, end in sorted(tuple(span) for span in spans):
             if not 0 <= first <= end:
@@ -90,10 +96,11 @@ class SkippedRanges:
         return cls(tuple(merged))
 
     def count(self, first: int, end: int) -> int:
-        """How many of the numbers `first` .. `end - 1` are skipped."""
+        """Return how many of the numbers `first` to `end - 1` are skipped."""
         return sum(max(0, min(end, last) - max(first, begun)) for begun, last in self.spans)
 
     def with_(self, spans: Iterable[Span], since: int) -> "SkippedRanges":
+        """Return these ranges and further ones, of which only numbers from `since` on count."""
         cut = ((max(first, since), max(end, since)) for first, end in spans)
         return SkippedRanges.of([*self.spans, *cut])
 
@@ -104,19 +111,22 @@ class SkippedRanges:
         return any(number in range(first, end) for first, end in self.spans)
 
     def next_kept(self, number: int) -> int:
+        """Return the first number from `number` on that is not skipped."""
         return next((end for first, end in self.spans if first <= number < end), number)
 
     def last_kept(self, number: int) -> int:
+        """Return the last number up to `number` that is not skipped; may be -1."""
         for first, end in reversed(self.spans):
             if first <= number < end:
                 number = first - 1
         return number
 
     def first_skipped(self, number: int) -> int:
+        """Return the first number of the range that holds or ends at `number`; else `number`."""
         return next((first for first, end in self.spans if first <= number <= end), number)
 
     def after(self, number: int, count: int) -> int:
-        """The number of the next batch when `count` batches from `number` on are done."""
+        """Return the number of the batch after `count` trained batches from `number` on."""
         number = self.next_kept(number)
         for first, end in self.spans:
             if number < first <= number + count:
@@ -126,7 +136,7 @@ class SkippedRanges:
 
 @with_other_fields
 class LoaderState(TypedDict):
-    """What `Loader.state_dict` returns."""
+    """State of a `Loader`, as `Loader.state_dict` returns it."""
 
     order_version: int
     global_step: Count
@@ -139,12 +149,12 @@ class LoaderState(TypedDict):
 
 @dataclass(frozen=True)
 class PlanHistory:
-    """The plans of a run, the newest last."""
+    """All plans of a run, the newest last, with their records."""
 
     plans: tuple[Plan, ...]
-    history: tuple[PlanRecord, ...]  # one entry for each plan
-    changes: str = ""  # a text: what changed if the newest plan was made just now; else empty
-    is_current: bool = True  # whether the present catalogs, not only kept ones, give this plan
+    history: tuple[PlanRecord, ...]  # one record for each plan
+    changes: str = ""  # what changed, if the newest plan was made just now; else empty
+    is_current: bool = True  # False if only kept catalogs give this plan, not the present ones
 
     @property
     def plan(self) -> Plan:
@@ -155,7 +165,7 @@ class PlanHistory:
         return self.plan.end_step
 
     def stage_before_change(self) -> StagePlan | None:
-        """The stage that was trained, if the newest plan was made just now for changed data."""
+        """Return the stage that was trained before a change, if a plan was just made for one."""
         if not self.changes or len(self.plans) < 2:
             return None
         before, step = self.plans[-2], self.plan.first_step
@@ -167,10 +177,11 @@ class PlanHistory:
         return self.plan_at(step).batch(step)
 
     def plan_at(self, step: int) -> Plan:
+        """Return the plan that a global step belongs to."""
         return self.plans[bisect_right([plan.first_step for plan in self.plans], step) - 1]
 
     def stage_at(self, step: int) -> tuple[str, int]:
-        """The stage that a step is in, and its first step, in whichever plan that was."""
+        """Return name and first step of a step's stage, also across plans."""
         plan = self.plan_at(step)
         name, first = plan.stage_at(step)
         if 0 < first == plan.first_step:
@@ -179,7 +190,7 @@ class PlanHistory:
         return name, first
 
     def position(self, step: int) -> dict[str, Any]:
-        """The position before a step. The end of an epoch is the begin of the next: (e + 1, 0)."""
+        """Return the position before a step; the end of epoch e is (e + 1, 0)."""
         plan = self.plan
         cursors = {
             f"{stream.stage}/{stream.source}": count
@@ -196,6 +207,7 @@ class PlanHistory:
 def start(
     catalogs: Mapping[str, Catalog], data: DataSection, batch_size: int, seed: int
 ) -> PlanHistory:
+    """Return the history of a new run, with one plan."""
     plan = begin(catalogs, data, batch_size, seed)
     return PlanHistory((plan,), (_entry(plan, "start", catalogs, data),))
 
@@ -209,10 +221,17 @@ def resume(
     seed: int,
     kept: Path | None,
 ) -> PlanHistory:
+    """Return the history of a run that resumes at a step, with a new plan if its data changed.
+
+    Raises:
+        DataChangedError: something changed and `data.on_change` is `refuse`, or an old plan cannot
+            be rebuilt.
+    """
     changes = _describe(history[-1], catalogs, data, batch_size, kept)
     if changes and data.on_change == "refuse":
         raise DataChangedError(_refusal(changes, step))
     plan_history = rebuild(history, catalogs, data, seed, kept)
+    # The catalogs' fingerprints cover clips and not attributes, by which stages may select.
     if not changes and not plan_history.is_current:
         changes = ["attributes of the clips have changed, and stages select by them"]
     if not changes:
@@ -232,7 +251,11 @@ def rebuild(
     seed: int,
     kept: Path | None,
 ) -> PlanHistory:
-    """The plans that a history records, from the present catalogs or else the kept ones."""
+    """Rebuild the plans of a history, from the present catalogs or else from the kept ones.
+
+    Raises:
+        DataChangedError: a plan cannot be rebuilt from either.
+    """
     plans: list[Plan] = []
     is_current = True
     for entry in history:
@@ -249,7 +272,7 @@ def _rebuild(
     seed: int,
     kept: Path | None,
 ) -> tuple[Plan, bool]:
-    """The plan that a record describes, and whether the present catalogs give it."""
+    """Rebuild the plan of a record; also return whether the present catalogs give it."""
     section = data.model_copy(update=parsed_order(entry))
     batch_size, policy = entry["batch_size"], entry["policy"]
     for use_kept in (False, True):
@@ -263,6 +286,7 @@ def _rebuild(
             if use_kept:
                 raise
             continue
+        # Equal fingerprints prove that every batch is the same.
         if plan.fingerprint == entry["plan"]:
             return plan, not use_kept
     raise DataChangedError(
@@ -304,7 +328,7 @@ def _describe(
 def _refuse_earlier_stages(
     plans: Sequence[Plan], step: int, last: PlanRecord, data: DataSection
 ) -> None:
-    """Refuse work that the recipe adds before the run's current stage: it would never be done."""
+    """Refuse work that is added before the run's current stage, as it would never be done."""
     before = {
         stage.name: stage for stage in data.model_copy(update=parsed_order(last)).curriculum()
     }
@@ -362,8 +386,12 @@ def _order(data: DataSection) -> dict[str, Any]:
 
 
 def parsed_order(entry: PlanRecord) -> dict[str, Any]:
-    """The keys of `data` that a plan was made with, for `DataSection.model_copy`."""
-    then = dict.fromkeys(entry["catalogs"], "kept")  # weights name the catalogs of that time
+    """Return the keys of `data` that a plan was made with, for `DataSection.model_copy`.
+
+    Raises:
+        DataError: the record holds invalid keys.
+    """
+    then = dict.fromkeys(entry["catalogs"], "kept")  # weights name the catalogs of that plan
     try:
         section = DataSection.model_validate({"catalogs": then, **entry["order"]})
     except ValidationError as error:
@@ -377,7 +405,7 @@ def parsed_order(entry: PlanRecord) -> dict[str, Any]:
 def _catalogs_of(
     entry: PlanRecord, catalogs: Mapping[str, Catalog], kept: Path | None, *, use_kept: bool
 ) -> dict[str, Catalog]:
-    """The catalogs of a record: the present ones where they hold the same clips."""
+    """Load the catalogs of a record: the present ones if they hold the same clips, else copies."""
     found = {}
     for source, names in entry["catalogs"].items():
         now, path = catalogs.get(source), _kept_path(kept, names["edition"])
@@ -386,6 +414,7 @@ def _catalogs_of(
             found[source] = now
         elif path is not None and path.exists():
             found[source] = Catalog.load(path)
+            # Copies hold the paths of old; clips that moved are read from their present paths.
             for catalog in catalogs.values():
                 found[source] = found[source].relocated(catalog)
         else:
@@ -402,9 +431,10 @@ def _kept_path(kept: Path | None, name: str) -> Path | None:
 
 
 def begins_epoch(planned: PlannedBatch, plan_history: PlanHistory, skipped: SkippedRanges) -> bool:
-    """Whether a batch is the first of its epoch, or the first that is not skipped."""
+    """Return whether a batch is the first of its epoch, apart from skipped ones."""
     left, step, earlier = planned.number, planned.step, planned
     epoch = planned.stage, planned.source, planned.epoch
+    # Only skipped batches can lie between it and the first: more batches rule it out at once.
     if left > len(skipped):
         return False
     while left:
@@ -417,11 +447,15 @@ def begins_epoch(planned: PlannedBatch, plan_history: PlanHistory, skipped: Skip
     return earlier.begins_epoch
 
 
-# --- Catalogs that are kept ---------------------------------------------------------------------
+# --- Kept catalogs -------------------------------------------------------------------------
 
 
 def keep_catalogs(plan_history: PlanHistory, catalogs: Mapping[str, Catalog], folder: Path) -> None:
-    """Keep a copy of each catalog that the newest plan uses, or was made from."""
+    """Save a copy of each catalog that the newest plan uses or was made from.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -438,7 +472,7 @@ def keep_catalogs(plan_history: PlanHistory, catalogs: Mapping[str, Catalog], fo
 
 
 def edition(catalog: Catalog) -> str:
-    """Names a catalog's content with all its attributes; 32 hex digits."""
+    """Return a hash of a catalog's clips and all their attributes, as 32 hex digits."""
     digest = hashlib.blake2b(catalog.fingerprint.encode(), digest_size=16)
     for name in sorted(catalog.attribute_names):
         digest.update(name.encode())
@@ -448,13 +482,13 @@ def edition(catalog: Catalog) -> str:
 
 @dataclass(frozen=True)
 class CatalogDifference:
-    """How two catalogs differ, by identity."""
+    """Numbers of clips by which two catalogs differ, compared by identity."""
 
     added: int
     removed: int
     recaptioned: int  # clips in both, with another caption
     reshaped: int  # clips in both, with another frame count, size, stream or rotation
-    replaced: int  # paths in both, with another content; counted in `added` and `removed`, too
+    replaced: int  # paths in both with another content; also counted in `added` and `removed`
     examples: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -469,6 +503,7 @@ class CatalogDifference:
 
 
 def compare(old: Catalog, new: Catalog) -> CatalogDifference:
+    """Compare two catalogs by the identities of their clips."""
     added, removed = _without(new, old), _without(old, new)
     both_old = np.flatnonzero(pc.is_in(old.identities, value_set=new.identities).to_numpy(False))
     both_new = np.flatnonzero(pc.is_in(new.identities, value_set=old.identities).to_numpy(False))
@@ -481,6 +516,7 @@ def compare(old: Catalog, new: Catalog) -> CatalogDifference:
     for name in ("num_frames", "width", "height", "stream_index", "rotation"):
         reshaped |= old.column(name)[both_old] != new.column(name)[both_new]
     paths = [
+        # Paths are only for the message: not for so many clips that it takes long.
         {catalog.clip(int(row)).path for row in rows} if len(rows) <= 10**5 else set()
         for catalog, rows in ((new, added), (old, removed))
     ]

@@ -1,6 +1,6 @@
-"""The plan that follows another one in mid-run, because the data or the recipe changed.
+"""Plans that replace a run's plan in mid-run, because the data or the recipe changed.
 
-It takes over each stage, stream and open epoch by the recipe's `data.on_change`.
+Each stage, stream and open epoch is taken over by the recipe's `data.on_change`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -45,11 +45,15 @@ def replan(
     batch_size: int,
     seed: int,
 ) -> Plan:
-    """The plan that follows a run's newest plan from a global step on.
+    """Return the plan that replaces a run's newest plan from a global step on.
 
-    `finish` ends open epochs as they were and begins the next ones on the new catalogs; `merge`
+    `finish` ends open epochs as they were and begins the next ones on the new catalogs. `merge`
     trains in the rest of an open epoch exactly those clips of the new catalog that it has not
-    consumed; `restart` begins the next epochs. Of finished stages only the last one may be longer.
+    consumed. `restart` begins the next epochs at once. Among finished stages, only the last may be
+    made longer.
+
+    Raises:
+        DataChangedError: the run's stage is gone, or a catalog's open epoch cannot be continued.
     """
     progress = _progress_by_stage(plans, step)
     following = remaining_stages(plans, step, data)
@@ -64,26 +68,27 @@ def replan(
             lengths.append(length)
         else:
             ended[stage.name] = next_epochs
-    if len(stages) > 1 and lengths[0] is not None:  # a change shortly before a ramp shortens it
+    if len(stages) > 1 and lengths[0] is not None:  # a change just before a ramp shortens it
         ramp = min(stages[1].section.ramp_steps, 2 * lengths[0])
         stages[1] = replace(stages[1], section=_with_ramp(stages[1].section, ramp))
     return replace(assemble_plan(context.version, step, stages, batch_size, lengths), ended=ended)
 
 
-# A stream and the number of its trained batches; or the next epoch, if no epoch is open.
+# A stream with the number of its trained batches; or, without an open epoch, the next epoch.
 _StreamProgress = tuple[Stream, int] | int
 
 
 @dataclass(frozen=True)
 class _StageProgress:
-    """How much of a stage a run has trained, over all plans."""
+    """Progress of a run in one stage, over all plans."""
 
     steps: int
     streams: Mapping[str, _StreamProgress]  # by source
-    active: frozenset[str]  # sources that the newest plan still trains on in this stage
+    active: frozenset[str]  # sources that the newest plan trains on in this stage
 
 
 def _progress_by_stage(plans: Sequence[Plan], step: int) -> dict[str, _StageProgress]:
+    # Each plan was followed until the next one began, and the newest until `step`.
     ends = [*(plan.first_step for plan in plans[1:]), step]
     found: dict[str, _StageProgress] = {}
     for plan, end in zip(plans, ends, strict=True):
@@ -102,7 +107,11 @@ def _progress_by_stage(plans: Sequence[Plan], step: int) -> dict[str, _StageProg
 
 
 def remaining_stages(plans: Sequence[Plan], step: int, data: DataSection) -> tuple[Stage, ...]:
-    """The recipe's stages from the run's current or last one on."""
+    """Return the recipe's stages from the run's current (or last) one on.
+
+    Raises:
+        DataChangedError: the current stage is not in the recipe.
+    """
     newest = next(plan for plan in reversed(plans) if plan.stages)
     end = newest.end_step if newest.end_step is not None else step
     lengths = zip(newest.stages, newest.taken(min(step, end)), newest.timeline.lengths, strict=True)
@@ -124,7 +133,7 @@ def _with_ramp(stage: Stage, ramp_steps: int) -> Stage:
 
 @dataclass(frozen=True)
 class _Context:
-    """What a following plan is made from."""
+    """Arguments of `replan` that all stages of the new plan share."""
 
     version: int
     policy: Policy
@@ -136,12 +145,12 @@ class _Context:
     def take_over(
         self, stage: Stage, done: _StageProgress | None
     ) -> tuple[StagePlan, int | None, dict[str, int]]:
-        """The rest of a stage, its number of steps, and the next epoch of each of its sources."""
+        """Return the rest of a stage, its number of steps, and the next epoch of each source."""
         if done is None:
             fresh = fresh_stage(stage, self.catalogs, self.data, self.batch_size, self.seed)
             return fresh, stage_length(fresh), {}
         if done.steps:
-            stage = _with_ramp(stage, 0)  # it has begun, too
+            stage = _with_ramp(stage, 0)  # the ramp has begun too, and cannot be planned again
         continued, next_epochs = self._continue_stage(stage, done)
         if stage.steps is not None:
             return continued, stage.steps - done.steps, next_epochs
@@ -190,7 +199,7 @@ class _Context:
         members: BucketAssignment,
         progress: _StreamProgress | None,
     ) -> tuple[list[Part], int]:
-        """The rests of open epochs and the whole epochs after them; and the first whole epoch."""
+        """Return the rests of open epochs, the whole epochs after them, and the first of those."""
         begun, following = _begun(progress)
         parts = []
         for epoch in begun:
@@ -214,7 +223,7 @@ class _Context:
         *,
         is_newest: bool,
     ) -> Part | None:
-        """What remains of an open epoch; None: nothing."""
+        """Return the rest of an open epoch under the policy, or None if nothing is left."""
         catalog, expected = self.catalogs[source], None
         if self.policy == "restart":
             return None
@@ -222,6 +231,8 @@ class _Context:
             catalog, rest, expected = epoch.catalog, epoch.left, epoch.expected
         elif is_newest:
             rest, expected = _filtered(catalog, members, drop=epoch.consumed), members
+        # Older epochs' tails get no new clips: these belong to the newest epoch. Removed clips are
+        # left out.
         else:
             left = epoch.catalog.identities.take(pa.array(epoch.left.all_rows()))
             rest = _filtered(catalog, members, keep=left)
@@ -238,6 +249,7 @@ class _Context:
         epoch: int,
         num_epochs: int | None,
     ) -> EpochSpan:
+        # The version makes the new order of clips independent of the replaced plan's.
         name, size = f"{stage.name}/{source}/{self.version}", stage.global_batch_size
         size = size or self.batch_size
         of_buckets = own_batch_sizes(members.shapes, stage, self.batch_size)
@@ -245,11 +257,12 @@ class _Context:
 
 
 def _begun(progress: _StreamProgress | None) -> tuple[list[OpenEpoch], int]:
-    """The open epochs of a stream, and the first epoch that it has not begun."""
+    """Return the open epochs of a stream, and the first epoch that it has not begun."""
     if progress is None or isinstance(progress, int):
         return [], progress or 0
     stream, index = progress
     epochs = stream.open_at(index)
+    # Within the rest of an old epoch, later epochs of the stream have not begun.
     if not stream.is_whole_at(index):
         return [each for each in epochs if each.epoch < stream.first_epoch], stream.first_epoch
     newest = max((each.epoch for each in epochs if len(each.consumed)), default=-1)

@@ -1,4 +1,4 @@
-"""The curriculum: which clips a stage selects, and which stage a step belongs to."""
+"""The curriculum: the clips that a stage selects, and the stage of each step."""
 
 import re
 from collections import Counter
@@ -34,12 +34,18 @@ _COMPARE = {
 
 @dataclass(frozen=True)
 class Selection:
+    """The clips of a stage in their buckets, and the number of clips that it leaves out."""
+
     members: buckets.BucketAssignment
-    dropped: Counter[str]  # clips by reason, in the order in which reasons are tried
+    dropped: Counter[str]  # number of dropped clips by reason, in the order of the checks
 
 
 def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
-    """The clips that meet all of a stage's conditions, sorted into its buckets."""
+    """Return the clips that meet all conditions of a stage, sorted into its buckets.
+
+    Raises:
+        DataError: no clip is left, or a condition is invalid.
+    """
     dropped, num_left = Counter[str](), len(catalog)
     for reason, kept in drop_in_turn(catalog, stage, data):
         dropped[reason] += num_left - len(kept)
@@ -64,7 +70,9 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
 def drop_in_turn(
     catalog: Catalog, stage: Stage, data: DataSection
 ) -> Iterator[tuple[str, buckets.Rows]]:
-    """Each reason to drop clips, in order, and the clips that are left then."""
+    """Yield each reason to drop clips, in order, with the rows that remain after it."""
+    # Quantiles of each condition are over all captioned clips, so the order of conditions does not
+    # matter.
     kept = everyone = captioned_rows(catalog)
     yield NO_CAPTION, kept
     for condition in stage.where:
@@ -78,6 +86,7 @@ def drop_in_turn(
 
 
 def captioned_rows(catalog: Catalog) -> buckets.Rows:
+    """Return the rows of all clips that have a caption."""
     rows, first, count = np.empty(len(catalog), np.uint32), 0, 0
     for captions in catalog.table["caption"].chunks:
         found = np.flatnonzero(pc.not_equal(captions, "").to_numpy(zero_copy_only=False))
@@ -87,7 +96,11 @@ def captioned_rows(catalog: Catalog) -> buckets.Rows:
 
 
 def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
-    """[N] an attribute of all clips, by the name that recipes call it."""
+    """Return an attribute of all clips as an array [N], by its name in recipes.
+
+    Raises:
+        DataError: the catalog has no such attribute.
+    """
     if name == "difficulty":
         name = data.difficulty or _only_score(catalog)
     if name == "aspect":
@@ -106,6 +119,7 @@ def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
 
 
 def parse_condition(condition: str) -> tuple[str, str, str]:
+    """Split a condition such as `num_frames >= 48` into attribute, operator and value."""
     parsed = _CONDITION.fullmatch(condition)
     if parsed is None:
         raise DataError(
@@ -128,7 +142,7 @@ def _only_score(catalog: Catalog) -> str:
 def _meets(
     catalog: Catalog, condition: str, rows: buckets.Rows, data: DataSection
 ) -> NDArray[np.bool_]:
-    """Which of some clips meet a condition; quantiles are those of these clips."""
+    """Return which of the given rows meet a condition; quantiles are over these rows."""
     name, operator, text = parse_condition(condition)
     column = values(catalog, name, data)[rows]
     if name in _TEXTS:
@@ -138,7 +152,7 @@ def _meets(
     else:
         bound = _bound(column, condition, text)
     meets: NDArray[np.bool_] = _COMPARE[operator](column, bound)
-    return meets if name in _TEXTS else meets & ~np.isnan(column)  # an unknown score meets nothing
+    return meets if name in _TEXTS else meets & ~np.isnan(column)  # an unknown score never does
 
 
 def _bound(column: NDArray[Any], condition: str, text: str) -> float:
@@ -159,10 +173,11 @@ def _bound(column: NDArray[Any], condition: str, text: str) -> float:
 def _hardest(
     catalog: Catalog, rows: buckets.Rows, share: float, data: DataSection
 ) -> NDArray[np.bool_]:
-    """Marks the `share` of clips with the highest difficulty; at equal ones the later rows."""
+    """Mark the `share` of clips with the highest difficulty; among equal ones, the later rows."""
     difficulty = values(catalog, "difficulty", data)[rows]
     is_hardest = np.zeros(len(rows), bool)
-    count = round(share * len(rows)) or int(len(rows) > 1)  # of a few clips one, not none
+    count = round(share * len(rows)) or int(len(rows) > 1)  # at least one, if there are two clips
+    # Unknown scores count as the easiest, so they are dropped last.
     order = np.argsort(np.nan_to_num(difficulty, nan=-np.inf), kind="stable")
     is_hardest[order[len(rows) - count :]] = True
     return is_hardest
@@ -202,7 +217,7 @@ def _least_cut(catalog: Catalog, stage: Stage, data: DataSection) -> str:
 
 
 def _quantile_values(catalog: Catalog, stage: Stage, data: DataSection) -> str:
-    """A stage's quantiles in words: where many clips have one number, two of them are equal."""
+    """Return the values of a stage's quantiles in words, as equal values may make them coincide."""
     found = []
     for condition in stage.where:
         name, operator, text = parse_condition(condition)
@@ -216,27 +231,27 @@ def _quantile_values(catalog: Catalog, stage: Stage, data: DataSection) -> str:
 
 @dataclass(frozen=True)
 class StagePosition:
-    """The stage that an update is in, at the middle of a ramp the later one."""
+    """The stage of an update, and its number in it; from the middle of a ramp, the later stage."""
 
     name: str
-    num_before: int  # updates of the stage before it; batches that are skipped do not count
+    num_before: int  # number of earlier updates of the stage; skipped batches do not count
 
 
 @dataclass(frozen=True)
 class StageTimeline:
-    """Which stage a step belongs to, and how many of its batches come before.
+    """Maps steps to stages, and to batches within a stage.
 
     A ramp of R steps lies half before and half after the border of two stages. Of its first j
-    steps round(j^2 / 2R) belong to the later stage: its share rises linearly from none to all, and
+    steps, round(j^2 / 2R) belong to the later stage. Its share thus rises linearly from 0 to 1, and
     every batch of either stage is still trained exactly once.
     """
 
-    lengths: tuple[int | None, ...]  # steps of each stage; only the last may be None (endless)
-    ramps: tuple[int, ...]  # even number of steps that each stage is mixed with the one before it
+    lengths: tuple[int | None, ...]  # steps of each stage; None (endless) only for the last
+    ramps: tuple[int, ...]  # steps (even) in which each stage is mixed with the one before
 
     @property
     def borders(self) -> list[int]:
-        """The step at which each stage would begin without a ramp."""
+        """Step at which each stage would begin without ramps."""
         borders = [0]
         for length in self.lengths[:-1]:
             assert length is not None, "only the last stage may be endless"
@@ -245,19 +260,20 @@ class StageTimeline:
 
     @property
     def total(self) -> int | None:
-        """Steps of all stages; None: endless."""
+        """Number of steps of all stages; None if the last one is endless."""
         if not self.lengths:
             return 0
         last = self.lengths[-1]
         return None if last is None else self.borders[-1] + last
 
     def at(self, step: int) -> tuple[int, int]:
+        """Return the stage of a step, and the number of that stage's batches before it."""
         before, after = self.taken(step), self.taken(step + 1)
         stage = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
         return stage, before[stage]
 
     def taken(self, step: int) -> list[int]:
-        """How many batches of each stage come before a step."""
+        """Return how many batches of each stage come before a step."""
         borders = self.borders
         taken = [
             max(0, step - border) if length is None else min(max(0, step - border), length)
@@ -266,6 +282,8 @@ class StageTimeline:
         for stage, (border, ramp) in enumerate(zip(borders, self.ramps, strict=True)):
             into = step - (border - ramp // 2)
             if ramp and 0 < into < ramp:
+                # round(into^2 / 2 ramp) in integers, less the batches that come after the border
+                # anyway.
                 early = (into * into + ramp) // (2 * ramp) - max(0, step - border)
                 taken[stage] += early
                 taken[stage - 1] -= early
@@ -273,6 +291,7 @@ class StageTimeline:
 
 
 def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:
+    """Return the source of a stage's batch, and the number of that source's batches before it."""
     before, after = shares(index, weights), shares(index + 1, weights)
     source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
     return source, before[source]

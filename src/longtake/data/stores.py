@@ -1,7 +1,7 @@
-"""Reads clips from object stores (s3, gs, http) by fsspec, with retries and a cache on disk.
+"""Reads clips from object stores (s3, gs, http) with fsspec, retries and a cache on disk.
 
-A clip is fetched whole into memory, or a file of the cache, before it is decoded: a member of a tar
-by its range of bytes. Credentials come from the environment and from the libraries' own files.
+A clip is fetched as a whole into memory or into a file of the cache before it is decoded; a member
+of a tar by its range of bytes. Credentials come from the environment and the libraries' own files.
 """
 
 import asyncio
@@ -34,14 +34,16 @@ from longtake.errors import ClipError, DataError
 
 _T = TypeVar("_T")
 _MODULES = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
-_COLLAPSED = re.compile(f"({'|'.join(_MODULES)}):/+(.+)")  # as pathlib leaves a URL
-_RANGE_BYTES, _MIN_RANGE_BYTES = 8 * 2**20, 2**18  # of one request
+_COLLAPSED = re.compile(f"({'|'.join(_MODULES)}):/+(.+)")  # a URL as pathlib leaves it
+_RANGE_BYTES, _MIN_RANGE_BYTES = 8 * 2**20, 2**18  # size of one request
+# Waits between retries double up to the limit.
 _FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.25, 5.0
 _POLL_SECONDS = 0.25
-_PARALLEL = 32  # questions about objects
-_ASKED_AT_ONCE = 10_000  # held in memory
+_PARALLEL = 32  # number of parallel requests about objects
+_ASKED_AT_ONCE = 10_000  # number of objects held in memory while they are looked up
 _REFUSED = (401, 403)
 _MISSING = (404, 410)
+# Names of exceptions, as the clients that raise them may not be installed.
 _REFUSED_ERRORS = (
     "PermissionError",
     "NoCredentialsError",
@@ -60,36 +62,36 @@ _NEVER = (
     "NonHttpUrlClientError",
     "NonHttpUrlRedirectClientError",
 )
-_SYSTEM_RANDOM = random.SystemRandom()  # seeded generators stay as they are
+_SYSTEM_RANDOM = random.SystemRandom()  # leaves seeded generators untouched
 
 
 class MissingError(ClipError):
-    """A store has no such object."""
+    """Raised when a store does not have an object."""
 
 
 class UnreachableError(ClipError):
-    """A store did not give a clip in time, though it gives others; it may later."""
+    """Raised when a store did not give a clip in time but gives others; a later try may succeed."""
 
 
 class UnansweredError(ClipError):
-    """An address that can never be answered, such as one that redirects to itself."""
+    """Raised for an address that can never answer, such as one that redirects to itself."""
 
 
 ASKED_ENOUGH = (MissingError, UnreachableError, UnansweredError)
-"""Errors after which a second try is of no use."""
+"""Errors after which a second try is useless."""
 
 
 class OutageError(DataError):
-    """A store gives nothing, whatever it is asked for."""
+    """Raised when a store answers no request at all."""
 
 
 class _RedirectError(Exception):
-    """A server redirects to an address that is not asked; no second try can help."""
+    """Raised when a server redirects to a forbidden address; a second try cannot help."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What was fetched from stores."""
+    """Traffic from object stores."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -107,13 +109,13 @@ NOTHING = Fetched()
 
 
 class StoreClient:
-    """Fetches by a recipe's section, and counts what it has fetched.
+    """Settings and counters of fetching.
 
     Args:
-        section: of the recipe.
-        memory_gib: that a clip without a cache may take; None: any.
-        examples: objects that are asked for, beside what was read, to tell an object that cannot be
-            had from a store that is gone.
+        section: the recipe's section.
+        memory_gib: limit for a clip that is fetched to memory; None for no limit.
+        examples: objects to ask for, in addition to the last one read, when an object fails: they
+            tell a missing object from a store that is down.
     """
 
     def __init__(
@@ -124,11 +126,11 @@ class StoreClient:
     ) -> None:
         self.section, self.memory_gib, self.examples = section, memory_gib, examples
         self.progress: Callable[[], object] = lambda: None
-        """Called while something is fetched."""
+        """Called repeatedly while something is fetched."""
         self.waiting: Callable[[str], object] = lambda reason: None
-        """Called with a reason when a store did not answer, with none once it has."""
+        """Called with a reason when a store did not answer, and with "" when it answers again."""
         self.last_read: dict[str, Media] = {}
-        """The last object that was read, by store."""
+        """Last object that was read, by store."""
         self._fetched, self._lock = Fetched(), threading.Lock()
 
     def count(self, fetched: Fetched) -> None:
@@ -136,18 +138,19 @@ class StoreClient:
             self._fetched += fetched
 
     def take_fetched(self) -> Fetched:
-        """What was fetched since the last call."""
+        """Return the traffic since the last call."""
         with self._lock:
             taken, self._fetched = self._fetched, Fetched()
         return taken
 
 
+# A context variable: threads that fetch for another one inherit its client (`copy_context`).
 _client: ContextVar[StoreClient] = ContextVar("client", default=StoreClient(StoreSection()))  # noqa: B039
 
 
 @contextmanager
 def using(client: StoreClient) -> Iterator[None]:
-    """Fetch with a client in the block, by this thread and those that it asks."""
+    """Fetch with a client inside the block, in this thread and the threads that it starts here."""
     token = _client.set(client)
     try:
         yield
@@ -156,10 +159,10 @@ def using(client: StoreClient) -> Iterator[None]:
 
 
 def url_of(path: Path | str) -> str | None:
-    """The URL that a command's argument names; None: a local path.
+    """Return the URL that a command's argument names, or None for a local path.
 
     Raises:
-        DataError: it holds a password or a signature, which a catalog would keep.
+        DataError: the URL holds a password or a signature, which a catalog would keep.
     """
     match = _COLLAPSED.fullmatch(str(path))
     if match is None:
@@ -177,19 +180,19 @@ def url_of(path: Path | str) -> str | None:
 
 
 def store_of(url: str) -> str:
-    """The part of a URL that names the store: its bucket or host."""
+    """Return the part of a URL that names the store: its bucket or host."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
 
 
 @contextmanager
 def local(media: Media) -> Iterator[Media]:
-    """Fetch the bytes of a clip if they lie in a store; its `file` is there inside.
+    """Fetch the bytes of a clip if it lies in a store, and yield it as a local file.
 
     Raises:
-        ClipError: there is no such object, or the clip has changed since it was indexed.
-        UnreachableError: the store does not give this object, after all retries, but others.
-        OutageError: it gives nothing at all.
+        ClipError: the object does not exist, or the clip has changed since it was indexed.
+        UnreachableError: after all retries the store gives other objects, but not this one.
+        OutageError: the store gives no object at all.
         DataError: the store refuses the credentials, or its client is not installed.
     """
     if not media.is_remote or media.local:
@@ -205,7 +208,7 @@ def local(media: Media) -> Iterator[Media]:
 
 
 def _obtain(media: Media) -> tuple[int, int]:
-    """A descriptor of a file with the clip's bytes, and their number."""
+    """Return a descriptor of a file with the clip's bytes, and their number."""
     client = _client.get()
     num_bytes = media.num_bytes
     if num_bytes is None:
@@ -214,7 +217,7 @@ def _obtain(media: Media) -> tuple[int, int]:
     section = client.section
     if section.cache is not None and num_bytes <= section.cache_gib * 2**30:
         kept = ClipCache(section.cache, int(section.cache_gib * 2**30))
-        with suppress(OSError):  # such as a full disk: memory will do
+        with suppress(OSError):  # such as a full disk: memory is used instead
             return kept.open(media, num_bytes, lambda file: _fetch(media, num_bytes, file))
     if client.memory_gib is not None and num_bytes > client.memory_gib * 2**30:
         raise ClipError(
@@ -237,14 +240,14 @@ def _fetch(media: Media, num_bytes: int, descriptor: int) -> None:
         written = 0
         while written < len(data):
             written += os.pwrite(descriptor, data[written:], position + written)
-    if media.indexed is not None:  # a stamp is not enough: pieces may come from two versions
+    if media.indexed is not None:  # a stamp does not suffice: pieces may come from two versions
         here = replace(media, offset=0, num_bytes=num_bytes, local=f"/proc/self/fd/{descriptor}")
         if not content.is_indexed(here, content.content_hash(here, _client.get().progress)):
             raise content.changed(media, "another content")
 
 
 def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The clip's bytes with their positions; what has come is not asked for again."""
+    """Yield a clip's bytes in pieces with their positions; a retry fetches only the rest."""
     store, path = _open_store(media.path)
     position, size, request, tag = 0, _RANGE_BYTES, _Request(media), ""
     while position < num_bytes:
@@ -253,6 +256,7 @@ def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:
         try:
             answer = request.once(store, lambda: _get(store, path, start, end, tag))  # noqa: B023
         except TimeoutError:
+            # A slow connection may pass a smaller piece in time.
             size = max(size // 4, _MIN_RANGE_BYTES)
             continue
         if answer is None:
@@ -276,9 +280,9 @@ def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 async def _get(store: Any, path: str, start: int, end: int, tag: str) -> tuple[bytes, str]:
-    """A range of an object and its ETag; one byte more at most, whatever the server sends.
+    """Return a range of an object and its ETag; reads at most one byte more than asked for.
 
-    With `tag` it must still be the same object.
+    With `tag` the request fails if the object has changed.
     """
     most, ask = end - start + 1, f"bytes={start}-{end - 1}"
     if hasattr(store, "_call_s3"):
@@ -288,7 +292,7 @@ async def _get(store: Any, path: str, start: int, end: int, tag: str) -> tuple[b
         answer = await store._call_s3("get_object", Bucket=bucket, Key=key, Range=ask, **further)
         try:
             found = bytearray()
-            while piece := await answer["Body"].read(most - len(found)):  # it may give less
+            while piece := await answer["Body"].read(most - len(found)):  # may return less
                 found += piece
         finally:
             answer["Body"].close()
@@ -302,18 +306,20 @@ async def _get(store: Any, path: str, start: int, end: int, tag: str) -> tuple[b
             while piece := await answer.content.read(most - len(found)):
                 found += piece
             etag = answer.headers.get("ETag", "")
+            # Weak ETags (W/) may be equal for different bytes, and If-Match refuses them.
             return bytes(found), "" if etag.startswith("W/") else etag
     return await store._cat_file(path, start=start, end=end), ""
 
 
 class _Request:
-    """Asks a store until it answers; gives up when it has given nothing for too long."""
+    """Request for an object that is repeated until the store answers or was silent for too long."""
 
     def __init__(self, media: Media) -> None:
         self._media, self._client = media, _client.get()
         self._last, self._failures = time.monotonic(), 0
 
     def until_done(self, store: Any, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Repeat a request until it is answered; raises when the store was silent for too long."""
         while True:
             with suppress(TimeoutError):
                 answer = self.once(store, ask)
@@ -321,15 +327,15 @@ class _Request:
                     return answer
 
     def once(self, store: Any, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T | None:
-        """Ask; None: it failed and is to be asked again, which is waited for.
+        """Send one request; return its answer, or None after a failure and a pause.
 
         Raises:
-            TimeoutError: as None, because the answer did not come in time.
+            TimeoutError: the answer did not come in time; the caller may repeat the request.
         """
         begun = time.monotonic()
         try:
             answer = self._result(store, ask())
-        except Exception as error:  # each client raises its own
+        except Exception as error:  # each client has its own exceptions
             self._raise_or_wait(error)
             self._client.count(Fetched(0, time.monotonic() - begun, 1))
             if isinstance(error, TimeoutError):
@@ -356,14 +362,15 @@ class _Request:
         return future.result()
 
     def _raise_or_wait(self, error: Exception) -> None:
-        """Raise if asking again is of no use; else wait."""
+        """Raise if a further try is useless; else wait before it."""
         media, section = self._media, self._client.section
         status, name = _status_of(error), type(error).__name__
         if (reason := _never_answered(error)) is not None:
             raise UnansweredError(str(media), reason) from None
         if status == 412:
             raise content.changed(media, "while it was read") from None
-        # fsspec's HTTP makes one of every failure, whose cause it keeps.
+        # fsspec's HTTP client raises FileNotFoundError for every failure, with the real one as
+        # cause.
         is_missing = isinstance(error, FileNotFoundError) and error.__cause__ is None
         if is_missing or status in _MISSING:
             raise MissingError(str(media), "does not exist in its store") from None
@@ -405,13 +412,14 @@ class _Request:
         self._failures += 1
         said = f"{store_of(media.path)} has given nothing for {silent:.0f} s: {reason}"
         self._client.waiting(said)
+        # Random, so that many processes do not ask a recovering store at the same moment.
         end = time.monotonic() + wait * _SYSTEM_RANDOM.uniform(0.5, 1.0)
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _POLL_SECONDS))
             self._client.progress()
 
     def _gives_others(self) -> bool:
-        """Return True if the store gives another object now, such as the last one that was read."""
+        """Return whether the store gives another object now, such as the last one that was read."""
         name = store_of(self._media.path)
         known = self._client.last_read.get(name, self._media)
         others = [each for each in self._client.examples if store_of(each.path) == name]
@@ -420,7 +428,7 @@ class _Request:
                 continue
             store, path = _open_store(other.path)
             size = min(other.num_bytes or 1, _MIN_RANGE_BYTES)
-            with suppress(Exception):  # each client raises its own
+            with suppress(Exception):  # each client has its own exceptions
                 end = other.offset + size
                 if self._result(store, _get(store, path, other.offset, end, ""))[0]:
                     return True
@@ -428,7 +436,7 @@ class _Request:
 
 
 def _never_answered(error: BaseException | None) -> str | None:
-    """Why asking again can never help, in words; None: it may."""
+    """Return the reason why a request can never be answered, or None."""
     if error is None:
         return None
     if isinstance(error, _RedirectError):
@@ -440,7 +448,7 @@ def _never_answered(error: BaseException | None) -> str | None:
 
 @cache
 def _redirect_guard() -> Any:
-    """Keeps servers from leading requests to addresses that only this network can reach."""
+    """Return a hook that keeps servers from redirecting to addresses inside this network."""
     import aiohttp
     from yarl import URL
 
@@ -448,6 +456,7 @@ def _redirect_guard() -> Any:
         target = answer.url.join(URL(answer.response.headers.get("Location", "")))
         if target.scheme not in ("http", "https"):
             raise _RedirectError(f"its server redirects to {target.scheme or 'nothing'}:")
+        # Redirects within one server are harmless; elsewhere only to public addresses.
         if target.origin() == answer.url.origin():
             return
         found = await asyncio.get_running_loop().getaddrinfo(target.host, target.port)
@@ -464,9 +473,9 @@ def _redirect_guard() -> Any:
 
 
 def _status_of(error: BaseException) -> int | None:
-    """The HTTP status of a client's error, also of the one that it was made from."""
+    """Return the HTTP status of a client's error or of its cause, or None."""
     response = getattr(error, "response", None)
-    if isinstance(response, Mapping):  # botocore's ClientError
+    if isinstance(response, Mapping):  # ClientError of botocore
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     else:
         # aiohttp's errors have a status, and a deprecated code that warns when it is read.
@@ -480,7 +489,7 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def _untrusted(error: BaseException | None) -> str | None:
-    """Why a server's certificate was not accepted; None: it was not about that."""
+    """Return why a server's certificate was not accepted, or None for other errors."""
     if error is None:
         return None
     reason: str | None = getattr(error, "verify_message", None)  # ssl.SSLCertVerificationError
@@ -488,7 +497,7 @@ def _untrusted(error: BaseException | None) -> str | None:
 
 
 def _words_of(error: BaseException) -> str:
-    """What failed, without the client's message, which may hold an address with a signature."""
+    """Describe an error without the client's message, which may hold a signed address."""
     status = _status_of(error)
     if status is not None:
         return f"{type(error).__name__}, HTTP status {status}"
@@ -497,7 +506,7 @@ def _words_of(error: BaseException) -> str:
 
 
 def _open_store(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the object's path in it."""
+    """Return the fsspec file system of a URL, and the object's path in it."""
     import fsspec
 
     protocol = url.partition("://")[0]
@@ -519,12 +528,12 @@ def _open_store(url: str) -> tuple[Any, str]:
         options["client_kwargs"] = {"trace_configs": [_redirect_guard()]}
     store = fsspec.filesystem(protocol, use_listings_cache=False, **options)
     if protocol == "s3":
-        store.retries = 1  # `_Request` asks again
+        store.retries = 1  # `_Request` repeats requests itself
     return store, store._strip_protocol(url)
 
 
 class StoreFile(io.RawIOBase):
-    """An object of a store to read and seek in; every read is a request."""
+    """Seekable file of an object in a store; each read is a request."""
 
     def __init__(self, media: Media) -> None:
         super().__init__()
@@ -557,22 +566,23 @@ def open_object(media: Media) -> io.BufferedReader:
 
 
 def read_object(media: Media) -> bytes:
+    """Return the content of a small object."""
     assert media.num_bytes is not None
     return b"".join(data for _, data in _pieces(media, media.num_bytes))
 
 
 def read_objects(objects: Iterable[Media]) -> Iterator[bytes]:
-    """The contents of small objects, in their order."""
+    """Yield the contents of small objects in order."""
     yield from _asked_at_once(read_object, objects)
 
 
 def find_objects(url: str) -> list[Media]:
-    """The objects below a prefix, or the one of this name, with sizes and stamps, sorted.
+    """Return the objects below a prefix, or one object, with sizes and stamps, sorted.
 
     Hidden names are left out.
 
     Raises:
-        DataError: there is none, or the store refuses the credentials.
+        DataError: nothing is found, or the store refuses the credentials.
         UnreachableError: the store does not answer.
     """
     store, path = _open_store(url)
@@ -582,7 +592,7 @@ def find_objects(url: str) -> list[Media]:
         return [measured(Media(url))]
     try:
         found = _Request(Media(url)).until_done(store, lambda: store._find(path, detail=True))
-    except MissingError:  # the bucket
+    except MissingError:  # the bucket does not exist
         found = {}
     objects = []
     for name, info in found.items():
@@ -600,10 +610,10 @@ def find_objects(url: str) -> list[Media]:
 
 
 def measure(objects: Iterable[Media]) -> Iterator[Media | None]:
-    """The same objects with sizes and stamps, in their order; None for one that does not exist.
+    """Yield objects in order with sizes and stamps, and None for each that does not exist.
 
     Raises:
-        ClipError: a server does not say the size of an object, or does not answer.
+        ClipError: a server does not tell an object's size, or does not answer.
     """
 
     def measured_or_none(media: Media) -> Media | None:
@@ -616,7 +626,7 @@ def measure(objects: Iterable[Media]) -> Iterator[Media | None]:
 
 
 def missing_of(urls: Iterable[str]) -> set[str]:
-    """Those of some objects that do not exist.
+    """Return the URLs of the objects that do not exist.
 
     Raises:
         DataError: a store refuses the credentials, or does not answer.
@@ -632,13 +642,14 @@ def missing_of(urls: Iterable[str]) -> set[str]:
 
 
 def _asked_at_once(ask: Callable[[Media], _T], objects: Iterable[Media]) -> Iterator[_T]:
+    # Threads of a pool do not inherit context variables such as the client.
     context = copy_context()
     with futures.ThreadPoolExecutor(_PARALLEL) as pool:
         yield from pool.map(lambda media: context.copy().run(ask, media), objects)
 
 
 def ask_each(urls: Iterable[str]) -> None:
-    """Look for one object of each store.
+    """Check that each store has one of the objects.
 
     Raises:
         DataError: a store does not have it, refuses the credentials, or does not answer.
@@ -649,10 +660,10 @@ def ask_each(urls: Iterable[str]) -> None:
 
 
 def measured(media: Media) -> Media:
-    """The same object with size and stamp.
+    """Return an object with its size and stamp.
 
     Raises:
-        ClipError: it does not exist, its server does not say its size, or does not answer.
+        ClipError: the object does not exist, or its server does not tell its size or answer.
         DataError: its store refuses the credentials.
     """
     store, path = _open_store(media.path)
@@ -669,6 +680,7 @@ def _described(url: str, info: Mapping[str, Any]) -> Media:
     stamp = 0
     if known:
         digest = hashlib.blake2b("\n".join(known).encode(), digest_size=8).digest()
+        # The stamp takes the place of a modification time, and must fit into int64.
         stamp = int.from_bytes(digest) >> 1
     size = info.get("size")
     return Media(url, num_bytes=None if size is None else int(size), stamp=stamp)

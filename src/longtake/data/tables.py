@@ -1,8 +1,8 @@
 """Reads lists and tables that name media: their paths, captions, scores and spans.
 
-A table is read twice, in batches of rows, first to learn what its columns hold. Paths are relative
-to the folder of their list. What a clip's file says itself (size, frames) is measured, not taken
-from a table; integers of 2**53 and more are ids and no scores.
+A table is read twice, in batches of rows; the first time to learn what its columns hold. Paths are
+relative to the folder of their list. Properties of a clip's file (size, frames) are measured, not
+taken from a table. Integers of 2**53 and more are ids, not scores.
 """
 
 import codecs
@@ -31,7 +31,7 @@ from longtake.data.clip import Clip, Given, Item, Media, is_media
 from longtake.errors import DataError, RecordError
 
 LISTING_SUFFIXES = (".txt", ".csv", ".jsonl", ".json", ".parquet")
-_PAIRED_LISTS = ("videos.txt", "images.txt")  # captioned by the lines of a list beside them
+_PAIRED_LISTS = ("videos.txt", "images.txt")  # the lines of a list beside them are the captions
 CAPTION_LISTS = ("prompt.txt", "prompts.txt")
 _FILE_NAME = "file_name"
 PATH_COLUMNS = (
@@ -40,32 +40,34 @@ PATH_COLUMNS = (
 )
 CAPTION_COLUMNS = ("caption", "text", "prompt")
 SPAN_COLUMNS = ("start", "end")
-MAX_ATTRIBUTES = 1000  # names of scores in a catalog
+MAX_ATTRIBUTES = 1000  # maximum number of scores in a catalog
 
+# Properties that are measured from the file: a column of such a name is no score.
 MEASURED = {field.name for field in dataclasses.fields(Clip)} | {"offset", "num_bytes", "member"}
 
+# Larger integers are not exact in float64.
 _MAX_EXACT = 2**53
 ANY_JSON = TypeAdapter[Any](Any)
-NUM_SHOWN = 5  # lines of a message
+NUM_SHOWN = 5  # number of lines shown in a message
 _ROWS_IN_MEMORY = 4096
 _BUFFER_BYTES = 2**20
 _T = TypeVar("_T")
-_SURE_ROWS = 1_000_000  # so many may lie in a few bytes; of more, each takes at least one
+_SURE_ROWS = 1_000_000  # may lie in a few bytes; of more, each row takes at least one
 _UNKNOWN = ("", "na", "n/a", "nan", "-nan", "null", "none", "#n/a")
 _WORDS = dict.fromkeys(_UNKNOWN, None) | {"true": 1.0, "false": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """Some rows of a table: the columns that are used, by name, all of the same length."""
+    """Some rows of a table: the used columns by name, all of the same length."""
 
-    num_before: int  # rows of the table before these
-    names: Sequence[str]  # of all columns
+    num_before: int  # number of the table's rows before these
+    names: Sequence[str]  # names of all columns
     texts: dict[str, list[str | None]]
     numbers: dict[str, list[float | None]]
-    types: dict[str, str]  # of columns that are neither texts nor numbers
-    conditioning: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)  # asked for
-    spans: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)  # of `SPAN_COLUMNS`
+    types: dict[str, str]  # types of the columns that hold neither texts nor numbers
+    conditioning: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)  # as requested
+    spans: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)  # `SPAN_COLUMNS`
 
 
 def read_listing(
@@ -78,11 +80,15 @@ def read_listing(
     known: Mapping[str, Media] | None = None,
     notes: list[str] | None = None,
 ) -> Iterator[Item]:
-    """The media of a list or a table; none of a table without `file_name` that was only found.
+    """Yield the media of a list or a table.
 
-    `at` is the URL that a table was fetched from, and `known` has objects beside it. Paths that do
-    not exist are refused at the end, so that all of them are counted. `notes` is given a sentence
-    about a table without captions whose other columns could have them.
+    A table that was found in a folder (`is_named` is False) counts only if it names files and
+    captions. `at` is the URL that a table was fetched from, and `known` has objects beside it.
+    Missing files are refused at the end, so that all of them are counted. `notes` gets a sentence
+    about a table without captions whose other columns could hold them.
+
+    Raises:
+        DataError: the file cannot be read, or paths in it do not exist.
     """
     if path.suffix.lower() == ".txt":
         named = _read_list(path, at)
@@ -104,7 +110,7 @@ def read_listing(
 
 
 def _measured(items: Sequence[Item], known: Mapping[str, Media]) -> tuple[list[Item], list[str]]:
-    """The items, those in stores with their sizes, and the paths that do not exist."""
+    """Return the items, those in stores with their sizes, and the paths that do not exist."""
     asked = dict.fromkeys(each.media.whole for each in items if each.media.is_remote)
     unknown = [media for media in asked if media.path not in known]
     answers = zip(unknown, stores.measure(unknown), strict=True)
@@ -125,7 +131,7 @@ def _measured(items: Sequence[Item], known: Mapping[str, Media]) -> tuple[list[I
 
 
 def first_of(shown: Sequence[str], num_lines: int) -> str:
-    """Lines, each below the other, and how many more of `num_lines` there are."""
+    """Return lines below each other, and how many more of `num_lines` there are."""
     more = f"\n  and {num_lines - len(shown)} more" if num_lines > len(shown) else ""
     return "".join(f"\n  {each[:500]}" for each in shown) + more
 
@@ -141,7 +147,7 @@ def is_paired_list(name: str) -> bool:
 
 
 def captions_of_list(path: Path) -> Path | None:
-    """The file with a caption for each line of a list such as videos.txt, if there is one."""
+    """Return the file with the captions of a list such as videos.txt, one a line, or None."""
     if not is_paired_list(path.name):
         return None
     beside = map(path.with_name, CAPTION_LISTS)
@@ -178,7 +184,7 @@ def _read_list(path: Path, at: str) -> Iterator[Item]:
 
 
 def _media_in(folder: str, name: str, at: str = "") -> Media:
-    """The file that a listing in a folder names; it was fetched from `at`, if from anywhere."""
+    """Return the file that a listing names, relative to its folder or to the URL `at`."""
     if (url := stores.url_of(name)) is not None:
         return Media(url)
     if at:
@@ -206,7 +212,7 @@ def _read_table(
             if notes is not None and not table.num_before and (text := _unread_columns(table)):
                 notes.append(f"{at or path} has no column of captions; {text}")
             if not is_named and _FILE_NAME not in table.names:
-                # A table that was only found names clips where it also has captions for them.
+                # A table that was only found counts if it names clips and has captions for them.
                 has_captions = any(name in table.names for name in CAPTION_COLUMNS)
                 if not (has_captions and any(name in table.names for name in PATH_COLUMNS)):
                     return
@@ -218,7 +224,7 @@ def _read_table(
 
 
 def _unread_columns(table: _Table) -> str:
-    """A sentence about columns that could be captions, if none has the name of one."""
+    """Return a sentence about columns that could be captions, or "" if captions are found."""
     read = {*table.numbers, *table.conditioning, *table.spans, *PATH_COLUMNS, *MEASURED}
     unread = [name for name in table.names if name not in read]
     if not unread or any(name in table.names for name in CAPTION_COLUMNS):
@@ -270,7 +276,7 @@ def _items(path: Path, table: _Table, at: str) -> list[Item]:
 def _spans(
     path: Path | str, table: _Table, num_rows: int
 ) -> Sequence[tuple[float, float | None] | None]:
-    """The spans in seconds of a table with the columns `start` and `end`; None: a whole file."""
+    """Return the spans in seconds from the columns `start` and `end`; None for a whole file."""
     if len(table.spans) < len(SPAN_COLUMNS):
         return [None] * num_rows
     starts, ends = (_seconds(path, table, name) for name in SPAN_COLUMNS)
@@ -304,14 +310,14 @@ def _seconds(path: Path | str, table: _Table, name: str) -> list[float | None]:
 
 
 def further_input(path: Path, row: int, column: str, value: object, at: str = "") -> Given | None:
-    """A further input of a clip: a path is made absolute, lists of numbers are made one."""
+    """Return a clip's further input: a path made absolute, or nested numbers made one list."""
     if value is None or value == "":
         return None
     if isinstance(value, str) and value.lstrip()[:1] != "[":
         return _media_in(str(path.resolve().parent), value, at).path
     where = f"row {row + 1}, column {column!r}"
     try:
-        if isinstance(value, str):  # of a CSV
+        if isinstance(value, str):  # a list in a CSV cell
             value = fsio.parse_record(value.encode(), ANY_JSON, path)
         numbers = np.ravel(np.array(value, np.float64))  # refuses lists of different lengths
         if isinstance(value, bool) or not np.isfinite(numbers).all() or not numbers.size:
@@ -324,7 +330,7 @@ def further_input(path: Path, row: int, column: str, value: object, at: str = ""
 
 
 def _read_csv(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
-    other, known = set[str](), set[str]()  # columns with what is no number, and with a number
+    other, known = set[str](), set[str]()  # columns with a text, and columns with a number
     for _, _, columns in _csv_columns(path):
         for name in filter(_may_be_score, columns.keys() - other):
             values = _parsed(columns[name])
@@ -350,7 +356,7 @@ def _read_csv(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
 
 
 def _csv_columns(path: Path) -> Iterator[tuple[list[str], int, dict[str, Sequence[str]]]]:
-    """The names of the columns, the number of rows before, and some rows as columns, in turn."""
+    """Yield in turn column names, the number of rows before, and some rows as columns."""
     rows = _csv_rows(path)
     header = next(rows, None)
     if header is None:
@@ -364,7 +370,8 @@ def _csv_columns(path: Path) -> Iterator[tuple[list[str], int, dict[str, Sequenc
 
 
 def _csv_rows(path: Path) -> Iterator[list[str]]:
-    # newline="" as csv asks; a codec's reader would take minutes for a line of some megabytes.
+    # newline="" as the csv module asks for. The reader of codecs.open would take minutes for a line
+    # of some megabytes.
     with (
         fsio.open_regular(path) as binary,
         io.TextIOWrapper(binary, encoding=_encoding_of(binary), newline="") as file,
@@ -384,7 +391,7 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
 
 
 def _parsed(texts: Iterable[str]) -> list[float | None] | None:
-    """The numbers of a column; None if it has others."""
+    """Return the numbers of a column, or None if it holds anything else."""
     values: list[float | None] = []
     for text in texts:
         word = text.strip().lower()
@@ -400,7 +407,7 @@ def _parsed(texts: Iterable[str]) -> list[float | None] | None:
 
 
 def _read_jsonl(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
-    # Dictionaries as sets that keep the order in which the columns come.
+    # Dictionaries serve as sets that keep the order of the columns.
     texts, numbers, names = dict[str, None](), dict[str, None](), dict[str, None]()
     types: dict[str, str] = {}
     for row in _jsonl_rows(path):
@@ -461,6 +468,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def score_of(value: object) -> float | None:
+    """Return a JSON value as a score, or None if it is not one."""
     if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= _MAX_EXACT):
         return None
     return _finite(float(value))
@@ -474,6 +482,7 @@ def _read_parquet(
         pq.ParquetFile(binary, buffer_size=_BUFFER_BYTES) as file,
     ):
         num_rows, num_bytes = file.metadata.num_rows, path.stat().st_size
+        # A tiny file can claim billions of rows (run-length encoding), which would fill the memory.
         if num_rows > max(_SURE_ROWS, num_bytes):
             raise _unreadable(
                 path,
@@ -525,7 +534,7 @@ def _read_parquet(
 
 
 def _holds_media(kind: Any) -> bool:
-    """Whether a column holds media as Hugging Face data sets do: structs of bytes and a path."""
+    """Return whether a column holds media like Hugging Face data sets: structs with bytes."""
     return (
         kind is not None
         and pa.types.is_struct(kind)
@@ -536,7 +545,7 @@ def _holds_media(kind: Any) -> bool:
 def _extract(path: Path, file: pq.ParquetFile, name: str, folder: Path) -> Iterator[str]:
     """Write the media of a column to files of their own, and yield their paths.
 
-    A file that is there with this content stays as it is, so that it is not indexed again.
+    An existing file with the same content is not written, so that it is not indexed again.
     """
     name_of_table = hashlib.blake2b(str(path.resolve()).encode(), digest_size=4).hexdigest()
     inside, row = folder / f"{path.stem}-{name_of_table}", 0
@@ -565,7 +574,7 @@ def _extract(path: Path, file: pq.ParquetFile, name: str, folder: Path) -> Itera
 
 
 def _suffix_of(data: bytes, name: str) -> str | None:
-    """The ending of a file with this content, by its first bytes, or else by its older name."""
+    """Return the ending of a file with this content, by its first bytes or else its older name."""
     if not data:
         return None
     for start, offset, suffix in _MAGIC:
@@ -574,7 +583,7 @@ def _suffix_of(data: bytes, name: str) -> str | None:
     return PurePath(name).suffix.lower() if is_media(name) else None
 
 
-_ROWS_AT_ONCE = 16  # whose media are in memory
+_ROWS_AT_ONCE = 16  # number of rows whose media are in memory
 _MAGIC = (
     (b"\x89PNG", 0, ".png"),
     (b"\xff\xd8\xff", 0, ".jpg"),
@@ -588,7 +597,7 @@ _MAGIC = (
 
 
 def _columns_of_ids(file: pq.ParquetFile, integers: Sequence[str]) -> set[str]:
-    """Those of the columns in which an integer is too large for a score."""
+    """Return the columns that hold an integer too large for a score."""
     ids = set[str]()
     for batch in file.iter_batches(_ROWS_IN_MEMORY, columns=list(integers)) if integers else ():
         for name in integers:
@@ -652,10 +661,10 @@ def _unreadable(path: Path, why: object) -> DataError:
 
 
 def decode_text(data: bytes, name: object) -> str:
-    """Text in UTF-8, or in UTF-16 with a byte order mark.
+    """Decode text in UTF-8, or in UTF-16 with a byte order mark.
 
     Raises:
-        DataError: it is neither; the name of its file is in the message.
+        DataError: the text is neither; the message has the name of its file.
     """
     try:
         return data.decode(_encoding_of(io.BytesIO(data)))

@@ -1,7 +1,8 @@
 """Statistical tests for an upper tail that is far heavier than that of another sample.
 
 Means say little about tails: one clip in ten thousand can end a run and moves no mean. Two tests
-share `FALSE_ALARMS`; both ask for more than `limit` standard deviations beside significance.
+share `FALSE_ALARMS`; besides significance, both require a distance above `limit` standard
+deviations.
 """
 
 import math
@@ -13,43 +14,43 @@ from numpy.typing import NDArray
 
 FALSE_ALARMS = 1e-3
 """Probability of an alarm about a stage whose clips are like those before it."""
-_LEVELS = 16  # of either test
-_MIN_TAIL, _MAX_TAIL = 20, 1000  # hardest clips by which a tail's exponent is estimated
-_MIN_EXPONENT = 0.05  # a lighter tail is taken for this one: z^-20
-_MOST_BEYOND_LARGEST = 7.0  # -ln 0.001: clips that a sample like the one before may have there
+_LEVELS = 16  # number of levels of each test
+_MIN_TAIL, _MAX_TAIL = 20, 1000  # clips that estimate the exponent of a tail
+_MIN_EXPONENT = 0.05  # lower limit: lighter tails count as z^-20
+_MOST_BEYOND_LARGEST = 7.0  # -ln 0.001: clips that an equal sample may have there
 
 
 @dataclass(frozen=True)
 class TailExcess:
-    """Large values that one sample has more of than another one lets expect."""
+    """Large values of a sample that are more than another sample lets expect."""
 
     count: int
-    least: float  # the smallest of them
-    expected: float  # how many there would be, at most, if both were alike
-    probability: float  # of so many, if both were alike
+    least: float  # the smallest of these values
+    expected: float  # expected number of such values, at most, if both samples were alike
+    probability: float  # probability of this many, if both samples were alike
 
 
 def tail_excess(
     before: NDArray[Any], after: NDArray[Any], limit: float, false_alarms: float = FALSE_ALARMS
 ) -> TailExcess | None:
-    """Compare the upper tails of two samples; None: `after` has none that is far harder.
+    """Compare the upper tails of two samples; None if that of `after` is not far harder.
 
-    Values of `after` count by `limit` standard deviations of `before` less than they are.
+    `after` is shifted down by `limit` standard deviations of `before` before they are compared.
 
     Two tests, each at several levels, with Bonferroni's correction for their number:
 
-    1. By ranks, for any distribution, with r = 1, 2, 4, ... If both are alike, each of the largest
-       values of both together is of `after` with probability q = m / (n + m). That j of `after` are
-       beyond the r-th largest of `before` means that at least j of the largest j + r - 1 are, of
-       probability I_q(j, r): the negative binomial distribution, a bound of the exact negative
-       hypergeometric one.
-    2. By distance, for few clips, for which ranks do not suffice. The tail of `before` is continued
-       beyond its largest value as the power that Hill's estimator finds, 3 standard errors heavier:
-       S(z) = S(z_1) (z / z_1)^(-1 / gamma), z from the median (Hill, "A Simple General Approach to
-       Inference about the Tail of a Distribution", 1975). `after` then has a Poisson number beyond
-       its first, second, third, ... largest. Lighter tails (normal, exponential) are bounded by it.
+    1. By ranks, for any distribution, with r = 1, 2, 4, ... If both samples are alike, each of the
+    largest values of both together belongs to `after` with probability q = m / (n + m). If j values
+    of `after` exceed the r-th largest of `before`, then at least j of the largest j + r - 1 values
+    belong to `after`, which has the probability I_q(j, r). This negative binomial distribution
+    bounds the exact negative hypergeometric one. 2. By distance, for few clips, for which ranks do
+    not suffice. The tail of `before` is continued beyond its largest value as the power that Hill's
+    estimator finds, 3 standard errors heavier: S(z) = S(z_1) (z / z_1)^(-1 / gamma), z from the
+    median (Hill, "A Simple General Approach to Inference about the Tail of a Distribution", 1975).
+    The number of values of `after` beyond its first, second, third, ... largest is then Poisson
+    distributed. This bounds lighter tails (normal, exponential).
     """
-    from scipy import special  # takes a moment, and only curricula need it
+    from scipy import special  # imported here because it takes a moment, and only curricula need it
 
     before, after = (each[np.isfinite(each)].astype(np.float64) for each in (before, after))
     n, m = len(before), len(after)
@@ -70,6 +71,7 @@ def tail_excess(
 
     for level in range(_LEVELS):
         rank = 2**level
+        # A rank beyond the upper 5 % of a sample says nothing about its tail.
         if rank > n // 20 + 1:
             break
         threshold = float(largest[rank - 1])
@@ -77,6 +79,7 @@ def tail_excess(
         if count:
             chance = float(special.betainc(count, rank, m / (n + m)))
             add(count, rank * m / n, chance)
+    # Hill's estimator uses the upper 1 %: more would bend towards the body of the distribution.
     size = min(n // 100, _MAX_TAIL)
     tail = largest[: size + 1] - np.median(before)
     if size >= _MIN_TAIL and tail[-1] > 0:

@@ -1,6 +1,6 @@
 """Runs a task over items, in processes of this machine or on a Ray cluster.
 
-Results do not depend on where it runs. An item that hangs or crashes its process costs itself.
+Results are the same in both. If an item hangs or crashes its process, only that item fails.
 """
 
 import importlib
@@ -29,19 +29,20 @@ from longtake.data.workers import Item, Result, Task, WorkerPool
 from longtake.errors import DataError, LongtakeError
 from longtake.formatting import first_line, one_line
 
-RAY_ATTEMPTS = 3  # for an item whose Ray worker is lost
+RAY_ATTEMPTS = 3  # number of tries for an item whose Ray worker was lost
 
+# Work per message to a node: more would lose more when a worker is lost.
 _BATCH_SECONDS = 10.0
 _MAX_BATCH_ITEMS = 1000
 _MAX_LOST_IN_A_ROW = 5
-_NODES_SECONDS = 10.0  # how often new nodes are looked for
+_NODES_SECONDS = 10.0  # interval at which new nodes are looked for
 _REACH_SECONDS = 5.0
 _CLIENT_PORT = "10001"
-# Ray shall not, unasked, report usage or warn of a change.
+# Ray would otherwise report usage and print a warning about a coming change.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-# With this, as on other systems by default, a Ray started here listens on 127.0.0.1 only.
+# Makes a Ray that is started here listen on 127.0.0.1 only, its default on other systems.
 _ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-# Results depend on their versions.
+# Packages whose versions results depend on; they must be equal on all nodes.
 _PACKAGES = ("longtake", "av", "numpy", "pillow", "HanTa", "torch", "diffusers", "transformers")
 _INSTALL = (
     "Install the same on every node of the cluster: pip install --constraint constraints.txt "
@@ -56,9 +57,19 @@ def run_tasks(
     on: str | None = None,
     workers: int | None = None,
 ) -> Generator[tuple[int, Result]]:
-    """Yield the number of each item, counted from 0, and its result, in the order of completion.
+    """Run a task on items and yield (number, result) of each in the order of completion.
 
-    Items are taken as they are needed. Close the generator to stop before the end.
+    Numbers count from 0. Items are taken from the iterable when they are needed. Close the
+    generator to stop early.
+
+    Args:
+        task: the work; it is pickled for other processes.
+        items: the inputs; each is pickled too.
+        on: None for processes of this machine; `ray` or `ray://HOST:PORT` for a cluster.
+        workers: number of processes; by default one for each core. 0 uses this process.
+
+    Raises:
+        DataError: the cluster cannot be reached, or no worker can be started.
     """
     if on is not None:
         with connected(on) as ray:
@@ -101,6 +112,8 @@ def _run_in_processes(
         num_running = len(first)
         while num_running:
             number, future = finished.get()
+            # A new item is submitted before the result is used, so that no process waits for the
+            # caller.
             if (following := next(waiting, None)) is None:
                 num_running -= 1
             else:
@@ -110,15 +123,16 @@ def _run_in_processes(
 
 @contextmanager
 def connected(on: str | None) -> Iterator[ModuleType | None]:
-    """Keep a connection to a Ray cluster for several `run_tasks`; None: nothing is connected.
+    """Keep a connection to a Ray cluster for several `run_tasks`; yields the module `ray`.
 
-    One that the caller has connected already is left alone.
+    A connection that the caller already has is used and left open. Without `on` nothing is
+    connected, and None is yielded.
 
     Args:
-        on: as of `run_tasks`.
+        on: cluster to connect to, as for `run_tasks`.
 
     Raises:
-        DataError: there is no such place, Ray is not installed, or it cannot be reached.
+        DataError: `on` names no cluster, Ray is not installed, or the cluster cannot be reached.
     """
     if on is None:
         yield None
@@ -138,10 +152,10 @@ def connected(on: str | None) -> Iterator[ModuleType | None]:
     is_client = address is not None and address.startswith("ray://")
     options = {} if is_client else {"include_dashboard": False}
     try:
-        with warnings.catch_warnings():  # what they say is in the errors
+        with warnings.catch_warnings():  # the exceptions tell what the warnings do
             warnings.simplefilter("ignore")
             ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
-    except Exception as error:  # Ray raises errors of many kinds
+    except Exception as error:  # Ray raises many kinds of exceptions
         raise DataError(_unreachable(address, error)) from error
     try:
         yield ray
@@ -162,12 +176,12 @@ def _import_ray(variables: Mapping[str, str]) -> ModuleType:
 
 
 def _reach(address: str) -> None:
-    """Find out in seconds what takes Ray minutes: that nothing listens there."""
+    """Find out within seconds that nothing listens at an address; Ray itself takes minutes."""
     host, colon, port = address.removeprefix("ray://").split("/")[0].rpartition(":")
     if not colon and address.startswith("ray://"):
         host, port = port, _CLIENT_PORT
     if not host or not port.isdecimal():
-        return  # such as `auto`, which Ray knows
+        return  # such as `auto`, which Ray resolves itself
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
     except OSError as error:
@@ -186,9 +200,10 @@ def _unreachable(address: str | None, error: Exception) -> str:
 
 
 class ItemBatches(Generic[Item]):
-    """Items in batches of some seconds of work, as a message to another node costs a millisecond.
+    """Groups items into batches of some seconds of work, as each message to a node takes time.
 
-    Items are taken as they are needed; those that came back go first, one by one.
+    Items are taken from the iterable when they are needed. Items whose worker was lost come first,
+    in batches of one.
     """
 
     def __init__(self, items: Iterable[Item]) -> None:
@@ -199,51 +214,53 @@ class ItemBatches(Generic[Item]):
         self._size = 1
 
     def ahead(self, count: int) -> int:
+        """Fetch items until `count` of them are ready, and return how many are."""
         self._ahead.extend(islice(self._waiting, max(0, count - len(self._ahead))))
         return len(self._ahead) + len(self._back)
 
     def take(self) -> list[tuple[int, Item]]:
-        """Return the next batch, each item with its number; empty: there is none."""
+        """Return the next batch of (number, item), or an empty list at the end."""
         if self._back:
             return [self._back.popleft()]
         self.ahead(self._size)
         return [self._ahead.popleft() for _ in range(min(self._size, len(self._ahead)))]
 
     def learn(self, seconds: float) -> None:
+        """Adapt the batch size to the measured seconds per item, at most doubling it."""
         wanted = int(_BATCH_SECONDS / max(seconds, 1e-6))
         self._size = max(1, min(wanted, 2 * self._size, _MAX_BATCH_ITEMS))
 
     def put_back(self, batch: list[tuple[int, Item]]) -> list[tuple[int, Item]]:
-        """Take back a batch whose worker was lost; return what was tried often enough."""
+        """Take back the batch of a lost worker; return the items that are out of attempts."""
         lost: list[tuple[int, Item]] = []
         for number, item in batch:
-            self._losses[number] += len(batch) == 1  # of several it is not known which one it was
+            self._losses[number] += len(batch) == 1  # in a larger batch the culprit is unknown
             is_over = self._losses[number] >= RAY_ATTEMPTS
             (lost if is_over else self._back).append((number, item))
         return lost
 
 
 class NodeSetup(NamedTuple):
-    """The first message to a Ray worker."""
+    """First message to a Ray worker."""
 
     task: Task[Any, Any]
-    markers: list[Path]  # are there if the task's folders are the same ones
-    cwd: Path  # where relative paths begin
+    markers: list[Path]  # files that exist on a node if the task's folders are shared with it
+    cwd: Path  # working directory, for relative paths
 
 
 class _Answers(NamedTuple):
-    """Results of a batch's items; each with whether the item's file is missing on the node."""
+    """Result of a batch: (result, whether the item's file is missing on the node) of each item."""
 
     results: list[tuple[Any, bool]]
-    error: LongtakeError | None  # that ended it
+    error: LongtakeError | None  # the error that ended the batch early
     seconds: float
 
 
 class NodeWorker:
-    """Runs a task in a process of this node, watched here; runs itself in a Ray worker."""
+    """Runs a task in one watched process of a node; lives in a Ray worker."""
 
     def __init__(self, pickled: bytes) -> None:
-        self._task, markers, cwd = pickle.loads(pickled)  # noqa: S301 - a NodeSetup, of our driver
+        self._task, markers, cwd = pickle.loads(pickled)  # noqa: S301 - a NodeSetup of our driver
         for marker in markers:
             if not marker.exists():
                 raise DataError(
@@ -254,6 +271,7 @@ class NodeWorker:
         self._pool = WorkerPool(self._task, 1, cwd=cwd if cwd.is_dir() else None)
 
     def work(self, items: list[Any]) -> _Answers:
+        """Run the task on the items of a batch, one after the other."""
         begun, results = time.perf_counter(), []
         try:
             futures = [self._pool.submit(item) for item in items]
@@ -269,15 +287,16 @@ class NodeWorker:
 
 
 def package_versions() -> dict[str, str]:
+    """Return versions of everything that results depend on, for comparison between nodes."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name).partition("+")[0]  # of torch, cpu and cu130 are alike
+            found[name] = version(name).partition("+")[0]  # torch +cpu equals +cu130
     return {**found, "longtake's files": process.code_digest("data", "models")}
 
 
 def version_differences(node: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Return the sentence about a node that has other versions."""
+    """Return the error message about a node whose versions differ."""
     names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     listed = ", ".join(
         f"{name} is {there.get(name, 'not installed')} there and {here.get(name, 'not installed')} "
@@ -288,7 +307,7 @@ def version_differences(node: str, there: Mapping[str, str], here: Mapping[str, 
 
 
 def _actor_class() -> type:
-    """The actor's class, made here so that Ray sends its code: a node may lack longtake."""
+    """Define the actor's class locally, so that Ray pickles its code: a node may lack longtake."""
 
     class RayWorker:
         def begin(self, setup: bytes, versions: dict[str, str]) -> tuple[str, str, Any]:
@@ -316,18 +335,18 @@ def _actor_class() -> type:
 
 @dataclass(eq=False)
 class _Actor:
-    """A Ray actor, and the name of its node once that is known."""
+    """A Ray actor with the name of its node, which is empty until the actor has started."""
 
     handle: Any
     node: str = ""
 
 
 class _RayRun(Generic[Item, Result]):
-    """The actors of one task, and which of them has which items.
+    """Actors of one task, and the items that each of them works on.
 
-    An actor keeps its cores or its GPU, and what it has loaded, until the end. One that is lost (a
-    node went away, or was out of memory) is replaced, and others repeat its items one by one. Ray's
-    own retries would repeat an item that takes too much memory without end.
+    An actor keeps its cores or GPU, and what it has loaded, until the end. A lost actor (its node
+    went away, or was out of memory) is replaced, and its items are repeated one by one. Ray's own
+    retries are off: they would endlessly repeat an item that takes too much memory.
     """
 
     def __init__(self, ray: ModuleType, task: Task[Item, Result], workers: int | None) -> None:
@@ -380,13 +399,14 @@ class _RayRun(Generic[Item, Result]):
             self._look_at_nodes()
         num_idle = len(self._starting) + len(self._free)
         wanted = self._workers or self._room
+        # No more actors than there is work for: each one reserves cores or a GPU.
         most = min(wanted - num_idle - len(self._busy), batches.ahead(wanted) - num_idle)
         for _ in range(most):
             actor = _Actor(self._class.options(**self._options).remote())
             self._starting[actor.handle.begin.remote(self._setup, self._versions)] = actor
 
     def _look_at_nodes(self) -> None:
-        """Find out what an actor can be given, and how many the cluster has room for by now."""
+        """Find out the resources of an actor, and how many actors the cluster has room for now."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         cores, gpus = ([int(node.get(name, 0)) for node in nodes] for name in ("CPU", "GPU"))
         num_gpus = int(self._task.uses_gpu and any(gpus))
@@ -429,6 +449,7 @@ class _RayRun(Generic[Item, Result]):
             answers: _Answers = self._ray.get(ref)
         except self._losses as error:
             self._end(actor)
+            # A lost worker says nothing about the items yet: they are tried again, alone.
             for number, item in batches.put_back(batch):
                 self._lost_in_a_row += 1
                 if self._lost_in_a_row == _MAX_LOST_IN_A_ROW:
@@ -455,13 +476,13 @@ class _RayRun(Generic[Item, Result]):
             raise answers.error
 
     def _end(self, actor: _Actor) -> None:
-        with suppress(Exception):  # whatever has become of it, or of the cluster
+        with suppress(Exception):  # the actor or the cluster may be gone
             self._ray.kill(actor.handle)
 
 
 @contextmanager
 def _markers(folders: Iterable[Path]) -> Iterator[list[Path]]:
-    """A file in each folder, by which nodes see whether it is the same one."""
+    """Create a file in each folder, so that nodes can check that they see the same folder."""
     markers = [folder.resolve() / f".sign-{secrets.token_hex(8)}" for folder in folders]
     try:
         for marker in markers:

@@ -1,8 +1,9 @@
-"""Runs a task in worker processes, which are watched, ended and replaced.
+"""Worker processes that run a task and are watched, killed and replaced.
 
-A decoder can hang, crash or run out of memory inside a library, and no thread can be stopped from
+A decoder can hang, crash or run out of memory inside a library, and a thread cannot be stopped from
 outside. So each worker is a process of `longtake.data.decode_worker`, started afresh (not forked),
-which has one item at a time. It hangs if it has sent nothing for `Task.silence_seconds`.
+which has one item at a time. A worker counts as hung when it has sent nothing for
+`Task.silence_seconds`.
 """
 
 import os
@@ -32,34 +33,40 @@ from longtake.data.stores import Fetched
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Reply = tuple[Literal["ready", "progress", "fetched", "done", "failed", "refused"], Any]
-"""What a worker sends: `ready` once; then for each item any number of `progress`, what it `fetched`
-from stores, and its result, the reason why this item failed, or an error that ends the work."""
+"""Message of a worker: its kind and value.
+
+A worker sends `ready` once. For each item it sends any number of `progress`, `fetched` with the
+traffic from stores, and at the end `done` with the result, `failed` with the reason, or `refused`
+with an error that ends the work.
+"""
 
 PROGRAM: tuple[str, ...] = ("longtake.data.decode_worker",)
 SILENCE_SECONDS = 60.0
 
 _START_SECONDS = 300.0  # importing from a cold network file system takes long
+# Time in which a killed process must be gone.
 _END_SECONDS = 2.0
-_MAX_FAILED_STARTS = 3  # in a row
+_MAX_FAILED_STARTS = 3  # consecutive failures after which the pool gives up
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Task(ABC, Generic[Item, Result]):
-    """What is done to each item. A task is pickled, and so are items and results.
+    """Work that is done to each item. Tasks, items and results are pickled.
 
-    What takes long to make (a model) is a `cached_property`: each process makes its own when it
-    has its first item.
+    Expensive state such as a model is a `cached_property`: each process creates its own at its
+    first item.
     """
 
-    doing: str = "decoding"  # names the work in messages
-    silence_seconds: float = SILENCE_SECONDS  # without a message a process hangs
-    memory_gib: float | None = None  # to allocate for an item, beyond what a process has
-    store = StoreSection()  # how items in object stores are fetched
-    examples: tuple[Media, ...] = ()  # objects that their stores should have: see `StoreClient`
+    doing: str = "decoding"  # the work, in messages
+    silence_seconds: float = SILENCE_SECONDS  # limit without a message
+    memory_gib: float | None = None  # for one item, beyond what a process holds
+    store = StoreSection()  # settings for fetching items from object stores
+    examples: tuple[Media, ...] = ()  # objects that should exist in their stores: see `StoreClient`
     num_cpus: int = 1  # cores that a process computes on
-    uses_gpu: bool = False  # on a cluster: a GPU of its own, if there are any
-    start_hint: str = ""  # what else to try where no process can be started
+    uses_gpu: bool = False  # on a cluster with GPUs, each worker gets one
+    start_hint: str = ""  # further advice for the error that no process can be started
 
+    # Cached properties are left out: each process creates its own.
     def __getstate__(self) -> dict[str, Any]:
         of_class = {name: getattr(type(self), name, None) for name in vars(self)}
         made = {name for name, value in of_class.items() if isinstance(value, cached_property)}
@@ -67,47 +74,49 @@ class Task(ABC, Generic[Item, Result]):
 
     @abstractmethod
     def do(self, item: Item, progress: Callable[[], object]) -> Result:
-        """Return the result of an item; call `progress` often, or it is taken for stuck."""
+        """Return the result of an item; call `progress` often, or the process counts as hung."""
 
     @abstractmethod
     def lost(self, item: Item, reason: str) -> Result:
-        """Return the result of an item that failed, or that its process hung or crashed at."""
+        """Return the result of an item that failed, or at which the process hung or crashed."""
 
     def reads(self, item: Item) -> str:
-        """Return the file that an item is read from, which every machine must see; empty: none."""
+        """Return the path of an item's file, which every machine must see; empty if it has none."""
         return ""
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Folders that are written to, which must be the same ones on every machine."""
+        """Folders that the task writes to, which must be shared by all machines."""
         return ()
 
 
 @dataclass(frozen=True)
 class WorkerIncident:
-    """A worker hung (`stalled`) or ended by itself (`died`), and was replaced."""
+    """A worker that hung (`stalled`) or ended by itself (`died`), and was replaced."""
 
     kind: Literal["stalled", "died"]
     pid: int
-    item: Any  # what it was working on; None: nothing
-    seconds: float  # since it had begun with it
+    item: Any  # the item it worked on; None if it was idle
+    seconds: float  # time since it began with the item
     reason: str
-    stack: stacks.StackDump  # of a dead one, what it wrote last
+    stack: stacks.StackDump  # for a dead worker, from its last output
 
     @property
     def identity(self) -> str:
+        """Identity of the clip that was worked on; empty if there was none."""
         return getattr(self.item, "identity", "")
 
     @property
     def path(self) -> str:
+        """Path of the clip that was worked on; empty if there was none."""
         return str(getattr(self.item, "media", ""))
 
 
 class WorkerPool(Generic[Item, Result]):
-    """Runs a task in `count` processes, in the order of submission.
+    """Runs a task in `count` processes; items are begun in the order of submission.
 
-    An item is tried `attempts` times. With `num_buffers` (for each process) results are arrays,
-    which are passed in shared memory.
+    A failed item is tried up to `attempts` times. With `num_buffers` (shared memory buffers for
+    each process) results are arrays, which are not pickled.
     """
 
     def __init__(
@@ -130,14 +139,22 @@ class WorkerPool(Generic[Item, Result]):
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._lock = threading.Lock()
-        self._end: Exception | None = None  # why no item is begun with any more
+        self._end: Exception | None = None  # set when no further item is begun, with the reason
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # A worker ends when the thread that started it does: this one lives as long as the pool.
+        # Linux kills a worker when the thread that started it ends (PR_SET_PDEATHSIG), so this
+        # thread must live as long as the pool.
         self._supervisor = threading.Thread(target=self._supervise, name=task.doing, daemon=True)
         self._supervisor.start()
 
     def submit(self, item: Item, out: NDArray[Any] | None = None) -> Future[Any]:
-        """Return the future of an item's result; it can be cancelled until a worker begins."""
+        """Queue an item and return the future of its result.
+
+        The future can be cancelled until a worker begins. With `out`, the result is copied into
+        this array.
+
+        Raises:
+            RuntimeError: the pool is closed; or the error that ended it.
+        """
         job = _Job(item, out, Future())
         with self._lock:
             if self._end:
@@ -147,21 +164,24 @@ class WorkerPool(Generic[Item, Result]):
         return job.future
 
     def incidents(self) -> list[WorkerIncident]:
+        """Return the incidents since the last call."""
         with self._lock:
             happened, self._incidents = self._incidents, []
         return happened
 
     def take_fetched(self) -> Fetched:
+        """Return the traffic from object stores since the last call."""
         with self._lock:
             taken, self._fetched = self._fetched, Fetched()
         return taken
 
     def running(self) -> dict[int, Item | None]:
+        """Return each process's id with its current item."""
         jobs = {each.pid: each.job for each in tuple(self._workers)}
         return {pid: job.item if job else None for pid, job in jobs.items()}
 
     def close(self) -> None:
-        """End the processes at once. Futures that are not done raise a RuntimeError."""
+        """Kill the processes. Futures that are not done raise a RuntimeError."""
         self._stop(RuntimeError("the pool is closed"))
         self._supervisor.join()
         with self._lock:
@@ -181,7 +201,7 @@ class WorkerPool(Generic[Item, Result]):
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
-    # From here on everything runs in the supervising thread.
+    # All methods below run in the supervising thread.
 
     def _supervise(self) -> None:
         try:
@@ -192,7 +212,7 @@ class WorkerPool(Generic[Item, Result]):
                     self._on_message(worker)
                 for worker in [each for each in self._workers if each.is_silent()]:
                     self._on_silence(worker)
-        except Exception as error:  # futures must not wait forever
+        except Exception as error:  # otherwise futures would wait forever
             self._stop(error)
         finally:
             self._fail_all()
@@ -211,15 +231,16 @@ class WorkerPool(Generic[Item, Result]):
             if worker.is_idle and (job := self._next()):
                 try:
                     worker.begin(job, self._task.silence_seconds)
-                except ConnectionError:  # it has ended, and its connection will say so
+                except ConnectionError:  # it has ended: its connection will report it
                     self._put_first(job)
-                except Exception as error:  # such as no memory; the future raises it
+                except Exception as error:  # such as a lack of memory; the future raises it
                     job.fail(error)
 
     def _next(self) -> "_Job | None":
         with self._lock:
             while self._queue:
                 job = self._queue.popleft()
+                # A job that is tried again is running already, and cannot be set to running twice.
                 if job.future.running() or job.future.set_running_or_notify_cancel():
                     return job
         return None
@@ -229,14 +250,14 @@ class WorkerPool(Generic[Item, Result]):
             self._queue.appendleft(job)
 
     def _wait(self) -> "list[_Worker]":
-        """Return the workers that have sent something, by the nearest deadline."""
+        """Wait for messages until the nearest deadline; return the workers that have sent any."""
         begun = time.monotonic()
         deadlines = [each.deadline for each in self._workers if not each.is_idle]
         timeout = min(1.0, max(0.0, min(deadlines) - begun)) if deadlines else None
         ready = wait([self._wake, *(each.connection for each in self._workers)], timeout)
         if timeout is not None:
             late = max(0.0, time.monotonic() - begun - timeout)
-            for each in self._workers:  # this process was stopped, and they perhaps with it
+            for each in self._workers:  # this process was suspended, and the workers perhaps too
                 each.deadline += late
         if self._wake in ready:
             os.eventfd_read(self._wake)
@@ -258,7 +279,7 @@ class WorkerPool(Generic[Item, Result]):
         job, buffer = worker.job, worker.buffer
         worker.finish()
         self._failed_starts = 0
-        self._dispatch()  # so that it works while its last result is copied
+        self._dispatch()  # the worker works while its last result is copied
         if job is None:
             return
         if kind == "failed":
@@ -268,7 +289,7 @@ class WorkerPool(Generic[Item, Result]):
         else:
             try:
                 job.succeed(value if job.out is None else worker.copy(buffer, job.out))
-            except Exception as error:  # as above
+            except Exception as error:  # such as a lack of memory
                 job.fail(error)
 
     def _on_silence(self, worker: "_Worker") -> None:
@@ -307,7 +328,11 @@ class WorkerPool(Generic[Item, Result]):
                 raise errors.DataError(_cannot_start(self._task, reason, stack))
 
     def _fail(self, job: "_Job", reason: str, where: str | None = None) -> None:
-        """`where` its process was when it hung or crashed; None: the item failed by itself."""
+        """Try a job again, or give it the result of a lost item.
+
+        `where` is the place in the code where the process hung or crashed; None if the item failed
+        by itself.
+        """
         job.reasons.append(reason)
         if len(job.reasons) < self._attempts:
             self._put_first(job)
@@ -340,7 +365,7 @@ class _Job:
     item: Any
     out: NDArray[Any] | None
     future: Future[Any]
-    reasons: list[str] = field(default_factory=list)  # why it failed before
+    reasons: list[str] = field(default_factory=list)  # reasons of its failed attempts
 
     def succeed(self, result: Any) -> None:
         with suppress(InvalidStateError):  # its owner may have cancelled it
@@ -353,9 +378,9 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Start:
-    """What each worker of a pool is started with."""
+    """Arguments with which each worker of a pool is started."""
 
-    task: bytes  # pickled
+    task: bytes  # pickled task
     num_threads: int
     num_buffers: int
     heartbeats: heartbeat.HeartbeatDir | None
@@ -363,10 +388,10 @@ class _Start:
 
 
 class _Worker:
-    """A process of `longtake.data.decode_worker`, seen from its parent.
+    """Handle of a process of `longtake.data.decode_worker`.
 
-    Arrays come back through pieces of nameless shared memory (memfd, of which /dev/shm's size is no
-    limit), used in turn: one is copied out while the next item is worked on in the other.
+    Arrays come back in anonymous shared memory (memfd, which the size of /dev/shm does not limit).
+    Buffers are used in turn: one is copied out while the worker fills the other.
     """
 
     def __init__(self, start: _Start) -> None:
@@ -382,8 +407,8 @@ class _Worker:
         self.connection, theirs = Pipe()
         inherited = [theirs.fileno(), *self._buffers]
         numbers = (str(number) for number in (os.getpid(), *inherited))
-        # What is blocked here stays so in the process: Ctrl-C and a scheduler's signals go to the
-        # whole group, and it is the parent that knows what they mean.
+        # The process inherits the blocked signals: Ctrl-C and a scheduler's signals go to the whole
+        # process group, and only the parent decides what they mean.
         blocked = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
@@ -395,7 +420,7 @@ class _Worker:
                 pass_fds=inherited,
                 env=process.environment(
                     **dict.fromkeys(_THREAD_VARIABLES, str(start.num_threads)),
-                    OMP_WAIT_POLICY="PASSIVE",  # a thread that waits leaves its core to others
+                    OMP_WAIT_POLICY="PASSIVE",  # waiting threads do not spin on a core
                 ),
                 cwd=start.cwd,
             )
@@ -406,7 +431,7 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self.pid = self._process.pid
-        with suppress(ConnectionError):  # it has ended, and its connection will say so
+        with suppress(ConnectionError):  # it has ended: its connection will report it
             self.connection.send_bytes(start.task)
 
     @property
@@ -419,12 +444,14 @@ class _Worker:
 
     def is_silent(self) -> bool:
         is_late = not self.is_idle and time.monotonic() >= self.deadline
+        # A message that waits in the pipe is progress, even if it was not read in time.
         return is_late and not self.connection.poll()
 
     def begin(self, job: _Job, silence_seconds: float) -> None:
         number = None
         if job.out is not None:
             number = self.buffer = (self.buffer + 1) % len(self._buffers)
+            # Buffers only grow, so that most samples need no system call.
             if os.fstat(self._buffers[number]).st_size < job.out.nbytes:
                 os.ftruncate(self._buffers[number], job.out.nbytes)
         self.given.set(str(getattr(job.item, "media", "")))
@@ -433,32 +460,32 @@ class _Worker:
         self.deadline = self.begun + silence_seconds
 
     def finish(self) -> None:
-        """Note that it has answered: to its item, or that it is ready for the first one."""
+        """Record that the worker has answered to its item, or is ready for the first one."""
         self.job, self.is_ready = None, True
         self.given.set("")
 
     @cached_property
     def given(self) -> heartbeat.GivenClip:
-        """Made once it is ready, when it has its page."""
+        """Heartbeat field for the current clip; opened late, as the worker creates its page."""
         folder, rank = self._heartbeats or (Path(), 0)
         return heartbeat.GivenClip(heartbeat.page_path(folder, "decode", rank, self.pid))
 
     def receive(self) -> Reply | None:
-        """Return its next message; None: it has ended."""
+        """Return the worker's next message, or None if it has ended."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
             return None
 
     def copy(self, buffer: int, out: NDArray[Any]) -> NDArray[Any]:
-        """Copy a result out of one of its buffers; returns `out`."""
+        """Copy a result from a shared buffer into `out`, and return `out`."""
         content, num_read = out.reshape(-1).view("uint8").data, 0
-        while num_read < out.nbytes:  # one read ends at 2 GiB
+        while num_read < out.nbytes:  # one read returns at most 2 GiB
             num_read += os.preadv(self._buffers[buffer], [content[num_read:]], num_read)
         return out
 
     def end(self, patience_seconds: float = 0.0) -> tuple[int | None, str]:
-        """Kill it if it still runs after so many seconds, and give everything back."""
+        """Kill the process unless it ends in this time; return its exit status and stderr."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_seconds)
         self._process.kill()
