@@ -1,4 +1,4 @@
-"""Builds model, codec, text encoder and optimizers on every rank, and creates the run directory."""
+"""Builds models and optimizers on every rank, and creates the run directory."""
 
 import logging
 from dataclasses import replace
@@ -39,8 +39,8 @@ from longtake.training.inputs import InputQueue
 from longtake.training.session import Session, TrainingState
 
 _PROGRAMS_PER_SHAPE = 32
-"""Programs that one shape of clips may need: for each kind of block and memory option, for the
-first block (whose input has no gradient) and the others, for a full and a smaller micro-batch."""
+"""Programs that one shape of clips may need: one per kind of block and memory option, for the first
+block (whose input has no gradient) and for the others, for full and for smaller micro-batches."""
 _LIMIT_WARNING = "torch._dynamo hit config."
 
 
@@ -51,11 +51,14 @@ def build_components(
     source: Source,
     options: Options,
 ) -> Components:
-    """Build model, codec and text encoder; all ranks call it.
+    """Build model, codec and text encoder, and create the run directory; all ranks must call it.
 
-    Rank 0 creates the run directory and the parts that are pretrained nowhere. With a cache, it is
-    filled first, and the model is built with codec and text encoder on the meta device. By the
-    options blocks are quantised where model.quantize = "auto".
+    Rank 0 also makes the parts that are not pretrained. With a cache, the cache is filled first,
+    and codec and text encoder are then on the meta device. `options` is the memory plan's, which
+    decides the quantisation of each block where model.quantize = "auto".
+
+    Raises:
+        RunError: another node has other files of the model than rank 0's.
     """
     quantized = quantized_by(options)
     if session.recipe.data.cache is not None:
@@ -76,6 +79,7 @@ def build_components(
                 weights=source,
                 quantized=quantized,
             )
+        # Before the run directory, so that a run which exists has all of its parts.
         parts.codec.save(run.components_path)
         parts.text.save(run.components_path)
         _create(session, quantized)
@@ -134,16 +138,20 @@ def _build_with_cache(
 
 
 def _parents_parts(session: Session) -> Path | None:
-    """The frozen parts of the run that this one begins with; its weights were trained with them."""
+    """Return the folder of the parent run's own codec and text encoders, if there is a parent.
+
+    The parent's weights were trained with these.
+    """
     if session.parent is None:
         return None
     return RunDirectory(Path(session.parent["path"])).components_path
 
 
 def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = True) -> None:
-    """One rank of each node downloads what rank 0's node has; nothing where disks are shared.
+    """Download the model's files on each node, and compare what each rank reads.
 
-    All ranks wait for them, and then compare what each reads.
+    One rank of each node downloads what rank 0 has downloaded already, or finds it on a shared
+    disk; all ranks wait for it.
 
     Raises:
         RunError: on every rank; the files of a node are not those of the first.
@@ -167,9 +175,13 @@ def build_state(
     *,
     encodes_ahead: bool = False,
 ) -> TrainingState:
-    """The state at step 0: model sharded or replicated, blocks streamed, optimizers, averages.
+    """Build the training state at step 0: model, optimizers and averages on the device.
 
-    The model comes on the CPU and is changed in place. `encodes_ahead` is the plan's.
+    Args:
+        session: recipe and ranks.
+        parts: with the model on the CPU, which is sharded or replicated in place.
+        options: memory options by name of a block; those with `stream` keep weights in host memory.
+        encodes_ahead: of the memory plan.
     """
     recipe, world = session.recipe, session.world
     family, model = parts.family, parts.model
@@ -179,12 +191,12 @@ def build_state(
         sharing = context_parallel.TokenExchange(world, family.block.num_heads(model))
         family.block.share_tokens(model, sharing)
     in_bf16 = recipe.parallel.param_dtype == "bf16" and session.precision == "bf16"
-    # Before weights get memory: that of streamed ones is the computer's.
+    # Before weights get memory, since streamed weights get it on the host.
     streamed = StreamedBlocks(streamed_by(recipe, options, parts), world.device)
     if not world.is_sharded:
         parts.unfilled.give_memory(model, world.device)
     fsdp.apply_fsdp(model, blocks, world, gather_in_bf16=in_bf16)
-    if world.is_sharded:  # only now: a rank needs memory for its shard only
+    if world.is_sharded:  # only now, when each rank needs memory for its shard alone
         parts.unfilled.give_memory(model, world.device)
     with streamed.on_host():
         parts.unfilled.fill()
@@ -192,13 +204,13 @@ def build_state(
     replicas = None if world.mesh is None or world.is_sharded else world.mesh.get_group()
     optimizers = build_optimizers(model, blocks, recipe.optimizer, session.precision, replicas)
     is_encoded = bool(parts.codec.modules() or parts.text.modules())
-    group = world.sequence_group if is_encoded else None  # pixels and ids are there at once
+    group = world.sequence_group if is_encoded else None  # pixels and token ids need no work
     inputs = InputQueue(parts, recipe, world.device, group, encodes_ahead=encodes_ahead)
     return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()), inputs)
 
 
 def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.Module]:
-    """The blocks that are streamed, in their order."""
+    """Return the blocks whose weights are streamed from host memory, in order."""
     blocks = parts.family.blocks(parts.model)
     if recipe.model.stream == "all":
         return list(blocks)
@@ -207,7 +219,7 @@ def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.
 
 
 def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
-    """Operations of a step on one clip of each shape; empty if they cannot be counted."""
+    """Count the operations of a step on one clip of each shape; empty if they cannot be counted."""
     trains_all = recipe.trainable.base() == "full"
     try:
         return {
@@ -219,7 +231,11 @@ def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
 
 
 def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> list[str]:
-    """A warning if a resumed run's own tokenizer is missing and can be made again unchanged."""
+    """Warn if a resumed run's own tokenizer is missing, but can be made again unchanged.
+
+    Raises:
+        RunError: it is missing, and its captions have changed.
+    """
     path = run.components_path / "tokenizer" / "tokenizer.json"
     if recipe.text.pretrained is not None or path.exists():
         return []
@@ -242,7 +258,7 @@ def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> lis
 
 
 def refuse_missing_compiler(recipe: Recipe, device: torch.device) -> None:
-    """Refuse training.compile = true on a machine without compilers."""
+    """Refuse training.compile = true on a machine without the compilers that it needs."""
     lacks = _missing_compiler(device)
     if recipe.training.compile is True and lacks:
         raise errors.RecipeError(
@@ -258,7 +274,7 @@ def compiles_blocks(recipe: Recipe, device: torch.device) -> bool:
 
 
 def uncompiled(recipe: Recipe, device: torch.device) -> str:
-    """A warning if blocks would be compiled, but this machine cannot; else empty."""
+    """Warn if training.compile = "auto" leaves blocks of a GPU uncompiled; else empty."""
     is_wanted = recipe.training.compile == "auto" and device.type == "cuda"
     lacks = _missing_compiler(device) if is_wanted else ""
     if not lacks:
@@ -276,21 +292,22 @@ def _missing_compiler(device: torch.device) -> str:
 
 
 def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
-    """Compile each block of a model, with its activation checkpointing.
+    """Compile each block of a model, together with its activation checkpointing.
 
-    Call it before the model is sharded: the gathering of weights is not compiled. Recomputation is,
-    because only the compiler knows what there is to save, but not around a streamed block, whose
-    weights are looked up again when it is recomputed, and not where activations are offloaded. A
-    streamed block whose activations are kept is not compiled. A block with a graph break, such as
-    before the user's own module that reads values, is compiled in pieces.
+    Call it before the model is sharded, since the gathering of weights cannot be compiled.
+    Recomputation is compiled with a block, because only the compiler knows which tensors are worth
+    saving, except where activations are offloaded, and around a streamed block, whose weights are
+    looked up again when it is recomputed. A streamed block that keeps its activations is not
+    compiled. A block with a graph break, such as at a user's module that reads values, is compiled
+    in pieces.
     """
     config: Any = torch._dynamo.config
     wanted = _PROGRAMS_PER_SHAPE * len(recipe.data.shapes())
     config.recompile_limit = max(config.recompile_limit, wanted)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
-    # Compiled code that torch has kept names the kernels of attention.
+    # Cached compiled code contains the choice of attention kernels, which its key must thus have.
     torch.compiler.config.cache_key_tag = attention_rules.fingerprint()
-    # A mode around attention is entered and left in a recomputed block: it has no other effect.
+    # Recomputing a block enters and leaves the mode around attention, which has no other effect.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explain_limit)
     names, streamed = dict(parts.model.named_modules()), streamed_by(recipe, options, parts)
@@ -317,7 +334,7 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
 
 
 def _explain_limit(record: logging.LogRecord) -> bool:
-    """Replace torch's warning that it compiles no further by one about the recipe."""
+    """Replace torch's warning about its limit of programs by one that names recipe keys."""
     if str(record.msg).startswith(_LIMIT_WARNING):
         limit = torch._dynamo.config.recompile_limit
         record.args = None

@@ -1,7 +1,7 @@
-"""The guard of a run: decides on each step before its update, and reports what it found.
+"""The guard of a run: judges each step before its update, and reports what it found.
 
-The verdict is the same on every rank: it depends on nothing but statistics that are reduced over
-all ranks. A report names the samples of the last steps and where NaN and inf came from.
+The verdict is the same on every rank, because it depends only on statistics that are reduced over
+all ranks. A report lists the samples of the last steps and the origin of NaN and inf.
 """
 
 import math
@@ -33,7 +33,7 @@ _NAMED_CLIPS = 3
 _REPORTED_STEPS = 128
 _MAX_NAMED_GRADIENTS = 3
 _GRADIENT_STEPS = 10
-"""Judged steps after which each trained parameter must have had a gradient."""
+"""Judged steps within which each trained parameter must have had a gradient other than 0."""
 _MAX_NAMED_PARAMETERS = 6
 
 
@@ -43,11 +43,11 @@ class Decision:
 
     statistics: StepStatistics
     verdict: GuardVerdict
-    is_allowed: bool  # the verdict is `ok`, or only reported
+    is_allowed: bool  # the verdict is `ok`, or `guard.mode` only reports it
 
     @property
     def has_samples(self) -> bool:
-        """False: no clip of the batch could be decoded, so there is nothing to learn."""
+        """False if no clip of the batch could be decoded: there is nothing to learn then."""
         return bool(self.statistics.num_samples)
 
     @property
@@ -60,11 +60,11 @@ class Decision:
 
 
 class GuardRunner:
-    """The guard of one run, the same on every rank.
+    """The guard of one run; each rank has one, and all of them decide the same.
 
     Args:
         session: of the run.
-        constants: other values of `GuardSettings` than those of the recipe, such as in drills.
+        constants: values of `GuardSettings` in place of the recipe's, such as in fault drills.
     """
 
     def __init__(self, session: Session, **constants: int) -> None:
@@ -72,28 +72,33 @@ class GuardRunner:
         self.history = History(self.settings.window)
         self._run, self._world = session.run, session.world
         self._data = session.recipe.data
-        self._gradient_steps = _GRADIENT_STEPS  # that are still to be counted
-        # What is added to a frozen model from scratch has no gradient while that gives 0.
+        self._gradient_steps = _GRADIENT_STEPS  # steps that `judge_gradients` still counts
+        # A module that is added to a random frozen model has no gradient while the model returns 0:
+        # for such a run, parameters without gradient are only reported.
         is_trained = session.recipe.model.pretrained is not None or session.parent is not None
         learns = is_trained or session.recipe.trainable.base() == "full"
         self._ends_without_gradient = self.settings.mode == "act" and learns
-        # Of each step the samples that this rank trained, as a report has them.
+        # This rank's trained samples of each of the last steps, as a report lists them.
         self._samples: deque[list[dict[str, Any]]] = deque(maxlen=_REPORTED_SAMPLE_STEPS)
 
     def judge(
         self, statistics: StepStatistics, losses: SampleLosses, batch: Batch, unlike: str = ""
     ) -> GuardVerdict:
-        """Judge a step before its update; the step becomes part of the history.
+        """Judge a step before its update, and append it to the history.
 
-        `unlike` says how replicas of the weights differ, if they do.
+        Args:
+            statistics: of the step, reduced over all ranks.
+            losses: of this rank's samples.
+            batch: of this rank.
+            unlike: how replicas of the weights differ, as a sentence; empty if they are equal.
         """
         self._samples.append(_trained_samples(statistics, losses, batch, self._world))
-        if unlike:  # checkpoints up to now were compared before they were saved
+        if unlike:  # weights are compared before each save, so checkpoints are good
             verdict = GuardVerdict("roll_back", "replicas", unlike, statistics.step)
         else:
             verdict = judge(self.history, statistics, self.settings)
         mode = self.settings.mode
-        if mode != "act" and verdict.reason in ("non_finite", "replicas"):  # it cannot go on so
+        if mode != "act" and verdict.reason in ("non_finite", "replicas"):  # it cannot recover
             verdict = replace(verdict, kind="stop")
         elif mode == "off":
             verdict = OK
@@ -104,10 +109,11 @@ class GuardRunner:
     def judge_gradients(
         self, norms: NormStats, batch: Batch, statistics: StepStatistics
     ) -> GuardVerdict:
-        """End a run some of whose weights have had no gradient in its first steps, with names.
+        """Return `stop` if some trained weights had no gradient in the run's first steps.
 
-        Counts steps that can reach all: with a caption, and with videos if there are any. LoRA and
-        layers that begin at zero pass gradient on after a step or two.
+        Only steps that reach every parameter count: those with a caption, and with videos if the
+        recipe trains any. Several steps are needed because LoRA and zero-initialised layers pass on
+        a gradient only after a step or two.
         """
         is_image = all(shape.num_frames == 1 for shape in self._data.shapes())
         is_whole = is_image or batch.bucket.num_frames > 1
@@ -147,7 +153,11 @@ class GuardRunner:
         losses: SampleLosses,
         state: TrainingState,
     ) -> tuple[GuardVerdict, str | None]:
-        """Write a report on the newest step's verdict; all ranks call it."""
+        """Write a report on the newest step's verdict; all ranks must call it.
+
+        Returns the verdict, with the origin of NaN and inf in its message, and on rank 0 the
+        report's path in the run directory.
+        """
         if verdict.reason == "non_finite":
             where = _locate_non_finite(statistics, losses, state, self._world)
             verdict = replace(verdict, message=f"{verdict.message}{where}")
@@ -159,6 +169,7 @@ class GuardRunner:
         samples = [each for some in everyone for each in some]
         if verdict.reason == "non_finite" and (clips := _name_non_finite_clips(samples)):
             verdict = replace(verdict, message=f"{verdict.message} {clips}")
+        # A step that is trained again after a rollback may get a second report.
         number = len(list(self._run.guard_path.glob(f"step_{statistics.step:08d}_*.json")))
         path = self._run.guard_report_path(statistics.step, number)
         resumable = (step for step in self._run.checkpoint_steps() if step <= statistics.step)
@@ -181,7 +192,7 @@ class GuardRunner:
 def _trained_samples(
     statistics: StepStatistics, losses: SampleLosses, batch: Batch, world: mesh.World
 ) -> list[dict[str, Any]]:
-    """The samples that this rank trained, as a report lists them."""
+    """Return this rank's trained samples of a step, in the form in which a report lists them."""
     where = {"step": statistics.step, "batch": statistics.batch, "rank": world.rank}
     samples = zip(batch.identities, batch.captions, batch.epochs, losses.sigmas, strict=True)
     rows = zip(samples, losses.losses, batch.weights.tolist(), strict=True)
@@ -194,10 +205,10 @@ def _trained_samples(
 
 
 def _name_non_finite_clips(samples: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence on clips whose loss was never finite, while that of others was; or nothing.
+    """Describe clips whose loss was never finite while others' was; empty if there are none.
 
     Args:
-        samples: of a report: the loss of one that is not finite is a text.
+        samples: as a report lists them; a loss that is not finite is a string.
     """
     steps = dict[str, list[int]]()
     for each in samples:
@@ -205,7 +216,7 @@ def _name_non_finite_clips(samples: Sequence[Mapping[str, Any]]) -> str:
             steps.setdefault(each["identity"], []).append(each["step"])
     finite = [each for each in samples if not isinstance(each["loss"], str)]
     first = min((min(found) for found in steps.values()), default=0)
-    if not any(each["step"] >= first for each in finite):  # the model, not a clip
+    if not any(each["step"] >= first for each in finite):  # the model is at fault, not a clip
         return ""
     for each in finite:
         steps.pop(each["identity"], None)
@@ -226,7 +237,7 @@ def _name_non_finite_clips(samples: Sequence[Mapping[str, Any]]) -> str:
 def _locate_non_finite(
     statistics: StepStatistics, losses: SampleLosses, state: TrainingState, world: mesh.World
 ) -> str:
-    """Sentences on where NaN and inf came from, with a space before each; all ranks call it."""
+    """Describe the origin of NaN and inf, each sentence after a space; all ranks must call it."""
     parts, text = state.components, ""
     if ranks := _non_finite_ranks(losses, parts.model, world):
         text += f" It came from {ranks}."
@@ -239,9 +250,9 @@ def _locate_non_finite(
 
 
 def _non_finite_ranks(losses: SampleLosses, model: nn.Module, world: mesh.World) -> str:
-    """Ranks with NaN or inf in their own losses, or else in their gradient shards, if not all.
+    """Name the ranks with NaN or inf in their losses, else in their gradients; empty if all have.
 
-    A gradient that is NaN on one rank before it is reduced is NaN on all after that.
+    Losses are looked at first, since reduction spreads a NaN gradient of one rank to all.
     """
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     in_losses = not all(math.isfinite(loss) for loss in losses.losses)
@@ -260,11 +271,11 @@ def describe_non_finite_gradients(
 ) -> str:
     """Name the parameters whose gradients hold NaN or inf on any rank; all ranks must call it.
 
-    Those at the model's end come first.
+    The parameters nearest to the model's end come first.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     is_replicated = world is not None and world.num_copies > 1
-    combine = max if is_replicated else sum  # one copy alone may have NaN
+    combine = max if is_replicated else sum  # shards add up; replicas count the same elements
     mine = _count_non_finite(gradients)
     everyone = [mine] if world is None else collectives.gather_objects(mine, world)
     non_finite = [name for name in gradients if any(name in counts for counts in everyone)]
@@ -292,7 +303,7 @@ def describe_non_finite_gradients(
 
 @torch.no_grad()
 def _count_non_finite(gradients: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Number of NaN and of inf in this rank's shard of each gradient that has any."""
+    """Count NaN and inf in this rank's shard of each gradient that has any."""
     found = {}
     for name, gradient in gradients.items():
         shard = local_shard(gradient)
@@ -303,7 +314,7 @@ def _count_non_finite(gradients: Mapping[str, Tensor]) -> dict[str, tuple[int, i
 
 
 def _block_of(name: str, model: nn.Module, blocks: Sequence[nn.Module]) -> str:
-    """The block of a parameter in words, counted from 1."""
+    """Describe the block that a parameter belongs to, counted from 1."""
     names = {id(module): name for name, module in model.named_modules()}
     for number, block in enumerate(blocks, start=1):
         if name.startswith(f"{names[id(block)]}."):

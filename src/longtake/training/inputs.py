@@ -1,14 +1,14 @@
-"""Micro-batches, from a loader's batch to tensors on the device.
+"""Turn a loader's batch into micro-batches on the device.
 
     Batch -> draw_on_host -> HostInputs -> copy_to_device -> DeviceInputs -> encode -> MicroBatch
 
-All that is random about a sample comes from the sample's own seed, drawn on the CPU: the same
-noise on any device, any number of ranks and any micro-batch size.
+Every random number of a sample is drawn on the CPU from the sample's own seed, so that noise does
+not depend on the device, the number of ranks or the micro-batch size.
 
-For a GPU, noise and sigmas are drawn, and all tensors cast and page-locked, in a thread. They are
-copied on a stream of their own while the micro-batch before is computed, so that no micro-batch
-waits for the device; encoders may work on that stream too (`training.encode_ahead`). What still
-waits: the first batch of each shape, for which page-locked memory is allocated.
+For a GPU, a thread draws noise and sigmas, and casts and page-locks all tensors. They are copied on
+a separate stream while the micro-batch before is computed, so that no micro-batch waits for the
+device; encoders may run on that stream too (`training.encode_ahead`). The first batch of each shape
+still waits, while its page-locked memory is allocated.
 """
 
 import math
@@ -36,12 +36,12 @@ from longtake.parallel import collectives, context_parallel
 
 
 class MicroBatch(NamedTuple):
-    """A part of a batch, ready for the forward pass."""
+    """A part of a batch with latents, noise and conditioning on the device."""
 
     examples: FlowBatch
-    weights: Tensor  # [B] on the device
-    sigmas: tuple[float, ...]  # [B] those of the examples
-    captioned: tuple[bool, ...]  # [B] whether each has a caption
+    weights: Tensor  # [B] on the device; 0 for stand-ins
+    sigmas: tuple[float, ...]  # [B] noise levels of the samples, on the host
+    captioned: tuple[bool, ...]  # [B] true where the sample is trained with its caption
 
     def tensors(self) -> Iterator[Tensor]:
         """All device tensors of the micro-batch."""
@@ -53,13 +53,13 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class HostInputs:
-    """Tensors of a micro-batch before they are encoded, and captions after dropout."""
+    """Tensors and captions of a micro-batch before encoding, with caption dropout applied."""
 
-    tensors: Mapping[str, Tensor]
-    conditioning: Mapping[str, Tensor]  # of a cache; else empty
-    further: Mapping[str, Tensor]  # inputs of the clips, and the loss's mask
-    captions: Sequence[str]
-    sigmas: tuple[float, ...]
+    tensors: Mapping[str, Tensor]  # noise, sigmas, weights, and videos or latents
+    conditioning: Mapping[str, Tensor]  # embeddings from a cache; empty without one
+    further: Mapping[str, Tensor]  # reference inputs of the clips, and the loss mask
+    captions: Sequence[str]  # [B] the empty caption where it is dropped
+    sigmas: tuple[float, ...]  # [B] noise levels, as in `tensors`
     bucket: Bucket
 
     @property
@@ -67,7 +67,7 @@ class HostInputs:
         return self.tensors, self.conditioning, self.further
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "HostInputs":
-        """Copy the inputs with each tensor changed."""
+        """Return a copy with `change` applied to every tensor."""
         tensors, conditioning, further = (
             {name: change(tensor) for name, tensor in group.items()} for group in self.groups
         )
@@ -75,47 +75,48 @@ class HostInputs:
 
 
 class DeviceInputs(NamedTuple):
-    """Inputs on the device."""
+    """Inputs whose tensors are on the device, or being copied to it."""
 
     inputs: HostInputs
-    copied: Any  # an event of the side stream; None without one
+    copied: Any  # event of the side stream after the copies; None without a side stream
 
 
 class EncodedInputs(NamedTuple):
-    """A micro-batch, perhaps still being encoded."""
+    """A micro-batch whose encoders have been queued on the device."""
 
     micro_batch: MicroBatch
-    encoded: Any  # an event of the side stream; None: it is the current stream's
+    encoded: Any  # event of the side stream after encoding; None if the current stream encodes
 
 
 class Draw(NamedTuple):
-    """Random numbers of a sample."""
+    """Random numbers of one sample, drawn from its seed."""
 
-    noise: Tensor
-    uniform: Tensor  # [2] for the sigma and for the dropout of the caption
+    noise: Tensor  # [C, F, H, W] fp32, as the latents
+    uniform: Tensor  # [2] fp64 in [0, 1): for the sigma, and for caption dropout
 
 
 class SideStream:
-    """A stream of a GPU beside the one on which a model computes."""
+    """A second CUDA stream, beside the one on which the model computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # which brings the weights
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # that brings the weights
 
     def running(self) -> AbstractContextManager[Any]:
-        """A context in which operations are queued on this stream."""
+        """Return a context in which operations are queued on this stream."""
         return torch.cuda.stream(self._stream)
 
     def record(self) -> torch.cuda.Event:
-        """An event that is reached when all is done that was queued on this stream so far."""
+        """Return an event that fires when everything queued on this stream so far is done."""
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
     def hand_over(self, done: torch.cuda.Event, tensors: Iterable[Tensor]) -> None:
         """Let the current stream use this stream's tensors, once `done` is reached.
 
-        Their memory is not used again here before the other stream is done with them.
+        The allocator does not reuse their memory on this stream before the current one is done with
+        it.
         """
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(done)
@@ -123,19 +124,19 @@ class SideStream:
             tensor.record_stream(stream)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in page-locked memory, from which copies to the GPU do not wait."""
+        """Return a copy in page-locked memory, from which copies to the GPU are asynchronous."""
         return tensor.pin_memory()
 
 
 class InputQueue:
-    """Makes the micro-batches of each batch of a run, in its own thread if they go to a GPU.
+    """Makes the micro-batches of each batch of a run; for a GPU, in a thread of its own.
 
     Args:
         parts: codec and text encoder, on the device.
         recipe: of the run.
-        device: of the tensors.
-        group: ranks that have the same clips, each of which one rank encodes.
-        encodes_ahead: on a GPU, encode on a stream of its own, one micro-batch ahead.
+        device: of the micro-batches' tensors.
+        group: ranks that have the same clips; each clip is then encoded by one of them.
+        encodes_ahead: on a GPU, encode on a separate stream, one micro-batch ahead.
     """
 
     def __init__(
@@ -153,14 +154,14 @@ class InputQueue:
         self._thread = None if on_cpu else ThreadPoolExecutor(1, "inputs")
         self._side = SideStream(device) if device.type == "cuda" else None
         self.encodes_ahead = encodes_ahead and self._side is not None
-        self._draws: dict[int, Future[Draw]] = {}  # of `draw_ahead`, by seed
-        self._next: tuple[Batch, EncodedInputs] | None = None  # what `encode_ahead` has encoded
+        self._draws: dict[int, Future[Draw]] = {}  # drawn by `draw_ahead`, by sample seed
+        self._next: tuple[Batch, EncodedInputs] | None = None  # of `encode_ahead`
 
     def micro_batches(self, batch: Batch, size: int | None = None) -> Iterator[MicroBatch]:
-        """Yield the batch's parts of `size`, each copied while the one before is computed.
+        """Yield the batch in micro-batches of `size`; each is copied while the last computes.
 
-        If they are encoded ahead, then on the side stream: the one that computes waits for no more
-        than the part that it computes next.
+        With `encodes_ahead` they are encoded on the side stream, so the computing stream only ever
+        waits for the micro-batch that it computes next.
         """
         parts = list(split(batch, size))
         if self._thread is None:
@@ -186,17 +187,19 @@ class InputQueue:
             yield encoded.micro_batch
 
     def encode_ahead(self, batch: Batch | None, size: int) -> None:
-        """Encode the first micro-batch of a batch to come, while the one before it computes.
+        """Encode the first micro-batch of the next batch, while the present batch is computed.
 
-        It is used if `micro_batches` gets that batch next, with the same samples; else dropped.
-        Ranks that share clips all call it, and encode if each of them has the batch.
+        `micro_batches` uses it if it gets that batch next, with the same samples; else it is
+        dropped. All ranks that share clips must call it; they encode only if each of them has the
+        batch.
 
         Args:
-            batch: of `Loader.decoded_next`.
-            size: of its micro-batches.
+            batch: from `Loader.decoded_next`; None if it is not decoded yet.
+            size: samples of a micro-batch.
         """
         self._next = None
         if self._group is not None:
+            # The group encodes together, so a rank whose loader is late keeps the others from it.
             mine = None if batch is None else (batch.step, batch.seeds)
             found = collectives.gather_in_group(mine, self._group)  # over the CPU
             batch = batch if found == [mine] * len(found) else None
@@ -207,17 +210,18 @@ class InputQueue:
             self._next = part, self.encode(self.copy_to_device(drawn))
 
     def draw_ahead(self, loader: Loader) -> None:
-        """Draw in the thread what the next batch will most likely need, while this one computes."""
+        """Draw in the thread what the next batch probably needs, while this one is computed."""
         upcoming = None if self._thread is None else loader.upcoming()
         if self._thread is None or upcoming is None:
             return
         shape = tuple(latent_shape(self._parts.codec, upcoming.bucket))
+        # These samples were drawn when `encode_ahead` encoded them.
         drawn = () if self._next is None else self._next[0].seeds
         seeds = [seed for seed in upcoming.seeds if seed not in drawn]
         self._draws = {seed: self._thread.submit(draw_sample, seed, shape) for seed in seeds}
 
     def draw_on_host(self, batch: Batch) -> HostInputs:
-        """Draw noise, sigmas and dropout of a micro-batch, in fp32 and page-locked for a GPU."""
+        """Draw noise, sigmas and caption dropout of a micro-batch, page-locked for a GPU."""
         parts, recipe = self._parts, self._recipe.in_stage(batch.stage)
         shape = tuple(latent_shape(parts.codec, batch.bucket))
         if batch.latents is not None:
@@ -228,6 +232,8 @@ class InputQueue:
         sigmas = parts.sample_sigmas(uniform[:, 0], flow, batch.bucket).float()
         dropout = recipe.data.caption_dropout
         dropout = parts.defaults.caption_dropout if dropout is None else dropout
+        # Dropout's number is drawn even where nothing is dropped, so noise does not depend on the
+        # share.
         is_dropped = uniform[:, 1] < dropout
         tensors = {
             "noise": torch.stack([each.noise for each in draws]),
@@ -250,14 +256,14 @@ class InputQueue:
 
     def _draw(self, seed: int, shape: Sequence[int]) -> Draw:
         ahead = self._draws.pop(seed, None)
-        if ahead is not None and ahead.done():  # others would wait for this thread
+        if ahead is not None and ahead.done():  # else queued behind this task
             drawn = ahead.result()
             if drawn.noise.shape == torch.Size(shape):
                 return drawn
         return draw_sample(seed, shape)
 
     def copy_to_device(self, inputs: HostInputs) -> DeviceInputs:
-        """Copy all tensors, on the side stream if there is one."""
+        """Copy all tensors to the device, on the side stream if there is one."""
 
         def copy(tensor: Tensor) -> Tensor:
             return tensor.to(self._device, non_blocking=True)
@@ -268,7 +274,7 @@ class InputQueue:
             return DeviceInputs(inputs.map(copy), self._side.record())
 
     def encode(self, copied: DeviceInputs) -> EncodedInputs:
-        """Encode clips and captions, on the side stream if they are encoded ahead."""
+        """Encode clips and captions, on the side stream with `encodes_ahead`."""
         if self._side is None:
             return EncodedInputs(self.assemble(copied.inputs), None)
         if self.encodes_ahead:
@@ -279,15 +285,16 @@ class InputQueue:
         return EncodedInputs(self.assemble(copied.inputs), None)
 
     def _pop_encoded(self, part: Batch) -> EncodedInputs | None:
-        """The micro-batch that was encoded ahead, if it is this one."""
+        """Return the micro-batch that was encoded ahead if it is that of `part`, and forget it."""
         ahead, self._next = self._next, None
         return ahead[1] if ahead is not None and _samples(ahead[0]) == _samples(part) else None
 
     def assemble(self, inputs: HostInputs) -> MicroBatch:
-        """A micro-batch of inputs on the device; encodes what is not encoded, to a cache's bits."""
+        """Return the micro-batch of inputs on the device; encodes bitwise as a cache would."""
         parts, tensors = self._parts, inputs.tensors
         latents, conditioning = tensors.get("latents"), dict(inputs.conditioning)
         further = dict(inputs.further)
+        # Ranks with the same clips split the encoding, and exchange the results.
         if latents is None and self._group is not None:
             conditioning = self._encode_once(inputs, further)
             latents = conditioning.pop("")
@@ -303,9 +310,9 @@ class InputQueue:
         return MicroBatch(examples, tensors["weights"], inputs.sigmas, captioned)
 
     def _encode_once(self, inputs: HostInputs, further: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Encode each clip on one rank of the group; the key "" has the clips' latents.
+        """Encode each clip on one rank of the group; the key "" holds the latents of the clips.
 
-        Further inputs that the codec encodes are taken out of `further`.
+        Inputs that the codec encodes are removed from `further`.
         """
         parts, sections = self._parts, self._recipe.model_inputs()
         with_text = parts.family.text.seen_pictures(further)
@@ -328,7 +335,7 @@ class InputQueue:
 
 
 def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> FlowBatch:
-    """Latents, noise, sigmas and conditioning of a batch, in fp32, as one micro-batch."""
+    """Return latents, noise, sigmas and conditioning of a whole batch, in fp32."""
     return next(InputQueue(parts, recipe, device).micro_batches(batch)).examples
 
 
@@ -339,12 +346,12 @@ def clips_not_encoded(
     recipe: Recipe,
     device: torch.device,
 ) -> Iterator[tuple[str, str]]:
-    """Find the clips whose loss is not finite because the outputs of encoders are not.
+    """Find the clips whose loss is not finite because an encoder's output is not.
 
-    Yields each clip's identity with the names of those outputs: of the clip, of its own caption,
-    and of its further inputs.
+    Yields each clip's identity with the names of those outputs: its latents, its caption's
+    embeddings or its reference inputs.
     """
-    if batch.latents is not None:  # of a cache, which holds finite ones
+    if batch.latents is not None:  # a cache is never filled with NaN or inf
         return
     recipe = recipe.in_stage(batch.stage)
     used = {*recipe.model_inputs(), recipe.flow.loss_mask}
@@ -361,7 +368,7 @@ def clips_not_encoded(
 
 
 def split(batch: Batch, size: int | None) -> Iterator[Batch]:
-    """The batch in parts of `size` samples, the last perhaps smaller."""
+    """Yield the batch in parts of at most `size` samples, or whole if that is None."""
     total = len(batch.captions)
     size = size or total
     for start in range(0, total, size):
@@ -387,7 +394,7 @@ def split(batch: Batch, size: int | None) -> Iterator[Batch]:
 def encode_captions(
     text: TextEncoder, captions: Sequence[str], pictures: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Each caption alone, with its own pictures if the encoder sees any."""
+    """Encode each caption alone, with its own pictures if the encoder reads pictures."""
     encoded = []
     for row, caption in enumerate(captions):
         seen = {name: each[row : row + 1] for name, each in (pictures or {}).items()}
@@ -396,13 +403,13 @@ def encode_captions(
 
 
 def _samples(part: Batch) -> tuple[object, ...]:
-    """The parts of a batch that decide all numbers of its micro-batch."""
+    """Return what decides all numbers of a micro-batch, to compare two of them."""
     shape = part.stage, part.bucket, part.weights.tolist()
     return part.step, *shape, part.seeds, part.identities, part.captions
 
 
 def _with_dropped(batch: Batch, is_dropped: Tensor) -> dict[str, Tensor]:
-    """Conditioning of a cache, that of no caption in the place of dropped ones."""
+    """Return a cache's conditioning, with that of the empty caption where captions are dropped."""
     encoded = dict(batch.conditioning)
     for name, none in batch.no_caption.items():
         where = is_dropped.reshape(-1, *[1] * (none.ndim - 1))
@@ -411,7 +418,7 @@ def _with_dropped(batch: Batch, is_dropped: Tensor) -> dict[str, Tensor]:
 
 
 def draw_sample(seed: int, shape: Sequence[int]) -> Draw:
-    """All that is random about a sample, from its seed."""
+    """Draw a sample's noise and its two uniform numbers from its seed."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(2, generator=generator, dtype=torch.float64)
     return Draw(torch.randn(tuple(shape), generator=generator), uniform)

@@ -1,9 +1,9 @@
-"""Fills a cache with a recipe's codec and text encoder, which encode training batches as well.
+"""Fills a cache of latents and embeddings with a recipe's codec and text encoder.
 
-They are loaded only where something is missing, one after the other, and are gone when the cache is
-full: the transformer trains without them. On a CPU one sample is encoded after the other, here or
-on a cluster, so that entries do not depend on how the work was divided. They could depend
-on the number of threads: workers compute with as many as this process would.
+They are loaded only if something is missing, one after the other, and freed when the cache is full:
+the transformer trains without them. On a CPU each sample is encoded alone, here or on a cluster, so
+that entries do not depend on how the work was divided. Workers use as many threads as this process,
+since entries may depend on that number.
 """
 
 import gc
@@ -45,8 +45,8 @@ from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, pick_device, place_in_world
 from longtake.run_dir import RunDirectory
 
-_PIXELS, _CAPTIONS = 1, 2  # versions of the code between pixels and codec, captions and encoder
-_LARGE_BYTES = 2**24  # smaller files are read each time: it takes no longer than to look them up
+_PIXELS, _CAPTIONS = 1, 2  # versions of the code that feeds the codec and the text encoder
+_LARGE_BYTES = 2**24  # smaller files are read each time, which is as fast as looking up their hash
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -58,11 +58,17 @@ def cache_ahead(
     workers: int | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
-    """Fill a recipe's cache before it is trained; returns facts as JSON.
+    """Fill a recipe's cache before training; returns counts and times for JSON.
 
-    Call it in one process, in several at once, or in each that torchrun started. With `on`, workers
-    of that Ray cluster encode (see `run_tasks`), else this process; on equal devices the entries
-    are the same to the byte. `part` (i, n) leaves the other n - 1 parts to commands of their own.
+    Call it in one process, in several at once, or in each that torchrun started. The entries are
+    equal byte by byte on equal devices.
+
+    Args:
+        recipe: to fill the cache of.
+        console: shows progress.
+        on: address of a Ray cluster whose workers encode (see `run_tasks`); None: this process.
+        workers: of the cluster; None: as many as it has room for.
+        part: (i, n) fills one of n parts, and leaves the others to other commands.
 
     Raises:
         RecipeError: the recipe names no cache, or its parts do not fit together.
@@ -91,7 +97,7 @@ def cache_ahead(
 
 
 def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
-    """The world that encodes; a cluster's devices are not this process's."""
+    """Return the ranks that encode; for a cluster, a single process that only distributes work."""
     if on is None:
         return join(recipe.training.device, recipe.parallel)
     if (size := place_in_world()[2]) > 1:
@@ -104,11 +110,11 @@ def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
 
 @contextmanager
 def _made_parts(recipe: Recipe, cache: Path, captions: list[str], world: World) -> Iterator[Path]:
-    """The folder of `make_parts` for as long as it is needed, where all ranks see it."""
+    """Create the folder of `make_parts` where all ranks see it; removed after the block."""
     made = cache / "aside" / f"parts-{from_first(secrets.token_hex(8), world)}"
 
     def make() -> None:
-        outline(recipe)  # what is wrong is said before there is a folder
+        outline(recipe)  # raises errors of the recipe before there is a folder
         make_folder(cache)
         make_parts(recipe, captions, made)
 
@@ -127,9 +133,13 @@ def captions_of(loader: Loader) -> list[str]:
 def make_parts(
     recipe: Recipe, captions: Iterable[str], folder: Path, made: Path | None = None
 ) -> None:
-    """Make the codec and the encoders that are pretrained nowhere, and keep them in a folder.
+    """Save a codec and text encoders that are not pretrained to a folder.
 
-    Or take them from the folder `made`, which another run has kept.
+    Args:
+        recipe: that describes them.
+        captions: from which a vocabulary is made.
+        folder: to create; left alone if all parts are pretrained.
+        made: folder of another run whose parts are taken instead of new ones.
     """
     codec, text, pooled = recipe.codec, recipe.text, recipe.text.pooled
     is_pretrained = (
@@ -138,7 +148,7 @@ def make_parts(
         and (pooled is None or pooled.pretrained is not None or not pooled.config)
     )
     if not is_pretrained:
-        parts = assemble(recipe, captions, made)  # as a run makes them: of one stream of numbers
+        parts = assemble(recipe, captions, made)  # all at once: a run draws them in one stream
         parts.codec.save(folder)
         parts.text.save(folder)
 
@@ -153,7 +163,14 @@ def fill_cache(
     workers: int | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> tuple[Cache, cache_fill.CacheReport]:
-    """Compute what the cache lacks of what a loader will ask for; each rank its share."""
+    """Encode this rank's share of what the loader needs and the cache lacks.
+
+    Returns the cache, reopened, and a report over all ranks. All ranks must call it.
+
+    Raises:
+        DataError: more clips failed than `data.max_quarantined_clips`, or ranks see other folders.
+        ModelError: the codec or a text encoder cannot be loaded.
+    """
     begun = time.perf_counter()
     cache = _open(recipe, made, world)
     shown = console if world.is_first else Console(quiet=True)
@@ -187,7 +204,7 @@ def fill_cache(
             cache_fill.fill_latents(cache, missing.clips, encode, mine, advance, loader.heartbeats)
     report = cache_fill.CacheReport(incidents=mine.incidents)
     mine.incidents = []
-    # They wait for each other, however long one of them has to encode.
+    # With the long timeout: a rank may have to encode for hours after another is done.
     for each in gather_objects(mine, world, patiently=True):
         report.add(each)
     report.refuse_too_many(recipe.data.max_quarantined_clips)
@@ -202,11 +219,11 @@ def fill_cache(
 
     first_does(save_index, world)
     report.seconds = time.perf_counter() - begun
-    return replace(cache), report  # which reads anew what others have written
+    return replace(cache), report  # a copy reads the index again, with the entries of other ranks
 
 
 def _open(recipe: Recipe, made: Path, world: World) -> Cache:
-    """The cache, with the fingerprints that rank 0 has found."""
+    """Open the cache, with fingerprints that rank 0 computes for all ranks."""
     assert recipe.data.cache is not None
     together = encoded_together(family(recipe.model.family), recipe)
     found: list[tuple[str, str, str]] = []
@@ -225,7 +242,7 @@ def _open(recipe: Recipe, made: Path, world: World) -> Cache:
 
 
 def _refuse_other_folders(cache: Cache, world: World) -> None:
-    """Make sure that all ranks see the same folder: each fills only its share."""
+    """Refuse a cache folder that is not the same on all ranks, as each fills only its share."""
     sign = cache.folder / "aside" / f"sign-{from_first(secrets.token_hex(8), world)}"
     first_does(sign.touch, world)
     seen = gather_objects((socket.gethostname(), sign.exists()), world)
@@ -240,7 +257,7 @@ def _refuse_other_folders(cache: Cache, world: World) -> None:
 
 @contextmanager
 def _on_device(part: Codec | TextEncoder, device: torch.device) -> Iterator[None]:
-    """Keep a part on a device for as long as the block lasts, and free the GPU's memory then."""
+    """Keep a part on a device during the block, and free the GPU's memory afterwards."""
     part.to(device)
     yield
     part.to(torch.device("cpu"))
@@ -287,14 +304,14 @@ def _text_beside_clips(recipe: Recipe, made: Path) -> TextEncoder | None:
 
 
 def text_reads_pictures(recipe: Recipe) -> bool:
-    """True if one of the text encoders encodes pictures, alone or together with captions."""
+    """Return true if a text encoder reads pictures, alone or together with captions."""
     chosen = family(recipe.model.family)
     alone = encoded_together(chosen, recipe) and _further_encoders(recipe, of_captions=False)
     return bool(alone or chosen.text.seen_pictures(recipe.model_inputs()))
 
 
 def _further_encoders(recipe: Recipe, *, of_captions: bool) -> list[PipelinePart]:
-    """Those of captions beside the first, or those of pictures."""
+    """Return a release's further encoders: those of captions, or those of pictures."""
     where, parts = recipe.text.pretrained, family(recipe.model.family).frozen.further
     wanted = [each for each in parts if each.reads_captions == of_captions]
     return [] if where is None else [each for each in wanted if has_part(where, each)]
@@ -321,7 +338,10 @@ def _part_encoder(
 
 
 def _caption_encoder(text: TextEncoder, device: torch.device) -> cache_fill.EncodeCaptions:
-    """On a GPU captions are encoded together; what one alone gives may have other last bits."""
+    """Return a function that encodes captions: all at once on a GPU, else one by one.
+
+    On a GPU the last bits of an embedding may depend on the captions encoded with it.
+    """
 
     def encode(captions: Sequence[str]) -> list[dict[str, Tensor]]:
         at_once = len(captions) if device.type == "cuda" else 1
@@ -353,7 +373,7 @@ def _load_caption_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fil
 
 
 def codec_fingerprint(recipe: Recipe, made: Path) -> str:
-    """32 hex digits over what turns pixels into latents."""
+    """Return 32 hex digits over everything that turns pixels into latents."""
     section, part = recipe.codec, family(recipe.model.family).frozen.codec
     if section.kind == "pixels":
         return _fingerprint(recipe, [_PIXELS, section.kind], [])
@@ -367,7 +387,7 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
 
 
 def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
-    """32 hex digits over what turns pictures into what `InputContract.encode` gives."""
+    """Return 32 hex digits over everything that decides what `InputContract.encode` returns."""
     section, chosen = text_section(recipe), family(recipe.model.family)
     facts: list[object] = [recipe.model.family, chosen.inputs.version]
     facts.append(codec_fingerprint(recipe, made))
@@ -380,7 +400,7 @@ def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
 
 
 def text_fingerprint(recipe: Recipe, made: Path) -> str:
-    """32 hex digits over what turns captions into embeddings; see `codec_fingerprint`."""
+    """Return 32 hex digits over everything that turns captions into embeddings."""
     section, chosen = text_section(recipe), family(recipe.model.family)
     parts = chosen.frozen
     if section.kind == "words":
@@ -389,6 +409,7 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
     part, folders = _encoder_folders(parts.text, section.pretrained, made)
     facts = [section.kind, part.class_name, section.num_tokens(), section.kept_in()]
     facts += _quantization(section)
+    # Added only where it matters, so that older caches stay valid.
     if chosen.text.by_length and section.num_tokens() > LENGTH_STEP:
         facts.append(["padded to a multiple of", LENGTH_STEP])
     if (second := section.second_encoder()) is not None:
@@ -413,7 +434,7 @@ def _quantization(section: TextSection | PooledSection) -> list[str]:
 def _encoder_folders(
     part: PipelinePart, where: str | None, made: Path
 ) -> tuple[PipelinePart, list[Path]]:
-    if where is None:  # text_… and tokenizer…
+    if where is None:  # folders text_… and tokenizer…
         return part, sorted(path for path in made.glob("t*") if path.is_dir())
     found = find_part(where, part)
     return found, [locate(where, name) / name for name in (found.folder, found.tokenizer)]
@@ -433,7 +454,7 @@ def _fingerprint(recipe: Recipe, facts: list[object], folders: list[Path]) -> st
 
 
 def _content(path: Path, of_large: Callable[[str], str]) -> str:
-    """SHA-256 of a file, which the hub's cache calls large files by."""
+    """Return the SHA-256 of a file; the hub's cache has it as the name of large files."""
     stored = path.resolve()
     if stored.parent.name == "blobs" and _SHA256.fullmatch(stored.name):
         return stored.name

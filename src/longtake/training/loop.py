@@ -1,4 +1,4 @@
-"""The training loop: a step from top to bottom, with one wait for the device in each step."""
+"""The training loop: the order of a step's operations, with one wait for the device per step."""
 
 from dataclasses import dataclass
 
@@ -34,12 +34,12 @@ _NOT_ENCODED = (
 
 @dataclass(frozen=True)
 class LoopExit:
-    """Why the loop was left."""
+    """Reason for which the training loop returned; the defaults stand for its regular end."""
 
-    signal: str | None = None  # the signal by which a rank was asked to stop; all is saved
+    signal: str | None = None  # signal that asked a rank to stop; the state is saved
     verdict: detectors.GuardVerdict = detectors.OK
-    """`roll_back` or `stop`: the guard found that training cannot continue from here."""
-    statistics: history.StepStatistics | None = None  # those of the step with that verdict
+    """Verdict with which the guard ended the loop (`roll_back` or `stop`); else `ok`."""
+    statistics: history.StepStatistics | None = None  # of the step with that verdict
 
 
 def train_steps(
@@ -58,6 +58,7 @@ def train_steps(
     end = loader.end_after(session.recipe.training.steps - state.global_step)
     for local_batch in recorder.timed(loader.batches(end)):
         batch = begin_step(session, state, local_batch)
+        # The watcher and the CPU thread tuner measure forward and backward pass only.
         with recorder.measured(state.global_step, batch, monitors.threads):
             losses = compute_gradients(session, state, batch)  # forward, backward, accumulate
             prepare_next(session, state, loader)  # while the device computes
@@ -76,6 +77,7 @@ def train_steps(
         else:
             skip_update(state)
         recorder.step_done(batch, losses, decision, learning_rate)
+        # Before the loop may end: a batch that is rolled back was consumed, too.
         ledger.record(batch.consumed)
         if decision.ends_loop:
             return LoopExit(verdict=decision.verdict, statistics=summary.statistics)
@@ -83,6 +85,7 @@ def train_steps(
         is_sampled = samples_at(sampling, state.global_step, is_last=is_last)
         save_if_due(session, state, loader, ledger, monitors, summary, is_last, is_sampled)
         heartbeat.end_step(losses.compute_seconds)
+        # Only now: the signal's step is saved above, so that the run resumes behind it.
         if summary.stop is not None:
             return LoopExit(signal=summary.stop)
         if is_sampled:
@@ -99,9 +102,10 @@ def decide(
     loader: Loader,
     monitors: Monitors,
 ) -> Decision:
-    """Decide whether the update is applied, equally on every rank; anything found is reported.
+    """Decide whether a step's update is applied; every rank returns the same decision.
 
-    A clip that encoders turn into NaN is quarantined.
+    Writes the guard's report and events if the verdict is not `ok`, and quarantines clips that an
+    encoder turned into NaN. All ranks must call it.
     """
     guard, statistics = monitors.guard, summary.statistics
     verdict, unlike = detectors.OK, ""
@@ -110,6 +114,7 @@ def decide(
         unlike = monitors.replicas.explain(summary.unlike, tensors, statistics.step)
     if statistics.num_samples or unlike:  # else there is nothing to learn or to judge
         verdict = guard.judge(statistics, losses, batch, unlike)
+    # Second, as a run whose weights get no gradient is judged only on healthy steps.
     if statistics.num_samples and verdict.kind == "ok":
         verdict = guard.judge_gradients(monitors.norms, batch, statistics)
     is_allowed = guard.allows(verdict)

@@ -1,4 +1,4 @@
-"""Begins a run with the weights of another one, whose recipe may differ (`train --from`)."""
+"""Begins a run with the weights of another run, whose recipe may differ (`train --from`)."""
 
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ _MAX_DIFFERENCES = 12
 
 
 def parent_of(run: RunDirectory, wanted: Parent | None) -> Parent | None:
-    """The parent that a run has recorded, or that it is to begin with."""
+    """Return the parent recorded in a run's directory, or `wanted` if the run is new."""
     return run.record().get("parent") if run.exists() else wanted
 
 
 def refuse_another_parent(run: RunDirectory, wanted: Parent | None) -> None:
-    """Refuse `--from` for a run that exists and did not begin there.
+    """Refuse `--from` for an existing run that did not begin with that checkpoint.
 
     Raises:
         errors.RunError: names what it began with.
@@ -56,10 +56,10 @@ def _checkpoint(parent: Parent) -> Path:
 
 
 def refuse_wrong_start(recipe: config.Recipe, parent: Parent | None) -> None:
-    """Refuse a parent, or a file with LoRA, whose weights are not those that the recipe trains.
+    """Refuse a parent run or LoRA file whose weights are not those that the recipe trains.
 
     Raises:
-        errors.RecipeError: it is of another model, or both are given.
+        errors.RecipeError: the weights are of another model, or both sources are given.
         errors.CheckpointError: the parent cannot be read.
         ModelError: the file cannot be read.
     """
@@ -103,7 +103,8 @@ def _refuse_another_model(recipe: config.Recipe, parent: Parent) -> None:
         saved = store.part_shapes(_checkpoint(parent), "model")
     except (errors.CheckpointError, OSError, ValueError) as error:
         raise errors.CheckpointError(f"{where} cannot be read: {error}") from error
-    # Of a vocabulary the size counts, so it is the parent's; all else is an outline.
+    # The vocabulary is read from the parent, as its size is the shape of an embedding; all else is
+    # an outline without memory.
     parts = assemble(recipe, (), run.components_path, frozen_parts=False, weights="checkpoint")
     found = _first_difference(saved, _shapes(trained_state(parts.model)))
     if found is not None:
@@ -120,7 +121,7 @@ def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _first_difference(
     saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
 ) -> str | None:
-    """The first names whose shapes differ, in words; None if all agree."""
+    """Describe the first names whose shapes differ; None if all agree."""
     names = sorted(name for name in saved | wanted if saved.get(name) != wanted.get(name))
     if not names:
         return None
@@ -142,13 +143,13 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def begin_from(
     session: sessions.Session, parent: Parent, state: sessions.TrainingState
 ) -> list[str]:
-    """Load a parent's weights, averages and optimizer states; all ranks call it.
+    """Load a parent's weights, averages and optimizer states; all ranks must call it.
 
-    Learning rates and other settings are the recipe's. An average that the parent does not have
-    begins with its weights.
+    Learning rates and other settings are the recipe's. An average that the parent lacks begins with
+    the parent's weights.
 
     Returns:
-        What was not taken over, and which keys of the recipes differ.
+        Warnings about what was not taken over.
     """
     path, model = _checkpoint(parent), state.components.model
     weights = trained_state(model)
@@ -177,13 +178,14 @@ def begin_from(
 def _take_optimizer(
     session: sessions.Session, path: Path, state: sessions.TrainingState
 ) -> list[str]:
-    """Load optimizer states if their names and shapes agree; else they begin anew."""
+    """Load the optimizer states if their names and shapes agree; else leave them empty."""
     wanted = state_parts(state)["optimizer"]
     found: str | None = "the checkpoint has none"
     if (path / "optimizer").is_dir():
         saved = store.part_shapes(path, "optimizer")
         found = _first_difference(_states_of(saved), _states_of(_shapes(wanted)))
     if found is None:
+        # Hyperparameters in the checkpoint are the parent's, and stay out.
         states = {name: value for name, value in wanted.items() if name.startswith("state.")}
         store.load_parts(path, {"optimizer": states}, session.world)
         model = state.components.model
@@ -200,7 +202,7 @@ def _states_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
 
 
 def _differences(recipe: config.Recipe, parent: Parent) -> list[str]:
-    """Keys of the recipe that differ from the parent's and change what is trained."""
+    """List the keys of the recipe that differ from the parent's and change what is trained."""
     before = RunDirectory(Path(parent["path"])).recipe()
     found = config.differences(before, recipe)
     return [f"{key}: {old!r} there, {new!r} here" for key, old, new in found]

@@ -1,4 +1,4 @@
-"""Writes metrics and events of a run's steps (rank 0)."""
+"""Writes the metrics and events of a run's steps (rank 0)."""
 
 import math
 import socket
@@ -33,14 +33,19 @@ from longtake.training.session import SampleLosses, Session
 from longtake.training.startup import report_start
 from longtake.training.threads import CpuThreads, ThreadChoice
 
-_MEMORY_EVERY = 10  # steps: asking torch's allocator takes 0.1 ms
+_MEMORY_EVERY = 10  # steps between two queries of torch's allocator, which take 0.1 ms each
 
 
 class Recorder:
-    """Metrics and events of a run's steps; does nothing on ranks other than 0.
+    """Writes metrics and events of a run's steps; on ranks other than 0 it writes nothing.
 
-    `sample_flops` are the operations of a step on one clip of each shape. `predicted` are the bytes
-    that forward and backward pass take beside the weights on clips of one shape.
+    Args:
+        session: of the run.
+        lease: on the run, checked before each step; None on ranks other than 0.
+        progress: the display in the terminal.
+        sample_flops: operations of a step on one clip of each shape.
+        peak_flops: operations per second of the device; None if unknown.
+        predicted: bytes of one forward and backward pass, without weights, on clips of a shape.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class Recorder:
         self._num_computed, self._has_started = 0, False
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches; measures the wait for each, and records new epochs and stages.
+        """Yield the batches, measuring the wait for each, and record new epochs and stages.
 
         Raises:
             RunError: another launch has taken the run over.
@@ -76,6 +81,7 @@ class Recorder:
                 return
             if self._world.is_first:
                 self._record_epoch(batch)
+            # Before each step, so that a launch that has lost the run writes no further metrics.
             refuse_lost(self._lease)
             yield batch
 
@@ -93,9 +99,9 @@ class Recorder:
     def step_done(
         self, batch: Batch, losses: SampleLosses, decision: Decision, learning_rate: float
     ) -> None:
-        """Write the metrics of a step that trained samples.
+        """Write the metrics of a step, unless none of its samples could be trained.
 
-        Its time includes the wait for data and the last save.
+        The step's time includes the wait for its batch and the save after the step before.
         """
         if not decision.has_samples:
             return
@@ -152,7 +158,14 @@ class Recorder:
         *,
         acts: bool,
     ) -> None:
-        """Record and show what the guard found and whether it acts; `report` has more."""
+        """Record and show a verdict of the guard.
+
+        Args:
+            verdict: not `ok`.
+            statistics: of the judged step.
+            report: path of the guard's report in the run directory.
+            acts: false if `guard.mode` only reports.
+        """
         if not self._world.is_first:
             return
         kind: EventKind = (
@@ -205,7 +218,7 @@ class Recorder:
             self._progress.say(f"{failure}")
 
     def sampled(self, scores: Scores, seconds: float) -> None:
-        """Record a preset that rank 0 has sampled."""
+        """Record a preset that was sampled (rank 0)."""
         preset, step, count = scores["preset"], scores["step"], len(scores["videos"])
         facts = {"preset": preset, "videos": count, "seconds": round(seconds, 3)}
         self._run.append_event("sampled", step=step, **facts)
@@ -216,7 +229,7 @@ class Recorder:
         self._progress.say(f"{preset} of step {step} was not sampled: {reason}")
 
     def _threads_chosen(self, step: int, choice: ThreadChoice | None) -> None:
-        """Record and show which number of threads computes from here on, if it was chosen anew."""
+        """Record and show the number of CPU threads that trials have chosen, if there were any."""
         if choice is None:
             return
         self._run.append_event(
@@ -236,7 +249,10 @@ class Recorder:
             )
 
     def compare_with_zero(self, losses: SampleLosses, batch: Batch) -> None:
-        """Warn where a release's weights predict worse than a model that always predicts 0."""
+        """Warn if a release's weights have a higher loss than a model that always predicts 0.
+
+        This happens in the first step only, and is mostly an error in how a family calls its model.
+        """
         if not self._world.is_first or losses.of_zero is None:
             return
         weights = np.array(batch.weights.tolist())
@@ -258,16 +274,18 @@ class Recorder:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Leave the time of the block out of the next step's time."""
+        """Leave the block's duration out of the next step's time."""
         begun = time.perf_counter()
         yield
         self._step_began += time.perf_counter() - begun
 
     def data_troubles(self, count: int, batch: Batch, loader: Loader) -> None:
-        """Tell all ranks which clips could not be decoded; record these and decoders that hung.
+        """Add clips that any rank could not decode to every rank's quarantine, and record them.
+
+        Decoders that hung or died are recorded as well.
 
         Args:
-            count: of troubles over all ranks, equal on each; 0: there is nothing to tell.
+            count: clips and decoders over all ranks, equal on each; 0 returns at once.
             batch: of the step.
             loader: of this rank.
         """
@@ -311,16 +329,16 @@ class Recorder:
 
     @contextmanager
     def measured(self, step: int, batch: Batch, threads: CpuThreads) -> Iterator[None]:
-        """Measure time and memory of a forward and backward pass in the block."""
+        """Measure time and memory of the forward and backward pass in the block."""
         with self.measured_memory(batch), threads.measured(batch):
             yield
         self._threads_chosen(step, threads.choice)
 
     @contextmanager
     def measured_memory(self, batch: Batch) -> Iterator[None]:
-        """Compare the memory of one forward and backward pass with the prediction.
+        """Compare the memory of one forward and backward pass with the plan's prediction.
 
-        The launch's first one is left out, in which libraries take what they keep.
+        The launch's first pass is left out, because libraries allocate memory in it that they keep.
         """
         self._num_computed += 1
         if self._predicted is None or self._num_computed == 1 or batch.bucket != self._predicted[1]:
@@ -328,6 +346,7 @@ class Recorder:
             return
         with measured(self._world.device) as memory:
             yield
+        # One comparison per launch is enough: measuring needs the device to be idle.
         (predicted, _), taken, self._predicted = self._predicted, max(1, memory.peak_bytes), None
         error = predicted / taken - 1
         step = MeasuredStep(

@@ -1,6 +1,6 @@
-"""The right to write a run: one launch trains it at a time.
+"""The lease on a run directory, by which one launch at a time trains a run.
 
-Rank 0 holds the lease in the run's folder `lease`.
+Rank 0 holds it as files in the run's folder `lease`.
 """
 
 import os
@@ -20,15 +20,18 @@ from longtake.run_dir import LAUNCH_VARIABLE, RunDirectory
 _LEASE_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
 _SECONDS_TO_EXIT = 10.0
-"""In which a rank 0 of the same launch, which is being replaced on this host, has ended."""
+"""Seconds in which a rank 0 that the launcher replaces on this host must have ended."""
 
 
 @contextmanager
 def hold_run(run: RunDirectory, world: mesh.World, console: Console) -> Iterator[Lease | None]:
-    """Hold a run until the block ends; all ranks call it. None on ranks other than 0.
+    """Hold the lease on a run until the block ends; yields None on ranks other than 0.
 
-    A rank 0 that a launcher or Slurm has started again inherits the lease of the one before it.
-    Another launch waits as long as the holder may still be alive.
+    A rank 0 that a launcher or Slurm has restarted inherits the lease of its predecessor. Any other
+    launch waits as long as the holder may still be alive. All ranks must call it.
+
+    Raises:
+        RunError: another launch trains the run, or its directory cannot be written.
     """
     taken: list[Lease] = []
     collectives.first_does(lambda: taken.append(_take(run, console)), world)
@@ -39,6 +42,7 @@ def hold_run(run: RunDirectory, world: mesh.World, console: Console) -> Iterator
         how = "ended"
     finally:
         if lease is not None:
+            # A disk that fails now must not hide the error that ends the block.
             with suppress(OSError):
                 _give_up(lease, run, how)
 
@@ -46,8 +50,12 @@ def hold_run(run: RunDirectory, world: mesh.World, console: Console) -> Iterator
 def refuse_lost(lease: Lease | None) -> None:
     """Refuse to continue if another launch has taken the run over.
 
-    That happens to a process that was stopped, or cut off from the disk, for a minute.
+    This happens to a process that was stopped, or cut off from the disk, for a minute.
+
+    Raises:
+        RunError: the run has another holder.
     """
+    # Renewed recently enough that nobody can have taken it: no look at the disk in most steps.
     if lease is None or lease.renewed_seconds() < _LEASE_SECONDS / 2:
         return
     if lease.is_held:
@@ -62,12 +70,12 @@ def refuse_lost(lease: Lease | None) -> None:
 
 
 def _give_up(lease: Lease, run: RunDirectory, how: str) -> None:
-    """End the lease; leave nothing of a run that was refused before it began."""
+    """End the lease; remove its folder if the run was refused before it was created."""
     if run.exists():
         lease.end(how)
     else:
         (lease.folder / f"{lease.number}.json").unlink()
-        lease.folder.rmdir()  # refuses if somebody else has begun to train here
+        lease.folder.rmdir()  # fails if another launch has begun to train here
 
 
 def _take(run: RunDirectory, console: Console) -> Lease:
@@ -80,6 +88,7 @@ def _take(run: RunDirectory, console: Console) -> Lease:
             if holder is not None:
                 _refuse_if_alive(run, holder, first, time.monotonic() - begun)
             if not is_said and time.monotonic() - begun > 1:
+                # Most waits are shorter than a second: for a predecessor that is about to end.
                 is_said = True
                 console.print(
                     f"{run.path} is held by {_holder(holder)}. It has not given a sign of life "
@@ -98,6 +107,7 @@ def _take(run: RunDirectory, console: Console) -> Lease:
 def _refuse_if_alive(
     run: RunDirectory, holder: Mapping[str, Any], first: Mapping[str, Any] | None, seconds: float
 ) -> None:
+    # A holder whose record changes while this launch waits is alive, whatever host it runs on.
     is_same = has_same_owner(holder, _this_launch())
     runs_here = is_alive(holder) and not (is_same and seconds < _SECONDS_TO_EXIT)
     has_moved = first is not None and any(
@@ -112,14 +122,14 @@ def _refuse_if_alive(
 
 
 def _this_launch() -> dict[str, str]:
-    """Fields that a rank 0 which is started again has in common with the one before it."""
+    """Return fields that a restarted rank 0 shares with its predecessor: launch and Slurm job."""
     job = os.environ.get("SLURM_JOB_ID", "")
     cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     return {"launch": os.environ.get(LAUNCH_VARIABLE, ""), "job": f"{cluster}/{job}" if job else ""}
 
 
 def _holder(record: Mapping[str, Any] | None) -> str:
-    """A holder in words: process, host, job and since when."""
+    """Describe a lease's holder: its process, host, Slurm job and start time."""
     if record is None:
         return "another process"
     job = f" (Slurm job {str(record['job']).rpartition('/')[2]})" if record.get("job") else ""

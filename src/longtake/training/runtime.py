@@ -1,6 +1,6 @@
-"""Heartbeat, watcher, freed memory and compiled code of a rank.
+"""Heartbeat, node watcher, memory errors and compiled code of a rank's process.
 
-The watcher (`longtake.monitor`) is a program of its own: it must survive this process.
+The watcher (`longtake.monitor`) is a separate program, because it must survive this process.
 """
 
 import os
@@ -25,14 +25,14 @@ from longtake.training.session import TrainingState
 
 _WATCHER_PROGRAM = "longtake.monitor.watcher"
 _SECONDS_TO_END = 3.0
-_SILENT_SECONDS = 12.0  # more than a watcher waits for anything
+_SILENT_SECONDS = 12.0  # longer than a watcher waits for anything
 
 
 # --- Heartbeat and watcher --------------------------------------------------------------------
 
 
 class NodeWatcher:
-    """Starts this node's watcher once the run exists, and again whenever it ends."""
+    """Starts this node's watcher once the run exists, and restarts it whenever it ends."""
 
     def __init__(
         self, recipe: Recipe, writer: heartbeat.HeartbeatWriter, *, is_wanted: bool
@@ -43,13 +43,14 @@ class NodeWatcher:
         self._writer = writer
         self._is_wanted = is_wanted
         self.run: RunDirectory | None = None
-        self.has_begun = False  # this process holds the run, which exists
+        self.has_begun = False  # true once this process holds the run, and the run exists
         self._enable_stack_dumps()
         self._process: process.KeptProcess | None = None
 
     def join(self, run: RunDirectory, world: mesh.World) -> None:
-        """Set the run and the launch; all ranks call it."""
+        """Set the run and an identifier of the launch that all ranks share; all ranks must call it."""
         self.run = run
+        # The folder of a fresh run is known only now; the heartbeat has begun in the recipe's.
         if self._writer.path.parent != heartbeat.heartbeat_dir(run.path):
             self._stacks.unlink(missing_ok=True)
             self._writer.move_to(heartbeat.heartbeat_dir(run.path))
@@ -57,7 +58,7 @@ class NodeWatcher:
         self._writer.set_launch(collectives.from_first(secrets.token_hex(4), world))
 
     def start(self) -> None:
-        """Start the watcher, if the run exists and it was not started yet."""
+        """Start the watcher if the run exists, unless it was started before."""
         if self.run is None or not self.run.exists():
             return
         self.has_begun = True
@@ -76,26 +77,33 @@ class NodeWatcher:
             self._process.start()
 
     def close(self, *, waits: bool = True) -> None:
-        """Let it end, as it does after the last rank of its node; wait a moment if `waits`."""
+        """Let the watcher end after its node's last rank; with `waits`, wait a moment for it."""
         self._stacks.unlink(missing_ok=True)
         if self._process is not None:
             self._process.end()
             self._process.wait(_SECONDS_TO_END if waits else 0)
         elif not self._section.enabled or self._is_wanted or self.run is None:
-            self._writer.remove()  # no watcher does
+            self._writer.remove()  # no watcher will remove it
 
     def _enable_stack_dumps(self) -> None:
         self._stacks = stack_file(self._writer.path.parent, os.getpid())
-        with suppress(OSError):  # py-spy may still be allowed
+        with suppress(OSError):  # py-spy can still read the stacks, if it is permitted
             enable_stack_dumps(self._stacks)
 
 
 @contextmanager
 def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
-    """Write this process's heartbeat, from before the rendezvous until it has left the others."""
+    """Write this process's heartbeat, from before the rendezvous until it has left the other ranks.
+
+    An error that ends the block is recorded in the run's directory; that of a lost rank is raised
+    again with the rank that was lost.
+
+    Raises:
+        LostPeerError: with the failed rank and recent node events in its message.
+    """
     rank, local_rank, size = mesh.place_in_world()
     if recipe.watch.enabled:
-        with suppress(OSError):  # without shared memory training works all the same
+        with suppress(OSError):  # training also works without shared memory
             heartbeat.make_private_dir(heartbeat.heartbeat_dir(recipe.out))
     writer = heartbeat.HeartbeatWriter(
         heartbeat.heartbeat_dir(recipe.out),
@@ -112,12 +120,13 @@ def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
             try:
                 yield watcher
             except errors.LostPeerError as error:
-                waits = False  # the launcher starts all ranks again as soon as this one has ended
+                waits = False  # the launcher restarts all ranks once this one has ended
                 raise _with_failed_rank(error, writer, watcher.run) from error
             except Exception as error:
-                # After others the page says that it runs, so that its watcher outlives it.
+                # After any other error the heartbeat stays, so that the watcher outlives this
+                # process and reports it.
                 waits = isinstance(error, errors.LongtakeError)
-                # A rank that is alone may have been refused a run that another process trains.
+                # A single process may have been refused a run that another process trains.
                 if size > 1 or watcher.has_begun:
                     _record_failure(error, writer, watcher.run)
                 raise
@@ -128,9 +137,9 @@ def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
 def _record_failure(
     error: Exception, writer: heartbeat.HeartbeatWriter, run: RunDirectory | None
 ) -> None:
-    """Record why this rank ends, in a run that was begun; call it before its heartbeat stops."""
+    """Record why this rank ends, if its run has begun; call it before its heartbeat stops."""
     own, text = heartbeat.read_heartbeat(writer.path), error_line(error)
-    writer.set_error(text)  # for the watcher, first: the disk of the run may hang
+    writer.set_error(text)  # for the watcher, and before the run's disk, which may hang
     if own is not None and run is not None and run.exists():
         kind: FailureKind = "error" if isinstance(error, errors.LongtakeError) else "exception"
         if isinstance(error, torch.distributed.DistError):
@@ -141,7 +150,7 @@ def _record_failure(
 def _with_failed_rank(
     error: errors.LostPeerError, writer: heartbeat.HeartbeatWriter, run: RunDirectory | None
 ) -> errors.LostPeerError:
-    """Add the rank that was lost, and recent events of clocks, links and GPUs, to an error."""
+    """Add the lost rank, and recent events of clocks, links and GPUs, to an error."""
     own = heartbeat.read_heartbeat(writer.path)
     if own is None or run is None:
         return error
@@ -156,10 +165,10 @@ def _with_failed_rank(
 
 
 def keep_compiled_code() -> None:
-    """Let torch keep compiled code in the user's cache folder, which a reboot does not empty.
+    """Let torch keep compiled code in the user's cache folder, which survives a reboot.
 
-    Does nothing if the environment names a folder. Ranks and runs may share one: torch finds
-    compiled code by source, shapes, versions and processor.
+    An existing TORCHINDUCTOR_CACHE_DIR is kept. Ranks and runs may share the folder, because torch
+    looks compiled code up by source, shapes, versions and processor.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(fsio.cache_folder() / "compiled"))
 
@@ -168,7 +177,11 @@ def keep_compiled_code() -> None:
 def refuse_out_of_memory(
     plan: MemoryPlan, recipe: Recipe, state: TrainingState, world: mesh.World
 ) -> Iterator[None]:
-    """Runs training; if memory is not enough, says what was planned and what was measured."""
+    """Turn running out of memory in the block into an error with planned and measured memory.
+
+    Raises:
+        PlanError: memory was not enough; its message advises settings.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:

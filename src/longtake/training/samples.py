@@ -1,7 +1,7 @@
-"""Samples presets between two steps of a training, on the devices that train; all ranks take part.
+"""Samples presets between two steps of a training, on the devices that train.
 
-A result is claimed, measured and published as an evaluation server does it, so that none repeats
-it. Sampling changes nothing that the next step depends on.
+All ranks take part. A result is claimed, measured and published as an evaluation server does it, so
+that no server repeats it. Sampling changes nothing that the next training step depends on.
 """
 
 import time
@@ -39,15 +39,15 @@ from longtake.training.record import Recorder
 from longtake.training.session import Session, TrainingState
 
 EvaluateSamples = Callable[[claims.EvaluationTask, Sampler, Path, claims.Progress], Scores]
-"""Samples a preset and measures it: writes the files of a result but scores.json to a folder."""
+"""Samples and measures a preset: writes all files of a result except scores.json to a folder."""
 
 _LEASE_SECONDS, _STUCK_SECONDS, _PAUSE_SECONDS = 60.0, 1800.0, 30.0
-_MAX_ATTEMPTS = 3  # an evaluation server may make those that are left
+_MAX_ATTEMPTS = 3  # per result; an evaluation server may make the remaining ones
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Videos that all ranks sample together."""
+    """Videos that rank 0 asks all ranks to sample together."""
 
     requests: Sequence[Request]
     settings: config.SamplingSection
@@ -57,7 +57,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class SharedSampler(Sampler):
-    """The sampler of rank 0, which deals the videos out to all ranks."""
+    """The sampler of rank 0, which distributes the videos over all ranks."""
 
     world: mesh.World = field(kw_only=True)
 
@@ -70,7 +70,7 @@ class SharedSampler(Sampler):
         *,
         decoding: str = "auto",
     ) -> NDArray[np.uint8]:
-        """See `Sampler`. On several ranks `on_step` is called once, at the end."""
+        """Sample as `Sampler` does; on several ranks `on_step` is called once, at the end."""
         if self.world.mesh is None:
             return super().sample(requests, settings, bucket, on_step, decoding=decoding)
         work = _Work(tuple(requests), settings, bucket, decoding)
@@ -81,13 +81,15 @@ class SharedSampler(Sampler):
         return videos
 
     def compute(self, work: _Work) -> NDArray[np.uint8]:
-        """Sample this rank's share; all videos on rank 0, nothing on the others.
+        """Sample this rank's share; returns all videos on rank 0, and an empty array on others.
 
-        Each rank samples equally many, so that ranks that share a model call it equally often.
+        Each rank samples the same number of videos, since ranks that share a model must call it
+        equally often.
         """
         world = self.world
         mine = work.requests[world.data_rank :: world.data_size]
         share = -(-len(work.requests) // world.data_size)
+        # Padded with copies of the first request, which are dropped below.
         padded = [*mine, *[work.requests[0]] * (share - len(mine))]
         try:
             with collectives.joint_work(world):
@@ -95,29 +97,30 @@ class SharedSampler(Sampler):
                     padded, work.settings, work.bucket, _still_sampling, decoding=work.decoding
                 )[: len(mine)]
         except Exception:
+            # The error may have come between the gathering of weights and their release.
             fsdp.free_gathered(self.components.model)
             raise
         gathered = collectives.gather_to_first(sampled if world.speaks_for_data else None, world)
         found = [each for each in gathered if each is not None]
         if not found:
             return np.empty(0, np.uint8)
-        # In the order of their requests, of which each rank had every n-th.
+        # Request i was sampled by rank i modulo the number of ranks.
         count = len(work.requests)
         return np.stack([found[place % len(found)][place // len(found)] for place in range(count)])
 
 
 def _still_sampling(_: int) -> None:
-    heartbeat.set_phase("sampling")  # again: what lasts is counted from here
+    heartbeat.set_phase("sampling")  # restarts the phase's clock, by which the watcher finds hangs
 
 
 def refuse_wrong_samples(recipe: config.Recipe, run: RunDirectory) -> None:
-    """Refuse presets and another expert that training could not sample; asks for no weights."""
+    """Refuse presets, or another expert, that training could not sample; reads no weights."""
     training_presets(recipe, run)
     refuse_wrong_other(recipe)
 
 
 class TrainingSampler:
-    """Samples the presets that a recipe asks for in training."""
+    """Samples the presets of a recipe during training, and publishes their results."""
 
     def __init__(
         self,
@@ -134,12 +137,12 @@ class TrainingSampler:
         self._memory = MemoryFallback()
         self._prompts: dict[tuple[str, ...], Any] = {}
         self.failure: str | None = None
-        """Why the prompts are not encoded: then nothing is sampled in this launch."""
+        """Reason why the prompts could not be encoded; then this launch samples nothing."""
 
     def encode_prompts(self, text: TextEncoder) -> None:
-        """Encode all prompts on rank 0, and replace its text encoder by another.
+        """Encode all prompts on rank 0, then use `text` as the text encoder from there on.
 
-        Call it before the model is on the device.
+        Call it before the model is on the device: the encoder needs the memory.
         """
         world = self._session.world
         try:
@@ -154,13 +157,14 @@ class TrainingSampler:
             _reraise_lost_peer(error)
             self.failure = f"Prompts could not be encoded when it began: {_describe(error)}"
             self._prompts.clear()
+        # A joint failure cleared the prompts on rank 0, so all ranks get none.
         self._prompts.update(collectives.from_first(self._prompts, world, world.patient_group))
         self._parts = replace(self._parts, text=text)
 
     def sample(self, state: TrainingState, recorder: Recorder, stop: process.StopSignal) -> None:
-        """Sample what is pending of this step's checkpoint, which is whole; all ranks call it.
+        """Sample the presets without a result of this step's checkpoint; all ranks must call it.
 
-        A failure is an event of the run.
+        The checkpoint must be complete. A failure is recorded as an event, and training continues.
         """
         world, step, tasks = self._session.world, state.global_step, list[claims.EvaluationTask]()
         if world.is_first:
@@ -184,9 +188,9 @@ class TrainingSampler:
             self._parts.bring(None, world.device)
 
     def _enter(self, opened: ExitStack, weights: str, state: TrainingState) -> SharedSampler:
-        """A sampler of these weights, which the model has until `opened` is closed.
+        """Return a sampler of these weights, which the model holds until `opened` is closed.
 
-        An error of one rank is raised on all.
+        An error on one rank is raised on all.
         """
         if self.failure is not None:
             raise errors.SamplingError(self.failure)
@@ -205,7 +209,7 @@ class TrainingSampler:
             self._record_failure(name, step, recorder, error)
 
     def _record_failure(self, name: str, step: int, recorder: Recorder, error: Exception) -> None:
-        """Training continues after any error but that of a rank that has ended."""
+        """Record a failed sampling, after which training continues unless a rank was lost."""
         _reraise_lost_peer(error)
         if self._session.world.is_first:
             recorder.sampling_failed(name, step, _describe(error))
@@ -230,7 +234,7 @@ class TrainingSampler:
         )
 
     def _pending(self, step: int) -> list[claims.EvaluationTask]:
-        """The presets without a result of this step's weights; none if it was not saved."""
+        """Return the presets that lack a result of this step's weights, if these were saved."""
         run, tasks = self._session.run, list[claims.EvaluationTask]()
         for preset in self._presets:
             key = claims.checkpoint_key(run.checkpoint_path(step), preset.weights)
@@ -255,6 +259,7 @@ class TrainingSampler:
                 break
             with self._failure_is_event(task.preset.name, task.step, recorder):
                 self._sample_preset(task, sampler, recorder, stop)
+        # Ends `_follow` on the other ranks.
         collectives.from_first(None, self._session.world, self._session.world.patient_group)
 
     def _sample_preset(
@@ -265,7 +270,7 @@ class TrainingSampler:
         stop: process.StopSignal,
     ) -> None:
         claim = self._claims.take(task)
-        if claim is None:  # an evaluation server has been faster
+        if claim is None:  # an evaluation server was faster
             return
 
         def evaluate(
@@ -285,25 +290,26 @@ class TrainingSampler:
             facts = {"reason": outcome.reason, "final": outcome.is_final, **outcome.facts}
             self._claims.end(claim, outcome.how, **facts)
             recorder.sampling_failed(task.preset.name, task.step, outcome.reason)
-        else:  # a stop was requested, or an evaluation server was first
+        else:  # a stop was requested, or an evaluation server published first
             self._claims.end(claim, "released")
 
 
 def samples_at(section: config.SamplingSection, step: int, *, is_last: bool) -> bool:
-    """True if presets are sampled after this number of steps."""
+    """Return true if the recipe samples presets after this number of steps."""
     return section.every is not None and step > 0 and (is_last or step % section.every == 0)
 
 
 def open_sampler(
     session: Session, parts: Components, loader: Loader, evaluate: EvaluateSamples | None
 ) -> TrainingSampler | None:
-    """Open the sampler between steps, or None if the recipe asks for none; all ranks call it.
+    """Open the sampler of a training, or return None if the recipe samples nothing in it.
 
-    Prompts are encoded here, before the model is on the device. Codec and text encoder are those
-    of the training, which stay where they are. With a cache, which leaves training without them,
-    they are loaded here; the codec is on the device only while it decodes. So is the transformer
-    that the run does not train, where a release has two. A text encoder that reads pictures stays
-    in the computer's memory, on each rank.
+    Encodes the prompts, so call it before the model is on the device. All ranks must call it.
+
+    The training's own codec and text encoder are used, and stay where they are. If training reads a
+    cache and has neither, they are loaded here; the codec is then on the device only while it
+    decodes, as is the transformer that the run does not train, where a release has two. A text
+    encoder that reads pictures stays in host memory on each rank.
 
     Raises:
         RecipeError: a preset is wrong, or its size cannot be sampled.
@@ -322,7 +328,7 @@ def open_sampler(
 
     collectives.first_does(find, world)
     presets = collectives.from_first(presets, world, world.patient_group)
-    # All ranks sample at a time as many videos each as one process would.
+    # Each rank samples `batch_size` videos at a time.
     presets = [replace(each, batch_size=each.batch_size * world.data_size) for each in presets]
     there = replace(parts, stays=frozenset(PARTS))
     reads_pictures = latent_cache.text_reads_pictures(recipe)

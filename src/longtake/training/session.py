@@ -1,4 +1,4 @@
-"""Session, state and sample losses, which the parts of a training share."""
+"""Objects that the parts of a training share: session, training state, losses of a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from longtake.training.inputs import InputQueue
 
 @dataclass(frozen=True)
 class Session:
-    """One launch of a run, on one rank; it does not change."""
+    """One launch of a run on one rank; immutable."""
 
     recipe: Recipe
     run: RunDirectory
@@ -28,47 +28,48 @@ class Session:
     console: Console
     precision: Precision
     parent: Parent | None = None
-    """The run whose weights this one begins with."""
+    """The run whose weights this run begins with."""
     differences: tuple[RankDifference, ...] = ()
-    """Differences between ranks that only may matter."""
+    """Differences between ranks, such as package versions, that may matter; shown as warnings."""
 
 
 @dataclass
 class TrainingState:
-    """All that changes from step to step."""
+    """Weights, optimizers, averages and step number: everything that changes from step to step."""
 
     components: Components
     optimizers: list[Optimizer]
     ema: Averages
     inputs: InputQueue
     global_step: int = 0
-    """Steps done: an optimizer update each, except steps without samples and skipped updates."""
+    """Number of steps done; steps without samples and skipped updates count too."""
 
 
 @dataclass
 class SampleLosses:
-    """Losses of the samples of this rank's share of a batch."""
+    """Losses of this rank's samples of one step."""
 
-    on_device: Tensor  # [B] fp32, stand-ins included
-    sigmas: tuple[float, ...]  # [B]
-    captioned: tuple[bool, ...]  # [B] whether it was trained with a caption
-    _seconds: Callable[[], float]
+    on_device: Tensor  # [B] fp32; stand-ins have one too
+    sigmas: tuple[float, ...]  # [B] noise levels
+    captioned: tuple[bool, ...]  # [B] true where the sample was trained with its caption
+    _seconds: Callable[[], float]  # of `compute_seconds`
     of_zero: Tensor | None = None
-    """[B] fp32, if all velocities were predicted as 0; in the first step of a release's weights."""
+    """[B] fp32 losses of predicting velocity 0; only at step 0 of pretrained weights."""
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
-        """[B] on the host: waits for the device, unless they came with something else."""
+        """[B] on the host; waits for the device unless `set_losses` was called."""
         return tuple(self.on_device.tolist())
 
     def set_losses(self, losses: Sequence[float]) -> None:
-        """Set what has come from the device with something else."""
+        """Set `losses` from numbers that were copied with another tensor, which saves a wait."""
+        # `cached_property` looks in the instance's dictionary.
         vars(self)["losses"] = tuple(losses)
 
     @property
     def compute_seconds(self) -> float:
-        """Time of this rank's own computation, without waiting for other ranks.
+        """Seconds that this rank computed without waiting for other ranks.
 
-        Known when the losses are.
+        Call it when the losses are on the host: the GPU's events have fired then.
         """
         return self._seconds()

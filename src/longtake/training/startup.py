@@ -1,4 +1,4 @@
-"""Reports of a launch before and after its first step: settings, warnings, seconds by part."""
+"""Reports of a launch's beginning: settings, warnings, and seconds to the first step by part."""
 
 import time
 from collections import Counter
@@ -27,13 +27,13 @@ PARTS: dict[heartbeat.Phase, str] = {
     "load": "load",
     "data": "first_batch",
 }
-"""Names of the heartbeat's phases before the first step; all later ones are the `first_step`."""
+"""Names in reports of the phases before the first step; later phases belong to `first_step`."""
 
 
 def announce(
     session: Session, state: TrainingState, loader: Loader, warnings: Sequence[str]
 ) -> None:
-    """Record the launch and show its settings (rank 0)."""
+    """Record the launch, and show its settings and warnings (rank 0)."""
     recipe, run, world, console = session.recipe, session.run, session.world, session.console
     step, device = state.global_step, str(world.device)
     facts: dict[str, Any] = {
@@ -76,7 +76,7 @@ def announce(
 
 
 def _describe_changes(session: Session, loader: Loader, step: int, lost: int) -> list[str]:
-    """Steps that are trained again, changed data, and clips that are left out."""
+    """Describe steps that are trained again, changed data, and clips that are left out."""
     lines = []
     if lost:
         since = f"the checkpoint of step {step}" if step else "the beginning"
@@ -97,7 +97,7 @@ def _describe_changes(session: Session, loader: Loader, step: int, lost: int) ->
 
 
 def announce_plan(session: Session, plan: MemoryPlan, step: int) -> None:
-    """Record and show the recompute policy and its predicted memory (rank 0)."""
+    """Record and show the memory plan's policy and predicted memory (rank 0)."""
     if plan.memory is None:
         return
     session.run.append_event("memory_planned", step=step, **plan.as_event())
@@ -113,15 +113,15 @@ def announce_plan(session: Session, plan: MemoryPlan, step: int) -> None:
 
 
 def _lost_steps(run: RunDirectory, step: int) -> int:
-    """Later steps that were trained and of which no checkpoint is left."""
+    """Count the trained steps after this one that are lost, since no checkpoint holds them."""
     last, rollbacks = fsio.read_last_record(run.metrics_path, Metrics), run.rollbacks()
     if last is None or (rollbacks and rollbacks[-1]["from_step"] == last["step"]):
-        return 0  # later steps were rolled back
+        return 0  # these steps were abandoned, not lost
     return max(0, int(last["step"]) - step)
 
 
 def _describe_clips(loader: Loader) -> str:
-    """Clips and buckets of the stages that are still to come."""
+    """Count the clips and buckets of the remaining stages, in words."""
     parts = []
     for stage in loader.plan_history.plan.stages:
         members = [stream.parts[-1].members for stream in stage.streams]
@@ -132,7 +132,7 @@ def _describe_clips(loader: Loader) -> str:
 
 
 def attention_backend(device: torch.device) -> str | None:
-    """The attention kernel that torch chooses for bf16 and heads of 128; None on a CPU."""
+    """Name the attention kernel that torch chooses for bf16 and heads of 128; None on a CPU."""
     if device.type != "cuda":
         return None
     heads = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16, device=device)
@@ -140,7 +140,7 @@ def attention_backend(device: torch.device) -> str | None:
 
 
 def slow_attention(backend: str | None, capability: tuple[int, int]) -> str:
-    """A warning if a Hopper GPU runs another kernel than cuDNN's; else empty."""
+    """Warn if a Hopper GPU uses another attention kernel than cuDNN's; else empty."""
     if backend in (None, attention_rules.NAMES["cudnn"]) or capability != (9, 0):
         return ""
     return (
@@ -153,7 +153,7 @@ def slow_attention(backend: str | None, capability: tuple[int, int]) -> str:
 
 
 def parts_so_far() -> dict[str, float]:
-    """Seconds by part since this process was started, in the order in which they come."""
+    """Return the seconds in each part since this process was started, in order of the parts."""
     taken: dict[str, float] = dict.fromkeys((*PARTS.values(), "first_step"), 0.0)
     for phase, seconds in heartbeat.launch_seconds().items():
         taken[PARTS.get(phase, "first_step")] += seconds
@@ -161,10 +161,10 @@ def parts_so_far() -> dict[str, float]:
 
 
 def report_start(step: int, run: RunDirectory, world: mesh.World) -> None:
-    """Record how long this launch took to the end of its first step; all ranks call it.
+    """Record how long this launch took until the end of its first step; all ranks must call it.
 
-    Rank 0 calls it before it writes that step's metrics. Ranks wait for each other in most parts:
-    the others most likely waited for the slowest of one part in the next.
+    Rank 0 must call it before it writes that step's metrics. Ranks wait for each other in most
+    parts, so the time that one rank needs in a part shows as the other ranks' time in the next.
     """
     everyone = collectives.gather_objects(parts_so_far(), world)
     if world.is_first:
@@ -174,7 +174,7 @@ def report_start(step: int, run: RunDirectory, world: mesh.World) -> None:
 
 
 def slowest(everyone: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """The longest time of each part, its rank, and the `total` of the slowest rank."""
+    """Return the longest time of each part with its rank, and the `total` of the slowest rank."""
     parts = {part: None for each in everyone for part in each}
     taken = {part: [each.get(part, 0.0) for each in everyone] for part in parts}
     return {
@@ -185,9 +185,9 @@ def slowest(everyone: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def _down_seconds(run: RunDirectory) -> float | None:
-    """Seconds since the last step of the launch before, if that crashed on this host.
+    """Return the seconds since the last step of the launch before, if it crashed on this host.
 
-    Wall-clock times of two hosts cannot be compared.
+    None otherwise: clocks of two hosts cannot be compared.
     """
     last = fsio.read_last_record(run.metrics_path, Metrics)
     hosts = [each["host"] for each in run.record()["launches"][-2:]]
@@ -198,7 +198,7 @@ def _down_seconds(run: RunDirectory) -> float | None:
 
 
 def _has_crashed(run: RunDirectory) -> bool:
-    """True if the launch before this one began and has no event of its end."""
+    """Return whether the launch before this one began and recorded no end."""
     kinds = [each["event"] for each in run.events()]
     beginnings = [at for at, kind in enumerate(kinds) if kind in BEGINNINGS]
     if len(beginnings) < 2:

@@ -1,6 +1,6 @@
 """Saves, resumes, restores and rolls back a run: weights, optimizers, EMA, data and guard.
 
-All that is random follows from the recipe's seed, so there is no random state to save.
+No random state is saved, because all random numbers follow from the recipe's seed.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from longtake.training.session import Session, TrainingState
 from longtake.training.statistics import NormStats, StepSummary, replicated_tensors
 from longtake.training.threads import CpuThreads, SavedThreads
 
-# Flat, so that states of several optimizers can be saved together and resharded.
+# Flat names, so that the states of several optimizers are saved together and can be resharded.
 FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 EMA = "ema"
 _LAST_UPDATE_LOST = (
@@ -55,7 +55,7 @@ _NO_CHECKPOINT_SINCE_CHANGE = (
 
 @dataclass(frozen=True)
 class Monitors:
-    """Guard, saver, recorder and other objects that accompany the steps of a launch."""
+    """Objects that accompany the steps of a launch, such as guard, saver and recorder."""
 
     guard: GuardRunner
     norms: NormStats
@@ -64,11 +64,11 @@ class Monitors:
     recorder: Recorder
     stop: process.StopSignal
     threads: CpuThreads
-    sampler: TrainingSampler | None = None  # of what `sampling.every` asks for
+    sampler: TrainingSampler | None = None  # None unless `sampling.every` is set
 
 
 class SavedTrainer(files.SampledTrainer):
-    """trainer.json: what is needed to resume, beside weights, averages and optimizer states."""
+    """Contents of trainer.json: everything to resume from except weights, EMA and optimizers."""
 
     data: LoaderState
     guard: HistoryColumns
@@ -90,10 +90,10 @@ def save_if_due(
     is_last: bool,
     is_sampled: bool,
 ) -> None:
-    """Save after the last step and where the recipe asks for it; record earlier saves.
+    """Save after the last step, on request and where the recipe says so; record earlier saves.
 
-    Only states with finite weights that are equal in all replicas are saved. If this one is not,
-    the next step's verdict says so; after the last step, or if the run is asked to stop, this does.
+    Only a state is saved whose weights are finite and equal in all replicas. Otherwise the next
+    step's verdict reports it, or, if there is no next step, this function raises.
 
     Raises:
         CheckpointError: two checkpoints in a row could not be written.
@@ -104,11 +104,12 @@ def save_if_due(
         failure = monitors.saver.take_failure()
         monitors.recorder.save_failed(failure)
         if failure is not None and monitors.saver.failures_in_a_row > 1:
-            raise failure
+            raise failure  # a full disk may be transient: one failed save is only recorded
     ends = is_last or summary.stop is not None
     is_due = summary.save_due or state.global_step % session.recipe.checkpoint.every == 0
     if not (ends or is_due or is_sampled):
         return
+    # Before the checkpoint: no saved step may lack its batches in the ledger.
     ledger.flush()
     tensors, step = replicated_tensors(state), state.global_step
     is_finite = monitors.norms.all_finite(session.world)
@@ -124,10 +125,10 @@ def save_if_due(
 def save_checkpoint(
     session: Session, state: TrainingState, loader: Loader, monitors: Monitors
 ) -> None:
-    """Begin to save all that the next step and its verdict depend on; all ranks call it.
+    """Start to save everything that the next step and its verdict depend on.
 
-    Returns when the state may change again; the saver says how the save ends. Frozen weights are
-    not saved.
+    Returns when the state may change again; the saver reports later how the save ended. Frozen
+    weights are not saved. All ranks must call it.
     """
     trainer = {
         "global_step": state.global_step,
@@ -144,7 +145,7 @@ def save_checkpoint(
 
 
 def state_parts(state: TrainingState) -> dict[str, store.State]:
-    """The tensors to save, by folder of the checkpoint; they share the state's memory."""
+    """Return the tensors to save, by folder of the checkpoint; they share memory with the state."""
     model = state.components.model
     averages = {f"{EMA}/{name}": each for name, each in state.ema.states().items()}
     with fsdp.gradients_of_any_dtype(model):
@@ -157,7 +158,7 @@ def recipe_fingerprint(recipe: config.Recipe) -> str:
 
 
 def sample_presets(state: TrainingState, monitors: Monitors) -> None:
-    """Sample the checkpoint of this step when it is complete; all ranks call it."""
+    """Sample presets from this step's checkpoint, once it is complete; all ranks must call it."""
     if monitors.sampler is not None:
         with monitors.recorder.between_steps():
             monitors.saver.wait()
@@ -170,10 +171,10 @@ def sample_presets(state: TrainingState, monitors: Monitors) -> None:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a launch begins."""
+    """The checkpoint that a launch resumes from, or the run's beginning."""
 
-    path: Path | None  # a whole checkpoint, or None: from the first step
-    trainer: SavedTrainer | None  # its trainer.json
+    path: Path | None  # whole checkpoint; None: the first step
+    trainer: SavedTrainer | None  # contents of its trainer.json
     warnings: tuple[str, ...]
 
     @property
@@ -188,10 +189,20 @@ def find_resume_point(
     world: mesh.World,
     known: Mapping[Path, str] = files.NOTHING_KNOWN,
 ) -> ResumePoint:
-    """The run's newest whole checkpoint, with the loader brought there; all ranks call it.
+    """Find the run's newest whole checkpoint and set the loader to its step.
 
-    Sizes of files are compared here, and checksums by `restore`, which reads them; `known` is the
-    damage that it has found.
+    Compares file sizes only; `restore` reads the files and checks checksums. All ranks must call
+    it.
+
+    Args:
+        run: to resume; it need not exist.
+        recipe: of the run.
+        loader: at the first step; it is set to the checkpoint's.
+        world: the ranks.
+        known: damage that `restore` found, by checkpoint.
+
+    Raises:
+        CheckpointError: the run has checkpoints, and all are damaged.
     """
     path, damaged = _latest_not_rolled_back(run, world, known)
     if path is None and damaged:
@@ -218,7 +229,7 @@ def find_resume_point(
 
 
 def _find_losses(run: RunDirectory, recipe: config.Recipe, loader: Loader, step: int) -> list[str]:
-    """Record and name the missing files of a resumed run that training can do without (rank 0)."""
+    """Record and describe missing files that training can do without (rank 0)."""
     lost: list[str] = []
     if (reason := ledger_damage(run.ledger_path)) is not None:
         run.append_event("ledger_damaged", step=step, reason=reason)
@@ -229,16 +240,17 @@ def _find_losses(run: RunDirectory, recipe: config.Recipe, loader: Loader, step:
 def _latest_not_rolled_back(
     run: RunDirectory, world: mesh.World, known: Mapping[Path, str]
 ) -> files.LatestCheckpoint:
-    """The newest whole checkpoint of a state that no rollback abandoned; all ranks call it.
+    """Find the newest whole checkpoint of a state that no rollback has abandoned.
 
-    Abandoned ones are deleted: they are there if a run was killed while it rolled back.
+    Deletes abandoned checkpoints, which exist if a run was killed while it rolled back. All ranks
+    must call it.
     """
     found = store.latest_checkpoint(run, world, checksums=False, known=known)
     while (back_to := _rolled_back_to(found.path, run, world)) is not None:
         abandoned = found.path
         first_does(partial(files.delete_after, run, back_to), world)
         found = store.latest_checkpoint(run, world, checksums=False, known=known)
-        if found.path == abandoned:
+        if found.path == abandoned:  # deleting it failed without an error
             raise errors.CheckpointError(
                 f"{abandoned} was given up when the run went back to step {back_to}, and cannot be "
                 f"deleted. Make {run.checkpoints_path} writable and start the same command again."
@@ -247,10 +259,11 @@ def _latest_not_rolled_back(
 
 
 def _rolled_back_to(path: Path | None, run: RunDirectory, world: mesh.World) -> int | None:
-    """The earlier step to which the run rolled back after a checkpoint was saved, if it did."""
+    """Return the step to which the run rolled back after a checkpoint was saved; None if not."""
     if path is None:
         return None
     known = files.load_trainer(path, SavedTrainer)["num_rollbacks"]
+    # Later rollbacks than those that the checkpoint knows of.
     since = from_first(run.rollbacks(), world)[known:]
     steps = (rolled_back["to_step"] for rolled_back in since)
     return next((step for step in steps if step < run.step_of(path)), None)
@@ -262,15 +275,16 @@ def _rolled_back_to(path: Path | None, run: RunDirectory, world: mesh.World) -> 
 def restore(
     session: Session, path: Path, state: TrainingState, guard: GuardRunner, norms: NormStats
 ) -> None:
-    """Restore training state, guard and norms from a checkpoint; all ranks call it.
+    """Restore training state, guard and norms from a checkpoint; all ranks must call it.
 
-    Resuming and rolling back share it. The state may be of an earlier or a later step.
+    Both resuming and rolling back use it, so the present state may be of any step.
 
     Raises:
-        DamagedCheckpointError: on every rank; the state is of no step then.
+        DamagedCheckpointError: on every rank; the state is unusable then.
     """
     trainer = files.load_trainer(path, SavedTrainer)
     model = state.components.model
+    # Gradients of the abandoned step would take memory while the checkpoint is read.
     model.zero_grad(set_to_none=True)
     parts = state_parts(state)
     store.load_parts(path, parts, session.world)
@@ -288,7 +302,7 @@ def restore(
 def _restore_data(
     loader: Loader, trainer: SavedTrainer | None, run: RunDirectory, world: mesh.World
 ) -> None:
-    """Bring a loader to a checkpoint's step; it skips the batches that rollbacks exclude."""
+    """Set a loader to a checkpoint's step, without the batches that rollbacks exclude."""
     for rolled_back in from_first(run.rollbacks(), world):
         loader.skip(*rolled_back["skipped"])
     if trainer is not None:
@@ -306,10 +320,13 @@ def roll_back(
     loader: Loader,
     monitors: Monitors,
 ) -> None:
-    """Go back to a checkpoint from before the trouble, and exclude the batches it came with.
+    """Return to a checkpoint from before the trouble, and exclude the batches that it came with.
 
-    The rollback is on disk before anything changes: a run that is killed from then on, and resumed,
-    ends the same.
+    The rollback is recorded on disk before anything else changes, so that a run that is killed
+    during it and resumed reaches the same state.
+
+    Raises:
+        DivergedError: the verdict is `stop`, or no rollback can help.
     """
     run, world = session.run, session.world
     chosen: RollBack | str = ""
@@ -328,6 +345,7 @@ def roll_back(
         message=verdict.message,
     )
     first_does(lambda: run.append_rollback(record), world)
+    # After the record: a resumed run deletes what is left of the abandoned checkpoints.
     first_does(partial(files.delete_after, run, chosen.step), world)
     path = run.checkpoint_path(chosen.step)
     _restore_data(loader, files.load_trainer(path, SavedTrainer), run, world)
@@ -342,10 +360,10 @@ def _choose_checkpoint(
     loader: Loader,
     monitors: Monitors,
 ) -> RollBack | str:
-    """Where to go back to, the same on every rank; or why the run can only stop.
+    """Choose the checkpoint to return to, or return the reason why the run can only stop.
 
-    A damaged checkpoint is passed over for an older one. One from before the data changed cannot
-    be used: batches had other numbers then.
+    Every rank returns the same. A damaged checkpoint is replaced by an older one, but none from
+    before the last change of the data can be used, since batches had other numbers then.
     """
     run, world = session.run, session.world
     version = loader.plan_history.plan.version
@@ -368,7 +386,7 @@ def _choose_checkpoint(
 
 
 def _plan_version(run: RunDirectory, step: int) -> int | None:
-    """Version of the plan by which a checkpoint was trained; None if it cannot be read."""
+    """Return the version of the data plan in a checkpoint; None if it cannot be read."""
     try:
         trainer = files.load_trainer(run.checkpoint_path(step), SavedTrainer)
     except errors.CheckpointError:
@@ -377,7 +395,7 @@ def _plan_version(run: RunDirectory, step: int) -> int | None:
 
 
 def _diverged(session: Session, verdict: GuardVerdict, why: str, step: int) -> errors.DivergedError:
-    """Record that a run cannot repair itself; the error that ends it."""
+    """Record that a run cannot repair itself, and return the error that ends it."""
     run = session.run
     if session.world.is_first:
         facts: dict[str, Any] = {"reason": verdict.reason, "message": verdict.message, "why": why}

@@ -1,6 +1,6 @@
-"""Norms of a model, and the one collective of each step.
+"""Norms of the model, and the one all-reduce of each training step.
 
-Every rank decides from the same reduced numbers: skip, roll back, stop, save.
+Every rank takes its decisions (skip, roll back, stop, save) from the same reduced numbers.
 """
 
 import math
@@ -35,8 +35,8 @@ _NO_LOSSES = {
     for quarter in range(_QUARTERS)
 }
 _PROBES = 1024
-"""Numbers of each parameter, spread evenly over it, by which an update is measured: a copy of all
-weights would cost the memory of all weights. Exact for a parameter with no more numbers."""
+"""Elements probed per parameter, evenly spaced, to measure an update: a copy of all weights would
+double their memory. A parameter with at most this many elements is measured exactly."""
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "ff", "feed_forward", "proj_mlp", "proj_out")
 
@@ -46,37 +46,39 @@ _MLP = ("mlp", "ffn", "ff", "feed_forward", "proj_mlp", "proj_out")
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms of a whole model, by group and of all groups together."""
+    """Norms of gradients, weights and last update, of the whole model and by group."""
 
     grad_norm: float
     weight_norm: float
-    update_ratio: float  # norm of the last update over that of the weights; 0 where there was none
-    learning_rate_factor: float  # the rate of that update, in multiples of the recipe's
-    nonfinite_share: float  # of the gradients' numbers, those that are NaN or infinite
+    update_ratio: float  # norm of the last update over that of the weights; 0 without an update
+    learning_rate_factor: float  # learning rate of the last update, in multiples of the recipe's
+    nonfinite_share: float  # fraction of gradient elements that are NaN or inf
     group_grad_norms: dict[str, float]
     group_weight_norms: dict[str, float]
     group_update_ratios: dict[str, float]
 
 
 class NormStats:
-    """Measures one model: a pass over gradients and weights, and one wait for the device."""
+    """Measures the norms of one model, with a single wait for the device per step."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], world: mesh.World) -> None:
         groups = parameter_groups(model, blocks)
         self._names = tuple(groups)
+        # Indices into `_parameters`: with a gradient other than 0 so far, and with any gradient.
         self._moved, self._reached = set[int](), set[int]()
         self._parameters = [model.get_parameter(name) for name in groups]
         self._group_of = [GROUPS.index(group) for group in groups.values()]
         self.groups = tuple(group for group in GROUPS if group in groups.values())
         self._copies, self._num_ranks = world.num_copies, world.size
         self._update: Tensor | Sequence[float] | None = None
-        self._rate = 0.0  # of the last update
+        self._rate = 0.0  # learning rate factor of the last update; 0: none was made
         self._probed: Tensor | None = None
         shares = [local_shard(parameter) for parameter in self._parameters]
         strides = [max(1, -(-each.numel() // _PROBES)) for each in shares]
         self._strides = strides
         sizes = [-(-each.numel() // stride) for each, stride in zip(shares, strides, strict=True)]
         device = shares[0].device
+        # A probed element stands for all elements up to the next probe.
         stands_for = [each.numel() / max(1, size) for each, size in zip(shares, sizes, strict=True)]
         repeats = torch.tensor(sizes)
         self._probe_weight = torch.tensor(stands_for).repeat_interleave(repeats).to(device)
@@ -88,10 +90,10 @@ class NormStats:
 
     @torch.no_grad()
     def sums(self, losses: SampleLosses | None = None) -> dict[str, float]:
-        """This rank's part of all sums of squares, before gradients are clipped; for `norms`.
+        """Return this rank's share of all sums of squares that `norms` needs, before clipping.
 
-        Forgets the last update. The one wait for the device brings the step's losses as well; a
-        step with NaN or inf waits again to count them.
+        The tensor of losses comes with them in the one wait for the device; a step with NaN or inf
+        waits again to count them. The last update is forgotten.
         """
         gradients = [parameter.grad for parameter in self._parameters]
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -120,7 +122,7 @@ class NormStats:
         return {name: value / self._copies for name, value in found.items()} | self._part(rate)
 
     def norms(self, sums: Mapping[str, float], scale: float) -> Norms:
-        """The whole model's norms, from `sums` added up over all ranks."""
+        """Return the norms of the whole model, from `sums` added up over all ranks."""
         grads, weights, updates = (
             {group: sums[f"{kind}.{group}"] for group in self.groups}
             for kind in ("gradient", "weight", "update")
@@ -139,9 +141,10 @@ class NormStats:
         )
 
     def without_gradient(self, world: mesh.World) -> list[str]:
-        """Parameters that a backward pass reached, and each gradient so far was exactly 0.
+        """Return the names of parameters whose gradient was exactly 0 in each step so far.
 
-        Of none that no graph reaches: a plan names these. All ranks call it.
+        Parameters that no backward pass reaches are not among them: the memory plan reports those.
+        All ranks must call it.
         """
         for index in self._reached - self._moved:
             gradient = self._parameters[index].grad
@@ -157,9 +160,9 @@ class NormStats:
 
     @contextmanager
     def track_update(self, optimizers: Sequence[Optimizer] = ()) -> Iterator[None]:
-        """Measure the update that is made inside the block, and the rate that it is made with."""
+        """Measure the update that is made inside the block, and its learning rate."""
         before = self._probe() if self._probed is None else self._probed
-        # A step uses the estimate of the step before.
+        # Before the update: a step uses the rate that the optimizer estimated in the step before.
         adapted = [adapted_rate(group) for each in optimizers for group in each.param_groups]
         yield
         groups = [group for each in optimizers for group in each.param_groups]
@@ -171,7 +174,7 @@ class NormStats:
         self._update = sums.index_add_(0, self._probe_group, moved.double())
 
     def last_update(self) -> dict[str, float]:
-        """This rank's part of the last update's sums of squares, as in `sums`."""
+        """Return this rank's share of the last update's sums of squares, as `sums` does."""
         update = self._taken_update(self._probe_weight.device)
         self._update = update
         named = self._named("update", update.tolist())
@@ -182,6 +185,7 @@ class NormStats:
     def set_last_update(self, sums: Mapping[str, float], num_ranks: int) -> None:
         self._probed = None
         by_group = [sums.get(f"update.{group}", 0.0) for group in GROUPS]
+        # Each rank holds an equal part, so that the sum over ranks gives the saved numbers again.
         self._update = [self._copies * each / num_ranks for each in by_group]
         self._rate = sums.get("rate", 1.0)
 
@@ -225,10 +229,10 @@ def _ratio(update: float, weight: float) -> float:
 
 
 def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, str]:
-    """The group (`longtake.guard.history.GROUPS`) of each trained parameter, by its name.
+    """Return the group (one of `longtake.guard.history.GROUPS`) of each trained parameter, by name.
 
-    `embedding`: what comes before and after the blocks; `added`: the user's own module; `other`:
-    norms and modulation of a block.
+    `embedding` holds the layers before and after the blocks, `added` the user's own module, `other`
+    the norms and the modulation of blocks.
     """
     names = {id(module): name for name, module in model.named_modules()}
     in_blocks = tuple(f"{names[id(block)]}." for block in blocks)
@@ -257,16 +261,16 @@ def _group(name: str, in_blocks: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """Facts about a step that every rank knows, equal on each."""
+    """Reduced facts about a step, equal on every rank."""
 
-    statistics: StepStatistics  # for the guard; meaningless if no sample was trained
+    statistics: StepStatistics  # meaningless if no sample was trained
     scale: float  # the batch's global size over the number of samples that were trained
     num_troubles: int
-    """Clips that could not be decoded and decoders that were replaced, over all ranks."""
-    stop: str | None  # the signal by which a rank was asked to stop; of several, the most urgent
-    save_failed: bool  # whether a checkpoint could not be written, on any rank
-    save_due: bool  # whether `checkpoint.minutes` have passed, by the clock of rank 0
-    unlike: tuple[int, ...] = ()  # ranks whose trained weights are unlike those of their replicas
+    """Clips that could not be decoded plus decoders that were replaced, over all ranks."""
+    stop: str | None  # most urgent signal that asked any rank to stop
+    save_failed: bool  # true if any rank could not write its part of a checkpoint
+    save_due: bool  # true if `checkpoint.minutes` have passed by rank 0's clock
+    unlike: tuple[int, ...] = ()  # ranks whose trained weights differ from their replicas'
 
 
 def reduce_statistics(
@@ -278,12 +282,13 @@ def reduce_statistics(
     local: Mapping[str, float],
     replicas: ReplicaCheck | None = None,
 ) -> StepSummary:
-    """Add up what each rank has measured, with its `local_facts`; all ranks call it once a step."""
+    """Sum this step's losses, norms and `local_facts` over all ranks, which must all call it."""
     heartbeat.set_phase("collective")
     world, step, slots = session.world, state.global_step, dict[str, float]()
     if replicas is not None and replicas.is_due(step):
         slots = replicas.slots(checksum(replicated_tensors(state).values()))
     measured = norms.sums(losses)
+    # Ranks that share a batch's tokens have the same losses, so that one of them counts.
     by_sigma = _losses(losses, batch) if world.speaks_for_data else _NO_LOSSES
     sums = collectives.sum_over_ranks({**by_sigma, **measured, **local, **slots}, world)
     unlike = replicas.unlike(sums, step) if replicas is not None and slots else ()
@@ -301,7 +306,7 @@ def reduce_statistics(
 
 
 def replicated_tensors(state: TrainingState) -> dict[str, Tensor]:
-    """The trained weights and their fp32 masters, which replicas hold to the bit."""
+    """Return the trained weights and their fp32 masters, which are bitwise equal on replicas."""
     masters = masters_of(state.optimizers)
     parameters = state.components.model.named_parameters()
     trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
@@ -318,10 +323,7 @@ def local_facts(
 
 
 def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:
-    """Sums of losses, and numbers of samples, by population and quarter of the sigmas.
-
-    Without stand-ins.
-    """
+    """Sum losses and count samples by population and quarter of the sigmas, without stand-ins."""
     sums = dict(_NO_LOSSES)
     for loss, sigma, has_caption, weight in zip(
         samples.losses, samples.sigmas, samples.captioned, batch.weights.tolist(), strict=True
@@ -334,7 +336,7 @@ def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:
 
 
 def _loss_levels(losses: Sequence[float], counts: Sequence[float]) -> tuple[float, ...]:
-    """[6] as `StepStatistics.population`, from sums of losses and numbers by quarter."""
+    """[6] one population's row of `StepStatistics.population`, from its sums by quarter."""
     means = [
         loss / count if count else math.nan for loss, count in zip(losses, counts, strict=True)
     ]
@@ -372,7 +374,7 @@ def _statistics(
 
 
 def edge_of(batch: Batch) -> str | None:
-    """The epoch or stage that begins with a batch, in words; None: none, or the run itself."""
+    """Describe the epoch or stage that begins with a batch; None for others and the run's first."""
     if not batch.begins_epoch or batch.step == 0:
         return None
     source = "" if batch.source == "catalog" else f" (catalog {batch.source})"

@@ -1,4 +1,4 @@
-"""A training step: seeds, gradients, update; its order is in `loop.py`."""
+"""The parts of a training step: seeds, gradients and update; `loop.py` calls them in order."""
 
 import random
 import time
@@ -22,7 +22,7 @@ from longtake.training.session import SampleLosses, Session, TrainingState
 
 
 def begin_step(session: Session, state: TrainingState, batch: Batch) -> Batch:
-    """Seed a step; returns its batch, equal on all ranks that share its clips."""
+    """Seed a step and return its batch, with the same clips on all ranks that share its tokens."""
     heartbeat.begin_step(state.global_step, str(batch.bucket))
     batch = drop_undecodable(batch, session.world)
     seed_step(session.recipe.seed, state.global_step, session.world.rank)
@@ -32,7 +32,10 @@ def begin_step(session: Session, state: TrainingState, batch: Batch) -> Batch:
 def drop_undecodable(batch: Batch, world: mesh.World) -> Batch:
     """Drop clips that another rank of the same context-parallel group could not decode.
 
-    These ranks decode the same clips independently. All ranks call it.
+    The ranks of a group decode the same clips, each for itself. All ranks must call it.
+
+    Raises:
+        DataError: the ranks of a group replaced the batch by batches of different shapes.
     """
     if world.sequence_group is None:
         return batch
@@ -46,16 +49,17 @@ def drop_undecodable(batch: Batch, world: mesh.World) -> Batch:
             f"(their shapes: {', '.join(buckets)}). Can all nodes read the same files? Start the "
             "same command again: it resumes from the newest checkpoint."
         )
+    # A clip has weight 0 on all ranks of the group as soon as it has on one of them.
     weights = [min(of_one_place) for of_one_place in zip(*weights_of_ranks, strict=True)]
     rejected = dict.fromkeys(sample for samples in rejected_of_ranks for sample in samples)
     return replace(batch, weights=torch.tensor(weights), rejected=tuple(rejected))
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed Python's, numpy's and torch's generators from the step, such as for dropout.
+    """Seed the generators of Python, numpy and torch for one step, for operations such as dropout.
 
-    So there is no random state to save: a resumed run draws what it would have drawn, on the same
-    number of processes.
+    The seed depends on recipe seed, step and rank only, so no random state is saved: a resumed run
+    draws the same numbers, provided that the number of processes is the same.
     """
     number = derive("step", seed, step, rank)
     random.seed(number)
@@ -68,8 +72,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
     """Accumulate the gradients of this rank's share of a batch.
 
-    They are those of the sum of all ranks' weighted losses over the batch's global size; a stand-in
-    for a missing clip has weight 0.
+    The loss is the sum of all ranks' weighted sample losses divided by the batch's global size. A
+    stand-in for a clip that cannot be decoded has weight 0.
     """
     world, components = session.world, state.components
     model, blocks = components.model, components.family.blocks(components.model)
@@ -78,9 +82,11 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
     share = batch.global_size / world.data_size  # ranks average gradients
     timer, found, sigmas = ComputeTimer(world.device), list[Tensor](), list[float]()
     captioned, of_zero = list[bool](), list[Tensor]()
+    # At step 0 of a pretrained model, the recorder warns if predicting 0 would have a lower loss.
     is_compared = state.global_step == 0 and session.recipe.model.pretrained is not None
     micro_batches = state.inputs.micro_batches(batch, size)
     for number in range(1, count + 1):
+        # Ranks reduce the accumulated gradients once, in the backward pass of the last micro-batch.
         fsdp.set_gradient_sync(model, wanted=number == count)
         heartbeat.set_phase("forward")
         with timer.measure():
@@ -104,7 +110,7 @@ def _micro_batch_size(session: Session, batch: Batch) -> int:
 
 
 def prepare_next(session: Session, state: TrainingState, loader: Loader) -> None:
-    """Begin to encode and draw for the next batch, while the device computes this one."""
+    """Start to encode and to draw noise for the next batch, while the device computes this one."""
     if state.inputs.encodes_ahead:
         batch = loader.decoded_next()
         size = 1 if batch is None else _micro_batch_size(session, batch)
@@ -113,10 +119,10 @@ def prepare_next(session: Session, state: TrainingState, loader: Loader) -> None
 
 
 class ComputeTimer:
-    """Adds up how long this rank computes without waiting for others, to identify slow ranks.
+    """Measures how long this rank computes without waiting for other ranks, to find slow ranks.
 
-    Only the forward pass is measured: all other parts of a step end in waiting for other ranks. If
-    the model is sharded the forward pass does too, and the time tells less.
+    Only forward passes are measured, since every other part of a step ends in a collective. With a
+    sharded model the forward pass waits for collectives as well, and the time tells less.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -126,7 +132,7 @@ class ComputeTimer:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Add the time of the block, as the device takes it."""
+        """Add the block's duration; on a GPU, the time between two events on its stream."""
         if not self._is_cuda:
             begun = time.perf_counter()
             yield
@@ -150,10 +156,15 @@ def apply_update(
     scale: float,
     position: StagePosition,
 ) -> float:
-    """Update weights and EMA from the gradients, and drop these; returns the learning rate.
+    """Clip the gradients, update weights and EMA, clear the gradients; return the learning rate.
 
-    `scale`, the batch's global size over the number of samples that were trained, makes the
-    gradients those of the mean loss; `grad_norm` is the norm of those, over all ranks.
+    Args:
+        session: recipe and ranks.
+        state: its step is increased by 1.
+        grad_norm: norm over all ranks of the gradient of the mean loss.
+        scale: factor that turns the accumulated gradients into those of the mean loss: the batch's
+            global size over the number of its samples that were trained.
+        position: the batch's place in its stage, for learning rate schedules.
     """
     heartbeat.set_phase("optimizer")
     section, data = session.recipe.optimizer, session.recipe.data

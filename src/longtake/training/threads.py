@@ -1,8 +1,8 @@
-"""Measures with how many threads a training on a CPU computes fastest: at first, and again later.
+"""Chooses the number of CPU threads that trains fastest, in a run's first steps and again later.
 
-Two threads take less time than one where they have the cores for themselves. Where they share them,
-each waits for another that has no core, and steps take several times as long. Sums in another
-number of threads differ in their last bits, so the number is saved with each checkpoint.
+Two threads are faster than one if each has a core of its own. On shared cores each waits for
+another that has no core, and steps take several times as long. The number is saved in each
+checkpoint, because sums over another number of threads differ in their last bits.
 """
 
 import os
@@ -22,51 +22,51 @@ from longtake.data.batch import Batch
 from longtake.fsio import Count, Finite
 from longtake.parallel.mesh import World
 
-_FLOPS_PER_THREAD = 2e7  # of a step: with fewer, threads wait for each other longer than they work
-_WARM_UP = 2  # steps that allocate memory and are not measured
-_TRIALS = 3  # steps with each number
-_HOPELESS = 2.0  # times the fastest step of a trial, beyond which it leaves a number out
-_WINDOW = 16  # steps whose median is compared with what was measured when the number was chosen
-_CHANGE = 1.5  # by which that median differs when numbers are tried again
-_PAUSE = 64  # steps between two trials
-_GAIN = 0.9  # of the present number's time; another is chosen if it takes less than that
+_FLOPS_PER_THREAD = 2e7  # of a step; with fewer, threads mostly wait for each other
+_WARM_UP = 2  # first steps, which allocate memory and are not measured
+_TRIALS = 3  # measured steps with each number of threads
+_HOPELESS = 2.0  # a number is dropped if a step takes this many times the fastest step of the trial
+_WINDOW = 16  # steps whose median time is compared with that measured at the choice
+_CHANGE = 1.5  # ratio of these two times beyond which numbers are tried again
+_PAUSE = 64  # least number of steps between two trials
+_GAIN = 0.9  # share of the present number's time that another must stay below to be chosen
 
 
 class SavedThreads(TypedDict):
-    """The number of CPU threads, as trainer.json keeps it."""
+    """The number of CPU threads as trainer.json holds it."""
 
     number: Count
-    seconds: Finite  # of a unit of work when the number was chosen; 0: not measured
+    seconds: Finite  # per unit of work when the number was chosen; 0: not measured
 
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """A number of threads that was chosen by trying several."""
+    """A number of CPU threads chosen by a trial."""
 
     before: int
     number: int
-    seconds: dict[int, float]  # median of a step by number of threads
-    is_first: bool  # in the first steps of a run; a later one changes the last bits of its results
+    seconds: dict[int, float]  # median time of a step by number of threads
+    is_first: bool  # of a run's first steps; later choices change the last bits of its results
 
 
 @dataclass
 class ThreadTuner:
-    """Chooses among numbers of threads by the seconds of steps.
+    """Chooses a number of threads by the times of steps, without setting it.
 
     Args:
-        numbers: to choose among, the present one first.
-        usual: seconds of a unit of work with the present one, of an earlier launch; 0: unknown, so
-            numbers are tried in the first steps.
+        numbers: candidates, the present one first.
+        usual: seconds per unit of work with the present one, from an earlier launch; 0: unknown, so
+            that a trial starts in the first steps.
     """
 
     numbers: Sequence[int]
     usual: float = 0.0
-    number: int = field(init=False)  # of the next step
-    present: int = field(init=False)  # that was chosen
-    _trial: list[int] = field(init=False, default_factory=list)  # numbers of the steps to come
+    number: int = field(init=False)  # of the next step, which may be part of a trial
+    present: int = field(init=False)  # outside of trials
+    _trial: list[int] = field(init=False, default_factory=list)  # of the steps to come
     _tried: dict[int, list[float]] = field(init=False, default_factory=dict)
     _recent: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_WINDOW))
-    _num_steps: int = field(init=False, default=0)  # since the last trial, or the beginning
+    _num_steps: int = field(init=False, default=0)  # since the last trial, or since the launch
     _is_first: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
@@ -74,12 +74,14 @@ class ThreadTuner:
         self._is_first = not self.usual
 
     def step_done(self, seconds: float, work: float) -> ThreadChoice | None:
-        """Take in a step's time and amount of work; the choice, if the step was a trial's last."""
+        """Add a step's time and amount of work; returns the choice if the step ended a trial."""
         unit = seconds / work
         if self._trial:
             number = self._trial.pop(0)
             self._tried.setdefault(number, []).append(unit)
             if unit > _HOPELESS * min(map(min, self._tried.values())):
+                # Numbers that are clearly slower are not tried further: each such step delays
+                # training.
                 self._trial = [each for each in self._trial if each != number]
             choice = None if self._trial else self._choose(work)
             self.number = self._trial[0] if self._trial else self.present
@@ -87,6 +89,7 @@ class ThreadTuner:
         self._num_steps += 1
         self._recent.append(unit)
         if self._is_due():
+            # Alternating, so that other load on the machine affects all numbers alike.
             self._trial = list(self.numbers) * _TRIALS
             self.number = self._trial[0]
         return None
@@ -102,6 +105,7 @@ class ThreadTuner:
     def _choose(self, work: float) -> ThreadChoice:
         found = {number: median(each) for number, each in self._tried.items()}
         before, best = self.present, min(found, key=lambda number: found[number])
+        # A small gain may be chance, and a change costs bitwise equality.
         self.present = best if found[best] < _GAIN * found[before] else before
         self.usual = found[self.present]
         seconds = {number: each * work for number, each in sorted(found.items())}
@@ -112,17 +116,17 @@ class ThreadTuner:
 
 
 class CpuThreads:
-    """Sets the number of threads of each step; does nothing on a GPU.
+    """Sets the number of CPU threads for each step; does nothing on a GPU.
 
-    The number is fixed where OMP_NUM_THREADS is set, and where several ranks share the cores.
+    The number is fixed if OMP_NUM_THREADS is set, or if several ranks share the cores.
 
     Args:
-        world: of the ranks.
-        saved: what the checkpoint has that training resumes from, if it does.
+        world: the ranks.
+        saved: from the checkpoint that training resumes from; None in a new run.
     """
 
     def __init__(self, world: World, saved: SavedThreads | None = None) -> None:
-        self.choice: ThreadChoice | None = None  # made in the last step
+        self.choice: ThreadChoice | None = None  # made in the last step; None in most
         self._tuner: ThreadTuner | None = None
         self._saved = saved
         self._is_cpu = world.device.type == "cpu"
@@ -131,16 +135,16 @@ class CpuThreads:
             most = process.num_cores()
             number = min(most, saved["number"]) if saved and saved["number"] else most
             usual = saved["seconds"] if saved and saved["number"] == number else 0.0
-            halves = [most >> shift for shift in range(most.bit_length())]  # down to 1
+            halves = [most >> shift for shift in range(most.bit_length())]  # most, most/2, ..., 1
             others = [each for each in halves if each != number]
             self._tuner = ThreadTuner([number, *others], usual)
-            torch.set_num_threads(number)  # that of the plan, too
+            torch.set_num_threads(number)  # the plan is made with it, too
 
     def set_work(self, sample_flops: Mapping[Bucket, int], batch_size: int) -> None:
-        """Leave out numbers that are of no use to a model of this size.
+        """Leave out numbers of threads that are too large for the work of one step.
 
         Args:
-            sample_flops: operations of a step on one clip of each shape; empty: they are unknown.
+            sample_flops: operations of a step on one clip of each shape; empty if unknown.
             batch_size: clips of a step.
         """
         self._sample_flops = sample_flops
@@ -153,7 +157,7 @@ class CpuThreads:
 
     @contextmanager
     def measured(self, batch: Batch) -> Iterator[None]:
-        """Compute a step in the block, with its number of threads."""
+        """Set the number of threads for the step that is computed in the block, and time it."""
         self.choice = None
         if self._tuner is None or len(self._tuner.numbers) == 1:
             yield
@@ -162,18 +166,19 @@ class CpuThreads:
             torch.set_num_threads(self._tuner.number)
         bucket, begun = batch.bucket, time.perf_counter()
         yield
+        # Where operations are unknown, pixels stand for them: only ratios of times are compared.
         pixels = bucket.num_frames * bucket.height * bucket.width
         work = self._sample_flops.get(bucket, pixels) * len(batch.seeds)
         self.choice = self._tuner.step_done(time.perf_counter() - begun, work)
 
     def state(self) -> SavedThreads:
-        """The state that a resumed run needs."""
+        """Return the number of threads to save in a checkpoint."""
         if self._tuner is None:
             return SavedThreads(number=torch.get_num_threads(), seconds=0.0)
         return SavedThreads(number=self._tuner.present, seconds=self._tuner.usual)
 
     def difference(self) -> str | None:
-        """A warning if a resumed run's results differ in their last bits from here on."""
+        """Warn if a resumed run's results differ in their last bits from here on."""
         now = torch.get_num_threads()
         if self._saved is None or self._saved["number"] == now or not self._is_cpu:
             return None

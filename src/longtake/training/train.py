@@ -66,19 +66,19 @@ from longtake.training.threads import CpuThreads
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """The end of a launch: steps, seconds, signal."""
+    """Result of a launch: steps, seconds, and the signal that ended it."""
 
-    start_step: int  # updates that were done before this launch
-    end_step: int  # updates that are done now
-    training_seconds: float  # wall-clock time of this launch's steps, saving included
-    interrupted_by: str | None  # the signal that ended it before the last step, if one did
-    rollbacks: int = 0  # of this launch and those before
-    run: Path | None = None  # the run directory; with `fresh` it is not the recipe's
+    start_step: int  # steps done before this launch
+    end_step: int  # steps done at its end
+    training_seconds: float  # wall-clock time of this launch's steps, with saves
+    interrupted_by: str | None  # signal that ended it before the last step; None: none did
+    rollbacks: int = 0  # of all launches of the run
+    run: Path | None = None  # run directory, which `fresh` may choose beside the recipe's
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """One launch of a run, before it is known at which step it begins."""
+    """A launch of a run, before its first step is known."""
 
     recipe: Recipe
     run: RunDirectory
@@ -93,7 +93,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _BuiltRun:
-    """All that is built before the first step."""
+    """Everything that is built before the first step."""
 
     session: Session
     loader: Loader
@@ -118,18 +118,24 @@ def train(
 ) -> TrainOutcome:
     """Train a recipe to its end, from its newest checkpoint if there is one.
 
-    Call it in one process, or in each that torchrun started. `fresh` starts a new run, in a folder
-    beside the existing one. A new run begins with the weights of `parent`, if there is one (see
-    `longtake.checkpoint.files.find_parent`). `evaluate` samples and measures presets if
-    `sampling.every` is set, such as `longtake.evaluation.evaluator.SampleEvaluator`.
+    Call it in one process, or in each that torchrun started.
+
+    Args:
+        recipe: to train.
+        console: for the display of rank 0.
+        fresh: start a new run, in a folder beside the existing one.
+        parent: checkpoint whose weights a new run begins with, from
+            `longtake.checkpoint.files.find_parent`.
+        evaluate: samples and measures presets if `sampling.every` is set, such as
+            `longtake.evaluation.evaluator.SampleEvaluator`.
 
     Raises:
         DivergedError: the run diverged, and rolling back did not help.
-        LongtakeError: an error in recipe, data or run directory; before the first step where it can
-            be known then.
+        LongtakeError: an error in recipe, data or run directory, before the first step where it can
+            be found then.
     """
     recipe = with_batch_sizes(recipe)
-    # Ranks agree on the folder of a fresh run too late for torch's flight recorder.
+    # torch's flight recorder needs its folder before the ranks have agreed on that of a fresh run.
     records = None if fresh or not recipe.watch.enabled else heartbeat.heartbeat_dir(recipe.out)
     with (
         runtime.watcher_process(recipe) as watcher,
@@ -167,7 +173,7 @@ def _refuse_launch(recipe: Recipe, world: World) -> tuple[equality.RankDifferenc
 
 
 def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
-    """A loader at the first step; errors in the data are raised before the run exists."""
+    """Open a loader at the first step; raises errors in the data before the run exists."""
     loader = Loader(
         recipe.data,
         batch_size=recipe.training.global_batch_size,
@@ -178,18 +184,19 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
         heartbeats=heartbeat.heartbeat_dir(run.path),
     )
     samples.refuse_wrong_samples(recipe, run)
+    # An existing run was reviewed when it began.
     if not run.exists():
         review(loader.plan_history.plan, recipe.data, recipe.training.steps)
     return loader
 
 
 def _build_newest(launch: _Launch, loader: Loader, opened: ExitStack) -> _BuiltRun:
-    """Build the run from its newest checkpoint, or from the one before if its bytes are damaged.
+    """Build the run from its newest checkpoint, or from an older one if its bytes are damaged.
 
     Args:
         launch: on this rank.
-        loader: at the first step; another one is opened for each further attempt.
-        opened: closes the loader.
+        loader: at the first step; each further attempt opens a new one.
+        opened: closes the loaders.
     """
     run, recipe, world = launch.run, launch.recipe, launch.world
     damaged: dict[Path, str] = {}
@@ -202,16 +209,16 @@ def _build_newest(launch: _Launch, loader: Loader, opened: ExitStack) -> _BuiltR
         try:
             return _build(launch, session, point, loader)
         except DamagedCheckpointError as error:
-            if error.path != point.path:  # it is the parent's
+            if error.path != point.path:  # the parent run's checkpoint
                 raise
             damaged[error.path] = error.reason
-        gc.collect()  # the model, before there is another
+        gc.collect()  # frees the model before another one is built
         opened.close()
         loader = opened.enter_context(closing(_open_data(run, recipe, world)))
 
 
 def _choose_precision(recipe: Recipe, point: ResumePoint, world: World) -> numerics.Precision:
-    """The precision of all ranks: bf16 if every one has it. A resumed run keeps its precision."""
+    """Choose the precision of all ranks: bf16 if each supports it; a resumed run keeps its own."""
     precision = recipe.training.precision
     if precision == "auto" and point.trainer is not None:
         precision = from_first(point.trainer["precision"], world)
@@ -220,12 +227,12 @@ def _choose_precision(recipe: Recipe, point: ResumePoint, world: World) -> numer
 
 
 def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader) -> _BuiltRun:
-    """Plan, build and load all that is trained, in the order in which each can be refused."""
+    """Plan, build and load everything to train; what can be refused soonest comes first."""
     recipe, world = session.recipe, session.world
     _refuse_other_plans(loader, world)
     threads = CpuThreads(world, None if point.trainer is None else point.trainer.get("threads"))
     warnings = [*point.warnings, *_check(session, loader, threads)]
-    if recipe.data.cache is None:  # decode while the model is built and loaded
+    if recipe.data.cache is None:  # decodes while the model is built and loaded
         loader.begin(loader.end_after(recipe.training.steps - point.step))
     heartbeat.set_phase("plan")
     if point.path is None:
@@ -252,6 +259,7 @@ def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader
         restore(session, point.path, state, guard, norms)
     elif session.parent is not None:
         warnings += parents.begin_from(session, session.parent, state)
+    # Replicas must be equal before the first step, else the guard would blame its update.
     replicas = ReplicaCheck(world, recipe.guard.compare_replicas_every)
     replicas.refuse_unlike(_tensors(parts), state.global_step)
     heartbeat.set_phase("open")
@@ -276,7 +284,7 @@ def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader
 
 
 def _check(session: Session, loader: Loader, threads: CpuThreads) -> list[str]:
-    """Check the data of a launch; returns warnings of it, of packages and of other ranks."""
+    """Check the data of a launch; returns warnings of data, packages, threads and other ranks."""
     recipe, world, warnings = session.recipe, session.world, list[str]()
     history = loader.plan_history
 
@@ -299,7 +307,7 @@ def _build_parts(
     plan: MemoryPlan,
     warnings: list[str],
 ) -> Components:
-    """Build the model and its frozen parts, for a new run with the LoRA that it begins with.
+    """Build the model and its frozen parts, and load the LoRA file that a new run begins with.
 
     Warnings about the model are appended to `warnings`.
     """
@@ -321,7 +329,7 @@ def _announce(
     plan: MemoryPlan,
     warnings: Sequence[str],
 ) -> None:
-    """Print and record how a launch begins, with warnings, and captions that are too long."""
+    """Show and record a launch's settings, warnings and memory plan, and captions that are cut."""
     with pretrained.local_copies():
         facts, truncated = caption_tokens.review_captions(
             text_section(session.recipe),
@@ -336,7 +344,7 @@ def _announce(
 
 
 def _tensors(parts: Components) -> dict[str, torch.Tensor]:
-    """Trained and frozen weights and buffers of all parts that are there, by name."""
+    """Collect weights and buffers of all parts that have memory, trained or frozen, by name."""
     modules = [parts.model, *parts.codec.modules(), *parts.text.modules()]
     return {
         f"{type(module).__name__}: {name}": each
@@ -347,7 +355,11 @@ def _tensors(parts: Components) -> dict[str, torch.Tensor]:
 
 
 def _refuse_other_plans(loader: Loader, world: World) -> None:
-    """Check that all ranks would train the same; each has read the catalogs for itself."""
+    """Refuse ranks whose data differ, as each rank reads the catalogs for itself.
+
+    Raises:
+        DataError: a rank would train other clips than rank 0.
+    """
     mine = (socket.gethostname(), loader.step, loader.plan_history.plan.fingerprint)
     everyone = gather_objects(mine, world)
     other = [rank for rank, facts in enumerate(everyone) if facts[1:] != everyone[0][1:]]
@@ -361,10 +373,9 @@ def _refuse_other_plans(loader: Loader, world: World) -> None:
 
 
 def _begin_ledger(session: Session, loader: Loader) -> Path:
-    """The folder of this launch's ledger, with what it will be audited against.
+    """Create the folder of this launch's ledger, with what an audit compares it with.
 
-    Only now does the run adopt changed keys of the recipe: everything that could refuse them has
-    looked at them.
+    The run adopts changed keys of the recipe only here, after every check that could refuse them.
     """
     run, world = session.run, session.world
     made: list[Path] = []
@@ -385,7 +396,7 @@ def _begin_ledger(session: Session, loader: Loader) -> Path:
 
 
 def _train(built: _BuiltRun, lease: Lease | None) -> TrainOutcome:
-    """Train a run to its end, and record the end."""
+    """Train a built run to its end, and record how it ended."""
     run, world, state = built.session.run, built.session.world, built.state
     start, begun = state.global_step, time.perf_counter()
     with _monitors(built, lease) as monitors:
@@ -400,11 +411,11 @@ def _train(built: _BuiltRun, lease: Lease | None) -> TrainOutcome:
 
 @contextmanager
 def _monitors(built: _BuiltRun, lease: Lease | None) -> Iterator[Monitors]:
-    """Open what accompanies the steps; a save that is under way is waited for at the end."""
+    """Open the objects that accompany the steps; a pending save is waited for at the end."""
     session = built.session
     recipe, run, world = session.recipe, session.run, session.world
     plan, start = built.plan, built.state.global_step
-    # The prediction does not include encoders at work.
+    # The plan does not include the memory of encoders at work, so with them nothing is compared.
     encodes = recipe.data.cache is None and recipe.codec.kind != "pixels"
     is_predicted = world.is_first and not encodes and plan.activation_bytes is not None
     predicted = (plan.activation_bytes or 0, plan.bucket) if is_predicted else None
@@ -415,7 +426,7 @@ def _monitors(built: _BuiltRun, lease: Lease | None) -> Iterator[Monitors]:
 
     def answer(received: signal.Signals) -> None:
         ranks = heartbeat.read_heartbeats(heartbeat.heartbeat_dir(run.path))
-        if world.is_first and LOG_VARIABLE not in os.environ:  # else the launcher has said it
+        if world.is_first and LOG_VARIABLE not in os.environ:  # else the launcher printed it
             living = (each for each in ranks if each.role == "rank" and each.is_alive)
             session.console.print(answer_to(received, living), highlight=False, markup=False)
 
@@ -438,12 +449,12 @@ def _monitors(built: _BuiltRun, lease: Lease | None) -> Iterator[Monitors]:
 
 
 def _train_with_rollbacks(built: _BuiltRun, monitors: Monitors) -> LoopExit:
-    """Train to the end, rolling back as often as the guard demands and allows."""
+    """Train to the end, rolling back as often as the guard demands and permits."""
     session, state, loader, ledger_path = built.session, built.state, built.loader, built.ledger
     names, saver, recorder = stream_names(session.recipe.data), monitors.saver, monitors.recorder
     world, step = session.world, state.global_step
     if samples.samples_at(session.recipe.sampling, step, is_last=False):
-        sample_presets(state, monitors)  # what a launch that was killed has not sampled
+        sample_presets(state, monitors)  # what a killed launch has left unsampled
     while True:
         with Ledger(ledger_path, world.rank, names, counts=world.speaks_for_data) as ledger:
             ended = train_steps(session, state, loader, ledger, monitors)
