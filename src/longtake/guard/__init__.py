@@ -1,1 +1,1 @@
-"""Detects divergence of a training and plans rollbacks: pure functions of statistics."""
+"""Detection of a training's divergence, and plans of rollbacks: pure functions of statistics."""

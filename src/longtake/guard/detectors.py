@@ -1,7 +1,7 @@
-"""Detects divergence from the statistics of past steps.
+"""Detects divergence of a training from the statistics of past steps.
 
-Pure functions: equal inputs on every rank give equal verdicts. Thresholds were calibrated on
-undisturbed runs: benchmarks/guard_calibration.py.
+All functions are pure, so that equal statistics give equal verdicts on every rank. Thresholds are
+calibrated on undisturbed runs by benchmarks/guard_calibration.py.
 """
 
 import math
@@ -40,26 +40,33 @@ VerdictReason = Literal[
 
 @dataclass(frozen=True)
 class GuardVerdict:
-    """A decision on a step, before its update is applied.
+    """A decision on a step before its update is applied.
 
-    `skip`: do not apply the update; `roll_back`: nor that, and restore a checkpoint from before
-    `began`; `stop`: end the run.
+    `skip` drops the update; `roll_back` drops it and restores a checkpoint from before `began`;
+    `stop` ends the run.
     """
 
     kind: VerdictKind
-    reason: VerdictReason = ""  # `edge_step`: a `weight_step` where an epoch or a stage begins
-    message: str = ""  # what was seen and what was usual
-    began: int = 0  # step at which the divergence began; the state before it is still good
+    reason: VerdictReason = ""  # `edge_step`: a `weight_step` at the edge of an epoch or stage
+    message: str = ""  # observation and usual value, as a sentence; empty if `ok`
+    began: int = 0  # first step of the divergence; the state before it is good
 
 
 OK = GuardVerdict("ok")
 
 
 def judge(history: History, now: StepStatistics, settings: GuardSettings) -> GuardVerdict:
-    """The verdict of the first detector on a step, compared with the history before it."""
+    """Return the verdict of the first detector that objects to a step, or `OK`.
+
+    Args:
+        history: steps before `now`.
+        now: the step, before its update.
+        settings: of the guard.
+    """
     window = StepWindow(history, now, settings)
     with np.errstate(all="ignore"):  # float range is exceeded when statistics explode
         return (
+            # The first verdict names the reason, so the most specific detectors come first.
             detect_non_finite(window)
             or detect_weight_norm_jump(window)
             or detect_recurring_edge(window)
@@ -73,11 +80,12 @@ def judge(history: History, now: StepStatistics, settings: GuardSettings) -> Gua
 
 
 def detect_non_finite(window: StepWindow) -> GuardVerdict | None:
-    """Skip a step with NaN or inf in loss or gradients; roll back if the weights have them."""
+    """Skip a step with NaN or inf in loss or gradients; roll back if the weights hold them."""
     now = window.now
     if not math.isfinite(now.weight_norm):
         rows = window.history.rows
         finite = rows.column("step")[np.isfinite(rows.column("weight_norm"))]
+        # The update of the last step with finite weights broke them.
         began = int(finite[-1]) if len(finite) else max(0, now.step - 1)
         message = (
             f"The norm of the weights is {now.weight_norm}: the update of step {began + 1} left "
@@ -97,27 +105,28 @@ def detect_non_finite(window: StepWindow) -> GuardVerdict | None:
 # --- Jumps of the weight norm ---------------------------------------------------------------------
 
 _SPANS = {1: 16, 4: 32, 16: 64, 64: 192}
-"""Spans in steps in which a jump is looked for, in the longest a drift that begins; and how many
-earlier changes define the usual one: those over longer spans overlap, so more are needed."""
+"""Spans in steps over which jumps are looked for (the longest finds a drift), each with the least
+number of earlier changes to compare with: long spans overlap, so they need more."""
 _JUMP_SIGMAS = 12.0
-"""Distance from the usual change. Undisturbed runs reach 5."""
+"""Least distance from the usual change, in robust standard deviations; undisturbed runs reach 5."""
 _JUMP_TIMES_LARGEST = 2.0
-"""Distance, as a multiple of the largest one in the window. Undisturbed runs reach 1."""
+"""Least distance as a multiple of the window's largest distance; undisturbed runs reach 1."""
 _MIN_JUMP_FRACTION = 2e-3
-"""Share of the norm. The epoch-end defect behind this rule added 0.7 % at once; an undisturbed run
-of that size changes by less than 0.1 % in 16 steps."""
+"""Least distance as a share of the norm. The epoch-end defect behind this rule added 0.7 % at once;
+an undisturbed run of that size changes by less than 0.1 % in 16 steps."""
 _MOST_TIMES_THE_RATE = 12.0
-"""Changes at a rate that was this many times lower tell nothing about those at the present one."""
+"""Changes at a rate lower than the present one by more than this factor are not compared with."""
 _MAX_STEPS_AFTER_EDGE = 16
-"""Steps after an edge in which a jump is attributed to it; fewer if epochs are short."""
+"""Steps after an edge in which a jump is attributed to the edge; fewer if epochs are short."""
 _JUMP_UPDATE_GROWTH = 3.0
-"""Factor by which updates must have grown to be the reason of a jump."""
+"""Growth of updates from which on a jump is attributed to them."""
 
 
 def detect_weight_norm_jump(window: StepWindow) -> GuardVerdict | None:
     """Roll back if the weight norm jumped, which a loss often does not show.
 
-    Compares across stages, unlike the other detectors: a jump is most likely where one begins.
+    Unlike other detectors it compares steps of different stages, since jumps are likely where a
+    stage begins.
     """
     rows = window.past
     if len(rows) < window.settings.warmup_steps:
@@ -135,13 +144,14 @@ def detect_weight_norm_jump(window: StepWindow) -> GuardVerdict | None:
 
 
 def _usual_change(rows: StepRows, span: int, least: int, most: int) -> float | None:
-    """Usual change of the norm in `span` steps, if the last change is an outlier; else None.
+    """Return the usual change of the norm in `span` steps if the last one is an outlier; else None.
 
-    Uses at most `most` earlier changes; None also if there are fewer than `least`. A change is
-    compared with the earlier ones as they are and as they would be at the rates of the last `span`
-    updates: weights that move in one direction change in proportion to the rate, and those that
-    walk at random with its square. A jump is an outlier by each of these, and also where the
-    updates themselves have grown by less than a divergence: a LoRA that learns a feature at last.
+    Compares with at least `least` and at most `most` earlier changes; None if there are fewer. They
+    are taken as they are, and as they would be at the learning rates of the last `span` updates:
+    weights that move in one direction change in proportion to the rate, weights that walk at random
+    with its square. A jump is an outlier in all three ways, and remains one if the growth of the
+    updates, up to that of a divergence, is accounted for: a LoRA that learns a feature at last
+    grows so.
     """
     norms, rates = rows.column("weight_norm"), rows.column("rate")
     changes = norms[span:] - norms[:-span]
@@ -176,7 +186,7 @@ def _usual_change(rows: StepRows, span: int, least: int, most: int) -> float | N
 
 
 def _growth_within_limits(rows: StepRows, span: int) -> float:
-    """Growth of the last `span` updates of all weights; at least 1, and less than a divergence."""
+    """Return the growth of the last `span` updates, limited to 1 and `_JUMP_UPDATE_GROWTH`."""
     sizes = np.linalg.norm(rows.select(rows.have_update).updates, axis=1)
     recent, past = sizes[-span:], sizes[:-span][-_NUM_NEWEST_UPDATES:]
     if len(past) < _MIN_USUAL_UPDATES:
@@ -212,7 +222,7 @@ def _weight_norm_verdict(
 
 
 def _max_steps_after_edge(window: StepWindow) -> int:
-    """A quarter of the longest epoch that is remembered, at most `_MAX_STEPS_AFTER_EDGE`."""
+    """Return a quarter of the longest remembered epoch, at most `_MAX_STEPS_AFTER_EDGE`."""
     rows = window.history.rows
     edges = rows.column("step")[rows.column("at_edge") > 0]
     epochs = np.diff(np.concatenate([rows.column("step")[:1], edges, [window.now.step]]))
@@ -220,23 +230,23 @@ def _max_steps_after_edge(window: StepWindow) -> int:
 
 
 # --- Small changes that recur at the edges of epochs ----------------------------------------------
-# One of them is too small to be seen. At edge after edge, each beyond all the steps before it, they
-# are no chance: among eight earlier steps that happens at one edge in nine, at five in 60,000, and
-# they must also be twice as far off as any of those steps.
+# A single such change is too small to detect. If each of several edges exceeds all the steps before
+# it, that is no chance: with eight earlier steps it happens by chance at one edge in nine, and at
+# five edges in a row once in 60,000. They must also be twice as far off as any of those steps.
 
 _NUM_EDGES = 5
-"""Edges in a row at which the same is seen."""
+"""Number of edges in a row that must show the change."""
 _LEAST_BETWEEN, _MOST_BETWEEN = 8, 32
-"""Steps before an edge with which it is compared, all of them within its epoch."""
+"""Least and largest number of steps before an edge, in its epoch, that it is compared with."""
 _TIMES_FURTHEST = 2.0
-"""Distance from the usual of those steps, as a multiple of the furthest one of them."""
+"""Least distance from these steps' usual value, in multiples of the largest one among them."""
 _EDGE_UPDATE_GROWTH = 2.0
 _MIN_EDGES_FRACTION = 1e-3
-"""Share of the norm that all these edges have added to it beyond the usual."""
+"""Least share of the norm that all these edges together have added beyond the usual."""
 
 
 def detect_recurring_edge(window: StepWindow) -> GuardVerdict | None:
-    """Roll back if each of the last epochs ended with a change that no other step has."""
+    """Roll back if each of the last epochs ended with a change that no other step shows."""
     if window.now.edge is None or not window.is_warm:
         return None
     rows = window.past.append(window.row)
@@ -281,9 +291,9 @@ def detect_recurring_edge(window: StepWindow) -> GuardVerdict | None:
 def _excess_at_edges(
     values: Numbers, edges: NDArray[np.intp], between: Sequence[slice]
 ) -> tuple[Numbers, Numbers]:
-    """[edges] how far each edge is beyond all steps before it, and their usual value.
+    """[edges] Return each edge's distance from the usual value of the steps before it, and that.
 
-    0 at all edges unless each is, to the same side.
+    The distances are 0 unless all edges exceed these steps, and to the same side.
     """
     usual = np.array([median(values[before]) for before in between])
     excess = values[edges] - usual
@@ -297,28 +307,30 @@ def _excess_at_edges(
 
 # --- Growth of updates ----------------------------------------------------------------------------
 # A wrong learning rate shows here first. Norms are measured by group and divided by the rate that
-# the optimizer used, its own estimate included: updates then keep their size. Relative to the
-# weights they would shrink as those grow.
+# the optimizer used, including its own estimate, so that updates keep their size. Relative to the
+# weights they would shrink as weights grow.
 
 _MIN_SLOW = 32
-"""Recent updates from which on growth counts only if it exceeds all that there was before."""
+"""Number of recent updates from which on growth counts only beyond all earlier blocks."""
 _MIN_USUAL_UPDATES = 16
-"""Earlier updates that are needed to define the usual size."""
+"""Least number of earlier updates that define the usual size."""
 _NUM_NEWEST_UPDATES = 64
-"""Updates that count as newest: Adam's may shrink to a fifth in the first hundreds of steps."""
+"""Updates that count as newest. Adam's may shrink to a fifth in the first hundreds of steps."""
 _MOST_TIMES_A_LOWER_RATE, _MOST_TIMES_A_HIGHER_RATE = 2.0, 5.0
-"""Updates at rates outside of these multiples of the present one are not compared with. Where the
-noise of the gradients, and not the rate, limits the updates of an optimizer, they keep their size
-while the rate falls fiftyfold."""
+"""Factors below and above the present rate within which updates are compared. If the noise of
+gradients, not the rate, limits an optimizer's updates, they keep their size while the rate falls
+fiftyfold."""
 _MAX_USUAL_UPDATES = 128
-"""A sample of this size is as good as all of them, and sorted sooner."""
+"""Size of a sample that is as good as all updates, and faster to sort."""
 
 
 @dataclass(frozen=True)
 class _UpdateGrowth:
+    """Growth of the updates of one group of weights."""
+
     group: str
-    recent: float  # median norm of the last updates
-    usual: float  # median norm of the newest updates before them, or of all, whichever is less
+    recent: float  # median norm of the recent updates
+    usual: float  # lower of the medians of the newest updates before them, and of all
     began: int  # last step with an update of usual size
 
     def __str__(self) -> str:
@@ -332,12 +344,12 @@ class _UpdateGrowth:
 def _update_growth(
     window: StepWindow, num_recent: int, least_factor: float
 ) -> _UpdateGrowth | None:
-    """The group whose recent updates have grown most; None if by no more than this factor."""
+    """Return the group whose recent updates grew most; None if by at most `least_factor`."""
     rows = window.same_stage.append(window.row)
     rows = rows.select(rows.have_update)
     if len(rows) <= num_recent:
         return None
-    # An optimizer whose estimate of its rate grows takes larger steps for a while at each rate.
+    # An optimizer whose estimate of the rate grows takes larger steps for a while at each rate.
     rates = rows.column("rate")
     rate = median(rates[-num_recent:])
     is_like = rates >= rate / _MOST_TIMES_A_LOWER_RATE
@@ -353,7 +365,7 @@ def _update_growth(
     lowest = np.minimum(newest, of_all)
     if (recent <= least_factor * lowest).all():  # a quick way to the same answer
         return None
-    # Large gradients lower Adam's updates for a thousand steps, from which they come back slowly.
+    # Large gradients shrink Adam's updates for a thousand steps, in which they slowly grow again.
     is_largest = recent > block_medians(past).max(axis=0)
     back = newest if num_recent < _MIN_SLOW else np.inf
     usual = np.where(is_largest, lowest, back)
@@ -370,27 +382,27 @@ def _update_growth(
 # --- Slow divergence ------------------------------------------------------------------------------
 
 _UPDATE_GROWTH = ((8, 4.0), (32, 3.0))
-"""Number of updates, and the factor by which their median may exceed the usual one. Undisturbed
-runs reach 2.6 and 2.0. A learning rate raised tenfold gives 10, or 3 if weights are in bf16, which
-rounds small updates up or away."""
+"""Number of recent updates, and the factor by which their median may exceed the usual one.
+Undisturbed runs reach 2.6 and 2.0. A learning rate raised tenfold gives 10, or 3 with bf16 weights,
+which round small updates up or away."""
 _RECENT_STEPS = 16
 _LEVEL_STEPS = 64
-"""Steps whose median is one level."""
+"""Steps of a level, which is their median."""
 _LOSS_RISE = 1.5
-"""Recent level over the lowest one in the history. Undisturbed runs reach 1.2."""
+"""Least rise of the recent level over the lowest in the history; undisturbed runs reach 1.2."""
 _GRAD_NORM_RISE = 4.0
 _LOSS_RISE_WITH_GRAD_NORM = 1.15
-"""Rise of the loss without which a rise of the gradient norm is ignored: at the start of a run
-gradients may grow tenfold while the loss falls."""
+"""Least rise of the loss for a rise of the gradient norm to count: early in a run, gradients may
+grow tenfold while the loss falls."""
 _LOSS_RISE_SIGMAS = 4.0
-"""The threshold in standard errors: losses of a model that learnt four clips vary threefold."""
+"""The same rise in standard errors: losses of a model that has learnt four clips vary threefold."""
 _MAX_SHARE_ABOVE = 0.05
-"""Share of the lowest level's steps that may reach the recent gradient norm. Where a small batch
-draws its sigmas, one step in five may have six times the usual norm, and by chance ten of 16 do."""
+"""Largest share of the lowest level's steps that may reach the recent gradient norm. With random
+sigmas in a small batch, one step in five may have six times the usual norm, by chance ten of 16."""
 _RISE_SIGMAS = 6.0
-"""Rise of a level in standard errors of its median, which is required as well."""
+"""Least rise of a level in standard errors of its median, required in addition."""
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
-"""Standard error of a median of normal numbers, relative to that of their mean."""
+"""Standard error of the median of normal numbers, relative to that of their mean."""
 
 
 def detect_divergence(window: StepWindow) -> GuardVerdict | None:
@@ -404,7 +416,7 @@ def detect_divergence(window: StepWindow) -> GuardVerdict | None:
 
 
 def _level_verdict(window: StepWindow) -> GuardVerdict | None:
-    """A verdict if the loss has risen, or the gradient norm with it."""
+    """Return a verdict if the loss has risen, or the gradient norm together with it."""
     rows = window.same_shape.append(window.row)
     losses, grad_norms = _losses_without_captions_share(rows), rows.column("grad_norm")
     is_measured = np.isfinite(losses) & np.isfinite(grad_norms) & (grad_norms > 0)
@@ -426,10 +438,10 @@ def _level_verdict(window: StepWindow) -> GuardVerdict | None:
 
 
 def _losses_without_captions_share(rows: StepRows) -> Numbers:
-    """[steps] logarithms of the loss as if each step had equally many samples with a caption.
+    """[steps] Return logarithms of the loss as if each step had the same share of captions.
 
     A model that has learnt its clips has many times the loss on samples without a caption, so each
-    loss is taken relative to the usual one of its kind. NaN without a sample.
+    loss is taken relative to the usual one of its population. NaN where a step has no sample.
     """
     sums, counts = np.zeros(len(rows)), np.zeros(len(rows))
     usual_sum, usual_count = 0.0, 0.0
@@ -451,7 +463,7 @@ def _rise(logs: Numbers) -> float:
 
 
 def _lowest_level(logs: Numbers) -> Numbers:
-    """[_LEVEL_STEPS] successive steps before the recent ones: those with the lowest median."""
+    """[_LEVEL_STEPS] Return the successive steps with the lowest median, before the recent ones."""
     past = logs[: len(logs) - _RECENT_STEPS]
     levels = past[len(past) % _LEVEL_STEPS :].reshape(-1, _LEVEL_STEPS)
     return np.asarray(levels[medians(levels.T).argmin()])
@@ -471,7 +483,7 @@ def _rise_verdict(name: str, steps: Numbers, logs: Numbers, rise: float) -> Guar
     width = _RECENT_STEPS // 2
     smooth = medians(np.lib.stride_tricks.sliding_window_view(logs, width).T)
     normal = np.flatnonzero(smooth <= level - rise / 2)
-    # The first step of the last stretch that was still below: half of it may have been above.
+    # The first step of the last window below the midpoint: up to half of the window may be above.
     began = int(steps[normal[-1]]) if len(normal) else int(steps[0])
     message = (
         f"The {name} has risen and stays up: the median of the last {_RECENT_STEPS} steps is "
@@ -484,21 +496,21 @@ def _rise_verdict(name: str, steps: Numbers, logs: Numbers, rise: float) -> Guar
 # --- Spikes ---------------------------------------------------------------------------------------
 
 _USUAL_STEPS = 32
-"""Newest steps that define the usual value: a falling loss leaves older ones behind."""
+"""Newest steps that define the usual value, since a falling loss leaves older ones behind."""
 _MIN_SAME_SHAPE = 16
-"""Steps with clips of this shape, or at this noise level, that define the usual value."""
+"""Least number of steps with this clip shape or noise level that define a usual value."""
 _MIN_NOISE = 0.02
-"""Least standard deviation of logarithms: nearly equal losses would make a spike of any other."""
+"""Least standard deviation of logarithms; else any change of nearly equal losses is a spike."""
 
 
 @dataclass(frozen=True)
 class _Excess:
-    """Distance of a number above the usual one."""
+    """Distance of a number above the usual one, in logarithms."""
 
     value: float
-    usual: float  # logarithm
-    distance: float  # logarithm of the factor above it
-    sigmas: float  # the same in standard deviations of the logarithms
+    usual: float  # logarithm of the usual value
+    distance: float  # logarithm of the factor above it, without the explained part
+    sigmas: float  # distance in robust standard deviations of the logarithms
 
     def __str__(self) -> str:
         times = math.exp(min(math.log(self.value) - self.usual, 99.0))
@@ -509,7 +521,7 @@ class _Excess:
 
 
 class _SpikeLimit(NamedTuple):
-    """A spike exceeds both."""
+    """Thresholds of a spike, which must exceed both."""
 
     sigmas: float
     factor: float
@@ -522,14 +534,14 @@ class _SpikeLimit(NamedTuple):
 
 _LOSS_LIMIT = _SpikeLimit(6.0, 2.0)
 _GRAD_NORM_LIMIT = _SpikeLimit(7.0, 5.0)
-"""Gradient norms have a heavier tail than losses, and are clipped."""
+"""Limit for gradient norms, which have a heavier tail than losses, and are clipped."""
 _RARE_LIMIT = _SpikeLimit(6.0, 1000.0)
-"""For a shape or a noise level that is too rare to have a usual value. Near sigma = 0 a model that
-predicts the clip has a hundred times its usual loss without any defect."""
+"""Limit for shapes and noise levels that are too rare to have a usual value. Near sigma = 0 a model
+that predicts the clip has a hundred times its usual loss without any defect."""
 
 
 def detect_spike(window: StepWindow) -> GuardVerdict | None:
-    """Skip a step whose loss or gradient norm is far above that of the past steps."""
+    """Skip a step whose loss or gradient norm is far above that of past steps."""
     if not window.is_warm:
         return None
     is_known_shape = len(window.same_shape) >= _MIN_SAME_SHAPE
@@ -542,8 +554,8 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
     loss = _excess(newest.column("loss"), now.loss, _noise_factor(newest, "num", now.num_samples))
     if _RARE_LIMIT.is_exceeded(loss):
         return _skip_or_roll_back(window, "spike", f"The loss of {loss}.")
-    # Batches with a caption left out have gradients of their own, and those of a model that has
-    # not yet begun to move, because an optimizer is still finding its rate, are smaller.
+    # Batches without captions have gradients of their own. So have models that do not move yet,
+    # because an optimizer is still searching its rate: their gradients are smaller.
     rate = float(window.row.column("rate")[0]) / _MOST_TIMES_A_LOWER_RATE
     newest = newest.select((newest.column("rate") >= rate) | (newest.column("rate") == 0))
     have_dropped = newest.column("dropped_samples") > 0
@@ -551,7 +563,7 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
     if len(alike) >= _MIN_SAME_SHAPE:
         newest = alike
     noise_factor = _noise_factor(newest, "num", now.num_samples)
-    # A higher loss makes a higher gradient norm by the same factor, which is not a spike.
+    # A higher loss raises the gradient norm by the same factor, which is no spike of the gradient.
     loss = _excess(newest.column("loss"), now.loss, noise_factor)
     explained = max(0.0, loss.distance) if loss is not None else 0.0
     grad_norm = _excess(newest.column("grad_norm"), now.grad_norm, noise_factor, explained)
@@ -565,7 +577,7 @@ _OF_POPULATION = {"captioned": "", "dropped": " of samples without a caption"}
 
 
 def _loss_spike(window: StepWindow, rows: StepRows, population: str) -> str | None:
-    """A sentence on the loss of a population, if it is a spike."""
+    """Describe the loss of a population if it is a spike; else None."""
     loss, count, *by_sigma = window.now.population(population)
     rows = rows.select(rows.column(f"{population}_samples") > 0)
     newest = rows.select(slice(-window.settings.window, None))
@@ -580,7 +592,7 @@ def _loss_spike(window: StepWindow, rows: StepRows, population: str) -> str | No
 
 
 def _noise_factor(rows: StepRows, population: str, count: float) -> float:
-    """A mean over fewer samples than usual varies more."""
+    """Return the factor by which a mean over fewer samples than usual varies more."""
     if not len(rows):
         return 1.0
     return math.sqrt(max(1.0, median(rows.column(f"{population}_samples")) / max(1, count)))
@@ -589,7 +601,10 @@ def _noise_factor(rows: StepRows, population: str, count: float) -> float:
 def _excess(
     past: Numbers, value: float, noise_factor: float, explained: float = 0.0
 ) -> _Excess | None:
-    """None if there are too few numbers to compare with; `explained` lowers the distance."""
+    """Return the excess of `value` over past numbers; None if there are too few to compare with.
+
+    `explained` is subtracted from the distance.
+    """
     known = past[np.isfinite(past) & (past > 0)]
     if len(known) < _MIN_SAME_SHAPE or not value > 0:
         return None
@@ -601,9 +616,9 @@ def _excess(
 
 
 def _sigmas_with_spike(past: Numbers, now: Sequence[float], noise_factor: float) -> str | None:
-    """The noise levels at which the loss is a spike, as text; None if at none that is known.
+    """Describe the noise levels at which the loss is a spike; None if it is at no known level.
 
-    Compares with the whole history, because some noise levels are rare.
+    Compares with the whole history, since some noise levels are rare.
     """
     present = [quarter for quarter, loss in enumerate(now) if loss > 0]
     excesses = {
@@ -611,7 +626,7 @@ def _sigmas_with_spike(past: Numbers, now: Sequence[float], noise_factor: float)
     }
     spikes = [quarter for quarter, each in excesses.items() if _LOSS_LIMIT.is_exceeded(each)]
     if len(spikes) == len(present):
-        return ", at all noise levels" if present else ""  # "": no noise level was measured
+        return ", at all noise levels" if present else ""  # "": no noise level has a sample
     names = " and ".join(f"{quarter / 4:g} to {(quarter + 1) / 4:g}" for quarter in spikes)
     return f", but only at sigmas of {names}" if spikes else None
 
@@ -619,10 +634,10 @@ def _sigmas_with_spike(past: Numbers, now: Sequence[float], noise_factor: float)
 # --- Skip, or roll back after too many skips ------------------------------------------------------
 
 _STEPS_BETWEEN_SKIPS = 16
-"""Skips at larger distances are unrelated: single bad clips do not spoil the state, and skipping
-their batches is enough."""
+"""Largest distance between related skips: a single bad clip does not spoil the state, and skipping
+its batch is enough."""
 _MIN_ORDINARY_LOSSES = 16
-"""Losses that define an ordinary one."""
+"""Least number of losses that define an ordinary one."""
 _ORDINARY_SIGMAS = 3.0
 
 
@@ -630,6 +645,7 @@ def _skip_or_roll_back(window: StepWindow, reason: VerdictReason, message: str) 
     """Skip the update, or roll back after `max_skips` skips in close succession."""
     now = window.now.step
     first, num_skips = now, 0
+    # From the newest skip backwards, up to a gap that separates unrelated ones.
     for step in window.past.column("step")[window.past.have_verdict("skip")][::-1].astype(int):
         if first - step > _STEPS_BETWEEN_SKIPS:
             break
@@ -645,10 +661,10 @@ def _skip_or_roll_back(window: StepWindow, reason: VerdictReason, message: str) 
 
 
 def _began(window: StepWindow, reason: VerdictReason, first: int) -> int:
-    """The first step whose batch, or the update before which, may be the cause.
+    """Return the first step whose batch, or the update before it, may be the cause.
 
-    An ordinary loss after the first skipped step shows that its batch was. Otherwise it may have
-    been the update before: skipped steps leave the state as it is.
+    An ordinary loss after the first skipped step shows that its batch was the cause. Otherwise it
+    may have been the update before, since skipped steps leave the state as it is.
     """
     if reason == "non_finite":
         return first
@@ -664,7 +680,7 @@ def _began(window: StepWindow, reason: VerdictReason, first: int) -> int:
 # --- Robust statistics ----------------------------------------------------------------------------
 
 _SIGMAS_PER_MAD = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+"""Standard deviation of a normal distribution, in multiples of its median absolute deviation."""
 
 
 def median(values: Numbers) -> float:
@@ -676,9 +692,9 @@ def spread(values: Numbers, center: float) -> float:
 
 
 def noise(values: Numbers) -> float:
-    """Standard deviation of [n] successive numbers around their trend, n > 1.
+    """Return the standard deviation of [n] successive numbers, n > 1, around their trend.
 
-    Estimated from differences of neighbours, whose variance is twice that of the numbers: while a
-    loss falls, its spread around one center is many times its noise.
+    It is estimated from differences of neighbours, whose variance is twice that of the numbers:
+    while a loss falls, its spread around a single center is many times its noise.
     """
     return _SIGMAS_PER_MAD * median(np.abs(np.diff(values))) / math.sqrt(2)

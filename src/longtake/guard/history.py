@@ -1,4 +1,4 @@
-"""Statistics of training steps and a bounded history of them. Without torch."""
+"""Statistics of training steps, and a bounded history of them; imports no torch."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,23 +19,23 @@ from longtake.config import GuardSection
 Numbers = NDArray[np.float64]
 
 GROUPS = ("embedding", "attention", "mlp", "added", "other")
-"""Parts of a model whose trained weights are measured separately."""
+"""Groups of trained weights that are measured separately."""
 
 MAX_WINDOWS = 4
-"""Windows that a history holds: slow changes are compared with all of them."""
+"""Windows (`guard.window` steps each) that a history holds, for comparisons with slow changes."""
 
 _MIN_RATE_SHARE = 0.01
-"""Updates at a smaller share of the largest rate are not measured: rounding of the weights
-dominates, most in bf16."""
+"""Updates at less than this share of the largest learning rate are not measured, since rounding of
+the weights, mostly in bf16, dominates them."""
 
 POPULATIONS = ("captioned", "dropped")
-"""Samples with a caption and without one: a model that has learnt has other losses on each."""
+"""Samples with and without a caption, whose losses differ once a model has learnt."""
 
 _BLOCK, _GROWS = 8, 1.1
-"""Updates of a block, and the growth from each block to the next of a rate that is being found."""
+"""Steps of a block, and the growth per block by which an optimizer's search for its rate shows."""
 
 _NUM_DIGITS = 8
-"""Significant digits kept of a float: the precision of fp32, and half the bytes in checkpoints."""
+"""Significant digits of a saved float: fp32's precision, in half the bytes of a checkpoint."""
 
 _TEXT_FIELDS = ("stage", "edge", "bucket")
 _VERDICT_KINDS = ("ok", "skip", "roll_back", "stop")
@@ -59,32 +59,32 @@ _UPDATES = slice(len(_COLUMNS) - len(GROUPS), len(_COLUMNS))
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Numbers of one step, reduced over all ranks; any float may be NaN or infinite."""
+    """Statistics of one step, reduced over all ranks; any float may be NaN or infinite."""
 
     step: int  # number of steps before this one
-    batch: int  # number of its batch in the run's data
+    batch: int  # number of the step's batch in the run's data
     stage: str
-    edge: str | None  # what begins with this batch: "epoch 3 of stage all begins"
-    bucket: str  # shape of its clips, as text
+    edge: str | None  # epoch or stage that begins with this batch, as text; None for others
+    bucket: str  # shape of the clips, as text
     loss: float  # mean over the samples
     num_samples: int
     # Mean loss at sigmas in [0, 1/4), [1/4, 1/2), [1/2, 3/4) and [3/4, 1]; NaN without a sample.
     loss_by_sigma: tuple[float, float, float, float]
-    grad_norm: float  # of the mean loss, before clipping
+    grad_norm: float  # norm for the mean loss, before clipping
     nonfinite_share: float  # fraction of the gradient's elements that are NaN or inf
-    weight_norm: float  # of the trained weights, before this step's update
+    weight_norm: float  # norm of the trained weights, before this step's update
     update_ratio: float  # norm of the previous update over that of the weights; 0 without one
-    learning_rate_factor: float  # the rate of the previous update, in multiples of the recipe's
-    # The same norms and ratio for each of `GROUPS` that has trained weights.
+    learning_rate_factor: float  # rate of the previous update, in multiples of the recipe's
+    # Norms and ratio by each of `GROUPS` that has trained weights.
     group_grad_norms: dict[str, float] = field(default_factory=dict)
     group_weight_norms: dict[str, float] = field(default_factory=dict)
     group_update_ratios: dict[str, float] = field(default_factory=dict)
-    # Of the samples with a caption: mean loss, number, and `loss_by_sigma`; and of those without.
-    captioned: tuple[float, ...] = ()  # empty: those of all samples
+    # [6] of the samples with and without a caption: mean loss, number, and `loss_by_sigma`.
+    captioned: tuple[float, ...] = ()  # empty in histories of older versions
     dropped: tuple[float, ...] = ()
 
     def population(self, name: str) -> tuple[float, ...]:
-        """[6] mean loss, number of samples, and mean loss at the four ranges of sigmas."""
+        """[6] Return a population's mean loss, its number of samples, and `loss_by_sigma`."""
         if self.captioned:
             return self.captioned if name == "captioned" else self.dropped
         if name == "captioned":
@@ -106,7 +106,7 @@ class StepStatistics:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], sequence: type) -> Any:
-    """The value with each number in it changed, and each sequence of this type."""
+    """Return a value with each number in it changed, and with each sequence as this type."""
     if isinstance(value, dict):
         return {name: change(each) for name, each in value.items()}
     return sequence(map(change, value)) if isinstance(value, list | tuple) else change(value)
@@ -126,16 +126,16 @@ def _from_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Steps as rows of numbers, oldest first, to compare one with many."""
+    """Statistics of steps as rows of numbers, oldest first, for comparisons by column."""
 
-    numbers: Numbers  # [steps, columns]; read-only
+    numbers: Numbers  # [steps, `_COLUMNS`]; read-only
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def select(self, wanted: NDArray[np.bool_] | slice) -> "StepRows":
         if not isinstance(wanted, slice) and wanted.all():
-            return self  # the usual case; saves a copy
+            return self  # the usual case, without a copy
         return StepRows(self.numbers[wanted])
 
     def append(self, more: "StepRows") -> "StepRows":
@@ -150,10 +150,10 @@ class StepRows:
 
     @property
     def updates(self) -> Numbers:
-        """[steps, groups] norms of the update before each step, divided by its rate.
+        """[steps, groups] Norm of the update before each step, divided by its learning rate.
 
-        0 if no update was made. Not relative to the weights: while they grow, AdamW's and Muon's
-        updates keep their size.
+        0 where no update was made. The norm is not relative to the weights' norm, because updates
+        of AdamW and Muon keep their size while weights grow.
         """
         rates = self.column("rate")[:, None]
         norms = self.numbers[:, _UPDATES] / np.where(rates > 0, rates, np.inf)
@@ -168,16 +168,18 @@ class StepRows:
 
     @property
     def num_finding_rate(self) -> int:
-        """Number of the first steps whose updates only ever grew, in all groups together.
+        """Number of first steps in which the updates of all groups grew from block to block.
 
-        An optimizer that finds its rate and does not report it begins so. No fault does, and the
-        weights are still those that the run began with: training has not begun.
+        An optimizer that searches for its learning rate, and does not report it, starts like this,
+        while no fault does. Training has not begun then: the weights are those that the run began
+        with.
         """
         updates = self.updates
         has_any = updates.max(axis=0, initial=0.0) > 0
         if not has_any.any() or len(updates) < 2 * _BLOCK:
             return 0
         levels = block_medians(updates[:, has_any])
+        # The appended 0 ends the growth at the last block, if not before.
         least_growth = np.append((levels[1:] / np.maximum(levels[:-1], 1e-300)).min(axis=1), 0.0)
         return _BLOCK * int((least_growth <= _GROWS).argmax())
 
@@ -193,14 +195,14 @@ def medians(values: Numbers) -> Numbers:
 
 
 def block_medians(updates: Numbers) -> Numbers:
-    """[blocks, groups] the median of each block of successive updates [steps, groups]."""
+    """[blocks, groups] Return the median of each block of successive updates [steps, groups]."""
     blocks = len(updates) // _BLOCK
     whole = updates[: blocks * _BLOCK].reshape(blocks, _BLOCK, -1)
     return medians(whole.swapaxes(0, 1))
 
 
 def _row(statistics: StepStatistics, verdict_kind: str = "ok") -> Numbers:
-    """[columns] the numbers of one step."""
+    """[columns] Return the numbers of one step as a row."""
     rate = statistics.learning_rate_factor
     return np.array(
         [
@@ -226,6 +228,8 @@ def _row(statistics: StepStatistics, verdict_kind: str = "ok") -> Numbers:
 
 @dataclass(frozen=True)
 class JudgedStep:
+    """A step's statistics with the kind of its verdict."""
+
     statistics: StepStatistics
     verdict_kind: str
 
@@ -257,7 +261,7 @@ class _Columns(TypedDict, total=False):
 
 
 def _require_equal_lengths(columns: _Columns) -> _Columns:
-    """Refuse columns of different lengths, and missing ones unless there are no steps."""
+    """Refuse columns of different lengths, and missing columns unless there are no steps."""
     lengths = {len(each) for each in columns.values()}  # type: ignore[arg-type]
     missing = _Columns.__annotations__.keys() - columns.keys() - set(POPULATIONS)  # came later
     if len(lengths) > 1 or (lengths != {0} and missing):
@@ -266,29 +270,29 @@ def _require_equal_lengths(columns: _Columns) -> _Columns:
 
 
 HistoryColumns = Annotated[_Columns, AfterValidator(_require_equal_lengths)]
-"""Columns of `History.as_json`."""
+"""Validated columns of `History.as_json`, as checkpoints hold them."""
 
 
 class History:
-    """The last four windows of steps, oldest first; immutable.
+    """The steps of the last `MAX_WINDOWS` windows, oldest first; immutable.
 
-    Statistics are rounded as `as_json` keeps them, so that a resumed run comes to the same
-    verdicts as an uninterrupted one. Successive histories share their steps and rows, which are
-    only appended to.
+    Statistics are rounded as `as_json` writes them, so that a resumed run reaches the same verdicts
+    as an uninterrupted one. Successive histories share memory, to which they only append.
     """
 
     def __init__(self, window: int) -> None:
+        # Twice the limit, so that the rows are copied only once in `limit` steps.
         self._limit = MAX_WINDOWS * window
         self._numbers: Numbers = np.empty((2 * self._limit, len(_COLUMNS)))
         self._steps: list[JudgedStep] = []
         self._end = 0
 
     def append(self, step: JudgedStep) -> "History":
-        """A new history with one more step."""
+        """Return a new history with one more step."""
         rounded = replace(step, statistics=step.statistics.rounded())
         longer = copy(self)
         if not self._end == len(self._steps) < len(self._numbers):
-            # It is full, or another history was appended to it.
+            # The memory is full, or another history has appended to it.
             longer._numbers, longer._steps = np.empty_like(self._numbers), list(self)
             longer._numbers[: len(self)], longer._end = self.rows.numbers, len(self)
         longer._steps.append(rounded)
@@ -321,7 +325,7 @@ class History:
 
     @classmethod
     def from_json(cls, columns: Mapping[str, Any], window: int) -> "History":
-        """Inverse of `as_json`; a smaller window keeps the newest steps."""
+        """Return the history that `as_json` wrote; a smaller window keeps the newest steps."""
         history = cls(window)
         for values in zip(*columns.values(), strict=True):
             row = dict(zip(columns, values, strict=True))
@@ -331,16 +335,16 @@ class History:
 
 
 class GuardSettings(GuardSection):
-    """The recipe's `guard`, and constants."""
+    """The recipe's `guard` section, with constants that it does not set."""
 
-    max_skips: int = 3  # updates, each within 16 steps of the one before; then it rolls back
-    margin_batches: int = 8  # skipped on each side of those that the divergence came with
-    progress_steps: int = 500  # without trouble, beyond the furthest one that was rolled back
+    max_skips: int = 3  # skips within 16 steps of each other, after which it rolls back
+    margin_batches: int = 8  # skipped on each side of the batches that the divergence came with
+    progress_steps: int = 500  # without trouble, after the furthest rollback: progress
 
 
 @dataclass(frozen=True)
 class StepWindow:
-    """A step and the past steps that it is compared with."""
+    """A step to judge, with the past steps that it is compared with."""
 
     history: History
     now: StepStatistics
@@ -352,7 +356,7 @@ class StepWindow:
 
     @cached_property
     def past(self) -> StepRows:
-        """Steps since the last rollback, and since the optimizer has found its rate."""
+        """Steps since the last rollback, without those in which the optimizer searched its rate."""
         rows = self.history.rows
         found = np.flatnonzero(rows.have_verdict("roll_back"))
         rows = rows.select(slice(int(found[-1]) + 1, None)) if len(found) else rows
@@ -369,7 +373,7 @@ class StepWindow:
 
     @property
     def populations(self) -> list[str]:
-        """Those that the step has samples of."""
+        """Populations of which the step has samples."""
         return [each for each in POPULATIONS if self.now.population(each)[1] > 0]
 
     @property

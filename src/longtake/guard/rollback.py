@@ -10,8 +10,10 @@ from longtake.run_dir import RolledBack
 
 @dataclass(frozen=True)
 class RollBack:
-    step: int  # of the checkpoint to restore
-    skipped: tuple[int, int]  # [first, end): numbers of the batches that are not trained again
+    """A checkpoint to restore, and the batches to skip afterwards."""
+
+    step: int  # step of the checkpoint to restore
+    skipped: tuple[int, int]  # half-open range of batch numbers to skip
 
 
 def plan_rollback(
@@ -22,21 +24,24 @@ def plan_rollback(
     previous: Sequence[RolledBack],
     settings: GuardSettings,
 ) -> RollBack | str:
-    """The rollback that a verdict asks for; or a message why the run can only stop.
+    """Choose the checkpoint to restore and the batches to skip, or explain why the run must stop.
 
-    Restores the newest checkpoint from before the divergence. Skips the batches from its beginning
-    to now with a margin, since any of them may have caused it. Batches between the checkpoint and
-    the beginning are trained again. None is skipped where copies of the weights are unlike.
+    The checkpoint is the newest from before the divergence. The batches from the divergence to now
+    are skipped, with a margin, since any of them may be the cause; batches between the checkpoint
+    and the divergence are trained again. If replicas differ, no batch is skipped.
 
     Args:
         verdict: `roll_back`.
-        history: the steps before `now`; it may contain `now` as well.
-        now: the step that was judged.
-        checkpoint_steps: of all valid checkpoints; that of step s is the state before step s.
-        previous: the run's earlier rollbacks, oldest first.
+        history: steps before `now`, which it may include.
+        now: the judged step.
+        checkpoint_steps: of all whole checkpoints; that of step s is the state before step s.
+        previous: earlier rollbacks of the run, oldest first.
         settings: of the guard.
+
+    Returns:
+        A rollback, or a message for the user.
     """
-    fruitless, furthest, reason = 0, 0, ""  # rollbacks since the run last made progress
+    fruitless, furthest, reason = 0, 0, ""  # fruitless: rollbacks since the run last made progress
     for each in previous:
         if _is_progress(each["from_step"], each["reason"], furthest, reason, settings):
             fruitless = 0
@@ -52,6 +57,7 @@ def plan_rollback(
     if verdict.reason == "replicas":  # no batch is the cause
         return RollBack(step, (now.batch, now.batch))
     margin = settings.margin_batches
+    # Batches before `began` are suspect too, but not those before the restored step.
     first = max(_batch_of(step, history, now), _batch_of(verdict.began, history, now) - margin)
     return RollBack(step, (first, now.batch + margin + 1))
 
@@ -64,7 +70,7 @@ def _batch_of(step: int, history: History, now: StepStatistics) -> int:
 def _is_progress(
     step: int, reason: str, furthest: int, reason_before: str, settings: GuardSettings
 ) -> bool:
-    # A jump at the end of an epoch recurs at the end of the next one, however long epochs are.
+    # A jump at the end of an epoch recurs at the next end, even if epochs are long.
     if reason == reason_before == "edge_step":
         return False
     return step >= furthest + settings.progress_steps

@@ -1,1 +1,1 @@
-"""The training loop and what it is made of."""
+"""Training of a run: its loop, the parts of a step, state, guard and records."""

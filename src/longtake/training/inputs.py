@@ -44,7 +44,7 @@ class MicroBatch(NamedTuple):
     captioned: tuple[bool, ...]  # [B] true where the sample is trained with its caption
 
     def tensors(self) -> Iterator[Tensor]:
-        """All device tensors of the micro-batch."""
+        """Yield all device tensors of the micro-batch."""
         batch = self.examples
         tensors = (batch.latents, batch.noise, batch.sigmas, batch.loss_weights, self.weights)
         yield from (tensor for tensor in tensors if tensor is not None)

@@ -353,7 +353,7 @@ def open_sampler(
 
 @contextmanager
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """A model that runs without dropout, and as it is: no block is compiled for other shapes."""
+    """Run the model without dropout in the block, and compile nothing for the presets' shapes."""
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -364,7 +364,7 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def _follow(sampler: SharedSampler) -> None:
-    """Sample what rank 0 asks for, until it asks for nothing more."""
+    """Sample this rank's share of each request of rank 0, until that ends the loop."""
     while True:
         heartbeat.set_phase("idle")
         work: _Work | None = collectives.from_first(
@@ -375,12 +375,12 @@ def _follow(sampler: SharedSampler) -> None:
             return
         try:
             sampler.compute(work)
-        except Exception as error:  # rank 0 has it too, or is told of it, and records it
+        except Exception as error:  # rank 0 gets it as well, and records it
             _reraise_lost_peer(error)
 
 
 def _reraise_lost_peer(error: Exception) -> None:
-    """Without a rank, training cannot continue either."""
+    """Raise an error that was caused by a lost rank, since training cannot continue then."""
     if mesh.tells_of_a_lost_peer(error):
         raise error
 
