@@ -1,1 +1,1 @@
-"""Predicts memory, time and gradient flow of a training step before it is run."""
+"""Predictions of a training step's memory, time and gradient flow before it is run."""

@@ -1,7 +1,7 @@
-"""Runs a block with its activations saved, recomputed in the backward pass, or half of each.
+"""Runs a block with its activations saved, offloaded, recomputed, or partly recomputed.
 
-Always by torch's non-reentrant checkpointing: the reentrant kind gives no gradient to parameters
-inside unless a tensor argument carries one.
+Recomputation uses torch's non-reentrant checkpointing only: the reentrant kind gives parameters
+inside no gradient unless a tensor argument carries one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from longtake.planner.record import KEEP, Activations, BlockOption, BlockWeights
 from longtake.planner.save_attention import KeptAttention
 
 # FSDP2 labels its hooks for the profiler. Inside a block they run a different number of times in
-# forward and recompute, which selective checkpointing takes for another computation.
+# forward pass and recomputation, which selective checkpointing takes for another computation.
 SAC_IGNORED_OPS.update(
     {
         torch.ops.profiler._record_function_enter_new.default,
@@ -36,9 +36,9 @@ SAC_IGNORED_OPS.update(
 
 Block = Callable[..., Any]
 BlockCall = Callable[..., Any]
-"""`call(block, *args)` stands for `block(*args)`."""
+"""A function that runs a block: `call(block, *args)` stands for `block(*args)`."""
 QUANTIZED: tuple[Quantization, ...] = ("int8", "fp8", "nf4")
-"""The most exact first."""
+"""Kinds of quantisation, most exact first."""
 
 
 _aten = torch.ops.aten
@@ -51,7 +51,7 @@ ATTENTION = frozenset(
         RING_ATTENTION,
     }
 )
-"""The operations whose output `save-attention` saves: they take longest for their bytes."""
+"""Operations whose output `save-attention` saves: they take longest for their bytes."""
 
 
 def _keep(block: Block, *args: Any, **kwargs: Any) -> Any:
@@ -62,14 +62,14 @@ def _save_attention(block: Block, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return checkpoint(block, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
     forward, again = KeptAttention().contexts()
-    with forward:  # torch 2.11's checkpoint would not leave it after an error in the block
+    with forward:  # torch 2.11's checkpoint would leave it on after an error in the block
         return checkpoint(
             block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs
         )
 
 
 def _contexts() -> Any:
-    """Contexts that make the compiler save attention; eager mode would slow down by them."""
+    """Return contexts that make the compiler save attention; they would slow eager mode down."""
     return create_selective_checkpoint_contexts(_saves_attention)  # type: ignore[no-untyped-call]
 
 
@@ -90,33 +90,35 @@ RUN_BY: Mapping[Activations, BlockCall] = {
     "offload": _keep,
     "offload-input": _recompute,
 }
-"""The function that applies each option to a block. `keep` saves all activations, `save-attention`
-only the output of attention, `recompute` only the block's inputs; `offload` saves all in host
-memory, `offload-input` the inputs: `caller` does that around the block. What an option costs is
-read off traces in which all blocks are run alike (`longtake.planner.solver`)."""
+"""Functions that run a block with each choice of activations. `keep` saves all of them,
+`save-attention` only the output of attention, `recompute` only the block's inputs. `offload` saves
+all and `offload-input` the inputs in host memory, to which `caller` moves them. The costs of each
+choice are read off traces in which all blocks use it (`longtake.planner.solver`)."""
 ACTIVATIONS: tuple[Activations, ...] = tuple(RUN_BY)
 OFFLOADED: tuple[Activations, ...] = ("offload", "offload-input")
 RECOMPUTED: tuple[Activations, ...] = ("save-attention", "recompute", "offload-input")
-"""Choices with which a block runs again in the backward pass."""
+"""Choices of activations with which a block runs again in the backward pass."""
 POLICIES = ("none", "all", "all-but-first", "alternate", "save-attention")
 
 
 def run_block(activations: Activations, block: Block, *args: Any, **kwargs: Any) -> Any:
-    """The output of a block, bitwise equal under every option.
+    """Run a block; its output is bitwise equal with every choice of activations.
 
-    Random numbers (dropout) are drawn again as they were: the generators' states are saved.
+    Random numbers, such as for dropout, are drawn again as before: the generators' states are
+    saved.
     """
     return RUN_BY[activations](block, *args, **kwargs)
 
 
 def caller(options: Mapping[nn.Module, BlockOption]) -> BlockCall:
-    """The argument of `BlockContract.call_by` that runs blocks by options; others are kept.
+    """Return the argument of `BlockContract.call_by` that runs blocks by these options.
 
-    Options are given in the blocks' order.
+    Blocks without an option are kept. The order of `options` must be the blocks'.
     """
     offload, first = ActivationOffload(), next(iter(options), None)
 
     def call(block: nn.Module, *args: Any) -> Any:
+        # A new forward pass: nothing of the pass before may be taken for the block before.
         if block is first:
             offload.begin()
         activations = options.get(block, KEEP).activations
@@ -129,7 +131,7 @@ def caller(options: Mapping[nn.Module, BlockOption]) -> BlockCall:
 def options_of(
     policy: str, blocks: Sequence[str], weights: BlockWeights = "keep"
 ) -> dict[str, BlockOption]:
-    """Return the option that a named policy gives each block; `blocks` are in their order."""
+    """Return the option of each block under a named policy; `blocks` must be in order."""
     chosen: Mapping[str, tuple[Activations, Sequence[Activations]]] = {  # of the first, of the rest
         "none": ("keep", ["keep"]),
         "all": ("recompute", ["recompute"]),

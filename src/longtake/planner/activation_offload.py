@@ -1,7 +1,7 @@
-"""Keeps what blocks save for the backward pass in the computer's memory while others run.
+"""Keeps tensors that blocks save for the backward pass in host memory while others run.
 
-On CUDA a side stream copies: out while the next block runs forward, and back while the next block
-runs backward. So beside a block at work, its neighbour's tensors are on the device too.
+On CUDA a side stream copies them: out while the next block runs forward, and back while the next
+block runs backward. Thus beside a running block, its neighbour's tensors are on the device too.
 """
 
 from collections import Counter
@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from longtake.parallel.transfer import CopyStream, host_like, pinned_bytes
 
 Key = tuple[int, int, torch.dtype]
-"""A storage, its version (what was changed in place is another content), and a type."""
+"""A storage, its version (which changes in place increase), and a type."""
 
 
 class SavedTensor(NamedTuple):
-    """A reference that autograd holds instead of a tensor, into a storage that is away."""
+    """A reference into an offloaded storage, which autograd holds instead of a tensor."""
 
     key: Key
     shape: torch.Size
@@ -29,15 +29,15 @@ class SavedTensor(NamedTuple):
 
 
 class ActivationOffload:
-    """Runs blocks of a model one after another, some of them with what they save offloaded."""
+    """Runs the blocks of a model one after another, offloading the saved tensors of some."""
 
     def __init__(self) -> None:
         self._copies: CopyStream | None = None
         self._last: OffloadedBlock | None = None
-        self._given: set[int] = set()  # storages that the block before was given
+        self._given: set[int] = set()  # storages of the arguments of the block before
 
     def call(self, run: Callable[..., Any], block: nn.Module, *args: Any, offloads: bool) -> Any:
-        """The output of `run(block, *args)`; with `offloads`, what it saves goes to the host."""
+        """Return `run(block, *args)`; with `offloads`, its saved tensors go to the host."""
         before, self._last = self._last, None
         given = set(_storages(each for each in args if isinstance(each, Tensor)))
         shared, self._given = given & self._given, given  # these stay: others keep them
@@ -50,13 +50,14 @@ class ActivationOffload:
             output = run(block, *args)
         if before is not None:
             before.release()
+            # When this block's output gets its gradient, the block before is next to run backward.
             for tensor in output if isinstance(output, tuple | list) else [output]:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: before.fetch())  # type: ignore[no-untyped-call]
         return output
 
     def begin(self) -> None:
-        """A new forward pass: its first block does not follow the last one of the pass before."""
+        """Start a new forward pass, whose first block follows none."""
         self._last, self._given = None, set()
 
     @property
@@ -65,27 +66,27 @@ class ActivationOffload:
         return 0 if self._last is None else self._last.num_bytes
 
     def last_host_bytes(self, *, on_cpu: bool) -> int:
-        """The memory that these take; for CUDA, torch rounds page-locked tensors up."""
+        """Return the host memory of `last_bytes`; for CUDA, torch rounds pinned tensors up."""
         if self._last is None or on_cpu:
             return self.last_bytes
         return self._last.pinned_bytes
 
     def to_host(self, tensor: Tensor) -> Any:
-        """A copy, which is whole after `wait`."""
+        """Start a copy to the host, which is complete after `wait`."""
         copy = host_like(tensor)
         self._copies = self._copies or CopyStream(tensor.device)
         self._copies.copy(copy, tensor)
         return copy
 
     def to_device(self, copy: Any, device: torch.device) -> Tensor:
-        """Back; not to be read before `wait`."""
+        """Start a copy to the device, which may be read after `wait`."""
         back: Tensor = torch.empty_like(copy, device=device)
         assert self._copies is not None
         self._copies.copy(back, copy)
         return back
 
     def mark(self) -> Any:
-        """The end of what is being copied, for `wait`."""
+        """Return a mark after all copies that were started, for `wait`."""
         return None if self._copies is None else self._copies.mark()
 
     def wait(self, mark: Any) -> None:
@@ -94,16 +95,16 @@ class ActivationOffload:
 
 
 class OffloadedBlock:
-    """The tensors that one call of a block has saved, each storage of them once."""
+    """The tensors that one call of a block has saved; each storage is copied once."""
 
     def __init__(self, offload: ActivationOffload, block: nn.Module, shared: set[int]) -> None:
         self._offload = offload
-        self._shared = shared  # storages that stay
+        self._shared = shared  # storages that stay on the device
         self._block = block
         self._weights: set[int] | None = None
-        self._here: dict[Key, Tensor] = {}  # whole storages
-        self._away: dict[Key, Any] = {}
-        self._uses: Counter[Key] = Counter()  # tensors of each that are not unpacked yet
+        self._here: dict[Key, Tensor] = {}  # whole storages on the device
+        self._away: dict[Key, Any] = {}  # their copies on the host
+        self._uses: Counter[Key] = Counter()  # tensors by storage that are still to unpack
         self._copied: Any = None
         self._is_fetched = False
         self._device = torch.device("cpu")
@@ -119,13 +120,14 @@ class OffloadedBlock:
     def pack(self, tensor: Tensor) -> SavedTensor | Tensor:
         if not _has_storage(tensor):
             return tensor
-        if self._weights is None:  # by now they are gathered, where ranks share them
+        if self._weights is None:  # sharded weights have been gathered by now
             held = _storages((*self._block.parameters(), *self._block.buffers()))
             self._weights = self._shared.union(held)
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version, tensor.dtype
         if storage._cdata in self._weights or not storage.nbytes():
             return tensor
+        # Several views of a storage are saved by many operations; it is copied whole, and once.
         if key not in self._away:
             whole = storage.nbytes() // tensor.itemsize
             with torch.no_grad():
@@ -136,16 +138,16 @@ class OffloadedBlock:
         return SavedTensor(key, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def sent(self) -> None:
-        """All is packed."""
+        """Mark the end of this block's copies to the host, after its last `pack`."""
         self._copied = self._offload.mark()
 
     def release(self) -> None:
-        """Drop what is on the device, once it is copied; the next block has run."""
+        """Drop the device tensors once they are copied; called after the next block has run."""
         self._wait()
         self._here.clear()
 
     def fetch(self) -> None:
-        """Begin to copy back what is not on the device."""
+        """Start to copy the tensors back to the device."""
         if not self._is_fetched:
             self._is_fetched = True
             for key in self._away:
@@ -156,11 +158,12 @@ class OffloadedBlock:
         if isinstance(saved, Tensor):
             return saved
         self.fetch()
-        if saved.key not in self._here:  # asked for again
+        if saved.key not in self._here:  # unpacked once more, after it was dropped
             self._bring(saved.key)
             self._copied = self._offload.mark()
         self._wait()
         whole = self._here[saved.key]
+        # Its last use frees the storage, unless the graph is kept for another backward pass.
         self._uses[saved.key] -= 1
         if self._uses[saved.key] <= 0:
             del self._here[saved.key]

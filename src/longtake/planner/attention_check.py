@@ -1,8 +1,9 @@
-"""Finds out before training which kernels compute a model's attention rightly on this GPU.
+"""Finds out before training which kernels compute a model's attention correctly on this GPU.
 
-A kernel may fail, or give wrong gradients without an error, by the versions of torch, cuDNN and
-driver. A process of its own tries all kinds (`longtake.parallel.attention_trial`) and ends before
-training allocates: an illegal access there spoils no CUDA context here.
+Depending on the versions of torch, cuDNN and driver, a kernel may fail, or give wrong gradients
+without an error. A separate process (`longtake.parallel.attention_trial`) tries all kinds and ends
+before training allocates memory, so that an illegal access cannot spoil this process's CUDA
+context.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ _VARIABLES = ("CUDNN", "CUDA_VISIBLE", "TORCH_CUDNN", "NVIDIA_TF32", "TORCH_ALLO
 
 
 class AttentionAnswer(NamedTuple):
-    """The findings."""
+    """Kernels that were chosen for attentions of a model."""
 
     cases: tuple[AttentionCase, ...]
     choices: tuple[tuple[AttentionKind, KernelChoice], ...] = ()
@@ -38,9 +39,9 @@ class AttentionAnswer(NamedTuple):
 
 
 def choose_kernels(cases: Sequence[AttentionCase], device: torch.device) -> AttentionAnswer:
-    """Try all cases, or take the answer of an earlier call; a few seconds the first time."""
+    """Try all cases, or return the kept answer of an earlier call; the first call takes seconds."""
     path: Path | None = None
-    with suppress(RuntimeError):  # a user without a home
+    with suppress(RuntimeError):  # raised for a user without a home directory
         path = fsio.cache_folder() / "attention" / f"{_key(cases, device)}.json"
         with suppress(ValidationError):
             return _Kept.validate_python(fsio.read_json(path).get("answer"))
@@ -56,7 +57,7 @@ _Kept = TypeAdapter(AttentionAnswer)
 
 
 class KernelChooser:
-    """Chooses the kernels of a model that is planned, before their memory is counted."""
+    """Chooses the attention kernels of a model before its memory is planned."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +69,7 @@ class KernelChooser:
 
 
 def _key(cases: Sequence[AttentionCase], device: torch.device) -> str:
-    """A checksum of all that an answer depends on."""
+    """Return a checksum of everything that an answer depends on."""
     on_cuda = device.type == "cuda"
     facts = {
         "cases": list(cases),
@@ -85,18 +86,20 @@ def _key(cases: Sequence[AttentionCase], device: torch.device) -> str:
 def _try_all(
     cases: tuple[AttentionCase, ...], device: torch.device
 ) -> tuple[AttentionAnswer, bool]:
-    """The answer, and whether it is final."""
+    """Try all cases; returns the answer, and whether it may be kept."""
     refused: list[dict[Kernel, str]] = [{} for _ in cases]
     chosen: list[Kernel] = ["math"] * len(cases)
     problem = ""
+    # A crash ends the process: each further one skips the kernel that has crashed.
     for _ in range(_MOST_CRASHES):
         trials = Trials(str(device), cases, tuple(tuple(each) for each in refused))
         attempts, problem = _run(trials)
         for each in attempts:
             if each.why:
                 refused[each.case][each.kernel] = each.why
-            if each.why == "":
+            if each.why == "":  # "" is success; None: no result yet
                 chosen[each.case] = each.kernel
+        # The last attempt has no result: it was running when the process ended.
         if not problem or not attempts or attempts[-1].why is not None:
             break
         refused[attempts[-1].case][attempts[-1].kernel] = problem
@@ -118,7 +121,7 @@ def _try_all(
 
 
 def _run(trials: Trials) -> tuple[list[Attempt], str]:
-    """The output of a process, and the reason if it did not end well."""
+    """Run the trials in a process; returns its attempts, and the problem if it did not end well."""
     given = TypeAdapter(Trials).dump_json(trials)
     command, environment = process.program(_PROGRAM), process.environment()
     try:

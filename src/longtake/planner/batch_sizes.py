@@ -1,6 +1,6 @@
-"""Batch sizes of a recipe's buckets: by tokens, of each stage, and for each rank.
+"""Batch sizes of a recipe's buckets: by tokens, per stage and per rank.
 
-A model is outlined only where tokens have to be counted.
+A model is outlined only if tokens have to be counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def with_batch_sizes(recipe: Recipe) -> Recipe:
-    """Return a recipe whose buckets have the batch sizes that `data.tokens_per_batch` gives them.
+    """Return the recipe with a batch size in each bucket, as `data.tokens_per_batch` gives it.
+
+    The batch size of a bucket is max(1, tokens_per_batch // tokens of a clip).
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -44,8 +46,8 @@ def with_batch_sizes(recipe: Recipe) -> Recipe:
 
 
 def bucket_tokens(recipe: Recipe, components: "Components | None" = None) -> dict[Bucket, int]:
-    """Count the tokens of each bucket's clip that attend to each other, text and references too."""
-    from longtake.models.base import latent_shape  # which imports torch
+    """Count the tokens of each bucket's clip in one attention, with text and references."""
+    from longtake.models.base import latent_shape  # imports torch
     from longtake.models.components import outline
     from longtake.models.conditioning import outline_conditioning
 
@@ -61,26 +63,26 @@ def bucket_tokens(recipe: Recipe, components: "Components | None" = None) -> dic
 
 @dataclass(frozen=True)
 class StageBatch:
-    """The largest micro-batch of one process in a stage of the curriculum."""
+    """The micro-batch with the most tokens of one process in a stage of the curriculum."""
 
     name: str
     global_batch_size: int
-    bucket: Bucket  # of the stage's, the one whose micro-batch has most tokens
+    bucket: Bucket  # bucket of the stage whose micro-batch has the most tokens
     micro_batch_size: int
     num_micro_batches: int
-    num_tokens: int  # of a micro-batch
+    num_tokens: int  # tokens of one micro-batch
 
 
 def largest_batch(
     recipe: Recipe, stage: Stage, lengths: Mapping[Bucket, int], data_size: int
 ) -> StageBatch:
-    """Find a stage's micro-batch with most tokens, and of equal ones that with the longest clips.
+    """Return a stage's micro-batch with the most tokens, and among equals the longest clips.
 
     Args:
         recipe: of the stage.
         stage: of the curriculum.
         lengths: tokens of a clip of each bucket.
-        data_size: ranks that share a batch.
+        data_size: ranks that divide a batch among themselves.
     """
     shapes = stage.buckets or recipe.data.buckets
     sizes = recipe.data.batch_sizes(stage, recipe.training.global_batch_size)
@@ -94,10 +96,10 @@ def largest_batch(
 
 
 def refuse_idle_ranks(recipe: Recipe, data_size: int) -> None:
-    """Refuse more ranks than clips.
+    """Refuse a batch that has fewer clips than ranks.
 
     Raises:
-        RecipeError: some ranks would never have a clip.
+        RecipeError: some ranks would never get a clip.
     """
     for stage in recipe.data.curriculum():
         sizes = recipe.data.batch_sizes(stage, recipe.training.global_batch_size)

@@ -1,6 +1,6 @@
 """Costs of streaming or quantising the frozen weights of blocks: bytes, and time on the link.
 
-Both follow from shapes, so that one trace of a step serves every choice of weights.
+Both follow from shapes, so that one trace of a step serves every choice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,22 +28,22 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class WeightCosts:
-    """Costs of one choice for the frozen weights in each block; arrays are [blocks].
+    """Costs of one choice for frozen weights, by block: [blocks] bytes or seconds.
 
-    `work` and `seconds` are formulas; a trace of a plan runs the layers themselves.
+    `work` and `seconds` are formulas; the trace of a plan runs the layers themselves.
     """
 
     name: BlockWeights
-    away: Floats  # bytes that they take less of the device
-    streamed: Floats  # bytes of these that are in the computer's memory, and copied for each pass
-    work: Floats  # bytes of a dequantised weight, the largest
-    seconds: Floats  # of dequantising all weights, once
+    away: Floats  # bytes that the choice frees on the device
+    streamed: Floats  # bytes in host memory that are copied for each pass
+    work: Floats  # bytes of the largest dequantised weight
+    seconds: Floats  # to dequantise all weights once
 
 
 def weight_costs(
     name: BlockWeights, blocks: Sequence[nn.Module], device: DeviceBudget
 ) -> WeightCosts:
-    """Return the costs of a choice for these blocks; their parameters need no values."""
+    """Return the costs of a choice for these blocks, whose parameters need no values."""
     rows = [_block_costs(name, block, device) for block in blocks]
     return WeightCosts(name, *np.array(rows, dtype=np.float64).reshape(-1, 4).T)
 
@@ -55,7 +55,7 @@ def _block_costs(
         return 0, 0, 0, 0
     if name == "stream":
         streamed = streamed_bytes(block)
-        # on a CPU the computer's memory is the device's: nothing is away
+        # a CPU's memory is host memory, so that streaming frees nothing
         return (streamed if device.target == "cuda" else 0), streamed, 0, 0
     granule = device.granule
     weights = [layer.weight for layer in frozen_linears(block).values()]
@@ -67,7 +67,7 @@ def _block_costs(
 
 
 def can_quantize(kind: Quantization, blocks: Sequence[nn.Module]) -> bool:
-    """Return whether every frozen linear layer has a shape that this kind can hold."""
+    """Return true if every frozen linear layer has a shape that this kind supports."""
     try:
         for block in blocks:
             for layer in frozen_linears(block).values():
@@ -81,7 +81,7 @@ def can_quantize(kind: Quantization, blocks: Sequence[nn.Module]) -> bool:
 def _quantized_bytes(
     kind: Quantization, shape: torch.Size, dtype: torch.dtype, granule: int
 ) -> int:
-    """Bytes of one quantised weight with its scales."""
+    """Return the bytes of one quantised weight with its scales."""
     layer = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=dtype)
     host = nn.Sequential(layer.requires_grad_(False))
     quantize_linears(host, kind)
@@ -90,7 +90,7 @@ def _quantized_bytes(
 
 @contextmanager
 def layers_with(name: BlockWeights, block: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Have a block of fake tensors compute as with streamed or quantised weights."""
+    """Let a block of fake tensors compute with streamed or quantised weights in the context."""
     layers: list[Any] = list(frozen_linears(block).values())
     before = [(layer, layer._parameters["weight"], dict(layer._buffers)) for layer in layers]
     if name == "stream":
@@ -107,6 +107,7 @@ def layers_with(name: BlockWeights, block: nn.Module, mode: FakeTensorMode) -> I
     try:
         yield
     finally:
+        # Undo the new classes, weights and buffers of streamed or quantised layers.
         for layer, weight, buffers in before:
             layer.__class__ = nn.Linear
             layer._parameters["weight"] = weight
@@ -117,7 +118,7 @@ def layers_with(name: BlockWeights, block: nn.Module, mode: FakeTensorMode) -> I
 def blocks_with(
     names: Sequence[BlockWeights], blocks: Sequence[nn.Module], mode: FakeTensorMode
 ) -> Iterator[dict[nn.Module, int]]:
-    """Apply `layers_with` to all blocks of a model; yields bytes of those that are streamed."""
+    """Apply `layers_with` to all blocks of a model; yields the bytes of each streamed block."""
     with ExitStack() as changed:
         for name, block in zip(names, blocks, strict=True):
             changed.enter_context(layers_with(name, block, mode))
@@ -126,7 +127,7 @@ def blocks_with(
 
 
 def buffer_bytes(streamed: Floats) -> float:
-    """Bytes of the device that all streamed blocks share: two buffers of the largest block."""
+    """Return the device bytes that streamed blocks share: two buffers of the largest block."""
     return float(streamed.max() * min(NUM_BUFFERS, np.count_nonzero(streamed)))
 
 
@@ -135,18 +136,17 @@ def link_seconds(
 ) -> float:
     """Return the seconds that a step waits for copies between the device and host memory.
 
-    Activations leave while the next block runs forward, and come back while it runs backward; those
-    of the last block stay. A streamed block's weights are copied from when the streamed block that
-    runs before it begins. The last two in one direction are there when the other begins. Both
-    directions of the link work at the same time; in the backward pass weights and activations share
-    one.
+    Activations leave while the next block runs forward, and return while it runs backward; those of
+    the last block stay. The weights of a streamed block are copied while the streamed block before
+    it runs; the last two of one pass are still there when the other begins. Both directions of the
+    link work at the same time; in the backward pass weights and activations share one of them.
 
     Args:
         forward: [blocks] seconds of the forward passes.
-        backward: [blocks] of the backward passes; 0 where no gradient passes.
+        backward: [blocks] seconds of the backward passes; 0 where no gradient passes.
         streamed: [blocks] bytes of weights that are copied to the device for each pass.
-        offloaded: [blocks] bytes of activations that leave and come back.
-        link: bytes a second in each direction.
+        offloaded: [blocks] bytes of activations that leave and return.
+        link: bytes per second in each direction.
     """
     leaving = np.append(offloaded[:-1], 0) / link
     away = np.maximum(0, leaving - np.append(forward[1:], 0))
@@ -154,10 +154,12 @@ def link_seconds(
     copies = streamed / link
     rows = np.flatnonzero(streamed)
     waits = away.sum() + back.sum()
+    # From the third streamed block on, as the first two are in the buffers.
     for before, row in pairwise(rows[1:]):
         waits += max(0.0, copies[row] - forward[before:row].sum())
     upwards = np.flatnonzero(streamed * (backward > 0))[::-1]
     for before, row in pairwise(upwards[1:]):
+        # Activations that return on the same link in between, without those already waited for.
         others = leaving[row:before].sum() - back[row:before].sum()
         waits += max(0.0, copies[row] + others - backward[row + 1 : before + 1].sum())
     return float(waits)

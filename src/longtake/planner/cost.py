@@ -1,7 +1,7 @@
-"""Predicts the cost of a run: time, GPU-hours and bytes by part, and losses by failures.
+"""Predicts the cost of a run: time, GPU-hours, network bytes, and losses by failures.
 
-A save stops training while each rank's shard is copied to the computer's memory, and is whole when
-it was written. A failure loses what was trained since the newest whole save, and a restart.
+A save stops training while each rank's shard is copied to host memory, and is complete when it was
+written. A failure costs the training since the newest complete save, and a restart.
 """
 
 import math
@@ -19,10 +19,10 @@ from longtake.planner.trace import StepTrace
 
 DAY_SECONDS = 86_400.0
 STORAGE_BYTES_PER_SECOND = 5e9
-"""Writing speed of a shared file system, all ranks together, unless the user states it."""
+"""Assumed writing speed of a shared file system, over all ranks."""
 _MOST_LOST = 3.0  # mean times between failures that a save and a restart may take together
 RESTART_SECONDS = 60.0
-"""From a failure until ranks read the newest save: assumed, unless the user states it."""
+"""Assumed time from a failure until ranks read the newest save."""
 
 
 # --- What failures take -----------------------------------------------------------------------
@@ -30,25 +30,25 @@ RESTART_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class FailureModel:
-    """Saves at regular intervals, and failures at random, at any time alike (Poisson)."""
+    """Saves at regular intervals, and failures at random times (a Poisson process)."""
 
     interval: float  # seconds of training between two saves
     stall: float  # seconds for which a save stops training
-    write: float  # seconds from then until it is whole
+    write: float  # seconds after that until the save is complete
     restart: float  # seconds from a failure until training continues
     failures_per_day: float
 
     @property
     def cycle(self) -> float:
-        """Seconds from one save to the next, which waits until the one before is whole."""
+        """Seconds from one save to the next, which waits for the one before to complete."""
         return max(self.interval, self.write) + self.stall
 
     @property
     def lost_per_failure(self) -> float:
-        """Seconds, on average; where failures are rare: cycle / 2 + write + restart.
+        """Mean seconds that one failure costs; if failures are rare, cycle / 2 + write + restart.
 
-        Exactly, for failures of rate r: 1 / r minus what was whole, cycle e^(-r write) / (e^(r
-        cycle) - 1); and a restart that may itself be interrupted.
+        The exact value for failures of rate r is 1 / r minus the completed time, cycle e^(-r write)
+        / (e^(r cycle) - 1), plus a restart that may itself be interrupted.
         """
         rate = self.failures_per_day / DAY_SECONDS
         if not rate:
@@ -59,30 +59,31 @@ class FailureModel:
 
     @property
     def lost_share(self) -> float:
-        """Share of all time that failures take; saves are not counted."""
+        """Share of all time that failures cost, without the time of saves."""
         return self.failures_per_day / DAY_SECONDS * self.lost_per_failure
 
     def wall_seconds(self, work: float) -> float:
-        """Mean duration of `work` seconds of training, with saves and failures."""
+        """Return the mean duration of `work` seconds of training, with saves and failures."""
         return work / self.interval * self.cycle / (1 - self.lost_share)
 
     @property
     def goodput(self) -> float:
-        """Training that is kept, as a share of all time."""
+        """Share of all time that is training whose results are kept."""
         return 1 / self.wall_seconds(1.0)
 
     def with_best_interval(self) -> "FailureModel":
-        """Return the model with the interval at which saves and failures together take least.
+        """Return this model with the interval at which saves and failures together cost least.
 
-        sqrt(2 stall / rate) to first order (J. W. Young, "A first order approximation to the
-        optimum checkpoint interval", CACM 17(9), 1974), here to higher order (J. T. Daly, "A higher
-        order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006).
-        Never shorter than a save takes to be written.
+        To first order it is sqrt(2 stall / rate) (J. W. Young, "A first order approximation to the
+        optimum checkpoint interval", CACM 17(9), 1974); here it is of higher order (J. T. Daly, "A
+        higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3),
+        2006). It is never shorter than a save takes to be written.
         """
         if not self.failures_per_day:
             return replace(self, interval=math.inf)
         between = DAY_SECONDS / self.failures_per_day
         part = self.stall / (2 * between)
+        # Daly's estimate for saves that take longer than twice the time between failures.
         best = between
         if part < 1:
             first_order = math.sqrt(2 * self.stall * between)
@@ -95,16 +96,16 @@ class FailureModel:
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage, each step at its longest shape: shorter clips and images take less."""
+    """Cost of one stage, with each step at its longest shape; shorter clips cost less."""
 
     name: str
     steps: int
-    compute_seconds: float  # of a step, each
-    exposed_seconds: float  # in which it waits for other ranks
-    encoder_seconds: float  # codec and text encoders in the step; 0 with data.cache
-    sampling_seconds: float  # of a step's share of the samples between steps
+    compute_seconds: float  # of each step
+    exposed_seconds: float  # of each step, waiting for other ranks
+    encoder_seconds: float  # of codec and text encoders in a step; 0 with data.cache
+    sampling_seconds: float  # sampling between steps, as a share of each step
     network_bytes: int  # that all ranks send in a step
-    failures: FailureModel  # at the recipe's interval
+    failures: FailureModel  # with the recipe's interval of saves
 
     @property
     def wall_seconds(self) -> float:
@@ -118,16 +119,16 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RunCost:
-    """The whole run; seconds are of all ranks together, from its first step to its last."""
+    """Cost of a whole run; seconds are wall-clock time from its first to its last step."""
 
     stages: Sequence[StageCost]
     save_bytes: int
-    num_kept: int  # saves that stay on the disk, those for good included
+    num_kept: int  # saves that stay on the disk, including permanent ones
     num_ranks: int
 
     @property
     def saving(self) -> FailureModel:
-        """The saves and failures of the last stage; only the interval differs between stages."""
+        """Saves and failures in the last stage; stages differ in the interval only."""
         return self.stages[-1].failures
 
     @property
@@ -136,7 +137,7 @@ class RunCost:
 
     @property
     def num_saves(self) -> float:
-        """Saves of work that is kept."""
+        """Number of saves of training whose results are kept."""
         return sum(s.steps * s.step_seconds / s.failures.interval for s in self.stages)
 
     @property
@@ -160,7 +161,7 @@ class RunCost:
         return self.work_seconds / self.wall_seconds
 
     def at_best(self) -> "RunCost":
-        """Return the cost with the interval at which least is lost, of a step at least."""
+        """Return the cost with the best interval of saves, of at least one step."""
         stages = []
         for stage in self.stages:
             best = stage.failures.with_best_interval()
@@ -178,21 +179,25 @@ def run_cost(
     restart_seconds: float | None = None,
     storage: float = STORAGE_BYTES_PER_SECOND,
 ) -> RunCost | None:
-    """Predict the cost of a recipe's whole run; None where a step cannot be traced.
+    """Predict the cost of a recipe's whole run; None if a step cannot be traced.
 
     Args:
-        known: of the largest shape, at whose options all stages are run.
-        phases: of the same.
+        known: forecast of the largest shape, whose block options all stages use.
+        phases: from the same forecast.
         links: between ranks.
         failures_per_day: that end a launch, over all nodes.
-        restart_seconds: None: assumed, and what reading the newest save takes.
-        storage: bytes a second that all ranks together write, or read.
+        restart_seconds: None: an assumed time, and that of reading the newest save.
+        storage: bytes per second that all ranks together write or read.
+
+    Raises:
+        PlanError: failures are so frequent that a stage makes next to no progress.
     """
     if known.chosen is None:
         return None
     step, recipe = known.step, known.step.recipe
     trained = [p for p in step.components.model.parameters() if p.requires_grad]
     of_rank = known.static.optimizer.device + known.static.optimizer.host + known.static.ema
+    # Each rank saves its shard of optimizer and EMA, and weights are saved once.
     save_bytes = sum(p.nbytes for p in trained) + of_rank * step.num_shards
     if restart_seconds is None:
         restart_seconds = RESTART_SECONDS + step.num_copies * save_bytes / storage
@@ -212,10 +217,10 @@ def run_cost(
 
 
 def refuse_no_progress(stage: StageCost) -> None:
-    """Refuse failures so often that hardly any save becomes whole.
+    """Refuse failures that are so frequent that hardly any save is completed.
 
     Raises:
-        PlanError: the closed forms would say years.
+        PlanError: the closed forms would predict years.
     """
     model = stage.failures
     needed = model.cycle + model.write + model.restart
@@ -229,7 +234,7 @@ def refuse_no_progress(stage: StageCost) -> None:
 
 
 def _stages(known: Forecast) -> Iterator[tuple[Stage, int]]:
-    """Each stage with its steps; one that is measured in epochs takes the rest."""
+    """Yield each stage with its steps; a stage measured in epochs takes all remaining ones."""
     data, left = known.step.recipe.data, known.step.recipe.training.steps
     for stage in data.curriculum():
         steps = left if stage.steps is None else min(stage.steps, left)
@@ -254,7 +259,7 @@ def _stage_cost(
         exposed = found.step_seconds - compute
     seconds = {each.name: each.seconds for each in phases}
     encoders = 0.0
-    if "step" in seconds:  # by the pixels of a clip, as convolutions take
+    if "step" in seconds:  # scaled by pixels, with which the time of convolutions grows
         share = _pixels(step) / _pixels(known.step)
         clips = step.micro_batch_size * step.num_micro_batches
         encoders = clips * (seconds.get("text", 0.0) + share * seconds.get("encode", 0.0))
@@ -263,14 +268,14 @@ def _stage_cost(
     cost = StageCost(stage.name, steps, compute, exposed, encoders, sampling, sent, saving)
     section = step.recipe.checkpoint
     interval = section.every * cost.step_seconds
-    if section.minutes is not None:  # after the first step that ends later
+    if section.minutes is not None:  # at the end of the step in which they pass
         whole_steps = math.ceil(60 * section.minutes / cost.step_seconds)
         interval = min(interval, whole_steps * cost.step_seconds)
     return replace(cost, failures=replace(saving, interval=interval))
 
 
 def _step_of(known: Forecast, stage: Stage) -> tuple[memory.MetaStep, StepTrace]:
-    """A step of a stage at its longest shape, with the options of the whole run's largest one."""
+    """Trace a stage's step at its longest shape, with the block options of the run's largest."""
     assert known.chosen is not None
     options, trace = known.chosen
     step = known.step
@@ -288,16 +293,16 @@ def _step_of(known: Forecast, stage: Stage) -> tuple[memory.MetaStep, StepTrace]
 def clip_seconds(
     recipe: Recipe, device: DeviceBudget, tokens: Mapping[Bucket, int]
 ) -> dict[Bucket, float]:
-    """GPU-seconds of a clip of each bucket in the model's forward and backward pass, predicted.
+    """Predict the GPU-seconds of a clip of each bucket in the model's forward and backward pass.
 
-    Buckets of the fewest, the most and about half as many tokens are traced. Of the others, seconds
-    lie on the parabola through these: attention grows with the square of the tokens, all else with
-    them. Codec, text encoder, optimizer and waiting for other ranks are not counted, nor is what
-    recompute.policy = "best" recomputes, as memory decides on that.
+    Only buckets with the fewest, the most and about half the most tokens are traced. The others'
+    seconds lie on the parabola through these, since attention grows with the square of the tokens,
+    and all else linearly. Codec, text encoder, optimizer and waits for other ranks are not
+    included, nor is recomputation by recompute.policy = "best", on which memory decides.
 
     Args:
-        recipe: its buckets have batch sizes, or it has no `data.tokens_per_batch`.
-        device: what is predicted for.
+        recipe: without `data.tokens_per_batch`, or with batch sizes in all buckets.
+        device: that is predicted for.
         tokens: of a clip of each bucket.
     """
     different = np.unique(list(tokens.values()))

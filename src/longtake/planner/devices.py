@@ -1,4 +1,4 @@
-"""Devices that are planned for: their data sheets, and what a plan may take of their memory."""
+"""Devices that can be planned for: their data sheets, and the memory that a plan may use."""
 
 import math
 import os
@@ -15,40 +15,40 @@ from longtake import config, errors
 from longtake.formatting import nearest
 
 Target = Literal["cuda", "cpu"]
-"""Whose kernels are predicted."""
+"""Kind of device whose kernels are predicted."""
 
 
 @dataclass(frozen=True)
 class DeviceBudget:
-    """A GPU, or this computer's processor, and what a plan may take of its memory."""
+    """A GPU or this machine's CPU, with the memory that a plan may use."""
 
     name: str
     target: Target
-    bf16_flops: float  # dense operations a second, summed in fp32
+    bf16_flops: float  # dense operations per second, accumulated in fp32
     fp32_flops: float
-    bandwidth: float  # bytes a second between the chip and its memory
-    total_bytes: int | None  # the device's own memory, where it is known
-    memory_bytes: int | None = None  # what a plan may count on; None: there is no limit
-    reserve: float = 0.0  # share of it that is left to what no plan knows
-    host_bandwidth: float = 31.5e9  # bytes a second to the computer's memory, and as many back
-    host_bytes: int = 64 * 2**30  # of that memory, what weights and activations may take of it
-    nccl_bytes: int = 0  # left to NCCL beside that
+    bandwidth: float  # bytes per second between the chip and its memory
+    total_bytes: int | None  # the device's own memory; None: unknown
+    memory_bytes: int | None = None  # limit of the plan; None: no limit
+    reserve: float = 0.0  # share of `memory_bytes` that is left unplanned
+    host_bandwidth: float = 31.5e9  # bytes per second to host memory, and the same back
+    host_bytes: int = 64 * 2**30  # host memory for streamed weights and offloaded activations
+    nccl_bytes: int = 0  # left to NCCL in addition to `reserve`
 
     @property
     def link(self) -> float:
-        """Bytes a second of large copies between pinned memory of the computer and the device."""
+        """Bytes per second that large copies between pinned host memory and the device reach."""
         return self.host_bandwidth * _SHARE_OF_HOST_BANDWIDTH
 
     @property
     def granule(self) -> int:
-        """Bytes of which the device's allocator hands out multiples."""
+        """Bytes that the device's allocator rounds sizes up to multiples of."""
         return CUDA_ROUNDS_TO if self.target == "cuda" else 1
 
     def flops(self, dtype: torch.dtype) -> float:
         return self.bf16_flops if dtype.itemsize < 4 else self.fp32_flops
 
     def convolution_flops(self, dtype: torch.dtype) -> float:
-        """Like `flops`; cuDNN rounds fp32 convolutions to TF32, at half the rate of bf16."""
+        """Return operations per second; cuDNN rounds fp32 to TF32, at half the rate of bf16."""
         is_rounded = dtype == torch.float32 and self.target == "cuda" and cudnn.allow_tf32
         return max(self.fp32_flops, self.bf16_flops / 2) if is_rounded else self.flops(dtype)
 
@@ -66,24 +66,24 @@ class DeviceBudget:
 
 
 CUDA_ROUNDS_TO = 512
-"""Bytes of which CUDA's caching allocator hands out multiples, and counts them."""
+"""Bytes to whose multiples CUDA's caching allocator rounds sizes."""
 
 SHARE_OF_BANDWIDTH = 0.8
-"""Share of a data sheet's figure that kernels reach."""
+"""Share of a data sheet's bandwidth that kernels reach."""
 
 _MIB = 2**20
 _SHARE_OF_HOST_BANDWIDTH = 0.8
-"""Share of PCIe's figure that large copies of pinned memory reach: headers and flow control
-take the rest (24 to 26 of 31.5 GB/s are usual in NVIDIA's bandwidthTest)."""
+"""Share of PCIe's rate that large copies of pinned memory reach; headers and flow control take the
+rest (24 to 26 of 31.5 GB/s are usual in NVIDIA's bandwidthTest)."""
 SHARE_OF_HOST_MEMORY = 0.6
-"""Share of host memory that may be pinned; loaders, caches and the system have the rest."""
+"""Share of host memory that may be pinned; the rest is for loaders, caches and the system."""
 _USUAL_BYTES = 24 * 2**30
-"""Memory of a GPU that is not here, where the recipe names none."""
+"""Memory of a GPU elsewhere, if the recipe names none."""
 _PCIE_4, _PCIE_5, _NVLINK_C2C = 31.5e9, 63e9, 450e9
 _ALMOST = 0.99
-"""A GPU of 48 GiB has a little less."""
+"""Share of its nominal size that a GPU's memory has at least: 48 GiB are a little less."""
 _NCCL_BYTES = 3 * 2**29
-"""Memory left to NCCL's buffers where there are several ranks: they take 0.5 to 1.5 GiB."""
+"""Memory for NCCL's buffers if there are several ranks; they take 0.5 to 1.5 GiB."""
 
 
 def _gpu(
@@ -147,20 +147,24 @@ _ALL = (
 )
 DEVICES = {device.name: device for device in _ALL}
 _FLOPS_PER_BYTE = 200
-"""Operations per byte of a GPU without a given bandwidth; known GPUs have 75 to 420."""
+"""Assumed operations per byte of a GPU without a given bandwidth; known GPUs have 75 to 420."""
 _GIVEN = re.compile(r"([\d.]+(?:e\d+)?)\s*(gib|gb|mib|mb|tflops|pflops|gb/s|tb/s)")
 _UNITS = {"tflops": 1e12, "pflops": 1e15, "gb/s": 1e9, "tb/s": 1e12}
 CPU = DeviceBudget("cpu", "cpu", 1e12, 5e11, 2e10, None)
-"""Its memory is predicted; of its times, only their order."""
+"""The CPU: its memory is predicted exactly; of its times, only the order counts."""
 
 
 def rounded(number: int, multiple: int) -> int:
-    """The next multiple that is not less."""
+    """Round a number up to a multiple."""
     return -(-number // multiple) * multiple
 
 
 def device_named(name: str) -> DeviceBudget:
-    """A known GPU by its name, or any by its figures."""
+    """Return a known GPU by its name, or any device by its figures.
+
+    Raises:
+        RecipeError: it is neither.
+    """
     wanted = name.strip().lower()
     known = {_plain(each): device for each, device in {**DEVICES, CPU.name: CPU}.items()}
     if _plain(wanted) in known:
@@ -181,7 +185,7 @@ def _plain(name: str) -> str:
 
 
 def _given(name: str, parts: Sequence[str]) -> DeviceBudget | None:
-    """A device by figures with units, or by two numbers; None where it is neither of them."""
+    """Return a device by figures with units, or by two numbers; None if the text is neither."""
     figures: dict[str, float] = {}
     for part in parts:
         found = _GIVEN.fullmatch(part.strip())
@@ -217,18 +221,18 @@ def _by_numbers(name: str, parts: Sequence[str]) -> DeviceBudget | None:
 
 
 def with_host_memory(device: DeviceBudget, ram_bytes: int, ranks: int) -> DeviceBudget:
-    """A device in a computer with so much RAM, of which each of its ranks may pin a part."""
+    """Return a device in a machine with this much RAM, a part of which each rank may pin."""
     return replace(device, host_bytes=int(ram_bytes * SHARE_OF_HOST_MEMORY) // ranks)
 
 
 def device_budget(
     recipe: config.Recipe, target: Target | None = None, world_size: int = 1
 ) -> DeviceBudget:
-    """The device that a recipe names, or that it would be trained on here, and its memory.
+    """Return the device that a recipe names, or would be trained on here, with its memory.
 
     Args:
-        recipe: names a device and a memory, or neither.
-        target: whose kernels are run, where that is certain: in training.
+        recipe: may name a device and a memory.
+        target: kind of device on which kernels run, if that is certain, as in training.
         world_size: processes of the launch.
 
     Raises:
@@ -245,6 +249,7 @@ def device_budget(
     if section.host_memory is not None:
         host = config.memory_bytes(section.host_memory)
     elif torch.cuda.is_available():
+        # All ranks of a node pin their part of the same memory.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         host = int(psutil.virtual_memory().total * SHARE_OF_HOST_MEMORY) // ranks
     nccl_bytes = _NCCL_BYTES if world_size > 1 and target == "cuda" else 0
@@ -259,7 +264,7 @@ def device_budget(
 
 
 def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceBudget:
-    """Choose the device of a recipe that names none: the GPU here, a usual one, or the CPU."""
+    """Choose the device of a recipe that names none: the GPU here, a usual GPU, or the CPU."""
     if training_device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         unknown = DeviceBudget("", "cuda", 150e12, 40e12, 8e11, None)
@@ -273,7 +278,7 @@ def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceB
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations a second of a GPU by its maker's figures; None: the GPU is not known, or a CPU."""
+    """Return a GPU's operations per second by its data sheet; None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
     known = _of_label(torch.cuda.get_device_properties(device).name)
@@ -281,11 +286,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def _of_label(label: str) -> DeviceBudget | None:
-    """The known GPU that a driver's label means, such as "NVIDIA A100-SXM4-80GB"."""
+    """Return the known GPU with a driver's label, such as "NVIDIA A100-SXM4-80GB"."""
     words = set(re.findall(r"[a-z0-9]+", label.lower()))
     named = [
         device
         for name, device in DEVICES.items()
         if set(re.findall(r"rtx|[a-z0-9]+", name.replace("rtx", "rtx "))) <= words
     ]
+    # The longest name is the most specific: "h100-pcie" rather than "h100".
     return max(named, key=lambda device: len(device.name), default=None)

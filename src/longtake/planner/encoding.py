@@ -17,11 +17,12 @@ from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.trace import InferenceTrace, make_fake, trace_inference
 
 _FEW_FRAMES, _CHUNK = 9, 4
-"""Autoencoders of videos work in chunks of 4 or 8 frames: what longer clips take grows linearly."""
+"""Frames of a short traced clip, and frames added for a longer one: autoencoders of videos work in
+chunks of 4 or 8 frames, so that memory and time grow linearly from there."""
 
 
 def make_encoders_fake(codec: Codec, text: TextEncoder) -> None:
-    """Make their weights fake tensors; call it within a fake mode, before they are traced."""
+    """Make the encoders' weights fake tensors, inside a fake mode and before they are traced."""
     for module in (*text.modules(), *codec.modules()):
         make_fake(module.eval())
 
@@ -38,7 +39,7 @@ def text_trace(
 
 
 def encoded_bucket(chosen: Family, recipe: Recipe, bucket: Bucket) -> Bucket:
-    """The larger of a clip and one of its references, as the codec encodes them."""
+    """Return the bucket that is larger to encode: the clip's, or that of one of its references."""
     height, width = chosen.inputs.size(bucket)
     taken = chosen.inputs.names(recipe.model)[1]
     has_references = any(name in taken for name in recipe.model_inputs())
@@ -89,13 +90,13 @@ def ahead_bytes(
     micro_batch_size: int,
     device: DeviceBudget,
 ) -> int | None:
-    """Return the bytes that a step takes more if the next micro-batch is encoded meanwhile.
+    """Return the bytes that a step takes in addition if the next micro-batch is encoded meanwhile.
 
-    Pixels and results of the micro-batch, and what an encoder needs for one clip or caption: they
-    are encoded one by one. None: an encoder looks at values, and cannot be traced.
+    They are the micro-batch's pixels and results, and the activations of an encoder for one clip or
+    caption, as these are encoded one by one. None if an encoder reads values, and cannot be traced.
     """
     chosen = family(recipe.model.family)
-    codec = outline_codec(recipe.codec, chosen.frozen.codec)  # those of `components` stay
+    codec = outline_codec(recipe.codec, chosen.frozen.codec)  # those of `components` stay real
     text = outline_text(text_section(recipe), chosen)
     mode = CachedFakeMode(allow_non_fake_inputs=True)
     traces: list[InferenceTrace] = []

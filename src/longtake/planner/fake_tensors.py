@@ -1,8 +1,8 @@
-"""FakeTensorMode with a faster cache, and context parallelism on fake tensors.
+"""A FakeTensorMode with a faster cache, and context parallelism on fake tensors.
 
-A transformer calls the same operations with the same shapes in every block and in every trace.
-torch computes each result anew, or looks it up by a key that takes longer to make than a small
-operation takes. `CachedFakeMode` has a cheaper key and makes the result itself.
+A transformer calls the same operations with the same shapes in every block and every trace. torch
+computes each result again, or looks it up by a key that takes longer to build than a small
+operation takes. `CachedFakeMode` has a cheaper key, and creates the result itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from longtake.parallel.context_parallel import Ranks, TokenSharing
 
 Observer = Callable[[Any, Sequence[Any], dict[str, Any], Any], None]
-"""Called with an operation, its arguments, its keyword arguments and its result."""
+"""A function that is called with an operation, its args, its kwargs and its result."""
 
 _DEVICE_OF = torch.ops.prim.device.default
 _PURE = ("aten", "prims", "longtake")
-"""Namespaces of operations whose result has a shape that depends on the arguments' shapes alone."""
+"""Namespaces of operations whose results' shapes depend on the arguments' shapes only."""
 _PLAIN = (
     int,
     float,
@@ -33,12 +33,12 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-"""Types of arguments and results other than tensors, which are cached as they are."""
+"""Types of arguments and results, other than tensors, that are cached by value."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A tensor's elements in its storage."""
+    """The placement of a tensor's elements in its storage."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -51,8 +51,8 @@ class _Layout:
 class _Output:
     """One output of an operation: a new tensor, a given one, a view of one, or a plain value."""
 
-    source: int | None = None  # index of the given tensor that it is or shares its storage with
-    layout: _Layout | None = None  # of a tensor that was not given
+    source: int | None = None  # index of the given tensor that it is, or whose storage it shares
+    layout: _Layout | None = None  # None: a given tensor, or a plain value
     value: object = None
 
 
@@ -66,11 +66,11 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and torch's guard against it is costly
+        return False  # nothing is compiled here, and torch's check is costly
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
-        """Report every operation inside to an observer."""
+        """Report every operation inside the block to an observer."""
         before, self._observer = self._observer, observer
         try:
             with self:
@@ -79,10 +79,10 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._observer = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE_OF:  # autograd asks twice for each operation
+        if func is _DEVICE_OF:  # autograd asks for it twice per operation
             return args[0].device
         kwargs = kwargs or {}
-        observer, self._observer = self._observer, None  # not of the parts of this operation
+        observer, self._observer = self._observer, None  # parts of this operation are not reported
         try:
             result = self._result(func, types, args, kwargs)
         finally:
@@ -95,13 +95,14 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         given: list[FakeTensor] = []
         parts: list[Any] = [func, torch.get_default_dtype(), *kwargs]
         if not (_describe(args, parts, given) and _describe(kwargs.values(), parts, given)):
+            # Anything unknown in the arguments: torch computes the result.
             return super().__torch_dispatch__(func, types, args, kwargs)
         key = tuple(parts)
         if key not in self._known:
             result: Any = super().__torch_dispatch__(func, types, args, kwargs)
             kind: type | None = None
             if isinstance(result, tuple | list):
-                kind = tuple if isinstance(result, tuple) else list  # also of a named tuple
+                kind = tuple if isinstance(result, tuple) else list  # a named tuple as well
             outputs = _outputs(result if kind else [result], given)
             is_pure = func.namespace in _PURE and torch.Tag.inplace_view not in func.tags
             if outputs is not None and is_pure:
@@ -126,7 +127,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _describe(values: Iterable[Any], parts: list[Any], given: list[FakeTensor]) -> bool:
-    """Add to a key's parts all that a result's shape depends on; False where that is not known."""
+    """Add everything that a result's shape depends on to a key; False if that is unknown."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -141,7 +142,7 @@ def _describe(values: Iterable[Any], parts: list[Any], given: list[FakeTensor]) 
                 value.fake_device,
             )
         elif kind in _PLAIN:
-            parts += (kind, value)  # 1, 1.0 and True are equal to each other
+            parts += (kind, value)  # with the type, as 1, 1.0 and True are equal
         elif kind is list or kind is tuple:
             parts += (kind, len(value))
             if not _describe(value, parts, given):
@@ -157,7 +158,7 @@ def _is_simple(tensor: FakeTensor) -> bool:
 
 
 def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Output] | None:
-    """A function that makes results of these shapes again; None where it is not known."""
+    """Describe an operation's outputs so that they can be made again; None if that is unknown."""
     outputs, new = [], set[int]()
     for result in results:
         if type(result) in _PLAIN:
@@ -172,7 +173,7 @@ def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Outpu
             if tensor.untyped_storage()._cdata == storage._cdata
         ]
         if len(sources) > 1 or storage._cdata in new:
-            return None  # two tensors share it: another time they may not
+            return None  # two tensors share it, which may be chance
         source = sources[0] if sources else None
         if source is not None and given[source] is result:
             outputs.append(_Output(source))
@@ -184,6 +185,7 @@ def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Outpu
             alone = torch.empty_strided(
                 layout.shape, layout.stride, dtype=layout.dtype, device="meta"
             )
+            # A storage that is larger than its tensor, or begins before it, cannot be described.
             if offset or alone.untyped_storage().nbytes() != storage.nbytes():
                 return None
         outputs.append(_Output(source, layout))
@@ -191,10 +193,10 @@ def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Outpu
 
 
 class FakeTokenSharing(TokenSharing):
-    """The first of the context-parallel ranks, in one process and without the others.
+    """The first of the context-parallel ranks, simulated in one process without the others.
 
-    It has most tokens if they do not divide. What it receives has a shape and no values; what it
-    sends is an operation that a trace sees.
+    It has the most tokens if they do not divide. Received tensors have a shape and no values; what
+    it sends is an operation that a trace sees.
     """
 
     def __init__(self, size: int, heads_size: int) -> None:
@@ -214,7 +216,7 @@ class FakeTokenSharing(TokenSharing):
 
 
 def sent_bytes(operation: Any, args: Sequence[Any]) -> tuple[int, int]:
-    """Bytes that the first rank sends to others by such an exchange: to most of them, in a ring."""
+    """Return the bytes that the first rank sends in an exchange: all-to-all, and around a ring."""
     if operation is not torch.ops.longtake.exchange.default:
         return 0, 0
     tensor, sent, _, among = args

@@ -1,4 +1,4 @@
-"""Will it fit, and will everything train: the answer before the first step, without weights."""
+"""Forecasts before the first step whether a recipe fits and everything trains; reads no weights."""
 
 import logging
 import traceback
@@ -37,15 +37,16 @@ from longtake.planner.traps import Trap, costly_policies, flow_traps, idle_recom
 from longtake.sampling.sampler import streams_for_sampling
 
 _NOT_TRACED = ("optimizer.", "data.cache", "data.windows", "parallel.")
-"""Keys that do not change the operations of forward and backward pass on one rank."""
+"""Prefixes of keys that leave a rank's operations in forward and backward pass unchanged."""
 _PIXELS = 32
-"""Heights and widths are rounded to this: codecs and patches of shipped models divide it."""
+"""Multiple to which heights and widths are rounded; codecs and patches of the shipped models divide
+it."""
 _LEAST_PIXELS = 64
 
 
 @dataclass(frozen=True)
 class GradientFlow:
-    """Trainable parameters by name: those that a backward pass reaches, and the others."""
+    """Names of the trainable parameters that a backward pass reaches, and of the others."""
 
     reached: Sequence[str]
     unreached: Sequence[str]
@@ -64,22 +65,22 @@ class GradientFlow:
 
 @dataclass(frozen=True)
 class Forecast:
-    """All that is known about a step before it is run."""
+    """Everything that is known about a step before it runs."""
 
     device: DeviceBudget
     step: memory.MetaStep
     static: StaticMemory
     gradients: GradientFlow
     traces: Mapping[str, StepTrace]
-    """By named policy; empty where a trap keeps the step from being traced. If nothing fits
-    and weights can be streamed, the least that can be done is there too, as `all+stream`."""
+    """Traces by named policy; empty if the step cannot be traced. If nothing fits and weights can
+    be streamed, `all+stream` is the least that is possible."""
     policies: Sequence[PolicyForecast]
-    best: solver.BestOptions | None  # the fastest that fits; without a budget, everything kept
+    best: solver.BestOptions | None  # fastest that fits; without a budget, all kept
     best_policy: PolicyForecast | None
 
     @property
     def precision(self) -> str:
-        """The type of numbers in which the model computes."""
+        """Number type in which the model computes."""
         return "bf16" if self.step.recipe.model.dtype == "bf16" else self.step.precision
 
     @property
@@ -101,7 +102,7 @@ class Forecast:
 
     @property
     def chosen(self) -> tuple[Options, StepTrace] | None:
-        """The best options, or the named policy that takes least; None where nothing is traced."""
+        """The best options, or those of the least demanding policy; None if nothing is traced."""
         if self.best is not None:
             return self.best.options, self.best.traced
         if not self.policies:
@@ -114,16 +115,16 @@ class Forecast:
 
     @property
     def pinned_host_bytes(self) -> int:
-        """Page-locked memory of one rank under the best policy, or the one that takes least."""
+        """Page-locked host memory of a rank under the best policy, or the least demanding one."""
         row = self.best_policy or (self.least if self.policies else None)
         return 0 if row is None else row.host_bytes
 
     @property
     def needed_host_bytes(self) -> int:
-        """RAM that a node must have, of which only a share may be page-locked."""
+        """Host RAM of a node, of which only a share may be page-locked."""
         pinned = self.pinned_host_bytes + self.static.pinned_beside
         ranks = self.step.per_node or self.step.world_size
-        unpinned = 2 * self.static.optimizer.host  # with what a checkpoint is written from
+        unpinned = 2 * self.static.optimizer.host  # a checkpoint is written from copies
         return int(ranks * (pinned / SHARE_OF_HOST_MEMORY + unpinned))
 
     def policy(self, name: str) -> PolicyForecast:
@@ -148,16 +149,16 @@ def forecast(
 ) -> Forecast:
     """Trace a recipe's step under every policy, find the best that fits, and look for traps.
 
-    The arguments are those of `outline_step`; `kernels` chooses those of attention.
+    The arguments are those of `outline_step`; `kernels` chooses attention kernels.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
-        PlanError: the model cannot be run on tensors without values, or its weights alone are
-            above the budget.
+        PlanError: the model cannot run on tensors without values, or its weights alone exceed the
+            budget.
     """
     step = memory.outline_step(recipe, device, world_size, per_node, quantized)
     gradients = check_gradients(step)
-    if gradients.fatal:  # torch may not even get through such a step
+    if gradients.fatal:  # torch may fail in such a step
         return Forecast(device, step, memory.static_memory(step), gradients, {}, [], None, None)
     _refuse_below_weights(step)
     if kernels is not None:
@@ -174,6 +175,7 @@ def forecast(
     traces = dict(sweep.traces)
     traps = [*gradients.traps, *policy_traps(step, traces)]
     best = _best(step, sweep)
+    # Nothing fits: show the least that streaming makes possible, too.
     if best is None and step.tracer.subject.weights[:2] == ("keep", "stream"):
         least = activation_checkpointing.options_of("all", step.block_names, "stream")
         traces["all+stream"] = step.tracer.trace(least)
@@ -203,7 +205,11 @@ _UNPLANNED = Trap(
 
 
 def check_gradients(step: memory.MetaStep) -> GradientFlow:
-    """Find the trainable parameters that a step reaches, and traps that keep it from others."""
+    """Find the trainable parameters that a step reaches, and traps that keep it from others.
+
+    Raises:
+        PlanError: the step fails on tensors without values, or altogether.
+    """
     try:
         with _torch_is_quiet():
             watch = step.tracer.watch_gradients()
@@ -215,7 +221,7 @@ def check_gradients(step: memory.MetaStep) -> GradientFlow:
             "runs the model on tensors that have a shape but no values, so it can follow no "
             ".item() and no `if` on a tensor. Compute with tensors there, such as by torch.where."
         ) from error
-    except Exception as error:  # a user's own module may raise anything
+    except Exception as error:  # a user's module may raise anything
         if _NUMPY_REFUSED in str(error):
             raise errors.CannotBePlannedError(
                 f"The model cannot be planned{_where(error)}: numpy is to compute with a tensor. A "
@@ -232,12 +238,12 @@ def check_gradients(step: memory.MetaStep) -> GradientFlow:
 
 
 _NUMPY_REFUSED = ".numpy() is not supported for tensor subclasses"
-"""torch's message where numpy asks for the values of a tensor that has none."""
+"""torch's message when numpy asks for the values of a tensor without values."""
 
 
 @contextmanager
 def _torch_is_quiet() -> Iterator[None]:
-    """Torch logs twenty lines of its own where a shape is wrong; the error says it better."""
+    """Silence torch's log of a wrong shape, which takes twenty lines; the error is clearer."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -247,7 +253,7 @@ def _torch_is_quiet() -> Iterator[None]:
 
 
 def _where(error: Exception) -> str:
-    """The innermost line that is neither torch's nor longtake's."""
+    """Return the innermost line outside of torch and longtake in parentheses; may be empty."""
     known = (*torch.__path__, *longtake.__path__)
     frames = traceback.extract_tb(error.__traceback__)
     places = [frame for frame in frames if not frame.filename.startswith(known)]
@@ -259,7 +265,7 @@ def _where(error: Exception) -> str:
 def policy_traps(step: memory.MetaStep, traces: Mapping[str, StepTrace]) -> list[Trap]:
     """Find blocks that the recipe's policy recomputes for nothing, and policies that cost memory.
 
-    `traces` are by policy, `none` among them.
+    `traces` are by policy, and include `none`.
     """
     traps = costly_policies({name: trace.peak_bytes for name, trace in traces.items()})
     policy, kept = step.recipe.recompute.chosen(), traces["none"]
@@ -310,7 +316,7 @@ def _refuse_below_weights(step: memory.MetaStep) -> None:
 
 @dataclass(frozen=True)
 class ChangedStep:
-    """The step of a changed recipe, its blocks run as the forecast chose."""
+    """The step of a changed recipe, with blocks run as the forecast chose."""
 
     step: memory.MetaStep
     trace: StepTrace
@@ -318,7 +324,7 @@ class ChangedStep:
 
 
 def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
-    """Forecast a step after changes of its recipe, given as `--set` takes them."""
+    """Forecast a step after changes of its recipe (as for `--set`); None if one is invalid."""
     chosen, step = known.chosen, known.step
     assert chosen is not None
     options, trace = chosen
@@ -334,7 +340,7 @@ def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
                 for name, each in options.items()
             }
             trace = step.tracer.trace(options)
-    except errors.LongtakeError:  # a smaller shape may not divide into the codec's or the model's
+    except errors.LongtakeError:  # smaller shapes may not divide into the codec's or the model's
         return None
     name = "best" if known.best else known.least.name
     return ChangedStep(step, trace, memory.policy_forecast(name, trace, step))
@@ -342,14 +348,14 @@ def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One change of a recipe that does not fit, and the least that a step takes with it."""
+    """A change of a recipe that does not fit, and the least memory of a step with it."""
 
     what: str
-    changes: Sequence[str]  # as `--set` takes them
-    policy: str  # the recompute policy that takes least
+    changes: Sequence[str]  # in the form of `--set`
+    policy: str  # recompute policy that takes least
     step_peak_bytes: int
     host_bytes: int
-    short: tuple[str, ...]  # which memory it would still lack
+    short: tuple[str, ...]  # kinds of memory that would still be too small
 
     @property
     def fits(self) -> bool:
@@ -364,7 +370,7 @@ class Suggestion:
 
 
 def short_memory(step: memory.MetaStep, policy: PolicyForecast) -> tuple[str, ...]:
-    """Name the memory that a policy would take more of than there is."""
+    """Return the kinds of memory of which a policy needs more than there is."""
     budget, found = step.device.budget_bytes, list[str]()
     if budget is not None and policy.step_peak_bytes > budget:
         found.append("GPU memory")
@@ -376,7 +382,7 @@ def short_memory(step: memory.MetaStep, policy: PolicyForecast) -> tuple[str, ..
 def suggest_changes(known: Forecast) -> list[Suggestion]:
     """Try changes of a recipe that does not fit; the most helpful come first.
 
-    If no single change is enough, the last one makes all of them together.
+    If no single change is enough, the last suggestion makes all of them together.
     """
     tried = [_suggestion(known, what, changes) for what, changes in _possible_changes(known)]
     least = known.least
@@ -403,7 +409,7 @@ def _suggestion(known: Forecast, what: str, changes: Sequence[str]) -> Suggestio
 
 
 def _joined(suggestions: Sequence[Suggestion]) -> list[str]:
-    """All their changes, the more helpful where two change the same."""
+    """Join the changes of all suggestions; of two that set the same key, the more helpful wins."""
     changes: dict[str, str] = {}
     for suggestion in suggestions:
         keys = [change.partition("=")[0] for change in suggestion.changes]
@@ -448,17 +454,17 @@ def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
 
 @dataclass(frozen=True)
 class EncodingAhead:
-    """The choice to encode one micro-batch ahead, on a stream of its own."""
+    """The decision whether to encode one micro-batch ahead, on a separate stream."""
 
-    num_bytes: int | None  # that a step takes more; None: an encoder cannot be traced
+    num_bytes: int | None  # that a step takes in addition; None: an encoder cannot be traced
     is_chosen: bool
 
 
 def encoding_ahead(step: memory.MetaStep, policy: PolicyForecast | None) -> EncodingAhead | None:
-    """Decide what `training.encode_ahead` means beside a policy.
+    """Decide `training.encode_ahead` = "auto" by the memory that a policy leaves.
 
     Returns:
-        None: encoders do not work in a step, or not on a GPU, or the recipe says false.
+        None if no encoder works in a step, on a CPU, or if the recipe says false.
     """
     recipe, budget = step.recipe, step.device.budget_bytes
     wanted = recipe.training.encode_ahead
@@ -497,34 +503,34 @@ def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list
 
 @dataclass(frozen=True)
 class PhaseForecast:
-    """One part at work on one process: encoders and codec by themselves, or within the step."""
+    """Memory and time of one part at work: encoders, codec or model alone, or a training step."""
 
     name: str
-    """`text`, `encode`, `step` (training, while encoders work), `model`, `decode` or `sampling`."""
+    """`text`, `encode`, `step` (training while encoders work), `model`, `decode` or `sampling`."""
     weight_bytes: int
-    peak_bytes: int  # weights included; without workspaces of convolutions
+    peak_bytes: int  # with weights, without workspaces of convolutions
     seconds: float
-    """For one caption, clip or forward pass; in `step` for all of this process in one update; in
-    `sampling` for all presets, on all processes together."""
-    fits: bool | None  # None without a budget
+    """For one caption, clip or forward pass; for `step`, all encoding of this process in one
+    update; for `sampling`, all presets on all processes together."""
+    fits: bool | None  # None: no budget
     how: str = ""
-    """For `sampling`: its presets, and videos at a time. For `model`: whether weights stream."""
+    """For `sampling`, presets and videos at a time; for `model`, "weights streamed" or nothing."""
 
 
 @dataclass(frozen=True)
 class StoredStart:
-    """The LoRA of `trainable.init_from` that a run begins with."""
+    """The LoRA of `trainable.init_from`, with which a run begins."""
 
-    num_layers: int  # that the file has LoRA for
-    num_trained: int  # that have LoRA in the model
-    rank: int  # the highest
+    num_layers: int  # layers with LoRA in the file
+    num_trained: int  # layers with LoRA in the model
+    rank: int  # highest rank
 
 
 def stored_start(step: memory.MetaStep) -> StoredStart | None:
-    """Read the LoRA that `trainable.init_from` names; None if it is not set.
+    """Read the LoRA that `trainable.init_from` names; None if it is unset.
 
     Raises:
-        ModelError, RecipeError: as `read_lora`, and as training before its first step.
+        ModelError, RecipeError: as `read_lora`, which training calls before its first step.
     """
     parts, file = step.components, step.recipe.trainable.init_from
     if file is None:
@@ -535,14 +541,14 @@ def stored_start(step: memory.MetaStep) -> StoredStart | None:
 
 
 def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> list[PhaseForecast]:
-    """Each phase of caching, training with encoders in the step, and sampling.
+    """Forecast each phase of caching, training with encoders in the step, and sampling.
 
-    Clips are of the bucket with the most tokens, one at a time. A part that looks at values is left
-    out: it cannot be traced.
+    Clips are of the bucket with the most tokens, one at a time. A part that reads values cannot be
+    traced, and is left out.
 
     Args:
         step: of the recipe.
-        options: how blocks are run in training; None: with weights as the recipe has them.
+        options: of the training's blocks; None: weights as the recipe has them.
     """
     components = outline(step.recipe)
     memory.quantize_as_given(components, step.recipe)
@@ -598,9 +604,10 @@ def _model_alone(
     components: Components,
     held: Sequence[BlockWeights],
 ) -> tuple[InferenceTrace, bool]:
-    """A forward pass where only videos are sampled; whether weights are streamed for it.
+    """Trace a forward pass where only videos are sampled; returns whether weights are streamed.
 
-    They are where the model fits only so. Quantised weights are as in training.
+    They are streamed only if the model does not fit otherwise. Quantised weights are as in
+    training.
     """
     blocks, budget = components.family.blocks(components.model), step.device.budget_bytes
     kinds: list[BlockWeights] = ["keep" if each == "stream" else each for each in held]
@@ -636,7 +643,7 @@ def _phase_traces(
 
 
 def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
-    """One forward pass over one video, as sampling in two passes makes it."""
+    """Run one forward pass over one video, as sampling in two passes does."""
     shape = latent_shape(components.codec, step.bucket)
     conditioning = {
         name: torch.empty(each.shape, dtype=each.dtype)
@@ -650,7 +657,7 @@ def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
 def _encoding_in_step(
     step: memory.MetaStep, found: Mapping[str, InferenceTrace], weight_bytes: int
 ) -> InferenceTrace | None:
-    """A training step at the moment in which codec or text encoder works."""
+    """Trace a training step while codec or text encoder works in it; None without these."""
     encoders = [found[name] for name in ("text", "encode") if name in found]
     if not encoders:
         return None

@@ -1,7 +1,7 @@
-"""Watches one forward and backward pass: which parameters gradient reaches, and where it is lost.
+"""Watches one forward and backward pass: which parameters gradients reach, and where they end.
 
-autograd forgets: behind a `detach()` or under `no_grad` a tensor no longer knows what it was
-computed from. `Provenance` remembers it, on real tensors and inside torch's FakeTensorMode.
+autograd forgets: after a `detach()` or under `no_grad`, a tensor no longer knows what it was
+computed from. `Provenance` records it, on real tensors and in torch's FakeTensorMode.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from longtake.models.numerics import in_backward
 
 ParameterSet = int
-"""A set of trainable parameters: bit i stands for the i-th name."""
+"""A set of trainable parameters as bits: bit i stands for the i-th name."""
 SECOND_TIME = "Trying to backward through the graph a second time"
-"""torch's message where a part of the graph is traversed again."""
+"""torch's message if a part of the graph is traversed again."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _DETACHES = (torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -34,27 +34,27 @@ _CASTS = ("to", "float", "type", "type_as", "_to_copy")
 
 @dataclass(eq=False)
 class RecomputeRegion:
-    """One call of a checkpoint function: what runs in it is recomputed in the backward pass."""
+    """One call of a checkpoint function, whose content is recomputed in the backward pass."""
 
     reentrant: bool
-    where: str  # the module whose code opened it
-    carries_grad: bool  # whether a tensor that is itself an argument carries gradient
-    hidden: ParameterSet  # upstream of tensors with gradient in a dict, list or dataclass argument
-    upstream: ParameterSet  # upstream of all arguments
-    by: str = ""  # the class that recomputes, where it is not torch's
-    inside: ParameterSet = 0  # used in it
-    blocks: list[str] = field(default_factory=list)  # that ran in it, in order
+    where: str  # name of the module whose code opened it
+    carries_grad: bool  # true if a tensor argument carries gradient itself
+    hidden: ParameterSet  # behind tensors with gradient in a dict, list or dataclass argument
+    upstream: ParameterSet  # parameters behind all arguments
+    by: str = ""  # class that recomputes, if it is not torch's
+    inside: ParameterSet = 0  # parameters that are used in it
+    blocks: list[str] = field(default_factory=list)  # names of the blocks that ran in it, in order
 
 
 @dataclass
 class ForwardPosition:
-    """Where the forward pass is: in which modules, in which regions."""
+    """The modules and recompute regions in which the forward pass is at present."""
 
     blocks: Collection[str] = ()
-    """Names of modules whose forward may run within an added module."""
+    """Names of modules that may run inside of an added module."""
     modules: list[tuple[str, bool]] = field(default_factory=lambda: [("model", True)])
-    """Each running module, outermost first, and whether gradients were on when it began."""
-    regions: list[RecomputeRegion] = field(default_factory=list)  # open ones, outermost first
+    """Running modules, outermost first, each with whether gradients were on when it began."""
+    regions: list[RecomputeRegion] = field(default_factory=list)  # open regions, outermost first
 
     @property
     def module(self) -> str:
@@ -62,7 +62,7 @@ class ForwardPosition:
 
     @property
     def where(self) -> str:
-        """The innermost module; for an added module around a block, with that block."""
+        """Name the innermost module; for an added module around a block, with that block."""
         names = [name for name, _ in self.modules]
         after = next((name for name in reversed(names) if name in self.blocks), None)
         is_inside = after is None or f"{names[-1]}.".startswith(f"{after}.")
@@ -79,16 +79,16 @@ class ForwardPosition:
 
 @dataclass(frozen=True)
 class LostGradient:
-    """A place where gradient that a tensor carried was lost."""
+    """A place where the gradient of a tensor was lost."""
 
     where: str
-    how: str  # `no_grad`, `detach`, or the function that has no derivative
+    how: str  # `no_grad`, `detach`, or the name of a function without a derivative
     parameters: ParameterSet
 
 
 @dataclass(frozen=True)
 class GradientDemand:
-    """A `requires_grad_` on a tensor that is neither a parameter nor an input of the model."""
+    """A `requires_grad_` call on a tensor that is neither a parameter nor an input of the model."""
 
     where: str
     upstream: ParameterSet
@@ -96,14 +96,14 @@ class GradientDemand:
 
 @dataclass
 class Fp32Copies:
-    """fp32 copies of 16-bit tensors that trainable fp32 weights made necessary."""
+    """fp32 copies of 16-bit tensors, which trainable fp32 weights require."""
 
     count: int = 0
     num_bytes: int = 0
 
 
 class Provenance(TorchFunctionMode):
-    """Records which parameters each tensor was computed from, and where gradient is lost."""
+    """Records the parameters behind each tensor, and the places where gradients are lost."""
 
     def __init__(
         self,
@@ -117,6 +117,7 @@ class Provenance(TorchFunctionMode):
         self._inputs = list(inputs)
         self._position = position
         self._half_base = half_base
+        # Weak keys: a record must not keep tensors alive, which would change the traced memory.
         self._of: Any = WeakIdKeyDictionary()
         self._casts: Any = WeakIdKeyDictionary()
         self.used: ParameterSet = 0
@@ -125,7 +126,7 @@ class Provenance(TorchFunctionMode):
         self.copies: dict[str, Fp32Copies] = {}
 
     def of(self, values: Any) -> ParameterSet:
-        """Parameters from which the tensors in a value, which may be nested, were computed."""
+        """Return the parameters behind the tensors in a value, which may be nested."""
         found = 0
         for tensor in tensors_in(values):
             found |= self._of.get(tensor, 0) | self._own.get(id(tensor), 0)
@@ -139,6 +140,7 @@ class Provenance(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # Recomputation repeats the forward pass, which was recorded already.
         if in_backward():
             return func(*args, **kwargs)
         is_demand = func in _DEMANDS and not args[0].requires_grad
@@ -156,7 +158,7 @@ class Provenance(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         outputs = list(tensors_in(result if result is not None else given[0]))
         if not outputs or name.endswith("_like") or name.startswith("new_"):
-            return  # no tensor is made, or one of the same shape and other values
+            return  # no new tensor, or one with the shape of another and its own values
         is_cast = name in _CASTS and isinstance(given[0], Tensor) and given[0].dtype in _HALF
         if is_cast and outputs[0].dtype == torch.float32:
             self._casts[outputs[0]] = outputs[0].nbytes
@@ -174,6 +176,7 @@ class Provenance(TorchFunctionMode):
             self.used |= bit
             for region in self._position.regions:
                 region.inside |= bit
+        # A cast counts once, when an fp32 parameter first uses its result.
         if self._half_base and any(parameter.dtype == torch.float32 for parameter in own):
             for tensor in tensors_in(given):
                 num_bytes = self._casts.pop(tensor, 0)
@@ -186,6 +189,7 @@ class Provenance(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, given: list[Any], outputs: Sequence[Tensor]
     ) -> None:
         lost = self.of([tensor for tensor in tensors_in(given) if tensor.requires_grad])
+        # Masks and other Boolean results never carry gradient.
         if not lost or any(out.requires_grad or out.dtype == torch.bool for out in outputs):
             return
         position = self._position
@@ -193,12 +197,13 @@ class Provenance(TorchFunctionMode):
             self.cuts.append(LostGradient(position.where, "detach", lost))
         elif torch.is_grad_enabled():
             self.cuts.append(LostGradient(position.where, name, lost))
+        # A reentrant region runs its forward pass under no_grad by design.
         elif not position.in_reentrant:
             self.cuts.append(LostGradient(position.gradients_went_off, "no_grad", lost))
 
 
 class GradientWatch:
-    """A context manager around the forward and backward pass of one step."""
+    """A context manager that watches the forward and backward pass of one step."""
 
     def __init__(
         self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Iterable[Tensor] = ()
@@ -241,10 +246,10 @@ class GradientWatch:
         self._open.close()
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass, or none where the loss carries no gradient at all.
+        """Run the backward pass, unless the loss carries no gradient.
 
-        `Tensor.backward` would switch off every function mode, and with it what stands in for an
-        operation when blocks are recomputed; `torch.autograd.backward` does not. Where a reentrant
+        `Tensor.backward` would switch function modes off, and with them what stands in for
+        operations when blocks are recomputed; `torch.autograd.backward` does not. If a reentrant
         region makes torch traverse something twice, `gone_twice` is set.
         """
         if not loss.requires_grad:
@@ -279,7 +284,7 @@ class GradientWatch:
             block = blocks.get(id(module))
             enter, leave = self._entering(block or name or "model", block), self._leaving(block)
             yield module.register_forward_pre_hook(enter)
-            # Recompute leaves modules by an exception as soon as it has what it needs.
+            # Recomputation leaves modules by an exception as soon as it has what it needs.
             yield module.register_forward_hook(leave, always_call=True)
 
     def _entering(self, name: str, block: str | None) -> Callable[..., None]:
@@ -303,7 +308,7 @@ class GradientWatch:
 
     @contextmanager
     def region(self, reentrant: bool, args: Iterable[Any], by: str = "") -> Iterator[None]:
-        """Record a region that is open as long as the context is."""
+        """Record a recompute region that is open during the context."""
         if in_backward() or not torch.is_grad_enabled():
             yield
             return
@@ -327,11 +332,11 @@ class GradientWatch:
 
 @contextmanager
 def _regions_reported_to(watch: GradientWatch) -> Iterator[None]:
-    """Report each use of torch's two ways to recompute, and of others' reentrant ones.
+    """Report to `watch` each use of torch's two kinds of checkpointing, and others' reentrant ones.
 
-    They are replaced where they are looked up, because other modules have imported
-    `torch.utils.checkpoint.checkpoint` itself. DeepSpeed, Megatron and others have an autograd
-    function of their own, which is handed the function to recompute.
+    Their inner functions are replaced, because other modules have imported
+    `torch.utils.checkpoint.checkpoint` itself. DeepSpeed, Megatron and others use their own
+    autograd function, which is passed the function to recompute.
     """
     torch_checkpoint: Any = torch.utils.checkpoint
     function_class: Any = torch.autograd.Function
@@ -361,7 +366,7 @@ def _regions_reported_to(watch: GradientWatch) -> Iterator[None]:
 
 @contextmanager
 def checkpoint_is_quiet() -> Iterator[None]:
-    """Without torch's warnings of checkpoint calls: a trap says which call, and what to do."""
+    """Silence torch's warnings about checkpoint calls: a trap tells which call, and what to do."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         warnings.filterwarnings("ignore", "torch.utils.checkpoint.*the use_reentrant parameter")
@@ -369,7 +374,7 @@ def checkpoint_is_quiet() -> Iterator[None]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in lists, tuples, dicts and dataclasses, however deep."""
+    """Yield every tensor in nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

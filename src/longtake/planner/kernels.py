@@ -1,7 +1,7 @@
-"""Tensors that kernels save for the backward pass, and their workspaces, on CUDA and CPU.
+"""Bytes that kernels save for the backward pass, and their workspaces, on CUDA and on a CPU.
 
-Fake tensors live on the CPU. There torch decomposes some operations that are one kernel on CUDA,
-and each of the parts would save activations: predictions would be a sixth to a third too high.
+Fake tensors live on the CPU, where torch decomposes some operations that are one kernel on CUDA.
+Each part would save activations, so that predictions were a sixth to a third too high.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +21,8 @@ from longtake.planner.devices import rounded
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_MOST_CHANNELS = 256
 _FP32_UNDER_AUTOCAST = ("layer_norm", "group_norm", "softmax", "mse_loss", "rms_norm")
-"""Functions of torch.nn.functional that CUDA's autocast runs in fp32 and the CPU's does not (lists
-in torch's autocast_mode.h); of those there, the ones that diffusion transformers call."""
+"""Functions of torch.nn.functional that CUDA's autocast runs in fp32 and the CPU's does not: of the
+lists in torch's autocast_mode.h, those that diffusion transformers call."""
 _FP32_BYTES = 4
 _RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
 _aten = torch.ops.aten
@@ -30,10 +30,10 @@ _aten = torch.ops.aten
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Inside, operations on fake CPU tensors save for the backward pass what CUDA's kernels save.
+    """Let operations on fake CPU tensors save what CUDA's kernels save, inside the block.
 
-    torch.nn.functional itself is changed: a function mode would be off again when a block is
-    recomputed within the backward pass.
+    It replaces functions of torch.nn.functional: a function mode would be off when a block is
+    recomputed in the backward pass.
     """
     stand_ins: dict[str, Callable[..., Any]] = {
         name: _in_fp32_under_autocast(getattr(F, name)) for name in _FP32_UNDER_AUTOCAST
@@ -54,11 +54,12 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def cuda_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """Bytes that a CUDA kernel allocates for itself and frees before it returns, where many.
+    """Return the bytes that a CUDA kernel allocates and frees before it returns, if they are many.
 
-    FlashAttention's backward pass, as torch has it (mha_bwd in flash_api.cpp), sums the queries'
-    gradient in fp32 and keeps a number for each row; both are rounded up to whole tiles. It copies
-    a gradient that has gaps, and where heads share keys, it makes theirs for every head first.
+    FlashAttention's backward pass in torch (mha_bwd in flash_api.cpp) sums the queries' gradient in
+    fp32 and keeps a number per row; both are padded to whole tiles. It copies a gradient that is
+    not contiguous, and where heads share keys, it first creates the keys' and values' gradients for
+    every head.
     """
     if operation is not _aten._scaled_dot_product_flash_attention_backward.default:
         return 0
@@ -81,12 +82,12 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """FlashAttention where CUDA would choose it, else the memory-efficient kernel.
+    """Compute FlashAttention if CUDA would choose it, else the memory-efficient kernel.
 
-    Both save queries, keys, values, output and one number for each row.
+    Both save queries, keys, values, output and one number per row.
     """
     mode: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    if isinstance(mode, attention.AttentionMode):  # it wraps torch's own
+    if isinstance(mode, attention.AttentionMode):  # the mode wraps torch's own function
         options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         options |= {"scale": scale, "enable_gqa": enable_gqa}
         given = (query, key, value)
@@ -94,7 +95,7 @@ def _cuda_attention(
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (part.to(torch.bfloat16) for part in (query, key, value))
     kernel = _chosen(query, key, value, attn_mask, is_causal)
-    if kernel == "flash":  # it takes shared keys as they are
+    if kernel == "flash":  # takes shared keys and values as they are
         flash = _aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if kernel == "math":
@@ -113,9 +114,9 @@ def _cuda_attention(
 def _chosen(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> attention_rules.Kernel:
-    """The kernel that was found for this GPU, or that torch would choose.
+    """Return the kernel that was found for this GPU, or that torch would choose.
 
-    cuDNN's counts as one of the others, which save the same.
+    cuDNN's counts as one of the others, which save the same tensors.
     """
     is_narrow = query.dtype in _FLASH_TYPES and query.shape[-1] <= _FLASH_MOST_CHANNELS
     found = None
@@ -130,13 +131,13 @@ def _chosen(
 def _cuda_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
 ) -> attention.AttentionKernel | None:
-    """Choose the kernel of an attention whose result is kept."""
+    """Choose the kernel for an attention whose result is saved."""
     kernel = _chosen(query, key, value, mask, bool(how.get("is_causal")))
     return {"flash": attention.FLASH, "efficient": attention.EFFICIENT}.get(kernel)
 
 
 def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask as the kernel takes it: added to the scores, and given for every head."""
+    """Convert a mask to what kernels take: a bias for every head, added to the scores."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -220,11 +221,11 @@ _fused_rms_norm.register_autograd(_rms_norm_backward, setup_context=_save_for_ba
 
 
 def cpu_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """Bytes that a CPU kernel allocates for itself and frees before it returns.
+    """Return the bytes that a CPU kernel allocates and frees before it returns.
 
-    Measured with the profiler's allocator events on torch 2.13, exact to the byte there. oneDNN's
-    own scratchpads (bf16 products, convolutions) follow the processor and have no formula: without
-    it, by `torch.backends.mkldnn.flags(enabled=False)`, nothing is missing.
+    The formulas are exact to the byte on torch 2.13, measured with the profiler's allocator events.
+    oneDNN's own scratchpads (bf16 products, convolutions) depend on the processor and have no
+    formula; without oneDNN (`torch.backends.mkldnn.flags(enabled=False)`) nothing is missing.
     """
     if operation in _CPU_FORMULAS:
         return _CPU_FORMULAS[operation](args)
@@ -233,10 +234,10 @@ def cpu_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tens
 
 
 def with_random_state(block: Callable[..., Any]) -> tuple[Callable[..., Any], Tensor]:
-    """A function to call instead of a block that the CPU recomputes, and its first argument.
+    """Wrap a block that the CPU recomputes; returns a function and its first argument.
 
-    They stand for the state of the CPU's random numbers: torch saves it for each such block, and
-    another one while the block is recomputed. A GPU's state is in the host's memory too.
+    They stand for the state of the CPU's random numbers, which torch saves for each such block, and
+    once more while it is recomputed. For a GPU that state is in host memory too.
     """
 
     def call(state: Tensor, *args: Any) -> Any:
@@ -249,7 +250,7 @@ def with_random_state(block: Callable[..., Any]) -> tuple[Callable[..., Any], Te
 
 
 def _attention_bytes(args: Sequence[Any]) -> int:
-    """Per thread: a tile of scores, its maxima and sums, and a tile of the output."""
+    """Return bytes: for each thread a tile of scores, its maxima and sums, and an output tile."""
     query, key = args[0], args[1]
     rows, columns = _tile(query, key)
     elements = rows * columns + 2 * rows + rows * query.shape[-1]
@@ -258,7 +259,7 @@ def _attention_bytes(args: Sequence[Any]) -> int:
 
 
 def _attention_backward_bytes(args: Sequence[Any]) -> int:
-    """Per thread: two tiles of scores and their rows' sums; and the gradient, where it has gaps."""
+    """Return bytes: for each thread two tiles of scores and row sums; a copy of the gradient."""
     gradient, query, key = args[:3]
     rows, columns = _tile(query, key)
     scores = 2 * rows * columns
@@ -269,6 +270,7 @@ def _attention_backward_bytes(args: Sequence[Any]) -> int:
 
 def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
     length = query.shape[-2]
+    # Tile sizes of torch 2.13's flash attention for the CPU.
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     return min(length, rows), min(key.shape[-2], 512)
 
@@ -278,7 +280,7 @@ def _narrow_bytes(tensor: Tensor) -> int:
 
 
 def _layer_norm_backward_bytes(args: Sequence[Any]) -> int:
-    """Per thread: the gradients of weight and bias, where they are wanted."""
+    """Return bytes per call: for each thread the gradients of weight and bias, if wanted."""
     tensor, shape, wanted = args[1], args[2], args[7]
     if not any(wanted[1:]):
         return 0
@@ -287,7 +289,7 @@ def _layer_norm_backward_bytes(args: Sequence[Any]) -> int:
 
 
 def _widened_bytes(args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """fp32 copies of narrower operands: the CPU makes them where types are mixed."""
+    """Return the bytes of fp32 copies of narrower operands, which the CPU makes for mixed types."""
     widest = max((tensor.itemsize for tensor in made if tensor.is_floating_point()), default=0)
     return sum(
         value.numel() * widest
@@ -301,7 +303,7 @@ _CPU_FORMULAS: Mapping[Any, Callable[[Sequence[Any]], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_bytes,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_bytes,
     _aten.native_layer_norm_backward.default: _layer_norm_backward_bytes,
-    # the patches, unfolded
+    # unfolded patches
     _aten.convolution.default: lambda args: int(args[0].nbytes),
     _aten.convolution_backward.default: lambda args: int(args[1].nbytes),
 }

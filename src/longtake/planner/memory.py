@@ -1,4 +1,4 @@
-"""Predicts the device memory of a step of a recipe."""
+"""Predicts the device memory of a recipe's training step."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,30 +36,30 @@ from longtake.planner.record import BlockWeights, OptimizerBytes, PolicyForecast
 from longtake.planner.trace import StepTrace, Subject, Tracer
 
 _EIGHT_BIT_MAP_BYTES = 256 * 4
-"""The table of a state's 256 levels; each state has its own."""
+"""Bytes of the table of 256 levels of an 8-bit optimizer state; each state has its own."""
 _EIGHT_BIT_STEP_BYTES = 8
-"""Per number of the largest parameter; measured on a CPU."""
-_GATHERED_BLOCKS = 3  # copies of blocks that FSDP2 holds at a time
+"""Bytes of an 8-bit update per element of the largest parameter; measured on a CPU."""
+_GATHERED_BLOCKS = 3  # copies of blocks that FSDP2 holds at a time: see `_elsewhere_bytes`
 
 
 @dataclass(frozen=True)
 class MetaStep:
-    """A micro-batch's forward and backward pass without weights and values, ready to be traced."""
+    """A micro-batch's forward and backward pass on meta tensors, ready to be traced."""
 
     recipe: Recipe
     components: Components  # on the meta device
     tracer: Tracer
-    bucket: Bucket  # the shape of clips that makes most tokens: the others fit if it does
-    num_tokens: int  # of one sample of it that attend to each other, with text and references
+    bucket: Bucket  # clip shape with the most tokens; if it fits, so do the others
+    num_tokens: int  # tokens of one sample that attend to each other, with text and references
     precision: numerics.Precision
     micro_batch_size: int
     num_micro_batches: int  # of one process, for one update
     global_batch_size: int
-    stage: str  # the largest, of which the step is
-    stages: tuple[StageBatch, ...]  # of each stage
-    world_size: int  # processes that share a batch
-    per_node: int  # of these, those of one node
-    encoding_bytes: int = 0  # of encoders that work one micro-batch ahead (`training.encode_ahead`)
+    stage: str  # name of the stage with the largest micro-batch, which this step is of
+    stages: tuple[StageBatch, ...]  # largest micro-batch of each stage
+    world_size: int  # processes of the launch
+    per_node: int  # processes of one node
+    encoding_bytes: int = 0  # activations of encoders that run ahead (`training.encode_ahead`)
 
     @property
     def num_shards(self) -> int:
@@ -67,7 +67,7 @@ class MetaStep:
 
     @property
     def is_accumulating(self) -> bool:
-        """An update of some stage has several micro-batches."""
+        """True if an update of some stage has several micro-batches."""
         return any(each.num_micro_batches > 1 for each in self.stages)
 
     @property
@@ -80,7 +80,7 @@ class MetaStep:
 
     @property
     def host_room(self) -> int:
-        """The computer's memory that streamed weights and offloaded activations may take."""
+        """Bytes of host memory that streamed weights and offloaded activations may take."""
         return self.tracer.subject.host_bytes or 0
 
     @property
@@ -99,14 +99,18 @@ def outline_step(
     per_node: int | None = None,
     quantized: Kinds | None = None,
 ) -> MetaStep:
-    """Outline a recipe's largest step of all stages; neither catalog nor weights are needed.
+    """Outline a recipe's largest step over all stages; reads neither catalog nor weights.
 
     Args:
         recipe: of the step.
-        device: it is planned for.
+        device: that is planned for.
         world_size: processes of the launch.
-        per_node: of these, those of one node; all by default.
-        quantized: what a run with model.quantize = "auto" has chosen; it is not chosen anew.
+        per_node: processes of one node; None: all.
+        quantized: kinds that a run with model.quantize = "auto" chose before, and keeps.
+
+    Raises:
+        RecipeError: the recipe's parts do not fit together, or a rank would have no clip.
+        PlanError: host memory is too small for `model.stream = "all"`.
     """
     per_node = min(per_node or world_size, world_size)
     num_shards = mesh.shard_size(recipe.parallel, world_size, per_node)
@@ -115,9 +119,9 @@ def outline_step(
     components = _outline_model(recipe, num_shards, per_node)
     lengths = bucket_tokens(recipe, components)
     batches = [largest_batch(recipe, each, lengths, data_size) for each in recipe.data.curriculum()]
-    # of equal micro-batches the one with the longest clips: attention grows with their square
+    # of micro-batches with equal tokens the one with the longest clips: attention is quadratic
     largest = max(batches, key=lambda each: (each.num_tokens, lengths[each.bucket]))
-    # every GPU that is planned for has bf16
+    # every GPU that can be planned for supports bf16
     precision: numerics.Precision = "bf16"
     if recipe.training.precision != "auto" or device.target != "cuda":
         precision = numerics.choose_precision(recipe.training.precision, torch.device("cpu"))
@@ -158,7 +162,7 @@ def outline_step(
 
 
 def _outline_model(recipe: Recipe, num_shards: int, per_node: int) -> Components:
-    """A recipe's parts on the meta device, ready to train as one of its ranks does."""
+    """Build a recipe's parts on the meta device, as one of its ranks trains them."""
     components = outline(recipe, _captions(recipe))
     refuse_sharing(components, recipe)
     family, model = components.family, components.model
@@ -179,7 +183,7 @@ def _gathers_in_bf16(recipe: Recipe, precision: numerics.Precision) -> bool:
 def quantize_as_given(
     components: Components, recipe: Recipe, quantized: Kinds | None = None
 ) -> None:
-    """Quantise blocks as the recipe says, or as `quantized` does of an earlier launch's choice."""
+    """Quantise blocks as the recipe says, or as an earlier launch chose with "auto"."""
     names = {module: name for name, module in components.model.named_modules()}
     named = recipe.model.quantize
     for block in components.family.blocks(components.model):
@@ -201,9 +205,10 @@ def _refuse_missing_host_memory(blocks: Sequence[nn.Module], room: int) -> None:
 def _offered_weights(
     recipe: Recipe, blocks: Sequence[nn.Module], may_stream: bool, quantized: Kinds | None
 ) -> tuple[BlockWeights, ...]:
-    """Choices that a plan has for blocks' frozen weights; the first is that of named policies.
+    """List a plan's choices for the frozen weights of blocks; named policies use the first.
 
-    Where the recipe names a kind of numbers, the model comes quantised, and `keep` keeps it so.
+    If the recipe names a kind of quantisation, the model is quantised already, and `keep` keeps it
+    so.
     """
     if recipe.trainable.base() == "full":
         return ("keep",)
@@ -218,7 +223,7 @@ def _offered_weights(
 
 
 def _captions(recipe: Recipe) -> list[str]:
-    """Captions of the catalogs, if a vocabulary is made of them and all catalogs are there."""
+    """Read the captions for a vocabulary; empty if none is made, or a catalog is missing."""
     sources = recipe.data.sources()
     if recipe.text.kind != "words" or not all(path.is_file() for path in sources.values()):
         return []
@@ -231,7 +236,7 @@ def _captions(recipe: Recipe) -> list[str]:
 def _make_subject(
     recipe: Recipe, components: Components, largest: StageBatch, precision: numerics.Precision
 ) -> Subject:
-    """The model with its loss of a micro-batch, whose tensors are made where they are traced."""
+    """Describe the model and its loss on one micro-batch, whose tensors are created when traced."""
     family, model = components.family, components.model
     bucket, batch_size = largest.bucket, largest.micro_batch_size
     shape = latent_shape(components.codec, bucket)
@@ -266,7 +271,13 @@ def optimizer_bytes(
 ) -> OptimizerBytes:
     """Predict the memory of `build_optimizers`' result; the model may be on the meta device.
 
-    `held` is the memory that a tensor of so many bytes takes.
+    Args:
+        model: with trainable parameters.
+        blocks: of the model.
+        section: of the recipe.
+        precision: of the training.
+        device_type: "cpu" or "cuda"; states are offloaded from "cuda" only.
+        held: memory that an allocator takes for a tensor, both in bytes.
     """
     adamw, eight_bit, matrices, own, prodigy = choose_optimizers(model, blocks, section)
     offloaded = section.offload and device_type != "cpu"
@@ -288,20 +299,20 @@ def optimizer_bytes(
         max((_EIGHT_BIT_STEP_BYTES * parameter.numel() for parameter in eight_bit), default=0),
         _muon_step_bytes(matrices, 2 if precision == "bf16" else 4),
         max(map(_prodigy_step_bytes, prodigy), default=0),
-        4 * sum(p.numel() for p in own),  # what an update by `foreach` keeps for a while
+        4 * sum(p.numel() for p in own),  # temporary tensors of an update by `foreach`
     ]
     on_host = adamw_states if offloaded else 0
     kept = adamw_states + eight_bit_states + muon_states + prodigy_states
     if own:
         states = own_states(own, section)
-        unknown = [4 * each.numel() for each in own] * 2  # as many as AdamW's
+        unknown = [4 * each.numel() for each in own] * 2  # as many states as AdamW's
         kept += sum(map(held, unknown if states is None else [each.nbytes for each in states]))
     return OptimizerBytes(kept - on_host, on_host, max(steps))
 
 
 def _adamw_step_bytes(parameters: Sequence[Tensor], offloaded: bool) -> int:
-    """Gradients that are not fp32 are converted to it, a batch at a time."""
-    if offloaded:  # in the computer's memory; but masters were made on the device, one by one
+    """Return the bytes of gradients that an update converts to fp32, one batch at a time."""
+    if offloaded:  # on the host; but masters were made on the device, one by one
         return max((4 * p.numel() for p in parameters if p.dtype != torch.float32), default=0)
     rounded = (
         sum(p.numel() for p in batch if p.grad_dtype != torch.float32)
@@ -311,9 +322,10 @@ def _adamw_step_bytes(parameters: Sequence[Tensor], offloaded: bool) -> int:
 
 
 def _muon_step_bytes(parameters: list[nn.Parameter], width: int) -> int:
-    """Muon's directions in fp32, and in the iteration's type: stacked, x twice, A and A^2.
+    """Return the bytes of Muon's largest batch: directions in fp32, and the iteration's tensors.
 
-    With a narrower type one step at a time is converted back, beside directions, stack and steps.
+    In the iteration's type these are the stack, x twice, A and A^2. If that is narrower than fp32,
+    the results are converted back one at a time beside directions, stack and results.
     """
     most = 0
     for batch in muon.in_batches(parameters):
@@ -325,14 +337,14 @@ def _muon_step_bytes(parameters: list[nn.Parameter], width: int) -> int:
 
 
 def _prodigy_step_bytes(parameter: Tensor) -> int:
-    """The way from the first weights, beside a gradient that is not fp32 in fp32."""
+    """Return the bytes of the distance from the first weights, and of a gradient cast to fp32."""
     return 4 * parameter.numel() * (1 if parameter.grad_dtype == torch.float32 else 2)
 
 
 def foreach_bytes(model: nn.Module) -> int:
-    """Bytes that torch's default, AdamW by `foreach`, would take more in each step.
+    """Return the bytes that torch's default AdamW, by `foreach`, would take in addition.
 
-    It keeps the roots of all second moments at a time, which longtake's fused updates never do.
+    It keeps the roots of all second moments at once, which longtake's fused updates never do.
     """
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
@@ -340,12 +352,12 @@ def foreach_bytes(model: nn.Module) -> int:
 def static_memory(
     step: MetaStep, input_bytes: int = 0, weight_bytes: int | None = None
 ) -> StaticMemory:
-    """Predict the memory that every policy takes.
+    """Predict the memory that every policy takes on one process.
 
     Args:
-        step: on one process.
+        step: to predict.
         input_bytes: of one micro-batch.
-        weight_bytes: of the model, where not all are on the device as they are.
+        weight_bytes: of the model on the device, if some weights are streamed or quantised.
     """
     recipe, components, shards = step.recipe, step.components, step.num_shards
     model, target = components.model, step.device.target
@@ -391,9 +403,9 @@ def pinned_beside_bytes(
     device: DeviceBudget,
     shards: int,
 ) -> int:
-    """Page-locked memory of a process that holds neither weights nor activations.
+    """Return page-locked bytes of a process beside streamed weights and offloaded activations.
 
-    A checkpoint's states are copied to it, to be written while training continues, and gradients on
+    These hold a checkpoint's states while they are written in the background, and gradients on
     their way to an offloaded optimizer.
     """
     if device.target != "cuda":
@@ -426,9 +438,10 @@ def pinned_beside_bytes(
 def policy_forecast(
     policy: str, trace: StepTrace, step: MetaStep, overhead: float | None = None
 ) -> PolicyForecast:
-    """Add to a traced step all that is on the device beside it.
+    """Predict the memory and time of a step, from its trace and the memory beside it.
 
-    On several processes it is an estimate: of buffers of collectives, those of FSDP2 are counted.
+    On several processes it is an estimate, as FSDP2's are the only buffers of collectives that
+    count.
     """
     static = static_memory(step, trace.input_bytes, trace.weight_bytes)
     budget_bytes = step.device.budget_bytes
@@ -457,9 +470,9 @@ def gathered_itemsize(parameter: Tensor, step: MetaStep) -> int:
 
 
 def _elsewhere_bytes(step: MetaStep) -> int:
-    """Bytes of weights that are on other ranks while blocks are gathered.
+    """Return the bytes of weights on other ranks, less those that are gathered here at a time.
 
-    FSDP2 gathers copies of the block that runs and of the next one, and keeps the buffer of the
+    FSDP2 gathers copies of the running and of the next block, and keeps the buffer of the
     all-gather before.
     """
     if step.num_shards == 1:

@@ -1,8 +1,8 @@
-"""Predicts traffic between the ranks of a mesh in a step, and its share behind compute.
+"""Predicts the traffic between the ranks of a mesh in a step, and the time that it adds.
 
-Bytes are those of ring algorithms, which no algorithm undercuts by more than a constant: of S bytes
-that n ranks gather or reduce-scatter, each sends (n - 1) / n S; all-reduced, twice that; exchanged
-all-to-all, (n - 1) / n of what it has (NVIDIA, nccl-tests, doc/PERFORMANCE.md).
+Bytes are those of ring algorithms, which no other undercuts by more than a constant. If n ranks
+gather or reduce-scatter S bytes, each sends (n - 1) / n S; in an all-reduce, twice that; in an
+all-to-all exchange, (n - 1) / n of its own bytes (NVIDIA, nccl-tests, doc/PERFORMANCE.md).
 """
 
 import math
@@ -21,24 +21,24 @@ from longtake.planner.memory import MetaStep, gathered_itemsize
 from longtake.planner.trace import StepTrace
 
 MUCH_EXPOSED = 0.05
-"""Share of a step's time that is exposed; below it there is nothing worth changing."""
+"""Share of a step's time that communication adds, below which no change is advised."""
 SHARE_OF_LINK = 0.8
-"""Share of a data sheet's figure that collectives of megabytes reach on NVLink, InfiniBand."""
+"""Share of a data sheet's rate that collectives of megabytes reach on NVLink and InfiniBand."""
 _GB = 1e9
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second that one GPU can send while it receives as much."""
+    """Bytes per second that one GPU can send while it receives the same."""
 
-    node: float  # to others of its node
-    network: float  # to other nodes: the GPU's own share of its node's network
+    node: float  # to GPUs of its node
+    network: float  # to other nodes: the GPU's share of its node's network
 
     def bandwidth(self, size: int, in_node: int) -> float:
-        """Bytes a second that each GPU of a group sends in one of its collectives.
+        """Return the bytes per second that each GPU of a group can send in a collective.
 
-        In a ring all data passes each GPU. Where the group is on several nodes, its GPUs of a node
-        share what leaves the node, each through its own network adapter, as in NCCL's parallel
+        In a ring all data passes each GPU. If the group spans nodes, its GPUs of a node share the
+        traffic that leaves the node, each through its own network adapter, as in NCCL's parallel
         rings (NVIDIA, nccl-tests, doc/PERFORMANCE.md: "bus bandwidth").
         """
         if size <= in_node:
@@ -48,9 +48,10 @@ class Links:
         return min(self.node, in_node * self.network) * SHARE_OF_LINK
 
 
-# NVLink 4: 900 GB/s in both directions together, and a 400 Gb/s InfiniBand adapter (NDR) for each
-# GPU (NVIDIA's data sheets of H100, H200 and DGX H100). PCIe 4.0 x16: 31.5 GB/s in each direction,
-# of which copies between GPUs through the processor reach 25; and 100 Gb/s for four of them.
+# NVLink 4 has 900 GB/s in both directions together; each GPU has a 400 Gb/s InfiniBand adapter
+# (NDR; NVIDIA's data sheets of H100, H200 and DGX H100). PCIe 4.0 x16 has 31.5 GB/s in each
+# direction, 25 of which copies between GPUs through the processor reach; four GPUs share a 100 Gb/s
+# adapter.
 _NVLINK = Links(450 * _GB, 50 * _GB)
 _PCIE = Links(25 * _GB, 3.125 * _GB)
 _NVLINK_3 = Links(300 * _GB, 25 * _GB)  # A100: 600 GB/s together; 200 Gb/s InfiniBand (HDR)
@@ -66,7 +67,7 @@ _OF_DEVICES = {
 
 
 def links_of(device: DeviceBudget) -> Links:
-    """The usual links between GPUs of a kind; PCIe for an unknown kind."""
+    """Return the usual links between GPUs of a kind; PCIe for an unknown kind."""
     if device.target == "cpu":
         return _LOOPBACK
     label = device.name.lower().replace(" ", "").replace("-", "")
@@ -74,10 +75,10 @@ def links_of(device: DeviceBudget) -> Links:
 
 
 def links_named(text: str, device: DeviceBudget) -> Links:
-    """Links as `longtake plan --link` takes them: "450,50" or "450", in GB/s of each GPU.
+    """Parse the links of `longtake plan --link`: "450,50" or "450", in GB/s per GPU.
 
     Raises:
-        RecipeError: these are not one or two positive numbers.
+        RecipeError: the text is not one or two positive numbers.
     """
     try:
         speeds = [float(part) for part in text.split(",")]
@@ -94,8 +95,10 @@ def links_named(text: str, device: DeviceBudget) -> Links:
 
 @dataclass(frozen=True)
 class RankGroup:
+    """Ranks that take part in one collective."""
+
     size: int
-    in_node: int  # of these, those of one node
+    in_node: int  # ranks of one node
 
     def ring_bytes(self, num_bytes: int) -> int:
         return num_bytes * (self.size - 1) // self.size
@@ -106,33 +109,33 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """Parameters gathered and reduced as one: a block, a part in another dtype, or the rest."""
+    """Parameters gathered and reduced together: a block, a part in another dtype, or the rest."""
 
-    block: str | None  # the block that it is or belongs to
-    is_rest: bool  # gathered once for forward and backward pass, as FSDP2 does with the root
-    weights: int  # bytes as gathered: each parameter padded to so many rows as divide
-    gradients: int  # bytes of what trains of it, padded too, as they are reduced
+    block: str | None  # name of the block that it is, or belongs to
+    is_rest: bool  # the root, which FSDP2 gathers once for both passes
+    weights: int  # gathered bytes, with each parameter's rows padded to a multiple of the ranks
+    gradients: int  # reduced bytes of the trainable parameters, padded likewise
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that each rank sends in one step, by what for."""
+    """Bytes that each rank sends in one step, by purpose."""
 
     shards: RankGroup
     copies: RankGroup
-    heads: RankGroup  # of the ranks that share a clip, those that exchange its tokens for heads
-    rings: RankGroup  # those that pass keys and values around
-    forward: int  # weights, gathered for the forward pass of every micro-batch
-    backward: int  # and again for the backward pass: they are freed in between
-    scattered: int  # gradients that are summed into shards, once a step
-    reduced: int  # gradients that are all-reduced between copies of the model, once a step
+    heads: RankGroup  # ranks that share a clip, and exchange its tokens for heads
+    rings: RankGroup  # ranks that share a clip, and pass keys and values around
+    forward: int  # weights gathered for the forward pass of every micro-batch
+    backward: int  # weights gathered again for the backward pass, since they were freed
+    scattered: int  # gradients summed into shards, once a step
+    reduced: int  # gradients all-reduced between copies of the model, once a step
     tokens: int
-    """Exchanged for heads in attention, where ranks share the tokens of a clip (DeepSpeed Ulysses:
-    queries, keys, values and output, forward, backward and where a block is recomputed), and put
-    together after the last block. Read off the trace, in which the model's own code does it."""
+    """Exchanged in attention for heads, if ranks share the tokens of a clip (DeepSpeed Ulysses:
+    queries, keys, values and output, in the forward, backward and recomputed pass), and gathered
+    after the last block. Counted by the trace, in which the model's own code exchanges them."""
     passed: int
-    """Keys, values and their gradients, where more ranks share a clip than exchange its heads. Read
-    off the trace, too."""
+    """Keys, values and their gradients, passed around if more ranks share a clip than exchange
+    heads; counted by the trace as well."""
 
     @property
     def total(self) -> int:
@@ -144,7 +147,8 @@ class Traffic:
 def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
     """Count the bytes that the ranks of a step send each other.
 
-    Neighbours hold a copy of the model and share clips, so that as much as can be stays in a node.
+    Neighbouring ranks hold a copy of the model and share clips, so that most traffic stays in a
+    node.
     """
     sharing, num_heads = step.recipe.parallel.context, step.components.family.block.num_heads
     heads = heads_size(num_heads(step.components.model), sharing, step.per_node)
@@ -157,14 +161,14 @@ def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
         return unit.block is None or trace.blocks[unit.block].backward is not None
 
     again = [unit for unit in units if not unit.is_rest and gets_gradient(unit)]
-    # FSDP2 prefetches in the backward pass, also what then turns out to need no gradient
+    # FSDP2 prefetches in the backward pass, also a block that then needs no gradient
     unused = [unit for unit in units if not unit.is_rest and not gets_gradient(unit)][-1:]
     gradients = sum(unit.gradients for unit in units)
     return Traffic(
         shards=shards,
         copies=copies,
         heads=RankGroup(exchanging, min(exchanging, step.per_node)),
-        # between nodes each ring has one link, of the last of its ranks there
+        # between nodes each ring has one link: that of its last rank in a node
         rings=RankGroup(sharing // heads, sharing // heads if sharing <= step.per_node else 1),
         forward=times * shards.ring_bytes(sum(unit.weights for unit in units)),
         backward=times * shards.ring_bytes(sum(unit.weights for unit in (*again, *unused))),
@@ -176,10 +180,10 @@ def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
 
 
 def fsdp_units(step: MetaStep) -> list[FsdpUnit]:
-    """Units that `longtake.parallel.fsdp.apply_fsdp` makes, in the forward pass's order.
+    """List the units that `longtake.parallel.fsdp.apply_fsdp` makes, in forward order.
 
-    Where each rank holds the whole model there is one: nothing is gathered, and gradients are
-    reduced when all are there.
+    If each rank holds the whole model there is one: nothing is gathered, and gradients are reduced
+    when all are there.
     """
     model, blocks = step.components.model, step.tracer.subject.blocks
     if step.num_shards == 1:
@@ -226,32 +230,33 @@ def _fsdp_unit(
 
 @dataclass(frozen=True)
 class BlockTiming:
-    """Seconds of one block, or of what is outside of blocks, in one micro-batch."""
+    """Seconds of one block, or of everything outside of blocks, in one micro-batch."""
 
     forward: float
     backward: float  # 0 where no gradient passes
-    gather: float  # of its weights, each time
-    scatter: float  # of its gradients into shards
-    reduce: float  # of its gradients between copies
+    gather: float  # to gather its weights, each time
+    scatter: float  # to reduce-scatter its gradients
+    reduce: float  # to all-reduce its gradients between copies
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """One update: the blocks in their order, and all else.
+    """Timings of one update: its blocks in order, and the rest.
 
-    The order is FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): while one block
-    is computed the next one's weights are gathered, and in the backward pass the gradients of the
-    one before are reduced, both by one communicator, one after the other; all-reduces between
-    copies of the model use another one.
+    The order of operations is FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py):
+    while one block is computed, the next one's weights are gathered, and in the backward pass the
+    gradients of the one before are reduced. One communicator does both, one after the other;
+    all-reduces between copies use another.
     """
 
     blocks: Sequence[BlockTiming]
-    rest: BlockTiming  # outside of blocks; its compute counts between forward and backward pass
+    rest: BlockTiming  # its compute counts between forward and backward pass
     num_micro_batches: int
-    waits: float  # seconds of one micro-batch in which compute waits for tokens of other ranks
-    ring_waits: float = 0.0  # and for keys and values of a ring
+    waits: float  # seconds per micro-batch that compute waits for tokens of other ranks
+    ring_waits: float = 0.0  # seconds per micro-batch that it waits for keys and values of a ring
 
     def seconds(self) -> float:
+        # Gradients are reduced in the last micro-batch only.
         between = self.without("scatter", "reduce").micro_batch_seconds()
         last = self.micro_batch_seconds()
         waits = self.num_micro_batches * (self.waits + self.ring_waits)
@@ -262,7 +267,7 @@ class StepTimeline:
         return self.num_micro_batches * sum(each.forward + each.backward for each in timings)
 
     def without(self, *names: str) -> "StepTimeline":
-        """The timeline if `gather`, `scatter`, `reduce`, `waits` or `ring_waits` took no time."""
+        """Return the timeline without `gather`, `scatter`, `reduce`, `waits` or `ring_waits`."""
         waits = 0.0 if "waits" in names else self.waits
         ring_waits = 0.0 if "ring_waits" in names else self.ring_waits
         none = {name: 0.0 for name in names if name not in ("waits", "ring_waits")}
@@ -271,17 +276,19 @@ class StepTimeline:
         return replace(self, blocks=blocks, rest=rest, waits=waits, ring_waits=ring_waits)
 
     def micro_batch_seconds(self) -> float:
-        """Forward and backward pass; streams of compute, shards and copies wait on each other."""
+        """Simulate both passes on three streams that wait for each other; return the seconds."""
         compute = link = self.rest.gather
         begun = [0.0, 0.0]
         for timing in self.blocks:
+            # FSDP2 gathers one block ahead: this one's gather waits until the block before last
+            # began.
             link = max(link, begun[-2]) + timing.gather
             begun.append(max(compute, link))
             compute = begun[-1] + timing.forward
         return self._backward_end(compute + self.rest.forward, max(link, compute))
 
     def _backward_end(self, compute: float, link: float) -> float:
-        """When all is reduced, from when the loss is known and the link is free."""
+        """Return the time at which all is reduced, given that at which the loss is known."""
         timings = [timing for timing in reversed(self.blocks) if timing.backward]
         gathers = [*(timing.gather for timing in timings), 0.0]
         ready = link = link + gathers[0]
@@ -297,7 +304,7 @@ class StepTimeline:
 
 
 def timeline_of(step: MetaStep, trace: StepTrace, traffic: Traffic, links: Links) -> StepTimeline:
-    """The timeline of a step whose compute was traced, over these links."""
+    """Return the timeline of a step whose compute was traced, over these links."""
     units = fsdp_units(step)
 
     def timing(block: str | None) -> BlockTiming:
@@ -324,7 +331,7 @@ def timeline_of(step: MetaStep, trace: StepTrace, traffic: Traffic, links: Links
     outside = trace.seconds - sum(each.forward + each.backward for each in blocks)
     waits = traffic.heads.seconds(traffic.tokens, links)
     times, rings = step.num_micro_batches, traffic.rings
-    # A rank attends to each block but the last while the next one comes.
+    # A rank attends to each received block but the last while the next one arrives.
     beside = trace.attention_seconds * (rings.size - 1) / rings.size
     return StepTimeline(
         blocks=blocks,
@@ -340,20 +347,20 @@ class CommCost:
     """Traffic of each rank in one step for one purpose."""
 
     what: str
-    """weights, gradients to shards, gradients (between copies of the model), tokens, or keys and
-    values."""
-    ranks: int  # that take part in each collective
-    over: str  # the slowest of its links: node or network
+    """One of: weights, gradients to shards, gradients (between copies of the model), tokens, keys
+    and values."""
+    ranks: int  # ranks of each collective
+    over: str  # slowest of its links: node or network
     num_bytes: int
     seconds: float
-    exposed_seconds: float  # by so much a step would be shorter without it
+    exposed_seconds: float  # seconds by which the step would be shorter without it
 
 
 @dataclass(frozen=True)
 class MeshAdvice:
-    """One change of the recipe, and a step with it."""
+    """A change of the recipe, and the step with it."""
 
-    changes: Sequence[str]  # as `--set` takes them
+    changes: Sequence[str]  # in the form of `--set`
     step_seconds: float
     step_peak_bytes: int
     fits: bool | None
@@ -361,7 +368,7 @@ class MeshAdvice:
 
 @dataclass(frozen=True)
 class MeshForecast:
-    """One update of all ranks, but for the optimizer."""
+    """One update of all ranks, without the optimizer."""
 
     links: Links
     num_shards: int
@@ -369,9 +376,9 @@ class MeshForecast:
     sent: Sequence[CommCost]
     compute_seconds: float
     step_seconds: float
-    idle_share: float  # of all places of a batch, the empty ones, since it does not divide
+    idle_share: float  # share of a batch's places that stay empty, since it does not divide
     advice: Sequence[MeshAdvice]
-    """Changes that make a step shorter, the best first; empty where little is exposed."""
+    """Changes that shorten a step, best first; empty if little time is exposed."""
 
     @property
     def num_bytes(self) -> int:
@@ -383,7 +390,7 @@ class MeshForecast:
 
 
 def mesh_forecast(known: Forecast, links: Links) -> MeshForecast | None:
-    """Forecast the ranks' traffic; None where one process is alone or nothing was traced."""
+    """Forecast the traffic between ranks; None for a single process, or if nothing was traced."""
     if known.step.world_size == 1 or known.chosen is None:
         return None
     _, trace = known.chosen

@@ -1,4 +1,4 @@
-"""The plan of a training: it stops on a trap, chooses options, and is kept for a restart."""
+"""The memory plan of a training: refuses fatal traps, chooses options, and is kept for restarts."""
 
 import hashlib
 import json
@@ -40,14 +40,14 @@ from longtake.trust import training_classes
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 _FREE_STEP_BYTES = 2**28
-"""Free memory is rounded down to multiples of this, so that restarts keep the plan."""
+"""Free memory is rounded down to a multiple of this, so that a restart finds the plan again."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan(MemoryPlan):
-    """A run's plan, with the kernels of attention that it counts on."""
+    """A run's memory plan, with the attention kernels that it counts on."""
 
-    attention: attention_check.AttentionAnswer | None = None  # None: there is no GPU to try them on
+    attention: attention_check.AttentionAnswer | None = None  # None: no GPU here to try kernels on
 
 
 def plan_for_training(
@@ -57,20 +57,23 @@ def plan_for_training(
     world: World,
     free_bytes: int | None = None,
 ) -> TrainingPlan:
-    """The plan that an earlier launch kept under equal conditions, or else a new one.
+    """Return the plan that an earlier launch kept under equal conditions, or else a new one.
+
+    All ranks must call it; they get rank 0's plan.
 
     Args:
-        recipe: what is trained.
-        precision: that training has chosen.
-        run: where `keep_plan` keeps it.
-        world: all its ranks call this and get rank 0's answer.
-        free_bytes: free memory of the device, where the recipe names none (`free_memory`).
+        recipe: to train.
+        precision: chosen for the training.
+        run: directory in which `keep_plan` keeps the plan.
+        world: the ranks.
+        free_bytes: of the device, if the recipe names no memory: see `free_memory`.
 
     Raises:
         PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
     """
     kept = None
     if world.is_first:
+        # A new driver or library may refuse a kernel, which changes the memory of attention.
         kept = _read_plan(run, _plan_key(recipe, precision, world, free_bytes))
         if kept is not None and kept.attention is not None:
             again = attention_check.choose_kernels(kept.attention.cases, world.device)
@@ -89,15 +92,20 @@ def make_plan(
     free_bytes: int | None = None,
     quantized: Kinds | None = None,
 ) -> TrainingPlan:
-    """Check that everything trains and fits; the arguments are those of `plan_for_training`.
+    """Make a plan, which checks that everything trains and fits; all ranks must call it.
 
-    `quantized` is what the run's blocks are quantised to already.
+    The arguments are those of `plan_for_training`, and `quantized`: the kinds to which the run's
+    blocks are quantised already.
+
+    Raises:
+        PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
     """
     resolved = recipe.training.model_copy(update={"precision": precision})
     wanted = recipe.model_copy(update={"training": resolved})
     answer = None
     is_on_gpu = world.device.type == "cuda" and torch.cuda.is_available()
     kernels = attention_check.KernelChooser(world.device) if is_on_gpu else None
+    # First with the free memory as the limit; a model that cannot be planned is tried without one.
     if world.is_first and free_bytes is not None:
         memory = {"memory": f"{free_bytes // 2**20}MiB"}
         limited = wanted.recompute.model_copy(update=memory)
@@ -116,14 +124,14 @@ def make_plan(
 
 
 def _with_its_kernels(plan: TrainingPlan) -> TrainingPlan:
-    """Every rank computes attention by the kernels that rank 0 has found."""
+    """Let every rank compute attention by the kernels that rank 0 has found."""
     if plan.attention is not None:
         attention_rules.CHOICES.update(plan.attention.choices)
     return plan
 
 
 def run_blocks(options: Options, components: Components) -> None:
-    """Have a model run its blocks by these options from now on."""
+    """Make a model run its blocks by these options from now on."""
     if all(option == KEEP for option in options.values()):
         return
     names = dict(components.model.named_modules())
@@ -134,10 +142,9 @@ def run_blocks(options: Options, components: Components) -> None:
 
 
 def free_memory(recipe: config.Recipe, world: World) -> int | None:
-    """Free bytes of the GPU that has least, where the recipe names no memory; all ranks call it.
+    """Return the least free memory of all ranks' GPUs in bytes; all ranks must call it.
 
-    Returns:
-        None: on a CPU, or where the recipe says how much there is.
+    None on a CPU, or if the recipe names the memory.
     """
     if recipe.recompute.memory is not None or world.device.type != "cuda":
         return None
@@ -156,8 +163,8 @@ def _try_to_plan(
     quantized: Kinds | None,
     kernels: attention_check.KernelChooser | None,
 ) -> TrainingPlan | LongtakeError:
-    """Errors are returned, so that they can reach every rank."""
-    attention_rules.CHOICES.clear()  # all attention is seen as that of kernels that can be tried
+    """Make a plan, or return the error, which can then reach every rank."""
+    attention_rules.CHOICES.clear()  # attention is traced as by kernels that can be tried
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     device = _training_device(recipe, world)
     try:
@@ -189,14 +196,14 @@ def _best_plan(known: Forecast) -> TrainingPlan:
 
 
 def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -> TrainingPlan:
-    """A policy that the recipe names; memory is planned if something is recomputed or limited."""
+    """Plan a policy that the recipe names; predicts memory if it recomputes or has a limit."""
     policy = step.recipe.recompute.chosen()
     options = activation_checkpointing.options_of(
         policy, step.block_names, step.tracer.subject.weights[0]
     )
     try:
         gradients = check_gradients(step)
-    except CannotBePlannedError as error:  # it may train all the same
+    except CannotBePlannedError as error:  # the model may train all the same
         return _plan(step, policy, options, [f"Gradients are unchecked. {error}"])
     gradients.refuse_fatal()
     if kernels is not None:
@@ -244,7 +251,7 @@ def _plan(
 
 
 def does_not_fit(known: Forecast) -> PlanError:
-    """Build the error that says how much memory is missing, and what to change."""
+    """Build the error that tells how much memory is missing, and what to change."""
     device, policy = known.device, known.step.recipe.recompute.chosen()
     assert device.budget_bytes is not None
     budget = format_size(device.budget_bytes)
@@ -272,9 +279,9 @@ def keep_plan(
     world: World,
     free_bytes: int | None = None,
 ) -> None:
-    """Write the plan into the run directory, so that a restart need not plan again (rank 0).
+    """Keep the plan in the run directory, so that a restart need not plan again (rank 0).
 
-    Classes of the user's own are planned each time: what they consist of is not known here.
+    With classes of the user's own nothing is kept, since changes of their code are not detected.
     """
     if not training_classes(recipe):
         key = _plan_key(recipe, precision, world, free_bytes)
@@ -298,7 +305,7 @@ def _read_plan(run: RunDirectory, key: str) -> TrainingPlan | None:
 def _plan_key(
     recipe: config.Recipe, precision: Precision, world: World, free_bytes: int | None
 ) -> str:
-    """A checksum of all that a plan depends on."""
+    """Return a checksum of everything that a plan depends on."""
     facts = {
         "recipe": config.dump(config.kept(recipe)),
         "precision": precision,
@@ -313,7 +320,7 @@ def _plan_key(
 
 @cache
 def _code_checksum() -> str:
-    """A checksum of the package's own source files."""
+    """Return a checksum of longtake's own source files."""
     folder = Path(longtake.__file__).parent
     sources = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

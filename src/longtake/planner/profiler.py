@@ -1,4 +1,4 @@
-"""Measures what tensors take of a device, by a CPU profiler or by CUDA's allocator."""
+"""Measures the memory of tensors on a device, by a CPU profiler or by CUDA's allocator."""
 
 import os
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ _MARK = "longtake mark: "
 
 @dataclass
 class MeasuredMemory:
-    """Allocated bytes above those of the start; complete once the work is done.
+    """Bytes allocated above those at the start; complete once the measured block has ended.
 
-    On CUDA these are the caching allocator's bytes of tensors (512-byte rounding included); what
-    the cache holds beyond them, the CUDA context and libraries' own workspaces are not. On a CPU
-    they are the bytes that torch's allocator was asked for. A CPU tensor that is older than the
-    measurement counts neither before nor after it is freed.
+    On CUDA these are the caching allocator's bytes of tensors, rounded to 512; the cache beyond
+    them, the CUDA context and workspaces of libraries are not included. On a CPU they are the bytes
+    that torch's allocator was asked for. A CPU tensor that is older than the measurement never
+    counts, even if it is freed.
     """
 
-    peak_bytes: int = 0  # the highest total
-    end_bytes: int = 0  # the total at the end
-    at: dict[str, int] = field(default_factory=dict)  # the total at each mark
+    peak_bytes: int = 0  # highest total
+    end_bytes: int = 0  # total at the end
+    at: dict[str, int] = field(default_factory=dict)  # total at each mark
     peaks: dict[str, int] = field(default_factory=dict)  # the highest total since the mark before
 
     def mark(self, name: str) -> None:
@@ -40,7 +40,7 @@ class _CpuMemory(MeasuredMemory):
             pass
 
     def fold(self, events: list[Any]) -> None:
-        """Add the profiler's allocator events up."""
+        """Add up the profiler's allocator events."""
         sizes: dict[int, int] = {}
         total = peak = 0
         for event in sorted(events, key=lambda event: event.start_time_ns):
@@ -52,7 +52,7 @@ class _CpuMemory(MeasuredMemory):
             if block.alloc_size > 0:
                 sizes[block.ptr] = block.alloc_size
                 total += block.alloc_size
-            else:  # the profiler also reports blocks that it met in an earlier measurement
+            else:  # blocks of an earlier measurement are reported too
                 total -= sizes.pop(block.ptr, 0)
             peak = max(peak, total)
         self.end_bytes, self.peak_bytes = total, max(self.peak_bytes, peak)
@@ -73,15 +73,15 @@ class _CudaMemory(MeasuredMemory):
         self.peak_bytes = max(self.peak_bytes, peak)
 
     def _now(self) -> tuple[int, int]:
-        """The total, and its peak since the last time."""
+        """Return the total, and its peak since the last call."""
         total = torch.cuda.memory_allocated(self._device) - self._start
         return total, (take_peak(self._device) or 0) - self._start
 
 
 def take_peak(device: torch.device) -> int | None:
-    """The most bytes that tensors took on a GPU since the peak statistics were reset; resets them.
+    """Return the peak bytes of tensors on a GPU since the last reset, and reset the peak.
 
-    The host does not wait for the GPU. None: not a CUDA device.
+    The host does not wait for the GPU. None if the device is not a CUDA device.
     """
     if device.type != "cuda":
         return None
@@ -92,14 +92,14 @@ def take_peak(device: torch.device) -> int | None:
 
 @contextmanager
 def measured(device: torch.device) -> Iterator[MeasuredMemory]:
-    """Measure what tensors on `device` take while the body runs.
+    """Measure the memory of tensors on `device` while the block runs.
 
-    On a CPU torch's profiler watches its allocator, for every thread; it slows small operations
-    down, and no other profiler may run meanwhile. Memory that a library takes for itself (oneDNN's
-    scratchpads) is not torch's and is not seen. On CUDA the peak statistics are reset.
+    On a CPU, torch's profiler watches its allocator for all threads; it slows small operations
+    down, and no other profiler may run meanwhile. Memory that libraries allocate themselves, such
+    as oneDNN's scratchpads, is not included. On CUDA the peak statistics are reset.
 
-    Returns:
-        A record to `mark` along the way; its numbers are there after the body.
+    Yields:
+        A record to `mark` along the way; its numbers are complete after the block.
 
     Raises:
         ValueError: the device is neither a CPU nor a CUDA device.
@@ -111,13 +111,13 @@ def measured(device: torch.device) -> Iterator[MeasuredMemory]:
         return
     if device.type != "cpu":
         raise ValueError(f"Memory can be measured on cpu and cuda, not on {device}.")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler greets on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints a greeting on stderr
     memory = _CpuMemory()
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         yield memory
     assert profiler.kineto_results is not None
     events, waiting = [], list[Any](profiler.kineto_results.experimental_event_tree())
-    while waiting:  # for every CPU allocation and every mark in the profiler's trees
+    while waiting:  # CPU allocations and marks, anywhere in the profiler's trees
         event = waiting.pop()
         waiting.extend(event.children)
         is_block = event.name == "[memory]" and event.extra_fields.device.type == "cpu"

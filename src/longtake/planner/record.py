@@ -1,7 +1,7 @@
-"""The plan of a step's memory, as the planner makes it; torch-free.
+"""Records of a memory plan, as the planner writes and others read them; imports no torch.
 
-A launch keeps it in plan.json and in its event `memory_planned`, from which the board reads it.
-`longtake plan` prints the same classes. Numbers of bytes are checked when they are read, as another
+A launch keeps its plan in plan.json and in the event `memory_planned`, which the board reads;
+`longtake plan` prints the same classes. Numbers of bytes are validated on reading, since another
 user may have written the file.
 """
 
@@ -27,16 +27,16 @@ _Note = Annotated[str, Field(max_length=4000)]
 _Signed = Annotated[int, Field(ge=-(2**53), le=2**53)]
 
 Activations = Literal["keep", "save-attention", "recompute", "offload", "offload-input"]
-"""The fate of tensors that a block's forward pass leaves to its backward pass."""
+"""Treatment of the tensors that a block's forward pass leaves to its backward pass."""
 BlockWeights = Literal["keep", "stream", "fp8", "int8", "nf4"]
-"""The place and kind of a block's frozen weights: on the device as they are; in the computer's
-memory, copied when the block that runs before it begins and dropped when its pass ends; or
-quantised on the device, and made again for each product."""
+"""Treatment of a block's frozen weights: `keep` leaves them on the device; `stream` keeps them in
+host memory, and copies them while the block before runs; the other kinds quantise them on the
+device, and dequantise them for each product."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
-    """Two independent choices about a block: its activations, and its frozen weights."""
+    """Options of one block: the treatment of its activations, and that of its frozen weights."""
 
     activations: Activations = "keep"
     weights: BlockWeights = "keep"
@@ -49,11 +49,11 @@ class BlockOption:
 
 KEEP = BlockOption()
 Options = Mapping[_Name, BlockOption]
-"""The option of each block, by the block's name; blocks that are not named are kept."""
+"""Options of blocks by name; a block without an entry is kept."""
 
 
 def blocks_by_option(options: Options) -> list[tuple[BlockOption, int, str]]:
-    """Group blocks by their option: it, how many have it, and their names as ranges."""
+    """Group blocks by option: the option, its number of blocks, and their names as ranges."""
     names: dict[BlockOption, list[str]] = {}
     for name, option in options.items():
         names.setdefault(option, []).append(name)
@@ -61,8 +61,8 @@ def blocks_by_option(options: Options) -> list[tuple[BlockOption, int, str]]:
 
 
 def name_ranges(names: Sequence[str]) -> str:
-    """Shorten names: blocks.0, blocks.1 and blocks.3 are blocks.0-1, 3."""
-    ranges: list[tuple[str, int, int]] = []  # what is before the number, the first and the last
+    """Shorten names to ranges: blocks.0, blocks.1 and blocks.3 become blocks.0-1, 3."""
+    ranges: list[tuple[str, int, int]] = []  # prefix, first number, last number
     for name in names:
         front, _, end = name.rpartition(".")
         number = int(end) if end.isdigit() else -1
@@ -79,31 +79,31 @@ def name_ranges(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Memory of a model's optimizers, without its weights and gradients."""
+    """Bytes of a model's optimizers, without its weights and gradients."""
 
-    device: fsio.Count  # running averages, and fp32 copies of weights that are not fp32
-    host: fsio.Count  # the same, where it is kept in host memory instead
-    step: fsio.Count  # the most that an update takes on the device for a while
+    device: fsio.Count  # states, and fp32 masters of weights that are not fp32
+    host: fsio.Count  # states and masters that are kept in host memory instead
+    step: fsio.Count  # most temporary memory of an update on the device
 
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes in a device's memory under every policy."""
+    """Bytes of device memory that are taken under every policy."""
 
     weights: fsio.Count
-    """Bytes of the transformer, frozen weights included. If sharded: this process's shards, and
-    what is gathered at a time: three blocks, and what is outside of blocks."""
+    """Bytes of the transformer, frozen weights included. With sharding: this process's shards, plus
+    three gathered blocks and the gathered weights outside of blocks."""
     elsewhere: _Signed
-    """Weights of the whole model that are not here, less what is gathered beside the shards."""
+    """Weights of the whole model that are on other ranks, minus those that are gathered here."""
     gradients: fsio.Count
-    reduced: fsio.Count  # a copy of gradients in which copies of the model all-reduce theirs
+    reduced: fsio.Count  # buffer of the largest all-reduce of gradients between replicas
     optimizer: OptimizerBytes
     inputs: fsio.Count  # latents, noise and conditioning of one micro-batch
-    inputs_ahead: fsio.Count  # the next micro-batch's, which are copied to a GPU meanwhile
-    ema: fsio.Count  # the running averages, each in fp32
-    encoders: fsio.Count  # codec and text encoders; none where data.cache keeps what they give
-    encoding: fsio.Count  # what encoders need at work, where they work one micro-batch ahead
-    pinned_beside: fsio.Count  # of host memory, see `memory.pinned_beside_bytes`
+    inputs_ahead: fsio.Count  # inputs of the next micro-batch, copied to a GPU during this one
+    ema: fsio.Count  # all running averages, in fp32
+    encoders: fsio.Count  # codec and text encoders; 0 with data.cache
+    encoding: fsio.Count  # activations of encoders that work one micro-batch ahead
+    pinned_beside: fsio.Count  # page-locked host memory beside weights and activations
 
     @property
     def resident(self) -> int:
@@ -118,53 +118,53 @@ class StaticMemory:
 
 @dataclass(frozen=True)
 class PolicyForecast:
-    """The memory and time of a step under one policy."""
+    """Memory and time of a step under one policy."""
 
     name: _Name
-    forward_end_bytes: fsio.Count  # when the backward pass begins: weights, inputs, activations
-    peak_bytes: fsio.Count  # the most in forward and backward pass of the first step
-    step_peak_bytes: fsio.Count  # the most in any later step, with all that stays in memory
-    overhead: fsio.Finite | None  # share that a step takes longer than without recompute, if known
+    forward_end_bytes: fsio.Count  # at the start of the backward pass: weights, inputs, activations
+    peak_bytes: fsio.Count  # peak of forward and backward pass in the first step
+    step_peak_bytes: fsio.Count  # peak of any later step, with everything that stays in memory
+    overhead: fsio.Finite | None  # step time over that without recompute, minus 1; None: unknown
     fits: bool | None  # None without a budget
-    host_bytes: fsio.Count = 0  # of weights and activations in host memory
-    link_share: fsio.Finite = 0.0  # of a step, in which the device waits for copies from and to it
+    host_bytes: fsio.Count = 0  # weights and activations in host memory
+    link_share: fsio.Finite = 0.0  # of a step's time, spent waiting for copies
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The option of each block of a run, and the memory of a step."""
+    """The options of a run's blocks, and the predicted memory of a step."""
 
     policy: _Name
     options: Options
-    memory: PolicyForecast | None  # None: nothing is recomputed, and there is no budget
-    activation_bytes: _Signed | None  # predicted peak of both passes, without the weights
-    bucket: Bucket  # the shape of clips that was planned for
-    notes: Sequence[_Note]  # traps that cost memory or time, but keep nothing from training
-    budget_bytes: fsio.Count | None = None  # what tensors may take of the device
-    encodes_ahead: bool = False  # see `training.encode_ahead`
-    compared: Sequence[PolicyForecast] = ()  # the policies that the choice was made from
-    fixed: StaticMemory | None = None  # in memory under every policy, by part
+    memory: PolicyForecast | None  # None: nothing is recomputed, and memory has no limit
+    activation_bytes: _Signed | None  # predicted peak of both passes, without weights
+    bucket: Bucket  # clip shape of the largest micro-batch
+    notes: Sequence[_Note]  # traps that cost memory or time
+    budget_bytes: fsio.Count | None = None  # limit for all tensors on the device; None: no limit
+    encodes_ahead: bool = False  # as `training.encode_ahead` was decided
+    compared: Sequence[PolicyForecast] = ()  # policies from which one was chosen
+    fixed: StaticMemory | None = None  # memory under every policy, by part
 
     def per_block(self) -> dict[str, int]:
-        """Count the blocks of each option."""
+        """Count blocks by option."""
         return dict(Counter(map(str, self.options.values())))
 
     def as_event(self) -> dict[str, Any]:
-        """Fields of the event `memory_planned`: those of this class."""
+        """Return the fields of the event `memory_planned`."""
         fields: dict[str, Any] = TypeAdapter(MemoryPlan).dump_python(self, mode="json")
         return fields
 
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """The file plan.json, without what only a next launch reads."""
+    """The part of plan.json that readers other than the next launch use."""
 
     plan: MemoryPlan
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The event `memory_measured`: both passes of a step, beside the plan of them."""
+    """The event `memory_measured`: memory of a step's two passes, predicted and measured."""
 
     step: fsio.Count
     predicted_gib: fsio.Finite
@@ -173,17 +173,18 @@ class MeasuredStep:
 
 
 def newest_plan(events: Sequence[Mapping[str, Any]]) -> MemoryPlan | None:
-    """Read the newest plan among a run's events; None if no launch planned."""
+    """Return the newest plan among a run's events; None if no launch planned."""
     return next(_newest(events, "memory_planned", MemoryPlan), None)
 
 
 def newest_measurements(events: Sequence[Mapping[str, Any]]) -> Iterator[MeasuredStep]:
-    """Read the measurements among a run's events, the newest first."""
+    """Yield the measurements among a run's events, newest first."""
     return _newest(events, "memory_measured", MeasuredStep)
 
 
 def _newest(events: Sequence[Mapping[str, Any]], kind: EventKind, of: type[_T]) -> Iterator[_T]:
     for event in reversed(events):
         if event["event"] == kind:
+            # Another user may have written the events: those that are not valid are ignored.
             with suppress(RecordError):
                 yield fsio.parse_record(json.dumps(event).encode(), of, Path("events.jsonl"))

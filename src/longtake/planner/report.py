@@ -1,4 +1,4 @@
-"""All that `longtake plan` tells of a recipe: the forecast, and what surrounds it."""
+"""The report of `longtake plan`: the forecast of a step, and what surrounds it in a run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,36 +29,36 @@ from longtake.planner.plan import does_not_fit
 
 @dataclass(frozen=True)
 class StageForecast:
-    """A stage of the curriculum: its batch, when it begins, and its settings."""
+    """A stage of the curriculum: its batch, its steps and its settings."""
 
     batch: StageBatch
-    first_step: int | None  # None: it follows from the clips, and there is no catalog
-    num_steps: int | None  # None: all that are left
+    first_step: int | None  # None: depends on the number of clips, and there is no catalog
+    num_steps: int | None  # None: all remaining steps
     learning_rates: tuple[float, float] | None  # after the warm-up, and of the last step
     warmup_steps: int | None
-    ema_decay: float | None  # None: the averages are profiles, and have no decay
+    ema_decay: float | None  # None: averages are profiles, which have no decay
     shift: float | str | None
     caption_dropout: float | None
-    is_planned: bool  # the forecast is of this stage, the largest
+    is_planned: bool  # true for the largest stage, which is forecast
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A recipe's forecast with all that its user has to know before training."""
+    """A recipe's forecast, and all else that a user should know before training."""
 
     known: Forecast
-    phases: Sequence[PhaseForecast]  # caching, sampling, and encoders in the step
-    suggestions: Sequence[Suggestion]  # where nothing fits
+    phases: Sequence[PhaseForecast]  # caching, sampling, and encoders in a step
+    suggestions: Sequence[Suggestion]  # if nothing fits
     stages: Sequence[StageForecast]
-    start: StoredStart | None  # None: trainable.init_from is unset
-    mesh: MeshForecast | None  # None: one process is alone, or nothing could be traced
-    ahead: EncodingAhead | None  # None: encoders do not work in a step
-    named_policy: str | None  # that the recipe names; None: it leaves the choice to the plan
-    policy_problem: str | None  # why training would refuse that policy, and what fits
+    start: StoredStart | None  # None: `trainable.init_from` is unset
+    mesh: MeshForecast | None  # None: a single process, or a step that cannot be traced
+    ahead: EncodingAhead | None  # None: no encoders work in a step
+    named_policy: str | None  # of the recipe; None: the plan chooses
+    policy_problem: str | None  # reason for which training would refuse that policy
     data_warnings: Sequence[str]
-    refusal: str | None  # why training would refuse the data
-    warnings: Sequence[str]  # about the model
-    cost: RunCost | None = None  # of the whole run, where it is asked for
+    refusal: str | None  # reason for which training would refuse the data
+    warnings: Sequence[str]  # of the model
+    cost: RunCost | None = None  # of the whole run, if requested
 
     @property
     def recipe(self) -> Recipe:
@@ -66,13 +66,13 @@ class PlanReport:
 
     @property
     def short(self) -> tuple[str, ...]:
-        """The memory that the least demanding policy has too little of."""
+        """Return the kinds of memory of which even the least demanding policy has too little."""
         row = self.known.best_policy or (self.known.least if self.known.policies else None)
         return () if row is None else short_memory(self.known.step, row)
 
     @property
     def exit_code(self) -> int:
-        """1 if nothing fits, or not everything trains; 2 if training would refuse the data."""
+        """Return 2 if training would refuse the data, 1 if nothing fits or trains fully, else 0."""
         if self.refusal is not None:
             return 2
         known = self.known
@@ -80,7 +80,7 @@ class PlanReport:
 
 
 def make_report(known: Forecast, links: Links) -> PlanReport:
-    """Add to a forecast what it does not tell: other work, stages, ranks, and the data.
+    """Complete a forecast with other phases, stages, ranks and the data.
 
     Raises:
         ModelError, RecipeError: `trainable.init_from` is of another model.
@@ -116,7 +116,7 @@ def make_report(known: Forecast, links: Links) -> PlanReport:
 
 
 def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
-    """Forecast each stage; where one begins may follow from its clips."""
+    """Forecast each stage; one that follows a stage of epochs begins at an unknown step."""
     recipe, first = known.step.recipe, 0
     lengths = [stage.steps for stage in recipe.data.curriculum()]
     if data_plan is not None:

@@ -33,10 +33,10 @@ _SIGMAS = (1.0, 0.5, 0.0)
 
 @dataclass(frozen=True)
 class SamplingPhase:
-    """The presets of `sampling.every`: memory of one process, and time of all together."""
+    """Sampling of presets between training steps: memory of one process, and time of all."""
 
     trace: InferenceTrace
-    how: str  # videos at a time, and how often
+    how: str  # videos at a time, and the strategy, in words
 
 
 def sampling_phase(
@@ -47,13 +47,19 @@ def sampling_phase(
     weight_bytes: int,
     streamed: Mapping[nn.Module, int],
 ) -> SamplingPhase | None:
-    """Trace one phase of sampling; None if nothing is sampled in training.
+    """Trace one phase of sampling; None if nothing is sampled during training.
 
-    Weights, optimizer states and averages stay; gradients are gone. Without a cache the encoders
-    stay, too. The strategy is the first that fits, in the order in which `MemoryFallback` tries
-    them; if none does, the last. Call it within the fake mode, with the model's weights as the
-    training holds them: `weight_bytes` on the device, and `streamed` as for `trace_inference`. Of
-    a release with two transformers the other one is streamed, and takes two blocks.
+    Weights, optimizer states and averages stay on the device, as do encoders without a cache;
+    gradients are freed. The strategy is the first that fits in the order of `MemoryFallback`, or
+    else the last.
+
+    Args:
+        mode: fake mode that is active, in which the model's weights are held as in training.
+        step: of the training.
+        components: with the model; another transformer of the release is streamed in two blocks.
+        decoding_of: traces the decoding of one video.
+        weight_bytes: of the model on the device.
+        streamed: bytes of streamed blocks, as for `trace_inference`.
 
     Raises:
         RecipeError: the model cannot sample a preset's size, a setting of it has no effect, or
@@ -107,7 +113,7 @@ def _denoising(
     budget: int | None,
     streamed: Mapping[nn.Module, int],
 ) -> tuple[MemoryStrategy, InferenceTrace]:
-    """The first strategy whose activations fit, and two steps of the solver by it."""
+    """Return the first strategy whose activations fit, with a trace of two solver steps."""
     strategy = ONE_BY_ONE if step.world_size > 1 else MemoryStrategy()
     while True:
         count = _at_once(strategy, preset, share)
@@ -126,7 +132,7 @@ def _denoising(
 
 
 def _scale(components: Components, preset: Preset) -> float:
-    """Scale of classifier-free guidance; 1 for a model that has learnt the scale."""
+    """Return the scale of classifier-free guidance; 1 for a model that has distilled it."""
     if components.family.distils_guidance(components.model):
         return 1.0
     scale = preset.settings.guidance_scale
@@ -136,7 +142,7 @@ def _scale(components: Components, preset: Preset) -> float:
 def _denoise(
     step: MetaStep, components: Components, preset: Preset, count: int, *, two_passes: bool
 ) -> None:
-    """Two steps of the solver, as `Sampler.sample` makes them."""
+    """Run two steps of the solver, as `Sampler.sample` does."""
     sampler = Sampler(components, step.recipe, 0, torch.device("cpu"), step.precision)
     shape = fitting_shape(components, step.recipe, preset.bucket)
 
@@ -148,8 +154,8 @@ def _denoise(
     unconditional = conditioning() if scale > 1 else None
     guide = Guidance(sampler.predict, conditioning(), unconditional, scale)
     velocity = guide.velocity(slice(0, count), two_passes=two_passes)
-    # UniPC computes with values of sigmas, and here there are none. Beside an Euler step it
-    # keeps the last two predictions, the last latents, and those that it has corrected.
+    # UniPC computes with values of sigmas, which do not exist here. Compared with an Euler step it
+    # also keeps the last two predictions, the last latents and the corrected ones.
     kept = [torch.empty(4, count, *shape)] if solver == "unipc" else []
     traced: SolverName = "heun" if solver == "heun" else "euler"
     integrate(velocity, torch.empty(count, *shape), _SIGMAS, traced)

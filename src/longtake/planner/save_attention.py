@@ -1,7 +1,7 @@
-"""Attention whose result is kept while the rest of a block is recomputed.
+"""Saves the result of attention while the rest of a block is recomputed.
 
-No operation passes through Python for it: while a block runs, in the forward pass and when it is
-recomputed, torch.nn.functional's attention is replaced by an autograd function.
+While a block runs, forward or recomputed, torch.nn.functional's attention is replaced by an
+autograd function, so that no other operation passes through Python.
 """
 
 from collections import deque
@@ -17,23 +17,24 @@ from longtake.parallel import attention
 
 
 class KeptAttention:
-    """Results of the attentions of one run of a block, until it is recomputed."""
+    """Attention results of one run of a block, kept until the block is recomputed."""
 
     def __init__(self) -> None:
         self._results: deque[tuple[list[Any], int]] = deque()
 
     def contexts(self) -> tuple["_Replaced", "_Replaced"]:
-        """Contexts of the forward pass and of recomputation, for torch's checkpointing."""
+        """Return the contexts of forward pass and recomputation, for torch's checkpointing."""
         return _Replaced(self._keep), _Replaced(self._take)
 
     def _keep(self, compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         made = compute()
+        # Detached, so that they do not hold the graph of the forward pass.
         kept = [each.detach() if isinstance(each, Tensor) else each for each in made]
         self._results.append((kept, kept[0]._version))
         return made
 
     def _take(self, compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """Return the kept result; compute it again after a change in place or a second pass."""
+        """Return the saved result; compute it again after a change in place or a second pass."""
         if self._results:
             made, version = self._results.popleft()
             if made[0]._version == version:
@@ -42,7 +43,7 @@ class KeptAttention:
 
 
 class _Replaced:
-    """A context in which this thread's attention obtains its results in another way."""
+    """A context in which this thread's attention gets its results from `obtain`."""
 
     def __init__(self, obtain: attention.Obtain) -> None:
         self._obtain = obtain
@@ -69,13 +70,14 @@ class _Replaced:
         **how: Any,
     ) -> Tensor:
         mode: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        if isinstance(mode, attention.AttentionMode):  # it calls this again within
+        if isinstance(mode, attention.AttentionMode):  # the mode calls this function again
             options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
             given = (query, key, value)
             public: Any = F.scaled_dot_product_attention
             exchanged: Tensor = handle_torch_function(public, given, *given, **options, **how)
             return exchanged
         how = {"dropout_p": dropout_p, "is_causal": is_causal, **how}
+        # These cases have no kernel here: they are recomputed like the rest of the block.
         is_other = attention.THIS_THREAD.obtain is None or not torch.is_grad_enabled()
         mask_learns = attn_mask is not None and attn_mask.requires_grad
         if is_other or mask_learns or dropout_p or how.get("enable_gqa"):

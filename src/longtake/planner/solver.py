@@ -1,8 +1,8 @@
-"""Finds the fastest way to run the blocks that fits a budget: an integer program over all blocks.
+"""Finds the fastest way to run a model's blocks within a memory budget: an integer program.
 
-What a block saves in the forward pass, and what its backward pass takes for a while, hardly depends
-on how other blocks are run. So one trace for each option, in which all blocks are run by it, says
-what any mixture takes. The idea is that of Checkmate (Jain et al., 2020) and torch's `sac_milp`.
+The bytes that a block saves in its forward pass, and takes in its backward pass, hardly depend on
+how other blocks run. One trace per option, with all blocks run by it, thus gives the costs of any
+mixture. The idea is that of Checkmate (Jain et al., 2020) and torch's `sac_milp`.
 """
 
 import math
@@ -23,9 +23,9 @@ from longtake.planner.trace import BlockTrace, StepTrace, Tracer
 _GIB = 2**30
 _TIME_LIMIT_SECONDS = 10.0
 _GAP = 1e-3
-"""Share of the best possible time that a solution may be away from it."""
+"""Largest relative distance of a solution's time from the optimum."""
 _MOST_TRIES = 5
-_LEAST_STEP_BYTES = 2**16  # below it the solver's tolerance hides the difference
+_LEAST_STEP_BYTES = 2**16  # smallest tightening of the budget; the solver's tolerance hides less
 _LEAST_GAIN: Mapping[str, float] = {
     "keep": 0,
     "save-attention": 0,
@@ -37,31 +37,31 @@ _LEAST_GAIN: Mapping[str, float] = {
     "fp8": 0.03,
     "nf4": 0.04,
 }
-"""Share of a block's seconds that an option has to save. Predicted times are off by 2 %: below
-that what changes no result is taken, and of the quantised kinds the most exact one."""
+"""Share of a block's seconds that an option has to save before it is chosen. Predicted times are
+off by 2 %: within that, options that leave results unchanged, and more exact quantisation, win."""
 
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Costs of each block under each option. Arrays are [blocks, options] or [blocks]; bytes."""
+    """Costs in bytes and seconds of each block under each option: [blocks, options] or [blocks]."""
 
     names: tuple[str, ...]
-    saved: Floats  # left behind by the forward pass
-    forward: Floats  # the most in the forward pass above what was there before
-    backward: Floats  # the most in the backward pass above what was there when it began
+    saved: Floats  # bytes that remain after the forward pass
+    forward: Floats  # peak of the forward pass above its beginning
+    backward: Floats  # peak of the backward pass above its beginning
     forward_seconds: Floats
     backward_seconds: Floats
-    at_forward: Floats  # resident before each forward pass, without what earlier blocks saved
-    at_backward: Floats  # the same before each backward pass, without what it saved itself either
-    at_loss: float  # the most between forward and backward pass, without what blocks saved
-    least_peak: float  # the most before the first block, whatever they save
+    at_forward: Floats  # resident before each forward pass, without earlier blocks' `saved`
+    at_backward: Floats  # resident before each backward pass, without any `saved`
+    at_loss: float  # peak between the last forward and first backward pass, without `saved`
+    least_peak: float  # peak before the first block, whatever blocks save
     other_seconds: float
-    away: Floats  # weights that are not on the device, or in fewer bits
-    streamed: Floats  # of these, what is copied to buffers there for each pass
-    offloaded: Floats  # of what it saves, what is copied to the host and back
-    pinned: Floats  # what that takes there
-    options: tuple[BlockOption, ...]  # of the columns; the first keeps everything, or most
-    link: float = math.inf  # bytes a second to the host, and as many back
+    away: Floats  # bytes of weights that are off the device, or saved by quantisation
+    streamed: Floats  # of `away`, bytes that are copied to device buffers for each pass
+    offloaded: Floats  # of the activations, bytes that are copied to the host and back
+    pinned: Floats  # host memory that `offloaded` takes when pinned
+    options: tuple[BlockOption, ...]  # of the columns; the first keeps all, or the most
+    link: float = math.inf  # bytes per second to the host, and the same back
 
     def peak_bytes(self, options: Options) -> float:
         x = self._chosen(options)
@@ -94,16 +94,18 @@ class BlockCosts:
         return x
 
     def levels(self) -> Floats:
-        """[moments, blocks x options]: what each choice adds at each moment of a step.
+        """[moments, blocks x options] Return the bytes that each choice adds at each moment.
 
-        Moments are each block's forward pass, each block's backward pass, the loss, and what is
-        before the first block. Offloaded activations are there while the block after it runs.
-        What streamed weights take is not here: `buffer_bytes`.
+        The moments are each block's forward pass, each block's backward pass, the loss, and the
+        time before the first block. Offloaded activations stay on the device while the next block
+        runs. The buffers of streamed weights are not included: see `buffer_bytes`.
         """
         number, width = self.saved.shape
         rows = np.zeros((2 * number + 2, number, width)) - self.away
         for block in range(number):
             rows[block, :block] += self.saved[:block]
+            # While a block runs, what earlier blocks saved is resident, and its own bytes count by
+            # peak.
             rows[block, block] += self.forward[block]
             rows[number + block, : block + 1] += self.saved[: block + 1]
             rows[number + block, block] += self.backward[block]
@@ -115,6 +117,7 @@ class BlockCosts:
         return rows.reshape(2 * number + 2, number * width)
 
     def fixed(self) -> Floats:
+        # In the order of the rows of `levels`.
         ends = [self.at_loss, self.least_peak]
         return np.concatenate([self.at_forward, self.at_backward, ends])
 
@@ -126,26 +129,27 @@ def costs_of(
     *,
     offloads: bool = False,
 ) -> BlockCosts:
-    """Compose blocks' costs from traces in which all blocks make the same choice of activations.
+    """Compose the costs of blocks from traces in which all blocks treat activations alike.
 
     Args:
-        traces: the first is of `keep`, with which the others are compared.
-        weights: what may be done with frozen weights; in the traces they are kept.
-        link: bytes a second between the device and the computer's memory.
-        offloads: whether the inputs of recomputed blocks may be there. What a recomputed block
-            saves is its inputs, so that this needs no trace.
+        traces: by choice of activations; the first is `keep`, with which others are compared.
+        weights: choices for frozen weights, which the traces keep.
+        link: bytes per second between the device and host memory.
+        offloads: if the inputs of recomputed blocks may be offloaded; this needs no trace, since
+            a recomputed block saves only its inputs.
     """
     by = _activation_costs(traces, offloads=offloads)
 
     def wide(values: Floats) -> Floats:
-        """[blocks, options] of what depends on activations alone."""
+        """Repeat values that depend on activations alone: [blocks, options]."""
         return np.repeat(values, len(weights), axis=1)
 
     def tall(values: Sequence[Floats]) -> Floats:
-        """[blocks, options] of what depends on weights alone."""
+        """Tile values that depend on weights alone: [blocks, options]."""
         return np.tile(np.stack(values, axis=1), (1, len(by.names)))
 
     kept, has_backward = traces["keep"], by.has_backward
+    # A recomputed block dequantises its weights twice in the backward pass: forward, then backward.
     made, work = tall([each.seconds for each in weights]), tall([each.work for each in weights])
     again = np.array([[float(name in activation_checkpointing.RECOMPUTED) for name in by.names]])
     return BlockCosts(
@@ -171,25 +175,25 @@ def costs_of(
 
 @dataclass(frozen=True)
 class _ActivationCosts:
-    """Costs of each block by its activations alone: [blocks, choices] or [blocks], in bytes."""
+    """Costs of each block by its choice of activations: [blocks, choices] or [blocks], in bytes."""
 
-    names: tuple[Activations, ...]  # of the choices
+    names: tuple[Activations, ...]  # names of the choices
     saved: Floats
-    forward: Floats  # see `BlockCosts`
+    forward: Floats  # as in `BlockCosts`, like all other fields
     backward: Floats
-    seconds: Floats  # [blocks, choices, 2] of the forward and of the backward pass
+    seconds: Floats  # [blocks, choices, 2] for forward and backward pass
     at_forward: Floats
     at_backward: Floats
-    has_backward: Floats  # [blocks, 1]
+    has_backward: Floats  # [blocks, 1] 0 where no gradient passes
     offloaded: Floats
     pinned: Floats
-    saved_by_all: float  # blocks together, where all are kept
+    saved_by_all: float  # bytes that all blocks save together, if all are kept
 
 
 def _activation_costs(
     traces: Mapping[Activations, StepTrace], *, offloads: bool
 ) -> _ActivationCosts:
-    """Read blocks' costs off traces, each less what other blocks have saved by then."""
+    """Read the costs of blocks off traces, subtracting what other blocks have saved by then."""
     if offloads:
         traces = {**traces, "offload-input": traces["recompute"]}
 
@@ -202,7 +206,7 @@ def _activation_costs(
     before = np.vstack([np.zeros((1, len(traces))), offloaded[:-1]])  # of the block before
     begins = read(lambda block: block.forward.begin_bytes)
     end = read(lambda block: block.forward.end_bytes)[-1:]
-    # what is there more after each block, without what is on its way to the host
+    # growth from block to block, without activations that are on their way to the host
     saved = np.diff(np.vstack([begins, end]), axis=0) - offloaded + before
     so_far = np.cumsum(saved, axis=0)
     at_forward = begins[:, 0] - (so_far[:, 0] - saved[:, 0])
@@ -210,6 +214,7 @@ def _activation_costs(
     at_backward = at_backward - so_far[:, 0]
     has_backward = np.isfinite(at_backward)[:, None]
     backward = read(lambda b: b.backward.peak_bytes if b.backward else 0)
+    # Offloaded bytes of the block before return while this one's backward pass runs.
     backward = backward - so_far - before - np.where(has_backward, at_backward[:, None], 0)
     forward = read(lambda block: block.forward.peak_bytes)
     forward = forward - at_forward[:, None] - (so_far - saved) - before
@@ -221,7 +226,7 @@ def _activation_costs(
         offloaded[:, -1] = inputs
         pinned[:, -1] = [pinned_bytes(int(size)) for size in inputs]
         saved[:, -1] -= inputs
-        backward[:, -1] += inputs  # they are back
+        backward[:, -1] += inputs  # copied back before the recomputation
     return _ActivationCosts(
         names=tuple(traces),
         saved=saved,
@@ -240,22 +245,23 @@ def _activation_costs(
 def fastest(
     costs: BlockCosts, budget_bytes: float, host_bytes: float | None = None
 ) -> dict[str, BlockOption] | None:
-    """The fastest options whose predicted peak is within a budget, or None if there are none.
+    """Find the fastest options whose predicted peak is within a budget; None if there are none.
 
     Args:
         costs: of all options.
-        budget_bytes: of the device.
-        host_bytes: of the computer's memory, for streamed weights and offloaded activations.
+        budget_bytes: of device memory.
+        host_bytes: of host memory for streamed weights and offloaded activations; None: any.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, that few runs need
 
+    # Unknowns: an option per block (0 or 1), the seconds of each wait, and the size of a buffer.
     number, width = costs.saved.shape
     size, scale = number * width, float(costs.seconds.max())
     waits = _waits(costs) / scale
     num_waits = len(waits)
 
     def joined(choices: Any, of_waits: Floats | None = None, of_buffer: int = 0) -> Any:
-        """Rows of what options, seconds that are waited, and GiB of a buffer count for."""
+        """Widen rows over the options by coefficients of waits and of the buffer's GiB."""
         count = len(choices)
         middle = np.zeros((count, num_waits)) if of_waits is None else of_waits
         return np.hstack([choices, middle, np.full((count, 1), of_buffer)])
@@ -265,6 +271,8 @@ def fastest(
     streamed, host = costs.streamed.ravel() / _GIB, (costs.streamed + costs.pinned) / _GIB
     host_room = np.inf if host_bytes is None else host_bytes / _GIB
     constraints = [
+        # One option per block; memory at each moment; a buffer as large as the largest streamed
+        # block; each wait at least its copy less the compute it hides behind; host memory.
         LinearConstraint(joined(one_each), 1, 1),
         LinearConstraint(joined(costs.levels() / _GIB, None, NUM_BUFFERS), -np.inf, room),
         LinearConstraint(joined(one_each * streamed, None, -1), -np.inf, 0),
@@ -286,10 +294,10 @@ def fastest(
 
 
 def _waits(costs: BlockCosts) -> Floats:
-    """[copies, blocks x options] seconds: what each copy takes less what it hides behind.
+    """[copies, blocks x options] Return the seconds of each copy less those that it hides behind.
 
-    A copy is waited for as long as its row is above 0. Weights may really be copied behind several
-    blocks: where few are streamed, `link_seconds` is less.
+    A positive row is waited for. Copies of weights may really hide behind several blocks, so that
+    with few streamed blocks `link_seconds` is lower.
     """
     number, width = costs.saved.shape
     rows: list[Floats] = []
@@ -301,6 +309,7 @@ def _waits(costs: BlockCosts) -> Floats:
             row[behind] -= seconds[behind]
             rows.append(row.ravel())
 
+    # The last block's activations are needed at once, so they stay.
     leaving = costs.offloaded.copy()
     leaving[-1] = 0
     back = (costs.streamed + leaving) * costs.has_backward()[:, None]
@@ -312,21 +321,21 @@ def _waits(costs: BlockCosts) -> Floats:
 
 
 def _preferred(costs: BlockCosts) -> Floats:
-    """[blocks, options] seconds, with what an option has to gain before it is taken."""
+    """[blocks, options] Return seconds, plus the gain that each option has to make to be chosen."""
     gains = [(_LEAST_GAIN[each.weights], _LEAST_GAIN[each.activations]) for each in costs.options]
     shares: Floats = np.array(gains, dtype=np.float64).sum(axis=1)
     return costs.seconds + shares * costs.seconds[:, :1]
 
 
 def _pointless(costs: BlockCosts) -> Floats:
-    """[blocks, options]: 1 where an option gains nothing over keeping a block.
+    """[blocks, options] Return 1 where an option saves nothing over keeping a block, else 0.
 
-    Such as before the first trainable parameter; the solver would choose there by chance.
+    This is so before the first trainable parameter, where the solver would choose by chance.
     """
     keeps = {option: column for column, option in enumerate(costs.options)}
     pointless = np.zeros(costs.saved.shape)
     for column, option in enumerate(costs.options):
-        if option.activations != "keep":  # beside keeping them, with equal weights
+        if option.activations != "keep":  # compared with keeping activations, with equal weights
             kept = keeps.get(BlockOption("keep", option.weights), 0)
             gains = [
                 each[:, column] < each[:, kept]
@@ -340,16 +349,16 @@ def _pointless(costs: BlockCosts) -> Floats:
 
 @dataclass(frozen=True)
 class BestOptions:
-    """The fastest options that fit, traced again as a whole."""
+    """The fastest options that fit, confirmed by a trace of the whole step."""
 
     options: Options
-    predicted_bytes: int  # peak of forward and backward pass, composed of single blocks
+    predicted_bytes: int  # peak of both passes, composed of the costs of blocks
     traced: StepTrace
-    overhead: float  # share of a step without recompute that it takes longer
-    overhead_with_another_gib: float  # the same with a budget of 1 GiB more
+    overhead: float  # time of a step over that without recompute, minus 1
+    overhead_with_another_gib: float  # `overhead` with a budget of 1 GiB more
 
     def per_block(self) -> dict[str, int]:
-        """Blocks of each option; of those that no block has, only the activations'."""
+        """Count blocks by option; unused choices of activations count 0."""
         return {
             **dict.fromkeys(activation_checkpointing.ACTIVATIONS, 0),
             **Counter(map(str, self.options.values())),
@@ -358,18 +367,18 @@ class BestOptions:
 
 @dataclass(frozen=True)
 class PolicySweep:
-    """Every named policy, traced."""
+    """Traces of every named policy, and the costs of blocks."""
 
     traces: Mapping[str, StepTrace]
     costs: BlockCosts
-    weight_bytes: int  # of the model, with all weights on the device
+    weight_bytes: int  # bytes of the model with all weights on the device
 
     def overhead(self, trace: StepTrace) -> float:
         return trace.seconds / self.traces["none"].seconds - 1
 
 
 def sweep_policies(tracer: Tracer) -> PolicySweep:
-    """Trace every named policy, and every choice of activations with all blocks run by it."""
+    """Trace every named policy, and each choice of activations with all blocks run by it."""
     subject = tracer.subject
     names, base = tuple(subject.blocks), subject.weights[0]
 
@@ -380,6 +389,7 @@ def sweep_policies(tracer: Tracer) -> PolicySweep:
         }
 
     traces = trace_all(activation_checkpointing.POLICIES, base)
+    # Choices are compared with unstreamed weights, though named policies may stream them.
     plain = traces if base == "keep" else trace_all(("none", "save-attention", "all"), "keep")
     of_activations: dict[Activations, StepTrace] = {
         "keep": plain["none"],
@@ -396,7 +406,7 @@ def sweep_policies(tracer: Tracer) -> PolicySweep:
 def find_best(
     tracer: Tracer, sweep: PolicySweep, budget_bytes: int | None, update_bytes: int = 0
 ) -> BestOptions | None:
-    """The fastest options whose traced peak is within a budget; None if nothing fits.
+    """Find the fastest options whose traced peak is within a budget; None if nothing fits.
 
     Without a budget every block is kept.
 
@@ -404,7 +414,7 @@ def find_best(
         tracer: of the step.
         sweep: of the tracer.
         budget_bytes: for forward and backward pass.
-        update_bytes: what the update takes of it, with all weights on the device.
+        update_bytes: that the optimizer's update takes, with all weights on the device.
     """
     names, kept = tuple(tracer.subject.blocks), sweep.traces["none"]
     base = tracer.subject.weights[0]
@@ -417,13 +427,14 @@ def find_best(
             0.0,
         )
     costs = replace(sweep.costs, least_peak=max(sweep.costs.least_peak, update_bytes))
-    whole_bytes = update_bytes - sweep.weight_bytes  # beside the weights
+    whole_bytes = update_bytes - sweep.weight_bytes  # bytes of an update beside the weights
     fitting: list[tuple[Options, StepTrace]] = [
         (activation_checkpointing.options_of(policy, names, base), trace)
         for policy, trace in sweep.traces.items()
         if max(trace.peak_bytes, trace.weight_bytes + whole_bytes) <= budget_bytes
         and trace.host_bytes <= (tracer.subject.host_bytes or math.inf)
     ]
+    # A policy that is as fast as keeping everything cannot be improved on.
     if not any(trace.seconds <= kept.seconds for _, trace in fitting):
         fitting += _solved(tracer, costs, budget_bytes, whole_bytes)
     if not fitting:
@@ -439,7 +450,7 @@ def find_best(
         predicted_bytes=int(costs.peak_bytes(options)),
         traced=traced,
         overhead=overhead,
-        # a solution may be a little off, and more memory never costs time
+        # the solver may be a little off the optimum, but more memory never costs time
         overhead_with_another_gib=min(with_another / kept.seconds - 1, overhead),
     )
 
@@ -447,7 +458,7 @@ def find_best(
 def _solved(
     tracer: Tracer, costs: BlockCosts, budget_bytes: int, whole_bytes: int
 ) -> list[tuple[Options, StepTrace]]:
-    """Solve and trace; the budget is tightened until the trace fits."""
+    """Solve and trace, tightening the budget until the trace fits; empty if that fails."""
     within = budget_bytes
     for _ in range(_MOST_TRIES):
         options = fastest(costs, within, tracer.subject.host_bytes)

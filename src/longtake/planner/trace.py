@@ -1,8 +1,8 @@
-"""Runs one training step on tensors without values, and records the memory and time it would take.
+"""Traces one training step on tensors without values, to predict its memory and time.
 
-The model's own code is run, forward and backward, with autograd as it is, so that all it saves,
-frees or recomputes is seen. Each operation's result has a shape and no memory; a storage lives
-exactly as long as it would in a real run.
+The model's own code runs forward and backward, with autograd unchanged, so that all it saves, frees
+or recomputes is seen. Results have shapes but no memory; a storage lives exactly as long as it
+would in a real run.
 """
 
 import weakref
@@ -34,16 +34,16 @@ from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
 from longtake.planner.gradient_flow import GradientWatch, checkpoint_is_quiet
 from longtake.planner.record import KEEP, BlockWeights, Options
 
-# An operation takes as long as its arithmetic or its memory traffic, whichever is more: a roofline
-# (Williams, Waterman and Patterson, 2009). Real kernels reach a share of the data sheet's figures;
-# these are usual for large transformers. Only ratios of such times are shown.
+# An operation takes as long as its arithmetic or its memory traffic, whichever is longer: a
+# roofline (Williams, Waterman and Patterson, 2009). Real kernels reach a share of the data sheet's
+# figures; these shares are usual for large transformers. Only ratios of such times are shown.
 _SHARE_OF_FLOPS = 0.7
 _SHARE_OF_FLOPS_IN_ATTENTION = 0.5
 
 _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
 _FORMULAS = {
-    **flop_registry,  # which knows the formulas of CUDA's attention alone
+    **flop_registry,  # knows formulas of CUDA's attention only
     _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
         _aten._scaled_dot_product_flash_attention
     ],
@@ -55,30 +55,30 @@ _FORMULAS = {
 
 @dataclass
 class Subject:
-    """A training step to be traced."""
+    """A training step that can be traced."""
 
-    model: nn.Module  # on the meta device; the tracer makes its parameters fake tensors
-    blocks: Mapping[str, nn.Module]  # by their names in the model, in the order in which they run
+    model: nn.Module  # on the meta device; a tracer makes its tensors fake
+    blocks: Mapping[str, nn.Module]  # by name in the model, in running order
     call_blocks_by: Callable[
         [activation_checkpointing.BlockCall], None
     ]  # makes the model run its blocks by a function
-    make_inputs: Callable[[], Any]  # of the right shapes; held until the step is over
-    loss: Callable[[Any], Tensor]  # of inputs, as training computes it
-    is_accumulating: bool = False  # whether gradients of an earlier micro-batch are there already
+    make_inputs: Callable[[], Any]  # creates tensors of the right shapes, held until the step ends
+    loss: Callable[[Any], Tensor]  # computes the loss from the inputs, as training does
+    is_accumulating: bool = False  # true if an earlier micro-batch has left gradients
     num_shards: int = 1
-    """Ranks that hold one copy of the model: each block's gradients are reduce-scattered over them
+    """Ranks that share one copy of the model. A block's gradients are reduce-scattered over them
     after its backward pass, unless they accumulate."""
     weights: Sequence[BlockWeights] = ("keep",)
-    """Choices for blocks' frozen weights; named policies make the first one."""
-    offloads: bool = False  # whether activations may be kept in the computer's memory
-    host_bytes: int | None = None  # of that memory, which streaming and offloading may take
+    """Choices for the frozen weights of blocks; named policies use the first."""
+    offloads: bool = False  # true if activations may be offloaded to host memory
+    host_bytes: int | None = None  # limit of that memory; None: no limit
     gathers_in_bf16: bool = False
-    """Weights kept in fp32 come as bf16 from other ranks, so that autocast copies none."""
+    """True if fp32 weights are gathered as bf16 copies, which autocast need not cast."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a step: bytes allocated at its ends, the most within it, and its duration."""
+    """A part of a step: bytes allocated at both ends, their peak, and its seconds."""
 
     begin_bytes: int
     end_bytes: int
@@ -88,44 +88,43 @@ class Span:
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """Spans of one block's passes, and its activations on the host."""
+    """Spans of one block's forward and backward pass, and its activations on the host."""
 
     forward: Span
     backward: Span | None
-    """From when the gradient of its output is there until that of the block before it is; None
-    where no gradient passes."""
-    offloaded_bytes: int = 0  # of what it saves, in the computer's memory
-    pinned_bytes: int = 0  # that these take there
+    """From the gradient of the block's output to that of the block before; None without them."""
+    offloaded_bytes: int = 0  # activations that are offloaded to host memory
+    pinned_bytes: int = 0  # host memory that these take when pinned
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step under one policy. Bytes count everything, weights included."""
+    """Memory and time of one step under one policy; bytes include weights."""
 
     weight_bytes: int
     input_bytes: int
     blocks: Mapping[str, BlockTrace]
-    forward_end_bytes: int  # when the loss is known and the backward pass begins
+    forward_end_bytes: int  # at the start of the backward pass, when the loss is known
     peak_bytes: int
-    end_bytes: int  # weights, inputs and gradients
-    front_peak_bytes: int  # the most before the first block
-    loss_span: Span  # from the end of the last block's forward pass to the first block's backward
-    seconds: float  # with those in `link_seconds`
-    reached: tuple[str, ...]  # trainable parameters that got a gradient
-    unreached: tuple[str, ...]  # trainable parameters that got none
-    sent_bytes: int = 0  # to other ranks, where they share the tokens of a clip
-    ring_bytes: int = 0  # the same around a ring, beside the computation of attention
-    attention_seconds: float = 0.0  # of `seconds`
-    host_bytes: int = 0  # of weights and activations in the computer's memory
-    link_seconds: float = 0.0  # in which the device waits for copies from and to it
+    end_bytes: int  # after the backward pass: weights, inputs and gradients
+    front_peak_bytes: int  # peak before the first block
+    loss_span: Span  # from the end of the last block's forward pass to the first backward pass
+    seconds: float  # with `link_seconds`
+    reached: tuple[str, ...]  # names of trainable parameters that got a gradient
+    unreached: tuple[str, ...]  # names of trainable parameters that got none
+    sent_bytes: int = 0  # sent to ranks that share a clip's tokens, all-to-all
+    ring_bytes: int = 0  # sent around a ring while attention is computed
+    attention_seconds: float = 0.0  # included in `seconds`
+    host_bytes: int = 0  # streamed weights and offloaded activations in host memory
+    link_seconds: float = 0.0  # waits for copies from and to the host
 
 
 @dataclass(frozen=True)
 class InferenceTrace:
-    """Memory and time of modules that compute without gradients."""
+    """Memory and time of modules that run without gradients."""
 
     weight_bytes: int
-    peak_bytes: int  # weights included
+    peak_bytes: int  # with weights
     seconds: float
 
 
@@ -136,7 +135,7 @@ class Tracer:
         self.subject = subject
         self.device = device
         self.attentions: dict[AttentionCase, None] = {}
-        """All that were seen in `watch_gradients`, each once."""
+        """Distinct attentions that `watch_gradients` has seen."""
         self._fake = CachedFakeMode()
         self._weights: dict[BlockWeights, WeightCosts] = {}
         with self._fake:
@@ -149,18 +148,19 @@ class Tracer:
         return self._weights[name]
 
     def most_away(self) -> int:
-        """Bytes that the weights of all blocks can take less of the device, between blocks."""
+        """Return the most bytes that streaming or quantising all blocks frees on the device."""
         offered = [self.weight_costs(name).away for name in self.subject.weights]
         return int(np.max(offered, axis=0).sum())
 
     def trace(self, options: Options) -> StepTrace:
+        # Gradients of the last trace would be counted in the next one.
         dropped = self._gradients_dropped()
         with self._weights_as(options), self._fake, dropped, checkpoint_is_quiet():
             return self._trace(options)
 
     @contextmanager
     def _weights_as(self, options: Options) -> Iterator[None]:
-        """The model's layers with their weights streamed or quantised, and then as before."""
+        """Stream or quantise the weights of the model's blocks, until the block ends."""
         with ExitStack() as changed:
             for name, block in self.subject.blocks.items():
                 weights = options.get(name, KEEP).weights
@@ -169,7 +169,7 @@ class Tracer:
             yield
 
     def watch_gradients(self) -> GradientWatch:
-        """One step with every block kept, watched for gradients that do not arrive."""
+        """Run one step with every block kept, and watch for gradients that do not arrive."""
         subject = self.subject
         subject.call_blocks_by(activation_checkpointing.caller({}))
         observed = self._fake.observed_by(self._note_attention)
@@ -186,7 +186,7 @@ class Tracer:
         masked = _aten._scaled_dot_product_efficient_attention.default
         if func in (masked, _aten._scaled_dot_product_flash_attention.default):
             mask, last = (args[3], args[6:7]) if func is masked else (None, args[4:5])
-            is_causal = any(last)  # torch leaves defaults out
+            is_causal = any(last)  # torch leaves arguments out that have their default
             query, key, value = args[:3]
             self.attentions[case_of(query, key, value, mask, is_causal=is_causal)] = None
 
@@ -208,6 +208,7 @@ class Tracer:
             tracker.ignore_casts_of(subject.model.parameters())
         reducer, offloaded = _GradientReducer(subject), dict[str, tuple[int, int]]()
         if subject.is_accumulating:
+            # Gradients of the micro-batches before.
             for parameter in subject.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
@@ -223,6 +224,7 @@ class Tracer:
             tracker.mark("loss")
             if loss.requires_grad:
                 torch.autograd.backward((loss,))
+                # The last block's gradients, after which no other block begins its backward pass.
                 reducer.reduce()
             del loss
             tracker.mark("end")
@@ -230,7 +232,7 @@ class Tracer:
         return _with_link(trace, streamed, self.device.link)
 
     def _streamed(self, options: Options) -> Floats:
-        """[blocks] bytes of weights that are in the computer's memory."""
+        """[blocks] Return bytes of weights that are in host memory."""
         chosen = [options.get(name, KEEP).weights for name in self.subject.blocks]
         return self.weight_costs("stream").streamed * [each == "stream" for each in chosen]
 
@@ -246,7 +248,7 @@ class Tracer:
         offload = ActivationOffload() if on_cpu else _FakeOffload()
 
         def backward_begins(name: str) -> None:
-            reducer.reduce()  # of the block after it, whose backward pass has ended here
+            reducer.reduce()  # of the next block, whose backward pass has just ended
             tracker.mark(f"backward {name}")
 
         def call(block: nn.Module, *args: Any) -> Any:
@@ -261,6 +263,7 @@ class Tracer:
                     )
                 else:
                     output = activation_checkpointing.run_block(activations, block, *args)
+                # The gradient of a block's output is there: the block's backward pass begins.
                 for tensor in tensors(output):
                     if tensor.requires_grad:
                         tensor.register_hook(lambda _: backward_begins(name))  # type: ignore[no-untyped-call]
@@ -283,15 +286,15 @@ def trace_inference(
     device: DeviceBudget,
     streamed: Mapping[nn.Module, int] | None = None,
 ) -> InferenceTrace:
-    """Trace `run` without gradients; the modules' tensors are fake already.
+    """Trace `run` without gradients.
 
     Args:
-        mode: in which they are fake.
-        modules: whose weights are there.
-        run: uses them.
-        device: it runs on.
-        streamed: bytes of blocks' weights that are in the computer's memory, and copied while the
-            streamed block before computes, or, for the first one, the last of the pass before.
+        mode: in which the modules' tensors are fake.
+        modules: whose weights are on the device.
+        run: uses the modules.
+        device: that is planned for.
+        streamed: bytes of weights in host memory by block. Each block's are copied while the
+            streamed block before it computes; the first block's during the last of the pass before.
     """
     tracker, streamed = MemoryTracker(device), streamed or {}
     for module in modules:
@@ -307,7 +310,7 @@ def trace_inference(
             run()
     tracker.mark("end")
     spans = [span for _, span in tracker.marks]
-    # At first two blocks' weights are there; if there are no more, nothing is copied.
+    # The buffers hold two blocks from the beginning; if there are no more, nothing is copied.
     copied = tracker.marks[2:-1] if len(streamed) > NUM_BUFFERS else []
     waits = [int(size) / device.link - span.seconds for size, span in copied]
     return InferenceTrace(
@@ -318,10 +321,11 @@ def trace_inference(
 
 
 def make_fake(model: nn.Module) -> None:
-    """Replace parameters and buffers by fake tensors on the CPU; call it within a fake mode."""
+    """Replace parameters and buffers by fake tensors on the CPU, inside a fake mode."""
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
+        # Tied weights stay tied, so that they are counted once.
         if id(tensor) not in made:
             made[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
@@ -337,7 +341,7 @@ def make_fake(model: nn.Module) -> None:
 
 
 class _HostCopy(NamedTuple):
-    """A copy, on the host, of a tensor without values."""
+    """A fake tensor's copy on the host: its size, without memory."""
 
     nbytes: int
     shape: torch.Size
@@ -345,7 +349,7 @@ class _HostCopy(NamedTuple):
 
 
 class _FakeOffload(ActivationOffload):
-    """Counts what a GPU would copy; how long the link takes is no matter of a trace."""
+    """Counts the bytes that a GPU would copy; the time of copies is added later."""
 
     def to_host(self, tensor: Tensor) -> _HostCopy:
         return _HostCopy(tensor.nbytes, tensor.shape, tensor.dtype)
@@ -355,11 +359,11 @@ class _FakeOffload(ActivationOffload):
 
 
 class MemoryTracker:
-    """Follows every storage from allocation to release, and the time that operations take."""
+    """Counts the bytes of storages from allocation to release, and the seconds of operations."""
 
     def __init__(self, device: DeviceBudget) -> None:
         self.current_bytes = 0
-        self.marks: list[tuple[str, Span]] = []  # each name with the span that ends at it
+        self.marks: list[tuple[str, Span]] = []  # names, with the span that each of them ends
         self.sent_bytes = self.ring_bytes = 0
         self.attention_seconds = 0.0
         on_cuda = device.target == "cuda"
@@ -371,6 +375,7 @@ class MemoryTracker:
         self._sizes: dict[int, tuple[int, Any]] = {}
         self._begin_bytes = self._peak_bytes = 0
         self._seconds = 0.0
+        # Storages of weights whose casts take no memory, as they come in that type.
         self._uncast: set[int] = set()
 
     def ignore_casts_of(self, weights: Iterable[Tensor]) -> None:
@@ -386,18 +391,19 @@ class MemoryTracker:
         key = storage._cdata
         if key not in self._sizes:
             size = rounded(storage.nbytes(), self._granule)
+            # A weak reference: the tracker must not keep storages alive.
             gone = weakref.ref(storage, lambda _: self._forget(key))
             self._sizes[key] = size, gone
             self.current_bytes += size
             self._peak_bytes = max(self._peak_bytes, self.current_bytes)
 
     def begin(self) -> int:
-        """Begin the first span here; returns the bytes that are there."""
+        """Start the first span here; returns the bytes that are allocated."""
         self._begin_bytes = self._peak_bytes = self.current_bytes
         return self.current_bytes
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that no tensor stands for, or less of them."""
+        """Add bytes, or subtract them, that no tensor stands for."""
         self.current_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self.current_bytes)
 
@@ -408,14 +414,14 @@ class MemoryTracker:
         self.hold(int(buffer_bytes(streamed)))
 
     def mark(self, name: str) -> None:
-        """End a span here and begin the next."""
+        """End a span here, and start the next."""
         span = Span(self._begin_bytes, self.current_bytes, self._peak_bytes, self._seconds)
         self.marks.append((name, span))
         self._begin_bytes = self._peak_bytes = self.current_bytes
         self._seconds = 0.0
 
     def observe(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Count what an operation has made."""
+        """Count the results, workspace and time of an operation."""
         if func is _CAST and args[0].untyped_storage()._cdata in self._uncast:
             self._seconds += seconds(func, args, kwargs, result, self._device)
             return
@@ -429,6 +435,7 @@ class MemoryTracker:
         self.sent_bytes += exchanged
         self.ring_bytes += around
         extra = self._workspace_bytes(func, args, made)
+        # A workspace is freed before the operation returns, so it counts in the peak alone.
         self._peak_bytes = max(self._peak_bytes, self.current_bytes + extra)
         if self.current_bytes > before or func._schema.is_mutable:
             taken = seconds(func, args, kwargs, result, self._device)
@@ -443,7 +450,7 @@ class MemoryTracker:
 def seconds(
     operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, device: DeviceBudget
 ) -> float:
-    """Predict a device's seconds for one operation that makes or changes something."""
+    """Predict the seconds of one operation that creates or changes a tensor."""
     packet = operation.overloadpacket if hasattr(operation, "overloadpacket") else operation
     touched = [tensor for value in (*args, *kwargs.values()) for tensor in tensors(value)]
     moved = sum(tensor.numel() * tensor.itemsize for tensor in (*touched, *tensors(result)))
@@ -463,7 +470,7 @@ def _is_attention(operation: Any) -> bool:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors that a result or an argument is, or consists of."""
+    """Return the tensors of a result or an argument: itself, or the elements of a sequence."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Iterable):
@@ -472,11 +479,11 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 class _GradientReducer:
-    """Treats gradients of a sharded model that do not accumulate as FSDP2 does.
+    """Reduces the gradients of a sharded model as FSDP2 does, unless they accumulate.
 
-    Those of a block are there until its backward pass ends, in the type in which its weights were
-    gathered. Then they are copied into the input of the reduce-scatter, in fp32, which is released
-    at the next one; the shard of this rank remains.
+    A block's gradients stay until its backward pass ends, in the type in which its weights were
+    gathered. They are then copied to the input of a reduce-scatter, in fp32, which is freed at the
+    next one; this rank's shard remains.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -485,11 +492,11 @@ class _GradientReducer:
         self._whole: list[Tensor] = []
         self._shards: list[Tensor] = []
         self._input: Tensor | None = None
-        self.reached: set[Tensor] = set()  # parameters whose gradient was reduced
+        self.reached: set[Tensor] = set()  # with gradients that were reduced
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Takes gradients from parameters as they come."""
+        """Take gradients from the parameters as they are accumulated."""
         trained = [p for p in self._subject.model.parameters() if p.requires_grad]
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
@@ -510,10 +517,11 @@ class _GradientReducer:
         self._whole.append(gradient)
 
     def reduce(self) -> None:
-        """Reduce-scatter what has come."""
+        """Reduce-scatter the gradients that have been taken."""
         if not self._whole:
             return
         sizes = [gradient.numel() for gradient in self._whole]
+        # The input before is freed first, as in FSDP2.
         self._input = None
         self._input = torch.empty(sum(sizes), dtype=torch.float32)
         self._whole.clear()
@@ -535,7 +543,7 @@ def _step_trace(
     reducer: _GradientReducer,
     offloaded: Mapping[str, tuple[int, int]],
 ) -> StepTrace:
-    """Read the marks, each of which closes the span before it."""
+    """Compute a step's trace from the marks, each of which ends a span."""
     spans = tracker.marks
     ends = {name: index for index, (name, _) in reversed(list(enumerate(spans)))}
     _refuse_other_order([name for name, _ in spans], subject)
@@ -561,7 +569,7 @@ def _step_trace(
 
 
 def _with_link(trace: StepTrace, streamed: Floats, link: float) -> StepTrace:
-    """Add the time in which a step waits for copies from and to the host."""
+    """Add the seconds in which a step waits for copies from and to the host."""
     blocks = list(trace.blocks.values())
     forward = np.array([block.forward.seconds for block in blocks])
     backward = np.array([block.backward.seconds if block.backward else 0.0 for block in blocks])
@@ -576,7 +584,7 @@ def _with_link(trace: StepTrace, streamed: Floats, link: float) -> StepTrace:
 
 
 def _refuse_other_order(marks: Sequence[str], subject: Subject) -> None:
-    """Refuse blocks that do not run once each in order: each one's bytes are read at the next."""
+    """Refuse blocks that do not run once each, in order: a block's bytes are read at the next."""
     ran = [mark.removeprefix("before ") for mark in marks if mark.startswith("before ")]
     if ran != list(subject.blocks):
         odd = next((name for name in subject.blocks if ran.count(name) != 1), ran[0])

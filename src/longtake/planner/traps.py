@@ -1,4 +1,4 @@
-"""Traps of a watched step: what keeps gradient from trainable parameters, costs, and fixes."""
+"""Traps of a watched step, with fixes: what keeps gradients from parameters or wastes memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,26 +24,26 @@ _MEANT_TO_TRAIN = "If they are meant to train, {}; if not, freeze them with requ
 
 
 _NOTABLE_SHARE = 0.01
-"""Share of the peak without recompute; less is not worth a note."""
+"""Share of the peak without recompute, above which more memory is worth a note."""
 
 
 @dataclass(frozen=True)
 class Trap:
-    """Something that a step does and that cannot be intended."""
+    """Something that a step does, and that cannot be intended."""
 
-    block: str  # the module where it happens, or the first of several; "model" for all of it
-    trap: str  # what happens, and why
-    fix: str  # what to do
-    stops: bool  # something that should be trained is not; otherwise it costs memory or time
+    block: str  # module where it happens, or the first of several; "model": all of it
+    trap: str  # what happens, and why, in sentences
+    fix: str  # remedy, in sentences
+    stops: bool  # true if it keeps parameters from training; else it costs memory or time
 
     def __str__(self) -> str:
         return f"{self.block}: {self.trap}\n  Fix: {self.fix}"
 
 
 def flow_traps(watch: GradientWatch) -> list[Trap]:
-    """Find what kept gradient from trainable parameters in a watched step, and wasted memory.
+    """Find what kept gradients from trainable parameters in a watched step, or wasted memory.
 
-    Every parameter of `watch.unreached()` is accounted for by one of them at least.
+    Every parameter of `watch.unreached()` is in at least one of the traps.
     """
     unreached = _set(watch, watch.unreached())
     dead = [
@@ -53,16 +53,18 @@ def flow_traps(watch: GradientWatch) -> list[Trap]:
     ]
     found = [*_dead_regions(watch, dead, unreached), *_regions_of_everything(watch, dead)]
     found += [] if dead else _idle_regions(watch)
-    if watch.gone_twice:  # all else follows from it
+    # All other findings would follow from it.
+    if watch.gone_twice:
         return [*found, _gone_twice(watch)]
     found += _demands(watch, dead, unreached)
+    # Parameters are removed once a trap explains them, so that the next detector need not.
     unreached &= ~_union(region.inside | region.hidden for region in dead)
     unreached &= ~_union(demand.upstream for demand in watch.provenance.demands)
     return [*found, *_cut_off(watch, unreached), *_left_over(watch, unreached), *_copies(watch)]
 
 
 def idle_recompute(options: Mapping[str, str], saved_bytes: Mapping[str, int]) -> list[Trap]:
-    """Note recompute before the first trainable parameter, where autograd keeps nothing."""
+    """Note blocks that are recomputed before the first trainable parameter, which saves nothing."""
     idle = [name for name, option in options.items() if option != "keep" and saved_bytes[name] == 0]
     useful = {name: saved for name, saved in saved_bytes.items() if saved > 0}
     if not idle:
@@ -82,7 +84,7 @@ def idle_recompute(options: Mapping[str, str], saved_bytes: Mapping[str, int]) -
 
 
 def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
-    """One note on policies that need clearly more memory than no recompute at all."""
+    """Note policies that need clearly more memory than no recompute; at most one trap."""
     usual = peaks.get("none")
     if usual is None:
         return []
@@ -107,7 +109,7 @@ def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
 def _dead_regions(
     watch: GradientWatch, dead: Sequence[RecomputeRegion], unreached: ParameterSet
 ) -> Iterator[Trap]:
-    """One trap for all, because one dead region makes the next one dead."""
+    """Report all dead regions as one trap, since one makes the next one dead."""
     if not dead:
         return
     first = dead[0]
@@ -146,7 +148,7 @@ def _opening(watch: GradientWatch, region: RecomputeRegion) -> str:
 
 
 def _frozen_before(watch: GradientWatch, region: RecomputeRegion) -> list[str]:
-    """The blocks before a region, if there are any and nothing trainable lies before it."""
+    """Return the blocks before a region; empty if something trainable lies before it."""
     if region.upstream or not region.blocks or region.blocks[0] not in watch.blocks:
         return []
     names = list(watch.blocks)
@@ -168,7 +170,7 @@ def _regions_of_everything(watch: GradientWatch, dead: Sequence[RecomputeRegion]
 
 
 def _idle_regions(watch: GradientWatch) -> Iterator[Trap]:
-    """One note on calls around parts that no gradient passes; it needs no recompute there."""
+    """Note checkpoint calls around parts that no gradient passes; at most one trap."""
     idle = [
         _name(region)
         for region in watch.regions
@@ -191,7 +193,7 @@ def _holds_everything(watch: GradientWatch, region: RecomputeRegion) -> bool:
 
 
 def _gone_twice(watch: GradientWatch) -> Trap:
-    """Such a region does not stop at captured tensors: it frees the graph that made them, too."""
+    """Report a reentrant region that freed the graph of tensors captured from outside."""
     alive = [region for region in watch.regions if region.reentrant and region.carries_grad]
     names = [_name(region) for region in alive if region.hidden] or [_name(each) for each in alive]
     return Trap(
@@ -247,7 +249,7 @@ def _cause(watch: GradientWatch, dead: Sequence[RecomputeRegion], untrained: Par
 
 
 def _cut_off(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
-    """One trap for each way in which gradient was lost."""
+    """Yield one trap for each way in which gradients were lost."""
     by_means: dict[str, dict[str, ParameterSet]] = {}
     for cut in watch.provenance.cuts:
         lost = cut.parameters & unreached
@@ -272,7 +274,7 @@ def _means(cut: LostGradient) -> str:
 
 
 def _left_over(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
-    """Traps of parameters that nothing cut off: they are not used, or their results are not."""
+    """Yield traps of parameters that nothing cut off: they, or their results, are not used."""
     unreached &= ~_union(cut.parameters for cut in watch.provenance.cuts)
     reasons = {
         "the forward pass does not use them": unreached & ~watch.provenance.used,
@@ -307,7 +309,7 @@ def _unused(
 
 
 def _copies(watch: GradientWatch) -> Iterator[Trap]:
-    """A note on fp32 copies of inputs, which PEFT makes for fp32 weights on a 16-bit base."""
+    """Note fp32 copies of inputs, which PEFT makes for fp32 weights on a 16-bit base."""
     copies: Mapping[str, Fp32Copies] = watch.provenance.copies
     if copies:
         groups = list(dict.fromkeys(map(_group_in(watch), copies)))
@@ -338,7 +340,7 @@ def _name(region: RecomputeRegion) -> str:
 
 
 def _group_in(watch: GradientWatch) -> Callable[[str], str]:
-    """From a name to its block, or outside of blocks to the layer that it is of."""
+    """Return a function from a name to its block, or to its layer outside of blocks."""
 
     def group(name: str) -> str:
         inside = (block for block in watch.blocks if name.startswith(f"{block}."))
@@ -354,7 +356,7 @@ def _parameters(watch: GradientWatch, parameters: ParameterSet) -> str:
 
 
 def _listed(names: Iterable[str], most: int = 3) -> str:
-    """Names as in `a`, `a and b`, or `a, b, c and 24 more`."""
+    """List names as `a`, `a and b`, or `a, b, c and 24 more`."""
     names = list(dict.fromkeys(names))
     if len(names) == 1:
         return names[0]

@@ -1,4 +1,4 @@
-"""Words for a plan's policies, options and parts of memory; torch-free."""
+"""English words for a plan's policies, options and parts of memory; imports no torch."""
 
 from typing import Final
 
@@ -33,4 +33,4 @@ FIXED_WORDS: Final = {
     "encoders": "codec and text encoders; with data.cache they are not needed",
     "inputs": "latents, noise and conditioning of a micro-batch",
 }
-"""Parts that are in memory under every policy."""
+"""Words for the parts that are in memory under every policy."""
