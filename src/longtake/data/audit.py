@@ -1,7 +1,7 @@
-"""Compares what a run consumed, by its ledger, with what its plans say, epoch by epoch.
+"""Compares the samples in a run's ledger with its plans, epoch by epoch.
 
-The plans are rebuilt from the catalogs that the run kept and from its recipe. A finished epoch
-should have consumed every clip of its stage once.
+The plans are rebuilt from the catalogs that the run kept and from its recipe. A finished epoch must
+have consumed every clip of its stage once.
 """
 
 from collections import Counter
@@ -29,20 +29,20 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """One epoch of one stream."""
+    """Counts of one epoch of one stream."""
 
     epoch: int
     stage: str
     source: str
-    seen: int  # samples that were trained
-    repeated: int  # of these, how many were not the first of their clip
+    seen: int  # number of trained samples
+    repeated: int  # number of these that were not the first of their clip
     missing: (
         int  # clips that should have been trained by now, and were neither trained nor rejected
     )
-    rejected: int  # clips that could not be decoded
-    skipped: int  # clips of batches that were skipped on purpose
-    unplanned: int  # samples that should not have been trained in this epoch
-    is_over: bool  # whether all of the epoch should have been trained by now
+    rejected: int  # number of clips that could not be decoded
+    skipped: int  # number of clips in batches that were skipped on purpose
+    unplanned: int  # number of samples that should not have been trained in this epoch
+    is_over: bool  # whether the whole epoch should have been trained by now
     examples: tuple[str, ...]  # short identities of repeated, missing or unplanned clips
 
     @property
@@ -52,13 +52,13 @@ class EpochAudit:
 
 @dataclass(frozen=True)
 class Audit:
-    """What a run's ledger proves."""
+    """Result of comparing a run's ledger with its plans."""
 
     epochs: tuple[EpochAudit, ...]
-    end_step: int  # steps that were trained and kept, or skipped: the number of the next batch
-    num_abandoned: int  # samples of trained steps from before which the run was resumed
-    num_skipped: int  # steps that were skipped on purpose
-    two_writers: tuple[str, ...]  # where lines of two launches alternate in metrics.jsonl
+    end_step: int  # number of the next batch: after trained, kept or skipped steps
+    num_abandoned: int  # samples of steps that were given up by resuming before them
+    num_skipped: int  # number of steps that were skipped on purpose
+    two_writers: tuple[str, ...]  # places in metrics.jsonl where lines of two launches alternate
 
     @property
     def ok(self) -> bool:
@@ -70,7 +70,7 @@ class _Expected:
     """Identities that an epoch should have consumed."""
 
     planned: list[pa.Array] = field(default_factory=list)
-    at_end: list[pa.Array] = field(default_factory=list)  # required at its end, by all plans
+    at_end: list[pa.Array] = field(default_factory=list)  # required when it ends, by all plans
     is_over: bool = True
     skipped: list[pa.Array] = field(default_factory=list)
 
@@ -78,7 +78,7 @@ class _Expected:
 def audit(run: RunDirectory, *, with_metrics: bool = True) -> Audit:
     """Compare a run's ledger with its plans.
 
-    `with_metrics`: also look in metrics.jsonl, of which every line is read, for two writers.
+    With `with_metrics`, metrics.jsonl is read completely and searched for two writers.
 
     Raises:
         DataError: there is no ledger, or a catalog that was trained on is not kept.
@@ -108,7 +108,7 @@ def audit(run: RunDirectory, *, with_metrics: bool = True) -> Audit:
 
 
 def _two_writers(run: RunDirectory) -> Iterator[str]:
-    """Where a launch wrote metrics after a later launch had begun to."""
+    """Yield the places where a launch wrote metrics after a later launch had begun."""
     rows = [row for row in run.metric_lines() if row.get("launch")]
     seen: set[str] = set()
     for before, row in pairwise(rows):
@@ -124,7 +124,7 @@ _NONE: Identities = np.empty(0, np.uint64)
 
 
 def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _Expected]:
-    """For each epoch that has begun, what it should have consumed before a step."""
+    """Return for each epoch that has begun the clips that it should have consumed before a step."""
     ends = [plan.first_step for plan in plan_history.plans[1:]]
     expected: dict[_Key, _Expected] = {}
     for plan, end in zip(plan_history.plans, [*ends, end_step], strict=True):
@@ -136,7 +136,7 @@ def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _
                     name = f"{stream.stage}/{stream.source}"
                     entry = expected.setdefault((name, epoch), _Expected())
                     entry.planned.append(identities)
-                    entry.is_over, entry.at_end = is_over, []  # as the last plan says
+                    entry.is_over, entry.at_end = is_over, []  # the last plan decides
                     if part.expected is not None:
                         entry.at_end = [_identities(part.catalog, part.expected.all_rows())]
     return expected
@@ -160,7 +160,7 @@ def _exclude(
 
 
 def _consumed_of(stream: Stream, count: int) -> Iterator[tuple[Part, int, pa.Array, bool]]:
-    """(part, epoch, identities, whether it is over) for the first `count` batches of a stream."""
+    """Yield (part, epoch, identities, is over) for the first `count` batches of a stream."""
     for start, part in zip(stream.starts, stream.parts, strict=True):
         if count <= start:
             return
@@ -192,9 +192,9 @@ def _identities(catalog: Catalog, rows: NDArray[np.integer[Any]]) -> pa.Array:
 
 
 def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> Identities:
-    """[N] the short forms of all identities, each identity once.
+    """Return the short forms [N] of identities, each identity once.
 
-    A short form that two identities share is there twice, as it may be trained twice.
+    If two identities share a short form, it occurs twice, because it may be trained twice.
     """
     if not identities:
         return _NONE
@@ -209,7 +209,7 @@ def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> 
 
 
 def _by_epoch(consumed: ledger.Consumed) -> dict[_Key, tuple[Identities, Identities]]:
-    """For each epoch the identities that were trained, and those that were rejected."""
+    """Return the identities that were trained and those that were rejected, by epoch."""
     order = np.lexsort((consumed.epoch, consumed.stream))
     stream, epoch = consumed.stream[order], consumed.epoch[order]
     borders = np.flatnonzero((np.diff(stream) != 0) | (np.diff(epoch) != 0)) + 1
@@ -231,6 +231,7 @@ def _audit_epoch(
     unique, times = np.unique(trained, return_counts=True)
     counts = Counter(planned.tolist())
     allowed = np.array([counts[each] for each in unique.tolist()], np.int64)
+    # A short form may be trained as often as clips share it; each further time is a repetition.
     repeated = np.repeat(unique, np.maximum(times - np.maximum(allowed, 1), 0))
     unplanned = unique[allowed == 0]
     wanted = np.concatenate([planned, at_end])

@@ -1,6 +1,7 @@
 """Buckets chosen from the catalogs by a pixel budget (`data.auto_buckets`), torch-free.
 
-A pure function of the recipe and the catalogs. A run keeps those that it began with.
+The choice is a pure function of the recipe and the catalogs. A run keeps the buckets that it began
+with.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,17 +18,17 @@ from longtake.data import buckets, catalog, sources, stages
 from longtake.run_dir import RunDirectory
 
 _ASPECTS = (21 / 9, 16 / 9, 3 / 2, 4 / 3, 1.0, 3 / 4, 2 / 3, 9 / 16, 9 / 21)
-_MOST_OPENED = 200  # files of a folder that is glanced at, spread evenly
-_SECONDS = 2.0  # for one of them to answer
-_MOST_LOST = 0.1  # share of the clips that are lost for another shape to be proposed
-_SQUARE = 1.2  # the longer side by the shorter one of what counts as square
-_LEAST_AREA = 0.9  # of the budget, unless no shape comes so near to it
+_MOST_OPENED = 200  # number of files of a folder that `glance` opens, spread evenly
+_SECONDS = 2.0  # time limit for opening one of them
+_MOST_LOST = 0.1  # another shape is proposed if more than this share of the clips is lost
+_SQUARE = 1.2  # a picture with sides of up to this ratio counts as square
+_LEAST_AREA = 0.9  # share of the budget to use, unless no shape comes near to it
 
 
 def with_buckets(recipe: Recipe, shown: Path | None = None) -> Recipe:
-    """A recipe whose `data.buckets` are known: its own, the run's, or chosen from the catalogs.
+    """Return a recipe with `data.buckets`: its own, the run's, or chosen from the catalogs.
 
-    With `shown` they are chosen from this catalog, in the place of the recipe's only one.
+    With `shown` they are chosen from this catalog, in place of the recipe's only one.
 
     Raises:
         DataError: a catalog cannot be read, or no clip would go to any bucket.
@@ -53,9 +54,12 @@ def with_buckets(recipe: Recipe, shown: Path | None = None) -> Recipe:
 def choose_buckets(
     catalogs: Mapping[str, catalog.Catalog], auto: AutoBucketsSection, data: DataSection
 ) -> tuple[Bucket, ...]:
-    """The buckets that captioned clips would go to, each with at least `min_clips` of them.
+    """Return buckets of which each gets at least `min_clips` captioned clips.
 
-    The bucket with the fewest clips is left out until all have enough; its clips go to the next.
+    The bucket with the fewest clips is removed until all have enough; its clips then go to others.
+
+    Raises:
+        DataError: no bucket gets enough clips.
     """
     sizes = dict.fromkeys(_size(auto, aspect) for aspect in auto.aspects or _ASPECTS)
     shapes = [
@@ -83,10 +87,11 @@ def choose_buckets(
 def glance(
     data: Path, indexed: Path, fps: float | None
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Count the frames of clips at a rate, and divide their widths by their heights.
+    """Return the frames [N] of clips at a rate, and their widths divided by their heights [N].
 
-    Of the catalog if it exists, else by the headers of some files of the folder `data`, whose
-    rotation is not read. What cannot be opened is left out: indexing says why.
+    They come from the catalog if it exists, else from the headers of some files of the folder
+    `data`, whose rotation is not read. Files that cannot be opened are left out; indexing reports
+    them.
 
     Raises:
         DataError: the catalog cannot be read, or the folder holds no clips.
@@ -95,7 +100,7 @@ def glance(
         clips = catalog.Catalog.load(indexed)
         aspects = clips.column("width") / clips.column("height")
         return buckets.frame_counts(clips, fps), aspects.astype(np.float64)
-    media = sources.find([data])  # whose items are on disk as long as it is kept
+    media = sources.find([data])  # its items are on disk while it lives
     items = list(media.items)
     found: list[tuple[int, float]] = []
     for item in items[:: max(1, -(-len(items) // _MOST_OPENED))]:
@@ -126,13 +131,13 @@ def glance(
 def propose_buckets(
     frames: NDArray[np.int64], aspects: NDArray[np.float64], shapes: Sequence[Bucket], stride: int
 ) -> tuple[Bucket, ...]:
-    """The given buckets and those that keep clips which these lose; as given if that is few.
+    """Return the given buckets, and others for clips that these would lose, if those are many.
 
-    A shape is turned for clips that lie the other way, and shortened for clips that are too short:
-    to the most frames that keep nine of ten, 8 n + 1 or 4 n + 1 as the given ones are.
+    A shape is turned for clips that lie the other way. It is shortened for clips that are too
+    short, to the most frames that keep nine of ten of them, 8 n + 1 or 4 n + 1 like the given ones.
 
     Args:
-        frames: [N] of the clips, at the rate at which they are trained.
+        frames: [N] number of frames of each clip, at the rate at which they are trained.
         aspects: [N] their width divided by their height.
         shapes: the recipe's buckets.
         stride: `data.frame_stride`.
@@ -161,7 +166,7 @@ def propose_buckets(
 
 
 def _most_frames(longest: int, enough: int) -> int | None:
-    """The most frames within `enough`: 8 n + 1 or 4 n + 1 as `longest` is, or its half; or None."""
+    """Return the most frames within `enough`: 8 n + 1 or 4 n + 1 like `longest`, or its half."""
     for step in (8, 4):
         if (longest - 1) % step == 0:
             return (enough - 1) // step * step + 1 if enough > step else None
@@ -178,7 +183,7 @@ def _counts(clips: catalog.Catalog, shapes: Sequence[Bucket], data: DataSection)
 
 
 def _size(auto: AutoBucketsSection, aspect: float) -> tuple[int, int]:
-    """Height and width, both multiples, within the budget: the nearest aspect ratio near to it."""
+    """Return height and width, both multiples, within the budget, of the nearest aspect ratio."""
     step, found = auto.multiple_of, []
     for height in range(step, auto.pixels // step + 1, step):
         width = min(max(step, round(height * aspect / step) * step), auto.pixels // height)

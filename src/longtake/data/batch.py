@@ -1,4 +1,4 @@
-"""One rank's share of a batch."""
+"""One rank's share of a batch, as the training loop gets it."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from longtake.data.stores import NOTHING, Fetched
 
 
 def num_places(batch_size: int, data_size: int) -> int:
-    """Samples of a batch on each data-parallel rank."""
+    """Return the number of samples of a batch on each data-parallel rank, rounded up."""
     return -(-batch_size // data_size)
 
 
@@ -21,35 +21,36 @@ class Batch:
 
     step: int
     stage: str
-    source: str  # the name of its catalog in the recipe
+    source: str  # name of the catalog in the recipe
     epoch: int
-    begins_epoch: bool  # whether this is the first step that is counted in the epoch
+    begins_epoch: bool  # whether this is the first step counted in the epoch
     bucket: Bucket
     videos: Tensor  # [B, 3, F, H, W] uint8; F = 0 with `latents`
     captions: tuple[str, ...]  # [B]
-    # [B] seeds of noise, sigma and caption dropout, from the run's seed, the sample's stage and
-    # epoch and the clip's identity: the same on any world size
+    # [B] seeds of noise, sigma and caption dropout, derived from the run's seed, the sample's stage
+    # and epoch and the clip's identity: independent of the world size.
     seeds: tuple[int, ...]
     identities: tuple[str, ...]  # [B]
-    epochs: tuple[int, ...]  # [B] each sample's own epoch
-    weights: Tensor  # [B] float32: 1, or 0 for a filler (clip not decodable, smaller last batch)
-    rejected: tuple[tuple[str, int], ...]  # (identity, epoch) of clips that were not decodable
+    epochs: tuple[int, ...]  # [B] epoch of each sample
+    weights: Tensor  # [B] float32: 1, or 0 for a filler (undecodable clip, smaller last batch)
+    rejected: tuple[tuple[str, int], ...]  # (identity, epoch) of undecodable clips
     global_size: int  # samples of the batch over all ranks, unless it is a bucket's last
     position: StagePosition  # in the curriculum, for learning rate and EMA; `stage` has the clips
-    position_before: StagePosition  # of the update before; of the first, its own
-    # By names in `data.conditioning`, as `empty_conditioning`: pixels uint8, numbers float32.
-    # With `latents` only what the codec does not encode
+    position_before: StagePosition  # position of the previous update; for the first, its own
+    # Further inputs by their names in `data.conditioning`, with the shapes of `empty_conditioning`:
+    # pixels uint8, numbers float32. With `latents`, only those that the codec does not encode.
     inputs: dict[str, Tensor] = field(default_factory=dict)
     latents: Tensor | None = None  # [B, C, F', H', W'] from a cache
-    # With `latents`: [B, ...] prompt embeddings, and `<name>_latents` of what the codec encodes
+    # With `latents`: prompt embeddings [B, ...], and `<name>_latents` of inputs that the codec
+    # encodes.
     conditioning: dict[str, Tensor] = field(default_factory=dict)
-    # embeddings [1, ...], or of each sample, with its pictures, [B, ...]
+    # Embeddings of the empty caption [1, ...], or with each sample's pictures [B, ...].
     no_caption: dict[str, Tensor] = field(default_factory=dict)
-    fetched: Fetched = NOTHING  # by this process from stores, since the batch before
+    fetched: Fetched = NOTHING  # traffic of this process from stores since the previous batch
 
     @property
     def consumed(self) -> StepSamples:
-        """What the ledger records of the batch."""
+        """Samples of the batch as the ledger records them."""
         samples = zip(self.identities, self.epochs, self.weights.tolist(), strict=True)
         trained = [(identity, epoch) for identity, epoch, weight in samples if weight]
         return StepSamples(self.step, f"{self.stage}/{self.source}", trained, self.rejected)

@@ -1,4 +1,4 @@
-"""Captions in files beside clips, and in a file of JSON lines that names them."""
+"""Captions from files beside clips, and from a file of JSON lines that names them."""
 
 import json
 import os
@@ -30,10 +30,13 @@ def read_captions(
     videos: Callable[[], Iterable[Path]],
     notes: list[str] | None = None,
 ) -> tuple[dict[Path, str], list[str]]:
-    """The captions that JSON lines give to videos, and the names in them that match no video.
+    """Return the captions of videos from JSON lines, and the names in them that match no video.
 
-    `videos` gives the paths of all videos, once for each file of JSON lines. `notes` is given a
-    sentence about keys that are not read.
+    `videos` returns the paths of all videos; it is called once for each file of JSON lines. `notes`
+    gets a sentence about keys that are not read.
+
+    Raises:
+        DataError: a line is not a caption, or a video has two captions.
     """
     texts: dict[Path, str] = {}
     unmatched: list[str] = []
@@ -114,7 +117,7 @@ def _caption_lines(path: Path, unread: dict[str, None]) -> list[_CaptionLine]:
             key = next(name for name in PATH_COLUMNS if name in entry)
             text = next(name for name in CAPTION_COLUMNS if name in entry)
             video, caption = entry[key], entry[text].strip()
-            f"{video}{caption}".encode()  # half of a surrogate pair is no text
+            f"{video}{caption}".encode()  # fails for half of a surrogate pair
             lines.append(_CaptionLine(number, os.fspath(video), caption))
             unread.update(dict.fromkeys(name for name in entry if name not in (key, text)))
         except (*_MALFORMED, RecursionError, StopIteration) as error:
@@ -128,16 +131,20 @@ def _caption_lines(path: Path, unread: dict[str, None]) -> list[_CaptionLine]:
 
 
 def unread_beside(video: Path) -> Path | None:
-    """A file beside a clip without a caption that could have one, and is not read."""
+    """Return a file beside a clip that may hold a caption but is not read, or None."""
     places = [video.with_name(f"{video.name}.txt"), *map(video.with_suffix, _UNREAD_SUFFIXES)]
     return next((path for path in places if fsio.is_there(path)), None)
 
 
 def sidecar_of(video: Path) -> str | None:
-    """The text of a file beside a video, such as clip.txt beside clip.mp4."""
+    """Return the text of a file beside a video, such as clip.txt beside clip.mp4, or None.
+
+    Raises:
+        DataError: the file is not text, or cannot be read.
+    """
     for ending in SIDECAR_SUFFIXES:
         path = video.with_suffix(ending)
-        with suppress(OSError):  # a name that is too long with this ending
+        with suppress(OSError):  # the name may be too long with this ending
             if path.is_file():
                 return read_text(path).strip()
     return None

@@ -1,4 +1,4 @@
-"""Some clips of a catalog, however many it holds: for readers that only look at it.
+"""A part of a catalog of any size, for readers that only look at it.
 
 Clips are sorted by the hash of their content, so the first ones are a fair sample of all.
 """
@@ -27,14 +27,14 @@ _MOST_SET_ASIDE: Final = 50_000
 
 @dataclass(frozen=True)
 class CatalogPart:
-    """The first clips of a catalog, and what of it is known without reading all."""
+    """The first clips of a catalog, with the numbers that are known without reading all of it."""
 
     catalog: Catalog
-    """Without the timestamps of frames, and with keyframes that are only counted."""
+    """The clips, without timestamps of frames and with keyframes that are only counted."""
     num_clips: int
-    """Of all clips in the file."""
+    """Number of all clips in the file."""
     num_set_aside: int
-    """Of all rejected files and further copies of clips in the file."""
+    """Number of all rejected files and further copies of clips in the file."""
 
     @property
     def is_whole(self) -> bool:
@@ -42,17 +42,17 @@ class CatalogPart:
 
     @property
     def scale(self) -> float:
-        """How many clips each one of the part stands for."""
+        """Number of clips in the file for each clip of the part."""
         return self.num_clips / max(1, len(self.catalog))
 
 
 def read_part(path: Path, most_clips: int, most_bytes: int = _MOST_BYTES) -> CatalogPart:
     """Read the first clips and the first files that were set aside.
 
-    Its fingerprint is not compared with the clips, for which all of them would have to be read.
+    The fingerprint is not verified, because that needs all clips.
 
     Raises:
-        DataError: the file is missing, is no catalog, is damaged where it was read, or of another
+        DataError: the file is missing, not a catalog, damaged where it was read, or of another
             version.
     """
     tables.check_version(path)
@@ -71,10 +71,12 @@ def read_part(path: Path, most_clips: int, most_bytes: int = _MOST_BYTES) -> Cat
 
 
 def find_clips(path: Path, identities: Collection[bytes], most_groups: int) -> list[Clip]:
-    """The clips of some identities, or beginnings of 7 bytes; of as many groups of rows at most.
+    """Return the clips with given identities, or first 7 bytes of them.
+
+    At most `most_groups` groups of rows are read.
 
     Raises:
-        DataError: as `read_part`.
+        DataError: as in `read_part`.
     """
     wanted = sorted(identities)
     tables.check_version(path)
@@ -96,7 +98,7 @@ def find_clips(path: Path, identities: Collection[bytes], most_groups: int) -> l
 
 
 def _clips_by_group(file: pq.ParquetFile) -> list[int]:
-    """How many of the rows of each group are clips; the others have a reason."""
+    """Return the number of clips in each group of rows; other rows have a reason."""
     metadata, found = file.metadata, []
     column = _column(file, "reason")
     for group in range(metadata.num_row_groups):
@@ -123,7 +125,7 @@ def _clips(
     most_clips: int,
     most_bytes: int,
 ) -> Iterator[pa.Table]:
-    """The first clips, checked; empty if there are none."""
+    """Yield the first clips in batches, checked."""
     groups = [group for group, count in enumerate(counts) if count]
     left, folder = most_clips, f"{path.resolve().parent}/"
     last = b""
@@ -144,9 +146,9 @@ def _clips(
 
 
 def _without_frames(rows: pa.Table) -> pa.Table:
-    """Lists of timestamps and keyframes may be as long as the videos: only lengths are kept."""
+    """Replace lists of timestamps and keyframes by their lengths, as they grow with the videos."""
     keyframes = tables.one_array(rows["keyframes"])
-    # Lists of as many nulls as they had values: these take no memory.
+    # Lists of nulls keep their lengths and take no memory.
     lengths = pc.list_value_length(keyframes).to_numpy(zero_copy_only=False)
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     counted = pa.ListArray.from_arrays(offsets, pa.nulls(int(lengths.sum())))
@@ -157,7 +159,7 @@ def _without_frames(rows: pa.Table) -> pa.Table:
 
 
 def _set_aside(file: pq.ParquetFile, counts: Sequence[int], path: Path) -> pa.Table:
-    """The first rows that are no clips."""
+    """Return the first rows that are not clips."""
     names, left, found = ASIDE_SCHEMA.names, _MOST_SET_ASIDE, [ASIDE_SCHEMA.empty_table()]
     folder = f"{path.resolve().parent}/"
     sizes = (file.metadata.row_group(group).num_rows for group in range(len(counts)))
@@ -176,7 +178,7 @@ def _set_aside(file: pq.ParquetFile, counts: Sequence[int], path: Path) -> pa.Ta
 
 
 def _may_hold(file: pq.ParquetFile, group: int, wanted: Sequence[bytes]) -> bool:
-    """Whether some identity may be in a group of rows, by the bounds that the file has of it."""
+    """Return whether a group of rows may hold one of the identities, by its bounds in the file."""
     statistics = file.metadata.row_group(group).column(_column(file, "identity")).statistics
     if statistics is None or not statistics.has_min_max:
         return True
@@ -187,7 +189,7 @@ def _may_hold(file: pq.ParquetFile, group: int, wanted: Sequence[bytes]) -> bool
 def _places(
     file: pq.ParquetFile, group: int, num_clips: int, wanted: Sequence[bytes]
 ) -> NDArray[np.int64]:
-    """Rows of a group whose identities begin as some that are wanted."""
+    """Return the rows of a group whose identities begin like one that is wanted."""
     column = file.read_row_group(group, ["identity"])["identity"].slice(0, num_clips)
     if column.null_count:
         raise ValueError("a clip has no identity")

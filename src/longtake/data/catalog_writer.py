@@ -1,6 +1,6 @@
-"""Sorts clips on disk and writes them as a catalog: as many as there may be.
+"""Sorts any number of clips on disk and writes them as a catalog.
 
-See `media_list` for the temporary database, and `catalog` for what is written.
+See `media_list` for the temporary database, and `catalog` for the format.
 """
 
 import json
@@ -21,11 +21,11 @@ from longtake.data.clip import Clip
 from longtake.data.content import MAX_COPIES, copy_identity
 from longtake.data.media_list import open_scratch
 
-MOST_LISTED = 1000  # files in a report
+MOST_LISTED = 1000  # number of files listed in a report
 _ROWS_IN_MEMORY = 2**13
 _SCHEMA = pa.schema([*catalog.CLIP_SCHEMA, *catalog.SPAN_SCHEMA])
-_LISTS = {"pts": "q", "keyframes": "i"}  # columns of integers, and what `array` calls their size
-_KEYS = ("identity", "has_no_caption", "name")  # of clips with the same identity the first is kept
+_LISTS = {"pts": "q", "keyframes": "i"}  # columns of integers, with the type codes of `array`
+_KEYS = ("identity", "has_no_caption", "name")  # the first clip of an identity is kept
 _ORDER = ", ".join(_KEYS)
 _COLUMNS = (*_KEYS, *_SCHEMA.names[1:], "attribute_values", "given")
 _CAPTION, _PREPARED_FROM, _SPAN_START, _ATTRIBUTES, _GIVEN = map(
@@ -38,28 +38,29 @@ _Row = tuple[Any, ...]
 
 @dataclass
 class Written:
-    """What was written."""
+    """Counts of a written catalog."""
 
     accepted: int = 0
     without_caption: int = 0
     duplicates: int = 0
-    other_captions: list[tuple[str, str]] = field(default_factory=list)  # of the first of these
-    trusted: int = 0  # clips whose frames were not decoded
+    other_captions: list[tuple[str, str]] = field(default_factory=list)  # of the first duplicates
+    trusted: int = 0  # number of clips whose frames were not decoded
     scores_dropped: int = 0  # clips that lost their older scores, because their caption changed
 
 
 class CatalogWriter:
-    """Takes clips and rejected files in any order; of several equal clips it keeps one.
+    """Takes clips and rejected files in any order, and keeps one of several equal clips.
 
-    By path, that is the first with a caption, or else the first.
+    That is the first by path that has a caption, or else the first by path.
     """
 
     def __init__(self) -> None:
         self._database = open_scratch(_CLIPS, _ASIDE)
-        self._names = set[str]()  # of attributes
+        self._names = set[str]()  # names of attributes
         self.num_clips = self.num_rejected = 0
 
     def add(self, clip: Clip, stamp: catalog.Stamp | None) -> None:
+        """Add a clip, with the stamp of its file."""
         if number := int(clip.attributes.get(catalog.OTHER_CAPTION, 0)):  # as `data index` kept it
             clip = replace(clip, identity=copy_identity(clip.identity, number))
         self._names.update(clip.attributes)
@@ -67,11 +68,12 @@ class CatalogWriter:
         self._insert("clips", _row_of(clip, stamp))
 
     def reject(self, each: catalog.Rejection, stamp: catalog.Stamp | None = None) -> None:
+        """Add a rejected file; with its stamp, it is not read again until it changes."""
         self.num_rejected += 1
         self._insert("aside", (None, 0, each.path, *_stamp(stamp), each.reason))
 
     def keep_other_captions(self) -> None:
-        """Make a clip of its own of each equal one with a caption of its own."""
+        """Turn duplicates with captions of their own into clips of their own."""
         rows = self._database.execute(
             f"SELECT rowid, identity, caption, attribute_values FROM clips ORDER BY {_ORDER}"  # noqa: S608
         )
@@ -90,7 +92,7 @@ class CatalogWriter:
         )
 
     def rejected(self, most: int) -> list[catalog.Rejection]:
-        """The first rejected files by path."""
+        """Return the first rejected files, by path."""
         rows = self._database.execute(
             "SELECT path, reason FROM aside WHERE identity IS NULL ORDER BY path, rowid LIMIT ?",
             (most,),
@@ -103,12 +105,13 @@ class CatalogWriter:
         """Write the catalog.
 
         Args:
-            out: the file.
-            before: an older catalog, whose scores, written captions and origins known clips keep.
-            label: the caption of clips that had none.
+            out: path of the catalog.
+            before: an older catalog, from which known clips keep their scores, captions that a
+                model wrote, and origins.
+            label: the caption that clips without one were given.
 
         Raises:
-            DataError: it cannot be written.
+            DataError: the file cannot be written.
         """
         written, used, names = Written(), set[str](), set(self._names)
         kept: Iterator[_Row] = self._kept(written)
@@ -120,6 +123,8 @@ class CatalogWriter:
         schema = catalog.with_attributes(_SCHEMA, sorted(names))
         for name, each in given.items():
             schema = schema.append(catalog.conditioning_field(name, each))
+        # The fingerprint is in the file's metadata and covers whole columns, so the clips are
+        # spilled to disk and read twice.
         with tempfile.NamedTemporaryFile(prefix="longtake-catalog-") as spill:
             has_spans = False
             options = pa.ipc.IpcWriteOptions(compression="lz4")
@@ -152,7 +157,7 @@ class CatalogWriter:
         return written
 
     def _kept(self, written: Written) -> Iterator[_Row]:
-        """The clips by identity; further ones of the same identity are set aside."""
+        """Yield the clips by identity; further clips of the same identity are set aside."""
         rows = self._database.execute(f"SELECT * FROM clips ORDER BY {_ORDER}")  # noqa: S608
         bytes_at, mtime_at = map(_COLUMNS.index, ("file_bytes", "file_mtime_ns"))
         last: _Row = (b"",)
@@ -188,7 +193,7 @@ class CatalogWriter:
 
 
 class _Spilled:
-    """Clips in an Arrow file, read a batch after the other."""
+    """Clips in an Arrow file, read one batch at a time."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._path, self.schema = path, schema
@@ -276,6 +281,7 @@ def _batch_of(
 
 
 def _lists_of(column: Sequence[bytes | None], kind: pa.ListType) -> pa.Array:
+    # All integers of a column are one buffer of bytes: no Python object is made for each.
     values = np.frombuffer(b"".join(filter(None, column)), kind.value_type.to_pandas_dtype())
     sizes = [len(each or b"") // values.itemsize for each in column]
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
@@ -286,10 +292,11 @@ def _lists_of(column: Sequence[bytes | None], kind: pa.ListType) -> pa.Array:
 def _with_scores(
     clips: Iterable[_Row], before: catalog.StoredCatalog, label: str, written: Written
 ) -> Iterator[_Row]:
-    """Give known clips their scores and origin; count those whose scores go with their caption."""
+    """Give known clips their older scores and origin; count clips whose scores are dropped."""
     older = _older(before)
     old = next(older, None)
     for row in clips:
+        # Both sequences are sorted by identity.
         while old is not None and old[0] < row[0]:
             old = next(older, None)
         if old is None or old[0] != row[0]:
@@ -298,6 +305,7 @@ def _with_scores(
         _, caption, prepared_from, attributes = old
         changed = list(row)
         changed[_PREPARED_FROM] = prepared_from
+        # Captions that a model wrote survive where the sources still have none.
         if row[_CAPTION] in ("", label) and attributes.get(catalog.CAPTIONED):
             changed[_CAPTION] = caption
         if caption == changed[_CAPTION]:
@@ -309,8 +317,8 @@ def _with_scores(
 
 
 def _older(before: catalog.StoredCatalog) -> Iterator[tuple[bytes, str, str, dict[str, float]]]:
-    """Identity, caption, origin and scores of each clip, by identity."""
-    # How a file was read or kept is no score: the new entry says it.
+    """Yield identity, caption, origin and scores of each clip, by identity."""
+    # These attributes are set by each index itself.
     no_scores = catalog.TRUSTED, catalog.OTHER_CAPTION
     names = {
         catalog.ATTRIBUTE + name: name for name in before.attribute_names if name not in no_scores

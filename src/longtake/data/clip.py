@@ -1,4 +1,4 @@
-"""A clip, as the catalog knows it, and an item, as a source names it; imports nothing heavy."""
+"""Records of clips in a catalog and of items that a source names; imports nothing heavy."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -7,41 +7,41 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 MIRRORED = 360
-"""Added to a rotation in degrees: the turned picture is then mirrored, left to right."""
+"""Flag added to a rotation in degrees: the turned picture is then mirrored, left to right."""
 Kind = Literal["video", "image"]
 Given = str | tuple[float, ...]
-"""What a table gives of a further input of a clip: the absolute path of a file, or numbers."""
+"""Further input of a clip as a table gives it: the absolute path of a file, or numbers."""
 
 
 def is_turned(rotation: int) -> bool:
-    """Return True if width and height change places."""
+    """Return whether a rotation exchanges width and height."""
     return rotation % 180 == 90
 
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """The facts of a clip's content that a catalog holds: see `longtake.data.content`."""
+    """Facts of a clip's content when it was indexed: see `longtake.data.content`."""
 
-    identity: str  # empty: the content is not known
+    identity: str  # empty if the content is not known
     num_frames: int
     fps: float
-    file_bytes: int | None  # of the file or tar; None: not known
+    file_bytes: int | None  # size of the file or tar; None if unknown
     mtime_ns: int | None
-    is_by_run: bool = False  # of a further input's file: what a run first found there
+    is_by_run: bool = False  # for a further input: the facts that a run first found
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Where a clip's bytes lie: a file or a member of an uncompressed tar, here or in a store."""
+    """Place of a clip's bytes: a file or a member of an uncompressed tar, on disk or in a store."""
 
-    path: str  # absolute path of the file, or of the tar; of an object in a store its URL
-    member: str = ""  # the name inside the tar; empty for a file of its own
-    offset: int = 0  # where the member's bytes begin in the tar
-    num_bytes: int | None = None  # how many there are; None: all of the file
-    span: tuple[float, float | None] | None = None  # seconds from the first frame; None: all of it
-    stamp: int = 0  # of an object: another one when it has changed; 0: not known
-    local: str = field(default="", compare=False)  # where an object's bytes were fetched to
-    indexed: Indexed | None = field(default=None, compare=False)  # of a catalog's clip
+    path: str  # absolute path of the file or tar, or the URL of an object
+    member: str = ""  # name inside the tar; empty for a file of its own
+    offset: int = 0  # position of the member's first byte in the tar
+    num_bytes: int | None = None  # None for the whole file
+    span: tuple[float, float | None] | None = None  # seconds from the first frame; None: all
+    stamp: int = 0  # changes with an object in a store; 0 if unknown
+    local: str = field(default="", compare=False)  # path to which an object was fetched
+    indexed: Indexed | None = field(default=None, compare=False)  # for a clip of a catalog
 
     def __str__(self) -> str:
         name = f"{self.path}/{self.member}" if self.member else self.path
@@ -52,10 +52,11 @@ class Media:
 
     @property
     def whole(self) -> "Media":
-        """All of the file, if this is a span of it."""
+        """The whole file, if this is a span of it."""
         return self if self.span is None else replace(self, span=None, indexed=None)
 
     def cut(self, span: tuple[float, float | None] | None) -> "Media":
+        """Return the span of this file, or the file itself without a span."""
         return self if span is None else replace(self, span=span)
 
     @property
@@ -64,7 +65,7 @@ class Media:
 
     @property
     def file(self) -> Path:
-        """What is to be opened: see `stores.local` for objects."""
+        """Path to open; objects are fetched first, see `stores.local`."""
         return Path(self.local or self.path)
 
 
@@ -72,11 +73,12 @@ class Media:
 class Timing:
     """Presentation timestamps of a clip's frames, in ticks of its stream's time base."""
 
-    first: int  # of frame 0
-    step: int  # between two frames; 0 if it varies
-    listed: tuple[int, ...] = ()  # all of them if the step varies; strictly ascending
+    first: int  # timestamp of frame 0
+    step: int  # distance of two frames; 0 if it varies
+    listed: tuple[int, ...] = ()  # all timestamps if the step varies; strictly ascending
 
     def of(self, frame: int) -> int:
+        """Return the timestamp of a frame."""
         return self.listed[frame] if self.listed else self.first + frame * self.step
 
 
@@ -84,35 +86,35 @@ class Timing:
 class Clip:
     """One video, or one image (a clip of one frame), that can be trained on."""
 
-    identity: str  # BLAKE2b-128 of the content as 32 hex digits; path and name play no part
+    identity: str  # BLAKE2b-128 of the content as 32 hex digits, independent of path and name
     media: Media
     kind: Kind
-    caption: str  # what it shows; empty where none is known
-    num_frames: int  # frames that decoding yields, whatever the header says
+    caption: str  # description of the content; empty if unknown
+    num_frames: int  # number of frames that decoding yields, whatever the header says
     width: int  # pixels of the upright picture as it is shown, in square pixels
-    height: int  # as `width`
+    height: int  # pixels of the upright picture as it is shown, in square pixels
     fps: float  # average frame rate by the frames' timestamps; 0 for an image
-    duration_seconds: float  # from the first frame's start to the last one's end; 0 for an image
-    stream_index: int  # the video stream that is read, as an index into all streams
+    duration_seconds: float  # from the first frame's start to the last frame's end; 0 for an image
+    stream_index: int  # index of the video stream among all streams
     rotation: int  # degrees counterclockwise that turn a decoded frame upright, and `MIRRORED`
-    codec: str  # FFmpeg's name of the compression format, such as `h264`; Pillow's for an image
+    codec: str  # FFmpeg's name of the codec, such as `h264`; Pillow's format for an image
     pix_fmt: str  # FFmpeg's name of the decoded pixel format; Pillow's mode for an image
-    color_range: str = ""  # `limited`, `full`, or empty where the file does not say
-    color_transfer: str = ""  # `pq` and `hlg` are HDR; FFmpeg's name of any other, or empty
-    color_matrix: str | None = None  # FFmpeg's name; empty: none is named; None: not yet read
-    timing: Timing | None = None  # None: the file's timestamps do not identify its frames
+    color_range: str = ""  # `limited`, `full`, or empty if unknown
+    color_transfer: str = ""  # FFmpeg's name or empty; `pq` and `hlg` are HDR
+    color_matrix: str | None = None  # FFmpeg's name; empty if unknown; None if not yet read
+    timing: Timing | None = None  # None if the file's timestamps do not identify its frames
     keyframes: tuple[int, ...] = ()  # indices in presentation order, ascending
-    seek_pts: int | None = None  # of a span: of the keyframe before its first; None: the file's
-    prepared_from: str = ""  # identity of the clip that this one was transcoded from; else empty
+    seek_pts: int | None = None  # of the keyframe before a span; None: the file's start
+    prepared_from: str = ""  # identity of the original, if this clip was transcoded; else empty
     attributes: Mapping[str, float] = field(default_factory=dict)  # scores by name, such as `nouns`
-    conditioning: Mapping[str, Given] = field(default_factory=dict)  # by column, as its source says
+    conditioning: Mapping[str, Given] = field(default_factory=dict)  # by column, as in the source
 
     @property
     def path(self) -> str:
         return str(self.media)
 
     def keyframe_before(self, frame: int) -> int | None:
-        """The timestamp of the keyframe that decoding may begin at; None: from the beginning."""
+        """Return the timestamp of the keyframe to begin decoding at; None for the beginning."""
         place = bisect_right(self.keyframes, frame)
         if self.timing is None:
             return None
@@ -123,7 +125,7 @@ class Clip:
         return self.timing.of(self.keyframes[place - 1])
 
 
-# A GIF is decoded by FFmpeg whether it moves or not. docs/guides/fine-tuning-data.md lists all.
+# FFmpeg decodes GIFs, moving or not. docs/guides/fine-tuning-data.md lists all formats.
 VIDEO_SUFFIXES = (
     *(".mp4", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".m4v", ".ts", ".gif"),
     *(".mts", ".m2ts", ".wmv", ".flv", ".3gp", ".mxf"),
@@ -137,9 +139,9 @@ class Item:
     """One video or image that a source names."""
 
     media: Media
-    caption: str | None = None  # None: its source has none
-    attributes: Mapping[str, float] = field(default_factory=dict)  # scores that its source gives
-    conditioning: Mapping[str, Given] = field(default_factory=dict)  # of the columns asked for
+    caption: str | None = None  # None if its source has none
+    attributes: Mapping[str, float] = field(default_factory=dict)  # scores from its source
+    conditioning: Mapping[str, Given] = field(default_factory=dict)  # of requested columns
 
     @property
     def kind(self) -> Kind:

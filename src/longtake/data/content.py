@@ -1,7 +1,7 @@
 """Checks that a clip's bytes are still those that were indexed: by size and time, else by content.
 
-Files are often copied without their times, so another time alone is no change: the content is
-hashed, once per process.
+Files are often copied without their times, so another time alone is not a change: the content is
+hashed then, once per process.
 """
 
 import hashlib
@@ -13,11 +13,11 @@ from longtake.data.clip import Media
 from longtake.errors import ClipError
 
 _READ_BYTES = 4 * 2**20
-_MAX_UNEVEN = 100_000  # frames by which a span may begin elsewhere than at an even rate
+_MAX_UNEVEN = 100_000  # frames by which a span's start may differ from that at an even rate
 _MAX_KNOWN = 100_000
 MAX_COPIES = 256
 
-_hashes: dict[tuple[object, ...], str] = {}  # of files by their place, size and time
+_hashes: dict[tuple[object, ...], str] = {}  # content hashes of files by place, size and time
 
 
 def check_unchanged(
@@ -25,16 +25,16 @@ def check_unchanged(
     progress: Callable[[], object] = lambda: None,
     hash_of_file: Callable[[str], str] | None = None,
 ) -> None:
-    """Raise ClipError if a local file is no longer what was indexed.
+    """Raise ClipError if a local file differs from what was indexed.
 
-    Nothing is known of media that no catalog names; a missing file is left to its reader.
-    `hash_of_file` remembers the hashes of whole files longer than this process does.
+    Media that no catalog names are not checked, and a missing file is left to its reader.
+    `hash_of_file` returns the hash of a whole file from a lasting record.
     """
     indexed = media.indexed
     if indexed is None or indexed.file_bytes is None:
         return
     try:
-        status = os.stat(media.path)  # noqa: PTH116 - for every window, as `fsio.is_there`
+        status = os.stat(media.path)  # noqa: PTH116 - called for every window, as `fsio.is_there`
     except OSError:
         return
     if status.st_size != indexed.file_bytes:
@@ -55,6 +55,7 @@ def check_unchanged(
 
 
 def changed(media: Media, how: str) -> ClipError:
+    """Return the error for a file that has changed, with the remedy."""
     reason = f"has changed since it was indexed ({how}). Run longtake data index again"
     if media.indexed is not None and media.indexed.is_by_run:
         reason = (
@@ -65,12 +66,14 @@ def changed(media: Media, how: str) -> ClipError:
 
 
 def is_indexed(media: Media, found: str) -> bool:
-    """Return True if the catalog's clip is of a file (or member) with this hash."""
+    """Return whether a file or member with this hash is the one that was indexed."""
     indexed = media.indexed
     assert indexed is not None
     if media.span is None:
         return _is_of(indexed.identity, found)
-    guess = round(media.span[0] * indexed.fps)  # the number of the first frame, at an even rate
+    guess = round(media.span[0] * indexed.fps)  # number of the first frame at an even rate
+    # The identity of a span contains its first frame, which is unknown if the rate varies: search
+    # for it from the guess outwards.
     return any(
         _is_of(indexed.identity, span_identity(found, first, indexed.num_frames))
         for distance in range(_MAX_UNEVEN)
@@ -79,9 +82,9 @@ def is_indexed(media: Media, found: str) -> bool:
 
 
 def copy_identity(identity: str, number: int) -> str:
-    """Return the identity of a further clip with the same content; 0 is the first.
+    """Return the identity of a further clip with the same content; number 0 is the first clip.
 
-    It differs in the first two of 32 digits, so that the content can still be compared.
+    Only the first two of 32 digits differ, so that the content can still be compared.
     """
     return f"{(int(identity[:2], 16) + number) % MAX_COPIES:02x}{identity[2:]}"
 
@@ -91,13 +94,17 @@ def _is_of(identity: str, found: str) -> bool:
 
 
 def span_identity(file: str, first: int, num_frames: int) -> str:
-    """The identity of a span of frames of a file with this identity."""
+    """Return the identity of a span of frames of a file with this identity."""
     facts = f"{file}:{first}:{first + num_frames}".encode()
     return hashlib.blake2b(facts, digest_size=16).hexdigest()
 
 
 def content_hash(media: Media, progress: Callable[[], object] = lambda: None) -> str:
-    """BLAKE2b-128 of the bytes of a file on disk as 32 hex digits; its name plays no part."""
+    """Return BLAKE2b-128 of a file's bytes on disk as 32 hex digits, independent of its name.
+
+    Raises:
+        ClipError: the file is missing, empty, shorter than recorded, or cannot be read.
+    """
     path = media.file
     digest, num_read = hashlib.blake2b(digest_size=16), 0
     try:

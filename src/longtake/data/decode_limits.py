@@ -12,22 +12,24 @@ from pathlib import Path
 from longtake.data.clip import Media
 from longtake.errors import ClipError
 
-MEMORY_GIB = 1.0  # for decoding one file, unless a recipe or an option gives more
-SECONDS = 60.0  # for decoding one whole file, besides a second for each 64 KiB
-_BYTES_PER_PIXEL = 16  # RGBA, as decoded, laid over white and converted; or some reference frames
-_BYTES_PER_SECOND = 2**16  # a film of 2 hours and 1 GB may take 4.5 hours
+MEMORY_GIB = 1.0  # default for decoding one file
+SECONDS = 60.0  # for decoding one whole file, plus one second for each 64 KiB
+_BYTES_PER_PIXEL = 16  # RGBA: decoded, laid over white and converted; or some reference frames
+_BYTES_PER_SECOND = 2**16  # a film of 2 hours and 1 GB gets 4.5 hours
 _memory_gib: ContextVar[float] = ContextVar("memory_gib", default=MEMORY_GIB)
 
 
 class OutOfTimeError(ClipError):
-    """Decoding a file took longer than it may; another machine may be faster."""
+    """Raised when decoding a file took too long; another machine may be faster."""
 
 
 def max_pixels() -> int:
+    """Return the number of pixels allowed in one picture."""
     return int(_memory_gib.get() * 2**30 / _BYTES_PER_PIXEL)
 
 
 def check_pixels(media: Media, width: int, height: int) -> None:
+    """Raise ClipError if a picture has too many pixels."""
     if width * height > max_pixels():
         raise ClipError(
             str(media),
@@ -48,7 +50,7 @@ def _allowed() -> str:
 
 @contextmanager
 def pixels_limited(memory_gib: float) -> Iterator[None]:
-    """Limit the size of pictures only, as threads have no memory limit of their own."""
+    """Limit only the size of pictures, because threads have no memory limit of their own."""
     token = _memory_gib.set(memory_gib)
     try:
         yield
@@ -58,10 +60,10 @@ def pixels_limited(memory_gib: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limited(memory_gib: float) -> Iterator[None]:
-    """Limit what this process may allocate beyond what it has, and the size of pictures.
+    """Limit the memory that this process may allocate in addition, and the size of pictures.
 
-    Shared memory and mapped files do not count. What would go beyond it raises MemoryError, or
-    FFmpeg's ENOMEM.
+    Shared memory and mapped files do not count. An allocation beyond the limit raises MemoryError,
+    or FFmpeg's ENOMEM.
     """
     _, hard = before = resource.getrlimit(resource.RLIMIT_DATA)
     pages = int(Path("/proc/self/statm").read_bytes().split()[5])  # as RLIMIT_DATA counts them
@@ -77,17 +79,17 @@ def memory_limited(memory_gib: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What decoding one file may cost."""
+    """Limits of memory and time for decoding one file."""
 
     memory_gib: float = MEMORY_GIB
-    seconds: float = SECONDS  # besides a second for each 64 KiB of the file
+    seconds: float = SECONDS  # plus one second for each 64 KiB of the file
 
     def timed(self, media: Media, progress: Callable[[], object]) -> Callable[[], None]:
-        """Return `progress`, which raises OutOfTimeError once the file has taken too long."""
+        """Return a `progress` that raises OutOfTimeError once the file has taken too long."""
         num_bytes = media.num_bytes
         if num_bytes is None:
             num_bytes = 0
-            with suppress(OSError):  # reading it will fail with the reason
+            with suppress(OSError):  # reading the file will fail with the reason
                 num_bytes = media.file.stat().st_size
         seconds = self.seconds + num_bytes / _BYTES_PER_SECOND
         end = time.monotonic() + seconds

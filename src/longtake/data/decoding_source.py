@@ -1,4 +1,4 @@
-"""A source of samples that decodes clips and their further inputs in worker processes."""
+"""Source of samples that decodes clips and their further inputs in worker processes."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -42,9 +42,9 @@ class FrameCache:
 
 
 class DecodingSource:
-    """Decodes clips and their further inputs; has the methods of a `CachedSource`.
+    """Sample source that decodes clips and their further inputs, like `CachedSource` reads them.
 
-    `known_inputs` is what files of further inputs held when the run first used them.
+    `known_inputs` is the content of further inputs' files when the run first used them.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class DecodingSource:
         self.data = data
         self.cache = cache
         self.known_inputs = known_inputs
+        # Objects that should exist in each store, to tell a missing clip from a store that is down.
         examples = [
             catalog.clip(row).media
             for catalog in catalogs.values()
@@ -80,16 +81,16 @@ class DecodingSource:
 
 
 class _PendingPixels(NamedTuple):
-    """What is being decoded for one place."""
+    """Requests for one place of a batch, while they are decoded."""
 
     window: Window
-    is_kept: bool  # in the frame cache
-    # by name; "" is the clip itself, the others are its further inputs
+    is_kept: bool  # whether the frame cache keeps the result
+    # Requests by name; "" is the clip itself, and others are its further inputs.
     requested: dict[str, tuple[Wanted, Future[Pixels]]]
 
 
 class PixelBuffer:
-    """The pixels of one batch; each sample is decoded into its place."""
+    """Pixels of one batch; each sample is decoded into its place."""
 
     def __init__(self, source: DecodingSource, shape: Bucket, num_places: int) -> None:
         self._source = source
@@ -120,14 +121,14 @@ class PixelBuffer:
         return wanted, pixels
 
     def is_decoded(self, place: int) -> bool:
-        """Return True if `wait` would return at once."""
+        """Return whether `wait` would return at once, without an error."""
         futures = (future for _, future in self._pending[place].requested.values())
         return all(each.done() and each.exception() is None for each in futures)
 
     def wait(self, place: int) -> None:
         window, is_kept, requested = self._pending[place]
         errors = []
-        for name, (wanted, future) in requested.items():  # all: each may be written until then
+        for name, (wanted, future) in requested.items():  # all: each may still be written
             try:
                 pixels = future.result()
             except ClipError as error:

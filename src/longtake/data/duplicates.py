@@ -1,7 +1,7 @@
 """Finds near-duplicates of clips by hashes of their frames: other encodings, sizes and cuts.
 
-A frame's hash has a bit for each of its 256 lowest spatial frequencies: whether its coefficient is
-above their median, which neither size nor encoding nor brightness changes much (C. Zauner,
+A frame's hash has one bit for each of its 256 lowest spatial frequencies, which tells whether the
+coefficient is above their median. Size, encoding and brightness change it little (C. Zauner,
 "Implementation and benchmarking of perceptual image hash functions", 2010).
 """
 
@@ -22,16 +22,16 @@ from longtake.data.workers import Task
 from longtake.errors import ClipError
 
 DISTANCE = 16  # bits of 256 in which two frames may differ; other signs in one place: 20 to 34
-MOST_DISTANCE = 32  # of more, comparing takes long
+MOST_DISTANCE = 32  # comparing takes long above this
 HASH_BYTES = 32
 
-_FREQUENCIES, _SIDE = 16, 32  # of a frame of 32 x 32 pixels, 16 x 16 frequencies
-_MOST_FRAMES, _STEP_SECONDS = 8, 0.5  # two a second; of longer clips half as many, and so on
-_SHARE = 2 / 3  # of the frames of one of two clips that must resemble frames of the other
-_LEAST_CONTRAST = 1.0  # standard deviation of luma (0 to 255); flatter frames say nothing
-_MOST_SHARED = 1000  # different clips that one frame may be in: of more it is a logo or a title
-_LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float64)  # of R'G'B', ITU-R BT.601
-# The discrete cosine transform (DCT-II), of which only signs of differences matter.
+_FREQUENCIES, _SIDE = 16, 32  # a frame of 32 x 32 pixels has 16 x 16 frequencies
+_MOST_FRAMES, _STEP_SECONDS = 8, 0.5  # two frames a second; half as many of longer clips, and so on
+_SHARE = 2 / 3  # share of one clip's frames that must resemble frames of the other
+_LEAST_CONTRAST = 1.0  # standard deviation of luma (0 to 255); flatter frames are ignored
+_MOST_SHARED = 1000  # a frame in more different clips is a logo or a title
+_LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float64)  # luma of R'G'B', ITU-R BT.601
+# The discrete cosine transform (DCT-II) without its scale, as only comparisons matter.
 _DCT = np.cos(
     np.pi * np.outer(np.arange(_FREQUENCIES), 2 * np.arange(_SIDE) + 1) / (2 * _SIDE),
 )
@@ -40,14 +40,14 @@ _SPREAD = np.arange(_FREQUENCIES**2) * 101 % _FREQUENCIES**2  # high and low one
 
 @dataclass(frozen=True)
 class HashTask(Task[Clip, str | ClipError]):
-    """The hashes of one clip's frames, each as 64 hex digits; flat frames have none."""
+    """Task that hashes the frames of one clip, each to 64 hex digits; flat frames are left out."""
 
     limits: decode_limits.Limits = decode_limits.DEFAULT
-    silence_seconds = 600.0  # it reports progress only after each passage
+    silence_seconds = 600.0  # progress is reported only after each passage
     doing = "hashing"
 
     @property
-    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+    def memory_gib(self) -> float:  # type: ignore[override]  # the limits decide it
         return self.limits.memory_gib
 
     def do(self, item: Clip, progress: Callable[[], object]) -> str | ClipError:
@@ -64,10 +64,10 @@ class HashTask(Task[Clip, str | ClipError]):
 
 
 def hash_frames(clip: Clip, progress: Callable[[], object] = lambda: None) -> NDArray[np.uint64]:
-    """[F, 4] hashes of up to 8 frames of a clip, 256 bits each; F = 0: all of them are flat.
+    """Return the hashes [F, 4] of up to 8 frames of a clip, 256 bits each; flat frames have none.
 
-    Every 0.5 s one, or every 1, 2, 4 ... s where there would be more than 8: so a copy that was cut
-    at its end has the same ones.
+    Frames are 0.5 s apart, or 1, 2, 4 ... s if there would be more than 8. Thus a copy that was cut
+    at its end has the same frames.
 
     Raises:
         ClipError: the clip cannot be decoded.
@@ -79,7 +79,7 @@ def hash_frames(clip: Clip, progress: Callable[[], object] = lambda: None) -> ND
         luma = np.einsum("c,cfhw->fhw", _LUMA, read_window(window))
         luma = luma[luma.std(axis=(1, 2)) >= _LEAST_CONTRAST]
         coefficients = (_DCT @ luma @ _DCT.T).reshape(-1, _FREQUENCIES**2)[:, _SPREAD]
-        # the mean, in place 0, is no part of it
+        # Place 0 holds the mean, which is left out.
         bits = coefficients > np.median(coefficients[:, 1:], axis=1, keepdims=True)
         hashes.append(np.ascontiguousarray(np.packbits(bits, axis=1)).view(np.uint64))
         progress()
@@ -96,12 +96,12 @@ def _frames(clip: Clip) -> range:
 def near_pairs(
     hashes: NDArray[np.uint64], most: int, owners: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """[P, 2] the pairs of rows of hashes [N, W] that differ in at most `most` bits, each once.
+    """Return each pair [P, 2] of rows of hashes [N, W] that differ in at most `most` bits.
 
-    None is missed, by the pigeonhole principle: of the W words of such a pair one differs in at
-    most k = most // W bits, and of k + 2 blocks of that word two agree. For each word and each two
-    blocks the rows are sorted by these, and those that are equal there are compared; but not rows
-    of one owner, if `owners` [N] are given.
+    No pair is missed, by the pigeonhole principle: of the W words of such a pair, one differs in at
+    most k = most // W bits, and of k + 2 blocks of that word two are equal. For each word and each
+    two blocks, the rows are sorted by these blocks, and rows with equal ones are compared. With
+    `owners` [N], rows of one owner are not compared.
     """
     most_of_word = most // hashes.shape[1]
     edges = np.linspace(0, 64, most_of_word + 3).astype(int).tolist()
@@ -117,7 +117,8 @@ def near_pairs(
             while len(left):
                 chosen = left if mine is None else left[mine[left] != mine[left + step]]
                 pairs = np.stack([order[chosen], order[chosen + step]], axis=1)
-                # Once: in the first word of few bits, and there in the first two blocks that agree.
+                # Only once: in the first word with few differing bits, in its first two equal
+                # blocks.
                 bits = column[pairs[:, 0]] ^ column[pairs[:, 1]]
                 is_near = np.bitwise_count(bits) <= most_of_word
                 for number in {*range(second)} - {first}:
@@ -135,30 +136,31 @@ def near_pairs(
 
 @dataclass(frozen=True)
 class DuplicateGroups:
-    """Clips of which all but one are near-duplicates of that one."""
+    """Groups of near-duplicate clips."""
 
-    # [N] 0: kept, or like no other; 1, 2, ...: its place among the copies of a kept one; NaN: it
-    # cannot be decoded
+    # [N] 0 for a kept clip or one without copies; 1, 2, ... for the copies of a kept clip; NaN if
+    # the clip cannot be decoded.
     ranks: NDArray[np.float64]
-    rows: tuple[NDArray[np.int64], ...]  # of each group, the kept clip first; the largest first
+    rows: tuple[NDArray[np.int64], ...]  # of each group, the kept clip first; largest groups first
 
 
 def group(catalog: Catalog, hashes: Mapping[int, str], distance: int = DISTANCE) -> DuplicateGroups:
     """Group the clips of which at least two thirds of the frames resemble those of another clip.
 
-    Videos are compared with videos, images with images. Clips are taken in turn, those with a
-    caption first, then those with most seconds x pixels: each is kept unless it is a near-duplicate
-    of one that is kept. So each that is not has a near copy that is, whatever else resembles it.
+    Videos are compared with videos, images with images. Clips are visited in turn, those with a
+    caption first, then those with the most seconds x pixels. Each is kept unless it is a
+    near-duplicate of a kept one. Thus each clip that is not kept has a near copy that is.
 
     Args:
-        catalog: of the clips.
-        hashes: of the clips' frames by the clips' rows, as of `HashTask`.
-        distance: bits in which two frames that resemble each other differ at most.
+        catalog: the clips.
+        hashes: hashes of the clips' frames by the clips' rows, from `HashTask`.
+        distance: number of bits in which two similar frames differ at most.
     """
     is_video = pc.equal(catalog.table["kind"], "video").to_numpy()
     turns = [row for row in _best_first(catalog, is_video).tolist() if hashes.get(row)]
     names = [(bool(is_video[row]), hashes[row]) for row in turns]
-    # Clips with the same hashes are one node, compared once; nodes ascend as their best clips do.
+    # Clips with the same hashes form one node, compared once; nodes have the order of their best
+    # clips.
     nodes = {name: number for number, name in enumerate(dict.fromkeys(names))}
     node_of, rows = np.array([nodes[name] for name in names], np.int64), np.array(turns, np.int64)
     near = _near_nodes(list(nodes), distance)
@@ -189,7 +191,7 @@ def _best_first(catalog: Catalog, is_video: NDArray[np.bool_]) -> NDArray[np.int
 
 
 def _near_nodes(nodes: list[tuple[bool, str]], distance: int) -> NDArray[np.int64]:
-    """[2, P] both orders of each pair of near-duplicates, ascending by the first."""
+    """Return both orders [2, P] of each pair of near-duplicates, ascending by the first."""
     frames = np.frombuffer(bytes.fromhex("".join(text for _, text in nodes)), np.uint64)
     frames = frames.reshape(-1, 4)
     node = np.repeat(np.arange(len(nodes)), [len(text) // (2 * HASH_BYTES) for _, text in nodes])
@@ -201,7 +203,7 @@ def _near_nodes(nodes: list[tuple[bool, str]], distance: int) -> NDArray[np.int6
     one, other = near_pairs(frames, distance, node).T
     is_other = is_video[node[one]] == is_video[node[other]]
     one, other = one[is_other], other[is_other]
-    # Each frame counts once for each node that has frames like it.
+    # Each frame counts once for each node with similar frames.
     frame, like = np.concatenate([one, other]), np.concatenate([node[other], node[one]])
     frame, like = np.divmod(np.unique(frame * len(nodes) + like), len(nodes))
     pairs, counts = np.unique(node[frame] * len(nodes) + like, return_counts=True)

@@ -1,7 +1,7 @@
 """Captions that a model writes for the clips of a catalog (`longtake data caption`).
 
-Clips are decoded ahead by supervised workers; the model runs in this process. Captions are kept
-beside the catalog until it is written, so that an interrupted command resumes.
+Worker processes decode clips ahead; the model runs in this process. Captions are kept beside the
+catalog until it is written, so that an interrupted command resumes.
 """
 
 import glob
@@ -22,42 +22,42 @@ from longtake.data import buckets, decode_limits, decode_worker, window
 from longtake.data.catalog import CAPTIONED, Catalog, Rejection
 from longtake.data.clip import Clip
 
-OF_CAPTIONS = ("nouns", "length")  # scores that count the caption
+OF_CAPTIONS = ("nouns", "length")  # scores that depend on the caption
 
-_SILENCE_SECONDS = 600.0  # a whole clip is decoded without progress
-_AHEAD = 2  # decoded clips for each worker that wait for the model, besides a batch
+_SILENCE_SECONDS = 600.0  # decoding a whole clip reports no progress
+_AHEAD = 2  # decoded clips for each worker that wait for the model, in addition to a batch
 
 
 class Captioner(Protocol):
-    """Describes clips; see docs/guides/fine-tuning-data.md. A class of one's own needs no more."""
+    """Interface of a class that describes clips; see docs/guides/fine-tuning-data.md."""
 
     def captions(self, frames: Sequence[NDArray[np.uint8]], clips: Sequence[Clip]) -> Sequence[str]:
-        """One caption for each clip, in their order, each of one line.
+        """Return one caption for each clip, in order, each one line of text.
 
         Args:
-            frames: of each clip [F, H, W, 3] RGB, evenly spaced; F is 1 for an image.
-            clips: what is known of them, such as path, size and scores.
+            frames: for each clip [F, H, W, 3] RGB, evenly spaced; F is 1 for an image.
+            clips: the clips' records, such as path, size and scores.
         """
 
 
 @dataclass(frozen=True)
 class FrameChoice:
-    """Which frames a captioner is given of each clip, and how large."""
+    """Number and size of the frames that a captioner gets of each clip."""
 
-    num_frames: int = 8  # at most
-    side: int = 512  # pixels of the longer side, at most
+    num_frames: int = 8  # upper limit
+    side: int = 512  # upper limit of the longer side, in pixels
 
 
 @dataclass(frozen=True)
 class Captioned:
-    """A catalog with captions of a model."""
+    """A catalog with captions that a model wrote."""
 
     catalog: Catalog
     num_written: int
-    failed: tuple[Rejection, ...]  # clips without a new caption, and why
+    failed: tuple[Rejection, ...]  # clips without a new caption, with the reason
 
     def save(self, out: Path) -> None:
-        """Write the catalog, and remove what interrupted calls have kept beside it."""
+        """Write the catalog, and remove the captions that interrupted calls kept beside it."""
         self.catalog.save(out)
         for path in out.parent.glob(f"{glob.escape(_journal_name(out, ''))}*"):
             path.unlink(missing_ok=True)
@@ -78,27 +78,27 @@ def caption(
     memory_gib: float = decode_limits.MEMORY_GIB,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Captioned:
-    """Caption the clips that have no caption; a clip that fails keeps what it has.
+    """Write captions for the clips that have none; a clip that fails keeps its old one.
 
     Args:
         clips: a catalog; it is not changed.
-        captioner: what writes captions.
-        out: the catalog that will be written (`Captioned.save`); what is finished is kept beside
+        captioner: writes the captions.
+        out: the catalog that will be written (`Captioned.save`); finished captions are kept beside
             it until then.
-        name: of its class, as package.module:Class.
-        options: that it was made with. What an interrupted call with another name, other options
-            or another choice of frames has finished is not used.
-        every: replace captions, too.
-        fresh: use nothing of an interrupted call.
-        batch_size: clips that the captioner is given at once.
-        choice: of their frames.
-        workers: processes that decode; by default one for each core.
-        memory_gib: what decoding one clip may take.
-        progress: called with (clips done, clips in all).
+        name: name of the captioner's class, as package.module:Class.
+        options: arguments that it was made with. Results of an interrupted call are used only if
+            name, options and choice of frames are the same.
+        every: also replace existing captions.
+        fresh: ignore the results of an interrupted call.
+        batch_size: number of clips for each call of the captioner.
+        choice: the frames of each clip.
+        workers: number of decoding processes; by default one for each core.
+        memory_gib: memory for decoding one clip.
+        progress: called with (clips done, total clips).
 
     Raises:
-        DataError: the captioner raised an error, or returned no text or not one for each clip;
-            or no worker can be started.
+        DataError: the captioner raised an error, or did not return one text for each clip, or no
+            worker can be started.
     """
     header = {"captioner": name, "options": json.dumps(dict(options), sort_keys=True)}
     header |= {"frames": str(choice.num_frames), "side": str(choice.side)}
@@ -151,7 +151,7 @@ def _decoded(
     pool: decode_worker.DecodePool,
     ahead: int,
 ) -> Iterator[_Decoded | errors.ClipError]:
-    """Clips in the order of `rows`, of which `ahead` are being decoded."""
+    """Yield clips in the order of `rows`, while the next ones (`ahead`) are decoded."""
     left, waiting = iter(rows), list[tuple[int, Clip, Any]]()
     while True:
         for row in islice(left, ahead - len(waiting)):
@@ -169,7 +169,7 @@ def _decoded(
 
 
 def chosen_frames(clip: Clip, choice: FrameChoice) -> window.Window:
-    """The middle frames of equal parts of a clip, whole, scaled down to `choice.side`."""
+    """Return the middle frames of equal parts of a clip, uncut, scaled down to `choice.side`."""
     count = min(choice.num_frames, clip.num_frames)
     frames = tuple((2 * number + 1) * clip.num_frames // (2 * count) for number in range(count))
     scale = min(1.0, choice.side / max(clip.height, clip.width))
@@ -188,7 +188,7 @@ def _readable(
 
 
 def _ask(captioner: Captioner, name: str, batch: Sequence[_Decoded]) -> list[str]:
-    """The captioner's texts for a batch, stripped."""
+    """Return the captioner's texts for a batch, stripped."""
     first = batch[0].clip
     where = f"for {first.path} ({first.identity})"
     if len(batch) > 1:
@@ -196,7 +196,7 @@ def _ask(captioner: Captioner, name: str, batch: Sequence[_Decoded]) -> list[str
     texts: Any
     try:
         texts = captioner.captions([each.frames for each in batch], [each.clip for each in batch])
-    except Exception as error:  # somebody's class can fail in any way
+    except Exception as error:  # a user's class can fail in any way
         raise errors.DataError(
             f"{name} raised {type(error).__name__} {where}: {error}. Correct it, or with too "
             "little memory lower --batch-size; the same command resumes from what is finished."
@@ -217,7 +217,7 @@ def _ask(captioner: Captioner, name: str, batch: Sequence[_Decoded]) -> list[str
 
 
 def _problem(text: str) -> str:
-    """Why a text cannot be a caption; empty: it can."""
+    """Return why a text cannot be a caption, or "" if it can."""
     if not text.strip():
         return "is empty"
     if (shown := formatting.printable(text)) != text:
@@ -226,7 +226,7 @@ def _problem(text: str) -> str:
 
 
 def _captioned(clips: Catalog, before: Sequence[str], written: Mapping[int, str]) -> Catalog:
-    """With new captions by row; scores that count a caption go where it changed."""
+    """Return the catalog with new captions by row, without scores of captions that changed."""
     texts = [written.get(row, text) for row, text in enumerate(before)]
     place = clips.table.column_names.index("caption")
     table = clips.table.set_column(place, "caption", pa.array(texts, pa.string()))
@@ -242,7 +242,11 @@ def _captioned(clips: Catalog, before: Sequence[str], written: Mapping[int, str]
 
 
 def write_lines(clips: Catalog, path: Path) -> None:
-    """All captions as JSON lines, as `index` reads them: to correct them by hand."""
+    """Write all captions as JSON lines for `index`, to correct them by hand.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
     lines = (
         json.dumps({"video": clip.path, "caption": clip.caption}, ensure_ascii=False)
         for clip in clips.clips()

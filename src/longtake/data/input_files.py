@@ -1,7 +1,7 @@
 """Records the content of further inputs (`data.conditioning`) when a run first uses them.
 
-No catalog knows them, so one rank keeps a line for each local file beside the run's catalogs, and
-every reader compares with it as clips are compared with their catalog (`longtake.data.content`).
+No catalog holds them. So one rank writes a line for each local file beside the run's catalogs, and
+every reader compares files with it like clips with their catalog (`longtake.data.content`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ from longtake.fsio import Count, append_json, read_records
 
 NAME = "inputs.jsonl"
 _MAX_FILES = 20_000
-_MAX_HASHED_BYTES = 8 * 2**30  # in all; of the files after these the size alone is compared
+_MAX_HASHED_BYTES = 8 * 2**30  # in total; of further files only the size is compared
 _THREADS = 16
 
 
@@ -28,11 +28,11 @@ class _Line(TypedDict):
     path: str
     bytes: Count
     mtime_ns: int
-    hash: str  # BLAKE2b-128; empty: not computed
+    hash: str  # BLAKE2b-128; empty if it was not computed
 
 
 def read_known(folder: Path) -> dict[str, Indexed]:
-    """The recorded content of each file, by its path; of several lines the first counts."""
+    """Return the recorded content of each file by path; the first of several lines counts."""
     known: dict[str, Indexed] = {}
     for line in read_records(folder / NAME, _Line):
         stamp = line["bytes"], line["mtime_ns"]
@@ -43,10 +43,10 @@ def read_known(folder: Path) -> dict[str, Indexed]:
 def note(
     folder: Path, paths: Iterable[str], hash_of_file: Callable[[str], str] | None = None
 ) -> None:
-    """Write a line for each local file that has none; of more than 20,000 for the first ones.
+    """Write a line for each local file that has none, for at most 20,000 files.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the record cannot be written.
     """
     known = read_known(folder)
     new = [path for path in dict.fromkeys(paths) if "://" not in path and path not in known]
@@ -63,7 +63,7 @@ def note(
         path, num_bytes, mtime_ns, is_hashed = found
         try:
             content = hash_of(path) if is_hashed else ""
-        except ClipError:  # damage is found when it is read
+        except ClipError:  # reading the file will report its damage
             return None
         return {"path": path, "bytes": num_bytes, "mtime_ns": mtime_ns, "hash": content}
 
@@ -76,7 +76,7 @@ def note(
 
 
 def with_known(wanted: Wanted, known: Mapping[str, Indexed]) -> Wanted:
-    """Return the input such that reading compares its file with the run's record of it."""
+    """Return the input such that reading it compares its file with the run's record."""
     found = known.get(wanted.media.path)
     if found is None or wanted.media.indexed is not None:
         return wanted

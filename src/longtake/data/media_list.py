@@ -1,7 +1,7 @@
-"""Media in a temporary database on disk, sorted by their files: as many as there may be.
+"""Any number of media in a temporary database on disk, sorted by their files.
 
 The database is SQLite's own temporary file (in SQLITE_TMPDIR or TMPDIR), of some hundred bytes for
-each item. It has no name, so nothing of it stays when the process ends.
+each item. It has no name, so it disappears when the process ends.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, Self
 from longtake.data.clip import Item, Media
 from longtake.errors import DataError
 
-_CACHE_KIB = 64 * 1024  # of pages, and as much again while rows are sorted
+_CACHE_KIB = 64 * 1024  # pages in memory, and as much again while rows are sorted
 _ROWS_IN_MEMORY = 4096
 _COLUMNS = (
     "whole BLOB, name BLOB, path BLOB, member BLOB, offset INTEGER, num_bytes INTEGER, "
@@ -26,21 +26,21 @@ _Row = tuple[Any, ...]
 
 
 def open_scratch(*tables: str) -> sqlite3.Connection:
-    """A database of this process alone, in a file that has no name, with these tables."""
+    """Return a private database in a nameless temporary file, with these tables."""
     database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
     for statement in (
         f"PRAGMA cache_size = -{_CACHE_KIB}",
         "PRAGMA journal_mode = OFF",
         "PRAGMA synchronous = OFF",
         *(f"CREATE TABLE {table}" for table in tables),
-        "BEGIN",  # which never ends: nothing is to be safe from a crash
+        "BEGIN",  # never committed: nothing must survive a crash
     ):
         database.execute(statement)
     return database
 
 
 def as_bytes(name: str) -> bytes:
-    return name.encode("utf-8", "surrogatepass")  # a file's name need not be text
+    return name.encode("utf-8", "surrogatepass")  # a file's name need not be UTF-8
 
 
 def as_name(data: bytes) -> str:
@@ -48,7 +48,7 @@ def as_name(data: bytes) -> str:
 
 
 class MediaList:
-    """Items: first added in any order, then `settle`d, which sorts them and joins mentions."""
+    """Items that are added in any order; `settle` sorts them and joins several mentions."""
 
     def __init__(self) -> None:
         self._database = open_scratch(f"mentions ({_COLUMNS})", f"items ({_COLUMNS})")
@@ -62,7 +62,7 @@ class MediaList:
         self._insert("mentions", map(_row_of, items))
 
     def settle(self) -> None:
-        """Sort what was added by file and span, and make one item of all mentions of a medium.
+        """Sort the added items by file and span, and join all mentions of a medium.
 
         Raises:
             DataError: a medium has two captions.
@@ -83,7 +83,8 @@ class MediaList:
             yield row
 
     def caption(self, text_of: Callable[[Media], str], *, every: bool) -> None:
-        """Give a caption to every item, or to those without one."""
+        """Set the caption of every item, or only of those without one."""
+        # Pages by rowid: a cursor that is open while its table changes would be undefined.
         rowid, where = 0, "" if every else "AND caption IS NULL"
         query = f"SELECT rowid, * FROM items WHERE rowid > ? {where} LIMIT {_ROWS_IN_MEMORY}"  # noqa: S608 - of constants
         while rows := self._database.execute(query, (rowid,)).fetchall():
@@ -95,7 +96,7 @@ class MediaList:
         return map(_item_of, self._database.execute("SELECT * FROM items ORDER BY rowid"))
 
     def by_file(self) -> Iterator[list[Item]]:
-        """The items of each file: itself, and spans of it."""
+        """Yield the items of each file: the file itself, and spans of it."""
         rows = self._database.execute("SELECT * FROM items ORDER BY rowid")
         for _, same in groupby(rows, itemgetter(_WHOLE)):
             yield [_item_of(row) for row in same]
@@ -149,7 +150,7 @@ def _item_of(row: _Row) -> Item:
 
 
 def _joined(mentions: list[_Row]) -> _Row:
-    """One row of all mentions of a medium."""
+    """Join all mentions of a medium into one row."""
     if len(mentions) == 1:
         return mentions[0]
     items = [_item_of(row) for row in mentions]

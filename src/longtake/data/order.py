@@ -1,8 +1,9 @@
 """The order of the data: pure functions of (sizes, batch sizes, seed, number of the batch).
 
-Each bucket of an `EpochSpan` is a stream of its clips, epoch after epoch, each in its own keyed
-permutation, cut into batches; a tail is carried into the next epoch. Bucket b of n_b clips, B_b a
-batch, completes floor((e + 1) n_b / B_b) - floor(e n_b / B_b) in epoch e: any is found in O(1).
+Each bucket of an `EpochSpan` is a stream of its clips, epoch after epoch, each epoch in its own
+keyed permutation, cut into batches; an incomplete batch is filled from the next epoch. A bucket b
+of n_b clips with B_b per batch completes floor((e + 1) n_b / B_b) - floor(e n_b / B_b) batches in
+epoch e, so any batch is found in O(1).
 """
 
 import hashlib
@@ -22,28 +23,28 @@ _NUM_ROUNDS = 12
 
 @dataclass(frozen=True)
 class BatchIndex:
-    """Which clips one batch of a span holds."""
+    """Positions of the clips of one batch of a span."""
 
-    epoch: int  # the epoch that this batch is counted in
-    number: int  # how many batches of that epoch come before it
+    epoch: int  # epoch in which this batch is counted
+    number: int  # number of earlier batches of that epoch
     bucket: int
-    # [B] positions in the bucket's list of clips; fewer in the last batch of a bucket
+    # [B] positions in the bucket's list of clips; fewer in the last batch of a bucket.
     positions: Indices
-    # [B] each sample's own epoch: at an epoch's edge one batch holds samples of two
+    # [B] epoch of each sample: at the edge of an epoch, a batch holds samples of two.
     epochs: Indices
 
 
 @dataclass(frozen=True)
 class EpochSpan:
-    """Whole epochs over fixed buckets, as a list of batches that is never written down."""
+    """Whole epochs over fixed buckets, as a list of batches that is never stored."""
 
-    sizes: tuple[int, ...]  # clips of each bucket; buckets without clips are never visited
-    batch_size: int  # samples per batch over all ranks, where `batch_sizes` does not say
-    seed: int  # of the run; another seed is another order
-    name: str = ""  # gives this span other permutations than other spans
-    first_epoch: int = 0  # the number that its first epoch goes by
-    num_epochs: int | None = None  # how many there are; None: it never ends
-    batch_sizes: tuple[int, ...] = ()  # of each bucket; empty: `batch_size` of all
+    sizes: tuple[int, ...]  # number of clips of each bucket; empty buckets are never visited
+    batch_size: int  # samples per batch over all ranks, unless `batch_sizes` is set
+    seed: int  # the run's seed; it decides the order
+    name: str = ""  # spans of different names have different permutations
+    first_epoch: int = 0  # number of its first epoch
+    num_epochs: int | None = None  # None for an endless span
+    batch_sizes: tuple[int, ...] = ()  # of each bucket; empty: `batch_size` for all
 
     def __post_init__(self) -> None:
         assert self.batch_size > 0
@@ -54,6 +55,7 @@ class EpochSpan:
 
     @cached_property
     def num_batches(self) -> int | None:
+        """Number of batches of all epochs; None if the span is endless."""
         return None if self.num_epochs is None else self._begin(self.num_epochs)
 
     def batch_size_of(self, bucket: int) -> int:
@@ -61,27 +63,29 @@ class EpochSpan:
 
     @cached_property
     def batches_per_epoch(self) -> Fraction:
-        """Batches of an epoch on average: tails are carried into the next."""
+        """Mean number of batches per epoch; incomplete batches are filled from the next."""
         pairs = ((size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes))
         return sum((Fraction(size, batch) for size, batch in pairs), Fraction(0))
 
     def epoch_start(self, epoch: int) -> int:
+        """Return the number of the first batch of an epoch."""
         return self._begin(epoch - self.first_epoch)
 
     def epoch_of(self, index: int) -> int:
-        """The epoch that a batch is counted in; of the batch after the last, the one after it."""
+        """Return the epoch in which a batch is counted; after the last batch, the next epoch."""
         assert index >= 0
         if self.num_batches is not None and index >= self.num_batches:
             assert self.num_epochs is not None
             return self.first_epoch + self.num_epochs
-        epoch = index // self.batches_per_epoch  # a lower bound: floors only take away
+        epoch = index // self.batches_per_epoch  # a lower bound, as the floors only reduce it
         if self.num_epochs is not None:
-            epoch = min(epoch, self.num_epochs - 1)  # ceilings of the last epoch add
+            epoch = min(epoch, self.num_epochs - 1)  # the ceilings of the last epoch add batches
         while self._begin(epoch + 1) <= index:
             epoch += 1
         return self.first_epoch + epoch
 
     def batch(self, index: int) -> BatchIndex:
+        """Return the positions of a batch's clips by its number in the span."""
         assert self.num_batches is None or index < self.num_batches
         epoch = self.epoch_of(index)
         number = index - self.epoch_start(epoch)
@@ -92,7 +96,7 @@ class EpochSpan:
         return BatchIndex(epoch, number, bucket, *self._samples(bucket, stream))
 
     def left_at(self, index: int) -> dict[int, list[Indices]]:
-        """Positions not consumed before batch `index`, by epoch that has begun and bucket."""
+        """Return the positions not consumed before batch `index`, by begun epoch and bucket."""
         ended = self.num_batches is not None and index >= self.num_batches
         epoch = self.epoch_of(index) - int(ended)
         done = index - self.epoch_start(epoch)
@@ -109,7 +113,7 @@ class EpochSpan:
     def _left_of_bucket(
         self, bucket: int, epoch: int, done: Indices
     ) -> Iterator[tuple[int, Indices]]:
-        """(epoch, positions) of a bucket's samples up to an epoch's end, less the batches done."""
+        """Yield (epoch, positions) of a bucket's samples to an epoch's end, less done batches."""
         size, local = self.sizes[bucket], epoch - self.first_epoch
         batch_size = self.batch_size_of(bucket)
         first = local * size // batch_size
@@ -120,15 +124,16 @@ class EpochSpan:
             yield own, positions[epochs == own]
 
     def _begin(self, local_epoch: int) -> int:
-        """Batches before an epoch that is counted from the span's first."""
+        """Return the number of batches before an epoch, which counts from the span's first."""
         pairs = [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
         whole = sum(local_epoch * size // batch for size, batch in pairs)
         if local_epoch != self.num_epochs:
             return whole
+        # The span's end has no next epoch, so each bucket's incomplete batch counts as one more.
         return whole + sum(local_epoch * size % batch > 0 for size, batch in pairs)
 
     def _shuffled(self, epoch: int, numbers: Indices) -> tuple[Indices, Indices]:
-        """Buckets and their batches, at some places of an epoch's training order."""
+        """Return the buckets, and their batches, at places of an epoch's training order."""
         firsts, counts = self._batches_of(epoch)
         ends = np.cumsum(counts)
         flat = permuted(numbers, int(ends[-1]), self.seed, self.name, "batches", epoch)
@@ -136,7 +141,7 @@ class EpochSpan:
         return buckets, flat - (ends - counts)[buckets] + firsts[buckets]
 
     def _batches_of(self, epoch: int) -> tuple[Indices, Indices]:
-        """For each bucket its first batch of an epoch, and how many there are."""
+        """Return the first batch of each bucket in an epoch, and their numbers."""
         local = epoch - self.first_epoch
         pairs = [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
         is_last = self.num_epochs is not None and local == self.num_epochs - 1
@@ -151,7 +156,7 @@ class EpochSpan:
         return firsts, ends - firsts
 
     def _samples(self, bucket: int, stream: Indices) -> tuple[Indices, Indices]:
-        """Positions and epochs of some places in a bucket's stream; places after its end fall."""
+        """Return positions and epochs of places in a bucket's stream, up to its end."""
         size = self.sizes[bucket]
         if self.num_epochs is not None:
             stream = stream[stream < self.num_epochs * size]
@@ -166,7 +171,7 @@ class EpochSpan:
 
 
 def _ascending(epochs: Indices) -> list[int]:
-    """The epochs of some places in a stream, each once; np.unique is slow where they are few."""
+    """Return the distinct epochs of places in a stream; faster than np.unique for few of them."""
     if not len(epochs):
         return []
     borders = np.flatnonzero(np.diff(epochs)) + 1
@@ -174,14 +179,14 @@ def _ascending(epochs: Indices) -> list[int]:
 
 
 def permuted(indices: Indices, size: int, *key: int | str) -> Indices:
-    """Where a keyed permutation of 0..size-1 puts each of some indices; O(1) memory beside them.
+    """Return where a keyed permutation of 0..size-1 puts each index, without storing it.
 
-    A Feistel network over pairs (left, right) of mixed radix a x b >= size, a and b near the square
-    root (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): rounds add a hash of
-    one half to the other, and a result outside 0..size-1 is put through again ("cycle walking"),
-    which is rare. Twelve rounds: with four, successive batches are measurably correlated, and with
-    eight not all orders of five clips are equally likely. One radix is even, without which only
-    even permutations of a x b things would come out.
+    A Feistel network over pairs (left, right) of mixed radix a x b >= size, with a and b near the
+    square root (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Rounds add a
+    hash of one half to the other, and a result outside 0..size-1 is permuted again ("cycle
+    walking"), which is rare. Twelve rounds, because successive batches are measurably correlated
+    with four, and not all orders of five clips are equally likely with eight. One radix is even,
+    because otherwise only even permutations of a x b things could result.
     """
     assert size < 2**62
     if not len(indices):
@@ -207,7 +212,7 @@ def _feistel(
 
 
 def _hash_below(values: NDArray[np.uint64], bound: np.uint64) -> NDArray[np.uint64]:
-    """A hash in 0..bound-1 by the finaliser of splitmix64 (Steele, Lea, Flood, 2014)."""
+    """Return a hash in 0..bound-1 by the finaliser of splitmix64 (Steele, Lea, Flood, 2014)."""
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
@@ -221,10 +226,10 @@ def _round_keys(key: tuple[int | str, ...]) -> NDArray[np.uint64]:
 
 
 def shares(count: int, weights: Sequence[float]) -> list[int]:
-    """How many of the first `count` batches or clips go to each, as evenly as can be.
+    """Split the first `count` batches or clips by weights, as evenly as possible.
 
-    The first has round(count w); the rest is shared among the others in the same way. Exact in
-    integers, so that it is the same everywhere.
+    The first part has round(count w); the rest is split among the others in the same way. The
+    arithmetic is exact, so that the result is the same on every machine.
     """
     given = []
     rest = [Fraction(each / max(weights)).limit_denominator(10**6) for each in weights]
@@ -238,6 +243,7 @@ def shares(count: int, weights: Sequence[float]) -> list[int]:
 
 
 def derive(*key: int | str) -> int:
+    """Return a number in [0, 2^63) derived from a key by BLAKE2b."""
     return int.from_bytes(hashlib.blake2b(_text(key), digest_size=8).digest()) >> 1
 
 

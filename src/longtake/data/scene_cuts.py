@@ -1,7 +1,7 @@
 """Finds the hard cuts of films, and writes a table of their scenes that `index` reads.
 
-Frames are compared as grids of 16 x 12 cells. Two frames differ by what 30 % of the cells differ by
-at least: so what moves or appears in a part of the picture counts for little.
+Frames are compared as grids of 16 x 12 cells. The difference of two frames is the 70 % quantile of
+the differences of their cells, so movement in a part of the picture counts for little.
 """
 
 import csv
@@ -28,41 +28,41 @@ from longtake.errors import ClipError, DataError
 from longtake.formatting import plural
 from longtake.fsio import Journal, atomic_write, make_writable, read_lines
 
-THRESHOLD = 2.0  # times the difference between neighbouring frames around it
+THRESHOLD = 2.0  # multiple of the usual difference between neighbouring frames
 MIN_SECONDS = 1.0
 
 _GRID = 16, 12  # cells across and down
-_SHARE = 0.7  # of the cells may differ less than two frames do
-_LEAST = 5.0  # levels of 255 by which frames on both sides of a cut differ
-_USUAL = 0.9  # quantile of steps: where each frame is shown four times, only every fourth moves
-_NOISE = 0.5  # levels, by which frames of a still scene may differ
-_FLASH_SECONDS = 0.15  # if by then the picture is as before, it was a flash
-_LASTING = 0.5  # of the difference at a cut, which at a flash is gone
-_AROUND_SECONDS = 0.5  # before and after a cut, for what is usual there
-_MOST_AROUND = 60  # frames, at any rate
+_SHARE = 0.7  # quantile over the cells that is the difference of two frames
+_LEAST = 5.0  # levels of 255 by which frames on both sides of a cut differ at least
+_USUAL = 0.9  # quantile of steps: if each frame is shown four times, only every fourth step changes
+_NOISE = 0.5  # levels by which frames of a still scene may differ
+_FLASH_SECONDS = 0.15  # a picture that returns within this time was a flash
+_LASTING = 0.5  # share of a cut's difference that must last, which it does not at a flash
+_AROUND_SECONDS = 0.5  # time before and after a cut that tells the usual differences
+_MOST_AROUND = 60  # upper limit of frames for that, at any rate
 _HEADER = ["path", "start", "end"]
 _MOST_SHOWN = 5
-_DECIMALS = 6  # of seconds, as frames are found by times that are rounded to these
+_DECIMALS = 6  # of seconds; frames are found by times that are rounded to these
 
 
 @dataclass(frozen=True)
 class Scenes:
-    """Where the scenes of one video begin, in seconds from its first frame."""
+    """Starts of the scenes of one video, in seconds from its first frame."""
 
     starts: tuple[float, ...]  # ascending from 0
-    end: float  # when the last frame does
+    end: float  # end of the last frame
 
 
 @dataclass(frozen=True)
 class CutsTask(Task[Item, Scenes | ClipError]):
-    """Finds the scenes of one video by decoding all of it."""
+    """Task that finds the scenes of one video by decoding all of it."""
 
     threshold: float = THRESHOLD
     limits: decode_limits.Limits = decode_limits.DEFAULT
     silence_seconds: float = SILENCE_SECONDS
 
     @property
-    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+    def memory_gib(self) -> float:  # type: ignore[override]  # the limits decide it
         return self.limits.memory_gib
 
     def do(self, item: Item, progress: Callable[[], object]) -> Scenes | ClipError:
@@ -94,17 +94,18 @@ def _progressing(
 def find_scenes(
     media: Media, frames: Iterator[VideoFrame], rate: float, threshold: float = THRESHOLD
 ) -> Scenes:
-    """Find the hard cuts between frames; dissolves and fades are none.
+    """Find the hard cuts between frames; dissolves and fades are not detected.
 
-    At a cut two frames differ by `threshold` times what neighbouring frames differ by: right before
-    and after, and usually in the 0.5 s on either side. And the frames of 0.15 s before and after it
-    differ about as much, which those around a flash do not. 24 bytes are kept of each frame.
+    At a cut, two frames differ by at least `threshold` times the usual difference of neighbouring
+    frames: of those right before and after, and of most in the 0.5 s on either side. Frames within
+    0.15 s before and after it must differ too, which frames around a flash do not. Only 24 bytes
+    are kept of each frame.
 
     Args:
-        media: for messages.
-        frames: decoded, in presentation order; `rate` of them in a second, about.
-        rate: frames a second.
-        threshold: smaller finds more.
+        media: the video, for messages.
+        frames: its decoded frames in presentation order.
+        rate: approximate frames per second.
+        threshold: a smaller one finds more cuts.
 
     Raises:
         ClipError: no frame can be decoded, or their timestamps do not ascend.
@@ -125,7 +126,7 @@ def find_scenes(
             differences = np.abs(np.stack(recent) - cells).mean(axis=1)
             values = np.quantile(differences, _SHARE, axis=1)
             steps.append(values[-1])
-            lasting.append(values.min())  # from frames before a flash to those behind it
+            lasting.append(values.min())  # compares frames before a flash with those after it
             for back in range(1, len(recent)):
                 lasting[-1 - back] = min(lasting[-1 - back], values[-1 - back])
         recent.append(cells)
@@ -137,7 +138,7 @@ def find_scenes(
 
 
 def _cells(frame: VideoFrame, reformatter: VideoReformatter) -> NDArray[np.float32]:
-    """[3, cells] mean luma and chroma of the cells of a frame."""
+    """Return the mean luma and chroma [3, cells] of the cells of a frame."""
     width, height = _GRID
     small = reformatter.reformat(
         frame,
@@ -153,7 +154,7 @@ def _cells(frame: VideoFrame, reformatter: VideoReformatter) -> NDArray[np.float
 def _peaks(
     steps: NDArray[np.float64], lasting: NDArray[np.float64], around: int, threshold: float
 ) -> list[int]:
-    """The numbers of steps that are cuts."""
+    """Return the numbers of the steps that are cuts."""
     around = min(max(3, around), _MOST_AROUND)
     found = []
     is_lasting = lasting >= np.maximum(_LEAST, _LASTING * steps)
@@ -170,14 +171,14 @@ def _peaks(
 
 @dataclass(frozen=True)
 class ScenesReport:
-    """What `write_scenes` found."""
+    """Result of `write_scenes`."""
 
     table: Path
-    files: int  # that were read to their ends
-    scenes: int  # in the table, each a clip for `index`
+    files: int  # number of files that were decoded completely
+    scenes: int  # number of scenes in the table, each a clip for `index`
     cuts: int
-    too_short: int  # scenes that were left out
-    short_files: int  # of these, whole files, in which there is no cut
+    too_short: int  # number of scenes that were left out
+    short_files: int  # number of these that are whole files without a cut
     rejected: tuple[Rejection, ...]
 
 
@@ -194,20 +195,20 @@ def write_scenes(
 ) -> ScenesReport:
     """Write a table of the scenes of all videos: a row for each, with start and end in seconds.
 
-    Files without a cut and images have a row without start and end. An interrupted call resumes.
+    Images and files without a cut have a row without start and end. An interrupted call resumes.
 
     Args:
         found_in: folders, media files, lists and tables, as for `index`.
-        out: the table to write, CSV. Paths below its folder are relative to it.
-        threshold: as of `find_scenes`.
+        out: the CSV table to write. Paths below its folder are relative to it.
+        threshold: see `find_scenes`.
         min_seconds: shorter scenes are left out.
         on: where files are decoded; see `run_tasks`.
-        workers: processes that decode; by default one for each core.
-        progress: called with (files done, files in all).
+        workers: number of decoding processes; by default one for each core.
+        progress: called with (files done, total files).
         limits: for decoding one file.
 
     Raises:
-        DataError: a source cannot be read, nothing is found, or the table cannot be written.
+        DataError: a source cannot be read, no scene is found, or the table cannot be written.
     """
     _check_table(out)
     found = sources.find(found_in, extracted=out.with_name(f"{out.stem}_media"))
@@ -263,7 +264,7 @@ def _find_all(
     workers: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, Scenes | ClipError]:
-    """The scenes of each video by its name; what the journal knows is not decoded again."""
+    """Return the scenes of each video by its name; those in the journal are not decoded again."""
     stamps = {str(item.media): _stamp(item.media) for item in items}
     known: dict[str, Scenes | ClipError] = {
         name: Scenes(tuple(starts), end)
@@ -284,15 +285,15 @@ def _find_all(
 
 @dataclass
 class _SceneCounts:
-    """What a report counts of the videos of a table."""
+    """Counts of a report on the videos of a table."""
 
     files: int = 0
     cuts: int = 0
-    too_short: int = 0  # scenes
-    short_files: int = 0  # files that are one scene, which is too short
+    too_short: int = 0  # number of scenes
+    short_files: int = 0  # number of files that are one scene, which is too short
 
     def rows_of(self, place: str, scenes: Scenes, min_seconds: float) -> list[list[str]]:
-        """Count a video; returns a row for each scene that is long enough."""
+        """Count a video, and return a row for each scene that is long enough."""
         spans = _spans(scenes)
         long = [
             span for span in spans if float(span[1] or scenes.end) - float(span[0]) >= min_seconds

@@ -1,4 +1,4 @@
-"""Scores: a number for each clip of a catalog, by which a curriculum can select."""
+"""Scores: one number for each clip of a catalog, by which a curriculum can select."""
 
 import hashlib
 import importlib.util
@@ -30,26 +30,28 @@ if TYPE_CHECKING:
     from HanTa.HanoverTagger import HanoverTagger
 
 
-STEP_SECONDS = 1 / 8  # between two frames that are compared
-SHORT_SIDE = 64  # pixels of the compared frames
+STEP_SECONDS = 1 / 8  # between two compared frames
+SHORT_SIDE = 64  # pixels of the compared frames' shorter side
 
-_PASSAGES, _FRAMES = 4, 9  # up to 4 passages of 9 frames (a second), evenly spaced in a clip
-_LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of R'G'B', ITU-R BT.601
-_CHUNK = 500  # captions that one process tags at a time: about a second of work
-_MAX_LETTERS = 32  # of a word: the tagger's time grows with their square
+_PASSAGES, _FRAMES = 4, 9  # up to 4 passages of 9 frames (one second), evenly spaced over a clip
+_LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # luma of R'G'B', ITU-R BT.601
+_CHUNK = 500  # captions for one process at a time: about a second of work
+_MAX_LETTERS = 32  # letters of a word: the tagger's time grows with their square
 
 _WORD = re.compile(r"\w+(?:[-'\u2019]\w+)*")
-# For the tagger a possessive 's is a token of its own, and so is every punctuation mark.
+# The tagger expects a possessive 's and every punctuation mark as a token of its own.
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*\w*|\w+(?:-\w+)*|['\u2019]s\b|[^\w\s]")
 _SENTENCE_END = re.compile(r"(?<=[.!?;])\s+")
 _LATIN = re.compile(r"[A-Za-z]")
 
 
 def num_words(caption: str) -> float:
+    """Return the number of words in a caption, or NaN if it is empty."""
     return float(len(_WORD.findall(caption))) if caption.strip() else math.nan
 
 
 def num_nouns(caption: str) -> float:
+    """Return the number of nouns in an English caption, or NaN for text without Latin letters."""
     return float(len(nouns(caption))) if _LATIN.search(caption) else math.nan
 
 
@@ -63,28 +65,28 @@ _SCRIPTS = {"CJK": "Chinese", "HIRAGANA": "Japanese", "KATAKANA": "Japanese", "H
 
 
 def caption_language(caption: str) -> str:
-    """A guess by script and frequent small words; empty where nothing tells."""
+    """Guess the language of a caption by its script and frequent small words; "" if unclear."""
     words = _WORD.findall(caption.lower())
     if _LATIN.search(caption):
         counts = {
             name: sum(word in known for word in words) for name, known in _FUNCTION_WORDS.items()
         }
-        best = max(counts, key=lambda name: counts[name])  # English at equal numbers
+        best = max(counts, key=lambda name: counts[name])  # English if several are equal
         return best if counts[best] else ""
     letters = {unicodedata.name(each, "?").split()[0] for each in "".join(words)}
-    scripts = sorted(letters & _SCRIPTS.keys(), reverse=True)  # kana before the Chinese signs
+    scripts = sorted(letters & _SCRIPTS.keys(), reverse=True)  # kana before Chinese characters
     if scripts:
         return _SCRIPTS[scripts[0]]
     return "Russian or its like" if "CYRILLIC" in letters else ""
 
 
 def nouns(caption: str) -> list[str]:
-    """The nouns of an English caption: HanTa's tags NN0, NN1, NN2 (common) and NP0 (proper)."""
+    """Return the nouns of an English caption: HanTa's tags NN0, NN1, NN2 (common), NP0 (proper)."""
     found = []
     for sentence in _SENTENCE_END.split(caption):
         tokens = _TOKEN.findall(sentence)
         ends = [token[-_MAX_LETTERS:] for token in tokens]
-        tags = _tagger().tag_sent(ends, taglevel=0)  # level 0: no lemmas, which take longer
+        tags = _tagger().tag_sent(ends, taglevel=0)  # level 0: without lemmas, which take longer
         found += [token for token, tag in zip(tokens, tags, strict=True) if tag[:2] in ("NN", "NP")]
     return found
 
@@ -92,9 +94,10 @@ def nouns(caption: str) -> list[str]:
 def nouns_of_all(
     captions: Sequence[str], *, on: str | None = None, workers: int | None = None
 ) -> Generator[float]:
+    """Yield the number of nouns in each caption; see `run_tasks` for `on` and `workers`."""
     chunks = [captions[start : start + _CHUNK] for start in range(0, len(captions), _CHUNK)]
     if len(chunks) < 2 and on is None:
-        workers = 0  # starting another process takes longer
+        workers = 0  # starting a process takes longer
     results = tasks.run_tasks(_TagTask(), chunks, on=on, workers=workers)
     with closing(tasks.in_order(results)) as results_in_order:
         for counts in results_in_order:
@@ -102,10 +105,10 @@ def nouns_of_all(
 
 
 class _TagTask(Task[Sequence[str], list[float]]):
-    """Count the nouns of some captions."""
+    """Task that counts the nouns of some captions."""
 
     doing = "tagging captions"
-    silence_seconds = 600.0  # it reports no progress
+    silence_seconds = 600.0  # no progress is reported
 
     def do(self, item: Sequence[str], progress: Callable[[], object]) -> list[float]:
         return [num_nouns(caption) for caption in item]
@@ -116,20 +119,20 @@ class _TagTask(Task[Sequence[str], list[float]]):
 
 @cache
 def _tagger() -> "HanoverTagger":
-    from HanTa.HanoverTagger import HanoverTagger  # it takes long to load
+    from HanTa.HanoverTagger import HanoverTagger  # loading takes long
 
     return HanoverTagger("morphmodel_en.pgz")
 
 
 @dataclass(frozen=True)
 class MotionScore(Task[Clip, float | ClipError]):
-    """Score one clip by its motion."""
+    """Task that scores one clip by its motion."""
 
     limits: decode_limits.Limits = decode_limits.DEFAULT
-    silence_seconds = 600.0  # it reports progress only after each passage
+    silence_seconds = 600.0  # progress is reported only after each passage
 
     @property
-    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+    def memory_gib(self) -> float:  # type: ignore[override]  # the limits decide it
         return self.limits.memory_gib
 
     def do(self, item: Clip, progress: Callable[[], object]) -> float | ClipError:
@@ -146,10 +149,13 @@ class MotionScore(Task[Clip, float | ClipError]):
 
 
 def motion(clip: Clip, progress: Callable[[], object] = lambda: None) -> float:
-    """The mean absolute luma difference (0 to 255) of frames at a distance of 1/8 s.
+    """Return the mean absolute luma difference (0 to 255) of frames 1/8 s apart.
 
-    It is VMAF's motion feature (github.com/Netflix/vmaf, resource/doc/features.md), but independent
-    of the frame rate, and of small frames, which removes noise as VMAF's blur does.
+    This is VMAF's motion feature (github.com/Netflix/vmaf, resource/doc/features.md), made
+    independent of the frame rate. Frames are small, which removes noise as VMAF's blur does.
+
+    Raises:
+        ClipError: the clip cannot be decoded.
     """
     if clip.num_frames < 2:
         return 0.0
@@ -162,6 +168,7 @@ def motion(clip: Clip, progress: Callable[[], object] = lambda: None) -> float:
 
 
 def _windows(clip: Clip) -> list[Window]:
+    # A short or slow clip has fewer frames, at least two.
     stride = min(max(1, round(clip.fps * STEP_SECONDS)), clip.num_frames - 1)
     num_frames = min(_FRAMES, (clip.num_frames - 1) // stride + 1)
     last_start = clip.num_frames - 1 - (num_frames - 1) * stride
@@ -176,12 +183,12 @@ def _windows(clip: Clip) -> list[Window]:
 
 @dataclass(frozen=True)
 class OwnScore(Task[Clip, float | ClipError]):
-    """Calls a user's function for one clip."""
+    """Task that calls a user's function for one clip."""
 
     by: str  # `module:function`
-    folder: str  # searched for the module last
+    folder: str  # searched last for the module
     doing = "scoring"
-    silence_seconds: float = 3600.0  # it reports no progress
+    silence_seconds: float = 3600.0  # no progress is reported
 
     @cached_property
     def function(self) -> Callable[[Clip], Any]:
@@ -189,6 +196,7 @@ class OwnScore(Task[Clip, float | ClipError]):
 
     @property
     def version(self) -> str:
+        """Hash of the function's file, so that a journal of an older version is not used."""
         path = getattr(sys.modules.get(self.function.__module__), "__file__", None)
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12] if path else ""
 
@@ -227,7 +235,7 @@ def _is_number(value: Any) -> bool:
 def _find(by: str, folder: str) -> Callable[[Clip], Any]:
     module_name, _, function_name = by.partition(":")
     if folder not in sys.path:
-        sys.path.append(folder)  # last: a file that lies here must not hide an installed package
+        sys.path.append(folder)  # last, so that no file there hides an installed package
     try:
         found = getattr(importlib.import_module(module_name), function_name, None)
     except Exception as error:
@@ -252,7 +260,7 @@ SCORES = {
     "length": "words in the caption",
     "duplicates": "0: kept; 1, 2, ...: the copies of a clip that is kept, seen by their frames",
 }
-"""The scores that come with longtake, and what each one counts."""
+"""Built-in scores and what each one counts."""
 
 _Progress = Callable[[int, int], None]
 _ROW: TypeAdapter[tuple[int, float | str]] = TypeAdapter(tuple[Count, float])
@@ -265,24 +273,25 @@ _HASHES_ROW: TypeAdapter[tuple[int, float | str]] = TypeAdapter(
 class Scored:
     """A catalog with one more attribute."""
 
-    catalog: Catalog  # the same clips
-    name: str  # what the attribute is called
-    # [N] float64, in the catalog's order; NaN where unknown: a clip without a caption, or one that
-    # failed
+    catalog: Catalog  # with the same clips
+    name: str  # name of the attribute
+    # [N] float64 in the catalog's order. NaN where unknown: the clip has no caption, or failed.
     values: NDArray[np.float64]
-    failed: tuple[Rejection, ...] = ()  # clips that could not be decoded, and why
-    # what is kept of it until the catalog is written
+    failed: tuple[Rejection, ...] = ()  # clips that could not be decoded, with the reason
+    # Results on disk, which are kept until the catalog is written.
     journal: Journal[tuple[int, float | str]] | None = field(
         default=None, compare=False, repr=False
     )
-    groups: tuple[NDArray[np.int64], ...] = ()  # of near-duplicates: see `DuplicateGroups.rows`
+    groups: tuple[NDArray[np.int64], ...] = ()  # near-duplicates: see `DuplicateGroups.rows`
 
     def settle(self) -> None:
+        """Remove the journal; called when the catalog has been written."""
         if self.journal is not None:
             self.journal.remove()
 
     @property
     def num_known(self) -> int:
+        """Number of clips with a known score."""
         return int(np.count_nonzero(~np.isnan(self.values)))
 
 
@@ -298,27 +307,27 @@ def score(
     memory_gib: float = decode_limits.MEMORY_GIB,
     distance: int = duplicates.DISTANCE,
 ) -> Scored:
-    """Add one attribute to all clips; one of that name that is already there is replaced.
+    """Add one attribute to all clips, or replace the attribute of that name.
 
     Args:
-        catalog: of which clips; it is not changed.
+        catalog: the clips; it is not changed.
         by: one of `SCORES`, or `module:function`: a function that takes a `Clip` and returns a
-            number, NaN for unknown. It is called in this process, for one clip after the other,
-            or on a cluster in many. The module is looked for where Python looks, and then in the
-            working directory.
-        name: of the attribute; by default that of the score or of the function.
-        on: where clips are tagged or decoded; see `run_tasks`. The values are the same.
-        workers: processes that do so; by default as many as there are cores.
-        out: the catalog that will be written: beside it is kept what is known so far, and taken up
-            again (`Scored.settle` removes that). None: nothing is kept.
-        progress: called with (clips done, clips in all).
-        memory_gib: what decoding one clip may take; the score of a clip that needs more is unknown.
-        distance: of `duplicates`: bits in which two frames that resemble each other may differ.
+            number, NaN for unknown. It is called in this process, for one clip after another, or on
+            a cluster in many processes. The module is searched where Python searches, and then in
+            the working directory.
+        name: name of the attribute; by default that of the score or function.
+        on: where clips are tagged or decoded; see `run_tasks`. The values do not depend on it.
+        workers: number of processes; by default one for each core.
+        out: the catalog that will be written. Results are kept beside it, and an interrupted call
+            resumes from them (`Scored.settle` removes them). None keeps nothing.
+        progress: called with (clips done, total clips).
+        memory_gib: memory for decoding one clip; the score of a clip that needs more is unknown.
+        distance: for `duplicates`: number of bits in which two similar frames may differ.
 
     Raises:
         DataError: there is no such score or function, the name cannot be an attribute's, the
-            function returned no number or raised an error other than ClipError,
-            or no worker can be started.
+            function returned no number or raised an error other than ClipError, or no worker can be
+            started.
     """
     own = None if by in SCORES else _own(by)
     name = _checked(by.rpartition(":")[2] if name is None else name)
@@ -372,16 +381,16 @@ def _results(
     on: str | None,
     workers: int | None,
 ) -> Generator[float | str | ClipError]:
-    """The score of each row, or the hashes of its frames."""
+    """Yield the score of each row, or the hashes of its frames."""
     if by == "nouns":
         captions = catalog.captions()
         return nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
     if own and on is None:
-        workers = 0  # a user's function need not work in another process
+        workers = 0  # a user's function may not work in another process
     task: Task[Clip, Any] = own or MotionScore(limits)
     if by == "duplicates":
         task = duplicates.HashTask(limits)
-    # Iterating over all clips is faster than asking for each by its row.
+    # Iterating over all clips is faster than asking for each row.
     clips = catalog.clips() if len(rows) == len(catalog) else (catalog.clip(row) for row in rows)
     return tasks.in_order(tasks.run_tasks(task, clips, on=on, workers=workers))
 
@@ -395,7 +404,7 @@ def _own(by: str) -> OwnScore:
             f"{', '.join(SCORES)}, and your own as module:function."
         )
     own = OwnScore(by, str(Path.cwd()))
-    _ = own.function  # what is wrong with it is said before any work
+    _ = own.function  # fails before any work if the function cannot be imported
     return own
 
 

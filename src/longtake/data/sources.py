@@ -1,6 +1,6 @@
 """Finds media and their captions in folders, object stores and WebDataset tars.
 
-Hidden names are ignored, links to folders not followed. Tars are read in place.
+Hidden names are ignored, and links to folders are not followed. Tars are read in place.
 """
 
 import io
@@ -23,25 +23,25 @@ from longtake.data.media_list import MediaList
 from longtake.errors import ClipError, DataError, RecordError
 
 _TAR = ".tar"
-_BESIDE = (*tables.LISTING_SUFFIXES, ".caption")  # kept beside clips: captions, tables
+_BESIDE = (*tables.LISTING_SUFFIXES, ".caption")  # kept beside clips: captions and tables
 _CLASS_FOLDER = re.compile(r"([1-9]\d{0,5})_(.+)")
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-"""What Hugging Face's imagefolder and videofolder read in each folder, if it has `file_name`."""
-_TABLES = (*_METADATA, "captions.jsonl")  # that are read where a store has them
-_MAX_TEXT_BYTES = 2**20  # of a caption, a .json, or a header that names a member
-_END_BYTES = 2**20  # of padding after the last member of a tar
+"""Tables that Hugging Face's imagefolder and videofolder read; they have the column `file_name`."""
+_TABLES = (*_METADATA, "captions.jsonl")  # tables that are read when a store has them
+_MAX_TEXT_BYTES = 2**20  # size of a caption, a .json, or a header that names a member
+_END_BYTES = 2**20  # padding after the last member of a tar
 
 
 @dataclass(frozen=True)
 class FoundMedia:
-    """What is in the sources."""
+    """Media that were found in the sources, and everything that was left out."""
 
     items: MediaList  # sorted, without duplicates
-    folders: list[Path]  # absolute paths of the searched folders, and of those of named files
+    folders: list[Path]  # absolute paths of the searched folders, and of the folders of named files
     refused: list[ClipError]  # tars that cannot be read
-    passed_over: Counter[str]  # files in the searched folders with another ending, by ending
+    passed_over: Counter[str]  # number of files in the searched folders by unknown ending
     unreadable: list[ClipError]  # folders that cannot be searched
-    notes: list[str]  # what of the sources is not read though it may be captions
+    notes: list[str]  # sentences about what may be captions and is not read
 
 
 def find(
@@ -49,10 +49,15 @@ def find(
     conditioning: Sequence[str] = (),
     extracted: Path | None = None,
 ) -> FoundMedia:
-    """The media that sources name, each with what they say of it.
+    """Find the media that sources name, each with its captions and scores there.
 
-    `conditioning` names the columns of tables whose paths or numbers clips are given. Media inside
-    of tables are written to the folder `extracted`.
+    Args:
+        sources: folders, media files, lists, tables, tars and URLs.
+        conditioning: columns of tables with paths or numbers of further inputs.
+        extracted: folder to which media inside of tables are written.
+
+    Raises:
+        DataError: a source cannot be read, or nothing is found.
     """
     folders, items, tars = list[Path](), MediaList(), set[Path]()
     passed_over, refused, unreadable = Counter[str](), list[ClipError](), list[ClipError]()
@@ -80,6 +85,7 @@ def find(
 
     for source in sources:
         items.add(mentions(source))
+    # Tars last: their members are read at once, and an unreadable one is only refused itself.
     for tar in sorted(tars):
         try:
             items.add(read_tar(tar, conditioning, notes))
@@ -110,7 +116,7 @@ def _find_in_store(
     passed_over: Counter[str],
     notes: list[str],
 ) -> Iterator[Item]:
-    """The media and tars below a prefix, and what tables there say; captions as in a folder."""
+    """Yield the media below a prefix and in tars and tables there; captions as in a folder."""
     objects = stores.find_objects(url)
     by_name = {str(each): each for each in objects}
     texts = _texts_in_store(by_name, refused)
@@ -143,7 +149,10 @@ def _find_in_store(
 def _captions_beside(
     listing: Media, objects: Mapping[str, Media], *, asks: bool = False
 ) -> Media | None:
-    """The list of captions beside a list such as videos.txt; of a named one the store is asked."""
+    """Return the list of captions beside a list such as videos.txt, or None.
+
+    With `asks` the store is asked, since a list that was named alone has no listing of its folder.
+    """
     folder, _, name = listing.path.rpartition("/")
     if not tables.is_paired_list(name):
         return None
@@ -155,7 +164,7 @@ def _captions_beside(
 
 
 def _texts_in_store(objects: Mapping[str, Media], refused: list[ClipError]) -> dict[str, str]:
-    """The texts beside media, by the URLs of the media; unreadable texts are `refused`."""
+    """Return the texts beside media by the media's URLs; unreadable ones are added to `refused`."""
     beside = {
         name: objects[text]
         for name in objects
@@ -185,7 +194,7 @@ def _folder_of(source: Path) -> Path:
         if stat.S_ISDIR(mode):
             return source.resolve()
         if stat.S_ISREG(mode):
-            return source.parent.resolve()  # the file itself may be a link: keep its name
+            return source.parent.resolve()  # the file may be a link: its name and folder count
         why = "is neither a file nor a folder"
     except (OSError, ValueError) as error:
         if not isinstance(error, FileNotFoundError):
@@ -197,7 +206,7 @@ def _folder_of(source: Path) -> Path:
 
 
 def _search(folder: Path, passed_over: Counter[str], unreadable: list[ClipError]) -> Iterator[Path]:
-    """The media and tars of a folder and its subfolders; counts what is ignored."""
+    """Yield the media, tars and tables of a folder and its subfolders; counts what is ignored."""
     waiting = [folder]
     while waiting:
         parent = waiting.pop()
@@ -226,12 +235,12 @@ def _search(folder: Path, passed_over: Counter[str], unreadable: list[ClipError]
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link in a circle
+    except OSError:  # a circle of links
         return False
 
 
 def _refuse_incomplete(items: MediaList, columns: Sequence[str]) -> None:
-    """Refuse clips that lack a further input, or whose file of it does not exist."""
+    """Refuse clips without a further input, or whose file of it does not exist."""
     for column in columns:
         gone = stores.missing_of(
             each
@@ -269,7 +278,7 @@ def _refuse_incomplete(items: MediaList, columns: Sequence[str]) -> None:
 def describe_ignored(
     passed_over: Mapping[str, int], unreadable: Sequence[ClipError | Rejection]
 ) -> list[str]:
-    """A sentence about files with another ending, and one about unreadable folders."""
+    """Return a sentence about files with another ending, and one about unreadable folders."""
     sentences = []
     if passed_over:
         kinds = [f"{count} {ending}" for ending, count in Counter(passed_over).most_common(8)]
@@ -288,19 +297,19 @@ def describe_ignored(
 
 @dataclass(frozen=True)
 class ClassFolder:
-    """A folder of pictures as Kohya's trainers want them: repeats, and what the pictures show."""
+    """A folder of pictures as Kohya's trainers expect it: repeats and class in its name."""
 
     path: Path
     repeats: int
-    label: str  # the caption of pictures that have none
-    name: str  # for a catalog of it; no other of the folders has it
+    label: str  # caption of pictures that have none
+    name: str  # name for its catalog, different for all folders
 
 
 def class_folders(root: Path) -> list[ClassFolder]:
-    """The folders in a folder that are named like `10_sks dog`, by name.
+    """Return the folders inside a folder that are named like `10_sks dog`, by name.
 
     Raises:
-        DataError: there is none, or the folder cannot be read.
+        DataError: there is no such folder, or the folder cannot be read.
     """
     try:
         inside = sorted(each for each in root.iterdir() if each.is_dir())
@@ -326,11 +335,14 @@ def class_folders(root: Path) -> list[ClassFolder]:
 def read_tar(
     tar: Path | Media, conditioning: Sequence[str] = (), notes: list[str] | None = None
 ) -> list[Item]:
-    """The media of a tar, in its order.
+    """Return the media of a tar, in its order.
 
     Members with the same key (the name up to the first dot of its last part) are one sample: its
     videos and images are captioned by its .txt, or by `caption`, `text` or `prompt` of its .json.
-    `notes` is given a sentence about what else the .json have where no clip has a caption.
+    If no clip has a caption, `notes` gets a sentence about other texts in the .json files.
+
+    Raises:
+        ClipError: the tar is damaged, cut short, or has no media.
     """
     whole = tar if isinstance(tar, Media) else Media(str(tar))
     path = whole.path
@@ -368,7 +380,7 @@ def read_tar(
 
 
 class _Member(tarfile.TarInfo):
-    """Checks the size in a header, as tarfile reads and seeks by it."""
+    """Header of a tar's member that checks its size, because tarfile reads and seeks by it."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -400,7 +412,7 @@ def _members(path: Media) -> list[tarfile.TarInfo]:
     ):
         members, before = [], -1
         while (member := tar.next()) is not None:
-            if tar.offset <= before:  # an extended header may name a negative size, too
+            if tar.offset <= before:  # an extended header can give a negative size, too
                 raise ValueError(f"the member after byte {before} does not end behind it")
             before = tar.offset
             if not any(part.startswith(".") for part in Path(member.name).parts):
@@ -408,10 +420,12 @@ def _members(path: Media) -> list[tarfile.TarInfo]:
         end = tar.offset
         file.seek(end)
         padding = file.read(_END_BYTES)
+    # A complete tar ends with zeros; tarfile itself accepts a file that was cut between members.
     if not padding:
         raise ValueError("it ends without an end marker, so it is cut short")
     if padding.strip(b"\0"):
         raise ValueError(f"damaged at byte {end}, or several tars in one file")
+    # Other members may be anything; those that are read must be plain files.
     wanted = [
         each for each in members if is_media(each.name) or each.name.endswith((".txt", ".json"))
     ]
@@ -426,7 +440,7 @@ def _members(path: Media) -> list[tarfile.TarInfo]:
 def _beside(
     path: Media, members: Iterable[tarfile.TarInfo]
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """The contents of all .txt, and of all .json that are objects, by key."""
+    """Return the texts of all .txt, and the objects of all .json, by key."""
     texts, entries = {}, {}
     with _open_tar(path) as file:
         for member in members:
@@ -478,5 +492,6 @@ def _item(
 
 
 def _key(name: str) -> str:
+    """Return the key of a WebDataset sample: the name up to the first dot of its last part."""
     folder, _, last = name.rpartition("/")
     return f"{folder}/{last.split('.')[0]}"

@@ -1,7 +1,7 @@
 """Captions that samples are trained with: trigger word, prefix and shuffled tags.
 
-A pure function of the clip's caption, the recipe and the sample's seed, so that a resumed run
-trains the same texts.
+They are a pure function of the clip's caption, the recipe and the sample's seed, so that a resumed
+run trains the same texts.
 """
 
 import re
@@ -21,13 +21,13 @@ _PLAIN = CaptionsSection()
 
 
 def with_sample_caption(clip: Clip, source: str, data: DataSection, seed: int) -> Clip:
-    """A clip with the caption of one of its samples."""
+    """Return a clip with the caption of one of its samples."""
     text = sample_caption(clip.caption, source, data, seed)
     return clip if text == clip.caption else replace(clip, caption=text)
 
 
 def sample_caption(caption: str, source: str, data: DataSection, seed: int) -> str:
-    """The caption of a sample of a catalog; an empty one stays empty."""
+    """Return the caption of a sample from a catalog; an empty one stays empty."""
     how = data.captions.get(source, _PLAIN)
     if how.shuffle_tags:
         tags = _tags(caption)
@@ -39,7 +39,7 @@ def sample_caption(caption: str, source: str, data: DataSection, seed: int) -> s
 
 
 def caption_variants(captions: Iterable[str], source: str, data: DataSection) -> Iterator[str]:
-    """Each caption as samples of a catalog may have it, once for each prefix; tags in order."""
+    """Yield each caption with each prefix that samples of a catalog may have; tags in order."""
     how = data.captions.get(source, _PLAIN)
     if how == _PLAIN and not data.trigger:
         return iter(captions)
@@ -53,7 +53,7 @@ def caption_variants(captions: Iterable[str], source: str, data: DataSection) ->
 
 
 def all_captions(catalogs: dict[str, Catalog], data: DataSection) -> list[str]:
-    """`caption_variants` of all catalogs, for a vocabulary or to count tokens."""
+    """Return `caption_variants` of all catalogs, for a vocabulary or to count tokens."""
     return [
         text
         for source, catalog in catalogs.items()
@@ -66,7 +66,7 @@ def _tags(caption: str) -> list[str]:
 
 
 def refuse_unset_trigger(name: str, catalog: Catalog, data: DataSection) -> None:
-    """Refuse `[trigger]` where no trigger word replaces it: it would be trained literally."""
+    """Raise DataError if no trigger word replaces `[trigger]`, which would be trained literally."""
     how = data.captions.get(name, _PLAIN)
     if _trigger(how, data):
         return
@@ -91,5 +91,6 @@ def _assembled(caption: str, prefix: str, how: CaptionsSection, data: DataSectio
         return text
     if TRIGGER in text:
         return text.replace(TRIGGER, trigger)
+    # A caption that has the trigger as a whole word keeps it in its place.
     has_it = re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text)
     return text if has_it else f"{trigger}, {text}"

@@ -1,6 +1,6 @@
-"""Reads one window of a clip in the size that training wants.
+"""Reads one window of a clip in the size in which it is trained.
 
-Decoding begins at a keyframe before the window where timestamps are known; frames are recognised
+If timestamps are known, decoding begins at a keyframe before the window, and frames are recognised
 by their exact timestamps. swscale converts and scales each frame in one pass, into RGB planes.
 """
 
@@ -27,7 +27,7 @@ _AGAIN = "index it again"
 
 @dataclass(frozen=True)
 class Crop:
-    """How a frame is scaled to cover a bucket's size and then cut to it."""
+    """Scaling of a frame to cover a bucket's size, and the position of the cut."""
 
     scaled_height: int
     scaled_width: int
@@ -46,7 +46,7 @@ class Size(Protocol):
 
 
 class FrameSpan(Protocol):
-    """Which frames are read: of a window, or of a further input of its clip."""
+    """The frames to read, for a window or for a further input of its clip."""
 
     @property
     def start(self) -> int: ...
@@ -62,10 +62,11 @@ class FrameSpan(Protocol):
 
 
 def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float = 0.5) -> Crop:
-    """Scale to cover a shape, and cut at `across` and `down` (0 to 1; 0.5 is the middle)."""
+    """Return the crop that covers a shape, cut at `across` and `down` (0 to 1; 0.5: the middle)."""
     scale = max(shape.height / height, shape.width / width)
     scaled_height = max(shape.height, round(height * scale))
     scaled_width = max(shape.width, round(width * scale))
+    # Each offset from 0 to the surplus gets an equal part of the interval from 0 to 1.
     top = max(0, math.ceil((scaled_height - shape.height + 1) * down) - 1)
     left = max(0, math.ceil((scaled_width - shape.width + 1) * across) - 1)
     return Crop(scaled_height, scaled_width, top, left)
@@ -73,32 +74,33 @@ def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which pixels are read of a clip."""
+    """The pixels to read from a clip: its frames, their scaling and crop."""
 
-    identity: str  # of the clip
+    identity: str  # identity of the clip
     media: Media
     kind: Kind  # for an image only `media` and the sizes matter
-    stream_index: int  # into all streams of the file
+    stream_index: int  # index into all streams of the file
     rotation: int  # degrees counterclockwise that turn a decoded frame upright, and `MIRRORED`
-    source_height: int  # of the upright picture, as it was indexed
+    source_height: int  # height of the upright picture when it was indexed
     source_width: int
     start: int  # index of the first frame
     num_frames: int
-    stride: int  # distance between two frames, unless `frames` are listed
-    # of the frames, in ticks of the stream's time base, not descending; empty: frames are counted
+    stride: int  # distance between two frames, unless `frames` lists them
+    # Timestamps of the frames in ticks of the stream's time base, not descending. Empty if frames
+    # are found by counting.
     timestamps: tuple[int, ...]
-    seek_to: int | None  # timestamp of a keyframe to begin at; None: from the beginning
-    scaled_height: int  # of the upright picture before it is cut
+    seek_to: int | None  # timestamp of the keyframe to begin at; None for the beginning
+    scaled_height: int  # size of the upright picture before it is cut
     scaled_width: int
-    top: int  # rows that are cut off above
-    left: int  # columns that are cut off on the left
-    height: int  # rows that are kept
+    top: int  # number of rows cut off at the top
+    left: int  # number of columns cut off on the left
+    height: int  # size of the result
     width: int
     is_flipped: bool  # mirrored, left to right
-    # indices of the frames, some more than once (`data.fps`); empty: by the stride
+    # Indices of the frames, where some may repeat (`data.fps`). Empty if `stride` gives them.
     frames: tuple[int, ...] = ()
     untagged: str = "bt709"  # matrix of HD video that names none; see `data.untagged`
-    is_untagged: bool = False  # that matters here
+    is_untagged: bool = False  # the clip is such a video
 
     def __post_init__(self) -> None:
         assert min(self.start, self.num_frames - 1, self.stride - 1) >= 0
@@ -115,7 +117,7 @@ class Window:
 
 
 def some_frames(window: Window, number: int, count: int = 1) -> Window:
-    """The same of so many frames of a window, from that of a number on, counted from 0."""
+    """Return a window of `count` frames of this window, from frame `number` of it on."""
     only = slice(number, number + count)
     return replace(
         window,
@@ -127,10 +129,10 @@ def some_frames(window: Window, number: int, count: int = 1) -> Window:
 
 
 def read_window(window: Window, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """Decode a window, scaled (bicubic, antialiased) and cut, as [3, F, H, W] uint8 RGB, upright.
+    """Decode a window to [3, F, H, W] uint8 RGB: scaled (bicubic, antialiased), cut and upright.
 
     Raises:
-        ClipError: the file is missing, damaged, or not what its record says.
+        ClipError: the file is missing, damaged, or differs from its record in the catalog.
     """
     with stores.local(window.media) as media:
         return _read_window(replace(window, media=media) if media.local else window, out)
@@ -146,7 +148,7 @@ def _read_window(window: Window, out: NDArray[np.uint8] | None) -> NDArray[np.ui
         video[:, 0] = cut(window, picture.transpose(2, 0, 1))
         return video
     if window.seek_to is not None:
-        with suppress(ClipError):  # not every file can be decoded from its middle
+        with suppress(ClipError):  # not every file can be decoded from a keyframe in its middle
             _read_from(window, window.seek_to, video)
             return video
     _read_from(window, None, video)
@@ -193,13 +195,13 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
 
 
 def frame_indices(span: FrameSpan) -> Sequence[int]:
-    """Which frames of a file are read, counted from 0, not descending."""
+    """Return the indices of the frames to read, counted from 0, not descending."""
     end = span.start + (span.num_frames - 1) * span.stride + 1
     return span.frames or range(span.start, end, span.stride)
 
 
 def counted(indices: Sequence[int], frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
-    """The frames with these indices; one that is wanted again is given again."""
+    """Yield the frames with these indices; a repeated index repeats its frame."""
     place = 0
     for number, frame in enumerate(frames):
         while place < len(indices) and indices[place] == number:
@@ -210,7 +212,7 @@ def counted(indices: Sequence[int], frames: Iterator[VideoFrame]) -> Iterator[Vi
 
 
 def _at(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
-    """The frames with the wanted timestamps; none may be missing, some are wanted again."""
+    """Yield the frames with the window's timestamps; raise if one is missing."""
     frame: VideoFrame | None = None
     for wanted in window.timestamps:
         while frame is None or (frame.pts is not None and frame.pts < wanted):
@@ -226,7 +228,7 @@ def _at(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
 def planes(
     window: Window, stream: VideoStream, frame: VideoFrame, reformatter: VideoReformatter
 ) -> Sequence[NDArray[np.uint8]]:
-    """Red, green and blue of one frame, each [height, width]."""
+    """Return red, green and blue of one frame, each [height, width]."""
     turned = is_turned(window.rotation)
     shown = square_size(window.media, stream, frame)
     _check_size(window, *(shown[::-1] if turned else shown))
@@ -242,9 +244,10 @@ def planes(
         height=width if turned else height,
         format="gbrp",
         interpolation=interpolation,
-        threads=1,  # many give the same, 50 times slower
+        threads=1,  # many threads give the same result, 50 times slower
     )
     green, blue, red = (
+        # Rows of a plane are padded to `line_size` bytes.
         np.frombuffer(memoryview(plane), np.uint8).reshape(plane.height, plane.line_size)[
             :, : plane.width
         ]
