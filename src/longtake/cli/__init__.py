@@ -1,4 +1,4 @@
-"""The verbs: parse, call, print."""
+"""The command line: parses arguments, calls the library, and prints results."""
 
 from longtake.cli.app import main
 

@@ -1,6 +1,6 @@
-"""The verbs: parse, call, print.
+"""The command line application with its commands.
 
-What a verb needs is imported inside it, so that --help is instant.
+Each command imports what it needs inside its function, so that --help is instant.
 """
 
 import errno
@@ -39,7 +39,7 @@ _NOT_OURS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR),
 )
-"""What a system says of a file that the user can do something about."""
+"""Errors of the operating system that a user can solve: permissions, space, names of files."""
 
 Ema = Annotated[
     bool | None,
@@ -65,16 +65,16 @@ _RUN_HELP = "A run directory, or one of its checkpoints."
 
 
 def main() -> None:
-    """Run a verb; a user's mistake becomes one message on stderr and an exit code, mostly 2."""
-    # Before torch is imported: its C++ parts remark on memory that is older than a measurement.
+    """Run a command; a user's mistake becomes one message on stderr and an exit code, mostly 2."""
+    # Before torch is imported: its C++ code warns of memory allocated before a measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
     except errors.LostPeerError as error:
         say.complain(str(error))
         sys.stdout.flush()
-        # All ranks are about to be started again, and wait until this one is gone: it does not
-        # wait for threads that write, or compute, what has become useless.
+        # All ranks are started again once this one is gone: do not wait for threads whose results
+        # have become useless.
         os._exit(error.exit_code)
     except errors.LongtakeError as error:
         say.complain(str(error))
@@ -245,7 +245,7 @@ def sample(
 
 
 def _load_sampler(path: Path, step: int | None, **options: Any) -> "Sampler":
-    """Load a checkpoint; if the newest is asked for, newer ones that are damaged are named."""
+    """Load a checkpoint; if the newest is wanted, name newer ones that are damaged."""
     from longtake.checkpoint.files import passed_over
     from longtake.sampling.checkpoints import find_run
     from longtake.sampling.sampler import load_sampler
@@ -343,7 +343,7 @@ def drill(
         raise typer.Exit(1)
 
 
-# In the order in which --help lists them: that in which a user comes to need them.
+# --help lists them in this order, in which users come to need them.
 _BEFORE, _AFTER = (
     (demo, init, plan, preflight, train, launch),
     (evaluate, sample, export, show),

@@ -16,7 +16,7 @@ _DAY_SECONDS, _HOUR_SECONDS = 86_400.0, 3600.0
 
 
 def cost_report(cost: "RunCost") -> Iterator[RenderableType]:
-    """The whole run's time by part, what is written and sent, and what failures take."""
+    """Yield the whole run's time by part, what is written and sent, and what failures cost."""
     wall, per_hour = cost.wall_seconds, cost.num_ranks / _HOUR_SECONDS
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(
@@ -37,7 +37,7 @@ def cost_report(cost: "RunCost") -> Iterator[RenderableType]:
 
 
 def _rows(cost: "RunCost") -> Iterator[tuple[str, float, float, str]]:
-    """Each row's name, how often it happens, the seconds of all together, and what it is."""
+    """Yield name, count, total seconds and explanation of each row."""
     stages, num_steps = cost.stages, sum(stage.steps for stage in cost.stages)
     for stage in stages:
         note = "steps of the model, all at the longest shape"
@@ -85,7 +85,7 @@ def _amount(num_bytes: float) -> str:
 
 
 def _describe_failures(cost: "RunCost") -> str:
-    """The share of the time that is kept, and the interval of saves that keeps most."""
+    """Say which share of the time is kept, and which interval of saves keeps most."""
     text = f"{cost.goodput:.2%} of the time is training that is kept"
     if not cost.saving.failures_per_day:
         return f"{text}; no failures are assumed."

@@ -1,4 +1,4 @@
-"""The verbs of `longtake data`: prepare and inspect what is trained on."""
+"""The commands of `longtake data`: prepare and inspect training data."""
 
 import re
 from collections import Counter
@@ -166,7 +166,7 @@ def _say_recipe_lines(folders: "Sequence[ClassFolder]", catalogs: "Mapping[str, 
     say.line(f"In a recipe:\n[data]\ncatalogs = {{ {named} }}\nrepeats = {{ {times} }}")
 
 
-_CAPTIONS_SHOWN, _CAPTION_CHARS = 20, 120  # of duplicates
+_CAPTIONS_SHOWN, _CAPTION_CHARS = 20, 120  # captions of duplicates, and characters of each
 
 
 def _say_indexed(report: "IndexReport", out: Path) -> None:
@@ -363,7 +363,7 @@ def score(
     from longtake.data.tasks import connected
 
     loaded, target = Catalog.load(catalog), out or catalog
-    check_out(target)  # scoring may take hours
+    check_out(target)  # now, as scoring may take hours
     with connected(on), progress.counted(say.console(), "score") as advance:
         scored = score_clips(
             loaded,
@@ -488,7 +488,7 @@ def caption(
     from longtake.data.index import check_out
 
     loaded, target = Catalog.load(catalog), out or catalog
-    check_out(target)  # captioning may take hours
+    check_out(target)  # now, as captioning may take hours
     with progress.phase_lines(say.console(), "loading the captioner"):
         made, given = _captioner(captioner, options or ())
     with progress.counted(say.console(), "caption") as advance:
@@ -528,7 +528,7 @@ def caption(
 
 
 def _captioner(path: str, options: "Sequence[str]") -> tuple[Any, dict[str, object]]:
-    """An object of the class at "package.module:Class", and the options that it was made with."""
+    """Return an object of the class at "package.module:Class", and its arguments."""
     from longtake import config, trust
     from longtake.models.pretrained import construct
 
@@ -594,13 +594,13 @@ def show(
 
 
 def _with_costs(recipe: "Recipe") -> "tuple[Recipe, BucketCosts]":
-    """The recipe with batch sizes of all buckets, and their costs, where they can be known."""
+    """Return the recipe with batch sizes of all buckets, and the costs that can be known."""
     from longtake.inspection.curriculum_facts import BucketCosts
     from longtake.planner import batch_sizes, cost, devices  # which import torch
     from longtake.trust import training_classes
 
     if training_classes(recipe).keys() - {"optimizer.kind"}:
-        return recipe, BucketCosts()  # code of the recipe's own, which is only looked at here
+        return recipe, BucketCosts()  # the recipe names code of its own, which is not run here
     tokens: dict[Bucket, int] = {}
     try:
         recipe = batch_sizes.with_batch_sizes(recipe)
@@ -610,7 +610,7 @@ def _with_costs(recipe: "Recipe") -> "tuple[Recipe, BucketCosts]":
     except errors.LongtakeError:
         if recipe.data.tokens_per_batch is not None and not tokens:
             raise
-        return recipe, BucketCosts(tokens)  # its configuration is not here, or its parts do not fit
+        return recipe, BucketCosts(tokens)  # no configuration here, or parts that do not fit
     return recipe, BucketCosts(tokens, seconds, device.name)
 
 
@@ -750,7 +750,7 @@ def _say_audit(found: "Audit", again: "Sequence[Mapping[str, Any]]") -> None:
 
 
 def _alike(epochs: "Sequence[EpochAudit]") -> "list[list[EpochAudit]]":
-    """Runs of epochs of which the same is to be said."""
+    """Group consecutive epochs that differ in nothing but their number."""
     runs: list[list[EpochAudit]] = []
     for epoch in epochs:
         if runs and asdict(epoch) | {"epoch": 0} == asdict(runs[-1][0]) | {"epoch": 0}:

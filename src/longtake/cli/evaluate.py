@@ -65,7 +65,7 @@ def evaluate(
     could not be evaluated. Ctrl-C or SIGTERM ends it (exit code 130 or 143); what it had begun is
     left to others.
     """
-    # Its threads that wait leave their cores to a training; read when PyTorch is imported.
+    # Waiting threads must not spin on cores that a training uses. Read when PyTorch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from longtake.evaluation.options import ServerOptions, parse_backlog
     from longtake.evaluation.server import evaluate as serve
@@ -84,7 +84,7 @@ def evaluate(
     )
     try:
         ended = serve(options, device, say.console())
-    except KeyboardInterrupt:  # the second one
+    except KeyboardInterrupt:  # a second Ctrl-C
         say.line("Stopped at once: whole results are kept, and what was begun is begun again.")
         raise typer.Exit(128 + signal.SIGINT) from None
     if as_json:

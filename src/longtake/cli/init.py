@@ -21,12 +21,12 @@ from longtake.models import release_checks, releases
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
 _MODULE = "examples.modules.pose_adapter"
-"""The module of the templates with one; a clone of the repository has it, recipes/ a copy."""
+"""Path of the module that some templates name; a clone has it, and recipes/ has a copy."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A bucket, and the GPU's memory in GiB from which on `longtake plan` accepts it."""
+    """A bucket, and the GPU memory in GiB from which on `longtake plan` accepts it."""
 
     gib: int
     frames: int
@@ -62,7 +62,7 @@ class Template:
 
 @functools.cache
 def templates() -> tuple[Template, ...]:
-    """The templates of recipes/templates.toml."""
+    """Return the templates that are listed in recipes/templates.toml."""
     listed = tomllib.loads(_FOLDER.joinpath("templates.toml").read_text("utf-8"))["template"]
     return tuple(
         Template(**{**each, "shapes": tuple(Shape(**shape) for shape in each["shapes"])})
@@ -71,7 +71,7 @@ def templates() -> tuple[Template, ...]:
 
 
 def find_template(family: str, task: str | None, size: str | None) -> Template:
-    """The template of a family; without a task or a size, the first that there is of it.
+    """Return the template of a family; without a task or a size, the first that fits.
 
     Raises:
         RecipeError: no template fits; the message lists those of the family.
@@ -103,12 +103,12 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
 
 
 def template_of_release(release: str, task: str | None, expert: Expert | None = None) -> Template:
-    """The template of a release, by its files: a folder in diffusers' layout or a repository id.
+    """Return the template for a release: a folder in diffusers' layout, or a repository id.
 
-    `expert` is one of a release with two transformers; None: the high-noise one.
+    `expert` is one transformer of a release that has two; None means the high-noise one.
 
     Raises:
-        ModelError: it is not a release, or longtake does not train it.
+        ModelError: `release` is not a release, or longtake does not train it.
         RecipeError: there is no template for the task.
     """
     from longtake.models import base, experts, recognition
@@ -165,7 +165,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
 
 
 def choose_shape(template: Template, memory: str | None) -> Shape:
-    """The largest shape whose plan fits; without a memory, the largest of all.
+    """Return the largest shape whose plan fits into `memory`; without one, the largest of all.
 
     Raises:
         RecipeError: the smallest shape needs more memory than there is.
@@ -194,12 +194,12 @@ def render_recipe(
     """Return the text of a recipe.
 
     Args:
-        template: of `templates`.
-        memory: the GPU's, such as "24GiB"; None: what is free on the GPU when training starts.
+        template: one of `templates()`.
+        memory: the GPU's memory, such as "24GiB"; None: what is free when training starts.
         data: a folder of clips, or a catalog that exists already (`.parquet`).
         recipe: where the text will be written; names the run.
-        buckets: instead of the template's.
-        module: where the module is that a template with one names.
+        buckets: buckets to use instead of the template's.
+        module: path of the module, for a template that names one.
 
     Raises:
         RecipeError: the memory is too small, or a path cannot stand in a recipe.
@@ -248,9 +248,10 @@ def render_recipe(
 
 
 def module_beside(recipe: Path) -> str:
-    """The name of a template's module: the clone's, where this is one, or that of a copy.
+    """Return the path of a template's module: that of the clone, or that of a copy to write.
 
-    A copy lies beside the recipe, or here where that folder cannot be imported from here.
+    The copy is placed beside the recipe, or in the current folder if the recipe's folder cannot be
+    imported from here.
     """
     if Path(*_MODULE.split(".")).with_suffix(".py").is_file():
         return _MODULE
@@ -263,7 +264,7 @@ def module_beside(recipe: Path) -> str:
 
 
 def write_module(module: str) -> None:
-    """Write the copy of a template's module that `module_beside` names, unless it is there."""
+    """Write the copy of a template's module for `module_beside`'s path, unless it exists."""
     path = Path(*module.split(".")).with_suffix(".py")
     text = _FOLDER.joinpath(f"{_MODULE.rpartition('.')[2]}.py.txt").read_text("utf-8")
     try:
@@ -278,13 +279,13 @@ def write_module(module: str) -> None:
 
 
 def catalog_of(data: Path) -> Path:
-    """The catalog itself, or where that of a folder is proposed to be written."""
+    """Return the catalog's path: `data` itself, or a proposed one for a folder of clips."""
     folder = Path(os.path.abspath(data)).name or "clips"  # noqa: PTH100 - a link keeps its name
     return data if data.suffix == ".parquet" else Path("catalogs") / f"{folder}.parquet"
 
 
 def buckets_for(template: Template, memory: str | None, data: Path) -> tuple[Bucket, ...]:
-    """The template's bucket, and those that keep clips of `data` that it would lose."""
+    """Return the template's bucket, and others for clips of `data` that it would lose."""
     own = choose_shape(template, memory).bucket()
     catalog = catalog_of(data)
     if not (data.exists() or catalog.exists()):
@@ -293,7 +294,7 @@ def buckets_for(template: Template, memory: str | None, data: Path) -> tuple[Buc
 
     try:
         frames, aspects = glance(data, catalog, template.fps)
-    except errors.DataError:  # `data index` says what is wrong with it
+    except errors.DataError:  # `data index` will report what is wrong with it
         return (own,)
     found = propose_buckets(frames, aspects, (own,), 1)
     if len(found) > 1:

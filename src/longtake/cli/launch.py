@@ -129,7 +129,7 @@ def launch(
     read, given = options.load_for_all_ranks(
         recipe, tuple(changes or ()), fresh=fresh, is_alone=slurm or numbers == (1, 1), trust=trust
     )
-    # Refused here and not by each rank, or by a job that starts tomorrow.
+    # Refused now, not later by each rank, or by a job that starts tomorrow.
     train.parent_of(read.out, begin_from, weights_only=weights_only, trust=trust)
     launched = options.LaunchOptions(
         recipe,
@@ -226,7 +226,7 @@ def preflight(
         _show(found, as_json=as_json)
     status = 0 if found is None else found["exit_status"]
     if is_hanging:
-        # Its thread is in the kernel, and waiting for it would be another hang.
+        # Its thread hangs in the kernel, and a normal exit would wait for it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

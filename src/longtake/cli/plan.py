@@ -1,4 +1,4 @@
-"""The verb `plan`: will it fit, and will everything train."""
+"""The command `plan`: whether a recipe fits, and whether everything in it trains."""
 
 import time
 from collections.abc import Sequence
@@ -123,7 +123,7 @@ def plan(
 
 
 def _load(path: Path, changes: Sequence[str], trust: bool) -> "Recipe":
-    """Load a recipe with its buckets and batch sizes, and refuse presets that training would."""
+    """Load a recipe with its buckets and batch sizes, and refuse presets that training refuses."""
     from longtake.data.auto_buckets import with_buckets
     from longtake.planner.batch_sizes import with_batch_sizes
     from longtake.run_dir import RunDirectory
@@ -143,7 +143,7 @@ def _choose_device(
     processes: int,
     per_node: int | None,
 ) -> "DeviceBudget":
-    """The recipe's device with the memory that the options say, or else all of its own."""
+    """Return the recipe's device with the memory that the options name, or all of its own."""
     from longtake.config import memory_bytes
     from longtake.planner.devices import device_budget, with_host_memory
 

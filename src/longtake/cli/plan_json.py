@@ -1,4 +1,4 @@
-"""What `longtake plan --json` prints; numbers are rounded, and their paths stay.
+"""The JSON that `longtake plan --json` prints; numbers are rounded, and keys stay the same.
 
 Each function names the keys of one class of the planner.
 """

@@ -1,4 +1,4 @@
-"""What `longtake plan` prints: sentences and tables of a report."""
+"""Prints the report of `longtake plan` as sentences and tables."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ _PIPE_WIDTH = 100
 _MOST_NAMES = 12
 _LITTLE_WAITING = 0.001
 _MUCH_MORE_THAN_A_GIB = 4 * _GIB
-"""Below it "the next GiB" would be another GPU."""
+"""Peak above which one more GiB is a small step; below it, that would be another GPU."""
 _FITS = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}
 _PHASES = {
     "text": ("text encoder", "a caption: to fill a cache, and to sample"),
@@ -56,7 +56,7 @@ _LEGEND = (
 
 
 def print_plan(console: Console, recipe: str, report: "PlanReport", seconds: float) -> None:
-    """Print what `longtake plan --json` would, at least 100 columns wide in a pipe."""
+    """Print the report of `longtake plan`, at least 100 columns wide in a pipe."""
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     parts = (f"[bold]{escape(recipe)}[/bold]", *_parts(report))
@@ -120,7 +120,7 @@ def _describe_model(known: "Forecast") -> str:
 
 
 def _stage_table(stages: "Sequence[StageForecast]") -> Table:
-    """Each stage with its settings; columns in which all stages have none are left out."""
+    """Return a table of the stages' settings, without columns that are empty for all stages."""
     names = ("stage", "begins", "steps", "learning rate", "warm-up", "batch", "at once")
     cells = []
     for stage in stages:
@@ -196,7 +196,7 @@ def _policy_table(known: "Forecast") -> Table:
 
 
 def _verdict(report: "PlanReport") -> Iterator[RenderableType]:
-    """What fits, or else what would help."""
+    """Yield sentences on what fits, or else on what is short and would help."""
     known = report.known
     if known.best is None or known.best_policy is None:
         yield from _shortage(report)
@@ -269,7 +269,7 @@ def _describe_best(known: "Forecast") -> str:
 
 
 def _describe_loss(report: "PlanReport", step_seconds: float) -> str:
-    """How much training a crash can cost."""
+    """Say how much training a crash can cost."""
     every, minutes = report.recipe.checkpoint.every, report.recipe.checkpoint.minutes
     lost = every * step_seconds
     also = ""
@@ -283,7 +283,7 @@ def _describe_loss(report: "PlanReport", step_seconds: float) -> str:
 
 
 def _phase_table(phases: "Sequence[PhaseForecast]") -> Iterator[RenderableType]:
-    """The other work, part by part."""
+    """Yield a table of the other work, such as encoding and sampling, part by part."""
     if not phases:
         return
     table = _table("one part at a time, GiB", "weights", "peak", "takes", "fits", "")
@@ -298,7 +298,7 @@ def _phase_table(phases: "Sequence[PhaseForecast]") -> Iterator[RenderableType]:
 
 
 def _remarks(report: "PlanReport") -> Iterator[str]:
-    """What the tables do not say."""
+    """Yield notes on what the tables do not contain."""
     phases = {phase.name: phase for phase in report.phases}
     if (between := phases.get("sampling")) is not None:
         yield (
@@ -367,7 +367,7 @@ def _table(*columns: str) -> Table:
 
 
 def _mesh_report(mesh: "MeshForecast", processes: int, per_node: int) -> Iterator[RenderableType]:
-    """What each rank sends as a table, how much of it is exposed, and what would help."""
+    """Yield a table of what each rank sends, how much of it is exposed, and what would help."""
     nodes = -(-processes // per_node)
     copies, ranks = mesh.num_copies, mesh.num_shards
     held = f"{copies} copies of the model" if copies > 1 else "one copy of the model"

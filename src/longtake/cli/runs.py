@@ -1,4 +1,4 @@
-"""The verbs that read a run: `show`, `health`, `stacks`, `watch` and `bundle`; `stacks`' tree."""
+"""The commands that read a run: `show`, `health`, `stacks` with its tree, `watch`, `bundle`."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ def show(
             check_picture_name(out, (".html",))
 
         def say_share(share: float) -> None:
-            # Of a file that takes long, each quarter is a phase that is long enough to be printed.
+            # Only long phases are printed: for a large file, each quarter is one.
             enter(f"reading the run's records: {int(4 * share) * 25} %")
 
         if around is None:
@@ -220,7 +220,7 @@ def bundle(
 
 
 def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what `group_processes` returned, with `of` (what it is of) and `silent`."""
+    """Print the result of `group_processes`, with `of` (a run or process) and `silent` hosts."""
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     tree = Tree(Text(_title(facts), style="bold"), guide_style="dim")
@@ -247,7 +247,7 @@ def _title(facts: Mapping[str, Any]) -> str:
 
 
 def _add_role(tree: Tree, role: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """The calls that all of a role are in are printed once, and then where they differ."""
+    """Print the calls that all processes of a role share once, then where they differ."""
     count = sum(each["count"] for each in groups)
     title = Text(f"{count} {sentences.ROLES[role][count != 1]}", style="bold")
     if shared := _shared(groups) if len(groups) > 1 else 0:
@@ -261,9 +261,9 @@ def _add_role(tree: Tree, role: str, groups: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _shared(groups: Sequence[Mapping[str, Any]]) -> int:
-    """How many of the outermost calls all groups are in, up to one that is not a library's.
+    """Count the outermost calls that all groups share, up to one that is not in a library.
 
-    Never all that there is of one: something is printed of each.
+    It is less than the shortest stack, so that each group has a call of its own to print.
     """
     stacks = [
         tuple((call["function"], call["file"], call["line"]) for call in each["stack"])
@@ -310,7 +310,7 @@ def _calls(
 
 
 def _threads(threads: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
-    """Other threads, a line each: the innermost call that is not Python's own."""
+    """Yield a line for each other thread: its innermost call that is not Python's own."""
     there = [each for each in threads if each["stack"]]
     for each in there[:_MOST_THREADS]:
         call = sentences.own_call(each["stack"])

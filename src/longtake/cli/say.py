@@ -1,4 +1,4 @@
-"""How verbs speak: results on stdout, all else on stderr, and only one rank of several."""
+"""Output of commands: results on stdout, all else on stderr, and from one rank only."""
 
 import json
 import os
@@ -24,17 +24,17 @@ Trust = Annotated[
 
 
 class SafeConsole(Console):
-    """Spells control characters in whatever is printed: tables, progress, lines."""
+    """A console that spells out control characters in whatever is printed."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """See `Console.render`."""
+        """Render like `Console.render`, with control characters spelled out."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else printable_lines(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)
 
 
 def console() -> Console:
-    """The console for people: stderr, so that stdout is for results."""
+    """Return the console for messages: it writes to stderr, as stdout is for results."""
     return SafeConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -43,7 +43,7 @@ def stdout_console() -> Console:
 
 
 def rank() -> int:
-    """This process's rank where torchrun started it, else 0."""
+    """Return this process's rank if torchrun started it, else 0."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -58,7 +58,7 @@ def complain(message: str) -> None:
 
 
 def skipped_lines() -> None:
-    """Tell people which lines of the files that were read are no records."""
+    """Print which lines of the files that were read are not records."""
     from longtake.fsio import skipped_lines as sentences
 
     for sentence in sentences():

@@ -1,4 +1,4 @@
-"""The verb `longtake train`."""
+"""The command `train`, and options that it shares with `launch`."""
 
 import os
 import shlex
@@ -53,7 +53,7 @@ Load = Annotated[
         callback=_tell_how_to_resume,
     ),
 ]
-"""Names that other trainers use; the error gives the name that is used here."""
+"""Options of other trainers for loading a checkpoint; the error names what to use here."""
 
 
 def train(
@@ -87,7 +87,7 @@ def train(
             progress.phase_lines(say.console(), "importing PyTorch", progress.starting_phase),
         ):
             if launcher := os.environ.pop(process.LAUNCHER_VARIABLE, None):
-                # Nothing would start it again, nor end it: two launches would train one run.
+                # Without its launcher nothing would end this rank: two launches would train a run.
                 process.end_with(int(launcher), by=signal.SIGTERM)
             from longtake.training.train import train as train_recipe
 
@@ -111,7 +111,7 @@ def train(
 def parent_of(
     out: Path | None, begin_from: str | None, *, weights_only: bool, trust: bool
 ) -> "Parent | None":
-    """The checkpoint that --from names; `out` may be a run that is resumed."""
+    """Return the checkpoint that --from names; `out` may be a run that is resumed."""
     from longtake.checkpoint.files import find_parent
     from longtake.run_dir import RunDirectory
 
