@@ -1,7 +1,7 @@
-"""Reads from pixels alone what a clip of the shapes world shows, and whether its caption asks so.
+"""Reads what a clip of the shapes world shows from its pixels alone, and checks its caption.
 
-It does not guess: what is not one steady object of a known shape, colour and direction gives
-`None`, and `None` counts as wrong.
+It does not guess: whatever is not one steady object of a known shape, colour and direction is read
+as `None`, which counts as wrong.
 """
 
 import colorsys
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from longtake.demo.shapes import COLOURS, DIRECTIONS, SHAPES, coverage, parse_caption
 from longtake.errors import DataError
 
-# Between the object and its background, as a distance in RGB of [0, 1].
+# Least distance between object and background in RGB, with each colour in [0, 1].
 _LEAST_CONTRAST = 0.35
 # The object's share of a frame: a cross of radius 6.5 is a tenth of 32x32, a square of 8 a fifth.
 _LEAST_COVERED, _MOST_COVERED = 0.04, 0.4
@@ -57,15 +57,16 @@ def read(frames: NDArray[np.uint8]) -> Reading:
 
 
 def shows(video: NDArray[np.uint8], caption: str) -> bool:
+    """Return whether a video [F, H, W, 3] uint8 shows what its caption asks for."""
     wanted = parse_caption(caption)
     return read(video) == Reading(wanted.shape, wanted.colour, wanted.direction)
 
 
 class Adherence:
-    """1 if shape, colour and direction are those of the prompt, else 0; the mean is a share.
+    """1 if a video shows the shape, colour and direction of its prompt, else 0.
 
     A measure for presets: `measures = ["longtake.demo.oracle:Adherence"]`. It is undefined for
-    prompts that are not of the shapes world and for images, in which nothing moves.
+    prompts that are not of the shapes world, and for images, in which nothing moves.
     """
 
     name = "adherence"
@@ -97,6 +98,7 @@ def _object_colour(
 ) -> NDArray[np.float64] | None:
     """Return the colour [3] of the pixels that contrast most; None if there is no contrast."""
     contrast = np.linalg.norm(pixels - background, axis=-1)
+    # The object covers more than 3 % of the pixels, so this quantile is one of its pixels.
     peak = np.quantile(contrast, 0.97)
     if peak < _LEAST_CONTRAST:
         return None
@@ -108,6 +110,7 @@ def _covered(
     pixels: NDArray[np.float64], background: NDArray[np.float64], object_rgb: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return each pixel's share of the object's colour against the background's, [F, H, W]."""
+    # Each pixel is projected onto the line from the background's colour to the object's.
     way = object_rgb - background
     share = (pixels - background) @ way / max(float(way @ way), 1e-9)
     covered: NDArray[np.float64] = np.clip(share, 0.0, 1.0)
@@ -158,6 +161,7 @@ def _colour(object_rgb: NDArray[np.float64]) -> str | None:
 
 def _direction(centres: NDArray[np.float64], covered: NDArray[np.float64]) -> str | None:
     """Return the direction of the straight line through the centroids, if there is one."""
+    # Least squares: the centroids' mean velocity in pixels per frame.
     times = np.arange(len(centres)) - (len(centres) - 1) / 2
     step = times @ centres / (times @ times)
     travel = float(np.linalg.norm(step)) * (len(centres) - 1)

@@ -22,7 +22,7 @@ from longtake.sampling.sampler import Sampler
 from longtake.sampling.videos import SheetRow, contact_sheet
 
 PRESETS: Final = {True: "unseen_prompts", False: "trained_prompts"}
-"""Presets in which the checked videos are kept, by whether their captions were held out."""
+"""Names of the presets of the checked videos, by whether their captions were held out."""
 _REPORT = "report.html"
 _TRAINED_ON_PAGE = 12
 _LAST_LOSSES = 100
@@ -45,10 +45,10 @@ def write_report(
     clips: int,
     console: Console,
 ) -> dict[str, Any]:
-    """Write summary.json, contact_sheet.png and report.html; returns the summary.
+    """Write summary.json, contact_sheet.png and report.html, and return the summary.
 
-    The videos become results of presets of the run, which its pages show beside those that an
-    evaluation server has sampled.
+    The videos become results of two presets of the run, so that its pages show them with those of
+    evaluation servers.
     """
     metrics = [row for row in run.metrics() if row["loss"] is not None]
     summary = _summarise(metrics, sampler, videos, clips)
@@ -93,7 +93,7 @@ def _share(verdicts: Iterable[bool]) -> float:
 
 
 def _choose_shown(videos: Sequence[CheckedVideo]) -> list[CheckedVideo]:
-    """One video of each held-out caption, and of some trained captions."""
+    """Return one video of each held-out caption, and of some trained captions."""
     first = {one.caption: one for one in reversed(videos)}.values()
     held_out = [one for one in first if one.is_held_out][::-1]
     trained = [one for one in first if not one.is_held_out][::-1]
@@ -105,13 +105,13 @@ def _choose_shown(videos: Sequence[CheckedVideo]) -> list[CheckedVideo]:
 def _keep_videos(
     run: RunDirectory, sampler: Sampler, name: str, videos: Sequence[CheckedVideo]
 ) -> None:
-    """Write videos as an evaluation server writes a preset's, with `adherence` as their measure."""
+    """Write videos as an evaluation server writes a preset's, with `adherence` as the measure."""
     settings, bucket = settings_for(sampler.recipe)
     prompts = tuple(one.caption for one in videos)
     preset = Preset(name, prompts, (0,), settings, bucket, sampler.weights)
     directory, step = EvaluationDirectory(run), sampler.step
     folder = directory.result_path(name, step)
-    fsio.remove_tree(folder)  # of the same checkpoint, by the same command
+    fsio.remove_tree(folder)  # left by an earlier call for the same checkpoint
     with fsio.atomic_folder(folder) as partial:
         found = []
         for index, one in enumerate(videos):

@@ -1,4 +1,4 @@
-"""The demo from clips to page; every step is what a user's own run does."""
+"""Runs the demo from clips to report; every step is one of a user's own run."""
 
 import shutil
 import statistics
@@ -28,15 +28,15 @@ from longtake.training.train import train
 DEFAULT_STEPS = 1500
 NUM_CLIPS = 6000
 NUM_HELD_OUT_CLIPS = 48
-"""Clips of captions that are not trained on: their loss is measured at each checkpoint."""
+"""Number of clips with held-out captions, whose loss is measured at each checkpoint."""
 NUM_CHECKPOINTS = 6
 NUM_CHECKED = 96
-"""Videos sampled and checked of the held-out captions, and as many of trained captions."""
+"""Videos that are sampled and checked of held-out captions, and as many of trained ones."""
 
 _BATCH_SIZE = 48
 _PACE_STEPS, _PACE_WARM_UP = 60, 20
 _EVALUATION_SECONDS = 300.0
-"""After the training, for the checkpoints that are not sampled yet."""
+"""Maximum time after the training for sampling the remaining checkpoints."""
 _POLL_SECONDS = 0.1
 _TERMINATION_SECONDS = 10.0
 
@@ -63,7 +63,7 @@ class EvaluationProcess:
 
 @contextmanager
 def evaluation_process(out: Path) -> Iterator[EvaluationProcess]:
-    """Sample each checkpoint of a run that is, or will be, in `out`, until the block ends."""
+    """Evaluate the run in `out`, which may begin later, in another process during the block."""
     log = out / "evaluate.log"
     with log.open("ab") as file:
         # In its own session: Ctrl-C is for the training, whose end ends this process.
@@ -72,7 +72,7 @@ def evaluation_process(out: Path) -> Iterator[EvaluationProcess]:
     try:
         yield EvaluationProcess(log, process)
     finally:
-        process.terminate()  # it ends between two steps of its solver
+        process.terminate()  # it ends after the current step of its solver
         try:
             process.wait(_TERMINATION_SECONDS)
         except subprocess.TimeoutExpired:
@@ -81,7 +81,7 @@ def evaluation_process(out: Path) -> Iterator[EvaluationProcess]:
 
 
 def demo_recipe(out: Path, steps: int, seed: int) -> config.Recipe:
-    """The shipped recipe for a run directory."""
+    """Return the shipped recipe with the paths, steps and seed of one demo."""
     text = resources.files("longtake.demo").joinpath("recipe.toml").read_text(encoding="utf-8")
     values = tomllib.loads(text)
     values |= {"out": str(out), "seed": seed}
@@ -103,19 +103,19 @@ def run_demo(
 ) -> dict[str, Any] | str:
     """Write clips, index them, train on them, sample, check the samples, and write a report.
 
-    Called again after an interruption it resumes; of a finished demo it repeats the sampling.
+    A call after an interruption resumes; a call after the end samples and checks again.
 
     Args:
         out: the run directory.
         steps: optimizer updates, 1500 by default; or
         minutes: how long to train; a short measurement converts them to steps of a new demo.
-        seed: of the run and of its clips.
+        seed: seed of the run and of its clips.
         console: for progress and results.
         evaluate: also sample each checkpoint during the training, by a second process.
 
     Returns:
-        Content of summary.json; the signal that interrupted it, such as SIGTERM (what was done is
-        kept).
+        The content of summary.json; or the name of the signal that interrupted it, such as SIGTERM
+        (what was done is kept).
 
     Raises:
         RecipeError: both steps and minutes are given.
@@ -147,7 +147,7 @@ def run_demo(
 
 
 def _train(recipe: config.Recipe, evaluate: bool, console: Console) -> str | None:
-    """Train to the end, also sampling each checkpoint; the signal, if one interrupted it."""
+    """Train to the end with evaluation; return the name of a signal that interrupted it."""
     heartbeat.restart_launch_timer()  # writing clips is not part of the training's start
     with evaluation_process(recipe.out) if evaluate else nullcontext() as evaluation:
         with progress.phase_lines(console, "starting", progress.starting_phase):
@@ -173,7 +173,7 @@ def _refuse_other_settings(run: RunDirectory, recipe: config.Recipe) -> None:
 
 
 def make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
-    """Write the clips and index them, as `longtake data index` does a user's."""
+    """Write the clips and index them, as `longtake data index` does for a user's clips."""
     catalog = _catalog_path(run.path)
     if run.exists() and catalog.exists():
         return
@@ -191,7 +191,7 @@ def make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
 
 
 def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int | str:
-    """Number of steps in some minutes, by a short run that is deleted; or the signal that came."""
+    """Return the steps that fit into some minutes, by a short run; or the signal that came."""
     aside = RunDirectory(out / "pace")
     shutil.rmtree(aside.path, ignore_errors=True)  # left by a measurement that was killed
     values = demo_recipe(out, _PACE_STEPS, seed).model_dump(mode="json", exclude_none=True)

@@ -41,7 +41,7 @@ DIRECTIONS = {
     "up right": (1, -1),
 }
 
-# In radii. Chosen so that all shapes look about as large, and none leaves the picture.
+# As multiples of the radius. With them, all shapes look about as large and stay in the picture.
 _SQUARE_HALF_SIDE = 0.9
 _TRIANGLE_INRADIUS = 0.66
 _CROSS_HALF_WIDTH = 0.36
@@ -61,7 +61,11 @@ class Combination:
 
 
 def parse_caption(caption: str) -> Combination:
-    """Return the combination that a caption of this world asks for."""
+    """Return the combination that a caption of this world asks for.
+
+    Raises:
+        DataError: the caption is not of this world.
+    """
     combination = _by_caption().get(caption)
     if combination is None:
         raise errors.DataError(
@@ -174,7 +178,7 @@ def write_clips(
     Args:
         folder: where to write; made if it is not there.
         num_clips: how many clips; every caption appears once before one appears twice.
-        seed: of what is drawn and in which order; part of the file names.
+        seed: seed of the pictures and of their order; part of the file names.
         progress: called with the number of finished clips after each one.
         held_out: write clips of the captions that are held out instead.
 
