@@ -22,10 +22,10 @@ from longtake.sampling.videos import sample_preset
 
 
 class SampleEvaluator:
-    """Samples and measures with models that are loaded already.
+    """Samples and measures with models that are already loaded.
 
-    Sampling takes longest. So no error after it loses the videos: it is reported, and the result
-    lacks that number.
+    Sampling takes longest, so no error after it loses the videos: the error is reported, and the
+    result lacks the number concerned.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class SampleEvaluator:
         return scores if held_out is None else {**scores, "held_out": held_out}
 
     def forget_held_out(self) -> None:
-        """Forget the encoded clips: another run, or another codec, follows."""
+        """Forget the encoded held-out clips, before another run or another codec is used."""
         self._held_out = None
 
     def extras_of(self, task: EvaluationTask) -> list[Measure]:
-        """The preset's own measures, loaded before any video is sampled."""
+        """Return the preset's own measures, which are loaded before any video is sampled."""
         names = task.preset.measures
         if names not in self._extras:
             try:
@@ -118,7 +118,7 @@ class SampleEvaluator:
         videos: list[evaluation_dir.VideoScores],
         folder: Path,
     ) -> dict[str, float]:
-        """Add the preset's own measures to each video; returns those of all videos together."""
+        """Add the preset's own measures to each video, and return those of all videos together."""
         again = Reread([folder / each["file"] for each in videos])
         prompts, fps = [each["prompt"] for each in videos], task.preset.settings.fps
         of_all: dict[str, float] = {}
@@ -171,10 +171,11 @@ class SampleEvaluator:
 
     @contextmanager
     def _without(self, task: EvaluationTask, name: str) -> Iterator[None]:
-        """Report a failure, whatever it is, and end the block."""
+        """Report a failure of the block, whatever it is, and continue without its result."""
         try:
             yield
         except process.Stopped:
+            # A request to stop is not a failure: it must end the evaluation.
             raise
         except Exception as error:
             kind = "" if isinstance(error, errors.LongtakeError) else f"{type(error).__name__}: "
@@ -203,7 +204,7 @@ class CheckpointEvaluator:
     def __call__(
         self, task: EvaluationTask, folder: Path, progress: Progress
     ) -> evaluation_dir.Scores:
-        """See `Evaluate`."""
+        """Load a checkpoint and evaluate it; see `claims.Evaluate`."""
         watch = _Stopwatch()
         progress("load", 0, 1)
         with watch.of("load"):
@@ -212,7 +213,7 @@ class CheckpointEvaluator:
         return self._evaluate(task, sampler, folder, progress, watch)
 
     def _load(self, task: EvaluationTask) -> Sampler:
-        """The checkpoint's sampler, which the presets of the same weights share."""
+        """Return the checkpoint's sampler, which presets of the same weights share."""
         if self._loaded is not None and _same_weights(self._loaded[0], task):
             loader, sampler = self._loader_of(task.run), self._loaded[1]
         else:
@@ -224,9 +225,10 @@ class CheckpointEvaluator:
         return sampler
 
     def _loader_of(self, run: RunDirectory) -> SamplerLoader:
-        """The loader of this run and its present recipe; no other stays in memory."""
+        """Return the loader of this run and its current recipe; no other stays in memory."""
         recipe = pending.signature(run.recipe_path)
         if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
+            # Both are freed before the next model is loaded: two may not fit into memory.
             self._loader, self._loaded, self._recipe_read = None, None, recipe
             self._loader = SamplerLoader(run, self._device, trust=self._trust)
             if self._loader.why_device:
@@ -239,7 +241,7 @@ class CheckpointEvaluator:
 
 
 class _Stopwatch:
-    """Seconds that the parts of an evaluation took, by name."""
+    """Measures the seconds that the parts of an evaluation take, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -247,7 +249,7 @@ class _Stopwatch:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Add what the block takes."""
+        """Add the duration of the block to a part."""
         begun = time.perf_counter()
         yield
         taken = self.seconds.get(name, 0.0) + time.perf_counter() - begun
@@ -263,7 +265,7 @@ def _same_weights(one: EvaluationTask, other: EvaluationTask) -> bool:
 
 
 class Reread(Sequence[measures.Video]):
-    """A sequence of videos, each read from its file when it is asked for."""
+    """A sequence of videos, each of which is read from its file on every access."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths

@@ -31,9 +31,9 @@ def _save_weights(
 
 
 def _save_added_modules(model: nn.Module, folder: Path) -> None:
-    """Write `added_modules/NAME.safetensors`, with names of the module's own parameters.
+    """Write `added_modules/NAME.safetensors` with the module's own parameter names.
 
-    No other tool has a place for them.
+    Other tools have no place for added modules.
     """
     for name, module in added_modules(model).items():
         weights = {each: value.clone() for each, value in module.state_dict().items()}
@@ -45,11 +45,12 @@ _LORA_FILES: Mapping[Expert, str] = {
     "high": "pytorch_lora_weights.safetensors",
     "low": "pytorch_lora_weights_transformer_2.safetensors",
 }
-"""diffusers reads the second by `load_lora_weights(..., load_into_transformer_2=True)`."""
+"""LoRA files of a pipeline, by expert. diffusers loads the second one by
+`load_lora_weights(..., load_into_transformer_2=True)`."""
 
 
 def _write_pipeline(sampler: Sampler, folder: Path) -> list[str]:
-    """Write a folder that `from_pretrained` loads; what to know of it."""
+    """Write a folder that `from_pretrained` loads, and return remarks on it."""
     parts, recipe = sampler.components, sampler.recipe
     rule = parts.shift_rule(recipe.sampling.shift)
     at_bucket = sampler.shift(recipe.sampling, recipe.data.buckets[0])
@@ -63,7 +64,7 @@ def _write_pipeline(sampler: Sampler, folder: Path) -> list[str]:
     remarks = []
     for expert, each in models.items():
         lora = {f"transformer.{name}": value for name, value in lora_state(each).items()}
-        # diffusers' pipelines read no LoKr: there it is merged only.
+        # diffusers' pipelines cannot read LoKr, so it is only merged into the model.
         if not lora or any(".lokr_" in name for name in lora):
             continue
         _save_weights(lora, folder / _LORA_FILES[expert])
@@ -81,7 +82,7 @@ PREFIX = "base_model.model."
 
 
 def _write_adapter(sampler: Sampler, folder: Path) -> list[str]:
-    """Write a folder that `peft.PeftModel.from_pretrained(base_model, folder)` loads."""
+    """Write a folder for `peft.PeftModel.from_pretrained(base_model, folder)`; return remarks."""
     model = sampler.components.model
     named = {f"{PREFIX}{name}": value for name, value in lora_state(model).items()}
     _save_weights(named, folder / "adapter_model.safetensors")
@@ -100,12 +101,12 @@ def _expert_alone(sampler: Sampler) -> list[str]:
 
 
 def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
-    """Write a safetensors file, in the dtype that the weights are kept in; what to know of it."""
+    """Write a safetensors file in the dtype of the kept weights, and return remarks on it."""
     parts = sampler.components
     lora = lora_state(parts.model)
     weights, metadata = lora or plain_copy(parts.model).state_dict(), {}
     for name, layer in lora_layers(parts.model):
-        # ComfyUI has DoRA's magnitude as a column, and divides by other norms than peft.
+        # ComfyUI stores DoRA's magnitude as a column, and divides by other norms than peft.
         if (magnitude := weights.pop(f"{name}.lora_magnitude_vector", None)) is not None:
             scale = magnitude.float() * dora_norm_ratio(layer)
             weights[f"{name}.dora_scale"] = scale.to(magnitude.dtype)[:, None]
@@ -128,16 +129,16 @@ def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
 
 
 Format = Literal["diffusers", "peft", "comfyui"]
-"""A pipeline folder, a folder with LoRA alone, or one file."""
+"""Kinds of export: a pipeline folder, a folder with LoRA alone, or one file."""
 
 _SUFFIX = ".safetensors"
 
 
 def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
-    """Write a model; aside first, then renamed.
+    """Write a model for another tool, under a temporary name first.
 
     Returns:
-        What a person should know of it.
+        Remarks that a user should know.
 
     Raises:
         RecipeError: the format cannot hold what the run trained, or does not know its family.
@@ -153,7 +154,7 @@ def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
 
 
 def check_export(recipe: Recipe, out: Path, wanted: Format) -> None:
-    """Refuse what can be known to fail from the recipe and the place alone.
+    """Refuse an export that is known to fail from the recipe and the path alone.
 
     Raises:
         RecipeError: the format cannot hold what the run trained.
@@ -188,7 +189,7 @@ def _check_out(out: Path, wanted: Format) -> None:
 
 @contextmanager
 def _written_whole(out: Path, *, is_file: bool) -> Iterator[Path]:
-    """Where to write; it becomes `out` when the block ends well, and is gone if it does not."""
+    """Yield a path to write to. It is renamed to `out` if the block succeeds, else deleted."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with fsio.atomic_write(out) if is_file else fsio.atomic_folder(out) as partial:

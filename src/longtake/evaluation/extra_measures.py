@@ -21,9 +21,9 @@ _SEE = "See Measure in longtake.evaluation.extra_measures."
 
 
 class Measure(Protocol):
-    """One further measure."""
+    """The interface of a measure that presets name as module:Class."""
 
-    name: str  # that its values are kept under; of small letters, digits and underscores
+    name: str  # key of its values; small letters, digits and underscores
 
     def __call__(
         self, videos: Sequence[Video], prompts: Sequence[str], fps: float
@@ -31,10 +31,10 @@ class Measure(Protocol):
         """Measure all videos of a preset.
 
         Args:
-            videos: each [F, H, W, 3] uint8 RGB. Look at one after another: each may be read from
-                disk when it is asked for.
-            prompts: of each.
-            fps: frames a second that they are shown at.
+            videos: each [F, H, W, 3] uint8 RGB. Access them one after another: each may be read
+                from disk on access.
+            prompts: the prompt of each video.
+            fps: frames per second at which they are shown.
 
         Returns:
             One number for each video, None where it is not defined for it; or one number for all
@@ -43,6 +43,7 @@ class Measure(Protocol):
 
 
 def load_extra(path: str) -> Measure:
+    """Make the measure at "module:Class"; refuse one without a name or `__call__`."""
     made = made_of(path)
     name = getattr(made, "name", None)
     if not isinstance(name, str) or not name.isidentifier() or not callable(made):
@@ -55,7 +56,7 @@ def load_extra(path: str) -> Measure:
 
 
 def made_of(path: str) -> Any:
-    """An object of the class that "package.module:Class" names, made without arguments."""
+    """Make an object of the class at "package.module:Class", without arguments."""
     if ":" not in path:
         raise RecipeError(
             f"The measure {path!r} is no name of a class; write it as package.module:Class."
@@ -65,7 +66,7 @@ def made_of(path: str) -> Any:
         return found()
     except LongtakeError:
         raise
-    except Exception as error:  # somebody's class can end in any way
+    except Exception as error:  # a user's class can fail in any way
         raise RecipeError(
             f"The measure {path} cannot be made: {found.__name__}() failed with "
             f"{type(error).__name__}: {error}. It is made without arguments. {_SEE}"
@@ -73,7 +74,7 @@ def made_of(path: str) -> Any:
 
 
 def load_extras(paths: Sequence[str]) -> list[Measure]:
-    """The measures that a preset names."""
+    """Return the measures that a preset names, whose names must all be different."""
     extras: dict[str, Measure] = {}
     for path in paths:
         extra = load_extra(path)
@@ -89,7 +90,7 @@ def load_extras(paths: Sequence[str]) -> list[Measure]:
 def measure_extra(
     extras: Sequence[Measure], videos: Sequence[Video], prompts: Sequence[str], fps: float
 ) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Values of further measures for a preset's videos."""
+    """Return the values of further measures: a dict for each video, and one for all together."""
     of_each: list[dict[str, float]] = [{} for _ in videos]
     of_set: dict[str, float] = {}
     for extra in extras:
@@ -114,7 +115,7 @@ def _asked(
         values = [None if each is None else float(each) for each in found]
     except LongtakeError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # a user's class can fail in any way
         raise RecipeError(
             f"The measure {extra.name} failed with {type(error).__name__}: {error}. {_SEE}"
         ) from error
@@ -145,12 +146,12 @@ _FRAMES = 8
 
 
 class ClipScore:
-    """100 x the cosine between the embeddings of frame and prompt, negative ones as 0; 0 to 100.
+    """CLIP score: 100 x the cosine of the embeddings of frame and prompt, at least 0.
 
     As in Hessel et al., "CLIPScore: a reference-free evaluation metric for image captioning"
-    (2021), without their factor of 2.5; mean over at most 8 frames at equal distances. Where
-    the environment's LONGTAKE_CLIP says lies a `CLIPModel` of transformers with its processor: a
-    folder, or an id on the hub. It runs on the CPU, beside the work of the GPU.
+    (2021), without their factor of 2.5; mean over at most 8 evenly spaced frames. The environment
+    variable LONGTAKE_CLIP names a `CLIPModel` of transformers with its processor: a folder, or an
+    id on the hub. It runs on the CPU, beside the work of the GPU.
     """
 
     name = "clip_score"
@@ -194,19 +195,21 @@ EXTRACTOR = "LONGTAKE_FEATURES"
 REAL = "LONGTAKE_REAL_FEATURES"
 
 Features = NDArray[np.float64]
-"""[N, D]: D numbers of each of N videos."""
+"""[N, D]: D features of each of N videos."""
 
 
 def frechet_distance(one: Features, other: Features) -> float:
-    """Squared Frechet distance of the normal distributions that fit two sets of features.
+    """Return the squared Frechet distance of two normal distributions fitted to features.
 
     |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), of their means and covariances (Dowson and Landau,
     "The Frechet distance between multivariate normal distributions", 1982; for generated pictures
-    Heusel et al., 2017). Of few videos it is far too large: compare only sets of the same size.
+    Heusel et al., 2017). For few videos it is far too large: compare only sets of the same size.
     """
     assert min(len(one), len(other)) > 1
     shift = one.mean(axis=0) - other.mean(axis=0)
     first, second = (np.cov(each, rowvar=False).reshape(each.shape[1], -1) for each in (one, other))
+    # The trace of (C1 C2)^(1/2) is that of (C1^(1/2) C2 C1^(1/2))^(1/2), which is symmetric, so
+    # that its eigenvalues are real.
     values, vectors = np.linalg.eigh(first)
     root = (vectors * np.sqrt(values.clip(min=0))) @ vectors.T
     cross = np.sqrt(np.linalg.eigvalsh(root @ second @ root).clip(min=0)).sum()
@@ -214,7 +217,7 @@ def frechet_distance(one: Features, other: Features) -> float:
 
 
 class Extractor:
-    """Makes features of videos with a network of the user's."""
+    """Computes features of videos with a network of the user's: module:Class, or TorchScript."""
 
     def __init__(self, place: str) -> None:
         self._network: Any = made_of(place) if ":" in place else _load(Path(place))
@@ -232,10 +235,10 @@ class Extractor:
 
 
 class FrechetDistance:
-    """`frechet_distance` of all videos of a preset from real ones.
+    """`frechet_distance` between all videos of a preset and real ones.
 
-    The environment says what makes features, LONGTAKE_FEATURES (see `Extractor`), and where those
-    of real videos lie, LONGTAKE_REAL_FEATURES: a .npy file of [N, D], made by the same.
+    The environment variable LONGTAKE_FEATURES names the network that makes features (see
+    `Extractor`), and LONGTAKE_REAL_FEATURES a .npy file of [N, D] with its features of real videos.
     """
 
     name = "frechet_distance"
@@ -256,7 +259,7 @@ class FrechetDistance:
             )
 
     def __call__(self, videos: Sequence[Video], prompts: Sequence[str], fps: float) -> float | None:
-        """One number for all; None: one video has no covariance."""
+        """Return one number for all videos; None for a single one, which has no covariance."""
         del prompts, fps
         if len(videos) < 2:
             return None
@@ -283,7 +286,7 @@ def _load(path: Path) -> Any:
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # it is what FVD networks come as
+            warnings.simplefilter("ignore", DeprecationWarning)  # FVD networks come as TorchScript
             return torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         first = first_line(error)

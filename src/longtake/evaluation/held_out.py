@@ -1,7 +1,7 @@
 """The flow-matching loss on clips that are not trained on, at fixed sigmas and with fixed noise.
 
-Each clip has one window, its middle, and one noise, which follows from its identity: two
-checkpoints differ by their weights only. No caption is dropped, no clip is mirrored.
+Each clip has one window, its middle, and one noise, which is seeded by its identity: results of two
+checkpoints differ by their weights only. No caption is dropped, and no clip is mirrored.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from longtake.sampling.sampler import Sampler, try_within_memory
 
 NUM_CLIPS = 32
 SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
-_STEADY = {"windows": 1, "random_crop": False, "flip": 0.0}
+_STEADY = {"windows": 1, "random_crop": False, "flip": 0.0}  # the same window each time
 
 
 class Encoded(NamedTuple):
@@ -45,7 +45,7 @@ class Encoded(NamedTuple):
 
 @dataclass
 class HeldOut:
-    """Clips whose loss is measured, encoded once: codec and text encoder are not trained."""
+    """Clips whose loss is measured. They are encoded once, as the encoders are not trained."""
 
     recipe: Recipe
     clips: Sequence[tuple[Clip, Bucket]]
@@ -55,7 +55,11 @@ class HeldOut:
     def open(
         cls, recipe: Recipe, run: RunDirectory, num_clips: int = NUM_CLIPS
     ) -> "HeldOut | None":
-        """The recipe's held-out clips; None where it names no catalog of them."""
+        """Open the recipe's held-out clips; return None if it names no catalog of them.
+
+        Raises:
+            DataError: the catalog cannot be read, or has clips that are trained on, or none to use.
+        """
         path = recipe.evaluation.held_out
         if path is None:
             return None
@@ -75,9 +79,9 @@ class HeldOut:
     def loss(
         self, sampler: Sampler, batch_size: int = 4, on_batch: Callable[[], None] | None = None
     ) -> dict[str, float]:
-        """The mean loss over the clips at each of `SIGMAS`, and the `mean` of these.
+        """Return the mean loss over the clips at each of `SIGMAS`, and the `mean` of these.
 
-        With `flow.sigma_range`, or one of two experts, they are spread over what is trained.
+        With `flow.sigma_range`, or an expert of two, the sigmas are spread over the trained range.
         """
         found: dict[str, float] = {}
         low, high = sampler.components.sigma_range(self.recipe.flow)
@@ -93,7 +97,7 @@ class HeldOut:
     def _batches(
         self, sampler: Sampler, size: int, on_batch: Callable[[], None] | None
     ) -> list[list[Encoded]]:
-        """The clips in batches of one shape each."""
+        """Return the encoded clips in batches; all clips of a batch have one shape."""
         if not self.encoded:
             self.encoded += _encode(self.clips, self.recipe.data, sampler, on_batch)
         by_bucket: dict[Bucket, list[Encoded]] = {}
@@ -121,7 +125,7 @@ def _refuse_trained(catalog: Catalog, recipe: Recipe, run: RunDirectory) -> None
 
 
 def _chosen(catalog: Catalog, data: DataSection, count: int) -> list[tuple[Clip, Bucket]]:
-    """The first clips, by identity, that can be used; identities are hashes, as good as drawn."""
+    """Return the first usable clips by identity; as identities are hashes, that is random."""
     shapes = data.shapes()
     rows = captioned_rows(catalog)
     stills = data.stills_from_videos
@@ -139,7 +143,7 @@ def _encode(
     sampler: Sampler,
     on_clip: Callable[[], None] | None,
 ) -> list[Encoded]:
-    """All captions, then all pictures, so that no two encoders are on the device at once."""
+    """Encode all captions, then all videos, so that no two encoders are on the device at once."""
     parts, device = sampler.components, sampler.device
     parts.bring("text", device)
     captions = [_encode_caption(*each, data, sampler) for each in clips]
@@ -175,7 +179,7 @@ def _read_inputs(
 def _encode_pictures(
     clip: Clip, bucket: Bucket, data: DataSection, sampler: Sampler, caption: Conditioning
 ) -> Encoded:
-    """A clip alone: convolutions round otherwise in batches of other sizes."""
+    """Encode one clip alone: in batches of other sizes, convolutions round differently."""
     parts, device = sampler.components, sampler.device
     window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
     video = torch.from_numpy(read(window))[None]
@@ -191,7 +195,7 @@ def _encode_pictures(
 def _losses(
     sampler: Sampler, batch: Sequence[Encoded], sigma: float, on_batch: Callable[[], None] | None
 ) -> list[float]:
-    """The loss of each clip of a batch; in halves where the memory is not enough for it."""
+    """Return the loss of each clip of a batch, which is halved if memory is not enough."""
     found = try_within_memory(_computed, sampler, batch, sigma)
     if found is None and len(batch) == 1:
         raise PlanError(

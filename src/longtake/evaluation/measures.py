@@ -1,4 +1,4 @@
-"""Measures of videos that need no weights; their drift, and the range of training clips.
+"""Measures of videos that need no weights, alarms for their drift, and ranges of training clips.
 
 Formulas, ranges and limits: docs/concepts/measures.md.
 """
@@ -29,30 +29,30 @@ from longtake.evaluation_dir import Alarm, EvaluationDirectory
 from longtake.run_dir import RunDirectory
 
 Video = NDArray[np.uint8]
-"""[F, H, W, 3] RGB."""
+"""uint8 array [F, H, W, 3], RGB."""
 Floats = NDArray[np.float64]
 Pixels = NDArray[np.float32]
 
-_LUMA = np.array([0.2126, 0.7152, 0.0722], np.float32)  # ITU-R BT.709, of the RGB as it is stored
+_LUMA = np.array([0.2126, 0.7152, 0.0722], np.float32)  # ITU-R BT.709, for RGB as it is stored
 _MOST_THUMBNAIL_ROWS = 96
 
 
 @dataclass(frozen=True)
 class Signals:
-    """Numbers of a video's frames; F frames, P = F - 1 pairs of neighbours."""
+    """Statistics of the frames of a video with F frames and P = F - 1 pairs of neighbours."""
 
     luma: Floats  # [F] mean of each frame, 0 to 255
     contrast: Floats  # [F] standard deviation of the luma
     saturation: Floats  # [F] mean over the pixels, 0 to 1
     edges: Floats  # [F] variance of the luma's Laplacian; [0] with fewer than 3 rows or columns
     change: Floats  # [P] mean absolute difference over all pixels and colours, 0 to 255
-    thumbnails: Pixels  # [F, h, w] luma, each of its pixels the mean of a square of `reduction`
-    reduction: int  # pixels of the video on a side of one of the thumbnails'
+    thumbnails: Pixels  # [F, h, w] luma; each pixel is the mean of a square of `reduction` pixels
+    reduction: int  # side of that square, in pixels of the video
     height: int  # rows of the video
 
     @classmethod
     def of(cls, video: Video) -> "Signals":
-        """Look at each frame once."""
+        """Compute the statistics in one pass over the frames."""
         assert video.dtype == np.uint8, video.dtype
         assert video.ndim == 4, video.shape
         assert video.shape[-1] == 3, video.shape
@@ -73,7 +73,7 @@ class Signals:
 
 
 def _saturation(frame: Video) -> float:
-    """Mean of (max - min) / max of the three colours, as in HSV; 0 where a pixel is black."""
+    """Return the mean of (max - min) / max of R, G and B, as in HSV; 0 for black pixels."""
     red, green, blue = np.ascontiguousarray(np.moveaxis(frame, -1, 0))
     largest = np.maximum(np.maximum(red, green), blue)
     smallest = np.minimum(np.minimum(red, green), blue)
@@ -82,7 +82,7 @@ def _saturation(frame: Video) -> float:
 
 
 def _edges(luma: Pixels) -> float:
-    """Variance of the Laplacian of four neighbours, inside of the border."""
+    """Return the variance of the Laplacian of four neighbours, without the border."""
     if min(luma.shape) < 3:
         return 0.0
     laplacian = luma[:-2, 1:-1] + luma[2:, 1:-1]
@@ -93,7 +93,7 @@ def _edges(luma: Pixels) -> float:
 
 
 def _reduced(luma: Pixels, reduction: int) -> Pixels:
-    """Means of squares; what is left over at the right and below is left out."""
+    """Return means of squares; what does not fill a square at the right and bottom is left out."""
     height, width = (side // reduction for side in luma.shape)
     whole = luma[: height * reduction, : width * reduction]
     rows = whole.reshape(height, reduction, -1).sum(axis=1)
@@ -102,6 +102,7 @@ def _reduced(luma: Pixels, reduction: int) -> Pixels:
 
 
 def _change(before: Video, after: Video) -> float:
+    # uint8 has no negative numbers, so the absolute difference is that of maximum and minimum.
     difference = np.maximum(before, after) - np.minimum(before, after)
     return int(difference.sum(dtype=np.uint64)) / difference.size
 
@@ -116,17 +117,18 @@ def _slope(signals: Signals, fps: float) -> float | None:
     return float(times @ luma / (times @ times)) * fps if len(luma) > 1 else None
 
 
-_SAME = 0.5  # grey levels: what compression alone makes of a frame that is shown again
-_LEAST = 20.0  # grey levels
-_LEAD = 2.0
-_REACH = 4  # pairs
+_SAME = 0.5  # grey levels by which compression alone changes a frame that is shown again
+_LEAST = 20.0  # grey levels by which a cut changes the picture, at least
+_LEAD = 2.0  # multiple of the largest change around a cut
+_REACH = 4  # pairs on each side that count as around it
 
 
 def _cuts(signals: Signals, fps: float) -> float | None:
-    """The number of pairs of neighbours between which there is a cut, however long it takes.
+    """Count the pairs of neighbouring frames with a cut between them, without a limit of length.
 
-    There the picture changes by 20 grey levels at least, and by twice as much as between any other
-    two neighbours within four frames: flicker, a flash, a fade and lasting motion are none.
+    At a cut the picture changes by 20 grey levels at least, and by twice as much as between any
+    other two neighbours within four frames: flicker, flashes, fades and lasting motion do
+    not count.
     """
     del fps
     change, found = signals.change, 0
@@ -137,23 +139,23 @@ def _cuts(signals: Signals, fps: float) -> float | None:
 
 
 Flow = NDArray[np.float32]
-"""[2, h, w]: by how many pixels each moves down and to the right."""
+"""[2, h, w]: pixels by which each pixel moves down and to the right."""
 
 _LEVELS = 4
 _LEAST_SIDE = 8
 _WINDOW = 7
 _ROUNDS = 2
-_MOST_PER_ROUND = 1.5  # pixels of a level; more is a window that has lost its way
-_STIFFNESS = 2.0  # squared grey levels a pixel: gradients below that are taken for noise
-_FASTEST = 0.05
+_MOST_PER_ROUND = 1.5  # pixels of a level; a larger step means that the window has lost its way
+_STIFFNESS = 2.0  # squared grey levels a pixel: smaller gradients are taken for noise
+_FASTEST = 0.05  # share of the picture whose speed counts
 _LEAST_CONTRAST = 0.5  # grey levels
 
 
 def _motion(signals: Signals, fps: float) -> float | None:
-    """Speed of the fastest twentieth of the picture, median over pairs; % of its height a second.
+    """Return the speed of the fastest twentieth of the picture, in % of its height per second.
 
-    The median, so that neither a cut nor a flash passes for motion. None: there is no pair, or the
-    picture is too small to see anything move in it.
+    It is the median over pairs, so that neither a cut nor a flash counts as motion. None: there is
+    no pair, or the picture is too small to see motion in it.
     """
     pictures = signals.thumbnails
     if len(pictures) < 2 or min(pictures.shape[1:]) < _LEAST_SIDE:
@@ -163,7 +165,7 @@ def _motion(signals: Signals, fps: float) -> float | None:
 
 
 def _fastest(before: Pixels, after: Pixels) -> float:
-    """Mean length of the longest twentieth of the flow, in pixels."""
+    """Return the mean length of the longest twentieth of the flow's vectors, in pixels."""
     if np.array_equal(before, after):
         return 0.0
     lengths = np.hypot(*_flow(before, after)).ravel()
@@ -172,10 +174,10 @@ def _fastest(before: Pixels, after: Pixels) -> float:
 
 
 def _flow(before: Pixels, after: Pixels) -> Flow:
-    """Where each pixel of a picture [h, w] goes until the next one.
+    """Estimate the flow from one picture [h, w] to the next, from coarse to fine.
 
-    The second is first given the mean and the contrast of the first, so that light that flickers
-    does not pass for motion.
+    The second picture first gets the mean and the contrast of the first, so that flickering light
+    does not count as motion.
     """
     found: Flow = np.zeros((2, *before.shape), np.float32)
     if min(before.std(), after.std()) < _LEAST_CONTRAST:
@@ -189,7 +191,7 @@ def _flow(before: Pixels, after: Pixels) -> Flow:
 
 
 def _pyramid(*pictures: Pixels) -> list[tuple[Pixels, ...]]:
-    """The pictures, then each at half the size of the one before it, while they are not tiny."""
+    """Return the pictures, then copies of half the size of the one before, until they are tiny."""
     levels: list[tuple[Pixels, ...]] = [pictures]
     while len(levels) < _LEVELS and min(levels[-1][0].shape) >= 2 * _LEAST_SIDE:
         levels.append(tuple(map(_halved, levels[-1])))
@@ -204,7 +206,7 @@ def _halved(picture: Pixels) -> Pixels:
 
 
 def _enlarged(found: Flow, shape: tuple[int, ...]) -> Flow:
-    """A flow of a coarser level, in the pixels of this one; itself where it is of this one."""
+    """Scale a flow of a coarser level to this one's pixels; one of this level is unchanged."""
     if found.shape[1:] == shape:
         return found
     sides = zip(shape, found.shape[1:], strict=True)
@@ -213,8 +215,10 @@ def _enlarged(found: Flow, shape: tuple[int, ...]) -> Flow:
 
 
 def _refined(found: Flow, before: Pixels, after: Pixels) -> Flow:
-    """A flow that is nearer to where a level's pixels go: least squares over a window of each."""
+    """Improve a level's flow by least squares over a window around each pixel."""
     down, right = (np.asarray(each, np.float32) for each in np.gradient(before))
+    # Normal equations of each window (Lucas and Kanade), solved below by Cramer's rule. The
+    # stiffness on their diagonal keeps the flow small where there is no gradient to tell it.
     a, b, c = _blurred(down * down), _blurred(down * right), _blurred(right * right)
     a, c = a + _STIFFNESS, c + _STIFFNESS
     determinant = a * c - b * b
@@ -228,7 +232,7 @@ def _refined(found: Flow, before: Pixels, after: Pixels) -> Flow:
 
 
 def _late(before: Pixels, after: Pixels, found: Flow) -> Pixels:
-    """By how much each pixel is darker where it has gone; 0 where that is outside."""
+    """Return how much darker each pixel is where it has moved to; 0 if that is outside."""
     places = np.indices(before.shape, np.float32) + found
     seen = ndimage.map_coordinates(after, places, order=1, mode="nearest")
     ends = np.array(before.shape, np.float32).reshape(2, 1, 1) - 1
@@ -244,12 +248,12 @@ def _blurred(values: Pixels) -> Pixels:
 
 @dataclass(frozen=True)
 class Known:
-    """One measure of ours; None: it is not defined, such as motion of one frame."""
+    """One built-in measure; `find` returns None if it is undefined, as motion of one frame is."""
 
-    find: Callable[[Signals, float], float | None]  # of the second, frames per second
+    find: Callable[[Signals, float], float | None]  # of the statistics and frames per second
     unit: str
-    floor: float
-    bad: Literal["up", "down", "both", "none"]
+    floor: float  # least base of a relative change, and least margin of a range
+    bad: Literal["up", "down", "both", "none"]  # directions of a change that are a failure
 
 
 MEASURES = {
@@ -268,11 +272,11 @@ MEASURES = {
 
 
 def measure(video: Video, fps: float) -> dict[str, float]:
-    """All measures that need no weights.
+    """Compute all built-in measures of a video that are defined for it.
 
     Args:
         video: [F, H, W, 3] uint8 RGB.
-        fps: frames a second that it is shown at; motion and brightness_slope are per second.
+        fps: frames per second at which it is shown; motion and brightness_slope are per second.
     """
     signals = Signals.of(video)
     found = {name: known.find(signals, fps) for name, known in MEASURES.items()}
@@ -287,7 +291,7 @@ def mean_of(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 _QUANTILES = 0.01, 0.5, 0.99
 _MOST_UNREADABLE = 8
-"""After so many in a row, and none that can be read, the clips are taken to lie elsewhere."""
+"""Unreadable clips at the beginning after which all are taken to be on another machine."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +306,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Reference:
-    """Measures of clips that were trained on."""
+    """Measures of training clips, to which those of samples are compared."""
 
     num_clips: int
     measures: Mapping[str, Spread]
@@ -316,7 +320,7 @@ def reference_of(
     fps: float,
     on_clip: Callable[[], None] | None = None,
 ) -> tuple[Reference | None, str]:
-    """The reference of a preset, kept or made; None with a remark where the clips are not here."""
+    """Return a preset's reference, cached or computed; None with a remark if clips are missing."""
     path = EvaluationDirectory(run).reference_path(preset)
     asked = {
         "bucket": bucket.model_dump(exclude={"batch_size"}),
@@ -357,7 +361,7 @@ def _measured(
     fps: float,
     on_clip: Callable[[], None] | None,
 ) -> Iterator[dict[str, float]]:
-    """Measures of clips that can be read, by their identities."""
+    """Yield the measures of the clips that can be read, in the order of their identities."""
     any_read, unreadable = False, 0
     for clip in _clips(run, bucket, recipe.data):
         if on_clip is not None:
@@ -375,9 +379,9 @@ def _measured(
 
 
 def _clips(run: RunDirectory, bucket: Bucket, data: DataSection) -> Iterator[Clip]:
-    """Clips of all catalogs that are long enough, each once, in the order of their identities.
+    """Yield the clips of all catalogs that are long enough, each once, in order of identity.
 
-    Identities are hashes, so that the first ones are as good as drawn.
+    Identities are hashes, so the first ones are a random choice.
     """
     catalogs = [Catalog.load(path) for path in _catalog_paths(run)]
     if not catalogs:
@@ -413,7 +417,7 @@ def _catalog_paths(run: RunDirectory) -> list[Path]:
 
 
 def _kept(path: Path, asked: Mapping[str, Any]) -> Reference | None:
-    """The reference that an earlier evaluation has written, if it is of the same clips."""
+    """Return the reference that an earlier evaluation wrote, if it is of the same clips."""
     try:
         record = fsio.read_record(path, _Kept)
     except errors.RecordError:
@@ -424,15 +428,15 @@ def _kept(path: Path, asked: Mapping[str, Any]) -> Reference | None:
 
 
 _MARGIN = 0.1
-"""Share of a reference's own width: the quantiles of a few dozen clips are rough."""
+"""Margin as a share of a reference's range: quantiles of a few dozen clips are rough."""
 DRIFT_CHECKPOINTS = 4
-"""An alarm is given when a measure rises (or falls) so many times in a row; the first results, as
-many, are taken to show a model that learns."""
+"""An alarm is given when a measure rises (or falls) this many times in a row. As many first results
+are taken to show a model that learns."""
 DRIFT_CHANGE = 0.05
-"""The share by which it has to change in all."""
+"""Least total change for an alarm, as a share."""
 _TREND_CHECKPOINTS, _TREND_SIGMAS, _TREND_CHANGE = 8, 3.0, 4.0
-"""A measure that rises in steps, or falls back now and then, is found by a test of trend: over at
-least so many results, so many standard deviations from none, and by this multiple of the change."""
+"""Test of trend, for a measure that rises in steps or falls back now and then: least number of
+results, least distance from no trend in standard deviations, and multiple of `DRIFT_CHANGE`."""
 
 
 def find_drift(
@@ -444,13 +448,13 @@ def find_drift(
     checkpoints: int = DRIFT_CHECKPOINTS,
     change: float = DRIFT_CHANGE,
 ) -> list[Alarm]:
-    """Measures of ours that rose, or fell, at each of the last checkpoints, or on the whole.
+    """Return alarms for built-in measures that rose or fell at the last checkpoints, or overall.
 
-    While a model learns, all measures move: a row counts from the checkpoint on that `_learnt`
-    gives. No alarm is given for a measure that has come nearer to what the training's clips have,
-    for one that moved in a direction that is no failure (`bad` of `MEASURES`), nor for a user's
-    own, which may be meant to rise. What counts is the row that ends at the highest step. Its
-    change is stated as a share of `base`. A checkpoint that lacks a measure is passed over.
+    While a model learns, all measures move: results count from the checkpoint that `_learnt`
+    gives. No alarm is given for a measure that has come nearer to the training clips, for one that
+    moved in a direction that is no failure (`bad` of `MEASURES`), nor for a user's own measure,
+    which may be meant to rise. Results are ordered by step; the change is stated as a share of
+    `base`. A checkpoint that lacks a measure is skipped.
     """
     assert len(history) == len(steps)
     rows = dict(zip(steps, history, strict=True))
@@ -464,6 +468,7 @@ def find_drift(
         is_drift = len(row) > checkpoints and abs(share) >= change
         trend = values[start:]
         if not is_drift and len(trend) >= _TREND_CHECKPOINTS:
+            # Medians of the first and the last third, as single results are noisy.
             third = len(trend) // 3
             ends = statistics.median(trend[:third]), statistics.median(trend[-third:])
             share, how = (ends[1] - ends[0]) / base(name, ends), "checkpoints on the whole"
@@ -485,10 +490,10 @@ def find_drift(
 def _learnt(
     name: str, values: Sequence[float], checkpoints: int, reference: Reference | None
 ) -> int:
-    """The place of the first value that shows a trained model: what moved before was learning.
+    """Return the index of the first value of a trained model: changes before it were learning.
 
-    The last of the first `checkpoints` values, or the first one within the range of the training's
-    clips, whichever is later; the number of values where none is within that range.
+    It is the last of the first `checkpoints` values, or the first one within the range of the
+    training clips, whichever is later; the number of values if none is within that range.
     """
     inside = 0
     if reference is not None and name in reference.measures:
@@ -500,7 +505,7 @@ def _learnt(
 
 
 def last_row(values: Sequence[float]) -> list[float]:
-    """The longest end of a series that only rises, or only falls; at least its last value."""
+    """Return the longest end of a series that only rises or only falls; at least its last value."""
     backwards = [values[-1]]
     for earlier in values[-2::-1]:
         continues = len(backwards) == 1 or (backwards[0] > backwards[1]) == (
@@ -513,28 +518,29 @@ def last_row(values: Sequence[float]) -> list[float]:
 
 
 def trend_sigmas(values: Sequence[float]) -> float:
-    """Distance of a series from one in random order, in standard deviations; positive if it rises.
+    """Return the test statistic of a trend in standard deviations; positive if the series rises.
 
-    The test of Mann (1945) and Kendall (1975): of all pairs, how many more rise than fall. Its
-    variance is less if values are equal.
+    Of Mann (1945) and Kendall (1975): the number of pairs that rise minus that of pairs that fall,
+    compared to random order. Equal values reduce its variance.
     """
     count = len(values)
     pairs = sum((later > earlier) - (later < earlier) for earlier, later in combinations(values, 2))
     equal = (n * (n - 1) * (2 * n + 5) for n in Counter(values).values())
     variance = (count * (count - 1) * (2 * count + 5) - sum(equal)) / 18
+    # Nearer to 0 by one: the correction for a discrete statistic.
     return math.copysign(max(0, abs(pairs) - 1), pairs) / math.sqrt(variance) if variance else 0.0
 
 
 def base(name: str, row: Sequence[float]) -> float:
-    """The number of which a change of a measure is stated as a share.
+    """Return the value of which a change is stated as a share.
 
-    Its first value, but not less than the measure's `floor`: near 0 any change would be a multiple.
+    It is the first value, or `floor` if that is more: near 0 any change would be a multiple.
     """
     return max(abs(row[0]), MEASURES[name].floor) or 1.0
 
 
 def _comes_nearer(name: str, row: Sequence[float], reference: Reference | None) -> bool:
-    """True if a measure ends nearer to the median of the training's clips than it began."""
+    """Return whether a measure ends nearer to the training clips' median than it began."""
     if reference is None or name not in reference.measures:
         return False
     median = reference.measures[name].median
@@ -544,9 +550,9 @@ def _comes_nearer(name: str, row: Sequence[float], reference: Reference | None) 
 def find_out_of_range(
     preset: str, measures: Mapping[str, float], reference: Reference
 ) -> list[Alarm]:
-    """Measures whose mean lies outside of what 98 % of the training's clips have, and a margin.
+    """Return alarms for means outside of the range of 98 % of the training clips, with a margin.
 
-    The margin is a tenth of that range, or the measure's `floor` where that is more.
+    The margin is a tenth of that range, or the measure's `floor` if that is more.
     """
     alarms = []
     for name, value in measures.items():

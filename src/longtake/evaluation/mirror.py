@@ -27,15 +27,15 @@ _INDEX, _NOTE = trust.MIRROR_NOTE.parts
 _LEASE_SECONDS = 30.0
 _HEARTBEAT_SECONDS = 60.0
 
-_HIDDEN = "- .*"  # partial files, or not ours
+_HIDDEN = "- .*"  # partial files, and hidden files of other programs
 _COMPLETION_MARKERS = (
     "recipe.toml",
     "checkpoints/step_*/COMMITTED",
     "evaluations/*/step_*/scores.json",
 )
-"""Files that say that a run, a checkpoint or a result is whole."""
+"""Files whose presence says that a run, a checkpoint or a result is complete."""
 _LEFT_OUT = (
-    "recipe.toml",  # it comes last: with it the run exists
+    "recipe.toml",  # it is copied last: with it the run exists
     "checkpoints/",
     "ledger/",
     "nodes/",
@@ -46,22 +46,23 @@ _LEFT_OUT = (
     "evaluations/servers/",
     "evaluations/*/step_*/scores.json",
 )
-"""Leases are neither pulled nor pushed: a copy does not tell how long nothing has changed in them.
-So servers share work by claims only if they share a mirror, or the run directory itself."""
+"""Paths that are not copied as records. Leases, which are among them, are never copied: a copy does
+not tell how long nothing has changed in them. So servers share work by claims only if they share a
+mirror, or the run directory itself."""
 _RECORDS = (
     *(".json", ".jsonl", ".txt", ".html", ".parquet"),
     *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"),
     *(".safetensors", ".model"),  # components, and a tokenizer's
 )
-"""Suffixes of a run's records, pictures and frozen parts. Nothing else is mirrored: no code."""
+"""Suffixes of the files that are mirrored: records, pictures and frozen parts, but no code."""
 SCORE_RULES: transports.Rules = (_HIDDEN, *transports.only(["/*/step_*/scores.json"]))
 CHECKPOINT_RULES: transports.Rules = ("- /optimizer/",)
-"""Rules for a checkpoint: no sampling needs the optimizer's state, which is most of it."""
+"""Rules for a checkpoint: sampling does not need the optimizer's state, which is most of it."""
 
 
 @dataclass(frozen=True)
 class RemoteRun:
-    """A run at the source, and its mirror."""
+    """A run at the source, its mirror, and an index of what the source has of it."""
 
     name: str
     mirror: RunDirectory
@@ -73,7 +74,7 @@ class RemoteRun:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A checkpoint that has arrived."""
+    """A checkpoint that was pulled, its size in bytes, and the seconds that it took."""
 
     step: int
     bytes: int
@@ -81,7 +82,7 @@ class Pulled:
 
 
 def marker_rules() -> transports.Rules:
-    """Rules for the completion markers of a run, and of each run in a folder."""
+    """Return rules for the completion markers of a run, and of each run in a folder."""
     return (
         _HIDDEN,
         *transports.only(
@@ -91,7 +92,7 @@ def marker_rules() -> transports.Rules:
 
 
 def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> transports.Rules:
-    """Rules for what is mirrored besides checkpoints and completion markers."""
+    """Return rules for what is mirrored except checkpoints and completion markers."""
     rules = [_HIDDEN]
     for name, mirror in runs:
         top = f"/{transports.literal(name)}/" if name else "/"
@@ -103,7 +104,7 @@ def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> transports.Rules:
 
 
 def result_rules(evaluations: Path) -> transports.Rules:
-    """Rules for what is pushed of a folder of evaluations, but for scores.json and heartbeats."""
+    """Return rules for what is pushed of evaluations, except scores.json and heartbeats."""
     halves = [path for path in evaluations.glob("*/step_*") if not (path / "scores.json").exists()]
     names = [path.relative_to(evaluations).as_posix() for path in halves]
     left_out = [f"- /{transports.literal(name)}/" for name in names]
@@ -116,7 +117,7 @@ def heartbeat_rules(server: str) -> transports.Rules:
 
 
 def _claimed_results(mirror: RunDirectory) -> list[str]:
-    """Folders of results that a server of this mirror makes, has made or makes anew."""
+    """Return folders of results that a server of this mirror has claimed, done or not."""
     claims = EvaluationDirectory(mirror).path / "claims"
     found = (path.relative_to(claims) for path in claims.glob("*/step_*"))
     names = {(path.parts[0], path.parts[1].partition("-")[0]) for path in found}
@@ -169,7 +170,7 @@ class MirrorFolder:
             lease.end("closed")
 
     def runs(self) -> list[RemoteRun]:
-        """The runs of the source, as it was last looked at."""
+        """Return the runs of the source, as they were when it was last looked at."""
         if (self.index / "recipe.toml").is_file():
             return [RemoteRun("", RunDirectory(self.path), RunDirectory(self.index))]
         names = sorted(path.parent.name for path in self.index.glob("[!.]*/recipe.toml"))
@@ -190,7 +191,7 @@ class MirrorFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn an OSError into a sentence."""
+        """Turn an OSError of the block into a RunError that says what to do."""
         try:
             yield
         except OSError as error:
@@ -209,7 +210,7 @@ def _copy(marker: Path, place: Path) -> None:
 
 
 class Mirror:
-    """Runs elsewhere, and their mirrors here."""
+    """Mirrors the runs of a source in a folder here, and sends results back."""
 
     def __init__(self, transport: transports.Rsync, folder: MirrorFolder, server: str) -> None:
         self._transport, self._folder, self._server = transport, folder, server
@@ -218,10 +219,11 @@ class Mirror:
         self._stack.callback(transport.close)
 
     def look(self) -> list[RemoteRun]:
-        """Mirror what is small, and see which checkpoints there are."""
+        """Mirror small files, and return the runs; empty if another process has the mirror."""
         if not self._folder.take(self._stack):
             return []
         with self._folder.writing():
+            # Markers first: a checkpoint or result that is complete later is seen by the next look.
             self._transport.fetch("", self._folder.index, marker_rules(), exactly=True)
             runs = self._folder.runs()
             if runs:
@@ -233,10 +235,10 @@ class Mirror:
         return runs
 
     def pull(self, run: RemoteRun, steps: Iterable[int]) -> list[Pulled]:
-        """Bring checkpoints here, in this order; without the optimizer's state.
+        """Pull checkpoints in this order, without the optimizer's state.
 
-        Those that are here already, or are gone at the source, are passed over. Another that was
-        saved anew there waits while a server needs what is here.
+        Checkpoints that are here already, or gone at the source, are skipped. One that was saved
+        again at the source waits while a server needs the copy that is here.
         """
         there = set(run.index.checkpoint_steps())
         wanted = [step for step in steps if step in there and not _has_arrived(run, step)]
@@ -247,7 +249,7 @@ class Mirror:
         return [each for each in found if each is not None]
 
     def push(self, run: RemoteRun) -> None:
-        """Bring results back: of each, scores.json last. Nothing is sent when nothing is new."""
+        """Push results, with scores.json last; nothing is sent if nothing is new."""
         with self._folder.writing():
             folder, there = EvaluationDirectory(run.mirror).path, run.below("evaluations")
             found = _pushed_files(folder)
@@ -260,7 +262,7 @@ class Mirror:
             self._pushed[run.mirror] = found
 
     def prune(self, mirror: RunDirectory, wanted: Collection[int]) -> list[int]:
-        """Delete checkpoints of a mirror, but for the newest and those that a server needs."""
+        """Delete a mirror's checkpoints but wanted, newest and needed ones; return their steps."""
         steps = mirror.checkpoint_steps()
         with self._folder.writing():
             going = sorted({*steps} - {*wanted} - {max(steps, default=0)})
@@ -281,14 +283,14 @@ class Mirror:
         except transports.GoneError:
             return None
         if _is_incomplete(folder) or not _publish_checkpoint(run.mirror, step):
-            return None  # it was deleted or saved anew just now: the next look will tell
+            return None  # it was deleted or saved again meanwhile: the next look will tell
         files = [path for path in run.mirror.checkpoint_path(step).rglob("*") if path.is_file()]
         num_bytes = sum(path.stat().st_size for path in files)
         return Pulled(step, num_bytes, time.monotonic() - begun)
 
 
 def open_mirror(text: str, into: Path, server: str) -> Mirror:
-    """A mirror of a source; nothing is asked of the source yet."""
+    """Open the mirror of a source; the source is not contacted yet."""
     address = transports.parse_address(text)
     return Mirror(transports.Rsync(address), MirrorFolder(into, address), server)
 
@@ -301,7 +303,7 @@ def needed_at_source(
     server: str,
     seconds: float = _HEARTBEAT_SECONDS,
 ) -> Iterator[None]:
-    """Need checkpoints at the source until the block ends: the training does not delete them."""
+    """Need checkpoints at the source during the block, so that the training keeps them."""
 
     def renew() -> None:
         with suppress(RunError, OSError):  # the pull reports what is wrong
@@ -339,7 +341,7 @@ def _arriving(mirror: RunDirectory, step: int) -> Path:
 
 
 def _has_arrived(run: RemoteRun, step: int) -> bool:
-    """True if the mirror has the checkpoint of a step that the source has now."""
+    """Return whether the mirror has the checkpoint that the source has of a step now."""
     with suppress(OSError):
         there = read_regular(run.index.checkpoint_path(step) / _COMMITTED)
         return there == read_regular(run.mirror.checkpoint_path(step) / _COMMITTED)
@@ -347,7 +349,7 @@ def _has_arrived(run: RemoteRun, step: int) -> bool:
 
 
 def _is_incomplete(folder: Path) -> bool:
-    """True if a pulled checkpoint lacks a file other than the optimizer's state."""
+    """Return whether a pulled checkpoint lacks a file other than the optimizer's state."""
     try:
         names = read_committed(folder)
     except (OSError, RecordError):
@@ -357,7 +359,7 @@ def _is_incomplete(folder: Path) -> bool:
 
 
 def _publish_checkpoint(mirror: RunDirectory, step: int) -> bool:
-    """Rename a whole checkpoint into place, instead of an older one that no server needs."""
+    """Rename a whole checkpoint into place; an older one is replaced unless a server needs it."""
     place = mirror.checkpoint_path(step)
     if place.exists() and not delete_unless_needed(mirror, step):
         return False
@@ -370,7 +372,7 @@ def _publish_checkpoint(mirror: RunDirectory, step: int) -> bool:
 
 
 def _forget_arriving(run: RemoteRun) -> None:
-    """Delete what was pulled of checkpoints that the source no longer has."""
+    """Delete partly pulled checkpoints that the source no longer has."""
     there = {run.index.checkpoint_path(step).name for step in run.index.checkpoint_steps()}
     for folder in _arriving(run.mirror, 0).parent.glob("step_*"):
         if folder.name not in there:
@@ -378,7 +380,7 @@ def _forget_arriving(run: RemoteRun) -> None:
 
 
 def _pushed_files(top: Path) -> dict[Path, tuple[int, int]]:
-    """Size and time of each file that is worth a push."""
+    """Return size and modification time of each file that is worth a push."""
     found = {}
     for folder, folders, names in os.walk(top):
         folders[:] = [name for name in folders if name != "claims" and name[0] != "."]

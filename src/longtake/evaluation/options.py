@@ -1,4 +1,4 @@
-"""Options of an evaluation server, the runs that it finds, and its printed report; torch-free."""
+"""Options of an evaluation server, its search for runs, and its printed report; torch-free."""
 
 import re
 import threading
@@ -23,24 +23,24 @@ _EVERY = re.compile(r"every=([1-9][0-9]{0,11})")
 _SHOWN = ("brightness", "motion")
 _MAX_NUMBERS = 4
 _MAX_REMEMBERED = 1000
-"""Lines: a server runs for weeks, and reports again what it last reported long ago."""
+"""Maximum number of remembered lines: a server runs for weeks, and may repeat the oldest."""
 
 
 @dataclass(frozen=True)
 class Backlog:
-    """Choice among the checkpoints that wait."""
+    """Which of the waiting checkpoints are evaluated."""
 
-    every: int | None = 1
+    every: int | None = 1  # steps that are multiples of it; None: the newest step only
 
     @property
     def takes_all(self) -> bool:
         return self.every is not None
 
     def choose(self, steps: Sequence[int], *, with_last: bool) -> list[int]:
-        """The wanted ones of ascending steps, in the order in which they are evaluated.
+        """Return the wanted steps of ascending ones, in the order in which they are evaluated.
 
-        The oldest comes first, because a run deletes the oldest first. `with_last`: the newest is
-        wanted whatever divides it, because no newer one will come.
+        The oldest comes first, because a run deletes the oldest first. With `with_last`, the newest
+        is always wanted, because no newer one will come.
         """
         if self.every is None:
             return list(steps[-1:])
@@ -49,10 +49,10 @@ class Backlog:
 
 
 def parse_backlog(text: str) -> Backlog:
-    """Read `all`, `newest` or `every=K`.
+    """Parse `all`, `newest` or `every=K`.
 
     Raises:
-        RunError: it is something else.
+        RunError: the text is something else.
     """
     if text in ("all", "newest"):
         return Backlog(1 if text == "all" else None)
@@ -70,20 +70,20 @@ class ServerOptions:
     """Options of an evaluation server."""
 
     places: tuple[Path, ...]  # run directories, and folders of run directories
-    presets: tuple[str, ...] = ()  # names; none: those that the recipe wants
+    presets: tuple[str, ...] = ()  # names; empty: those that the recipe wants
     own_presets: Path | None = None  # a TOML file of presets
     recipe: Path | None = None  # its [evaluation] and [sampling] replace those of the runs
     backlog: Backlog = field(default_factory=Backlog)
     follows: bool = False  # wait for more when nothing is pending
     until_finished: bool = False  # end when all runs have ended and nothing is pending
-    source: str | None = None  # where the runs are trained, see mirror.py; None: they are here
+    source: str | None = None  # where the runs are trained, see mirror.py; None: on this machine
     trust: bool = False  # run code that runs name, even if another user began them
     every_seconds: float = 100.0  # between two looks at the source
     look_seconds: float = 0.5  # between two looks at the run directories when nothing is pending
     pause_seconds: float = 30.0  # a checkpoint rests after a failure while others are evaluated
-    stuck_seconds: float = 1800.0  # a task without progress for so long loses its claim
-    lease_seconds: float = 60.0  # without a beat for so long, others take a task over
-    max_attempts: int = 3  # of a task
+    stuck_seconds: float = 1800.0  # a task without progress for this long loses its claim
+    lease_seconds: float = 60.0  # a task without a heartbeat for this long is taken over
+    max_attempts: int = 3  # attempts at one task
 
     @property
     def waits(self) -> bool:
@@ -95,7 +95,7 @@ class ServerOptions:
         Raises:
             RunError: a place is missing or holds no run, and the server does not wait for it; or
                 one source is to be mirrored into several places.
-            RecipeError: it names a preset that no run has.
+            RecipeError: a preset is named that no run has.
             TrustError: a run names code, and another user began it.
         """
         if self.source is not None and len(self.places) != 1:
@@ -116,7 +116,7 @@ class ServerOptions:
                 self.refuse_foreign_code(run)
 
     def recipe_of(self, run: RunDirectory) -> config.Recipe:
-        """A run's recipe, with [evaluation] and [sampling] of the one that the command names.
+        """Return a run's recipe, with [evaluation] and [sampling] of the --recipe, if given.
 
         Raises:
             RunError: there is no run.
@@ -134,7 +134,7 @@ class ServerOptions:
         Other errors of its recipe are reported where its presets are read.
 
         Raises:
-            TrustError: it does.
+            TrustError: the run names code, and another user began it.
         """
         try:
             recipe = run.recipe()
@@ -147,7 +147,7 @@ class ServerOptions:
             return
 
     def _refuse_unknown_presets(self) -> None:
-        """Refuse a preset that none of the runs has, and an own file that cannot be read."""
+        """Refuse a preset that no run has, and a --presets file that cannot be read."""
         recipes: list[tuple[config.Recipe, Path]] = []
         for run in find_runs(self.places):
             with suppress(LongtakeError):  # an error in one run holds up no other
@@ -159,7 +159,7 @@ class ServerOptions:
 
 
 def find_runs(places: Iterable[Path]) -> list[RunDirectory]:
-    """The run directories that the places are or contain, each once."""
+    """Return the run directories that the places are or contain, each once."""
     found: dict[Path, RunDirectory] = {}
     for place in places:
         inside = sorted(place.iterdir()) if place.is_dir() else []
@@ -212,7 +212,7 @@ class ServerReport:
 
     @contextmanager
     def log_errors(self, scope: Path | str) -> Iterator[None]:
-        """End the block at an error, whatever it is, and print each kind of it once.
+        """Suppress any error of the block, and print each kind of error once.
 
         A server works for weeks on files that others write: what is wrong with one run must end
         neither the server nor one of its threads.
@@ -228,19 +228,19 @@ class ServerReport:
                 self.wrong(f"{scope}: {text.rstrip('.')}. It is tried again; other work continues.")
 
     def evaluated(self, task: EvaluationTask, scores: evaluation_dir.Scores) -> None:
-        """Print a result."""
+        """Print the result of a task, with its alarms."""
         self.say(sentence(task, scores))
         for alarm in scores["alarms"]:
             if alarm["kind"] == "drift":
                 self.say(f"  alarm: {alarm['message']}")
         unlike = [alarm["measure"] for alarm in scores["alarms"] if alarm["kind"] == "range"]
-        if unlike:  # many, as long as a model has learnt little
+        if unlike:  # early in a training these are many
             names = ", ".join(name.replace("_", " ") for name in unlike)
             self.say(f"  differs from the training clips (a comparison, not a fault): {names}")
 
     @contextmanager
     def progress_bar(self, task: EvaluationTask) -> Iterator[Progress]:
-        """A bar over the solver's steps."""
+        """Show a progress bar for the solver's steps during the block."""
         label = f"{task.preset.name} of step {task.step}"
         with (
             progress.phase_lines(self._console, f"{label}: load") as enter,
@@ -258,7 +258,7 @@ class ServerReport:
         with self._lock:
             is_new = text not in self._printed
             self._printed.pop(text, None)
-            self._printed[text] = None  # the newest
+            self._printed[text] = None  # moved to the end: the newest
             if len(self._printed) > _MAX_REMEMBERED:
                 del self._printed[next(iter(self._printed))]
         return is_new
@@ -270,7 +270,7 @@ def raised_at(error: Exception) -> str:
 
 
 def sentence(task: EvaluationTask, scores: evaluation_dir.Scores) -> str:
-    """One line on a result, with the most telling measures: the preset's own first."""
+    """Return one line on a result, with the most telling measures: the preset's own first."""
     seconds = sum(scores["seconds"].get(name, 0.0) for name in ("load", "sample", "measure"))
     took = f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
     where = task.directory.result_path(task.preset.name, task.step).relative_to(task.run.path)

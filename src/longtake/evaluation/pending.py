@@ -30,7 +30,7 @@ Signature = tuple[int, int, int]
 
 _COMMITTED = "COMMITTED"
 _ARRIVING_SECONDS = 15.0
-"""A checkpoint whose files have not changed for so long is not being copied."""
+"""A checkpoint whose files have not changed for this long is not being copied."""
 _SECONDS_UNTIL_READ_AGAIN = 15.0
 _MISSED_ADVICE = (
     "Training saves faster than this evaluates. Raise checkpoint.keep or evaluation.hold_waiting, "
@@ -39,7 +39,7 @@ _MISSED_ADVICE = (
 
 
 def signature(path: Path) -> Signature | None:
-    """None if there is no such file."""
+    """Return a file's signature, or None if it does not exist."""
     with suppress(OSError):
         stat = path.stat()
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
@@ -53,7 +53,7 @@ class StatCache:
         self._known: dict[Path, tuple[Signature | None, Any]] = {}
 
     def get(self, path: Path, read: Callable[[Path], _T]) -> _T:
-        """The value of `read(path)`, which must handle a missing file."""
+        """Return `read(path)`, cached until the file changes; `read` must handle a missing file."""
         now, known = signature(path), self._known.get(path)
         if known is None or known[0] != now:
             known = self._known[path] = now, read(path)
@@ -63,20 +63,20 @@ class StatCache:
         self._known.pop(path, None)
 
     def keep_only(self, folders: Collection[str]) -> None:
-        """Forget files that are in none of the folders of such names."""
+        """Forget all files except those in folders with these names."""
         known = self._known.items()
         self._known = {path: x for path, x in known if not set(folders).isdisjoint(path.parts)}
 
 
 class RunEnd:
-    """The end of a run that ended by itself and was not resumed; no event is read twice."""
+    """Tells whether a run has ended by itself and was not resumed; no event is read twice."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._events: fsio.Tail[dict[str, Any]] = fsio.Tail(run.events_path, dict[str, Any])
         self._newest: str | None = None
 
     def is_reached(self) -> bool:
-        """True if the newest beginning or end among the run's events is an end."""
+        """Return whether the newest beginning or end among the run's events is an end."""
         events = self._events.read()
         if self._events.has_restarted:
             self._newest = None
@@ -107,7 +107,7 @@ class WantedPresets:
     def read(self) -> None:
         """Find the presets again if the recipe or a file of presets has changed.
 
-        After an error also now and then: a file that the recipe names may have come.
+        After an error they are read again now and then, as a missing file may have appeared.
         """
         own = self._options.own_presets
         files = (self._run.recipe_path, *filter(None, (own, self._options.recipe)))
@@ -137,7 +137,7 @@ class WantedPresets:
             try:
                 preset = find_preset(recipe, name, beside, own)
                 if directory.preset_path(preset.name).exists():
-                    keep_preset(directory, preset)  # refuses another than that of the results
+                    keep_preset(directory, preset)  # refuses one that differs from the results'
                 self._found.append(preset)
             except errors.LongtakeError as error:
                 self._report_wrong(error)
@@ -148,7 +148,7 @@ class WantedPresets:
 
 
 class _FirstSeen:
-    """Seconds for which something was seen in every look."""
+    """Tracks for how many seconds a thing was seen in every look."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[object, ...], float] = {}
@@ -160,16 +160,16 @@ class _FirstSeen:
         return now - self._times.setdefault(name, now)
 
     def end_look(self) -> None:
-        """Forget what was not seen in this look."""
+        """Forget the things that were not seen in this look."""
         self._times = {name: t for name, t in self._times.items() if name in self._seen}
         self._seen = set()
 
 
 class PendingTasks:
-    """The pending tasks of one run, from its directory; two threads may look, one after another.
+    """The pending tasks of one run, from its directory; two threads may look, one after the other.
 
-    A file is read again only if it has changed. What no file tells is remembered: damage that a
-    task has found, for how long something waits, and tasks whose checkpoints may be deleted.
+    A file is read again only if it has changed. Only what no file tells is kept in memory: damage
+    that a task has found, for how long something waits, and tasks whose checkpoints may be deleted.
     """
 
     def __init__(
@@ -178,21 +178,21 @@ class PendingTasks:
         self.run, self._options, self._report = run, options, report
         self.directory, self.end = ServerDirectory(run, server), RunEnd(run)
         self.presets = WantedPresets(run, options, report)
-        self.is_mirror = is_mirror(run.path)  # its note is there before its recipe
+        self.is_mirror = is_mirror(run.path)  # a mirror's note is written before its recipe
         seconds, attempts = options.lease_seconds, options.max_attempts
         self.claims = Claims(server, seconds, attempts, options.pause_seconds)
         self._lock = threading.RLock()
         self._cache = StatCache()
         self._first_seen = _FirstSeen()
         self._here: set[int] = set()  # steps of checkpoints at the last look
-        self._at_source: set[int] | None = None  # the same at a source; None: the run has none
+        self._at_source: set[int] | None = None  # steps at the source; None without one
         self._damaged: dict[tuple[int, str], object] = {}
         self._awaited: dict[tuple[str, int], EvaluationTask] = {}
 
     def look(self, source: RunDirectory | None = None) -> list[EvaluationTask]:
-        """The pending tasks, in the order in which they are worked on.
+        """Return the pending tasks in the order in which they are worked on.
 
-        With the index of a source: those of its checkpoints, which need not have come yet.
+        With `source`, an index: tasks of the source's checkpoints, which may not be here yet.
         """
         with self._lock:
             self.presets.read()
@@ -221,9 +221,9 @@ class PendingTasks:
             self.directory.append_event(event, **facts)
 
     def report_missed(self, **facts: Any) -> None:
-        """Report tasks whose checkpoints were deleted before anybody worked on them.
+        """Report tasks whose checkpoints were deleted before any server worked on them.
 
-        Each once, by one server; not if only the newest checkpoints are wanted.
+        Each is reported once, by one server; none is if only the newest checkpoints are wanted.
         """
         with self._lock:
             there = self._there()
@@ -252,7 +252,7 @@ class PendingTasks:
         self._damaged[task.step, task.preset.weights] = _signatures(task)
 
     def is_done(self, task: EvaluationTask) -> bool:
-        """True if there is a result of the task's weights."""
+        """Return whether there is a result of the task's weights."""
 
         def read_key(path: Path) -> str | None:
             scores = task.directory.scores(task.preset.name, task.step) if path.exists() else None
@@ -262,7 +262,7 @@ class PendingTasks:
         return self._cache.get(folder / "scores.json", read_key) == task.key
 
     def _committed(self, run: RunDirectory) -> dict[int, CommittedWeights]:
-        """The committed checkpoints by their steps; one that cannot be read has no keys."""
+        """Return the committed checkpoints by step; one that cannot be read has no keys."""
         committed = {}
         for step in sorted(run.checkpoint_folders()):
             path = run.checkpoint_path(step) / _COMMITTED
@@ -285,7 +285,7 @@ class PendingTasks:
         *,
         with_last: bool,
     ) -> Iterator[EvaluationTask]:
-        """The tasks of one preset that are neither done nor given up."""
+        """Yield the tasks of one preset that are neither done nor given up."""
         tasks = {
             step: EvaluationTask(self.run, preset, step, key)
             for step, weights in committed.items()
@@ -303,7 +303,7 @@ class PendingTasks:
                 yield replace(task, attempts=attempts.number, waited_seconds=waited)
 
     def _is_whole(self, task: EvaluationTask) -> bool:
-        """True if no file is missing or short; such a checkpoint may still be being copied."""
+        """Return whether no file is missing or short; others may still be being copied."""
         weights = task.preset.weights
         folder = task.checkpoint / weights
 
@@ -320,7 +320,7 @@ class PendingTasks:
         return False
 
     def _lasts(self, step: int, part: str, problem: str) -> bool:
-        """True if a checkpoint's files do not change any more, or the server does not wait."""
+        """Return whether a problem lasts: no file changes any more, or the server does not wait."""
         seconds = self._first_seen.seconds(step, part, problem)
         return not self._options.follows or seconds > _ARRIVING_SECONDS
 
@@ -328,10 +328,9 @@ class PendingTasks:
         return self._here | (self._at_source or set())
 
     def _await(self, tasks: Iterable[EvaluationTask]) -> None:
-        """Await tasks, until they are done or their checkpoints are gone.
+        """Remember tasks until they are done or their checkpoints are gone.
 
-        Those later than all checkpoints were deleted because the run went back: they are not wanted
-        any more.
+        Tasks later than all checkpoints are forgotten: the run went back and deleted these.
         """
         every, newest = self._options.backlog.every, max(self._there(), default=0)
         wanted = [task for task in tasks if every and task.step % every == 0]
@@ -339,7 +338,7 @@ class PendingTasks:
         self._awaited = {name: t for name, t in self._awaited.items() if t.step <= newest}
 
     def _is_missed(self, task: EvaluationTask) -> bool:
-        """True if this server must report it: no other has done it, works on it or reported it."""
+        """Return whether this server must report a task: no other did, claimed or reported it."""
         name = task.preset.name, task.step
         is_wanted = any(each.name == task.preset.name for each in self.presets.now())
         if not is_wanted or self.is_done(task) or self.claims.attempts(task).is_final:
@@ -356,7 +355,7 @@ class PendingTasks:
         if claim is None:  # another server works on it
             return False
         del self._awaited[name]
-        is_missed = not self.is_done(task)  # once more: from here on no other publishes it
+        is_missed = not self.is_done(task)  # again: now that it is claimed, no other can publish it
         self.claims.end(claim, "missed" if is_missed else "released")
         return is_missed
 
@@ -364,11 +363,11 @@ class PendingTasks:
 def waiting_steps(
     pending: PendingTasks, tasks: Sequence[EvaluationTask], needed: Collection[int]
 ) -> set[int]:
-    """The oldest steps of a run that wait to be sampled, as many as its recipe says.
+    """Return the oldest steps of a run that wait to be sampled, up to the recipe's limit.
 
-    And those that are being sampled: by this server, so that after a failure it still needs what is
-    tried again; and by another one, if this server needed them before, because a server that has
-    just claimed a checkpoint may not need it yet.
+    Steps that are being sampled are added: this server's, as it needs them again after a failure;
+    and another server's, if this one needed them before, because a server that has just claimed a
+    checkpoint may not need it yet.
     """
     limit = pending.presets.section.hold_waiting
     waiting: set[int] = set()
@@ -393,7 +392,7 @@ def _signatures(task: EvaluationTask) -> object:
 
 
 def _is_being_deleted(checkpoint: Path) -> bool:
-    """True if a deletion has begun and may yet be undone; see `checkpoint.files`."""
+    """Return whether a deletion has begun and may yet be undone; see `checkpoint.files`."""
     with suppress(OSError):
         hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
         return hidden.exists() or checkpoint.exists()

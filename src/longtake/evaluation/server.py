@@ -1,7 +1,7 @@
 """The evaluation server: finds pending tasks, and works on one after another; torch-free.
 
-What is done is known from the run directories alone, so that any number of servers can come, die
-and share the work. A server cannot slow or break the training.
+All state is in the run directories, so that any number of servers can come, die and share the work.
+A server cannot slow or break the training.
 """
 
 import os
@@ -27,22 +27,22 @@ from longtake.tracking.follower import Followers
 
 _BEAT_SECONDS = 1.0
 _PAUSE_PER_LOOK = 10.0
-"""Pauses between looks of the keeper, in multiples of a look's seconds."""
+"""Pause between looks of the keeper, as a multiple of the last look's duration."""
 _CHECKPOINTS_PER_TURN = 3
-"""More than one, because another model is loaded for another run."""
+"""Checkpoints of a run before another run's turn: each turn loads another model."""
 _NICE = 10
-"""On a CPU that trains as well, a process of this niceness gets about a tenth of what another
-gets; where nothing else wants the cores, it gets all of them that it asks for."""
+"""Niceness on a CPU. Beside a training, a process of this niceness gets about a tenth of the time;
+where nothing else wants the cores, it gets all of them that it asks for."""
 
 
 def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str, Any]:
-    """Serve until nothing is pending, or a signal requests a stop. Imports torch.
+    """Serve until nothing is pending, or a signal requests a stop; imports torch.
 
     `device` is `auto`, `cpu`, `cuda`, or one GPU, such as `cuda:1`.
 
     Returns:
-        `server`, its name; `stopped_by`, a signal or None; `evaluated`, the scores of all that it
-        made; `failed`, what it could not; `wrong`, the number of problems.
+        `server` (its name), `stopped_by` (a signal, or None), `evaluation_finished` (the scores of
+        all results that it made), `failed` (tasks) and `wrong` (the number of problems).
 
     Raises:
         RunError: the options do not fit together, or a source cannot be reached or has no run.
@@ -83,7 +83,7 @@ def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str,
 
 
 class EvaluationServer:
-    """One process that evaluates checkpoints."""
+    """One process that evaluates the checkpoints of runs."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class EvaluationServer:
         self._followers = Followers()
 
     def serve(self) -> None:
-        """Evaluate what is pending, until nothing is, or for as long as it is asked to."""
+        """Evaluate until nothing is pending, or for as long as the options say."""
         with self._followers, self._mirror, self._keeper:
             while not self._stop.wanted:
                 may_end = self._may_end()
@@ -130,7 +130,7 @@ class EvaluationServer:
             self._report.remark(f"There is no run in {places} yet.")
 
     def _may_end(self) -> bool:
-        """True if the server may end when nothing is pending; asked before it looks for tasks."""
+        """Return whether the server may end if nothing is pending; called before it looks."""
         if not self._options.follows:
             return self._mirror.is_settled
         if not self._options.until_finished or not self._runs:
@@ -141,7 +141,7 @@ class EvaluationServer:
         return are_over and self._mirror.is_settled
 
     def _pending(self) -> list[claims.EvaluationTask]:
-        """The pending tasks of all runs that can be read, in the order in which they are tried."""
+        """Return the pending tasks of all readable runs, in the order in which they are tried."""
         by_run: list[list[claims.EvaluationTask]] = []
         for run, pending in self._runs.items():
             with self._report.log_errors(run.path):
@@ -152,7 +152,7 @@ class EvaluationServer:
         return sorted(tasks, key=lambda task: (task.attempts, self._turns.rank(task)))  # stable
 
     def _work_on_first(self, tasks: Sequence[claims.EvaluationTask]) -> bool:
-        """Evaluate the first task that this server can claim; whether there was one."""
+        """Evaluate the first task that this server can claim; return whether there was one."""
         for task in tasks:
             with self._report.log_errors(task.run.path):
                 pending = self._runs[task.run]
@@ -199,7 +199,7 @@ class EvaluationServer:
     def _end(
         self, pending: PendingTasks, claim: claims.Claim, outcome: claims.AttemptOutcome
     ) -> None:
-        """Give a claim back, and report how it ended."""
+        """End a claim, and report its outcome."""
         task, facts = claim.task, dict[str, Any]()
         match outcome.how:
             case "done":
@@ -243,7 +243,7 @@ class EvaluationServer:
 
 
 class Turns:
-    """Runs take turns of a few checkpoints, so that none waits until the others have ended."""
+    """Lets runs take turns of a few checkpoints, so that none waits until the others have ended."""
 
     def __init__(self) -> None:
         self._run: RunDirectory | None = None
@@ -251,7 +251,7 @@ class Turns:
         self._served: dict[RunDirectory, int] = {}
 
     def note(self, task: claims.EvaluationTask) -> None:
-        """Note that a task is being worked on."""
+        """Record that a task is being worked on."""
         if not self._is_of_this_turn(task):
             self._run, self._steps = task.run, set()
         self._steps.add(task.step)
@@ -267,7 +267,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class ServerSnapshot:
-    """State of a server, as its loop has published it."""
+    """The state of a server that its loop publishes for the keeper."""
 
     runs: tuple[PendingTasks, ...] = ()
     task: claims.EvaluationTask | None = None  # whose checkpoint is needed now
@@ -278,12 +278,12 @@ class ServerSnapshot:
 class Keeper:
     """Writes about once a second, in a thread, what the server does and which checkpoints it needs.
 
-    It needs the checkpoint that it samples and the oldest that wait. All servers promise to keep
-    the same ones, so that more servers keep no more on disk. Where only the newest checkpoint is
-    wanted, none is promised; nor is one of a mirror, which deletes nothing that waits.
+    It needs the checkpoint that it samples and the oldest that wait. All servers need the same
+    waiting ones, so that more servers keep no more on disk. If only the newest checkpoint is
+    wanted, no waiting one is needed; nor is one of a mirror, which deletes nothing that waits.
 
-    The server's loop publishes a snapshot when something changes. The thread looks by itself for
-    checkpoints that wait: the training saves and deletes while the loop samples.
+    The server's loop publishes a snapshot when something changes. The thread looks for waiting
+    checkpoints by itself, as the training saves and deletes while the loop samples.
     """
 
     def __init__(self, server: str, options: ServerOptions, report: ServerReport) -> None:
@@ -308,7 +308,7 @@ class Keeper:
         self._beat()
 
     def publish(self, **changes: Any) -> None:
-        """Replace fields of the snapshot."""
+        """Replace fields of the published snapshot."""
         self._published = replace(self._published, **changes)
 
     @contextmanager
@@ -327,9 +327,9 @@ class Keeper:
 
     @contextmanager
     def needing(self, task: claims.EvaluationTask) -> Iterator[None]:
-        """Need the task's checkpoint until the block ends; the heartbeat is written before that.
+        """Need the task's checkpoint during the block; the heartbeat that says so is written first.
 
-        The checkpoint may have been deleted before: look after.
+        The checkpoint may have been deleted before that: check that it exists afterwards.
         """
         self.publish(task=task)
         try:
@@ -351,7 +351,7 @@ class Keeper:
                 self._beat()
 
     def _look(self, runs: Sequence[PendingTasks]) -> None:
-        """Look for the checkpoints that wait; a run that cannot be read keeps what it had."""
+        """Find the checkpoints that wait; a run that cannot be read keeps its last ones."""
         waiting = {each.run: self._waiting.get(each.run, set()) for each in runs}
         for pending in runs:
             with self._report.log_errors(pending.run.path):
@@ -387,7 +387,7 @@ class Keeper:
 
 
 class MirrorThread:
-    """Pulls checkpoints and pushes results in a thread; does nothing if there is no source."""
+    """Pulls checkpoints and pushes results in a thread; does nothing without a source."""
 
     def __init__(self, options: ServerOptions, server: str, report: ServerReport) -> None:
         self._options, self._server, self._report = options, server, report
@@ -415,7 +415,7 @@ class MirrorThread:
             return
         self._is_over.set()
         self._wake.set()
-        if not self.is_settled:  # asked to end: it does not wait for an hour's pull
+        if not self.is_settled:  # the server was asked to end: do not wait for an hour's pull
             self._mirror.interrupt()
         self._thread.join()
         self._push(self._mirror)
@@ -434,8 +434,9 @@ class MirrorThread:
             self._wake.clear()
 
     def _pull_all(self, mirror: Mirror) -> None:
-        """Look, and pull what is wanted; an error ends a round, not the server."""
+        """Look at the source, and pull what is wanted; an error ends a round, not the server."""
         try:
+            # Asked before the look: what a run had saved by its end is then seen by that look.
             were_over = bool(self._remote) and all(
                 self._of(each.mirror).end.is_reached() for each in self._remote
             )
@@ -456,7 +457,7 @@ class MirrorThread:
             for pulled in mirror.pull(remote, [step]):
                 facts = {**asdict(pulled), "seconds": round(pulled.seconds, 3)}
                 pending.log("checkpoint_synced", source=source, **facts)
-        # What is here already waits for its turn, even if it is no longer there.
+        # Checkpoints that are here wait for their turn, even if the source has deleted them.
         mirror.prune(remote.mirror, {*steps, *(task.step for task in pending.look())})
         pending.report_missed(source=source)
 
@@ -489,11 +490,11 @@ class MirrorThread:
 
 
 def _lower_priority(device_type: str) -> None:
-    """On a CPU, leave the cores to a training beside this process.
+    """Lower the priority on a CPU, to leave the cores to a training beside this process.
 
-    Half of the cores, because threads of a process of low priority spin while they wait for one
-    of them that gets no core: on two cores that a training used as well, eight videos of the demo
-    took 1.0 to 2.0 s in one thread, and 0.8 to 39 s in two.
+    Take half of the cores, because threads of a process of low priority spin while they wait for
+    one of them that gets no core: on two cores that a training used as well, eight videos of the
+    demo took 1.0 to 2.0 s in one thread, and 0.8 to 39 s in two.
     """
     import torch
 

@@ -21,7 +21,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Address:
-    """Where runs are trained."""
+    """The folder at which runs are trained; `host` is empty for one on this machine."""
 
     text: str
     host: str
@@ -33,10 +33,10 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parse the value of --source; a relative path is one of the current folder.
+    """Parse the value of --source; a relative path is relative to the current folder.
 
     Raises:
-        RunError: it names no host and path, or is a URL.
+        RunError: the text names no host and path, or is a URL.
     """
     if "://" in text:
         raise RunError(
@@ -70,12 +70,12 @@ that is in it. A path that no rule matches is copied.
 
 
 def literal(name: str) -> str:
-    """A name as the pattern that matches it alone."""
+    """Return the pattern that matches this name only."""
     return re.sub(r"([*?\[])", r"\\\1", name)
 
 
 def only(patterns: Iterable[str]) -> Rules:
-    """Rules that copy nothing but some paths, with the folders on the way to them."""
+    """Return rules that copy only the given paths, with the folders that lead to them."""
     wanted: dict[str, None] = {}
     for pattern in patterns:
         parts = pattern.strip("/").split("/")
@@ -91,10 +91,10 @@ class GoneError(RunError):
 _CONNECT_SECONDS = 10
 _SILENCE_SECONDS = 300
 _KEPT_CONNECTION_SECONDS = 300
-_MAX_SOCKET_LENGTH = 80  # of a path: Linux takes 107, and ssh adds to it while it connects
+_MAX_SOCKET_LENGTH = 80  # of its path: Linux allows 107, and ssh appends to it while it connects
 _OPTIONS = (
-    "-rs",  # no shell there splits names
-    "--partial-dir=.partial",  # in the folder of each file
+    "-rs",  # recursive; no remote shell splits names
+    "--partial-dir=.partial",  # inside each file's folder
     "--omit-dir-times",
     "--modify-window=-1",  # compares nanoseconds
     f"--timeout={_SILENCE_SECONDS}",
@@ -123,7 +123,7 @@ _KNOWN_CAUSES = (
     ("rsync: not found", "rsync is not installed there", "install it there"),
     ("rsync: No such file", "rsync is not installed there", "install it there"),
 )
-"""In what rsync and ssh write to stderr: what it means, and what to do."""
+"""Words in the stderr of rsync and ssh, with what they mean and what to do."""
 
 
 class Rsync:
@@ -147,20 +147,20 @@ class Rsync:
     def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
         """Copy the files of a folder at the source that match the rules into a folder here.
 
-        `exactly`: delete those that the source does not have. Else files that are newer here stay.
+        With `exactly`, files that the source does not have are deleted; else newer files here stay.
         """
         into.mkdir(parents=True, exist_ok=True)
-        how = ["-L", "--times", "--prune-empty-dirs"]  # the targets of the source's links
+        how = ["-L", "--times", "--prune-empty-dirs"]  # -L: targets instead of links
         how += ["--delete" if exactly else "--update"]
         self._carry(how, self._there(folder), f"{into}/", rules, fetches=True)
 
     def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
         """Copy the files of a folder here that match the rules to a folder at the source.
 
-        `exactly`: write all of them anew, with the time of writing, and delete those that are not
-        here. Else files that are newer there stay.
+        With `exactly`, all are written again with the current time, and files that are not here are
+        deleted; else newer files there stay.
         """
-        how = ["--no-links"]  # one could bring any file of this host there
+        how = ["--no-links"]  # a link could send any file of this host
         how += (
             ["--delete", "--ignore-times"]
             if exactly
@@ -169,7 +169,7 @@ class Rsync:
         self._carry(how, f"{folder}/", self._there(to), rules)
 
     def interrupt(self) -> None:
-        """End what another thread fetches; nothing is fetched any more."""
+        """Stop what other threads copy, and refuse to fetch from now on."""
         with self._lock:
             self._is_interrupted = True
             for process in self._running:
@@ -190,9 +190,9 @@ class Rsync:
     ) -> None:
         command = [self._program, *_OPTIONS, *how, "--", source, target]
         environment = {"LC_ALL": "C", "RSYNC_RSH": shlex.join(self._ssh_command())}
-        # stderr goes to a file: the connection that is kept would keep a pipe open.
+        # stderr goes to a file: the ssh connection that is kept would keep a pipe open.
         with tempfile.TemporaryFile() as file:
-            with self._lock:  # so that `interrupt` ends it, or it is not started
+            with self._lock:  # either `interrupt` sees the process, or it is not started
                 if fetches and self._is_interrupted:
                     raise self._interrupted()
                 process = subprocess.Popen(  # noqa: S603 - rsync, by its path
@@ -216,7 +216,7 @@ class Rsync:
             raise rsync_error(self._address, process.returncode, stderr)
 
     def _ssh_command(self) -> list[str]:
-        """Ssh that asks no questions, and notices within 15 s that the other side is gone."""
+        """Return an ssh command without questions, which notices a lost connection within 15 s."""
         options = ["BatchMode=yes", f"ConnectTimeout={_CONNECT_SECONDS}"]
         options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
         socket = f"{self._sockets}/ssh"
@@ -234,9 +234,9 @@ class Rsync:
 
 
 def is_success(status: int, stderr: str) -> bool:
-    """True if rsync has copied all files that exist.
+    """Return whether rsync has copied all files that exist.
 
-    A file that is deleted while it is listed may be missing, and the target of a link to nothing.
+    A file that is deleted while it is listed may be missing, and so may the target of a link.
     """
     causes = _causes(stderr)
     only_links = bool(causes) and all(_DANGLING in line for line in causes)
@@ -244,7 +244,7 @@ def is_success(status: int, stderr: str) -> bool:
 
 
 def rsync_error(address: Address, status: int, stderr: str) -> RunError:
-    """A failed rsync as an error that names the cause and what to do."""
+    """Return a failed rsync as an error that names the cause and what to do."""
     causes = _causes(stderr)
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = (causes or lines or [f"rsync ended with status {status}"])[-1]
