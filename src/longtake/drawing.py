@@ -1,7 +1,7 @@
-"""Draws labelled grids of pictures, and text in any writing system, in the same few colours.
+"""Drawing of labelled picture grids, and of text in any writing system.
 
-Pillow's own font has unaccented Latin letters. Other characters come from fonts of this machine;
-one that no font has is drawn as a box, and a line on stderr says so once.
+Pillow's own font has only unaccented Latin letters. Other characters are drawn with fonts installed
+on this machine; a character that no font has is drawn as a box, with one warning on stderr.
 """
 
 import os
@@ -34,7 +34,7 @@ _FC_MATCH_SECONDS = 5.0
 _FONT_FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "/System/Library/Fonts")
 _FONT_SUFFIXES = (".ttf", ".otf", ".ttc")
 _MOST_FONTS = 400
-"""Files that are looked into where there is no fontconfig; those with many characters first."""
+"""Limit of the font files that are tried if fontconfig is missing."""
 _SHOWN = 8
 _PROBE_SIZE = 12
 _IN_NO_FONT = "\U0010ffff"
@@ -52,29 +52,29 @@ class TextLine:
 @dataclass(frozen=True)
 class GridCell:
     picture: Image.Image
-    gap: int = 0  # pixels between this cell and what is left of it
+    gap: int = 0  # pixels between this cell and its left neighbour
 
 
 @dataclass(frozen=True)
 class GridRow:
-    """A label and, right of it, cells."""
+    """One row of a grid: a label, and cells to its right."""
 
     label: Sequence[TextLine]  # lines that fit `Grid.label_width`, see `wrapped_lines`
     cells: Sequence[GridCell]  # from left to right
-    is_correct: bool | None = None  # draws a tick, a cross or nothing left of the label
+    is_correct: bool | None = None  # draws a tick (True), a cross (False) or nothing
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of pictures with labels left of them, on one page; widths are in pixels."""
+    """A page with rows of pictures and a label left of each row; widths are in pixels."""
 
     rows: Sequence[GridRow]  # at least one
     label_width: int
     title: str = ""
-    mark_width: int = 0  # left of the labels, for ticks and crosses
+    mark_width: int = 0  # width of the column of ticks and crosses, left of the labels
 
     def corner(self, row: int, cell: int) -> tuple[int, int]:
-        """Left and top of a cell's picture on the page."""
+        """Return left and top of a cell's picture on the page, in pixels."""
         cells = self.rows[row].cells
         before = sum(each.gap + each.picture.width for each in cells[:cell])
         left = _MARGIN + self.mark_width + self.label_width + _LABEL_GAP + before + cells[cell].gap
@@ -90,7 +90,7 @@ class Grid:
         return max(widths) + _MARGIN, self._tops[-1] + _MARGIN - _ROW_GAP
 
     def draw(self) -> Image.Image:
-        """The page in RGB."""
+        """Draw the page as an RGB picture."""
         page = Image.new("RGB", self.size, PAPER)
         pen = ImageDraw.Draw(page)
         draw_text(pen, (_MARGIN, _MARGIN), self.title, TITLE_SIZE, INK)
@@ -110,7 +110,7 @@ class Grid:
 
     @cached_property
     def _tops(self) -> list[int]:
-        """Tops of the rows, and where the next one would begin."""
+        """Top of each row in pixels, and the top of a row after the last."""
         tops = [_MARGIN + (line_height(TITLE_SIZE) + _ROW_GAP if self.title else 0)]
         for row in self.rows:
             label = sum(line_height(line.size) for line in row.label)
@@ -124,7 +124,7 @@ def wrapped_lines(text: str, width: int, size: int = TEXT_SIZE, ink: str = INK) 
 
 
 def side_by_side(pictures: Sequence[Image.Image], gap: int, background: str = PAPER) -> Image.Image:
-    """One picture of several, their upper edges in one line."""
+    """Join pictures from left to right, aligned at the top."""
     width = sum(picture.width for picture in pictures) + gap * (len(pictures) - 1)
     strip = Image.new("RGB", (width, max(picture.height for picture in pictures)), background)
     left = 0
@@ -135,7 +135,7 @@ def side_by_side(pictures: Sequence[Image.Image], gap: int, background: str = PA
 
 
 def resized(picture: Image.Image, size: Size) -> Image.Image:
-    """A picture in another size; one that is enlarged keeps its pixels sharp."""
+    """Resize a picture; enlarged at least twice, its pixels stay sharp squares."""
     if picture.size == size:
         return picture
     is_enlarged = size[0] >= 2 * picture.width
@@ -144,10 +144,10 @@ def resized(picture: Image.Image, size: Size) -> Image.Image:
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
-    """Write a PNG file aside and rename it.
+    """Write a PNG file atomically.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the file cannot be written.
     """
     try:
         with fsio.atomic_write(path) as aside:
@@ -157,7 +157,7 @@ def save_picture(picture: Image.Image, path: Path) -> None:
 
 
 def _draw_mark(pen: ImageDraw.ImageDraw, place: tuple[int, int], is_correct: bool | None) -> None:
-    """A tick or a cross, of lines: the font has neither."""
+    """Draw a tick or a cross from lines, as Pillow's font has neither."""
     if is_correct is None:
         return
     strokes = (
@@ -189,7 +189,7 @@ def line_height(size: int) -> int:
 
 
 def wrap(text: str, size: int, width: int) -> list[str]:
-    """Break text between words so that every line fits `width` pixels; a longer word is cut."""
+    """Break text between words into lines of at most `width` pixels; a longer word is split."""
     lines: list[str] = []
     for word in text.split():
         joined = f"{lines[-1]} {word}" if lines else word
@@ -201,7 +201,7 @@ def wrap(text: str, size: int, width: int) -> list[str]:
 
 
 def _cut(word: str, size: int, width: int) -> list[str]:
-    """Split a word into pieces that fit; almost always into one."""
+    """Split a word into pieces of at most `width` pixels; most words are one piece."""
     if text_width(word, size) <= width:
         return [word]
     pieces = [""]
@@ -237,7 +237,7 @@ def _say_missing(text: str) -> None:
 
 @cache
 def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
-    """The font of a file; Pillow's own if there is no path."""
+    """Load the font of a file, or Pillow's own for an empty path."""
     if path:
         return ImageFont.truetype(path, size)
     font = ImageFont.load_default(size)
@@ -247,7 +247,7 @@ def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 @cache
 def _path_of(character: str) -> str | None:
-    """The font that a character is drawn with; None where none has it."""
+    """Return the file of a font that has a character; empty: Pillow's own; None: no font."""
     if character.isspace() or _has("", character):
         return ""
     found = (path for path in (*_found, _by_fontconfig(character)) if path is not None)
@@ -259,11 +259,14 @@ def _path_of(character: str) -> str | None:
 
 
 _found: list[str] = []
-"""Fonts that had a character so far; they are asked first."""
+"""Fonts that had an earlier character; they are tried first."""
 
 
 def _has(path: str, character: str) -> bool:
-    """Whether a font draws a character otherwise than one that it cannot have."""
+    """Return True if a font has a character.
+
+    Pillow cannot tell directly: compare its bitmap with that of a character that no font has.
+    """
     with suppress(OSError, ValueError):  # not a font, or one of colour bitmaps in other sizes
         font = _font(path, _PROBE_SIZE)
         return bytes(font.getmask(character)) != bytes(font.getmask(_IN_NO_FONT))
@@ -285,7 +288,7 @@ def _by_fontconfig(character: str) -> str | None:
 
 @cache
 def _installed() -> tuple[str, ...]:
-    """Fonts in the usual folders; those first that are named after the scripts they are for."""
+    """List font files in the usual folders; CJK fonts, which have most characters, come first."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     folders = [Path(data) / "fonts", Path.home() / ".fonts", *map(Path, _FONT_FOLDERS)]
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Every error a user can meet.
+"""All errors that a user can meet, by class.
 
     LongtakeError             what failed, with its values; what was expected; what to do
     ├── RecipeError           a recipe cannot be read, or its values do not fit together
@@ -25,10 +25,10 @@ from pathlib import Path
 
 
 class LongtakeError(Exception):
-    """Base of every error that a user can cause and can do something about.
+    """Base of all errors that a user can correct.
 
     Attributes:
-        exit_code: with which a command ends that raises it; 2: the same command would fail again.
+        exit_code: exit code of a command that raises it; 2: the same command would fail again.
     """
 
     exit_code = 2
@@ -47,7 +47,7 @@ class ClipError(DataError):
 
     Attributes:
         path: the file, or its address in a store.
-        reason: why, in a few words, without the path.
+        reason: the cause in a few words, without the path.
     """
 
     def __init__(self, path: Path | str, reason: str) -> None:
@@ -68,11 +68,11 @@ class ModelError(LongtakeError):
 
 
 class PlanError(LongtakeError):
-    """A step does not fit the memory, or would not train what should be trained."""
+    """A step does not fit the memory, or would leave trainable weights without gradients."""
 
 
 class CannotBePlannedError(PlanError):
-    """A plan cannot follow the model's code; the model may train all the same."""
+    """A plan cannot follow the model's code; the model may nevertheless train."""
 
 
 class RunError(LongtakeError):
@@ -84,7 +84,7 @@ class RecordError(LongtakeError):
 
     Attributes:
         path: the file.
-        reason: why, as a part of a sentence, without the path.
+        reason: the cause as a part of a sentence, without the path.
     """
 
     def __init__(self, path: Path | str, reason: str) -> None:
@@ -109,16 +109,16 @@ class DivergedError(LongtakeError):
 
 
 class SamplingError(LongtakeError):
-    """What was sampled is no picture: its latents or pixels are NaN or infinite."""
+    """Sampled latents or pixels are NaN or infinite."""
 
     exit_code = 1
 
 
 class JointWorkError(LongtakeError):
-    """Another rank failed in work that ranks do together; it says which, and its error."""
+    """Another rank failed in work that all ranks do together; the message has its error."""
 
 
 class LostPeerError(LongtakeError):
-    """Another rank has ended; whether to try again depends on why."""
+    """Another rank has ended, so this one cannot continue; a new launch may succeed."""
 
     exit_code = os.EX_UNAVAILABLE  # 69

@@ -1,19 +1,19 @@
-"""Names and records of evaluation servers in a run directory; torch-free.
+"""Paths and records of evaluations in a run directory; torch-free.
 
-evaluations/<preset>/preset.json                what is sampled: settings, prompts, seeds
-evaluations/<preset>/pictures/                  small copies of its inputs, by prompt
-evaluations/<preset>/conditioning/              numbers of clips that the default preset samples
-evaluations/<preset>/reference.json             the same measures, of clips that were trained on
-evaluations/<preset>/step_00001000/             a result, renamed into place when it is whole:
-    00_s0.mp4 01_s0.mp4 ...                     each prompt and seed; of one frame: .png
-    sheet.png                                   the same as one picture
-    scores.json                                 what was measured
-evaluations/<preset>/superseded/step_…-<key>/   a result of a checkpoint that was saved anew
-evaluations/claims/<preset>/step_…-<key>/       the lease of who works on it; its attempts
+evaluations/<preset>/preset.json                settings, prompts and seeds of the preset
+evaluations/<preset>/pictures/                  small copies of its input pictures, by prompt
+evaluations/<preset>/conditioning/              numeric inputs of the default preset's clips
+evaluations/<preset>/reference.json             the preset's measures on training clips
+evaluations/<preset>/step_00001000/             a result, renamed into place when it is complete:
+    00_s0.mp4 01_s0.mp4 ...                     one video per prompt and seed; one frame: .png
+    sheet.png                                   a contact sheet of the videos
+    scores.json                                 the measures
+evaluations/<preset>/superseded/step_…-<key>/   a result of weights that were saved again later
+evaluations/claims/<preset>/step_…-<key>/       the lease of a server's work on it; its attempts
 evaluations/servers/<name>/events.jsonl         what a server did (writer: that server)
-evaluations/servers/<name>/heartbeat.json       what it does and needs, about once a second
-tracking/writer/                                the lease of the one who writes to the trackers
-tracking/<tracker>.json                         how far that tracker has been written
+evaluations/servers/<name>/heartbeat.json       its current work and the checkpoints it needs
+tracking/writer/                                the lease of the process that writes the trackers
+tracking/<tracker>.json                         the position up to which a tracker was written
 """
 
 import json
@@ -31,7 +31,7 @@ from longtake.run_dir import EVENT, RunDirectory
 
 _MOST_NEEDS = 10_000
 _READS = 2
-"""A file that another host replaces each second may be gone while it is read over NFS."""
+"""Attempts to read a heartbeat: over NFS, a file can vanish while another host replaces it."""
 
 ServerEventKind = Literal[
     "evaluation_started",
@@ -46,48 +46,48 @@ ServerEventKind = Literal[
 
 
 class VideoScores(TypedDict):
-    """One video of a result."""
+    """One sampled video of a result, with its measures."""
 
     file: fsio.FileName
-    """Its name, beside scores.json."""
+    """Name of the video file in the folder of scores.json."""
     prompt: str
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
     measures: dict[str, float]
-    """By name; without those that are not defined for it, such as motion of one frame."""
+    """Measures by name, without those that are undefined here, such as motion of one frame."""
 
 
 class Alarm(TypedDict):
-    """A measure that moves, or lies where no training clip's does."""
+    """A measure that drifts over checkpoints, or is outside the range of the training clips."""
 
     measure: str
     kind: Literal["drift", "range"]
     message: str
-    """Such as: brightness of low4s rose 4 checkpoints in a row, +9 %."""
+    """The alarm in words: brightness of low4s rose 4 checkpoints in a row, +9 %."""
 
 
 @fsio.with_other_fields
 class Scores(TypedDict):
-    """scores.json: what was sampled from a checkpoint, and what was measured of it."""
+    """The videos sampled from a checkpoint, and their measures: the content of scores.json."""
 
     preset: str
     step: fsio.Count
     key: fsio.FileName
-    """Digest of the weights, which may be saved again at the same step: see `checkpoint_key`."""
+    """Digest of the weights, see `checkpoint_key`: a step can be saved again with others."""
     weights: str
     """The sampled weights: `model`, or `ema/` and the name of a profile."""
     time: fsio.Time
     server: str
-    """Its name below evaluations/servers/."""
+    """Name of the evaluation server, as below evaluations/servers/."""
     settings: dict[str, Any]
     """Settings as in preset.json, without the prompts."""
     videos: list[VideoScores]
     measures: dict[str, float]
-    """The mean over the videos of each."""
+    """Mean of each measure over the videos."""
     held_out: NotRequired[dict[str, float]]
-    """The flow-matching loss on clips that are not trained on: by sigma, and their `mean`."""
+    """Flow-matching loss on held-out clips, by sigma, and their `mean`."""
     alarms: list[Alarm]
     seconds: dict[str, fsio.Finite]
-    """Seconds of each part: wait load first_video sample measure write ..."""
+    """Duration of each part of the evaluation: wait load first_video sample measure write ..."""
 
 
 @fsio.with_other_fields
@@ -100,7 +100,7 @@ _SETTINGS: Final = TypeAdapter(_Settings)
 
 
 def _check(scores: Scores) -> Scores:
-    """Check what is used of the settings, and that each video has the pictures it goes by."""
+    """Check the settings that readers use, and that each video's input pictures are listed."""
     pictures = _SETTINGS.validate_python(scores["settings"]).get("conditioning", {})
     for video in scores["videos"] if pictures else ():
         number = prompt_number(video["file"])
@@ -110,20 +110,20 @@ def _check(scores: Scores) -> Scores:
 
 
 SCORES: Final[TypeAdapter[Scores]] = TypeAdapter(Annotated[Scores, AfterValidator(_check)])
-"""scores.json."""
+"""Validator of scores.json."""
 
 
 class Scene(NamedTuple):
-    """Prompt, seed and inputs of a video, whatever checkpoint sampled it."""
+    """Prompt, seed and inputs of a video: the same for all checkpoints that sample it."""
 
     prompt: str
     seed: int
     pictures: tuple[tuple[str, str], ...] = ()
-    """Name and content of each further input, see `longtake.sampling.preset_files.InputFile`."""
+    """Name and digest of each further input, see `longtake.sampling.preset_files.InputFile`."""
 
 
 def files_by_scene(scores: Scores) -> dict[Scene, str]:
-    """The file name of each video of a result, by its scene."""
+    """Return the file name of each video of a result, by its scene."""
     pictures = scores["settings"].get("conditioning", {})
     found = {}
     for video in scores["videos"]:
@@ -134,13 +134,13 @@ def files_by_scene(scores: Scores) -> dict[Scene, str]:
 
 
 def prompt_number(file: str) -> int:
-    """The number of the prompt from which a video was sampled, from its file name."""
+    """Return the index of a video's prompt in its preset, from the file's name."""
     return int(file.partition("_")[0])
 
 
 @fsio.with_other_fields
 class ServerHeartbeat(TypedDict):
-    """heartbeat.json of an evaluation server."""
+    """The content of an evaluation server's heartbeat.json."""
 
     server: str
     time: fsio.Time
@@ -149,7 +149,7 @@ class ServerHeartbeat(TypedDict):
     beat: NotRequired[fsio.Count]
     doing: NotRequired[dict[str, Any] | None]
     ended: NotRequired[str | None]
-    """When the server ended; None: it has not."""
+    """Time at which the server ended; None: it has not."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,9 @@ class EvaluationDirectory:
         return sorted(int(step) for step in steps if step.isdecimal())
 
     def scores(self, preset: str, step: int) -> Scores | None:
-        """The measures of a checkpoint.
+        """Read a checkpoint's result.
 
-        None if there is no whole result: no scores.json, or one that is no record of this result.
+        None: there is no scores.json, or it is damaged or names another preset or step.
         """
         try:
             found = fsio.read_record(self.result_path(preset, step) / "scores.json", SCORES)
@@ -204,7 +204,7 @@ class EvaluationDirectory:
 
 @dataclass(frozen=True)
 class ServerDirectory:
-    """Records of one evaluation server in a run; it alone writes here."""
+    """Paths and records of one evaluation server in a run; that server is their only writer."""
 
     run: RunDirectory
     name: str  # of the server, such as `vm-4711`
@@ -222,14 +222,22 @@ class ServerDirectory:
         return self.path / "heartbeat.json"
 
     def append_event(self, kind: ServerEventKind, /, **fields: Any) -> None:
-        """Append one line to events.jsonl; OSError: it cannot be written."""
+        """Append one line to the server's events.jsonl.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         fsio.append_json(
             self.events_path, {"time": fsio.now(), "event": kind, "server": self.name, **fields}
         )
 
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
-        """Replace heartbeat.json, which need not outlive a power cut; OSError: it cannot be."""
+        """Replace heartbeat.json without flushing it to disk.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         with (
             fsio.atomic_write(self.heartbeat_path) as aside,
@@ -238,14 +246,14 @@ class ServerDirectory:
             file.write(json.dumps(record, indent=2) + "\n")
 
     def read_heartbeat(self) -> ServerHeartbeat | None:
-        """heartbeat.json; None if there is none, or it cannot be read."""
+        """Read heartbeat.json; None: it is missing or damaged."""
         for _ in range(_READS):
             with suppress(errors.RecordError):
                 return fsio.read_record(self.heartbeat_path, ServerHeartbeat)
         return None
 
     def remove_heartbeat(self) -> None:
-        """Remove the heartbeat of a server that is dead; a link is not followed."""
+        """Remove the heartbeat of a dead server; symbolic links are not followed."""
         for path in (self.heartbeat_path, fsio.partial_path(self.heartbeat_path)):
             if not fsio.is_linked(path, self.run.path):
                 with suppress(OSError):
@@ -253,7 +261,7 @@ class ServerDirectory:
 
 
 def all_servers(run: RunDirectory) -> list[ServerDirectory]:
-    """The servers that have ever worked on a run, by name."""
+    """Return all servers that have ever worked on a run, sorted by name."""
     folder = EvaluationDirectory(run).path / "servers"
     names: list[str] = []
     with suppress(FileNotFoundError, NotADirectoryError):

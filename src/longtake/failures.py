@@ -1,8 +1,8 @@
-"""Failure records: why a rank failed, so that the ranks that lost it report that rank.
+"""Failure records: why a rank failed, so that the ranks that lost it can name it as the cause.
 
-A failure is an event `rank_failed` of its node. `source` says who wrote it: the rank before its
-connections close; the launcher where the rank was killed; the watcher, which sees only that the
-process is gone. Without any, the rank's heartbeat has stopped.
+A failure is an event `rank_failed` of its node. Its `source` is the writer: the rank, before its
+connections close; the launcher, if the rank was killed; or the watcher, which sees only that the
+process is gone. If nothing was recorded, a heartbeat that has stopped names the lost rank.
 """
 
 import os
@@ -20,11 +20,14 @@ from longtake.node_dir import NodeDirectory, all_nodes, has_beaten, node_heartbe
 from longtake.run_dir import RunDirectory
 
 LOG_VARIABLE: Final = "LONGTAKE_LOG"
-"""In a rank's environment: the file to which a launcher redirects its output."""
+"""Environment variable of a rank: the file to which its launcher redirects its output."""
 
 FailureKind = Literal["error", "exception", "killed", "ended"]
-"""`error`: what a user can correct; `exception`: any other; `killed`: by a signal; `ended`: with an
-exit code and without a record."""
+"""The way a rank failed.
+
+`error`: a LongtakeError; `exception`: any other exception; `killed`: by a signal; `ended`: with an
+exit code and without a record.
+"""
 FailureSource = Literal["rank", "launcher", "watcher"]
 _POLL_SECONDS = 0.1
 _LAUNCHER_SECONDS = 0.5  # until the launcher of a rank that is gone has recorded why
@@ -33,7 +36,7 @@ _MAX_CHARS = 400
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The failure of a rank."""
+    """The failure of one rank: an event `rank_failed`."""
 
     rank: int
     world_size: int
@@ -48,7 +51,10 @@ class RankFailure:
     source: FailureSource = "rank"  # who recorded it; the others know more than the watcher
 
     def record(self, run: RunDirectory) -> None:
-        """Append it to this node's events; a full disk must not hide the failure itself."""
+        """Append the failure to this node's events, ignoring OSError.
+
+        A full disk must not hide the failure itself.
+        """
         with suppress(OSError):
             this_node(run).append_event("rank_failed", **self.as_event())
 
@@ -76,7 +82,15 @@ def failure_of(
     log: str | None = None,
     source: FailureSource = "rank",
 ) -> RankFailure:
-    """The failure of the rank with this heartbeat; `log`: this process's own by default."""
+    """Build the failure record of the rank with this heartbeat, on this host.
+
+    Args:
+        heartbeat: the rank's heartbeat.
+        kind: the way it failed.
+        error: the error in one line.
+        log: file with the rank's output; None: that of this process, from `LOG_VARIABLE`.
+        source: the program that records the failure.
+    """
     return RankFailure(
         rank=heartbeat.rank,
         world_size=heartbeat.world_size,
@@ -105,7 +119,7 @@ def describe_signal(number: int) -> str:
 
 
 def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
-    """The failures of a launch by time; those that only a watcher has seen come last."""
+    """Read the failures of a launch, by time; those recorded by watchers come last."""
     events = [event for node in all_nodes(run) for event in _events(node)]
     events = [event for event in events if event.get("launch") == launch]
     events.sort(key=lambda event: (event.get("source") == "watcher", str(event["time"])))
@@ -115,7 +129,13 @@ def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
 def failures_of_processes(
     run: RunDirectory, pids: Collection[int], since: str
 ) -> list[RankFailure]:
-    """Failures of this node's processes since a time as of `fsio.now`, without the watcher's."""
+    """Read the failures of processes of this node since a time, without those of the watcher.
+
+    Args:
+        run: the run directory.
+        pids: the processes.
+        since: a time in the format of `fsio.now`.
+    """
     return [
         RankFailure.from_event(event)
         for event in _events(this_node(run))
@@ -124,13 +144,16 @@ def failures_of_processes(
 
 
 def find_failed_rank(run: RunDirectory, own: Heartbeat, seconds: float = 3.0) -> RankFailure | None:
-    """The rank whose failure ended the rank with the heartbeat `own`; None: it is not known.
+    """Find the failure that made this rank lose a peer; None: it is unknown.
 
     Args:
-        run: the run of both.
-        own: of the rank that lost a peer.
-        seconds: how long to wait for another node's record, or for a sign of life.
+        run: the run directory.
+        own: heartbeat of the rank that lost a peer.
+        seconds: limit of the wait for another node's record or sign of life.
     """
+    # A recorded reason is best, so wait for it: a lost connection is noticed before the record of
+    # the other node becomes visible on a shared file system. A rank of this node that is gone
+    # shortens the wait: its launcher records the reason at once, or never.
     begun, before = time.monotonic(), node_heartbeats(run)
     end = begun + seconds
     while True:
@@ -150,7 +173,7 @@ def find_failed_rank(run: RunDirectory, own: Heartbeat, seconds: float = 3.0) ->
 
 
 def _gone(run: RunDirectory, own: Heartbeat) -> Iterator[Heartbeat]:
-    """Ranks of this node and launch whose process is gone and did not end as it should."""
+    """Yield the ranks of this node and launch whose process is gone without having ended."""
     for each in read_heartbeats(heartbeat_dir(run.path)):
         is_of_launch = each.role == "rank" and each.launch == own.launch
         if is_of_launch and each.phase != "ended" and not each.is_alive:
@@ -160,13 +183,15 @@ def _gone(run: RunDirectory, own: Heartbeat) -> Iterator[Heartbeat]:
 def _on_silent_node(
     run: RunDirectory, launch: str, before: Mapping[str, Mapping[str, Any]], seconds: float
 ) -> RankFailure | None:
-    """A rank of a node whose watcher has stopped writing; None: none has, or all (the disk has).
+    """Return a rank of a node whose watcher has stopped writing; None: there is no such node.
+
+    If the watchers of all nodes are silent, the shared disk is the likely cause: also None.
 
     Args:
-        run: the run.
+        run: the run directory.
         launch: the launch.
-        before: the watchers' heartbeats so many seconds ago.
-        seconds: at least twice the time between two of them.
+        before: the watchers' heartbeats `seconds` ago.
+        seconds: at least twice the interval of the watchers' heartbeats.
     """
     beats = {h: each for h, each in node_heartbeats(run).items() if each.get("launch") == launch}
     silent = [h for h, each in beats.items() if h in before and not has_beaten(before[h], each)]

@@ -1,4 +1,4 @@
-"""Numbers, names, errors and untrusted text, as messages show them."""
+"""Formatting of numbers, names, errors and untrusted text for messages."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,10 +7,10 @@ from difflib import SequenceMatcher, get_close_matches
 from itertools import pairwise
 from typing import Final
 
-_NEAR = 0.6  # difflib's own limit, below which two names do not resemble each other
-_AS_NEAR = 0.1  # names that resemble it nearly as much as the nearest are named too
+_NEAR = 0.6  # similarity below which a name is not suggested; the default of difflib
+_AS_NEAR = 0.1  # names within this similarity of the nearest one are suggested too
 _MAX_NEAR = 3
-_PART_LETTERS = 3  # of a name that is a part of others
+_PART_LETTERS = 3  # shortest misspelt name that is looked for as a part of others
 
 # C0, DEL, C1; marks and overrides of the writing direction; separators of lines and paragraphs.
 _SPECIAL: Final = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
@@ -23,7 +23,7 @@ def plural(number: int, noun: str, many: str = "") -> str:
 
 
 def format_size(num_bytes: int) -> str:
-    """An amount of memory in the largest unit of which there is one at least: 1.50 GiB, 3 bytes."""
+    """Format bytes in the largest binary unit that gives at least 1: 1.50 GiB, 3 bytes."""
     for unit, of_one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= of_one:
             return f"{num_bytes / of_one:.2f} {unit}"
@@ -31,7 +31,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration in whole seconds: 42 s, 3:05, 2:10:00, 3 d 4 h."""
+    """Format a duration in whole seconds: 42 s, 3:05, 2:10:00, 3 d 4 h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -43,7 +43,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_short_duration(seconds: float) -> str:
-    """`format_duration` with three digits below a minute: 3.2 ms, 1.25 s, 42.1 s."""
+    """Format a duration with up to three digits below a minute: 3.2 ms, 1.25 s, 42.1 s, 3:05."""
     if round(seconds, 1) >= 60:
         return format_duration(seconds)
     if seconds < 1:
@@ -52,7 +52,7 @@ def format_short_duration(seconds: float) -> str:
 
 
 def for_seconds(seconds: float) -> str:
-    """`12 s`, `4 min 10 s`, `2 h 5 min`."""
+    """Format a duration for a sentence: 12 s, 4 min 10 s, 2 h 5 min."""
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -60,13 +60,13 @@ def for_seconds(seconds: float) -> str:
 
 
 def format_time(text: str, *, with_date: bool = False) -> str:
-    """`20:15:59 UTC` of a time as records have it."""
+    """Format a record's ISO 8601 time in UTC: 20:15:59 UTC, optionally with the date."""
     form = "%Y-%m-%d %H:%M:%S UTC" if with_date else "%H:%M:%S UTC"
     return datetime.fromisoformat(text).astimezone(UTC).strftime(form)
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
-    """Sorts names by the numbers in them: node2 before node10."""
+    """Return a sort key that compares numbers within names by value: node2 before node10."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
@@ -77,7 +77,10 @@ def join_words(words: Iterable[object], last: str = "and") -> str:
 
 
 def number_ranges(numbers: Sequence[int], most: int | None = None) -> str:
-    """Ascending numbers as `0-3, 7`; of more than `most` ranges the first, and their count."""
+    """Format ascending numbers as ranges: 0-3, 7.
+
+    Of more than `most` ranges, only the first ones and the count of all numbers are shown.
+    """
     cuts = [0, *(at for at, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
     runs = [(numbers[first], numbers[end - 1]) for first, end in pairwise(cuts) if end > first]
     texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
@@ -93,13 +96,13 @@ def nearest(name: str, known: Iterable[str], cutoff: float = _NEAR) -> str | Non
 def did_you_mean(
     name: str, known: Iterable[str], shown: int = 20, otherwise: str | None = None
 ) -> str:
-    """A question with up to three known names that resemble a misspelt one.
+    """Ask "did you mean ...?" with up to three known names that resemble a misspelt one.
 
     Args:
-        name: the misspelt one.
-        known: all names.
-        shown: how many known names are listed if none resembles it.
-        otherwise: what is said then instead of the list.
+        name: the misspelt name.
+        known: all known names.
+        shown: number of known names to list if none resembles it.
+        otherwise: text to return in that case instead of the list.
     """
     names = sorted(set(known))
     likeness = {each: SequenceMatcher(None, name, each).ratio() for each in names}
@@ -120,7 +123,7 @@ def shorten(text: str, most: int = 60) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The whole message of an error in one line; its type if it has no message."""
+    """Return the whole message of an error in one line; its type if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -135,9 +138,9 @@ def reason_of(error: Exception) -> str:
 
 
 def printable(text: object) -> str:
-    r"""One line, such as a file's name: control characters are spelled, as `\x1b` or `\n`.
+    r"""Replace control characters by escapes such as `\x1b` or `\n`, so that the text is one line.
 
-    Text from files is printed so, and a terminal does not act on it.
+    Untrusted text, such as a file's name, then cannot control the terminal.
     """
     return _UNSAFE_IN_A_LINE.sub(_spelled, str(text))
 
@@ -147,7 +150,7 @@ def printable_lines(text: str) -> str:
 
 
 def escape_lines(text: str) -> str:
-    """As `escape`, of a message that may have several lines."""
+    """Escape control characters and rich's markup in a message of several lines."""
     return "\n".join(map(escape, text.split("\n")))
 
 

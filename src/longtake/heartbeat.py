@@ -1,8 +1,9 @@
-"""Heartbeat pages: what each process does, in shared memory that the watcher reads; torch-free.
+"""Heartbeat pages: each process's current phase and step, in shared memory; torch-free.
 
-Each rank and decode worker writes one page in `/dev/shm` (not on a disk that may hang). Readers do
-not involve the process, so a process that hangs or was killed still shows what it did. Times are
-CLOCK_MONOTONIC, which all processes of a node share and which no clock step changes.
+Each rank and decode worker writes one page in `/dev/shm` (not on a disk that may hang), which the
+watcher reads. Readers do not involve the process, so a process that hangs or was killed still shows
+its last phase. Times are CLOCK_MONOTONIC, which all processes of a node share and which changes of
+the system time do not affect.
 """
 
 import ctypes
@@ -63,7 +64,7 @@ PHASE_WORDS: Mapping[str, str] = {
     "rollback": "while it rolls back from step {step}",
     "sampling": "while it samples presets after step {step}",
 }
-"""Where a rank is, for people; `step` is its global step."""
+"""Description of a rank's phase for messages; `{step}` stands for its global step."""
 
 STORE_WAIT = " (waiting for its store: "  # in the clip's path
 _MAGIC = 0x4C54_4842_0004  # the last digits are the format's number
@@ -84,7 +85,11 @@ class _TimingPage(ctypes.Structure):
 
 
 class HeartbeatPage(ctypes.Structure):
-    """The layout of a page; `sequence` is odd while the owner writes."""
+    """Memory layout of a heartbeat page.
+
+    `sequence` is a seqlock: the owner increments it before and after each change, so it is odd
+    while the page is being written.
+    """
 
     _fields_ = (
         ("magic", ctypes.c_uint64),
@@ -112,7 +117,7 @@ class HeartbeatPage(ctypes.Structure):
 
 
 class HeartbeatDir(NamedTuple):
-    """The folder in which the processes that a rank starts keep their pages."""
+    """Folder of a run's heartbeat pages, and the rank that passes it to its child processes."""
 
     folder: Path
     rank: int
@@ -120,7 +125,7 @@ class HeartbeatDir(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseTiming:
-    """Durations of a phase, over the times it was left since the process has settled."""
+    """Statistics of a phase's durations, over all its ends since the process has settled."""
 
     count: int
     longest: float  # seconds
@@ -129,17 +134,17 @@ class PhaseTiming:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A page as it was read."""
+    """One process's heartbeat page, read at one moment."""
 
     path: Path
     role: Role
     pid: int
     started: int  # clock ticks since boot; with the pid, the process's identity
-    rank: int  # of a decode worker, its rank's
+    rank: int  # for a decode worker, the rank that started it
     local_rank: int
     world_size: int
     launch: str  # equal on all ranks of a launch; empty: not known yet
-    step: int  # global step; of a decode worker, the number of windows begun
+    step: int  # global step; for a decode worker, the number of windows begun
     steps_done: int  # in this launch
     phase: Phase
     seconds: float  # in the phase, when the page was read
@@ -166,16 +171,17 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """Writes this process's page.
+    """Writes this process's heartbeat page.
+
+    If the folder cannot be written, the page stays private memory: no other process sees it, and
+    training goes on.
 
     Args:
-        folder: `heartbeat_dir` of the run; it is made.
-        role: what this process is.
-        rank: in the run.
-        local_rank: on the node.
+        folder: `heartbeat_dir` of the run; it is created.
+        role: rank or decode worker.
+        rank: global rank; for a decode worker, the rank that started it.
+        local_rank: rank on the node.
         world_size: number of ranks.
-
-    Without room in the folder the page is private: no process sees it, and nothing else changes.
     """
 
     def __init__(
@@ -200,20 +206,22 @@ class HeartbeatWriter:
         return PHASES[int(self._page.phase)]
 
     def set_waiting(self, clip: str, store: str) -> None:
-        """Name the store that the clip's file is waited for, and why; empty: not any more.
+        """Show that the clip's file waits for a store, without ending the phase.
 
-        The phase does not end.
+        Args:
+            clip: the clip's file.
+            store: the store and the reason for waiting; empty: the wait is over.
         """
         with self._writing() as page:
             text = f"{clip}{STORE_WAIT}{store})" if store else clip
             page.clip = text.encode(errors="replace")[-_CLIP_BYTES:]
 
     def set_phase(self, phase: Phase, detail: str | None = None, clip: str = "") -> None:
-        """Begin a phase, which ends the one before.
+        """Begin a phase, which ends the current one.
 
         Args:
-            phase: what begins.
-            detail: of a decode worker, the clip's identity; None: unchanged.
+            phase: the phase that begins.
+            detail: a decode worker's clip identity; None: unchanged.
             clip: the clip's file.
         """
         with self._writing() as page:
@@ -223,7 +231,7 @@ class HeartbeatWriter:
             self._add_launch_time(now)
             if phase == "decode" and self.phase != "decode":
                 page.step += 1
-            if phase == "rollback":  # everything after it starts anew, decode workers included
+            if phase == "rollback":  # warm-up repeats: decode workers and allocations are new
                 page.is_settled, self._steps_since_rollback = False, 0
                 self._shapes.clear()
             page.phase, page.since_ns = PHASES.index(phase), now
@@ -232,8 +240,10 @@ class HeartbeatWriter:
                 page.clip = clip.encode(errors="replace")[-_CLIP_BYTES:]
 
     def begin_step(self, step: int, shape: str) -> None:
-        """State the global step that begins, and the shape of its clips."""
+        """Record the global step that begins, and the shape of its clips."""
         with self._writing() as page:
+            # The first steps of a launch and of each shape compile kernels and allocate memory.
+            # Their durations say nothing about later steps, so they do not enter the statistics.
             known = self._shapes[shape] = self._shapes.get(shape, -1) + 1
             page.is_settled = (
                 self._steps_since_rollback >= _SETTLING_STEPS and known >= _SETTLING_STEPS_OF_SHAPE
@@ -241,7 +251,11 @@ class HeartbeatWriter:
             page.step, page.detail, page.clip = step, _first(shape), b""
 
     def end_step(self, work_seconds: float = 0.0) -> None:
-        """State that a step is done; `work_seconds`: this process's own share, without waiting."""
+        """Record that a step is done.
+
+        Args:
+            work_seconds: time that this process computed, without waiting for others; 0: unknown.
+        """
         with self._writing() as page:
             self._add_launch_time(time.monotonic_ns())
             page.steps_done += 1
@@ -267,7 +281,10 @@ class HeartbeatWriter:
         self._launch_ns["start"] = age - (time.monotonic_ns() - self._page.since_ns)
 
     def launch_seconds(self) -> dict[Phase, float]:
-        """Seconds of each phase before the first step was done, the present one until now."""
+        """Return seconds per phase from the launch to the end of its first step.
+
+        Before the first step is done, the current phase counts up to now.
+        """
         taken = dict(self._launch_ns)
         if not self._page.steps_done:
             now = time.monotonic_ns()
@@ -320,7 +337,7 @@ def _first(text: str) -> bytes:
 
 
 def _shared(path: Path, page: bytes) -> mmap.mmap:
-    """A file in memory that holds a page as soon as it is visible.
+    """Map a new file that holds `page` before it appears under its final name.
 
     Raises:
         OSError: no room, or no permission.
@@ -340,15 +357,15 @@ def _shared(path: Path, page: bytes) -> mmap.mmap:
 # computes a step need not be handed a writer.
 
 _writer: HeartbeatWriter | None = None
-_is_first_session = True  # this process was started for it
+_is_first_session = True  # only the first session's start phase includes the interpreter's start
 
 
 @contextmanager
 def heartbeat_session(writer: HeartbeatWriter) -> Iterator[HeartbeatWriter]:
-    """Make a writer this process's own, and close it at the end.
+    """Use `writer` for this process's heartbeat within the block, and close it at the end.
 
-    An error whose message a user gets, Ctrl-C and exits also close it. After any other exception
-    the page keeps what it said last.
+    A LongtakeError, Ctrl-C and SystemExit also close it. After any other exception the page keeps
+    its last phase, so that a watcher sees where the process failed.
     """
     global _writer, _is_first_session
     if _is_first_session:
@@ -398,7 +415,10 @@ def record_duration(phase: Phase, seconds: float) -> None:
 
 
 class GivenClip:
-    """Writes in a decode worker's page what its parent has given it, which it may never begin."""
+    """Field `given` of a decode worker's page: the clip assigned to it, written by its parent.
+
+    The worker may hang or die before it begins the clip, so it cannot write the field itself.
+    """
 
     def __init__(self, path: Path) -> None:
         self._page: HeartbeatPage | None = None
@@ -415,12 +435,14 @@ class GivenClip:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Read a page; None: there is none, it is another user's, or has another format."""
+    """Read a page; None: it is missing, belongs to another user or has another format."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError, ValueError, LookupError), os.fdopen(os.open(path, flags), "rb") as file:
         if os.fstat(file.fileno()).st_uid != os.getuid():
             return None
-        for _ in range(_READ_ATTEMPTS):  # a process that was stopped while it wrote: the last one
+        # Seqlock: retry until `sequence` is even and unchanged after the copy. A process stopped
+        # in the middle of a write leaves it odd for ever; then the last copy must do.
+        for _ in range(_READ_ATTEMPTS):
             data, now = os.pread(file.fileno(), _SIZE, 0), time.monotonic_ns()
             after = os.pread(file.fileno(), HeartbeatPage.started.offset, 0)
             page = HeartbeatPage.from_buffer_copy(data)
@@ -434,7 +456,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 
 
 def read_heartbeats(folder: Path) -> list[Heartbeat]:
-    """All pages of a folder, ranks first and by rank; also those of processes that are gone."""
+    """Read all pages of a folder, ranks first and by rank, including those of dead processes."""
     files = folder.iterdir() if folder.is_dir() else ()
     paths = (path for path in files if path.name.startswith(ROLES) and not path.suffix)
     found = [page for page in map(read_heartbeat, paths) if page is not None]
@@ -468,7 +490,7 @@ def _heartbeat(path: Path, page: HeartbeatPage, now: int) -> Heartbeat:
 
 
 def heartbeat_dir(run: Path) -> Path:
-    """The folder for the pages of a run's processes on this node."""
+    """Return the folder of a run's heartbeat pages on this node."""
     memory = Path("/dev/shm")  # noqa: S108 - where a node's processes share memory
     if not os.access(memory, os.W_OK):
         memory = Path("/tmp")  # noqa: S108 - the same for all of a user's shells
@@ -483,18 +505,19 @@ def page_path(folder: Path, role: Role, rank: int, pid: int) -> Path:
 
 
 def make_private_dir(folder: Path) -> None:
-    """Make a `heartbeat_dir` that only this user can write to.
+    """Create a `heartbeat_dir` that only this user can write to.
 
     Raises:
-        RunError: it or its parent belongs to another user, who made it first, or is no folder.
-        OSError: it cannot be made.
+        RunError: the folder or its parent belongs to another user or is not a folder.
+        OSError: the folder cannot be created.
     """
     for each in (folder.parent, folder):
         if each == folder.parent and not each.name.startswith(_PREFIX):
             each.mkdir(parents=True, exist_ok=True)
-            continue  # of a test or a drill
+            continue  # a test's or drill's folder, outside of /dev/shm: its permissions stay
         with suppress(FileExistsError):
             each.mkdir(mode=0o700)
+        # /dev/shm is world-writable: another user can create the folder or a link first.
         found = each.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise errors.RunError(
@@ -507,10 +530,10 @@ def make_private_dir(folder: Path) -> None:
 
 
 def open_private(path: Path) -> int:
-    """A descriptor of a new file in such a folder, to read and write; it replaces an old file.
+    """Create a file of mode 0600, replacing an old one, and return its read-write descriptor.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     path.unlink(missing_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,9 +1,9 @@
-"""Leases: one at a time works on something, and a process that dies or hangs loses it.
+"""Leases in a shared folder: at most one process holds one; a dead or hung holder loses it.
 
-A folder holds a file for each who has had the lease so far: 0.json, 1.json, ... The newest has it.
-Each file is made once, by the process that gets the lease, and written by no other; its `beat`
-rises as long as its holder lives. No clocks are compared: who wants a lease sees by its own whether
-the beat has changed; and where it runs on the holder's machine, whether that process still exists.
+The folder has one file per holder so far: 0.json, 1.json, ... The newest is the current holder's.
+Only the process that takes the lease creates and writes its file; it increments `beat` while it
+lives. Clocks of different machines are never compared: a waiting process measures by its own clock
+for how long the beat has not changed. On the holder's machine it also checks that the holder runs.
 """
 
 import os
@@ -29,21 +29,21 @@ _BEATS_PER_LEASE = 4
 
 @with_other_fields
 class LeaseRecord(TypedDict):
-    """One holder of a lease; a holder may add fields of its own."""
+    """One holder of a lease: the content of its file. A holder may add fields of its own."""
 
     host: str
     pid: Count
     place: str | None
-    """Boot and pid namespace of the holder: `pid` and `started` mean something there only."""
+    """Boot id and pid namespace of the holder, within which `pid` and `started` are valid."""
     started: Count | None
-    """When the process was started, in clock ticks since boot."""
+    """Start of the holder's process, in clock ticks since boot."""
     time: Time
-    """When the lease was taken."""
+    """Time at which the lease was taken."""
     seconds: Annotated[float, Field(gt=0, le=86400)]
-    """The holder promises a new `beat` within this time."""
+    """Time after which the lease is lost if `beat` has not changed."""
     beat: Count
     ended: str | None
-    """How the holder gave the lease back; None: it has not."""
+    """The reason for which the holder gave the lease back; None: it has not."""
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
@@ -58,6 +58,10 @@ def newest(folder: Path) -> dict[str, Any] | None:
 
 
 def is_alive(record: Mapping[str, Any]) -> bool | None:
+    """Return True if a lease's holder runs on this machine, False if it has ended there.
+
+    None: it cannot be known, because the holder runs on another machine or in another container.
+    """
     if record["started"] is None or record["place"] != pid_namespace():
         return None
     return bool(start_ticks(record["pid"]) == record["started"])
@@ -72,9 +76,9 @@ class Lease:
     """A lease that this process has taken.
 
     Attributes:
-        folder: of the lease.
-        number: how many had it before.
-        record: as it was last written.
+        folder: the lease's folder.
+        number: number of earlier holders, and name of this holder's file.
+        record: content of this holder's file.
     """
 
     folder: Path
@@ -89,10 +93,10 @@ class Lease:
         return _count(self.folder) == self.number + 1
 
     def renew(self, **facts: Any) -> None:
-        """Tell the others that this process lives, and whatever else there is to say.
+        """Increment the lease's `beat`, and write `facts` into its record.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the lease's file cannot be written.
         """
         with self._lock:
             if self.record["ended"] is None:
@@ -103,10 +107,10 @@ class Lease:
         self._moved = time.monotonic()
 
     def end(self, how: str, **facts: Any) -> None:
-        """Give it back, and say how it ended.
+        """Give the lease back, and record how the work ended.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the lease's file cannot be written.
         """
         with self._lock:
             self._write(ended=how, **facts)
@@ -123,13 +127,14 @@ class Lease:
 
 
 class Leases:
-    """Takes leases for one process, and remembers for how long others' have not changed.
+    """Takes leases for this process, and remembers how long those of others have not changed.
 
     Args:
-        seconds: within which this process promises signs of life.
-        owner: what else the others may want to know of it.
-        inherits: names in `owner`: a lease of which one has the same value, and is not empty, is
-            free unless its holder is known to run.
+        seconds: time within which this process promises to renew a lease.
+        owner: further fields of this process's lease records.
+        inherits: names of fields in `owner`. A lease with the same, non-empty value in one of them
+            is free at once unless its holder is known to run: it was left by this job's
+            predecessor.
     """
 
     def __init__(
@@ -140,10 +145,10 @@ class Leases:
         self._seen: dict[Path, tuple[int, float]] = {}
 
     def take(self, folder: Path) -> Lease | None:
-        """The lease, if it is free or its holder has lost it; else None.
+        """Take the lease of a folder if it is free or its holder has lost it; else return None.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the folder cannot be written.
         """
         number = _count(folder)
         if number and not self._is_free(folder / f"{number - 1}.json"):
@@ -157,6 +162,8 @@ class Leases:
         }
         record = {**who, **self._owner, "time": now(), "seconds": self._seconds}
         record |= {"beat": 0, "ended": None}
+        # Two processes may both find the lease free. write_once creates the file exclusively, so
+        # only one of them gets this number.
         is_first = write_once(folder / f"{number}.json", record)
         return Lease(folder, number, record) if is_first else None
 
@@ -169,6 +176,8 @@ class Leases:
             alive = is_alive(record)
             if alive is False or (has_same_owner(record, self._inherits) and not alive):
                 return True
+        # The holder is elsewhere, or its record cannot be read: it loses the lease once this
+        # process has seen the same beat for the promised time.
         beat, at = record["beat"] if record else 0, time.monotonic()
         before = self._seen.setdefault(path, (beat, at))
         if before[0] != beat:
@@ -178,9 +187,10 @@ class Leases:
 
 @contextmanager
 def kept(lease: Lease, stuck_seconds: float = float("inf")) -> Iterator[Lease]:
-    """Renew a lease in a thread, until the block ends.
+    """Renew a lease in a thread until the block ends.
 
-    It is not renewed when the work has not `moved` for `stuck_seconds`, or another has taken it.
+    It is not renewed while the work has not `moved` for `stuck_seconds`, or once another process
+    has taken the lease.
     """
 
     def renew() -> None:

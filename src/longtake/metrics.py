@@ -1,4 +1,4 @@
-"""The numbers of metrics.jsonl: one description of each, which writer, readers and plots ask."""
+"""The numbers of metrics.jsonl: one table that describes them for writer, readers and plots."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,68 +12,68 @@ from longtake import fsio
 
 @dataclass(frozen=True)
 class Metric:
-    """How a number of metrics.jsonl is kept by readers and drawn; see `METRICS`."""
+    """Storage and plotting of a number of metrics.jsonl; see `METRICS`."""
 
     label: str = ""
-    """In plots; empty: it is not drawn."""
+    """Name in plots; empty: it is not drawn."""
     unit: str = ""
     panel: str = ""
-    """The plot that draws it: a key of `board.plots.TITLES`."""
+    """Plot in which it is drawn: a key of `board.plots.TITLES`."""
     is_extra: bool = False
-    """Drawn only if somebody asks for it."""
+    """True: it is drawn only on request."""
     is_logarithmic: bool = False
-    """Whether its axis is logarithmic at first."""
+    """True: its axis is logarithmic by default."""
     is_sparse: bool = False
-    """Whether many steps or runs do not have it: its line spans them, its plot is left out."""
+    """True: many steps or runs lack it. Its line spans the gaps; an empty plot is left out."""
     dtype: str = "<f4"
-    """Of a column of these numbers."""
+    """NumPy type of a column of these numbers."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Labels of a list's items by the names of their columns."""
+    """For a list: labels of its items, by the names of their columns."""
 
 
 @fsio.with_other_fields
 class Metrics(TypedDict):
-    """One line of metrics.jsonl; a field with a `Metric` is kept in columns by `inspection.rows`.
+    """The metrics of one step: a line of metrics.jsonl.
 
-    A step that is run again (after a resume or a rollback) has a later line; what stands before it
-    of this step and of later ones was abandoned.
+    `inspection.rows` keeps each field that has a `Metric` as a column. A step that is run again
+    (after a resume or a rollback) has another line; earlier lines of this and later steps are void.
     """
 
     step: Annotated[fsio.Count, Metric(dtype="<i8")]
-    """Steps that are done with it."""
+    """Number of steps done, including this one."""
     epoch: fsio.Count
-    """Passes over the data that were finished before it."""
+    """Number of passes over the data that were finished before the step."""
     loss: Annotated[
         fsio.Finite | None, Metric("loss", panel="loss", is_logarithmic=True, dtype="<f8")
     ]
-    """Mean over the samples. None, here and elsewhere: it was NaN or infinite."""
+    """Mean loss of the step's samples. None, in this and other fields: NaN or infinite."""
     grad_norm: Annotated[
         fsio.Finite | None,
         Metric("gradient norm", panel="grad_norm", is_logarithmic=True, dtype="<f8"),
     ]
-    """Before it is clipped."""
+    """Norm of all gradients, before clipping."""
     learning_rate: Annotated[fsio.Finite, Metric("learning rate", panel="learning_rate")]
-    """Of the step's update."""
+    """Learning rate of the step's update."""
     step_seconds: Annotated[fsio.Finite, Metric("step", "s", panel="seconds", dtype="<f8")]
-    """Since the step before, with the wait for data and what was saved between them."""
+    """Time since the end of the last step, including data loading and checkpoints in between."""
     data_seconds: Annotated[fsio.Finite, Metric("wait for data", "s", panel="seconds")]
-    """The wait for the batch."""
+    """Time that the step waited for its batch."""
     time: Annotated[fsio.Timestamp, Metric(dtype="<f8")]
-    """Seconds since 1970 at the end of the step."""
+    """End of the step, in seconds since 1970."""
     tflops_per_second: NotRequired[
         Annotated[fsio.Finite, Metric("computed", "TFLOP/s", panel="flops", is_sparse=True)]
     ]
-    """All ranks together, without recomputed activations: 3 times the operations of the forward
-    passes, 2 times where nearly all weights are frozen."""
+    """Computing rate of all ranks together, without recomputation: 3 times the operations of the
+    forward passes, or 2 times if nearly all weights are frozen, per second."""
     mfu: NotRequired[Annotated[fsio.Finite, Metric("MFU", panel="flops", is_extra=True)]]
-    """Model FLOPs utilisation: `tflops_per_second` as a share of what all GPUs could do by their
-    data sheets, where those are known."""
+    """Model FLOPs utilisation: `tflops_per_second` as a fraction of all GPUs' peak by their data
+    sheets. Missing for GPUs whose peak is unknown."""
     launch: NotRequired[str]
     """The `token` in the lease of the process that wrote the line."""
     batch: NotRequired[Annotated[fsio.Count, Metric(dtype="<i8")]]
-    """Number of the batch in the run's data; not the step's where batches were skipped."""
+    """Number of the batch in the run's data; greater than the step after skipped batches."""
     num_samples: NotRequired[Annotated[fsio.Count, Metric()]]
-    """Clips that the step was trained on, of all ranks."""
+    """Number of clips in the step's batch, over all ranks."""
     loss_by_sigma: NotRequired[
         Annotated[
             list[fsio.Finite | None],
@@ -91,21 +91,21 @@ class Metrics(TypedDict):
             ),
         ]
     ]
-    """Loss at sigmas in [0, 1/4), [1/4, 1/2), [1/2, 3/4) and [3/4, 1]; None: no sample there."""
+    """Mean loss at sigmas in [0, 1/4), [1/4, 1/2), [1/2, 3/4) and [3/4, 1]; None: no sample."""
     weight_norm: NotRequired[
         Annotated[fsio.Finite | None, Metric("weight norm", panel="weight_norm", dtype="<f8")]
     ]
-    """Norm of the trained weights that the step began with."""
+    """Norm of the trained weights before the step's update."""
     update_ratio: NotRequired[
         Annotated[
             fsio.Finite | None, Metric("update / weights", panel="weight_norm", is_extra=True)
         ]
     ]
-    """Norm of the update before this step over that of the weights."""
+    """Norm of the last step's update divided by the norm of the weights."""
     peak_memory_bytes: NotRequired[
         Annotated[fsio.Count, Metric("peak memory", "B", panel="memory", is_sparse=True)]
     ]
-    """Most bytes of rank 0's tensors on its GPU since the last line that has this field."""
+    """Peak of the bytes allocated by rank 0 on its GPU since the last line with this field."""
     nonfinite_share: NotRequired[fsio.Finite]
     """Fraction of gradient elements that are NaN or infinite."""
     group_grad_norms: NotRequired[dict[str, fsio.Finite | None]]
@@ -115,20 +115,20 @@ class Metrics(TypedDict):
     group_update_ratios: NotRequired[dict[str, fsio.Finite | None]]
     """Update ratio of each group of parameters."""
     store_bytes: NotRequired[fsio.Count]
-    """Bytes that rank 0's decoding workers fetched from object stores since the step before."""
+    """Bytes that rank 0's decode workers fetched from object stores since the last step."""
     store_seconds: NotRequired[fsio.Finite]
-    """Sum over all requests, which several workers make at a time."""
+    """Total duration of rank 0's store requests since the last step; workers overlap in time."""
     store_retries: NotRequired[fsio.Count]
-    """Requests that were repeated."""
+    """Number of rank 0's store requests since the last step that were repeated."""
     verdict: NotRequired[Literal["skip", "roll_back", "stop"]]
-    """The guard's verdict where it was not "ok": the step's update was not made."""
+    """The guard's verdict on the step; missing: "ok". With a verdict no update was applied."""
 
 
 METRIC_TYPES: Final[Mapping[str, Any]] = {
     name: get_args(hint)[0] if get_origin(hint) is NotRequired else hint
     for name, hint in get_type_hints(Metrics, include_extras=True).items()
 }
-"""The types of the fields of `Metrics`."""
+"""Type of each field of `Metrics`, without NotRequired."""
 
 
 METRIC_COLUMNS: Final[Mapping[str, Mapping[str, Metric]]] = {
@@ -138,7 +138,7 @@ METRIC_COLUMNS: Final[Mapping[str, Mapping[str, Metric]]] = {
     for metric in getattr(kind, "__metadata__", ())
     if isinstance(metric, Metric)
 }
-"""The numbers of each field that readers keep as columns; an item of a list has its own."""
+"""Columns of each field of `Metrics` that has a `Metric`; a list has one column per item."""
 
 
 METRICS: Final[Mapping[str, Metric]] = {

@@ -1,18 +1,18 @@
-"""What watchers keep in a run directory: names and records; torch-free.
+"""The watchers' part of a run directory: paths, records and the state of a run; torch-free.
 
-    nodes/<host>/heartbeat.json        what each process of the node does, some times a second
+    nodes/<host>/heartbeat.json        phases of the node's processes, several times a second
     nodes/<host>/events.jsonl          what the watcher saw and did
-    nodes/<host>/health.jsonl          clocks, power, links, disks, load: a line each some seconds
-    nodes/<host>/watcher.log           what the watcher said
-    nodes/<host>/logs/<time>/rank_0003.log   what a rank said, where `longtake launch` started it
-    nodes/<host>/stacks/<token>.json   dumps of all the run's processes on the node
-    nodes/<host>/stacks/<token>.fr/    the flight recorders' dumps that belong to it, by rank
-    requests/<token>.json              a request for dumps of all nodes (writer: who asks)
-    stalls/<token>.json                the diagnosis over all nodes (writer: the first)
+    nodes/<host>/health.jsonl          clocks, power, links, disks, load: one line per some seconds
+    nodes/<host>/watcher.log           output of the watcher
+    nodes/<host>/logs/<time>/rank_0003.log   output of a rank that `longtake launch` started
+    nodes/<host>/stacks/<token>.json   stack dumps of all the run's processes on the node
+    nodes/<host>/stacks/<token>.fr/    the flight recorders' dumps for the same request, by rank
+    requests/<token>.json              a request for dumps of all nodes (writer: the requester)
+    stalls/<token>.json                the diagnosis over all nodes (writer: the first to finish)
 
-Everything below nodes/<host> has one writer, that node's watcher; but for `stacks/`, where rank 0
-also leaves what it knows of decode workers, for `logs/`, and for the event `rank_failed`,
-which the rank or its launcher also appends, as one write.
+The watcher of a node is the only writer below nodes/<host>, with three exceptions: rank 0 writes
+dumps of decode workers to `stacks/`, the launcher writes `logs/`, and the rank or its launcher
+appends the event `rank_failed`, in one write call.
 """
 
 import json
@@ -49,9 +49,12 @@ NodeEventKind = Literal[
 ]
 
 FLIGHT_PIPE_PREFIX = "fr_pipe_rank_"
-"""The pipe to a rank's flight recorder in the heartbeat folder; rank and `.pipe` follow."""
+"""Name of the pipe that triggers a rank's flight recorder, before the rank and `.pipe`.
+
+It lies in the heartbeat folder.
+"""
 FLIGHT_FILE_PREFIX = "fr_dump_rank_"
-"""The file that it writes then; the rank follows."""
+"""Name of the file that a rank's flight recorder writes, before the rank."""
 
 
 @fsio.with_other_fields
@@ -66,7 +69,7 @@ class _RankEntry(TypedDict):
 
 @fsio.with_other_fields
 class _NodeHeartbeat(TypedDict):
-    """What is used of nodes/<host>/heartbeat.json."""
+    """Fields of nodes/<host>/heartbeat.json that readers use."""
 
     pid: NotRequired[fsio.Count]
     beat: NotRequired[fsio.Count]
@@ -100,39 +103,42 @@ def _are_threads(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @fsio.with_other_fields
 class ProcessDump(TypedDict):
-    """One process at one moment."""
+    """Stacks and state of one process at one moment."""
 
     pid: int
     ppid: int
     role: Literal["rank", "decode", "agent", "helper"]
-    """`agent`: torchrun's; `helper`: whatever else a rank has started."""
+    """`agent`: torchrun's agent; `helper`: any other process that a rank has started."""
     rank: int | None
-    """The rank, or that of the rank that it belongs to."""
+    """The process's rank, or the rank that started it."""
     command: str
     state: str
-    """As in /proc: R S D T Z; empty: it was gone."""
+    """State letter of /proc/<pid>/stat: R S D T Z; empty: the process was gone."""
     cpu_seconds: float
-    """User and system time since it was started."""
+    """User and system time since the process was started."""
     method: str
-    """How it was read: see `stacks.StackDump`."""
+    """The way in which the stacks were read: see `stacks.StackDump`."""
     threads: Annotated[list[dict[str, Any]], AfterValidator(_are_threads)]
-    """`stacks.Thread`s, the main thread first."""
+    """`stacks.ThreadStack`s as JSON, the main thread first."""
     raw: str
-    """What was read, where it could not be understood."""
+    """Text from which no stacks could be parsed."""
     heartbeat: dict[str, Any] | None
-    """`Heartbeat.as_dict`, as read in this round."""
+    """`Heartbeat.as_dict` of the process, read in the same round."""
 
 
 class Round(TypedDict):
-    """All processes of a node at about one moment."""
+    """Dumps of all processes of a node at about the same moment."""
 
     seconds: float
-    """Since the first round."""
+    """Time since the first round of the dump."""
     processes: list[ProcessDump]
 
 
 class NodeDump(TypedDict):
-    """nodes/<host>/stacks/<token>.json: all processes of a run on one node, some times over."""
+    """Dumps of all processes of a run on one node, in several rounds.
+
+    It is the content of nodes/<host>/stacks/<token>.json.
+    """
 
     token: str
     time: str
@@ -141,12 +147,12 @@ class NodeDump(TypedDict):
     launch: str
     rounds: list[Round]
     missing: list[dict[str, Any]]
-    """`Heartbeat.as_dict` of processes that died."""
+    """`Heartbeat.as_dict` of processes of the run that are gone without having ended normally."""
 
 
 @fsio.with_other_fields
 class StallAlarm(TypedDict):
-    """The process that raised an alarm, as its heartbeat said, and the limit of its phase."""
+    """The process whose phase exceeded its limit: its heartbeat, and the limit in seconds."""
 
     role: Literal["rank", "decode"]
     pid: fsio.Count
@@ -161,17 +167,17 @@ class StallAlarm(TypedDict):
 
 
 class DumpRequest(TypedDict):
-    """requests/<token>.json: a request for dumps of all nodes."""
+    """A request for stack dumps of all nodes: the content of requests/<token>.json."""
 
     token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]
     time: fsio.Time
     by: fsio.FileName
-    """The host."""
+    """Host of the requester."""
     reason: Literal["stall", "asked"]
     rounds: Annotated[int, Field(ge=1, le=100)]
     native: bool
     stall: NotRequired[StallAlarm]
-    """Of a stall."""
+    """The alarm, if the reason is a stall."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +243,7 @@ class NodeDirectory:
         return {}
 
     def write_dump(self, dump: NodeDump) -> Path:
-        """Write an answer to a request; returns where it lies."""
+        """Write a node's answer to a dump request, and return its path."""
         path = self.dump_path(dump["token"])
         path.parent.mkdir(parents=True, exist_ok=True)
         fsio.write_text(path, json.dumps(dump, separators=(",", ":")) + "\n")
@@ -299,7 +305,11 @@ def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
 
 
 def _in_order(events: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Events of one node with times in order, though its clock may be set back."""
+    """Yield a node's events with a sort key that never decreases.
+
+    The key is the latest time so far: a clock that is set back must not reorder the events of one
+    node, and `heapq.merge` needs sorted input.
+    """
     latest = ""
     for event in events:
         latest = max(latest, str(event["time"]))
@@ -311,7 +321,7 @@ _FRESH_SECONDS = 60.0
 
 
 class _Turn(TypedDict):
-    """An event with which a launch begins or ends."""
+    """An event that begins or ends a launch."""
 
     time: fsio.Time
     event: Literal["launched", "resumed", "finished", "interrupted", "diverged"]
@@ -319,23 +329,23 @@ class _Turn(TypedDict):
 
 @dataclass(frozen=True)
 class RunState:
-    """Whether a run is trained now, or how its last launch ended."""
+    """The current state of a run: running, stalled, or the way in which its last launch ended."""
 
     kind: StateKind
-    """`stalled`: it runs, but a watcher found that it does not move; `dead`: its last launch ended
-    without a word, or by an error; `interrupted`: by a signal, and all is saved."""
+    """`stalled`: it runs, but a watcher has reported a stall; `dead`: its last launch failed or
+    ended without recording why; `interrupted`: a signal ended it, and the last step was saved."""
     holder: Mapping[str, Any] | None
     """The newest `LeaseRecord` of the run; None: it was never trained."""
     silent_seconds: float | None
-    """Since the newest sign of life, as the files' times say; None: there is none."""
+    """Time since the newest modification of the run's files; None: there are no files."""
 
 
 def state(run: RunDirectory) -> RunState:
-    """Whether a run is running, stalled, dead or finished; reads files only, and does not wait.
+    """Determine the state of a run from its files, without waiting.
 
-    The process that holds the run's lease is looked for where it runs on this machine. On another
-    machine it is taken for alive while the run's files are younger than the lease promises, so a
-    clock that differs by a minute makes a difference.
+    If the lease's holder runs on this machine, /proc decides whether it is alive. Otherwise it is
+    taken for alive while the run's files are younger than the lease's `seconds`, so clocks of the
+    machines that differ by about a minute can give a wrong answer.
     """
     holder, silent = lease.newest(run.lease_path), _silent_seconds(run)
     is_fresh = silent is not None and silent <= (holder["seconds"] if holder else _FRESH_SECONDS)
@@ -368,7 +378,7 @@ def _silent_seconds(run: RunDirectory) -> float | None:
 
 
 def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:
-    """Whether the newest stall of this launch is neither over nor left behind by later steps."""
+    """Return True if the launch's newest stall was not cleared and no later step was done."""
     stall: dict[str, Any] | None = None
     found = (node.events() for node in all_nodes(run))
     for event in merge(*found, key=lambda event: str(event["time"])):

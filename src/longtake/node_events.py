@@ -1,7 +1,7 @@
 """Recent events of clocks, links and GPUs of a run's nodes, in words.
 
-They stand in the sentence of a stall and of a collective that failed, and in `longtake health`. How
-long ago an event was is measured by its node's own clock, with steps of that clock taken out.
+Messages about a stall or a failed collective and `longtake health` name them. The age of an event
+is measured by its node's own clock, corrected for steps of that clock.
 """
 
 import time
@@ -30,16 +30,16 @@ _UNKNOWN_END = "not looked for since: its watcher was started again"
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """What happened to a clock, a link or a GPU."""
+    """One event of a clock, a link or a GPU of a node."""
 
     host: str
     kind: NodeEventKind
-    key: str  # of `causes`; of a clock the kind of event
+    key: str  # key in the event's `causes`; for a clock, the kind of event
     text: str
-    seconds_ago: float  # since it began
-    is_over: bool  # always of what is done in a moment
-    time: str = ""  # when it began, by the node's clock
-    end: str = "now over"  # how, if it is over and was not done in a moment
+    seconds_ago: float  # time since its beginning
+    is_over: bool  # always True for a momentary event, such as a clock step
+    time: str = ""  # its beginning, by the node's clock
+    end: str = "now over"  # words for the end of an event that lasted
 
     def __str__(self) -> str:
         ago = for_seconds(self.seconds_ago)
@@ -49,12 +49,12 @@ class NodeEvent:
 
 
 def recent(run: RunDirectory, seconds: float = RECENT_SECONDS, launch: str = "") -> list[NodeEvent]:
-    """Events of all nodes that began so many seconds ago, or last; the newest first.
+    """Return the events of all nodes that began recently or still last, the newest first.
 
     Args:
-        run: the run.
-        seconds: how long ago.
-        launch: only nodes whose watcher watches this launch; empty: all.
+        run: the run directory.
+        seconds: the greatest age of an event that is over.
+        launch: only nodes whose watcher watches this launch; empty: all nodes.
     """
     found: list[NodeEvent] = []
     for node in all_nodes(run):
@@ -66,7 +66,7 @@ def recent(run: RunDirectory, seconds: float = RECENT_SECONDS, launch: str = "")
 
 
 def add_to(text: str, events: Sequence[NodeEvent]) -> str:
-    """A sentence about what failed, and one that names what happened to nodes before."""
+    """Append a sentence that names `events` to a message; without events return it unchanged."""
     if not events:
         return text
     named = "; ".join(map(str, events[:_MOST_NAMED]))
@@ -76,13 +76,13 @@ def add_to(text: str, events: Sequence[NodeEvent]) -> str:
 
 
 def of_node(node: NodeDirectory, heartbeat: Mapping[str, Any] | None = None) -> list[NodeEvent]:
-    """All events of one node's clock, links and GPUs, the oldest first; none if unreadable."""
+    """Return all events of a node's clock, links and GPUs, oldest first; unreadable: none."""
     events: list[dict[str, Any]] = []
     with suppress(errors.RecordError):
         events = node.events()
     times = [datetime.fromisoformat(str(each["time"])).timestamp() for each in events]
     steps = [_step_of(each) for each in events]
-    # By the clock as it is now: each time plus the later steps of that clock.
+    # Convert each time to the clock as it is now, by adding the clock's later steps.
     later = [sum(steps) - before for before in accumulate(steps)]
     wall = (heartbeat or node.read_heartbeat()).get("wall")
     end = max([*times[-1:], *([float(wall)] if wall is not None else [])], default=time.time())
@@ -99,7 +99,7 @@ def _begun(
 ) -> Iterator[NodeEvent]:
     lasting: dict[str, NodeEvent] = {}
     pairs = list(zip(events, ages, strict=True))
-    # A step of less was set, and at once set back: it explains nothing that failed.
+    # A smaller sum means a step that was at once set back: it explains no failure.
     stepped = [age for event, age in pairs if abs(_step_of(event)) >= _LEAST_STEP_SECONDS]
     for event, age in pairs:
         kind = event["event"]
@@ -124,7 +124,7 @@ def _begun(
 
 
 def _period_text(ages: Sequence[float]) -> str:
-    """Name the interval of a clock's last steps, if it is the same: a schedule sets the clock."""
+    """Name the interval of a clock's last steps if it is regular: a cron job sets the clock."""
     gaps = [older - newer for older, newer in pairwise(ages[-_STEPS_OF_A_PERIOD:])]
     if len(gaps) + 1 < _STEPS_OF_A_PERIOD:
         return ""
@@ -136,7 +136,11 @@ def _period_text(ages: Sequence[float]) -> str:
 def _ended_by(
     event: Mapping[str, Any], lasting: Mapping[str, NodeEvent], still: Mapping[str, str]
 ) -> list[str]:
-    """What an event ends: a new watcher all, `recovered` of a clock its slew, else the rest."""
+    """Return the keys of lasting events that an event ends.
+
+    A new watcher ends all of them, as it does not know them. `recovered` without a reason is about
+    the clock and ends its slew; other events list all causes that still last.
+    """
     slews = {key for key, each in lasting.items() if each.kind == "clock_slewed"}
     if event["event"] == "watcher_started":
         return list(lasting)
@@ -146,7 +150,7 @@ def _ended_by(
 
 
 def _lasting_texts(event: Mapping[str, Any]) -> dict[str, str]:
-    """What an event says of clocks, links and GPUs that lasts, by key."""
+    """Return the texts of lasting conditions of clocks, links and GPUs that an event reports."""
     if event["event"] == "clock_slewed":
         ppm = event.get("ppm")
         rate = f" by {abs(ppm):.0f} ppm" if isinstance(ppm, int | float) else ""

@@ -1,9 +1,9 @@
-"""The numbers of nodes that are judged or shown: one table for watcher, `health` and the board.
+"""Health numbers of nodes: one table for the watcher, `longtake health` and the board.
 
-A probe in `longtake.health` measures numbers and explains each in its `numbers`. A number that is
-to be compared with other nodes' gets a `HealthSignal` here, a count of errors a sentence in
-`ERROR_COUNTS`, and one that has a column in the table of nodes a `NodeColumn`. A number is named
-`name:device`, or `name` alone if it is the node's.
+A probe in `longtake.health` measures numbers and explains each in its `numbers`. A number to be
+compared between nodes has a `HealthSignal` here, a count of errors has a sentence in
+`ERROR_COUNTS`, and a number with a column in the table of nodes has a `NodeColumn`. Numbers are
+named `name:device`, or `name` if they describe the whole node.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,33 +24,33 @@ CHECKPOINT: Final = "checkpoint_is_near"
 
 
 def by_device(numbers: Mapping[str, _T], name: str) -> dict[str, _T]:
-    """The numbers `name:device` by device; `name` alone by an empty one."""
+    """Select the numbers called `name`, by device; a number of the whole node has the key ""."""
     parts = ((key.partition(":"), each) for key, each in numbers.items())
     return {device: each for (found, _, device), each in parts if found == name}
 
 
 @dataclass(frozen=True)
 class HealthSignal:
-    """A number that can be judged."""
+    """A health number that is compared with other nodes or with its own past."""
 
     name: str  # without its device
-    kind: str = ""  # of device, for people
-    label: str = ""  # for people
-    unit: str = ""  # of what is shown
+    kind: str = ""  # kind of device, in messages
+    label: str = ""  # name in messages
+    unit: str = ""  # unit in messages
     worse: Literal["higher", "lower"] = "higher"
-    spread: float = 0.5  # of healthy hardware, as a share
-    least: float = 0.0  # shares are of the number, or of this where the number is less
+    spread: float = 0.5  # relative spread among healthy hardware
+    least: float = 0.0  # deviations are relative to the number, or to this if it is greater
     # Work per step depends on the data, so its past says nothing.
     against: tuple[Baseline, ...] = ("others",)
-    percent: bool = False  # messages have the deviation, not the values
-    scale: float = 1.0  # from the number to the shown unit
-    needs: str = ""  # a share of the same device: below 0.1 it is not in use, and not judged
-    unless: str = ""  # a number of the node: it is not judged while that is not 0
-    counts: str = ""  # for people: the errors of a port that it is a rate of; they come and go
+    percent: bool = False  # messages show the deviation instead of the values
+    scale: float = 1.0  # factor from the number to the shown unit
+    needs: str = ""  # number of the same device: below 0.1 the device is idle and not judged
+    unless: str = ""  # number of the node: while it is not 0, this one is not judged
+    counts: str = ""  # name in messages of the port errors that this is a rate of
 
 
 def _errors(name: str, counts: str, least: float) -> HealthSignal:
-    """A rate of a port's errors, of which so many per second are negligible."""
+    """Return a signal for the error rate of a port; up to `least` per second is negligible."""
     return HealthSignal(name, least=least, counts=counts)
 
 
@@ -86,7 +86,7 @@ SIGNALS: Final = (
     _errors("link_out_of_sequence_per_second", "packets out of order", 10.0),
     _errors("link_ack_timeouts_per_second", "retries for lack of an answer", 1.0),
 )
-"""The numbers that a watcher judges, window by window."""
+"""Health numbers that a watcher judges, window by window."""
 
 _TEMPERATURE = HealthSignal(
     "gpu_temperature_celsius", "GPU", "temperature", "°C", "higher", 0.1, needs=USE
@@ -96,7 +96,7 @@ SHOWN_SIGNALS: Final = tuple(
     each if each.name == "step_work_seconds" else replace(each, against=_BOTH)
     for each in (*SIGNALS, _TEMPERATURE)
 )
-"""The numbers that `longtake health` compares: heat alone is not reported, but shown."""
+"""Health numbers that `longtake health` compares: also temperature, which is never an alarm."""
 
 ERROR_COUNTS: Final = {
     "gpu_ecc_uncorrected_total": "{count:.0f} uncorrectable memory errors of GPU {device}",
@@ -104,24 +104,26 @@ ERROR_COUNTS: Final = {
     "cgroup_oom_kills_total": "the kernel has killed {count:.0f} processes for lack of memory",
     "link_downed_total": "the link {device} went down for a moment",
 }
-"""Counts whose increase is an error, and what is said of it."""
+"""Message for each counter whose increase is an error."""
 
 CAUSES: Final = ("clock_", "link_", "peer_", "gpu_")
-"""Beginnings of the names of what may be the cause of a stall: clocks, links and GPUs. What is
-wrong with disks and processors is an effect as often."""
+"""Prefixes of numbers that can be the cause of a stall: clocks, links and GPUs.
+
+Deviations of disks and CPUs are as often its effect.
+"""
 
 
 @dataclass(frozen=True)
 class NodeColumn:
-    """A column of the table of nodes; the worst of a node's devices stands for it."""
+    """A column of the table of nodes; it shows the value of a node's worst device."""
 
     number: str
     text: Callable[[float], str]
     worse: Literal["higher", "lower"]
     marked_by: tuple[str, ...] = ()
-    """Beginnings of the names of signals that mark it."""
+    """Prefixes of the signals whose alarm highlights the cell."""
     is_drawn: bool = True
-    """Whether the board draws it over time."""
+    """True: the board plots it over time."""
 
     def worst(self, values: Sequence[float]) -> float:
         return max(values) if self.worse == "higher" else min(values)
@@ -158,7 +160,7 @@ _KNOWN: Final = {
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of health.jsonl that are compared or shown."""
+    """Select the numbers of a line of health.jsonl that are compared or shown."""
     return {
         name: float(x)
         for name, x in record.items()
@@ -167,7 +169,7 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def columns_of(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The number in each column of the table: the worst device's."""
+    """Return the value of each column of the table of nodes, from the worst device."""
     values = {label: by_device(numbers, each.number) for label, each in COLUMNS.items()}
     return {label: COLUMNS[label].worst([*own.values()]) for label, own in values.items() if own}
 
@@ -179,18 +181,20 @@ def links_down(numbers: Mapping[str, float]) -> list[str]:
 # --- Far from others ---------------------------------------------------------------------------
 
 SIGMAS: Final = 1.4826
-"""Standard deviations in a median absolute deviation."""
-_FAR, _FAR_OF_HEALTHY = 6.0, 2.0  # measured spreads, and those of healthy hardware
+"""Factor from the median absolute deviation to the standard deviation of a normal distribution."""
+_FAR, _FAR_OF_HEALTHY = 6.0, 2.0  # multiples of the measured spread, and of healthy hardware's
 
 
 def find_far(values: Mapping[_K, float], signal: HealthSignal) -> dict[_K, float]:
-    """The values that are at this moment far worse than the others'.
+    """Return the values that are now far worse than the median of all values.
 
-    Pages ask it, where only the present numbers are known. A watcher's `OutlierDetector` judges
-    windows, and finds less than that.
+    Pages use it on current numbers. A watcher's `OutlierDetector` judges whole windows and reports
+    fewer outliers.
     """
     if not values:
         return {}
+    # Among few nodes the measured spread can be 0 by chance; the spread of healthy hardware and
+    # the negligible amount `least` then keep small deviations from being reported.
     middle = median(values.values())
     measured = SIGMAS * median(abs(each - middle) for each in values.values())
     far = max(_FAR * measured, _FAR_OF_HEALTHY * signal.spread * abs(middle), signal.least)

@@ -1,4 +1,4 @@
-"""Starts and keeps our own programs, handles signals, repeats work, identifies processes.
+"""Processes and signals: child processes of longtake, stop requests, process identity.
 
 Imports neither pydantic nor torch: `longtake --help` loads this module.
 """
@@ -27,24 +27,26 @@ from types import FrameType
 from typing import IO, Any, Final, Literal, NoReturn, Self
 
 LAUNCHER_VARIABLE = "LONGTAKE_LAUNCHER"
-"""In the environment of a rank that `longtake launch` has started: the launcher's process."""
+"""Environment variable of a rank that `longtake launch` has started: the launcher's pid."""
 
 
 SECTION_VARIABLE = "LONGTAKE_WATCH_SECTION"
-"""Passes the recipe's `watch` to a watcher, as JSON."""
+"""Environment variable of a watcher: the recipe's section `watch`, as JSON."""
 
 SETTINGS_VARIABLE = "LONGTAKE_WATCH_SETTINGS"
-"""Replaces constants of a watcher in tests and drills, as JSON."""
+"""Environment variable of a watcher in tests and drills: constants to replace, as JSON."""
 
 TERMINAL_VARIABLE = "LONGTAKE_TERMINAL"
-"""Descriptor of the stderr that a person reads: in a rank, its launcher's; in a watcher, its
-trainer's or that one."""
+"""Environment variable with the descriptor of the stderr that the user reads.
+
+In a rank it is the launcher's stderr; in a watcher, the launcher's or else the trainer's.
+"""
 
 BEAT_VARIABLE = "LONGTAKE_BEAT"
-"""Descriptor of the pipe through which a kept process says that its loop runs; see `Beat`."""
+"""Environment variable of a `KeptProcess`: descriptor of the pipe that its `Beat` writes to."""
 
 EXIT_CODES: Final = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": os.EX_TEMPFAIL}
-"""Exit code of a launch that such a signal has stopped.
+"""Exit code of a launch by the name of the signal that stopped it.
 
 SIGINT is Ctrl-C; SIGTERM may be followed by force soon; SIGUSR1 comes from a scheduler some minutes
 before the time limit, and EX_TEMPFAIL asks it to run the job again.
@@ -72,9 +74,11 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def command(name: str = "longtake") -> str:
-    """A program of this installation as one types it: its name if a shell finds it, else its path.
+    """Return a program of this installation as a user types it, quoted for a shell.
 
-    `name` is that of a script that is installed beside longtake, such as `tensorboard`.
+    Args:
+        name: a script installed in the same folder as longtake, such as `tensorboard`. The result
+            is the name itself if a shell finds this installation's script by it, else its path.
     """
     called = Path(sys.argv[0])
     scripts = Path(sys.executable).parent if called.name != "longtake" else called.parent
@@ -97,9 +101,13 @@ def environment(**changes: str) -> dict[str, str]:
 def start(
     command: Sequence[str], log: IO[bytes], folder: Path | None = None, **changes: str
 ) -> "subprocess.Popen[bytes]":
-    """Start what `program` gave, in its own session: a terminal's Ctrl-C does not reach it.
+    """Start a command in its own session, so that a terminal's Ctrl-C does not reach it.
 
-    Its stdout and stderr go to `log`; `changes` are those of its environment.
+    Args:
+        command: program and arguments, as `program` returns them.
+        log: file for its stdout and stderr.
+        folder: working directory; None: this process's.
+        changes: environment variables to add or replace.
     """
     return subprocess.Popen(  # noqa: S603 - ourselves
         command,
@@ -113,23 +121,30 @@ def start(
 
 
 def duplicate(descriptor: int) -> int:
-    """Another descriptor of the same file, above the standard ones; raises OSError if closed."""
+    """Duplicate a descriptor to a number above 2, closed on exec.
+
+    Raises:
+        OSError: `descriptor` is closed.
+    """
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
 def end_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """End this process by a signal when its parent ends, however that ends.
+    """Have the kernel send this process the signal `by` when its parent ends for any reason.
 
-    Closing a pipe is not enough, as a process that hangs does not read it. On Linux, the process
-    ends when the thread that started it does.
+    Closing a pipe is not enough, as a process that hangs does not read it. Linux sends the signal
+    already when the parent's thread that started this process ends.
+
+    Raises:
+        SystemExit: the parent of this process is not `parent` (any more).
     """
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, by)
-    if os.getppid() != parent:  # it ended before this call; or a process stands between
+    if os.getppid() != parent:  # it ended before prctl; or a wrapper process stands in between
         raise SystemExit(f"the parent should be process {parent}, but is {os.getppid()}")
 
 
 def code_digest(*folders: str) -> str:
-    """Twelve hex digits over longtake's own modules in folders of the package, such as `data`."""
+    """Return a digest (12 hex digits) of the modules in folders of the package, such as `data`."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
     for path in sorted(path for folder in folders for path in (package / folder).rglob("*.py")):
@@ -138,7 +153,7 @@ def code_digest(*folders: str) -> str:
 
 
 class RestartDelay:
-    """Delay before a program is started again: 1 s, or 600 s if it ends often."""
+    """Delay before a program is restarted: 1 s, or 600 s after five starts within 600 s."""
 
     def __init__(self) -> None:
         self._starts: deque[float] = deque(maxlen=_MAX_STARTS)
@@ -154,7 +169,10 @@ class RestartDelay:
 
 
 class Beat:
-    """Says through a pipe to the `KeptProcess` of this process, if there is one, that it runs."""
+    """Sign of life of this process to the `KeptProcess` that started it, if any.
+
+    Each call writes a byte to a pipe; without a `KeptProcess` it does nothing.
+    """
 
     def __init__(self) -> None:
         self._descriptor = os.environ.pop(BEAT_VARIABLE, None)  # not for programs that it starts
@@ -166,22 +184,22 @@ class Beat:
 
 
 class KeptProcess:
-    """Starts a program, and starts it again whenever it ends, until `end`.
+    """A child program that is restarted whenever it ends, until `end` is called.
 
-    A program that cannot be started is tried again later and is no error. It runs in its own
-    session: Ctrl-C and a scheduler's signals to this process do not reach it.
+    A start that fails raises no error and is repeated later. The program runs in its own session:
+    Ctrl-C and a scheduler's signals to this process do not reach it.
 
     Args:
-        name: of the thread that waits for it.
-        command: as `program` gives it.
-        log: its stdout and stderr, appended; a link is not followed.
-        inside: a folder above `log`; it is not made, and once it is gone nothing is started.
-        changes: of this process's environment.
+        name: name of the thread that waits for the program.
+        command: program and arguments, as the function `program` returns them.
+        log: file to which its stdout and stderr are appended; a symbolic link is not followed.
+        inside: a folder above `log`; it is not created, and once it is gone nothing is started.
+        changes: environment variables to add to this process's, or to replace.
         has_pipe: its stdin is a pipe, which `end` closes; else it is /dev/null.
-        until_success: it is not started again after it has ended with exit code 0.
-        silent_seconds: without a `Beat`, after which it is killed and so replaced: it is stopped or
-            hangs.
-        terminal: a descriptor that it inherits, as `TERMINAL_VARIABLE` says; None: none.
+        until_success: exit code 0 ends it for good.
+        silent_seconds: it is killed, and so restarted, after this time without a `Beat`: it is
+            stopped or hangs.
+        terminal: descriptor to pass on as `TERMINAL_VARIABLE`; None: pass nothing.
     """
 
     def __init__(
@@ -201,7 +219,7 @@ class KeptProcess:
         self._changes, self._has_pipe = dict(changes or {}), has_pipe
         self._until_success = until_success
         self._silent_seconds, self._terminal = silent_seconds, terminal
-        self._beats: int | None = None  # where those of the present process are read
+        self._beats: int | None = None  # reading end of the current process's beat pipe
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -217,14 +235,15 @@ class KeptProcess:
 
     @property
     def is_over(self) -> bool:
-        """The program has ended for good, or is not started again.
+        """True once the program is not restarted any more; a last one may still run.
 
-        After `end`, after exit code 0 where that is the last, or without the folder `inside`.
+        This is so after `end`, after exit code 0 with `until_success`, and when the folder `inside`
+        is gone.
         """
         return self._is_over.is_set()
 
     def start(self) -> None:
-        """Start it in milliseconds; does nothing if it was started before."""
+        """Start the program and return in milliseconds; does nothing if it was started before."""
         if self._thread is None:
             with self._lock:
                 self._begin()
@@ -232,9 +251,10 @@ class KeptProcess:
             self._thread.start()
 
     def end(self) -> None:
-        """Start nothing more; one that is stopped (SIGSTOP) is killed, as it could not end.
+        """Stop restarting the program, and close its stdin pipe.
 
-        Where that has still to succeed, another one is started for it.
+        A program that is stopped by SIGSTOP cannot end by itself and is killed; with
+        `until_success`, it is then started one last time.
         """
         with self._lock:
             stat = None if self._process is None else read_stat(self._process.pid)
@@ -265,11 +285,9 @@ class KeptProcess:
                     self._begin()
 
     def _wait_for_end(self) -> int | None:
-        """Wait until the process has ended, and kill it once it has been silent for too long.
-
-        Its silence is counted by looks that each found nothing: while this process does not run
-        itself, none is made.
-        """
+        """Wait until the process has ended, and kill it once it has been silent for too long."""
+        # Silence is the number of polls without a beat, not a difference of clocks: if this
+        # process was itself stopped, or the machine suspended, the child is not blamed for it.
         process, beats, self._beats = self._process, self._beats, None
         if process is None or beats is None:
             return None if process is None else process.wait()
@@ -290,6 +308,7 @@ class KeptProcess:
             self._stop_keeping()
             return
         with suppress(OSError):
+            # Not parents=True: a run directory that somebody removes must not come back.
             for folder in [*self._log.relative_to(self._inside).parents][-2::-1]:
                 (self._inside / folder).mkdir(exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -365,25 +384,26 @@ class Stopped(Exception):  # noqa: N818 - nothing is wrong
 
 
 class StopSignal:
-    """Turns signals into a request to stop while it is entered, in the main thread.
+    """Context manager that turns signals into a request to stop; enter it in the main thread.
 
-    Schedulers and launchers often send a signal twice, so that only `second` says what another one
-    does. A signal that the process was started to ignore stays ignored (Ctrl-C in the background).
+    Schedulers and launchers often send a signal twice, so a second signal does nothing unless
+    `second` says otherwise. A signal that the process was started to ignore stays ignored (Ctrl-C
+    for a background job).
 
     Args:
-        signals: that request a stop.
-        ignored: signals that do nothing meanwhile.
-        patience_seconds: from a signal until the stop is `wanted`.
-        second: what a later signal does. `ignore`: nothing; `interrupt`: SIGINT raises
-            KeyboardInterrupt; `default`: what it did before this was entered.
-        on_signal: called in the handler with each signal, and whether it is the first.
-        keeps_ignored: False: handle signals that were ignored before, too.
-        answer: called with the first signal, at once and in a thread of its own: code in C may keep
-            the main thread, and with it all handlers, for ever. With it and `second` = `interrupt`,
-            the process ends in seconds if a second SIGINT can raise nothing for that reason.
+        signals: signals that request a stop.
+        ignored: signals that are ignored within the block.
+        patience_seconds: delay from each signal until the stop is `wanted`; missing: 0.
+        second: the effect of a later signal. `ignore`: none; `interrupt`: SIGINT raises
+            KeyboardInterrupt; `default`: that of the handler before the block.
+        on_signal: called in the handler with each signal, and True for the first one.
+        keeps_ignored: False: also handle signals that were ignored before.
+        answer: called with the first signal, at once, in a thread of its own: C code may block the
+            main thread, and with it all Python handlers, for ever. With `answer` and `second` =
+            `interrupt`, a second SIGINT exits within seconds even if it cannot raise.
 
     Attributes:
-        reason: the signal's name, or what `request` was given; None: no stop is requested.
+        reason: the signal's name, or the reason given to `request`; None: no stop is requested.
     """
 
     def __init__(
@@ -402,7 +422,7 @@ class StopSignal:
         self._patience, self._second = dict(patience_seconds or {}), second
         self._on_signal, self._keeps_ignored, self._answer = on_signal, keeps_ignored, answer
         self._is_interrupted = False
-        self._wakeups: tuple[int, int] | None = None  # before, and of this
+        self._wakeups: tuple[int, int] | None = None  # wakeup descriptors: the old one, our own
         self._requested_at: float | None = None
         self._due = math.inf
         self._before: dict[int, Any] = {}
@@ -421,7 +441,7 @@ class StopSignal:
         return 0.0 if self._requested_at is None else time.monotonic() - self._requested_at
 
     def request(self, reason: str, patience_seconds: float = 0.0) -> None:
-        """Request a stop from this process; any thread may."""
+        """Request a stop after `patience_seconds`; safe in any thread and in signal handlers."""
         due = time.monotonic() + patience_seconds
         self._requested_at = self._requested_at or time.monotonic()
         if due < self._due:
@@ -431,7 +451,7 @@ class StopSignal:
                 os.write(self._pipe[1], b"!")
 
     def wait(self, seconds: float) -> bool:
-        """Sleep so long, or until a stop is `wanted`; whether it is. For one thread."""
+        """Sleep for `seconds` or until a stop is `wanted`; return `wanted`. One thread may wait."""
         assert self._pipe is not None, "wait() inside of the block"
         end = time.monotonic() + seconds
         poll = select.poll()
@@ -446,6 +466,7 @@ class StopSignal:
             raise Stopped(self.reason)
 
     def __enter__(self) -> Self:
+        # The pipe exists before the first handler is installed, as handlers write to it.
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in (*self._signals, *self._ignored):
             before = signal.getsignal(number)
@@ -465,15 +486,15 @@ class StopSignal:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         is_ending = kind is not None or self.is_requested
         for number, before in self._before.items():
-            # What is left to do after a stop or a failure ends by itself. Launchers signal all
-            # ranks when one has failed, and each has still to say why it does.
+            # After a stop or a failure only cleanup is left, which ends by itself. Launchers signal
+            # all ranks when one has failed; that must not cut off the message of why it failed.
             is_cut_short = before is _leave and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if is_ending and is_cut_short else before)
         self._before = {}
         if self._wakeups is not None:
             signal.set_wakeup_fd(self._wakeups[0])
             os.close(self._wakeups[1])
-            self._is_interrupted, self._wakeups = True, None  # it has nothing to interrupt any more
+            self._is_interrupted, self._wakeups = True, None  # the answering thread must not exit
         pipe, self._pipe = self._pipe, None
         for descriptor in pipe or ():
             os.close(descriptor)
@@ -494,6 +515,8 @@ class StopSignal:
     def _answer_all(self, wakeups: int) -> None:
         """Answer the signals whose numbers Python's handler in C writes to a pipe."""
         assert self._answer is not None
+        # CPython runs Python handlers only between bytecodes of the main thread. A collective or
+        # a read from a dead file system may never return to it, but set_wakeup_fd still writes.
         is_first = True
         with open(wakeups, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
@@ -509,11 +532,11 @@ class StopSignal:
 
 
 class LeftError(SystemExit):
-    """A signal came when there was nothing to finish or to save.
+    """Exit after a signal that came when there was nothing to finish or to save.
 
     Attributes:
-        code: the signal's of `EXIT_CODES`.
-        signal_name: the signal.
+        code: the signal's exit code in `EXIT_CODES`.
+        signal_name: the signal's name, such as SIGTERM.
     """
 
     def __init__(self, signal_name: str) -> None:
@@ -523,9 +546,10 @@ class LeftError(SystemExit):
 
 @contextmanager
 def leave_on_signals() -> Iterator[None]:
-    """Raise `LeftError` at one of `STOP_SIGNALS`; a `StopSignal` inside of the block replaces it.
+    """Raise `LeftError` at one of `STOP_SIGNALS`, unless a `StopSignal` in the block handles it.
 
-    After such a stop, or a failure, signals other than SIGINT are ignored until the block ends.
+    After a `StopSignal` has stopped or failed, signals other than SIGINT are ignored until the
+    block ends.
     """
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     before = {number: was for number, was in before.items() if was != signal.SIG_IGN}
@@ -547,7 +571,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """The fields of /proc/<pid>/stat that we use."""
+    """Fields of /proc/<pid>/stat, see proc_pid_stat(5)."""
 
     pid: int
     name: str
@@ -562,7 +586,7 @@ class ProcessStat:
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """State of a process; None: there is none."""
+    """Read /proc/<pid>/stat; None: the process does not exist."""
     with suppress(OSError, ValueError, IndexError):
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         before, _, after = text.rpartition(")")  # the name, in parentheses, may hold anything
@@ -579,15 +603,18 @@ def start_ticks(pid: int) -> int | None:
 
 
 def age_seconds(pid: int) -> float:
-    """Seconds since a process was started, to a hundredth; steps of the wall clock do not count.
+    """Return the seconds since a process was started, to 0.01 s, or since boot if it is gone.
 
-    Of a process that is gone: since boot.
+    The clock is CLOCK_BOOTTIME: changes of the system time do not affect it.
     """
     return max(0.0, boot_seconds() - (start_ticks(pid) or 0) / _TICKS_PER_SECOND)
 
 
 def pid_namespace() -> str | None:
-    """Boot and pid namespace of this process, within which pids are compared; None: unknown."""
+    """Return this process's boot id and pid namespace, within which pids identify processes.
+
+    None: /proc cannot be read.
+    """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -601,7 +628,7 @@ def num_cores() -> int:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of an x86 processor, as Linux names them; empty elsewhere."""
+    """Return an x86 processor's instruction-set flags from /proc/cpuinfo; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -611,9 +638,10 @@ def cpu_flags() -> frozenset[str]:
 
 
 def host_identity() -> dict[str, Any]:
-    """This user and host: `uid`, `host`, and `machine`, which distinguishes hosts of one name.
+    """Return this user and host: `uid`, `host`, and `machine`.
 
-    `machine` outlives a reboot. It is a hash, because machine-id itself should stay on its host.
+    `machine` tells hosts with the same name apart and survives a reboot. It is a hash, because
+    machine-id(5) asks not to expose the id itself.
     """
     machine = ""
     with suppress(OSError):
@@ -632,10 +660,10 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed blocks up to 32 MiB; whether it accepts.
+    """Tell glibc to keep freed blocks up to 32 MiB, and return True if it accepts.
 
-    Each training step frees what the next one allocates again. By default glibc gives larger
-    blocks back, and the kernel then clears every page anew: a third of the demo's step
+    Each training step frees blocks that the next one allocates again. By default glibc gives larger
+    blocks back to the kernel, which then clears every page again: a third of the demo's step
     (`benchmarks/allocator.py`). Without glibc, or with MALLOC_* variables, nothing changes.
     """
     is_users_choice = any(name.startswith("MALLOC_") for name in os.environ)
@@ -647,12 +675,12 @@ def keep_freed_memory() -> bool:
 
 
 def return_large_blocks(num_bytes: int) -> None:
-    """Let glibc return freed blocks of at least so many bytes at once, for the process's life."""
+    """Let glibc return freed blocks of at least `num_bytes` to the kernel at once, from now on."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_MMAP_THRESHOLD, num_bytes)
 
 
 def return_freed_memory() -> None:
-    """Return the holes that freed blocks left in the heap, in milliseconds; only glibc can."""
+    """Return free heap memory to the kernel within milliseconds; does nothing without glibc."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

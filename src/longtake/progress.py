@@ -1,6 +1,6 @@
-"""What a person sees while something takes time; torch-free.
+"""Progress displays of long work; torch-free.
 
-In a terminal a live bar; in a log, where no line can be redrawn, one line now and then.
+A terminal gets a live bar; a log, in which no line can be redrawn, gets a line every 20 seconds.
 """
 
 import signal
@@ -19,7 +19,7 @@ from longtake.formatting import for_seconds, format_duration, join_words
 from longtake.metrics import Metrics
 
 _SECONDS_BETWEEN_LINES = 20.0
-_FEWEST_STEPS, _MOST_STEPS = 20, 1000  # from which the time left is shown
+_FEWEST_STEPS, _MOST_STEPS = 20, 1000  # bounds of the steps averaged for the time left
 _SECONDS_OF_A_LONG_PHASE = 1.0
 _PHASE_LOOK_SECONDS = 0.1
 _MAX_GROUPS = 3
@@ -37,9 +37,9 @@ _STARTING_PHASES: dict[str, str] = {
 
 
 class StepProgress:
-    """Shows loss, steps per second and the time left, by the later half of the steps so far.
+    """Display of loss, steps per second and the time left, averaged over the later half of steps.
 
-    The first step of a launch does not count: kernels are chosen and memory is reserved in it.
+    The first step of a launch is left out: it also compiles kernels and reserves memory.
     """
 
     def __init__(self, console: Console, bar: Progress, start: int, total: int) -> None:
@@ -53,7 +53,7 @@ class StepProgress:
         self._last_line = time.monotonic()
 
     def update(self, metrics: Metrics) -> None:
-        """Take in one step."""
+        """Add the metrics of one step, and redraw the bar or print a line if it is time."""
         if metrics["loss"] is not None:
             self._loss = _smoothed(self._loss, metrics["loss"])
         self._num_steps += 1
@@ -84,7 +84,7 @@ class StepProgress:
 
 @contextmanager
 def step_progress(console: Console, start: int, total: int) -> Iterator[StepProgress]:
-    """A progress display over the steps start .. total."""
+    """Show a `StepProgress` from step `start` to step `total` within the block."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -106,12 +106,12 @@ def phase_lines(
     """Print the name of each phase that lasts longer than a second, until the block ends.
 
     Args:
-        console: where a person looks.
+        console: console to print to.
         first: the phase that begins now.
-        now: the present phase, asked again and again; None: the last one is over.
+        now: function that returns the current phase, or None after the last one; it is polled.
 
     Yields:
-        What is called when another phase begins, where there is no `now`.
+        A function to call with the name of each new phase, if `now` is not given.
     """
     entered = [first]
     ended = threading.Event()
@@ -140,7 +140,7 @@ def phase_lines(
 
 
 def answer_to(received: signal.Signals, ranks: Iterable[heartbeat.Heartbeat]) -> str:
-    """Answer a request to stop at once: what it leads to, and which ranks it waits for."""
+    """Return the immediate answer to a stop signal: its effect, and the ranks it waits for."""
     groups: dict[str, list[heartbeat.Heartbeat]] = defaultdict(list)
     for each in sorted(ranks, key=lambda each: -each.seconds):
         where = heartbeat.PHASE_WORDS.get(each.phase, f"in {each.phase}")
@@ -161,9 +161,9 @@ def answer_to(received: signal.Signals, ranks: Iterable[heartbeat.Heartbeat]) ->
 
 @contextmanager
 def counted(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar for things that can be counted; yields a function to call with (done, in all).
+    """Show a progress bar within the block; yields a function to call with (done, total).
 
-    In a log a line now and then.
+    Without a terminal it prints a line every 20 seconds.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, disable=_is_hidden(console)) as bar:

@@ -1,25 +1,25 @@
-"""The run directory: the one contract between processes; torch-free.
+"""The run directory: paths and record schemas of all files of a run; torch-free.
 
-Processes share files, never imports and never sockets. Every file has exactly one writer; every
-record is appended or renamed into place; readers follow. This is the only module that knows the
-names and the record schemas:
+A run's processes exchange data through these files only. Every file has exactly one writer; every
+record is appended or renamed into place, so a reader never sees half a file. No other module knows
+the names and the record schemas:
 
     recipe.toml                  the resolved recipe of the newest launch
     run.json                     id, created, launches (host, world size, start step, versions)
     events.jsonl                 what happened, one line each
     metrics.jsonl                scalars per step (writer: rank 0)
-    rollbacks.jsonl              where the run went back, and which batches it skips since
-    guard/step_00001234_0.json   all that the guard saw around a verdict
+    rollbacks.jsonl              each rollback, and the batches that the run skips after it
+    guard/step_00001234_0.json   the guard's report on a verdict: samples, losses, thresholds
     ledger/                      which clips each step consumed (writer: each rank, its own file)
-    catalogs/                    copies of the catalogs that were trained on; inputs.jsonl: what
-                                 files of further inputs held when they were first used
+    catalogs/                    copies of the catalogs that were trained on; inputs.jsonl: the
+                                 digests of further input files when they were first used
     nodes/<host>/stacks/         dumps of processes that hung
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
-    lease/0.json ...             who trains the run: one file for each launch, the newest has it
+    lease/0.json ...             which process trains the run: one file per holder, newest last
     evaluations/<preset>/step_00001000/   videos sampled from that checkpoint (evaluation_dir.py)
     tensorboard/  wandb/         mirrors of metrics, events and evaluations
-    tracking/                    which process writes them, how far it is, and what it said
+    tracking/                    the mirrors' lease, positions in their sources, and logs
 """
 
 import secrets
@@ -44,13 +44,13 @@ from longtake.metrics import Metrics
 from longtake.process import command, host_identity
 
 LAUNCH_VARIABLE = "LONGTAKE_LAUNCH"
-"""In a rank's environment: which `longtake launch`, on all of its nodes, started it."""
+"""Environment variable of a rank: identifier of its `longtake launch`, equal on all nodes."""
 
 COMPUTING_PACKAGES = (
     *("torch", "torchao", "triton", "diffusers", "transformers", "tokenizers", "peft"),
     *("safetensors", "numpy", "scipy", "av", "pillow"),
 )
-"""Packages in whose versions numbers that are trained with may differ."""
+"""Packages whose version can change the numerical results of training."""
 
 EventKind = Literal[
     "launched",
@@ -90,28 +90,31 @@ ENDINGS: Final[tuple[RunEnding, ...]] = ("finished", "interrupted", "diverged")
 
 
 def skipped_batches(rolled_back: Mapping[str, Any]) -> str:
-    """The batches that a rollback skips, in words."""
+    """Describe the batches that a rollback skips, such as "batches 20 to 29"."""
     first, end = rolled_back["skipped"]
     return f"batches {first} to {end - 1}" if first < end else "no batches"
 
 
 class RolledBack(TypedDict):
-    """One line of rollbacks.jsonl. What is skipped stays so, wherever the run is resumed from."""
+    """One rollback: a line of rollbacks.jsonl.
+
+    The skipped batches stay skipped, whichever checkpoint the run is resumed from.
+    """
 
     time: fsio.Time
     from_step: fsio.Count
-    """Steps that were done."""
+    """Number of steps done before the rollback."""
     to_step: fsio.Count
-    """Steps that are done after it: those of the checkpoint."""
+    """Step of the checkpoint that the run went back to."""
     skipped: fsio.Span
-    """[first, end): batches of the run's data that are not trained."""
+    """Half-open range [first, end) of batch numbers that are never trained again."""
     reason: str
     message: str
 
 
 @fsio.with_other_fields
 class Launch(TypedDict):
-    """One launch in run.json."""
+    """One launch (a start of the ranks) as run.json lists it."""
 
     time: fsio.Time
     host: str
@@ -132,12 +135,12 @@ class Parent(TypedDict):
     """The run whose weights a run began with (`longtake train --from`)."""
 
     path: str
-    """Of its run directory, whole."""
+    """Absolute path of the parent's run directory."""
     id: str
     step: fsio.Count
-    """Of the checkpoint."""
+    """Step of the parent's checkpoint."""
     weights_only: bool
-    """Whether optimizer states were left behind."""
+    """True: the weights were taken without the optimizer states."""
 
 
 FORMAT: Final = 1
@@ -145,7 +148,7 @@ FORMAT: Final = 1
 
 @fsio.with_other_fields
 class RunRecord(TypedDict):
-    """run.json."""
+    """The content of run.json: a run's identity and its launches."""
 
     format: NotRequired[fsio.format_number(FORMAT)]  # type: ignore[valid-type]
     id: str
@@ -165,7 +168,7 @@ class EventBase(TypedDict):
 
 
 class Event(EventBase):
-    """An event of which readers expect nothing in particular."""
+    """An event whose kind has no schema of its own: all fields are optional."""
 
     step: NotRequired[fsio.Count | None]
     from_step: NotRequired[fsio.Count | None]
@@ -272,11 +275,11 @@ EVENT: Final = fsio.by_field(
     },
     Event,
 )
-"""One line of an events.jsonl."""
+"""Schema of one line of an events.jsonl, chosen by its field `event`."""
 
 
 class ReportedSample(TypedDict):
-    """A sample of one of the steps before a verdict."""
+    """A training sample in a guard report, from one of the steps before the verdict."""
 
     step: fsio.Count
     batch: fsio.Count
@@ -291,7 +294,7 @@ class ReportedSample(TypedDict):
 
 @fsio.with_other_fields
 class ReportedVerdict(TypedDict):
-    """The guard's verdict, as its report has it."""
+    """The guard's verdict in its report; `began` is the step at which the anomaly began."""
 
     kind: str
     reason: str
@@ -301,17 +304,17 @@ class ReportedVerdict(TypedDict):
 
 @fsio.with_other_fields
 class ReportedState(TypedDict):
-    """The checkpoints that a run could go back to."""
+    """The state around a verdict: step of the checkpoint that the run could go back to."""
 
     checkpoint: fsio.Count | None
 
 
 @fsio.with_other_fields
 class GuardReport(TypedDict):
-    """guard/step_00001234_0.json: all that the guard saw around a verdict."""
+    """The guard's report on a verdict: the content of guard/step_00001234_0.json."""
 
     step: fsio.Count
-    """Steps that were done before the one that was judged."""
+    """Number of steps done before the one that was judged."""
     batch: NotRequired[fsio.Count | None]
     verdict: ReportedVerdict
     samples: list[ReportedSample]
@@ -319,7 +322,10 @@ class GuardReport(TypedDict):
 
 
 def last_ending(kinds: Iterable[str]) -> RunEnding | None:
-    """The last launch's kind of end, by the kinds of a run's events; None: it is not recorded."""
+    """Return how the last launch ended, from the kinds of a run's events in order.
+
+    None: no ending is recorded, because the launch still runs or was killed.
+    """
     found: RunEnding | None = None
     for kind in kinds:
         if kind in BEGINNINGS:
@@ -330,7 +336,7 @@ def last_ending(kinds: Iterable[str]) -> RunEnding | None:
 
 
 class _Below:
-    """A file or folder of a run, as a property that gives its path."""
+    """Descriptor of a file or folder of a run: reads as its path."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -375,7 +381,7 @@ class RunDirectory:
         return self.path / "evaluations" / preset / f"step_{step:08d}"
 
     def checkpoint_folders(self) -> list[int]:
-        """Steps of all folders that are named as checkpoints are, whole or not, ascending."""
+        """Return the steps of all checkpoint folders, committed or not, in ascending order."""
         folder = self.checkpoints_path
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         steps = (name.removeprefix("step_") for name in names if name.startswith("step_"))
@@ -394,7 +400,7 @@ class RunDirectory:
         return self.recipe_path.is_file()
 
     def recipe(self) -> config.Recipe:
-        """The recipe that was really run.
+        """Load the recipe of the newest launch, with all --set changes.
 
         Raises:
             RunError: there is no run here.
@@ -424,7 +430,7 @@ class RunDirectory:
             fsio.make_writable(self.path)
 
     def create(self, recipe: config.Recipe, parent: Parent | None = None) -> None:
-        """Begin a run here: run.json and then recipe.toml, from which on the run exists."""
+        """Begin a run here: write run.json, then recipe.toml, whose presence makes it a run."""
         run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
         with self._writing():
             begun: dict[str, Any] = {
@@ -438,7 +444,7 @@ class RunDirectory:
             fsio.write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
     def adopt(self, recipe: config.Recipe) -> None:
-        """Make recipe.toml the recipe of the launch that resumes, which `claim` has accepted."""
+        """Replace recipe.toml by the recipe of the resuming launch, which `claim` has accepted."""
         if self.recipe() != config.kept(recipe):
             with self._writing():
                 fsio.write_text(self.recipe_path, config.dump(config.kept(recipe)))
@@ -459,6 +465,8 @@ class RunDirectory:
             return
         listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, old, new in changed)
         ways = ""
+        # The message offers only commands that work: more steps can be resumed in place, changed
+        # data with an `on_change`, and the same model and trainables by --from.
         keys = {key for key, _, _ in changed}
         options, catalogs = self._other_catalogs(recipe)
         listed += catalogs
@@ -490,9 +498,10 @@ class RunDirectory:
         )
 
     def _other_catalogs(self, recipe: config.Recipe) -> tuple[str, str]:
-        """Options for a command, and lines, about catalogs that a recipe names instead.
+        """Return --set options and message lines for catalogs whose path the new recipe changes.
 
-        A catalog's path may change; but a command with this run's recipe would train the old one.
+        A new path is allowed, but the printed resume command loads this run's recipe.toml and so
+        would train the old catalog without these options.
         """
         before, options, lines = self.recipe().data.sources(), "", ""
         for name, path in recipe.data.sources().items():
@@ -503,7 +512,7 @@ class RunDirectory:
         return options, lines
 
     def resume_command(self) -> str:
-        """The command that resumes a run; the recipe of a moved run names its old place."""
+        """Return the command that resumes this run; for a moved run it sets the new `out`."""
         moved = (
             "" if self.recipe().out == self.path else f" --set {shlex.quote(f'out={self.path}')}"
         )
@@ -522,10 +531,10 @@ class RunDirectory:
             fsio.write_json(self.record_path, {**record, "launches": [*record["launches"], launch]})
 
     def record(self) -> RunRecord:
-        """run.json.
+        """Read run.json.
 
         Raises:
-            RunError: it is missing or damaged.
+            RunError: run.json is missing or damaged.
         """
         try:
             return fsio.require_record(self.record_path, RunRecord)
@@ -539,18 +548,30 @@ class RunDirectory:
         return fsio.read_records(self.events_path, EVENT)
 
     def append_event(self, kind: EventKind, **fields: Any) -> None:
-        """Append one line to events.jsonl; this, as the next ones, raises RunError if it cannot."""
+        """Append one line to events.jsonl, stamped with the time.
+
+        Raises:
+            RunError: the run directory cannot be written.
+        """
         with self._writing():
             fsio.append_json(self.events_path, {"time": fsio.now(), "event": kind, **fields})
 
     def write_record(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Write a file of the run as a whole, such as what `guard_report_path` names."""
+        """Replace a JSON file of the run, such as the one at `guard_report_path`, atomically.
+
+        Raises:
+            RunError: the run directory cannot be written.
+        """
         with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
             fsio.write_json(path, record)
 
     def append_rollback(self, rolled_back: RolledBack) -> None:
-        """Append one line to rollbacks.jsonl; it is on disk when this returns."""
+        """Append one line to rollbacks.jsonl and flush it to disk.
+
+        Raises:
+            RunError: the run directory cannot be written.
+        """
         with self._writing():
             fsio.append_json(self.rollbacks_path, rolled_back, durably=True)
 
@@ -568,7 +589,9 @@ class RunDirectory:
         return fsio.read_records(self.metrics_path, Metrics)
 
     def metrics(self) -> list[Metrics]:
-        """The metrics that count, by step: those of abandoned steps are left out."""
+        """Return the metrics of each step, without those that a rollback or resume abandoned."""
+        # The file is append-only: after a rollback or a resume from an older checkpoint, steps
+        # repeat, and the later line of a step replaces all earlier ones from that step on.
         kept: list[Metrics] = []
         for row in self.metric_lines():
             while kept and kept[-1]["step"] >= row["step"]:
@@ -578,9 +601,9 @@ class RunDirectory:
 
 
 def beside(path: Path) -> Path:
-    """A free folder for a run that must not touch another: `path`, or the first of path-2, -3, ...
+    """Return a free folder for a new run: `path`, or the first free of path-2, path-3, ...
 
-    Free is what does not exist, or is an empty folder.
+    A folder is free if it does not exist or is empty.
     """
     numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
     for each in chain([path], numbered):
@@ -590,7 +613,7 @@ def beside(path: Path) -> Path:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the installed packages that compute what is trained."""
+    """Return the installed versions of `COMPUTING_PACKAGES`, by name."""
     found = {}
     for name in COMPUTING_PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -604,7 +627,7 @@ def _versions() -> dict[str, str]:
 
 
 def _revision() -> dict[str, str]:
-    """The code's git revision where longtake runs from a checkout, else nothing."""
+    """Return the git revision as `revision` if longtake runs from a checkout, else nothing."""
     git, checkout = shutil.which("git"), Path(__file__).resolve().parents[2]
     # Installed in an environment inside somebody's repository, git would describe theirs.
     if git is None or not (checkout / ".git").exists():
@@ -615,10 +638,11 @@ def _revision() -> dict[str, str]:
 
 
 def refuse_moved(path: Path, recipe: config.Recipe, changes: Iterable[str]) -> None:
-    """Refuse the recipe of a run directory whose `out` names another one: a run that was copied.
+    """Refuse a recipe.toml in a run directory that was copied or moved from its `out`.
 
     Raises:
-        RunError: it does, and `changes` name no `out`.
+        RunError: `out` is another folder than the recipe's own, and `changes` (the --set options)
+            do not set it.
     """
     run = RunDirectory(path.parent)
     is_kept = path.name == run.recipe_path.name and run.record_path.is_file()

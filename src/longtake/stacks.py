@@ -1,8 +1,8 @@
-"""Stack dumps of running processes: by py-spy, by faulthandler, or what /proc says; torch-free.
+"""Stack dumps of running processes, from py-spy, faulthandler or /proc; torch-free.
 
-py-spy reads a process that holds the GIL or is stopped. Where it may not (another user's process, a
-container without ptrace), a process that called `enable_stack_dumps` writes its own stacks at a
-signal. Nothing here raises or waits without limit: a dump that failed says so.
+py-spy reads even a process that holds the GIL or is stopped. Where it has no permission (another
+user's process, a container without ptrace), a process that called `enable_stack_dumps` writes its
+own stacks at a signal. No dump raises or waits without limit: its `method` shows how it was read.
 """
 
 import ctypes
@@ -29,12 +29,12 @@ from typing import Any, TextIO
 from longtake.process import read_stat
 
 SIGNAL = signal.SIGUSR2
-"""Writes stacks. Not SIGUSR1, which Slurm sends before a time limit."""
+"""Signal at which a process writes its stacks. SIGUSR1 is Slurm's warning before a time limit."""
 
 Call = tuple[str, str, int]
-"""Function, file and line."""
+"""One call of a stack: function, file and line."""
 Stack = tuple[Call, ...]
-"""The innermost call first."""
+"""Calls of one thread, innermost first."""
 
 _SET_PTRACER, _ANYONE = 0x59616D61, ctypes.c_ulong(-1)  # from linux/prctl.h
 _NATIVE_SECONDS, _OTHER_SECONDS = 4.0, 2.0
@@ -51,12 +51,12 @@ _call = itemgetter("function", "file", "line")
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 _STANDARD = re.compile(r".*/lib(?:64)?/python3(?:\.\d+)?t?/|.*/python3\d*\.zip/|(?=<frozen )")
 _LIBRARIES = ("torch/", "torchgen/", "functorch/", "triton/", "numpy/")
-"""Packages whose own lines say less than the line that called them."""
+"""Packages whose frames `user_frame` skips to find the calling line."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One call; `line` is 0 in code without line numbers."""
+    """One call of a stack; `line` is 0 in code without line numbers."""
 
     function: str
     file: str
@@ -68,7 +68,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class ThreadStack:
-    """A thread's calls, the innermost first."""
+    """A thread's stack, innermost call first."""
 
     name: str
     is_active: bool
@@ -101,15 +101,18 @@ _dump_file: TextIO | None = None  # faulthandler keeps its number, not the file
 
 
 def enable_stack_dumps(file: Path | None = None) -> None:
-    """Allow py-spy where Yama forbids it, and write stacks at SIGUSR2 and, to stderr, at a crash.
+    """Make this process write its stacks at SIGUSR2 and at a crash, and allow py-spy to read it.
+
+    Stacks of a crash go to stderr. py-spy is allowed by PR_SET_PTRACER, where Yama forbids ptrace.
 
     Args:
-        file: where SIGUSR2 writes them; begun anew. None: stderr.
+        file: file for the stacks at SIGUSR2; an old one is replaced. None: stderr.
 
     Raises:
         OSError: the file cannot be written.
     """
     global _dump_file
+    # The new file is registered before the old one is closed: faulthandler writes to a number.
     ctypes.CDLL(None).prctl(_SET_PTRACER, _ANYONE)
     if not faulthandler.is_enabled():
         faulthandler.enable()
@@ -133,13 +136,13 @@ def stack_file(folder: Path, pid: int) -> Path:
 
 
 def dump_process(pid: int, signal_file: Path | None = None, native: bool = True) -> StackDump:
-    """Dump a process within some seconds; it continues.
+    """Dump a process's stacks within some seconds; the process continues.
 
     Args:
         pid: the process.
-        signal_file: where it writes its stacks at SIGUSR2; see `enable_stack_dumps`.
-        native: C calls too, where possible; the process is paused meanwhile. Otherwise it is not,
-            unless it runs too fast to be read without.
+        signal_file: file to which it writes its stacks at SIGUSR2; see `enable_stack_dumps`.
+        native: also read C calls where possible, which pauses the process for up to a second. With
+            False it is paused only if it cannot be read while it runs.
     """
     state = state_of(pid)
     for options in _py_spy_options(state, native):
@@ -161,7 +164,7 @@ _PROC_FILES = ("status", "wchan", "stack", "syscall")
 
 
 def dump_all(processes: Mapping[int, Path | None], native: bool = False) -> dict[int, StackDump]:
-    """Dump processes, given with their signal files, several at a time; see `dump_process`."""
+    """Dump several processes in parallel, given as pid and signal file; see `dump_process`."""
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dump") as threads:
         begun = {
             pid: threads.submit(dump_process, pid, file, native) for pid, file in processes.items()
@@ -170,9 +173,10 @@ def dump_all(processes: Mapping[int, Path | None], native: bool = False) -> dict
 
 
 def read_native_stacks(pids: Sequence[int], seconds: float) -> dict[int, tuple[ThreadStack, ...]]:
-    """Read processes with their C calls, in this order, as many as time allows.
+    """Read the stacks of processes with their C calls, in the given order, until time is up.
 
-    Each is paused for up to a second, and py-spy needs some 300 MB for one that uses torch.
+    Each process is paused for up to a second. py-spy needs some 300 MB for one that uses torch, so
+    only a few are read at the same time. A process that could not be read is missing.
     """
     end = time.monotonic() + seconds
 
@@ -187,7 +191,7 @@ def read_native_stacks(pids: Sequence[int], seconds: float) -> dict[int, tuple[T
 
 
 def parse_faulthandler(pid: int, text: str, state: str = "") -> StackDump:
-    """Read what faulthandler wrote, of a living process or at a crash."""
+    """Parse the text that faulthandler writes at a signal or at a crash."""
     threads: list[tuple[str, bool, list[Frame]]] = []
     for line in text.splitlines():
         if begun := _THREAD_LINE.fullmatch(line):
@@ -204,7 +208,10 @@ def parse_faulthandler(pid: int, text: str, state: str = "") -> StackDump:
 
 
 def _py_spy_options(state: str, native: bool) -> Iterator[tuple[str, ...]]:
-    """Reading a running process may fail once and succeed the next time."""
+    """Yield py-spy's options in the order to try them.
+
+    Some come twice: reading a running process may fail once and succeed the next time.
+    """
     if state in ("", "Z"):
         return
     if state in _STOPPED:
@@ -216,9 +223,9 @@ def _py_spy_options(state: str, native: bool) -> Iterator[tuple[str, ...]]:
 
 
 def _by_py_spy(pid: int, options: Sequence[str], seconds: float) -> tuple[ThreadStack, ...] | None:
-    """A process's threads, the main thread first; empty: unreadable; None: not in time.
+    """Return a process's threads, the main thread first; empty: unreadable; None: not in time.
 
-    With --nonblocking the process is not paused and what is read may be inconsistent; --native
+    With --nonblocking the process is not paused, and the stacks may be inconsistent; --native
     pauses it for a tenth of a second or more.
     """
     if not (program := _py_spy(sys.executable)):
@@ -267,10 +274,11 @@ def _thread_stack(found: dict[str, Any]) -> ThreadStack:
 
 
 def _by_signal(pid: int, file: Path) -> str:
-    """Stacks that a process writes itself at SIGUSR2, once it has stopped writing.
+    """Send SIGUSR2 to a process and return the stacks that it writes to `file`.
 
-    Empty: it does not answer, or has no handler, so that the signal would end it.
+    Empty: the process does not answer, or has no handler.
     """
+    # SigCgt is the mask of caught signals. Without a handler SIGUSR2 would end the process.
     caught = re.search(r"^SigCgt:\s+(\w+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
     if not caught or not int(caught[1], 16) >> (SIGNAL - 1) & 1:
         return ""
@@ -283,6 +291,7 @@ def _by_signal(pid: int, file: Path) -> str:
     while time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
         last, now = now, _read(file)
+        # There is no end mark: the text is complete when it has not grown between two looks.
         if now == last != before:
             break
     return now.removeprefix(before)
@@ -298,9 +307,9 @@ def common_calls(stacks: Sequence[Stack]) -> Stack:
 
 
 def python_stack(thread: Mapping[str, Any]) -> Stack:
-    """The Python calls of a `ThreadStack` in JSON.
+    """Return the Python calls of a `ThreadStack` in JSON, innermost first.
 
-    Without C calls, so that a stack read with them equals one read without.
+    C calls are dropped, so that stacks read with and without them compare equal.
     """
     return _without_native(tuple(map(_call, thread["frames"])))
 
@@ -329,7 +338,7 @@ def is_library_file(file: str) -> bool:
 
 
 def short_file(file: str) -> str:
-    """A file from its package on, or as it is."""
+    """Shorten a file's path to start at its package; a path outside of packages is unchanged."""
     if found := _PACKAGES.match(file) or _STANDARD.match(file):
         return file[found.end() :]
     _, ours, rest = file.rpartition("/longtake/")
@@ -341,7 +350,7 @@ def short_file(file: str) -> str:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """A process by /proc: its parent, state, command and processor time."""
+    """A process as /proc shows it: parent, command, state and CPU time."""
 
     pid: int
     ppid: int
@@ -351,7 +360,7 @@ class ProcessFacts:
 
 
 def facts(pid: int) -> ProcessFacts | None:
-    """A process by /proc; None: there is none."""
+    """Read a process's facts from /proc; None: it does not exist."""
     if (stat := read_stat(pid)) is None:
         return None
     command = f"[{stat.name}]"
@@ -366,7 +375,7 @@ def state_of(pid: int) -> str:
 
 
 def parents() -> dict[int, int]:
-    """The parent of each process of this machine."""
+    """Return the parent's pid of each process on this machine, by pid."""
     found: dict[int, int] = {}
     with suppress(OSError):
         for path in Path("/proc").iterdir():

@@ -1,8 +1,8 @@
-"""Whose code may be run: users' classes are imported, and pickles read, here alone; torch-free.
+"""Trust in code that recipes and runs name: the only place for imports and pickles; torch-free.
 
 A recipe names classes (added modules, families, optimizers, measures) and a command (`watch.hook`).
-They are used only if this user began the run on this host, or says `--trust`; and never from a file
-in a run: docs/concepts/trust.md.
+They are used only if this user began the run on this host or passes `--trust`, and never from a
+file in a run directory: docs/concepts/trust.md.
 """
 
 import importlib
@@ -22,18 +22,18 @@ from longtake.formatting import did_you_mean
 from longtake.run_dir import RunDirectory, refuse_moved
 
 MIRROR_NOTE = Path(".source") / ".of.json"
-"""In a folder of mirrors, or in a mirrored run: where it is mirrored from."""
+"""Path, in a folder of mirrors or in a mirrored run, of the note on the mirror's source."""
 _OF_A_RUN = ("run.json", "metrics.jsonl", "checkpoints")
 PLAIN: Final[Mapping[tuple[str, str], Any]] = {}
-"""Allows containers, numbers and texts only, which need no import."""
+"""Allowed names of a `RestrictedUnpickler` for containers, numbers and strings: none."""
 
 
 class TrustError(errors.RunError):
-    """A run that this user did not begin on this host names code."""
+    """A run names code, but was not begun by this user on this host."""
 
 
 def run_around(path: Path) -> RunDirectory | None:
-    """The run directory that a file lies in, links resolved; None if it lies in none."""
+    """Return the run directory that contains a path, links resolved; None: there is none."""
     for folder in path.resolve().parents:
         if (folder / "recipe.toml").is_file() and any((folder / n).exists() for n in _OF_A_RUN):
             return RunDirectory(folder)
@@ -45,7 +45,9 @@ def is_mirror(run: Path) -> bool:
 
 
 def is_own(run: RunDirectory) -> bool:
-    """This user began the run on this host."""
+    """Return True if this user began the run on this host, and it is not a mirror."""
+    # The record alone proves nothing: it may be copied with the run. The owner of the files shows
+    # whether somebody else could have written them.
     try:
         files = [path.stat().st_uid for path in (run.recipe_path, run.record_path)]
         begun_by = run.record().get("begun_by")
@@ -56,7 +58,7 @@ def is_own(run: RunDirectory) -> bool:
 
 
 def training_classes(recipe: config.Recipe) -> dict[str, str]:
-    """The users' classes that training imports, by their recipe keys."""
+    """Return the users' classes that training imports, by the recipe key that names each."""
     sections = recipe.trainable.modules.items()
     found = {f"trainable.modules.{name}.module": section.module for name, section in sections}
     found |= {"model.family": recipe.model.family, "optimizer.kind": recipe.optimizer.kind}
@@ -65,7 +67,7 @@ def training_classes(recipe: config.Recipe) -> dict[str, str]:
 
 
 def named_code(recipe: config.Recipe, *, with_hook: bool) -> list[str]:
-    """The classes, and the command, that a recipe names, each with its key."""
+    """List all code that a recipe names as "key = value": classes, and optionally `watch.hook`."""
     found = [f"{key} = {path!r}" for key, path in training_classes(recipe).items()]
     for name, preset in recipe.evaluation.presets.items():
         found += [f"evaluation.presets.{name}.measures: {each!r}" for each in preset.measures or ()]
@@ -81,13 +83,13 @@ def refuse_foreign_code(
 
     Args:
         run: the run directory.
-        trust: whether the user has said `--trust`.
-        with_hook: whether its hook would be run too.
-        recipe: what would be used of it; by default the recipe as it is now.
+        trust: True: the user has passed `--trust`.
+        with_hook: True: the command `watch.hook` would be run too.
+        recipe: the recipe whose code would be run; None: the run's own.
 
     Raises:
         RunError: there is no run.
-        TrustError: it names code, and somebody else began it.
+        TrustError: the run names code, and somebody else began it.
     """
     named = named_code(recipe or run.recipe(), with_hook=with_hook)
     if not named or trust or is_own(run):
@@ -102,17 +104,17 @@ def refuse_foreign_code(
 def load_recipe(
     path: Path, changes: Sequence[str], *, trust: bool = False, uses_out: bool = True
 ) -> config.Recipe:
-    """Load a recipe as `config.load` does; one that a run has kept is trusted as the run is.
+    """Load a recipe like `config.load`, but refuse foreign code in the recipe of a run directory.
 
     Args:
-        path: of the recipe.
-        changes: as `--set` takes them.
-        trust: run the code that it names, also if others began the run.
-        uses_out: whether its `out` is used.
+        path: the recipe's file.
+        changes: changes in the format of `--set`.
+        trust: True: run the code that it names even if another user began the run.
+        uses_out: True: the recipe's `out` will be used, so a moved run is refused.
 
     Raises:
-        LongtakeError: as `config.load`, and as `refuse_moved`.
-        TrustError: it is the recipe of a run that names code, and somebody else began it.
+        LongtakeError: any error of `config.load` or `refuse_moved`.
+        TrustError: the run of this recipe names code, and somebody else began it.
     """
     loaded = config.load(path, changes)
     if uses_out:
@@ -124,12 +126,15 @@ def load_recipe(
 
 
 def import_class(path: str, setting: str) -> Any:
-    """The class at "package.module:Class", found from the current directory first.
+    """Import the class "package.module:Class"; the current directory comes first in the path.
 
-    `setting` is the recipe key that names it.
+    Args:
+        path: module and class.
+        setting: the recipe key that names it, for messages.
 
     Raises:
-        RecipeError: there is none (names the nearest), or its file lies in a run directory.
+        RecipeError: there is no such class (the message suggests the nearest name), importing it
+            failed, or its file lies in a run directory.
     """
     name, _, class_name = path.partition(":")
     with _current_directory_first():
@@ -149,7 +154,10 @@ def import_class(path: str, setting: str) -> Any:
 
 
 def _refuse_file_of_a_run(path: str, setting: str) -> None:
-    """Refuse a module, or a package above it, whose file is in a run directory; runs nothing."""
+    """Refuse a module if its file, or that of a package above it, lies in a run directory.
+
+    The files are only located, part by part: `importlib.util.find_spec` would run the packages.
+    """
     parts = path.partition(":")[0].split(".")
     places: Sequence[str] | None = None
     for number, part in enumerate(parts, 1):
@@ -169,7 +177,7 @@ def _refuse_file_of_a_run(path: str, setting: str) -> None:
 
 @contextmanager
 def _current_directory_first() -> Iterator[None]:
-    """Import from there first, as `python -m` does and the installed command does not."""
+    """Put the current directory first in sys.path, as `python -m` does, unless it is in a run."""
     here = str(Path.cwd())
     if run_around(Path(here) / "recipe.toml") is not None:
         yield  # any package could be there under the name of an installed one
@@ -192,7 +200,7 @@ def _why_not(name: str, error: Exception) -> str:
 
 
 def _modules_in(package: str) -> set[str]:
-    """Modules and folders of an imported package, or of the current directory."""
+    """List the modules and folders of an imported package, or of the current directory for ""."""
     paths = getattr(sys.modules[package], "__path__", ()) if package else [str(Path.cwd())]
     folders = [each.parent.name for path in paths for each in Path(path).glob("*/*.py")]
     files = [each.name for each in pkgutil.iter_modules(paths)]
@@ -200,11 +208,11 @@ def _modules_in(package: str) -> set[str]:
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Builds what pickle has opcodes for, and the named things that are allowed; imports nothing.
+    """Unpickler that imports nothing: it builds plain containers and explicitly allowed names.
 
     Args:
         file: the pickle.
-        allowed: what may be named, by module and name; what each name stands for.
+        allowed: the object that replaces each allowed name, by (module, name).
     """
 
     def __init__(self, file: BinaryIO, allowed: Mapping[tuple[str, str], Any] = PLAIN) -> None:
@@ -212,10 +220,10 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class that a pickle names.
+        """Return the replacement of a class or function that the pickle names.
 
         Raises:
-            pickle.UnpicklingError: it is not allowed.
+            pickle.UnpicklingError: the name is not allowed.
         """
         if (module, name) not in self._allowed:
             raise pickle.UnpicklingError(
@@ -225,7 +233,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         return self._allowed[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
-        """Refuse references to what lies outside the file.
+        """Refuse references to objects outside of the file.
 
         Raises:
             pickle.UnpicklingError: always.
