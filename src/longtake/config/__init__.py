@@ -1,9 +1,8 @@
 """The recipe: every key of a run, validated when it is loaded; torch-free.
 
 A recipe is a TOML file. `load` reads it, applies `--set a.b=c` overrides, and returns a frozen
-`Recipe`; whatever is wrong with it becomes one `RecipeError` that names the key and, for a
-misspelt one, the nearest that exists. Paths in a recipe are relative to the folder in which the
-command is run.
+`Recipe`. All problems are reported as one `RecipeError` that names each key and suggests the
+nearest existing key for a misspelt one. Paths in a recipe are relative to the current directory.
 """
 
 from longtake.config.data import (

@@ -1,4 +1,4 @@
-"""Keys of `data`: clips, captions, further inputs, buckets and stages."""
+"""Recipe keys of `data`: clips, captions, further inputs, buckets and stages."""
 
 import re
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ _MAX_NUMBERS = 2**16  # of a clip or a frame
 _Frames = Annotated[int, Field(gt=0, le=MAX_SIDE)]
 _Aspect = Annotated[float, Field(ge=0.05, le=20)]
 STEM = "{stem}"
-"""What stands for a clip's file name, without its ending, in `path` of `data.conditioning`."""
+"""Placeholder for a clip's file name without its suffix, in `path` of `data.conditioning`."""
 
 _CONDITIONING_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_TAKEN_NAMES = ("noisy", "sigmas", "guidance", "token_ids")  # of other inputs of a model
-_KEYS_OF_KINDS: dict[str, tuple[Any, ...]] = {  # what a key is unset, and the kinds that have it
+_TAKEN_NAMES = ("noisy", "sigmas", "guidance", "token_ids")  # names of a model's other inputs
+_KEYS_OF_KINDS: dict[str, tuple[Any, ...]] = {  # each key's unset value, and kinds that have it
     "encode": (None, "picture", "video"),
     "frame": (None, "picture"),
     "frames": (None, "video"),
@@ -37,20 +37,21 @@ _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
 
 
 class Bucket(Section):
-    """One shape of training clip: what a batch holds, in pixels and frames."""
+    """One shape of training clips, in frames and pixels; all clips of a batch have the same."""
 
     num_frames: int = Field(gt=0, le=MAX_SIDE)
     height: int = Field(gt=0, le=MAX_SIDE)
     width: int = Field(gt=0, le=MAX_SIDE)
     batch_size: int | None = Field(None, gt=0, le=MAX_BATCH, repr=False)
-    """Clips per update over all processes, instead of the stage's or `global_batch_size`: more of
-    a shape with fewer tokens. They are split into as many micro-batches as that."""
+    """Number of clips per update, over all processes, instead of `global_batch_size` of the stage
+    or the training; useful for shapes with fewer tokens. It is split into as many micro-batches as
+    the replaced batch size."""
     share: float | None = Field(None, gt=0, lt=1, repr=False)
-    """Some clips fit this bucket but fit another one better. This share of them goes to this bucket
-    in each epoch, other clips in each; the rest goes to the better one. A clip fits if it is long
-    enough, need not be enlarged and loses at most a tenth more of its picture than in the better
-    one. Where the shares of a clip sum to more than 1, they are lowered to 1 together. Unset: each
-    clip has one bucket."""
+    """Fraction of the clips that fit this bucket but fit another one better which go to this bucket
+    in each epoch, different ones in each; the others go to the better one. A clip fits if it is
+    long enough, need not be enlarged and loses at most a tenth more of its picture than in the
+    better one. Shares of a clip that sum to more than 1 are scaled down to 1. Unset: each clip has
+    one bucket."""
 
     def toml(self) -> str:
         values = self.model_dump(exclude_none=True).items()
@@ -62,40 +63,43 @@ class Bucket(Section):
 
 
 class Stage(Section):
-    """A span of the curriculum: which clips, in which shapes, for how long."""
+    """A stage of the curriculum: its clips, their shapes, and its length."""
 
     name: str = Field(min_length=1)
     where: Annotated[tuple[str, ...], FromList] = ()
-    """Which clips: conditions such as `num_frames >= 48`, `nouns <= q40` (the lower 40 % of all
-    clips with a caption) or `codec == h264`; a clip has to meet all of them. Numbers: `num_frames`,
-    `width`, `height`, `aspect` (width / height), `fps`, `duration_seconds`, `difficulty`
-    (`data.difficulty`) and all scores; texts: `kind` (`video`, `image`), `codec`, `pix_fmt`,
-    `color_range`, `color_transfer`, `color_matrix`."""
+    """Conditions that select the stage's clips, such as `num_frames >= 48`, `nouns <= q40` (the
+    lower 40 % of all clips with a caption) or `codec == h264`; a clip has to meet all of them.
+    Numbers: `num_frames`, `width`, `height`, `aspect` (width / height), `fps`, `duration_seconds`,
+    `difficulty` (`data.difficulty`) and all scores; texts: `kind` (`video`, `image`), `codec`,
+    `pix_fmt`, `color_range`, `color_transfer`, `color_matrix`."""
     drop_hardest: float = Field(0.0, ge=0, lt=1)
-    """Leave out this share of the selected clips, those of the highest difficulty."""
+    """Leave out this fraction of the selected clips, those of the highest difficulty."""
     buckets: Annotated[tuple[Bucket, ...], FromList] | None = Field(None, min_length=1)
-    """Instead of `data.buckets`."""
+    """The stage's buckets, instead of `data.buckets`."""
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]] | None = None
-    """Instead of `data.weights`."""
+    """The stage's weights of catalogs, instead of `data.weights`."""
     epochs: int | None = Field(None, gt=0, le=MAX_STEPS)
     steps: int | None = Field(None, gt=0, le=MAX_STEPS)
-    """How long, in epochs or in steps; the last stage may say neither, and never ends."""
+    """Length of the stage, in epochs or in steps. The last stage needs neither; then it lasts to
+    the end of the run."""
     ramp_steps: int = Field(0, ge=0, le=MAX_STEPS)
-    """Steps in which batches of this stage and of the one before it are mixed, its share rising
-    from none to all: the last half of the ramp's batches of the one, the first half of this."""
+    """Number of steps in which batches of the previous stage and of this one are mixed; this one's
+    share rises from 0 to 1. Half of the ramp's batches belong to each of the two stages."""
     learning_rate: float | None = Field(None, gt=0)
-    """Instead of `optimizer.learning_rate` from the stage's first step on (with a ramp: from its
-    middle on), times the schedule, which spans the whole run. Muon's rate changes as much."""
+    """Learning rate from the stage's first step on (with a ramp: from its middle on), instead of
+    `optimizer.learning_rate`. The schedule, which spans the whole run, is applied to it. Muon's
+    rate changes by the same factor."""
     warmup_steps: int | None = Field(None, gt=0, le=MAX_STEPS)
     """Steps at the stage's beginning in which the learning rate rises to its value."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Instead of `ema.decay` from the stage's first step on (with a ramp: from its middle on)."""
+    """Decay of the average from the stage's first step on (with a ramp: from its middle on),
+    instead of `ema.decay`."""
     global_batch_size: int | None = Field(None, gt=0, le=MAX_BATCH)
-    """Instead of `training.global_batch_size`, in every batch of the stage."""
+    """Number of clips in every batch of the stage, instead of `training.global_batch_size`."""
     shift: Shift | None = None
-    """Instead of `flow.shift`, in every batch of the stage."""
+    """Timestep shift in every batch of the stage, instead of `flow.shift`."""
     caption_dropout: float | None = Field(None, ge=0, le=1)
-    """Instead of `data.caption_dropout`, in every batch of the stage."""
+    """Caption dropout in every batch of the stage, instead of `data.caption_dropout`."""
 
     @model_validator(mode="after")
     def _is_one_length(self) -> Self:
@@ -111,50 +115,51 @@ class Stage(Section):
 
 
 class ConditioningSection(Section):
-    """A further input of each clip, by its name: where it is, and what the model gets of it."""
+    """A further input of each clip: its source, and the form in which the model gets it."""
 
     kind: Literal["picture", "video", "mask", "numbers"]
-    """`picture`: one for the clip; of a video its first frame. `video`: a frame for each of the
-    clip's. `mask`: a video or one picture, from black (0) to white (1). `numbers`: a JSON, CSV or
-    npy file, such as a camera path. Videos and masks are cut, mirrored and strided as the clip."""
+    """`picture`: one per clip (of a video file, the first frame). `video`: one frame per frame of
+    the clip. `mask`: a video or one picture, from black (0) to white (1). `numbers`: a JSON, CSV or
+    npy file, such as a camera path. Videos and masks are cut, mirrored and strided like the
+    clip."""
     path: str | None = None
-    """From the clip's folder, such as "../pose/{stem}.png", where `{stem}` stands for the clip's
-    file name without its ending. `{stem}.*` is the file of that name with any ending."""
+    """Path of the input's file, relative to the clip's folder, such as "../pose/{stem}.png", where
+    `{stem}` stands for the clip's file name without its suffix. `{stem}.*` accepts any suffix."""
     column: str | None = Field(None, min_length=1)
-    """Instead of `path`: a column of the catalog that names the files or, of `numbers`, has them
-    (`longtake data index --conditioning COLUMN`)."""
+    """Instead of `path`: a column of the catalog with the files' names or, for `numbers`, with the
+    numbers themselves (`longtake data index --conditioning COLUMN`)."""
     frame: Literal["first", "last"] | None = None
-    """Instead of `path`, of a picture: that frame of the clip's own window. In sampling it is a
-    file, as each picture is."""
+    """Instead of `path`, for a picture: use the first or last frame of the clip's own window.
+    Sampling takes it from a file, like every picture."""
     frames: int | None = Field(None, gt=0, le=2**16)
-    """Instead of `path`, of a video: so many first frames of the clip's own window, for a model
-    that continues them. In sampling they are the first frames of a file."""
+    """Instead of `path`, for a video: use this many first frames of the clip's own window, for a
+    model that continues them. Sampling takes the first frames of a file."""
     encode: bool | None = None
-    """Whether the codec encodes a picture or video; unset: yes. Then the model gets
-    `<name>_latents`, else `<name>`, pixels from -1 to 1."""
+    """Encode a picture or video with the codec; the model then gets `<name>_latents`. `false`: the
+    model gets `<name>`, pixels from -1 to 1. Unset: `true`."""
     width: int | None = Field(None, gt=0, le=_MAX_NUMBERS)
-    """Of `numbers`: how many there are for each clip or, with `per_frame`, for each frame."""
+    """Count of `numbers` per clip or, with `per_frame`, per frame."""
     per_frame: bool = False
-    """Of `numbers`: whether there is a row for each frame of the clip. The model gets those of the
+    """For `numbers`: there is a row for each frame of the clip. The model gets the rows of the
     frames that it is trained on."""
 
     def num_frames(self, bucket: "Bucket") -> int:
-        """Frames that are read for a clip of a bucket; of a picture 1."""
+        """Return the number of the input's frames for a clip of a bucket; 1 for a picture."""
         return 1 if self.kind == "picture" else self.frames or bucket.num_frames
 
     @property
     def is_of_clip(self) -> bool:
-        """Whether it is frames of the clip's own window, and no file."""
+        """True if the input consists of frames of the clip's own window, not of a file."""
         return self.frame is not None or self.frames is not None
 
     @property
     def is_encoded(self) -> bool:
-        """Whether the codec makes latents of it."""
+        """True if the codec encodes the input to latents."""
         return self.kind in ("picture", "video") and self.encode is not False
 
 
 def _check_conditioning(name: str, section: ConditioningSection) -> None:
-    """Raise ValueError if the model's tensors cannot be called so, or a key is of another kind."""
+    """Raise ValueError for a name that no tensor of a model can have, or keys of another kind."""
     is_taken = name in _TAKEN_NAMES or name.endswith(("_latents", "_embeds"))
     if is_taken or not _CONDITIONING_NAME.fullmatch(name):
         raise ValueError(
@@ -183,21 +188,21 @@ def _check_conditioning(name: str, section: ConditioningSection) -> None:
 
 
 TRIGGER = "[trigger]"
-"""The text that `data.trigger` replaces in captions, prefixes and prompts."""
+"""Placeholder in captions, prefixes and prompts that is replaced by `data.trigger`."""
 
 
 class CaptionsSection(Section):
-    """What becomes of the captions of one catalog; anew for each sample of each epoch."""
+    """Changes to the captions of one catalog, drawn for each sample of each epoch."""
 
     trigger: str | None = None
-    """Instead of `data.trigger`; empty: none."""
+    """Trigger of this catalog, instead of `data.trigger`; empty: none."""
     prefixes: Annotated[tuple[str, ...], FromList] = ()
-    """One of these texts is put before each caption, such as "a photo of"; "" is none."""
+    """Texts such as "a photo of", one of which is put before each caption; "" is no prefix."""
     shuffle_tags: bool = False
-    """Whether the parts of a caption between commas are put in another order each time. Not with
-    `data.cache`, which keeps embeddings of fixed texts."""
+    """Shuffle the comma-separated parts of a caption each time. Not with `data.cache`, which keeps
+    embeddings of fixed texts."""
     keep_tags: int = Field(0, ge=0, le=2**16)
-    """How many of the first parts stay in front."""
+    """Number of first parts of a caption that are not shuffled."""
 
     @model_validator(mode="after")
     def _keeps_what_is_shuffled(self) -> Self:
@@ -209,18 +214,18 @@ class CaptionsSection(Section):
 
 
 class AutoBucketsSection(Section):
-    """Buckets that are chosen from the catalogs, each of about the same number of pixels."""
+    """Automatic choice of buckets from the catalogs, each with about the same number of pixels."""
 
     pixels: int = Field(gt=0, le=2**24)
-    """The most pixels of a frame, such as 399360 for 832x480."""
+    """Upper limit of a frame's pixels, such as 399360 for 832x480."""
     frames: Annotated[tuple[_Frames, ...], FromList] = Field((1,), min_length=1, max_length=64)
-    """Numbers of frames; 1 is for images."""
+    """Numbers of frames of the buckets; 1 is for images."""
     aspects: Annotated[tuple[_Aspect, ...], FromList] = Field((), max_length=64)
-    """Ratios of width to height; unset: 21:9, 16:9, 3:2, 4:3, 1 and the upright ones."""
+    """Ratios of width to height; unset: 21:9, 16:9, 3:2, 4:3, 1 and the inverse ratios."""
     multiple_of: int = Field(16, ge=8, le=1024)
-    """Of height and width, as the family needs: 16 for Wan and FLUX."""
+    """Height and width are multiples of this number, as the family needs: 16 for Wan and FLUX."""
     min_clips: int = Field(8, gt=0, le=10**9)
-    """A bucket that fewer clips go to is left out; they go to the next best."""
+    """A bucket with fewer clips is left out; its clips go to the next best one."""
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
@@ -233,113 +238,117 @@ class AutoBucketsSection(Section):
 
 
 class StoreSection(Section):
-    """How clips are read whose catalog says that they lie in an object store (s3://, gs://, https://)."""
+    """Reading of clips from object stores: those with an s3://, gs:// or https:// address."""
 
     timeout_seconds: float = Field(20.0, gt=0, le=MAX_SECONDS)
-    """How long one request may take. Requests for large objects become smaller when they do not."""
+    """Time limit of one request. Requests for large objects get smaller after a timeout."""
     retry_seconds: float = Field(300.0, ge=0, le=MAX_SECONDS)
-    """How long a store may give nothing, however often it is asked, before a clip is taken as
-    missing. Training waits for as long."""
+    """Time for which requests to a store are repeated without any success before the clip counts as
+    missing. Training waits for it."""
     cache: FilePath | None = None
-    """Folder on a disk of each node in which fetched clips are kept; several ranks and runs may
-    share it. Unset: a clip is fetched into memory each time."""
+    """Folder on a local disk of each node for fetched clips; several ranks and runs can share it.
+    Unset: a clip is fetched into memory each time."""
     cache_gib: float = Field(100.0, gt=0, le=2**30)
-    """Size of that folder; the clips that were used least recently are deleted."""
+    """Size limit of the folder `cache`; the least recently used clips are deleted."""
 
 
 class DataSection(Section):
-    """Which clips are trained on, in which shapes and in which order."""
+    """The training clips, their shapes and their order."""
 
     catalog: FilePath | None = None
     """The Parquet file that `longtake data index` wrote."""
     catalogs: dict[str, FilePath] = Field(default_factory=dict)
-    """Instead of one: several, by name, each with epochs of its own; batches are mixed by
-    `weights`."""
+    """Instead of `catalog`: several catalogs by name, each with its own epochs; their batches are
+    mixed by `weights`."""
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]] = Field(default_factory=dict)
-    """Each catalog's share of the batches, by its name; those not named have 1."""
+    """Relative share of the batches by catalog name; a catalog that is not named has 1."""
     repeats: dict[str, Annotated[int, Field(ge=1, le=10**6)]] = Field(default_factory=dict)
-    """How often each clip of a catalog is trained while one of another catalog is trained once, by
-    the catalog's name (`catalog` if there is one); those not named have 1. Instead of `weights`.
-    One of a stage's `epochs` is so many epochs of the catalog, each with another order and other
-    seeds."""
+    """Repetitions of a catalog's clips relative to other catalogs, by catalog name (`catalog` if
+    there is only one); a catalog that is not named has 1. Instead of `weights`. Each stage epoch
+    then repeats the catalog this many times, each time in another order and with other seeds."""
     trigger: str = Field("", max_length=1000)
-    """A word that stands for what is trained, such as "sks dog": put before each caption that does
-    not have it. Where a caption or a prefix has `[trigger]`, that is replaced by it instead;
-    without a trigger it is refused."""
+    """Word for the trained subject or style, such as "sks dog". It replaces `[trigger]` in captions
+    and prefixes, and is put before each caption that has neither; without a trigger, `[trigger]`
+    is refused."""
     captions: dict[str, CaptionsSection] = Field(default_factory=dict)
-    """What becomes of a catalog's captions, by its name (`catalog` if there is one)."""
+    """Changes to captions, by catalog name (`catalog` if there is only one)."""
     buckets: Annotated[tuple[Bucket, ...], FromList] = ()
-    """Every clip goes to the bucket that fits it best, or to several by their `share`; a batch
-    holds clips of one bucket. Unset: those of `auto_buckets`."""
+    """Shapes of training clips. Every clip goes to the bucket that fits it best, or to several by
+    their `share`; a batch holds clips of one bucket. Unset: those of `auto_buckets`."""
     auto_buckets: AutoBucketsSection | None = None
-    """Instead of `buckets`: chosen from the catalogs when a run begins, and kept in its
-    recipe.toml. Where both are given, `buckets` count."""
+    """Instead of `buckets`: choose buckets from the catalogs when a run begins, and keep them in
+    its recipe.toml. If both are set, `buckets` are used."""
     tokens_per_batch: int | None = Field(None, gt=0, le=2**40)
-    """Tokens of the model per update over all processes: each bucket without `batch_size` gets as
-    many clips as have so many, at least one. A run keeps these numbers in its recipe.toml."""
+    """Number of the model's tokens per update, over all processes: each bucket without `batch_size`
+    gets max(1, tokens_per_batch // tokens of a clip) clips. A run keeps these batch sizes in its
+    recipe.toml."""
     frame_stride: int = Field(1, gt=0, le=MAX_SIDE)
-    """Take every n-th frame of a clip; with `fps`, of its frames at that rate."""
+    """Take every n-th frame of a clip; with `fps`, every n-th frame at that rate."""
     fps: float | None = Field(None, gt=0, le=1000)
-    """Train videos at this frame rate, such as 16 for Wan: the frames that are shown at each 1/fps
-    second, by their timestamps. A slower video repeats frames. Of `conditioning` the same frames
-    are read. Unset: all frames as they are."""
+    """Train videos at this frame rate, such as 16 for Wan: take the frame shown at each multiple of
+    1/fps seconds, by timestamps. A slower video repeats frames. The same frames of `conditioning`
+    videos are read. Unset: all frames as they are."""
     stills_from_videos: bool = False
-    """Whether buckets of one frame also train single frames of videos. Without it they take only
-    clips of one frame, that is images, and a video too short for the other buckets is left out."""
+    """Also train single frames of videos in buckets of one frame. `false`: these buckets take only
+    images (clips of one frame), and a video too short for the other buckets is left out."""
     windows: int | None = Field(None, gt=0, le=MAX_SIDE)
-    """How many spans of a longer clip are trained on, spread evenly over it; each epoch takes one
-    of them. 1: the middle. Without it a span begins anywhere."""
+    """Number of windows of a longer clip that are trained on, spread evenly over it; each epoch
+    takes one of them. 1: the middle. Unset: a window begins anywhere."""
     max_crop: float | None = Field(None, ge=0, lt=1)
-    """Share of a picture that the crop to its bucket may remove, such as 0.2; a clip that would
-    lose more is left out. Unset: any."""
+    """Greatest fraction of a picture that the crop to its bucket may remove, such as 0.2; a clip
+    that would lose more is left out. Unset: no limit."""
     untagged: Literal["bt601", "bt709"] = "bt709"
-    """Colour matrix of videos of 720 lines and more that name none, which `longtake data show`
-    counts. Players and most cameras take BT.709; below 720 lines it is always BT.601."""
+    """Colour matrix assumed for videos of 720 lines and more that name none; `longtake data show`
+    counts them. Players and most cameras assume BT.709; below 720 lines it is always BT.601."""
     random_crop: bool = False
-    """Cut a clip's frames anywhere instead of in the middle, each epoch elsewhere."""
+    """Crop a clip's frames at a random position in each epoch instead of in the middle."""
     conditioning: dict[str, ConditioningSection] = Field(default_factory=dict)
     """Further inputs of each clip, by name: pictures, videos, masks and numbers."""
     cache: FilePath | None = None
-    """Folder in which latents and prompt embeddings are kept, computed once, so that codec and text
-    encoder are not in memory while the model trains."""
+    """Folder for latents and prompt embeddings. They are computed once, so codec and text encoder
+    are not in memory while the model trains."""
     cache_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which the cache keeps latents and embeddings. With bf16 they take half the room,
-    and the model trains on the rounded ones; what a bf16 encoder gives takes half of it anyway."""
+    """Data type in which the cache keeps latents and embeddings. With bf16 they take half the
+    space, and the model trains on rounded values; outputs of a bf16 encoder take half the space in
+    either case."""
     cache_checksums: bool = True
-    """Whether the checksum of each entry of the cache is compared when it is read."""
+    """Verify the checksum of each entry of the cache when it is read."""
     flip: float = Field(0.0, ge=0, le=1)
-    """Share of samples that are mirrored left to right: not for captions that name a side."""
+    """Fraction of samples mirrored left to right; not suitable for captions that name a side."""
     stages: Annotated[tuple[Stage, ...], FromList] = ()
-    """The curriculum; without any, all clips are trained on until the last step."""
+    """Stages of the curriculum; without any, all clips are trained on until the last step."""
     difficulty: str | None = None
     """The attribute that `difficulty` means in stages, such as `nouns` (`longtake data score`)."""
     drift_limit: float = Field(1.0, gt=0)
-    """Standard deviations that the mean of an attribute may move from a stage to the next, and that
-    the hardest clips of a stage, by each score, may lie beyond those of all stages before."""
+    """Limit, in standard deviations, of the change of an attribute's mean from one stage to the
+    next, and of the distance of a stage's hardest clips, by each score, beyond those of all earlier
+    stages."""
     on_drift: Literal["warn", "refuse"] = "warn"
     on_change: Literal["refuse", "finish", "merge", "restart"] = "refuse"
-    """What a resumed run does if its clips, batch size or stages are others than before. `finish`:
-    end the epoch as it was, then continue with what is new. `merge`: train in the rest of the epoch
-    exactly what it has not seen yet. `restart`: begin the next epoch at once."""
+    """Action of a resumed run whose clips, batch size or stages have changed. `finish`: end the
+    epoch as it was, then continue with the new ones. `merge`: train in the rest of the epoch
+    exactly the clips that it has not seen yet. `restart`: begin the next epoch at once."""
     caption_dropout: float | None = Field(None, ge=0, le=1)
-    """Share of samples trained with an empty caption, for classifier-free guidance. Unset: 0.1, and
-    0 for a guidance-distilled model, which is sampled without an empty caption."""
+    """Fraction of samples trained with an empty caption, for classifier-free guidance. Unset: 0.1,
+    or 0 for a guidance-distilled model, which is sampled without an empty caption."""
     workers: int = Field(2, ge=0, le=256)
-    """Processes of each rank that decode, watched and replaced when one hangs; 0: threads of the
+    """Number of decode processes per rank; one that hangs is replaced. 0: decode in threads of the
     training process, which are not supervised."""
     sample_timeout_seconds: float = Field(60.0, gt=0, le=MAX_SECONDS)
-    """How long decoding one sample may take before its worker is dumped, killed and replaced."""
+    """Time limit for decoding one sample; after it the worker's stacks are dumped, and it is killed
+    and replaced."""
     sample_memory_gib: float = Field(1.0, gt=0, le=1024)
-    """Memory that decoding one sample may take, in GiB; a clip that needs more is quarantined. A
-    picture may have 64 million pixels for each GiB."""
+    """Memory limit for decoding one sample, in GiB; a clip that needs more is quarantined. A
+    picture may have 64 million pixels per GiB."""
     frame_cache_gib: float = Field(1.0, ge=0, le=2**16)
-    """Room, in each process, for decoded clips that are one window long; others are read anew."""
+    """Memory of each process for decoded clips that are one window long; other clips are decoded
+    each time."""
     store: StoreSection = Field(default_factory=StoreSection)
-    """How clips in object stores are read."""
+    """Reading of clips from object stores."""
     max_quarantined_clips: int = Field(16, ge=0, le=MAX_STEPS)
-    """Clips that may fail to decode, over all ranks, before the run stops."""
+    """Number of clips, over all ranks, that may fail to decode before the run stops."""
     retry_quarantined: bool = False
-    """Whether a launch tries clips again that failed in those before it."""
+    """Try clips again that failed in earlier launches."""
 
     @model_validator(mode="after")
     def _has_buckets(self) -> Self:
@@ -411,7 +420,7 @@ class DataSection(Section):
         return self
 
     def _has_spans(self) -> bool:
-        """True if a clip may have several windows: not where all clips are images."""
+        """Return True if a clip may have several windows: not all buckets are for images."""
         shapes = [*self.buckets, *(each for stage in self.stages for each in stage.buckets or ())]
         frames = [each.num_frames for each in shapes]
         if not self.buckets and self.auto_buckets is not None:
@@ -454,7 +463,10 @@ class DataSection(Section):
         return self.stages or (Stage(name="all"),)
 
     def batch_sizes(self, stage: Stage, batch_size: int) -> tuple[int, ...]:
-        """Clips per update of each bucket of a stage; `batch_size` is that of the run."""
+        """Return the clips per update of each bucket of a stage.
+
+        `batch_size` is the run's, which a stage or bucket may replace.
+        """
         size = stage.global_batch_size or batch_size
         return tuple(shape.batch_size or size for shape in stage.buckets or self.buckets)
 

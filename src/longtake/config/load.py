@@ -1,4 +1,4 @@
-"""Reads a recipe and explains what is wrong with it."""
+"""Loading of recipes, with error messages that explain each problem."""
 
 import codecs
 import re
@@ -31,7 +31,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """Another recipe, with `a.b=c` overrides applied.
+    """Return a copy of a recipe with `a.b=c` overrides applied.
 
     Raises:
         RecipeError: a key is unknown, or a value does not fit.
@@ -46,13 +46,14 @@ def parse(values: Mapping[str, Any], source: str) -> Recipe:
     """Validate nested values as a recipe; `source` names them in error messages.
 
     Raises:
-        RecipeError: with every problem found, one per line.
+        RecipeError: the values are invalid; the message has up to 20 problems, one per line.
     """
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         details = error.errors()
-        # A table that is wrong as a whole is not explained beside what is wrong inside of it.
+        # For unions, pydantic reports both the table as a whole and the keys inside of it. Only
+        # the inner errors help the user.
         outer = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
         inner = (detail for detail in details if not detail["loc"] or detail["loc"] not in outer)
         problems = list(dict.fromkeys(map(_explain, inner)))[:_MAX_PROBLEMS]
@@ -65,6 +66,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def kept(recipe: Recipe) -> Recipe:
+    """Return the recipe as a run keeps it: keys that act on one launch have their defaults."""
     once = {"on_change": "refuse", "retry_quarantined": False}
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=once)})
 
@@ -111,7 +113,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def parse_value(text: str) -> object:
-    """A TOML value, or the text itself, so that quotes need no quotes in a shell."""
+    """Parse a TOML value; text that is not TOML is a string, so a shell needs no nested quotes."""
     try:
         values = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):  # the text is no TOML, or too long to be a number
@@ -160,7 +162,7 @@ _EXPECTED = {
     "tuple_type": "be a list",
     "string_type": "be a text in quotes",
 }
-"""What pydantic says in Python's words, by the kind of error."""
+"""Wording for pydantic's errors that mention Python types, by the kind of error."""
 
 _NAME_PATTERN = "be a name of small letters, digits, - and _"
 _PATTERNS = {
@@ -168,11 +170,11 @@ _PATTERNS = {
     "name": _NAME_PATTERN,
     "[key]": _NAME_PATTERN,
 }
-"""What a text should be that a pattern does not fit, by the last part of its key."""
+"""Description of the pattern that a string must match, by the last part of its key."""
 
 
 _OTHER_NAMES = dict.fromkeys(("batch_size", "batchsize"), "training.global_batch_size")
-"""Keys by the names that other trainers give them."""
+"""Recipe keys by the names that other trainers use for them."""
 
 
 _IN_STEPS = "a run ends by training.steps; longtake data show says how many steps an epoch has."
@@ -209,7 +211,7 @@ def _explain_unknown(location: str, parts: list[str]) -> str:
 
 
 def _most_similar(name: str, keys: Sequence[str], cutoff: float) -> str | None:
-    """The key whose last part resembles a name, has it as a word, or is abbreviated by it."""
+    """Return a key whose last part resembles `name`, contains it as a word or is its long form."""
     by_name: dict[str, str] = {}
     for key in keys:
         by_name.setdefault(key.rpartition(".")[2], key)
@@ -223,7 +225,7 @@ def _most_similar(name: str, keys: Sequence[str], cutoff: float) -> str | None:
 
 
 def _known_keys() -> list[str]:
-    """All keys of a recipe, those of the sections before those of the tables inside of them."""
+    """List all keys of a recipe; keys of a section come before those of its inner tables."""
     keys: list[str] = []
     tables: list[tuple[str, type[Section]]] = [("", Recipe)]
     for prefix, table in tables:  # which grows meanwhile
@@ -234,7 +236,7 @@ def _known_keys() -> list[str]:
 
 
 def _tables_in(annotation: Any) -> Iterator[type[Section]]:
-    """Sections in a type such as `tuple[Bucket, ...] | None`."""
+    """Yield the section classes within a type such as `tuple[Bucket, ...] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for part in get_args(annotation):

@@ -1,4 +1,4 @@
-"""Keys of the model and its parts: `model`, `trainable`, `codec` and `text`."""
+"""Recipe keys of the model and its parts: `model`, `trainable`, `codec` and `text`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -9,7 +9,7 @@ from longtake.config.values import MAX_GUIDANCE, FilePath, FromList, Section, Se
 
 
 def _with_counts_that_end(config: dict[str, Any]) -> dict[str, Any]:
-    """A model of 2^63 layers would be built until memory ends."""
+    """Refuse absurd layer counts, which would be built until memory runs out."""
     for name, value in config.items():
         if name.startswith("num_") and isinstance(value, int) and value > _MOST_OF_A_MODEL:
             raise ValueError(
@@ -20,14 +20,14 @@ def _with_counts_that_end(config: dict[str, Any]) -> dict[str, Any]:
 
 _MOST_OF_A_MODEL = 4096
 Quantization = Literal["fp8", "int8", "nf4"]
-"""Numbers of fewer bits that a frozen linear layer's weight can be kept in."""
+"""Data type of fewer bits for the weights of frozen linear layers."""
 
 
 Expert = Literal["high", "low"]
-"""Which noise levels one of a release's two transformers serves."""
+"""One of a release's two transformers, by the noise levels (sigmas) that it serves."""
 
 EXPERT_FOLDERS: Mapping[Expert, str] = {"high": "transformer", "low": "transformer_2"}
-"""Their folders in a release."""
+"""Folder of each expert in a release."""
 
 
 class ModelSection(Section):
@@ -40,37 +40,38 @@ class ModelSection(Section):
     pretrained: str | None = None
     """A diffusers folder or repository id to start from; without it, random weights."""
     transformer_class: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
-    """Instead of the family's transformer of diffusers a class of your own with its name, such as
-    an edited copy of its file: "my_project.wan:WanTransformer3DModel", found from where you are."""
+    """A class of your own to use instead of the family's diffusers transformer, with the same name,
+    such as an edited copy of its file: "my_project.wan:WanTransformer3DModel". It is imported from
+    the current directory first."""
     subfolder: str = "transformer"
     expert: Expert | None = None
-    """Of a release with two transformers (Wan 2.2 A14B) the one that is trained: `high`, which
-    serves sigmas from the release's boundary_ratio on, or `low`, which serves those below it. Only
-    its sigmas are drawn. The other one comes from the release, or from `sampling.other_expert`."""
+    """The transformer to train, for a release with two (Wan 2.2 A14B): `high` serves sigmas from
+    the release's boundary_ratio on, `low` those below it. Only its sigmas are drawn. Sampling takes
+    the other one from the release, or from `sampling.other_expert`."""
     config: Annotated[dict[str, Any], AfterValidator(_with_counts_that_end)] = Field(
         default_factory=dict
     )
-    """Arguments of the family's model class; what is left out is the class's default."""
+    """Arguments of the family's model class; those left out have the class's defaults."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """What weights are kept in. With fp32 the arithmetic's precision is autocast's business; with
-    bf16 all is computed in bf16, but for what diffusers keeps in fp32 in such a model (a few parts
-    of Wan), and the optimizer keeps fp32 copies of what trains."""
+    """Data type of the weights. With fp32, autocast decides the precision of the arithmetic. With
+    bf16, everything is computed in bf16 except the parts that diffusers keeps in fp32 (a few of
+    Wan), and the optimizer keeps fp32 master copies of trained weights."""
     guidance: float = Field(1.0, gt=0, le=MAX_GUIDANCE)
     """Guidance scale given to a guidance-distilled model (FLUX.1-dev, Kontext) in training. At 1.0
-    the model's output is the unguided velocity, which the loss compares with. At the scale of
-    sampling (2.5 to 3.5) the loss would train the guided velocity to be the unguided one, and
-    undo the distillation."""
+    the model predicts the unguided velocity, which is the loss's target. At the scale used for
+    sampling (2.5 to 3.5) the loss would pull the guided velocity to the unguided one and undo the
+    distillation."""
     audio: Literal["off"] | None = None
-    """Of a model that makes videos with audio (`ltx2`), which needs it: `off` trains and samples
-    the video alone, with audio and video isolated from each other; the audio's weights are frozen,
-    and exported as they were. Of others unset."""
+    """Required for a model that generates videos with audio (`ltx2`), unset for others. `off`
+    trains and samples the video alone, with attention between audio and video switched off; the
+    audio's weights are frozen, and exported unchanged."""
     quantize: Literal["none", "fp8", "int8", "nf4", "auto"] = "none"
-    """What the frozen linear layers of the blocks are kept in, where a LoRA or a module is trained:
-    `fp8` and `int8` take a byte per weight, `nf4` about half a byte. They are computed as before,
-    from rounded weights. `auto`: the plan chooses for each block, and the run keeps its choice."""
+    """Data type of the blocks' frozen linear layers while a LoRA or a module is trained: `fp8` and
+    `int8` take a byte per weight, `nf4` about half a byte. The arithmetic is the same, on rounded
+    weights. `auto`: the plan chooses for each block, and the run keeps its choice."""
     stream: Literal["none", "auto", "all"] = "auto"
-    """Which blocks' frozen weights stay in the computer's memory and are copied to the GPU one
-    block ahead; results are the same. `auto`: those that the plan has no room for."""
+    """Blocks whose frozen weights stay in host RAM and are copied to the GPU one block ahead;
+    results are the same. `auto`: those that do not fit in the plan's GPU memory."""
 
     @model_validator(mode="after")
     def _expert_is_of_a_release(self) -> Self:
@@ -89,7 +90,7 @@ class ModelSection(Section):
         return self
 
     def folder(self) -> str:
-        """The transformer's, in the release."""
+        """Return the folder of the trained transformer in the release."""
         return self.subfolder if self.expert is None else EXPERT_FOLDERS[self.expert]
 
 
@@ -97,38 +98,38 @@ class ModuleSection(Section):
     """A module of your own that is trained beside the model."""
 
     module: str = Field(pattern=r"^[\w.]+:\w+$")
-    """Its class, such as "my_project.adapter:PoseAdapter", found from where you are. See
-    docs/guides/modules.md."""
+    """The module's class, such as "my_project.adapter:PoseAdapter", imported from the current
+    directory first. See docs/guides/modules.md."""
     blocks: Annotated[tuple[str, ...], FromList] = ("*",)
-    """Which blocks run within it: names or patterns such as `single_transformer_blocks.*`."""
+    """Blocks that the module wraps: names or patterns such as `single_transformer_blocks.*`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its class."""
+    """Arguments of the module's class."""
 
 
 class TrainableSection(Section):
-    """What of the model is trained."""
+    """The parts of the model that are trained."""
 
     kind: Literal["full", "lora", "dora", "lokr", "frozen"] | None = None
-    """`full`: all weights; `lora`: low-rank updates of the targets; `dora`: LoRA, and a trained
+    """`full`: all weights; `lora`: low-rank updates of the targets; `dora`: LoRA and a trained
     length of each row; `lokr`: updates that are Kronecker products; `frozen`: only the added
-    modules. Unset: frozen where there are modules, else full."""
+    modules. Unset: `frozen` if there are modules, else `full`."""
     targets: Annotated[tuple[str, ...], FromList] | None = Field(None, min_length=1)
-    """Names of linear layers that get LoRA: their last parts, or patterns such as
+    """Linear layers that get an adapter: last parts of their names, or patterns such as
     `transformer_blocks.*.attn.to_q` or `blocks.[0-5].*`. Unset: the family's attention
     projections."""
     rank: int = Field(16, gt=0, le=2**14)
     alpha: float | None = Field(None, gt=0, le=1e6)
-    """LoRA's scale is alpha / rank; unset: alpha = rank. LoKr of two full matrices has the scale
-    1."""
+    """The adapter's updates are scaled by alpha / rank; unset: alpha = rank. LoKr of two full
+    matrices always has the scale 1."""
     init_from: FilePath | None = None
-    """A safetensors file with LoRA of this model to begin with, with the names of diffusers, peft,
-    ComfyUI, DiffSynth, VideoX-Fun, LyCORIS or kohya's scripts; its rank may be lower than
+    """A safetensors file with a LoRA of this model to start from, with the key names of diffusers,
+    peft, ComfyUI, DiffSynth, VideoX-Fun, LyCORIS or kohya's scripts; its rank may be lower than
     `rank`."""
     dtype: Literal["model", "fp32", "bf16"] = "model"
-    """What trained LoRA and module weights are kept in; `model`: what the model is in."""
+    """Data type of trained LoRA and module weights; `model`: the same as `model.dtype`."""
     modules: dict[SectionName, ModuleSection] = Field(default_factory=dict)
-    """Modules of your own, by names that you choose: they are saved and exported by these. Of
-    several the first is the outermost."""
+    """Modules of your own, by names of your choice, under which they are saved and exported. If
+    several wrap the same block, the first is the outermost."""
 
     @model_validator(mode="after")
     def _trains_something(self) -> Self:
@@ -143,54 +144,55 @@ class TrainableSection(Section):
         return self
 
     def base(self) -> Literal["full", "lora", "frozen"]:
-        """What is trained of the model; `lora` for every kind of adapter."""
+        """Return the kind of training: `lora` for every kind of adapter, `full` or `frozen`."""
         if self.kind == "dora" or self.kind == "lokr":
             return "lora"
         return self.kind or ("frozen" if self.modules else "full")
 
 
 class CodecSection(Section):
-    """From pixels to latents and back."""
+    """The codec, which converts pixels to latents and back."""
 
     kind: Literal["pixels", "autoencoder"] = "pixels"
     """`pixels` trains on pixels themselves; `autoencoder` on a frozen diffusers VAE's latents."""
     pretrained: str | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """What the autoencoder is kept and computed in; bf16 is faster and rounds latents."""
+    """Data type of the autoencoder's weights and arithmetic; bf16 is faster and rounds latents."""
 
 
 class PooledSection(Section):
-    """A second text encoder, which gives one vector for a whole caption."""
+    """A second text encoder, which gives one pooled vector per caption."""
 
     pretrained: str | None = None
-    """Unset: where the first encoder is from."""
+    """A diffusers folder or repository id. Unset: that of the first encoder."""
     config: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int = Field(77, gt=0, le=2**16)
     quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
-    """Like `text.quantize`, of this encoder."""
+    """Data type of this encoder's linear layers, like `text.quantize`."""
 
     def num_tokens(self) -> int:
         return self.max_tokens
 
 
 class TextSection(Section):
-    """From captions to what the transformer is conditioned on."""
+    """The text encoders, which convert captions to the transformer's conditioning."""
 
     kind: Literal["words", "transformers"] = "words"
-    """`words`: ids, embedded by a model that learns them; `transformers`: a frozen encoder."""
+    """`words`: word ids, whose embeddings the model learns; `transformers`: a frozen encoder."""
     pretrained: str | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int | None = Field(None, gt=0, le=2**16)
-    """Tokens that captions are cut or padded to. Unset: what the pretrained model was trained with
-    (512 for Wan and FLUX.1-dev, 256 for FLUX.1-schnell); 64 without `pretrained`."""
+    """Number of tokens to which captions are cut or padded. Unset: that of the pretrained model's
+    training (512 for Wan and FLUX.1-dev, 256 for FLUX.1-schnell); 64 without `pretrained`."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """What the encoders are kept and computed in; unset: bf16 where `pretrained` is set, as people
-    run released pipelines, else fp32."""
+    """Data type of the encoders' weights and arithmetic. Unset: bf16 if `pretrained` is set, as
+    released pipelines are usually run, else fp32."""
     quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
-    """What the linear layers of a pretrained encoder are kept in; computed in `dtype`."""
+    """Data type of a pretrained encoder's linear layers; they are computed in `dtype`."""
     pooled: PooledSection | None = None
-    """FLUX's second encoder. With it padding is encoded like words, as FLUX's pipelines do it."""
+    """FLUX's second encoder. With it, padding tokens are encoded like words, as in FLUX's
+    pipelines."""
 
     @model_validator(mode="after")
     def _quantizes_pretrained(self) -> Self:
@@ -208,7 +210,7 @@ class TextSection(Section):
         return 64 if self.pretrained is None else 512
 
     def second_encoder(self) -> PooledSection | None:
-        """`pooled`, from where the first encoder is unless it says otherwise."""
+        """Return `pooled`, with the first encoder's `pretrained` if it sets none; None: unset."""
         if self.pooled is None or self.pooled.pretrained is not None or self.pooled.config:
             return self.pooled
         return self.pooled.model_copy(update={"pretrained": self.pretrained})

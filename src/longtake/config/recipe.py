@@ -1,4 +1,4 @@
-"""The whole recipe, and what its sections ask of each other."""
+"""The whole recipe, and checks that involve several of its sections."""
 
 from typing import Any, Self
 
@@ -28,11 +28,11 @@ _KEYS_OF_STAGES = {
     "shift": ("flow", "shift"),
     "caption_dropout": ("data", "caption_dropout"),
 }
-"""Keys of a stage, and the section and key in the place of which each is."""
+"""Section and key of the recipe that each key of a stage replaces."""
 
 
 class Recipe(Section):
-    """All that decides a run."""
+    """All settings of a run."""
 
     out: FilePath
     """The run directory."""
@@ -56,12 +56,12 @@ class Recipe(Section):
     tracking: TrackingSection = TrackingSection()
 
     def model_inputs(self) -> dict[str, ConditioningSection]:
-        """What of `data.conditioning` the model gets, in training and in sampling."""
+        """Return the inputs in `data.conditioning` that the model gets: all but the loss mask."""
         of_loss = self.flow.loss_mask
         return {name: each for name, each in self.data.conditioning.items() if name != of_loss}
 
     def encodes_in_steps(self) -> bool:
-        """Whether codec or text encoder work in training: without a cache, unless there is none."""
+        """Return True if a codec or text encoder runs in training steps: there is no cache."""
         has_encoder = self.codec.kind != "pixels" or self.text.kind != "words"
         return has_encoder and self.data.cache is None
 
@@ -91,10 +91,15 @@ class Recipe(Section):
         return self
 
     def micro_batch_size(self, stage: Stage, bucket: Bucket, data_size: int) -> int:
-        """Clips per forward pass of one of `data_size` processes that share a batch.
+        """Return the clips per forward pass of one process.
 
-        A bucket with a batch size of its own has as many micro-batches as the stage's others.
+        Args:
+            stage: the stage of the batch.
+            bucket: the bucket of the batch.
+            data_size: number of processes that share each batch.
         """
+        # `-(-a // b)` rounds up. A bucket with its own `batch_size` is split into as many
+        # micro-batches as the stage's others, so that every step accumulates equally often.
         of_stage = -(-(stage.global_batch_size or self.training.global_batch_size) // data_size)
         micro = self.training.micro_batch_size
         if bucket.batch_size is None:
@@ -103,9 +108,10 @@ class Recipe(Section):
         return -(-bucket.batch_size // (data_size * count))
 
     def in_stage(self, name: str) -> "Recipe":
-        """The recipe with what a stage sets in the place of the keys that it stands for.
+        """Return the recipe with the settings of a stage in place of the run's.
 
-        Its `warmup_steps` are not among them: they count from the stage's first step.
+        A stage's `warmup_steps` do not replace `optimizer.warmup_steps`: they count from the
+        stage's first step.
         """
         stage = self.data.stage(name)
         given: dict[str, dict[str, Any]] = {}
@@ -119,7 +125,7 @@ class Recipe(Section):
         return self.model_copy(update=sections) if sections else self
 
     def stage_changes(self, before: str, after: str) -> dict[str, tuple[object, object]]:
-        """What differs between two stages, by the stage's key: (value before, value after)."""
+        """Return the settings that differ between two stages: key to (value before, after)."""
         old, new = self.in_stage(before), self.in_stage(after)
         found = {
             key: (getattr(getattr(old, section), inner), getattr(getattr(new, section), inner))
@@ -179,9 +185,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _weights_are_frozen_and_whole(self) -> Self:
-        """Only frozen weights can be in fewer bits or elsewhere, and each process has all of them.
+        """Refuse quantized or streamed weights that are trained or sharded.
 
-        With `stream` = "auto" a plan streams nothing where it cannot.
+        `stream` = "auto" is always accepted: the plan then streams nothing if it cannot.
         """
         for key, is_set in (
             (f'model.quantize = "{self.model.quantize}"', self.model.quantize != "none"),

@@ -1,4 +1,4 @@
-"""Which keys may change when a run is resumed."""
+"""The recipe keys that may change when a run is resumed, and the comparison of two recipes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ MAY_CHANGE_ON_RESUME = (
     "evaluation",
     "tracking",
 )
-"""Keys (or sections) that do not change what a healthy run computes."""
+"""Keys and sections that may always change on resume: a healthy run computes the same."""
 
 DECIDES_ORDER = (
     "data.buckets",
@@ -54,17 +54,20 @@ DECIDES_ORDER = (
     "training.global_batch_size",
     "training.steps",
 )
-"""Keys that may change on resume where `data.on_change` says how to continue; of the last, because
-other data may make the stages longer or shorter (a schedule then aims at the new end)."""
+"""Keys that may change on resume if `data.on_change` says how to continue.
+
+`training.steps` is among them because other data can make the stages longer or shorter; a schedule
+then aims at the new end.
+"""
 
 
 def flat(recipe: Recipe) -> dict[str, object]:
-    """All values by their dotted keys, such as `training.steps`."""
+    """Return all values of a recipe by their dotted keys, such as `training.steps`."""
     return dict(flatten(recipe.model_dump()))
 
 
 def defaults(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, object]:
-    """The values by dotted keys of what a recipe need not say."""
+    """Return the default values of all optional keys, by their dotted keys."""
     found: dict[str, object] = {}
     for name, field in section.model_fields.items():
         kind = field.annotation
@@ -76,9 +79,10 @@ def defaults(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, o
 
 
 def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
-    """Keys whose values differ and may not on resume, as (key, old value, new value).
+    """Return differences that forbid a resume, as (key, old value, new value).
 
-    A run at a constant learning rate may be made longer; any other schedule has aimed at its end.
+    `training.steps` may grow if the learning rate is constant; any other schedule has been aiming
+    at the old end.
     """
     before, after = flat(old), flat(new)
     may_change = [*MAY_CHANGE_ON_RESUME]

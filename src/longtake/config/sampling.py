@@ -1,4 +1,4 @@
-"""Keys of sampling and evaluation."""
+"""Recipe keys of sampling and evaluation."""
 
 from typing import Annotated, Literal, Self
 
@@ -21,34 +21,35 @@ _Files = Annotated[tuple[FilePath, ...], FromList, Field(min_length=1)]
 
 
 class SamplingSection(Section):
-    """How videos are sampled unless the command says otherwise."""
+    """Default settings for sampling videos; commands and presets can replace them."""
 
     solver: Literal["euler", "heun", "unipc"] = "euler"
-    """`unipc`: the sampler of Wan's releases, of order 2 with one velocity a step; `heun`: of order
-    2 with two."""
+    """`unipc`: second-order solver of Wan's releases, with one velocity per step; `heun`:
+    second-order with two velocities per step; `euler`: first-order."""
     num_inference_steps: int | None = Field(None, gt=0, le=10_000)
-    """Unset, as the next two: what the pretrained model's scheduler and family say."""
+    """Number of solver steps. Unset: the default of the pretrained model's family."""
     guidance_scale: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
-    """Of classifier-free guidance, which is used above 1; a guidance-distilled model is given the
-    scale itself."""
+    """Scale of classifier-free guidance, which is used above 1; a guidance-distilled model gets
+    the scale as an input. Unset: the default of the pretrained model's family."""
     guidance_scale_2: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
-    """Of the low-noise expert of a release with two transformers; unset: `guidance_scale`."""
+    """Guidance scale of the low-noise expert of a release with two transformers; unset:
+    `guidance_scale`."""
     other_expert: FilePath | None = None
-    """The run, or one checkpoint of it, that has trained the transformer that this run does not
-    train (see `model.expert`): its newest checkpoint is sampled with. Unset: the release's."""
+    """The run, or a checkpoint of it, that trained the release's other transformer (see
+    `model.expert`); of a run, the newest checkpoint is used. Unset: the release's weights."""
     shift: Shift | None = None
-    """Like `flow.shift`, of the sigmas that the solver visits; unset: `release`."""
+    """Shift of the sigmas that the solver visits, like `flow.shift`; unset: `release`."""
     negative_prompt: str = ""
-    """What classifier-free guidance moves away from, in place of an empty caption. A
-    guidance-distilled model takes none."""
+    """Text that classifier-free guidance moves away from, instead of an empty caption.
+    Guidance-distilled models have no negative prompt."""
     fps: float = Field(16.0, gt=0, le=1000)
     every: int | None = Field(None, gt=0, le=MAX_STEPS)
-    """Sample presets every so many steps while the run trains, on the devices that train it, from
-    the average that each preset names. A checkpoint is saved at these steps too, and at the last
+    """Number of training steps between samplings of the presets on the training devices, from the
+    EMA profile that each preset names. A checkpoint is saved at these steps too, and at the last
     step. Unset: only evaluation servers sample."""
     presets: Annotated[tuple[SectionName, ...], FromList] = ()
-    """Names of the presets that are sampled while the run trains; unset: those of
-    `evaluation.run`, else all in the recipe, else `default`."""
+    """Presets to sample during training. Unset: those of `evaluation.run`, else all in the recipe,
+    else `default`."""
 
     @model_validator(mode="after")
     def _presets_are_sampled(self) -> Self:
@@ -61,9 +62,9 @@ class SamplingSection(Section):
 
 
 class PresetSection(Section):
-    """What is sampled of each checkpoint: always the same prompts and seeds, so that it shows.
+    """Prompts, seeds and settings with which every checkpoint is sampled, so that they compare.
 
-    What is left out is as in `data.buckets` (the first of them) and `sampling`.
+    Keys that are left out have the values of the first of `data.buckets` and of `sampling`.
     """
 
     num_frames: int | None = Field(None, gt=0, le=MAX_SIDE)
@@ -76,27 +77,29 @@ class PresetSection(Section):
     guidance_scale_2: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
     shift: Shift | None = None
     negative_prompt: str | None = None
-    """As `sampling.negative_prompt`."""
+    """Negative prompt of this preset, like `sampling.negative_prompt`."""
     seeds: Annotated[tuple[_Seed, ...], FromList] | None = Field(None, min_length=1)
-    """Each prompt is sampled with each of them; 0 if unset."""
+    """Seeds; each prompt is sampled with each of them. Unset: 0."""
     prompts: Annotated[tuple[str, ...], FromList] | None = Field(None, min_length=1)
-    """Or `prompts_file`, a prompt a line; with neither, prompts that come with longtake. Where one
-    has `[trigger]`, `data.trigger` replaces it."""
+    """Prompts; `data.trigger` replaces `[trigger]` in them. If neither this nor `prompts_file` is
+    set, prompts that come with longtake are used."""
     prompts_file: FilePath | None = None
-    """Looked for beside the file that names it, and then in the folder the command is run in.
-    Lines that begin with # are remarks; settings such as `--w 64` in a line are refused."""
+    """Text file with one prompt per line. It is looked for in the folder of the recipe or preset
+    file that names it, then in the current directory. Lines that begin with # are comments;
+    settings in a line, such as `--w 64`, are refused."""
     conditioning: dict[str, _Files] | None = None
-    """Files of the model's further inputs: by their names in `data.conditioning`, a file for each
-    prompt, or one for all; looked for as `prompts_file` is."""
+    """Files of the model's further inputs, by the inputs' names in `data.conditioning`: one file
+    per prompt, or one for all. They are looked for like `prompts_file`."""
     ema: str | None = None
-    """A profile of `ema.profiles`, or "none": the raw weights; the first profile if unset."""
+    """The EMA profile to sample, of `ema.profiles`, or "none" for the raw weights. Unset: the first
+    profile."""
     batch_size: int | None = Field(None, gt=0, le=MAX_BATCH)
-    """Videos sampled at once, 4 if unset; what they show does not depend on it."""
+    """Number of videos sampled at the same time; it does not change them. Unset: 4."""
     decoding: Literal["auto", "whole", "tiles"] | None = None
-    """`tiles`: in overlapping pieces, with seams that can show; `auto`, as if unset: only when
-    there is not enough memory for the whole."""
+    """`tiles`: decode in overlapping tiles, whose seams can be visible; `whole`: at once; `auto`
+    (unset): in tiles only if there is not enough memory."""
     measures: Annotated[tuple[str, ...], FromList] | None = None
-    """Further measures, each a class as module:Class; none if unset. An empty list switches off
+    """Further measures, each a class as module:Class. Unset: none; an empty list also switches off
     those of the preset of the same name that comes with longtake. See
     evaluation/extra_measures.py."""
 
@@ -108,17 +111,18 @@ class PresetSection(Section):
 
 
 class EvaluationSection(Section):
-    """What `longtake evaluate` samples and measures; nothing in it changes the training."""
+    """Settings of `longtake evaluate`; none of them changes the training."""
 
     presets: dict[SectionName, PresetSection] = Field(default_factory=dict)
-    """By name. One that is called like one that comes with longtake changes only what it says."""
+    """Presets by name. A preset with the name of one that comes with longtake changes only the
+    keys that it sets."""
     run: Annotated[tuple[str, ...], FromList] = ()
-    """Names of those that are evaluated unless the command says otherwise; all of `presets`, if
-    empty."""
+    """Names of the presets to evaluate by default; empty: all of `presets`."""
     held_out: FilePath | None = None
     """A catalog of clips that are not trained on, whose loss is measured at each checkpoint."""
     reference_clips: int = Field(64, ge=0, le=MAX_STEPS)
-    """Clips of the training whose measures a preset's are compared with; 0: they are not."""
+    """Number of training clips whose measures are compared with those of a preset; 0: none."""
     hold_waiting: int = Field(4, ge=0, le=MAX_STEPS)
-    """So many checkpoints that wait to be evaluated, the oldest first, are not deleted until they
-    are: that many more than `checkpoint.keep` may be on disk. 0: only those that are sampled."""
+    """Number of checkpoints waiting for evaluation, oldest first, that are protected from
+    deletion: up to this many more than `checkpoint.keep` may be on disk. 0: only those that are
+    being sampled are protected."""

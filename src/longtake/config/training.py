@@ -1,4 +1,4 @@
-"""Keys of a training: noise levels, optimizer, averages, guard, watcher, processes, checkpoints."""
+"""Recipe keys of training: noise, optimizer, averages, guard, watcher, processes, checkpoints."""
 
 import re
 from collections.abc import Mapping
@@ -22,26 +22,27 @@ _CLASS = re.compile(r"[\w.]+:\w+")
 
 
 class RecomputeSection(Section):
-    """Which activations are computed again in the backward pass instead of being kept."""
+    """Activation checkpointing: the memory budget, and the activations that are recomputed."""
 
     policy: Literal[
         "auto", "none", "all", "all-but-first", "alternate", "save-attention", "best"
     ] = "auto"
-    """`best`: the fastest that fits `memory`; `auto`: `best` where `memory` is given, and on a GPU;
-    else none."""
+    """`best`: the fastest mixture of policies that fits `memory`; `auto`: `best` on a GPU or if
+    `memory` is set, else `none`."""
     memory: Annotated[str | None, BeforeValidator(check_memory)] = None
-    """Memory of the GPU, such as "48GiB" or "48GB". Unset: what is free on it when training starts,
-    the least of all ranks'."""
+    """Memory of the GPU, such as "48GiB" or "48GB". Unset: the free memory when training starts,
+    the minimum over all ranks."""
     reserve: float = Field(0.07, ge=0, lt=1)
-    """Share of the GPU's memory that is left to what no plan knows: the CUDA context, libraries'
-    workspaces and fragmentation. With several GPUs 1.5 GiB of each are left to NCCL beside it."""
+    """Fraction of the GPU's memory reserved for use that a plan cannot know: the CUDA context,
+    workspaces of libraries and fragmentation. With several GPUs, 1.5 GiB of each are also reserved
+    for NCCL."""
     host_memory: Annotated[str | None, BeforeValidator(check_memory)] = None
-    """What streamed weights, offloaded activations and checkpoints that are being written of a
-    process may take of the computer's memory, such as "64GiB". Unset: 60 % of this computer's where
-    it has a GPU, else 64GiB."""
+    """Host RAM that a process may use for streamed weights, offloaded activations and checkpoints
+    being written, such as "64GiB". Unset: 60 % of this computer's RAM if it has a GPU, else
+    64GiB."""
     device: str | None = None
-    """The GPU that is planned for: a name such as a100-80gb or rtx4090, or its memory and dense
-    bf16 speed, such as "24GiB,165TFLOPS". Unset: the one at hand."""
+    """The GPU to plan for: a name such as a100-80gb or rtx4090, or memory and dense bf16 speed,
+    such as "24GiB,165TFLOPS". Unset: the GPU of this computer."""
 
     @model_validator(mode="after")
     def _has_a_budget(self) -> Self:
@@ -56,7 +57,7 @@ class RecomputeSection(Section):
 
 
 class FlowSection(Section):
-    """Which noise levels are trained; sigma = 1 is pure noise."""
+    """The noise levels (sigmas) that are trained; sigma = 1 is pure noise."""
 
     timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "logit_normal"
     logit_mean: float = Field(0.0, ge=-1000, le=1000)
@@ -65,17 +66,18 @@ class FlowSection(Section):
     mode_scale: float = Field(1.29, ge=-1, le=1.7519)
     """Scale of the mode distribution."""
     shift: Shift = 1.0
-    """Moves the sampled sigmas toward noise: a factor, or a rule that follows the resolution.
-    `release`: the factor with which the pretrained model is sampled, up to the tokens that its rule
-    was made for; LTX-2 draws as its own trainer does. `flux` ends at 4096 tokens in training."""
+    """Moves the sampled sigmas toward noise: a factor, or a rule that depends on the resolution.
+    `release`: the pretrained model's factor for sampling, capped at the number of tokens that its
+    rule is made for; LTX-2 uses its own trainer's distribution. `flux` is capped at 4096 tokens in
+    training."""
     loss_mask: str | None = None
-    """The name of a mask in `data.conditioning` that weights the loss: 1 where it is white, and
-    `loss_mask_floor` where it is black. It is not given to the model."""
+    """Name of a mask in `data.conditioning` that weights the loss: 1 where it is white,
+    `loss_mask_floor` where it is black. The model does not get this mask."""
     loss_mask_floor: float = Field(0.0, ge=0, le=1)
-    """The weight of the loss outside the mask; at 0 nothing is learnt there."""
+    """Weight of the loss outside of the mask; at 0 nothing is learnt there."""
     sigma_range: Annotated[tuple[_Share, _Share], FromList] = (0.0, 1.0)
-    """Train only sigmas from the first to the second number, with the same distribution inside,
-    such as [0.875, 1.0] for an expert of high noise."""
+    """Train only sigmas from the first to the second number, with the same distribution within,
+    such as [0.875, 1.0] for a high-noise expert."""
 
     @model_validator(mode="after")
     def _range_ascends(self) -> Self:
@@ -100,30 +102,30 @@ def _optimizer_kind(kind: str) -> str:
 
 
 class OptimizerSection(Section):
-    """How gradients become updates."""
+    """The optimizer, its learning-rate schedule and gradient clipping."""
 
     kind: Annotated[str, AfterValidator(_optimizer_kind)] = "adamw"
-    """`adamw`; `muon` trains the blocks' matrices with Muon and all the rest with AdamW;
+    """`adamw`; `muon` trains the blocks' matrices with Muon and all other weights with AdamW;
     `adamw8bit` keeps its states in 8 bits (torchao has to be installed); `prodigy` finds the
     learning rate itself; or a torch.optim.Optimizer of your own, such as "my_project.optim:Lion",
-    of which weights must be fp32."""
+    which needs fp32 weights."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of your own optimizer's class, which gets `lr` and, if it takes them,
-    `betas` and `weight_decay` from the keys here."""
+    """Further arguments of your own optimizer's class. It also gets `lr` and, if it takes them,
+    `betas` and `weight_decay` from the keys of this section."""
     offload: bool = False
-    """Keep AdamW's states, and fp32 copies of bf16 weights, in the computer's memory and update
-    them there."""
+    """Keep AdamW's states, and fp32 copies of bf16 weights, in host RAM and update them there."""
     learning_rate: float = Field(1e-4, gt=0)
-    """AdamW's. Of Prodigy a factor on what it finds, 1 if unset."""
+    """Learning rate of AdamW. For Prodigy, a factor on the rate that it finds; unset: 1."""
     muon_learning_rate: float = Field(0.02, gt=0)
     betas: Annotated[tuple[_Beta, _Beta], FromList] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    """What follows the warm-up: a plateau, or a descent to `min_lr_ratio` at the last step."""
+    """Learning rate after the warm-up: constant, or a descent to `min_lr_ratio` times its value
+    at the last step."""
     warmup_steps: int = Field(100, ge=0, le=MAX_STEPS)
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients of a larger norm are scaled down to it; 1e9 clips none."""
+    """Gradients with a larger norm are scaled down to this norm; 1e9 disables clipping."""
 
     @field_validator("max_grad_norm", mode="before")
     @classmethod
@@ -155,36 +157,36 @@ class OptimizerSection(Section):
 
 
 class TrainingSection(Section):
-    """How long, how much at once, and on what."""
+    """Length of the training, batch sizes, device and precision."""
 
     steps: int = Field(gt=0, le=MAX_STEPS)
-    """Optimizer updates."""
+    """Number of optimizer updates."""
     global_batch_size: int = Field(gt=0, le=MAX_BATCH)
-    """Clips per update over all processes."""
+    """Number of clips per update, over all processes."""
     micro_batch_size: int | None = Field(None, gt=0, le=MAX_BATCH)
-    """Clips per forward pass and process; gradients are accumulated up to the batch size."""
+    """Number of clips per forward pass and process; gradients accumulate up to the batch size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of the arithmetic; master weights, optimizer and EMA stay in fp32."""
+    """Precision of the arithmetic; master weights, optimizer and EMA stay in fp32."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block (torch.compile): faster steps after a first one that takes minutes.
-    `auto`: on GPUs, not on a CPU."""
+    `auto`: on GPUs only."""
     encode_ahead: bool | Literal["auto"] = "auto"
-    """Without `data.cache`: encode the clips and captions of the next micro-batch on a CUDA stream
-    of their own while the model computes. It takes memory (`longtake plan`), and no effect on
-    results. `auto`: where it fits beside the plan; on a CPU never."""
+    """Without `data.cache`: encode the clips and captions of the next micro-batch on a separate
+    CUDA stream while the model computes. Results are the same; it takes memory (`longtake plan`).
+    `auto`: if there is memory left beside the plan; never on a CPU."""
 
 
 class EmaProfile(Section):
-    """One running average: how far back it looks, by a fixed decay or by a share of the run."""
+    """One running average of the weights: exponential (`decay`) or power function (`sigma_rel`)."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")
-    """Of a folder in checkpoints, and what `--profile` takes."""
+    """Name of the profile for `--profile`, and of its folder in checkpoints."""
     decay: float | None = Field(None, ge=0, lt=1)
-    """Exponential: its half-life is ln 0.5 / ln decay updates."""
+    """Decay of an exponential average; its half-life is ln 0.5 / ln decay updates."""
     sigma_rel: float | None = Field(None, gt=0, lt=0.28)
-    """Power function (EDM2): the standard deviation of its weights over time, as a share of the
-    training so far, such as 0.05."""
+    """Width of a power-function average (EDM2): the standard deviation of its weights over time as
+    a fraction of the training so far, such as 0.05."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
@@ -197,11 +199,11 @@ class EmaSection(Section):
     """Running averages of the weights, kept in fp32; videos are sampled from one of them."""
 
     decay: float = Field(0.999, ge=0, lt=1)
-    """Of the one average that there is where no profiles are given; its name is `main`. 0: there is
-    none, and videos are sampled from the weights themselves."""
+    """Decay of the only average, called `main`, if no profiles are given. 0: no average; videos
+    are sampled from the raw weights."""
     profiles: Annotated[tuple[EmaProfile, ...], FromList] = ()
-    """Several averages side by side, instead of that one. The first is sampled and exported unless
-    the command or the preset names another."""
+    """Several averages, which replace `main`. The first is sampled and exported unless the command
+    or the preset names another."""
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Self:
@@ -219,66 +221,69 @@ class EmaSection(Section):
 
 
 class GuardSection(Section):
-    """What is done about a run that diverges."""
+    """Detection of divergence, and the reaction to it."""
 
     mode: Literal["act", "report", "off"] = "act"
-    """`report`: report and continue; `off`: look only for NaN and inf. In both, a
-    loss or gradient that is no number stops the run."""
+    """`act`: skip updates and roll back; `report`: report and continue; `off`: check only for NaN
+    and inf. With `report` and `off`, a loss or gradient of NaN or inf stops the run."""
     window: int = Field(128, ge=32, le=100_000)
-    """Steps before, with which a new one is compared; what changes slowly, with four times as
-    many."""
+    """Number of earlier steps with which a new one is compared; for quantities that change slowly,
+    four times as many."""
     warmup_steps: int = Field(64, ge=16, le=MAX_STEPS)
-    """Steps at the beginning of a run, and of a stage, in which nothing is usual yet: only NaN
-    and inf are looked for there, and in a later stage's the norm of the weights."""
+    """Steps at the beginning of a run and of each stage in which there is no baseline yet: only
+    NaN and inf are detected, and in later stages also the norm of the weights."""
     compare_replicas_every: int = Field(10, ge=0, le=MAX_STEPS)
-    """Steps after which ranks that hold the same trained weights compare them to the bit, besides
-    before each checkpoint; 0: never. Where copies are unlike, a GPU computes wrongly: the run rolls
-    back to its newest checkpoint, and names the one that is alone (of two: both)."""
+    """Steps between bitwise comparisons of the trained weights of ranks that hold the same ones;
+    they are also compared before each checkpoint. 0: never. If copies differ, a GPU computes
+    wrongly: the run rolls back to its newest checkpoint, and names the rank that differs from the
+    others (of two ranks: both)."""
     max_rollbacks: int = Field(3, ge=0, le=MAX_STEPS)
-    """Rollbacks without progress before the run stops. Progress is 500 steps without trouble beyond
-    the furthest one that a rollback gave up."""
+    """Rollbacks without progress before the run stops. Progress is 500 steps without an anomaly
+    beyond the furthest step that was rolled back."""
 
 
 class WatchSection(Section):
-    """How hangs are found, and what is done about them."""
+    """Detection of hangs, and the reaction to them."""
 
     enabled: bool = True
     action: Literal["report", "restart-worker", "kill"] = "report"
-    """`restart-worker`: end a decode worker that hangs; its clip is read again, and the run
-    continues. `kill`: that too, and end a rank that hangs; torchrun then starts all ranks again."""
+    """`restart-worker`: kill a decode worker that hangs; its clip is read again, and the run
+    continues. `kill`: also kill a rank that hangs; torchrun then restarts all ranks."""
     min_seconds: float = Field(6.0, gt=0, le=MAX_SECONDS)
-    """A stall: a phase lasts so long, and 5 times as long as it ever has in this launch."""
+    """A phase is a stall if it lasts at least this long, and at least 5 times its longest duration
+    in this launch."""
     hook: str | None = None
-    """A shell command that is run at an alert, which it finds on stdin as one line of JSON. Put no
-    secret into it: the run keeps the recipe. It finds the environment of the training."""
+    """A shell command that is run at an alert, with the alert on stdin as one line of JSON and the
+    environment variables of the training. Put no secret into it: the run keeps the recipe."""
     exporter_host: str = "127.0.0.1"
-    """Address at which the exporter listens; `0.0.0.0` for a Prometheus on another host. It tells
-    host names, run paths and steps to anybody who asks, so keep it inside a closed network."""
+    """Address at which the Prometheus exporter listens; `0.0.0.0` for a Prometheus on another host.
+    Anybody who can connect reads host names, run paths and steps: use it in a closed network
+    only."""
     exporter_port: int | None = Field(None, gt=0, lt=65536)
-    """Where Prometheus finds each node's watcher; None: nowhere."""
+    """Port of the Prometheus exporter of each node's watcher; unset: no exporter."""
 
 
 class ParallelSection(Section):
-    """What several processes share."""
+    """Distribution of the model and of each clip over several processes."""
 
     strategy: Literal["replicate", "shard", "hybrid"] = "replicate"
-    """`replicate`: every process holds the model; `shard`: each holds a part of it; `hybrid`: each
-    holds a part, and groups of `shard_size` processes hold all of it between them."""
+    """`replicate`: every process holds the whole model; `shard`: each holds a part of it; `hybrid`:
+    the model is sharded within groups of `shard_size` processes, and each group holds a copy."""
     shard_size: int | None = Field(None, gt=1, le=MAX_BATCH)
-    """Of `hybrid`: processes that hold one copy of the model; unset: those of a node."""
+    """Number of processes that hold one copy of the model with `hybrid`; unset: those of a node."""
     param_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What sharded weights kept in fp32 are gathered in for the arithmetic where it is bf16: `bf16`
-    halves what ranks send each other, and rounds norms' weights too. Gradients are reduced in fp32
-    either way; with `replicate` nothing is gathered."""
+    """Data type in which sharded fp32 weights are gathered for bf16 arithmetic: `bf16` halves the
+    communication, and also rounds the weights of norms. Gradients are reduced in fp32 either way;
+    with `replicate` nothing is gathered."""
     context: int = Field(1, gt=0, le=MAX_BATCH)
-    """Processes that share the tokens of each clip, for clips too long for one GPU; it must
-    divide the number of processes. Of the model's heads it shares out what divides; keys and values
-    of the rest go around a ring of processes."""
+    """Number of processes that share the tokens of each clip (context parallelism), for clips too
+    long for one GPU; it must divide the number of processes. As many of them as possible share out
+    the attention heads (Ulysses); keys and values go around a ring of the rest."""
     timeout_seconds: float = Field(600.0, ge=1, le=MAX_SECONDS)
-    """Of a collective that waits for another process: then the launch ends, with an error that
-    names process group and operation. Checkpoints are written in one such group."""
+    """Longest wait of a collective for another process. After it the launch ends with an error
+    that names process group and operation; this includes the writing of checkpoints."""
     long_timeout_seconds: float = Field(86_400.0, ge=1, le=MAX_SECONDS)
-    """The same where all wait for the work of some: downloads, the cache, samples."""
+    """Longest wait of all ranks for work that only some do: downloads, the cache, samples."""
 
     @model_validator(mode="after")
     def _shards_in_groups(self) -> Self:
@@ -300,25 +305,25 @@ class ParallelSection(Section):
 
 
 class CheckpointSection(Section):
-    """When state is saved, and how much of it is kept."""
+    """The intervals of checkpoints, and the number that is kept."""
 
     every: int = Field(500, gt=0, le=MAX_STEPS)
     """Steps between checkpoints; the last step is always saved."""
     minutes: float | None = Field(None, gt=0, le=MAX_SECONDS)
-    """Also save when the last checkpoint was begun so many minutes ago: no more training than that
-    is lost, however long a step takes."""
+    """Also save this many minutes after the last checkpoint was begun, which limits the training
+    lost by a failure, however long a step takes."""
     keep: int = Field(3, gt=0, le=MAX_STEPS)
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: int | None = Field(None, gt=0, le=MAX_STEPS)
-    """Steps of which every multiple's checkpoint is kept for good."""
+    """Checkpoints at multiples of this number of steps are never deleted."""
 
 
 class TrackingSection(Section):
-    """Which trackers are sent metrics, events and evaluations."""
+    """The trackers that get metrics, events and evaluations."""
 
     tensorboard: bool = True
     wandb: Literal["off", "offline", "online"] = "off"
-    """`offline` keeps all of it in the run directory's `wandb`, for `wandb sync`."""
+    """`offline` writes to the folder `wandb` of the run directory, for `wandb sync`."""
     project: str = Field("longtake", min_length=1)
-    """Of W&B, which takes the entity from WANDB_ENTITY, and the run's name from WANDB_NAME; without
-    it the run is named like its directory."""
+    """Project in W&B. The entity is taken from WANDB_ENTITY, and the run's name from WANDB_NAME
+    (unset: the name of the run directory)."""

@@ -19,7 +19,7 @@ from longtake.formatting import shorten
 
 
 def _at_home(path: Path) -> Path:
-    """A path whose ~ is the home folder, as in a shell."""
+    """Replace a leading ~ by the home folder."""
     if "\0" in str(path):
         raise ValueError("a path has no NUL character")
     try:
@@ -36,7 +36,7 @@ MAX_SECONDS, MAX_GUIDANCE = 1e7, 1000.0
 
 
 def _not_reserved(name: str) -> str:
-    if name in ("claims", "servers"):  # folders beside those of presets
+    if name in ("claims", "servers"):  # other folders below evaluations/ have these names
         raise ValueError(f"a preset cannot be called {name}; give it another name")
     return name
 
@@ -50,8 +50,11 @@ class Section(BaseModel):
 
 
 Shift = Annotated[float, Field(gt=0, le=1000)] | Literal["release", "flux", "opensora"]
-"""`release`: as the pretrained model's scheduler says; `flux`: exp(mu), mu linear in the
-transformer's tokens; `opensora`: by pixels and frames."""
+"""Timestep shift: a factor, or the name of a rule.
+
+`release`: the rule of the pretrained model's scheduler; `flux`: exp(mu), mu linear in the number of
+tokens; `opensora`: by pixels and frames.
+"""
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)")
 _MAX_MEMORY_BYTES = 2**50
@@ -59,10 +62,10 @@ _UNIT_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 
 
 def memory_bytes(text: str) -> int:
-    """Bytes of a size such as "48GiB" (2**30) or "48GB" (10**9).
+    """Parse an amount of memory such as "48GiB" (2**30) or "48GB" (10**9) into bytes.
 
     Raises:
-        RecipeError: it is not an amount of memory.
+        RecipeError: the text is not an amount of memory.
     """
     found = _MEMORY.fullmatch(text.strip().lower())
     num_bytes = 0.0 if found is None else float(found[1]) * _UNIT_BYTES[found[2]]
