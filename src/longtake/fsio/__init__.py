@@ -1,7 +1,8 @@
-"""Reads and writes files that several processes share: atomic writes, JSON lines, typed records.
+"""Files shared by several processes: atomic writes, JSON lines and typed records.
 
-Files are written beside their place and renamed, or appended line by line. Readers trust nothing:
-only regular files are read, lines and nesting are limited, and pydantic validates every record.
+Files are written under a temporary name and renamed, or appended line by line. Readers trust
+nothing: only regular files are read, lines and nesting are limited, and pydantic validates every
+record.
 """
 
 from longtake.fsio.fields import (

@@ -1,4 +1,4 @@
-"""Types of a record's fields, and its times.
+"""Types of the fields of records, and times in their format.
 
 A record is a TypedDict, a frozen dataclass or a `TypeAdapter`; the package that owns a format
 declares its type. Validation is strict: 5.0 and "5" are not integers. Fields that a TypedDict
@@ -48,27 +48,27 @@ def _check_span(span: list[int]) -> list[int]:
 
 
 Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
-"""A number of steps, samples or bytes; a float holds it exactly."""
+"""A number of steps, samples or bytes, at most 2**53, so that a float holds it exactly."""
 Finite = Annotated[float, pydantic.Field(allow_inf_nan=False)]
 Timestamp = Annotated[float, pydantic.Field(ge=0, le=1e11)]
-"""Seconds since 1970."""
+"""A time in seconds since 1970."""
 NumberOrText = Finite | Literal["nan", "inf", "-inf"]
-"""A float as `json_number` writes it, since JSON has finite numbers only."""
+"""A float for JSON, which has finite numbers only; others are written as text."""
 Span = Annotated[
     list[Count], pydantic.Field(min_length=2, max_length=2), pydantic.AfterValidator(_check_span)
 ]
-"""[first, end)"""
+"""A half-open range, as a list [first, end]."""
 FileName = Annotated[str, pydantic.Field(max_length=255), pydantic.AfterValidator(_check_name)]
 InnerPath = Annotated[
     str, pydantic.Field(max_length=4096), pydantic.AfterValidator(_check_inner_path)
 ]
-"""Of a file below a folder, such as a checkpoint's."""
+"""Relative path of a file below a folder, such as a checkpoint, without ".." in it."""
 Time = Annotated[str, pydantic.Field(max_length=64), pydantic.AfterValidator(_check_time)]
-"""As `now` writes it."""
+"""A time in ISO 8601 format, as `now` returns it."""
 
 
 def format_number(number: int) -> Any:
-    """The type of a field `format` that accepts this number only."""
+    """Return the type of a field `format` that accepts only `number`."""
 
     def check(found: int) -> int:
         if found != number:
@@ -84,9 +84,12 @@ def format_number(number: int) -> Any:
 def by_field(
     name: str, kinds: Mapping[str, Any], other: Any
 ) -> pydantic.TypeAdapter[dict[str, Any]]:
-    """The type of records, such as events, whose type depends on the value of one field.
+    """Return a validator for records, such as events, whose type depends on one field.
 
-    With a value that `kinds` does not have, it is `other`.
+    Args:
+        name: the field.
+        kinds: type of the record, by value of the field.
+        other: type of records with any other value.
     """
 
     def tag(record: Any) -> str:

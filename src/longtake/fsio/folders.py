@@ -1,4 +1,4 @@
-"""Folders that longtake makes, marks and empties."""
+"""Creation, marking and removal of longtake's own folders."""
 
 import os
 import shutil
@@ -12,15 +12,15 @@ from longtake.errors import DataError
 from longtake.fsio.writing import is_there, write_once
 
 CACHE_MARK: Final = "longtake_cache.json"
-"""The file that marks the folder of a cache."""
+"""Name of the file that marks a folder as a cache of longtake."""
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """`atomic_write` of a folder, which is made; the block fills it.
+    """Yield a new temporary folder to fill, and rename it to `path` when the block succeeds.
 
     Raises:
-        OSError: it cannot be made or renamed, or `path` is a folder with files.
+        OSError: the folder cannot be created or renamed, or `path` is a folder with files.
     """
     partial = path.with_name(f".{path.name}.partial")
     remove_tree(partial)
@@ -33,7 +33,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder with all that is in it, if possible; of a link, only the link."""
+    """Delete a folder and its content, ignoring errors; of a symbolic link, only the link."""
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
@@ -42,7 +42,11 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_oldest(folder: Path, num_kept: int) -> None:
-    """Remove the oldest files of a folder of a cache, if there are more; OSError: it cannot be."""
+    """Remove all but the `num_kept` newest files of a cache folder.
+
+    Raises:
+        OSError: the folder cannot be read, or a file cannot be removed.
+    """
     with os.scandir(folder) as entries:
         by_age = sorted((each.stat().st_mtime, each.path) for each in entries)
     for _, path in by_age[:-num_kept]:
@@ -54,28 +58,28 @@ def is_linked(path: Path, top: Path) -> bool:
 
 
 def make_writable(folder: Path) -> None:
-    """Make a folder if it does not exist, and write a temporary file in it.
+    """Create a folder if it does not exist, and check that files can be written in it.
 
     Raises:
-        OSError: it cannot be made or written to.
+        OSError: the folder cannot be created or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
 
 
 def claim_folder(folder: Path, names: Sequence[str] = ()) -> None:
-    """Make the folder of a cache and mark it as longtake's, or find the mark.
+    """Create a cache folder and mark it as longtake's, or check that it is marked.
 
-    Files of others may have the names that a cache uses. So a folder without a mark that holds
-    anything is refused before anything in it is overwritten or removed.
+    A user's own files can have the names that a cache uses. A folder with files but without the
+    mark is refused, before anything in it is overwritten or removed.
 
     Args:
-        folder: of the cache; it may be reached by a link.
-        names: of what the cache keeps in it, which may be no links.
+        folder: the cache folder; the path may contain links.
+        names: files and folders of the cache in it, none of which may be a link.
 
     Raises:
-        DataError: it holds files and no mark, or one of `names` is a link.
-        OSError: a folder without a mark cannot be made or written to.
+        DataError: the folder has files and no mark, or one of `names` is a link.
+        OSError: a folder without a mark cannot be created or written to.
     """
     refuse_links(folder, (CACHE_MARK, *names))
     if is_there(folder / CACHE_MARK):
@@ -91,10 +95,10 @@ def claim_folder(folder: Path, names: Sequence[str] = ()) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Refuse links in a folder whose files longtake removes or writes to.
+    """Refuse symbolic links in a folder in which longtake writes or removes files.
 
     Raises:
-        DataError: one of the names is that of a link.
+        DataError: one of `names` is a symbolic link.
     """
     for name in names:
         if (folder / name).is_symlink():

@@ -1,4 +1,4 @@
-"""JSON lines about a result that is being made."""
+"""Journals: JSON lines from which an interrupted command resumes."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +14,16 @@ _T = TypeVar("_T")
 
 
 class Journal(Generic[_T]):
-    """JSON lines about a result that is being made: an interrupted command resumes from them.
+    """Finished items of a command as JSON lines, from which it resumes after an interruption.
 
-    Each item is safe from this process's end as soon as it was added. `remove` it once the result
-    is written. Items under another header, which is all that they follow from, are not used.
+    An added item survives the end of this process. `remove` the journal once the result is written.
+
+    Args:
+        path: the journal's file.
+        kind: type of the items.
+        header: everything that the items depend on; a journal with another header is discarded.
+            None: no header.
+        max_line_bytes: limit of an item's size.
     """
 
     def __init__(
@@ -33,7 +39,7 @@ class Journal(Generic[_T]):
         self._file: IO[str] | None = None
 
     def read(self) -> list[_T]:
-        """The items that an interrupted command has finished."""
+        """Return the items that an interrupted command has finished."""
         return list(self.entries())
 
     def entries(self) -> Iterator[_T]:
@@ -50,7 +56,7 @@ class Journal(Generic[_T]):
         """Append an item.
 
         Raises:
-            DataError: it cannot be written.
+            DataError: the journal cannot be written.
         """
         try:
             if self._file is None:
@@ -68,9 +74,9 @@ class Journal(Generic[_T]):
             ) from error
 
     def close(self) -> None:
-        """Leave the file for the next command."""
+        """Close the file and keep it for the next command."""
         if self._file is not None:
-            with suppress(OSError):  # what is not written by now was raised as an error
+            with suppress(OSError):  # `add` has flushed every item, or has raised
                 self._file.close()
             self._file = None
 

@@ -1,4 +1,4 @@
-"""Opens regular files only, and below a folder without following links."""
+"""Safe opening of files: regular ones only, and below a folder without following links."""
 
 import errno
 import os
@@ -25,9 +25,9 @@ _only_below: ContextVar[Path | None] = ContextVar("only_below", default=None)
 
 @contextmanager
 def reading_below(top: Path) -> Iterator[None]:
-    """Within it `open_regular` opens files below a folder only, and follows no links there.
+    """Restrict `open_regular` within the block to files below `top`, and follow no links there.
 
-    Files in `cache_folder` are opened too: they are this program's own.
+    Files in `cache_folder` can still be opened: longtake wrote them.
     """
     token = _only_below.set(top)
     try:
@@ -37,10 +37,10 @@ def reading_below(top: Path) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Longtake's in the user's cache folder.
+    """Return longtake's folder in the user's cache folder.
 
     Raises:
-        RuntimeError: the user has no home.
+        RuntimeError: the user has no home folder.
     """
     top = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake"
@@ -56,24 +56,24 @@ FileVersion = tuple[int, int, int]
 
 
 def version_of(status: os.stat_result) -> FileVersion:
-    """Inode, size and time of change: different after any write that a reader has to see."""
+    """Return inode, size and modification time, which change with every write and replacement."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def file_version(path: Path) -> FileVersion | None:
-    """The version of a file or folder, not of what a link points to; None: there is none."""
+    """Return the version of a file, folder or link itself; None: it does not exist."""
     with suppress(OSError):
         return version_of(path.lstat())
     return None
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read; links are followed, except within `reading_below`.
+    """Open a regular file for reading; links are followed, except within `reading_below`.
 
-    A named pipe or a device would make a reader wait forever.
+    Other kinds of files are refused: a named pipe or a device could block the reader for ever.
 
     Raises:
-        OSError: it cannot be opened, or is a folder, a named pipe, a device or a socket.
+        OSError: the file cannot be opened, or is a folder, a named pipe, a device or a socket.
     """
     top = _only_below.get()
     if top is not None and not _is_cached(path):
@@ -88,13 +88,14 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def open_below(top: Path, name: str) -> BufferedReader:
-    """Open a regular file by its path below a folder; no part of the path may be a link.
+    """Open a regular file by its path below a folder; no part of that path may be a link.
 
-    Each part is opened from the one before it, so that a link that is made meanwhile is not
-    followed either. `top` itself may be reached by links.
+    Each part is opened relative to the descriptor of its parent, so a link created in the meantime
+    is not followed either. The path of `top` itself may contain links.
 
     Raises:
-        OSError: as `open_regular`.
+        OSError: the file cannot be opened, is not regular, is not below `top` or is reached by a
+            link.
     """
     path, parts = top / name, PurePosixPath(name).parts
     if not parts or ".." in parts or name.startswith("/") or "\0" in name:
@@ -107,10 +108,10 @@ def open_below(top: Path, name: str) -> BufferedReader:
 
 @contextmanager
 def open_folder_below(top: Path, parts: Sequence[str]) -> Iterator[int]:
-    """The descriptor of a folder, of whose path below `top` no part is a link.
+    """Yield the descriptor of the folder `parts` below `top`; no part may be a link.
 
     Raises:
-        OSError: there is none.
+        OSError: the folder does not exist, or a part of its path is a link.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     folder = os.open(top, flags)
@@ -142,10 +143,10 @@ def _refuse_irregular(mode: int, path: Path) -> None:
 
 
 def read_regular(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file.
+    """Read a whole regular file.
 
     Raises:
-        OSError: as `open_regular`; or the file has more than `max_bytes`.
+        OSError: the file cannot be opened by `open_regular`, or has more than `max_bytes`.
     """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:

@@ -1,4 +1,4 @@
-"""Typed records of JSON files and JSON lines.
+"""Reading of typed records from JSON files and JSON lines.
 
 Readers trust nothing: lines and nesting are limited, and pydantic validates every record.
 """
@@ -29,10 +29,10 @@ Kind = type[_T] | pydantic.TypeAdapter[_T]
 
 
 def read_record(path: Path, kind: Kind[_T], max_bytes: int = MAX_FILE_BYTES) -> _T | None:
-    """The record in a JSON file; None if there is no file.
+    """Read the record in a JSON file; None: there is no file.
 
     Raises:
-        RecordError: the file cannot be read, or holds no such record.
+        RecordError: the file cannot be read, or its content is not such a record.
     """
     try:
         data = read_regular(path, max_bytes)
@@ -44,10 +44,10 @@ def read_record(path: Path, kind: Kind[_T], max_bytes: int = MAX_FILE_BYTES) -> 
 
 
 def require_record(path: Path, kind: Kind[_T], max_bytes: int = MAX_FILE_BYTES) -> _T:
-    """`read_record` for a file that must exist.
+    """Read the record in a JSON file that must exist.
 
     Raises:
-        RecordError: there is no file, it cannot be read, or holds no such record.
+        RecordError: the file is missing, cannot be read, or its content is not such a record.
     """
     found = read_record(path, kind, max_bytes)
     if found is None:
@@ -56,10 +56,10 @@ def require_record(path: Path, kind: Kind[_T], max_bytes: int = MAX_FILE_BYTES) 
 
 
 def parse_record(data: bytes, kind: Kind[_T], path: Path, max_depth: int = MAX_FILE_DEPTH) -> _T:
-    """The record in JSON text; `path` is for the error.
+    """Parse and validate JSON text as a record; error messages name `path`.
 
     Raises:
-        RecordError: it is no such record.
+        RecordError: the text is not such a record, or nested too deeply.
     """
     if is_nested_deeper(data, max_depth):
         raise RecordError(path, f"it is nested deeper than {max_depth} levels")
@@ -70,10 +70,10 @@ def parse_record(data: bytes, kind: Kind[_T], path: Path, max_depth: int = MAX_F
 
 
 def check_record(value: Any, kind: Kind[_T], path: Path) -> _T:
-    """A value that was read from a file, as a record.
+    """Validate a value that was read from `path` as a record, and return it.
 
     Raises:
-        RecordError: it is no such record.
+        RecordError: the value is not such a record.
     """
     try:
         return _adapter(kind).validate_python(value, strict=True)
@@ -88,9 +88,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_records(path: Path, kind: Kind[_T], max_line_bytes: int = MAX_LINE_BYTES) -> list[_T]:
-    """The records of a JSON lines file, in its order; none if there is no file.
+    """Read the records of a JSON lines file, in order; an empty list if there is no file.
 
-    A last line without a newline is still being written, and left out. Other lines that are not
+    A last line without a newline is still being written and left out. Other lines that are not
     records are left out and counted; see `skipped_lines`.
 
     Raises:
@@ -100,6 +100,7 @@ def read_records(path: Path, kind: Kind[_T], max_line_bytes: int = MAX_LINE_BYTE
 
 
 def validate_lines(lines: Iterable[bytes | None], kind: Kind[_T], path: Path) -> Iterator[_T]:
+    """Yield the lines that are records, and count the others for `skipped_lines`."""
     num_skipped, validate = 0, _adapter(kind).validate_json
     for line in lines:
         try:
@@ -117,9 +118,9 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes | None]:
-    """The complete lines of a JSON lines file, without newlines; none if there is no file.
+    """Yield the complete lines of a JSON lines file, without newlines; nothing if it is missing.
 
-    None stands for a line that is too long or nested too deeply to be given to a JSON reader.
+    None stands for a line that is too long or too deeply nested to be parsed as JSON.
 
     Raises:
         RecordError: the file cannot be read.
@@ -137,7 +138,7 @@ def note_skipped_lines(path: Path, num_skipped: int) -> None:
 
 
 def skipped_lines() -> list[str]:
-    """A sentence for each file in which `read_records` has skipped lines, since the last call."""
+    """Return a sentence for each file in which lines were skipped since the last call."""
     counts = [(path, count) for path, count in _num_skipped.items() if count]
     _num_skipped.clear()
     return [
@@ -149,7 +150,9 @@ def skipped_lines() -> list[str]:
 
 
 def read_last_record(path: Path, kind: Kind[_T]) -> _T | None:
-    """The last record of a JSON lines file, however long that is; None if there is none.
+    """Read the last record of a JSON lines file from its end; None: it has no record.
+
+    The time does not depend on the length of the file. At most its last 64 MiB are searched.
 
     Raises:
         RecordError: the file cannot be read.
@@ -157,11 +160,12 @@ def read_last_record(path: Path, kind: Kind[_T]) -> _T | None:
     validate = _adapter(kind).validate_json
     try:
         with open_regular(path) as file:
+            # Read a longer and longer tail until it contains a record.
             reach, size = _TAIL_BYTES, file.seek(0, os.SEEK_END)
             while True:
                 file.seek(max(0, size - reach))
                 lines = file.read(reach).splitlines(keepends=True)
-                for line in reversed(lines[reach < size :]):  # the first may be a part of one
+                for line in reversed(lines[reach < size :]):  # the first may be half a line
                     if line.endswith(b"\n") and _is_readable(line):
                         with suppress(pydantic.ValidationError):
                             return validate(line, strict=True)
@@ -177,13 +181,16 @@ def read_last_record(path: Path, kind: Kind[_T]) -> _T | None:
 def read_new_records(
     path: Path, kind: Kind[_T], offset: int, limit: int = sys.maxsize
 ) -> tuple[list[_T], int]:
-    """At most `limit` records from the byte `offset` on, and the byte after them.
+    """Read at most `limit` records from byte `offset` on.
 
-    Lines that are not records are left out. A file shorter than `offset` is another one, and is
-    read from its start.
+    Lines that are not records are left out. A file shorter than `offset` was replaced, and is read
+    from its start.
+
+    Returns:
+        The records, and the offset at which to continue.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     found: list[_T] = []
     validate = _adapter(kind).validate_json
@@ -204,22 +211,22 @@ def read_new_records(
 
 
 class Tail(Generic[_T]):
-    """Follows a JSON lines file that grows: no line is read twice.
+    """Follows a growing JSON lines file: each call of `read` returns the new records.
 
     A file that was replaced or shortened is read from its start.
     """
 
     def __init__(self, path: Path, kind: Kind[_T], offset: int = 0) -> None:
-        self.offset = offset  # the byte up to which it was read
+        self.offset = offset  # the byte up to which the file was read
         self.has_restarted = False  # the last `read` began at the start, or there was no file
         self._path, self._kind = path, kind
         self._inode: int | None = None
 
     def read(self, limit: int = sys.maxsize) -> list[_T]:
-        """At most `limit` records that were appended since the last call.
+        """Return at most `limit` records that were appended since the last call.
 
         Raises:
-            OSError: the file cannot be read; that there is none is no error.
+            OSError: the file cannot be read; a missing file is no error.
         """
         try:
             status = self._path.stat()
@@ -236,9 +243,10 @@ class Tail(Generic[_T]):
 
 
 def is_nested_deeper(data: bytes, max_depth: int) -> bool:
-    """JSON text has arrays and objects nested at more than `max_depth` levels."""
+    """Return True if arrays and objects in JSON text are nested deeper than `max_depth` levels."""
     if data.count(b"[") + data.count(b"{") <= max_depth:
         return False
+    # The pattern matches whole strings, so brackets inside of strings do not count.
     depth = 0
     for mark in _MARK.finditer(data):
         first = data[mark.start()]
@@ -263,7 +271,10 @@ def _split_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
 
 
 def _next_line(file: BinaryIO) -> tuple[bytes, int]:
-    """The next complete line and its length; empty if it is too long; (b"", 0): there is none."""
+    """Read the next complete line and its length in bytes.
+
+    A line that is too long is returned empty, with its length; (b"", 0): there is no line.
+    """
     line = file.readline(MAX_LINE_BYTES + 1)
     length, piece = len(line), line
     while piece and not piece.endswith(b"\n"):
@@ -287,9 +298,9 @@ def _adapter_of(kind: type[_T]) -> pydantic.TypeAdapter[_T]:
 
 
 def _reason(error: pydantic.ValidationError) -> str:
-    """The reason why a record is refused, such as: launches.0.host: Field required."""
+    """Return the first reason why a record is invalid, such as launches.0.host: Field required."""
     errors = error.errors(include_url=False, include_input=False)
-    # Another format explains whatever else is wrong.
+    # A wrong format number is the cause of all other errors, so it is reported first.
     first = next((each for each in errors if each["loc"] == ("format",)), errors[0])
     if first["loc"] == ("format",) and first["type"] == "missing":
         return "it has no format number, since an older longtake wrote it: begin a new run"

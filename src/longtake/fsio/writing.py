@@ -1,4 +1,4 @@
-"""Writes files aside and renames them, or appends lines; never through a link."""
+"""Atomic and appending writes of files, never through a symbolic link."""
 
 import errno
 import json
@@ -23,16 +23,19 @@ _PICTURE_STARTS = {
 
 @contextmanager
 def atomic_write(path: Path, *, by_many: bool = False) -> Iterator[Path]:
-    """Yield a path beside `path` to write to, and rename it to `path` when the block succeeds.
+    """Yield a temporary path to write to, and rename it to `path` when the block succeeds.
 
     Nothing half-written is left, and an existing file stays until the new one is complete. The
-    name begins with a dot and keeps the suffix, by which some libraries choose a format.
+    temporary name begins with a dot and keeps the suffix, by which some libraries choose a format.
 
-    `by_many`: several processes may write it at a time, so that each takes a unique name. With one
-    writer, the next write overwrites what a killed one left.
+    Args:
+        path: the file to create or replace.
+        by_many: several processes may write it at the same time, so the temporary name is unique.
+            With a single writer the name is fixed, and the next write removes the remains of a
+            writer that was killed.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: the file cannot be renamed.
     """
     partial = partial_path(path, f".{secrets.token_hex(4)}" if by_many else "")
     partial.unlink(missing_ok=True)  # left by a writer that was killed; or a link to another file
@@ -51,12 +54,17 @@ def partial_path(path: Path, unique: str = "") -> Path:
 
 
 def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False) -> None:
-    """Append a record as one line, after ending a line that an interrupted write left half.
+    """Append a record as one line.
 
-    `durably`: return when it is on disk.
+    If an interrupted write has left half a line, that line is ended first.
+
+    Args:
+        path: the file of JSON lines.
+        record: the record.
+        durably: flush the file to disk before returning.
 
     Raises:
-        OSError: it cannot be written, or `path` is a link.
+        OSError: the file cannot be written, or `path` is a symbolic link.
     """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with open(path, "ab+", opener=no_follow) as file:
@@ -79,12 +87,12 @@ def write_text(path: Path, text: str, *, by_many: bool = False) -> None:
 
 
 def write_once(path: Path, record: Mapping[str, Any]) -> bool:
-    """Create a JSON file unless there is one; whether this call created it.
+    """Create a JSON file unless it exists, and return True if this call created it.
 
-    It is on disk before it has its name: a machine that loses its power leaves no empty file.
+    The content is on disk before the file has its name, so a power failure leaves no empty file.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: the file cannot be written; nothing is left of it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -94,7 +102,7 @@ def write_once(path: Path, record: Mapping[str, Any]) -> bool:
     except FileExistsError:
         return False
     finally:
-        with suppress(OSError):  # whether the file is there is what counts
+        with suppress(OSError):  # the link exists; a leftover temporary file does no harm
             partial.unlink()
     return True
 
@@ -119,7 +127,8 @@ def flush_to_disk(path: Path) -> None:
     """Flush a file, or the names in a folder, so that they survive a power cut.
 
     Raises:
-        OSError: it cannot be opened or flushed; a disk that cannot flush folders is no error.
+        OSError: the file cannot be opened or flushed. File systems that cannot flush folders are
+            ignored.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -132,10 +141,10 @@ def flush_to_disk(path: Path) -> None:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """An `opener` for `open` that does not follow a link of this name.
+    """Open a path without following a symbolic link; pass this function to `open` as `opener`.
 
     Raises:
-        OSError: the path is a link, or cannot be opened.
+        OSError: the path is a symbolic link, or cannot be opened.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -146,7 +155,7 @@ def no_follow(path: str, flags: int) -> int:
 
 
 def is_there(path: Path | str) -> bool:
-    """A file or folder exists; False if the name is impossible or forbidden."""
+    """Return True if a file or folder exists; False also for an invalid or unreadable path."""
     try:
         os.stat(path)  # noqa: PTH116 - millions of times: a Path would take longer than the call
     except (OSError, ValueError):  # such as a name of more than 255 letters, or with a NUL
@@ -155,10 +164,11 @@ def is_there(path: Path | str) -> bool:
 
 
 def check_picture_name(out: Path, suffixes: Sequence[str] = (".png",)) -> None:
-    """Refuse a path for a picture or video (`--out`) that has another suffix or holds other data.
+    """Refuse a path for a picture or video (`--out`) with a wrong suffix or other content.
 
     Raises:
-        RunError: the name ends otherwise, or is that of a folder, a device or another kind of file.
+        RunError: the suffix is none of `suffixes`, or the path is a folder, a device or a file of
+            another kind, which would be overwritten.
     """
     wanted = " or ".join(f"name{suffix}" for suffix in suffixes)
     suffix = out.suffix.lower()
