@@ -1,1 +1,1 @@
-"""Saved state: written aside in the background, renamed when whole, verified before it is used."""
+"""Checkpoints: written aside in the background, renamed when complete, verified when read."""

@@ -1,7 +1,7 @@
-"""The files of checkpoints: COMMITTED, damage, which are needed, and deletion. Torch-free.
+"""The files of checkpoints: COMMITTED, detection of damage, retention and deletion.
 
 A checkpoint is a folder with `model/`, `ema/<profile>/`, `optimizer/` (torch's distributed
-checkpoints), `trainer.json`, and COMMITTED, which is written last.
+checkpoints), `trainer.json`, and COMMITTED, which is written last. This module imports no torch.
 """
 
 import io
@@ -25,27 +25,27 @@ from longtake.trust import refuse_foreign_code
 
 FORMAT: Final = 2
 BLOCK_BYTES: Final = 2**20
-"""Bytes that share a checksum: a reader of a part verifies only the blocks in which it lies."""
+"""Bytes per checksum; a reader of a part of a file verifies only the blocks that contain it."""
 STALE_SECONDS = 900.0
-"""A dead server's heartbeat counts until it is so much older than the newest COMMITTED."""
+"""Age, relative to the newest COMMITTED, at which a heartbeat of a dead server stops to count."""
 NOTHING_KNOWN: Final[Mapping[Path, str]] = MappingProxyType({})
 _DIGITS = 16
-"""Hexadecimal digits of a checksum."""
+"""Number of hexadecimal digits of a checksum."""
 _BUFFER_BYTES = 2**16
-"""Smaller writes are put together: torch makes a dozen for each tensor."""
+"""Buffer that joins small writes: torch makes a dozen for each tensor."""
 _DROP_BYTES = 2**23
-"""Written bytes after which the kernel is asked to write them out and to drop them. Pages that it
-gives again at once are cheaper than new ones: a third of the processor's time of a save."""
+"""Written bytes after which the kernel is asked to write them to disk and drop their pages. Pages
+that are reused at once are cheaper than new ones: this saves a third of the CPU time of a save."""
 _KEPT_BLOCKS = 4
-"""Blocks of a file in memory: torch reads the end of a tensor first, then its beginning."""
+"""Blocks of a file in memory; torch reads the end of a tensor before its beginning."""
 LINK_REMEDY = (
     "mount or restore what the link points to, or delete the link, and start the same command again"
 )
-"""The remedy for a checkpoint that is a `dangling_link`."""
+"""Advice in messages about a checkpoint that is a dangling symbolic link."""
 
 _COMMITTED = "COMMITTED"
 _MAX_COMMITTED_BYTES = 64 * 2**20
-_CHECKSUM_THREADS = 4  # more would not read faster from one disk
+_CHECKSUM_THREADS = 4  # more threads do not read faster from one disk
 
 _T = TypeVar("_T")
 
@@ -56,7 +56,7 @@ _T = TypeVar("_T")
 class FileEntry(TypedDict):
     bytes: fsio.Count
     xxh3_64: Annotated[str, Field(pattern="^([0-9a-f]{16})*$")]
-    """Checksums of all blocks of `BLOCK_BYTES`, in hexadecimal, one after the other."""
+    """Checksums of successive blocks of `BLOCK_BYTES`, in hexadecimal, joined."""
 
 
 class CommittedRecord(TypedDict):
@@ -67,13 +67,13 @@ class CommittedRecord(TypedDict):
 
 @fsio.with_other_fields
 class Trainer(TypedDict):
-    """Fields of every trainer.json."""
+    """Fields that every trainer.json has."""
 
     global_step: fsio.Count
 
 
 class SampledTrainer(Trainer):
-    """Fields of trainer.json that sampling needs."""
+    """Fields of trainer.json that sampling reads."""
 
     precision: Literal["bf16", "fp32"]
 
@@ -84,12 +84,12 @@ def list_files(folder: Path) -> list[str]:
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Sizes and checksums of files, by their names in the folder."""
+    """Return the sizes and checksums of files, by name in the folder."""
     return {name: _describe(folder / name) for name in names}
 
 
 def commit(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Write COMMITTED; it is on disk when this returns."""
+    """Write COMMITTED, and wait until it is on disk."""
     fsio.write_json(
         folder / _COMMITTED,
         {"format": FORMAT, "block_bytes": BLOCK_BYTES, "files": dict(sorted(entries.items()))},
@@ -97,10 +97,10 @@ def commit(folder: Path, entries: Mapping[str, FileEntry]) -> None:
 
 
 def read_committed(folder: Path) -> dict[str, FileEntry]:
-    """The files that COMMITTED lists, by their names in the folder.
+    """Return the entries of COMMITTED, by name in the folder.
 
     Raises:
-        OSError: it cannot be read; FileNotFoundError: there is none.
+        OSError: it cannot be read; FileNotFoundError: it does not exist.
         RecordError: it holds something else.
     """
     path = folder / _COMMITTED
@@ -110,10 +110,10 @@ def read_committed(folder: Path) -> dict[str, FileEntry]:
 
 
 def load_trainer(path: Path, kind: type[_T]) -> _T:
-    """trainer.json of a checkpoint, as a type that names what is needed.
+    """Read the trainer.json of a checkpoint as a type that declares the required fields.
 
     Raises:
-        CheckpointError: the file is damaged, or lacks what is needed.
+        CheckpointError: the file is damaged, or lacks a field.
     """
     if (reason := find_damage(path, checksums=True, within="trainer.json")) is not None:
         raise DamagedCheckpointError(path, reason)
@@ -127,11 +127,11 @@ def load_trainer(path: Path, kind: type[_T]) -> _T:
 
 
 class DamagedFileError(errors.CheckpointError):
-    """A file of a checkpoint is not what was saved; says which, and how it differs."""
+    """A file of a checkpoint is not as it was saved; the message names it and the difference."""
 
 
 class DamagedCheckpointError(errors.CheckpointError):
-    """A checkpoint cannot be used, because a file of it is damaged."""
+    """A checkpoint cannot be used because one of its files is damaged."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} is damaged: {reason}. Use an earlier checkpoint.")
@@ -139,10 +139,10 @@ class DamagedCheckpointError(errors.CheckpointError):
 
 
 class _HashedFile(io.FileIO):
-    """A new file, written from beginning to end; its checksums are computed meanwhile.
+    """A new file that is written from beginning to end, computing its checksums.
 
-    The kernel is asked to write it out and not to keep it in memory: a checkpoint is seldom read
-    again soon, and what it takes there is taken from the training's clips.
+    The kernel is asked to write it to disk and drop it from the page cache: a checkpoint is seldom
+    read soon, and its pages would displace the training's clips.
     """
 
     def __init__(self, path: Path) -> None:
@@ -163,7 +163,8 @@ class _HashedFile(io.FileIO):
                 self._digests.append(self._block.hexdigest())
                 self._block.reset()
         if self._size - self._dropped >= _DROP_BYTES:
-            # Dirty pages are written out, and dropped when it is asked for again.
+            # The call starts to write dirty pages to disk, and drops those that an earlier call
+            # has written.
             os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             self._dropped = self._size
         return written
@@ -174,14 +175,14 @@ class _HashedFile(io.FileIO):
 
 
 class ChecksummedFile(io.BufferedWriter):
-    """Writes a new file, and knows its checksums when it is closed."""
+    """A buffered writer of a new file; its checksums are known after it is closed."""
 
     def __init__(self, path: Path) -> None:
         self._file = _HashedFile(path)
         super().__init__(self._file, _BUFFER_BYTES)
 
     def fileno(self) -> int:
-        """The descriptor of the file, which has all that was written: it may be flushed to disk."""
+        """Return the descriptor after flushing the buffer, so that it can be synced to disk."""
         self.flush()
         return super().fileno()
 
@@ -190,10 +191,10 @@ class ChecksummedFile(io.BufferedWriter):
 
 
 class VerifiedFile(io.RawIOBase):
-    """A file of a checkpoint whose bytes are compared with their checksums when they are read.
+    """A file of a checkpoint whose blocks are compared with their checksums when they are read.
 
     Raises:
-        DamagedFileError: also by `readinto`; it is missing, or not as it was saved.
+        DamagedFileError: also by `readinto`; the file is missing, or not as it was saved.
     """
 
     def __init__(self, folder: Path, name: str, entry: FileEntry) -> None:
@@ -235,6 +236,7 @@ class VerifiedFile(io.RawIOBase):
 
     def _block(self, number: int, length: int) -> memoryview:
         if number not in self._blocks:
+            # The oldest block goes first: dicts keep the order of insertion.
             while len(self._blocks) >= _KEPT_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]
             self._blocks[number] = self._read_block(number, memoryview(bytearray(length)))
@@ -266,11 +268,13 @@ def _describe(path: Path) -> FileEntry:
 def find_damage(
     folder: Path, *, checksums: bool, within: str = "", share: tuple[int, int] = (0, 1)
 ) -> str | None:
-    """Find the damage of a checkpoint's files: a sentence that names one, or None.
+    """Find damage of a checkpoint's files; returns a sentence that names a file, or None.
 
-    With `checksums` all bytes are read, in a few threads; else only sizes are compared. Only files
-    whose names begin with `within` are looked at, such as `model/`. Of n processes that verify a
-    checkpoint together, the one with `share` (i, n) reads one n-th of the files.
+    Args:
+        folder: of the checkpoint.
+        checksums: read all bytes, in a few threads; else compare sizes only.
+        within: prefix of the files to check, such as `model/`.
+        share: (i, n) reads one n-th of the files, so that n processes verify them together.
     """
     try:
         listed = read_committed(folder)
@@ -296,10 +300,10 @@ def find_damage(
 
 
 def newest_whole(run: RunDirectory, part: str = "") -> Path | None:
-    """The newest checkpoint whose files have the sizes that were saved, or None.
+    """Return the newest checkpoint whose files have the sizes that were saved; None without one.
 
-    With a `part`, such as `ema/main`, only that part and trainer.json must be there: sampling
-    needs no optimizer.
+    With a `part`, such as `ema/main`, only that part and trainer.json need be complete, since
+    sampling needs no optimizer.
     """
     within = (f"{part}/", "trainer.json") if part else ("",)
     paths = (run.checkpoint_path(step) for step in reversed(run.checkpoint_steps()))
@@ -308,7 +312,7 @@ def newest_whole(run: RunDirectory, part: str = "") -> Path | None:
 
 
 def passed_over(run: RunDirectory, step: int) -> list[str]:
-    """A sentence for each committed checkpoint after a step that is not whole."""
+    """Describe each committed but incomplete checkpoint after a step."""
     newer = (run.checkpoint_path(each) for each in run.checkpoint_steps() if each > step)
     damaged = ((path, find_damage(path, checksums=False)) for path in newer)
     return [describe_damage(path, reason) for path, reason in damaged if reason]
@@ -319,18 +323,21 @@ def describe_damage(path: Path, reason: str) -> str:
 
 
 class LatestCheckpoint(NamedTuple):
-    """The checkpoint that a run resumes from."""
+    """The newest checkpoint that a run can resume from."""
 
-    path: Path | None  # None: there is no whole one
-    damaged: tuple[tuple[Path, str], ...]  # newer ones, newest first, with what is wrong with each
+    path: Path | None  # None: no checkpoint is whole
+    damaged: tuple[tuple[Path, str], ...]  # newer checkpoints, newest first, with their damage
 
 
 def newest_undamaged(
     run: RunDirectory, at_most: int | None = None, known: Mapping[Path, str] = NOTHING_KNOWN
 ) -> LatestCheckpoint:
-    """The newest checkpoint whose files have their sizes and whose trainer.json can be read.
+    """Return the newest checkpoint with complete files and a readable trainer.json.
 
-    Steps after `at_most` are ignored. `known` damage is not looked for again.
+    Args:
+        run: whose checkpoints are looked at.
+        at_most: latest step that counts.
+        known: damage found before, by checkpoint, which is not looked for again.
     """
     damaged: list[tuple[Path, str]] = []
     for step, path in sorted(_folders(run).items(), reverse=True):
@@ -351,14 +358,14 @@ def newest_undamaged(
 def find_parent(
     text: str, *, weights_only: bool, trust: bool, begun: Parent | None = None
 ) -> Parent:
-    """The checkpoint that `--from RUN` or `RUN@STEP` names: of a run, the newest whole one.
+    """Return the checkpoint that `--from RUN` or `RUN@STEP` names; for a run, its newest whole one.
 
     Args:
-        text: what the user has written.
-        weights_only: whether optimizer states are left behind.
-        trust: whether the user has said `--trust`.
-        begun: what the run to resume began with. If `text` names it, it is the answer, whatever
-            the parent has trained or deleted since.
+        text: of the option.
+        weights_only: leave optimizer states behind.
+        trust: the user passed `--trust`.
+        begun: checkpoint that the run to resume began with. If `text` names it, it is returned,
+            whatever the parent has trained or deleted since.
 
     Raises:
         errors.RunError: there is no run, or it names code and another user began it.
@@ -406,10 +413,10 @@ def dangling_link(path: Path) -> str | None:
 
 
 def refuse_dangling_links(run: RunDirectory, after_step: int) -> None:
-    """Refuse to train towards a checkpoint that cannot be saved where its link points.
+    """Refuse to train towards a checkpoint whose folder is a dangling symbolic link.
 
     Raises:
-        CheckpointError: a checkpoint later than `after_step` is a symbolic link to nothing.
+        CheckpointError: the folder of a step after `after_step` is one.
     """
     for step in run.checkpoint_folders():
         found = dangling_link(run.checkpoint_path(step)) if step > after_step else None
@@ -461,10 +468,10 @@ def _folders(run: RunDirectory) -> dict[int, Path]:
 
 
 def needed_steps(run: RunDirectory) -> set[int]:
-    """Steps that evaluation servers need: `needs` in their heartbeats, if these are fresh.
+    """Return the steps that evaluation servers need, from `needs` in their fresh heartbeats.
 
-    Freshness compares two times of the same file system: that of a heartbeat and that of the newest
-    COMMITTED. A heartbeat that cannot be read needs nothing.
+    Freshness compares two times of one file system: those of a heartbeat and of the newest
+    COMMITTED. An unreadable heartbeat needs nothing.
     """
     commits = []
     for path in run.checkpoints_path.glob(f"step_*/{_COMMITTED}"):
@@ -484,18 +491,23 @@ def needed_steps(run: RunDirectory) -> set[int]:
 def unneeded_steps(
     steps: Collection[int], *, keep: int, keep_every: int | None, needed: Iterable[int], reach: int
 ) -> list[int]:
-    """Steps whose checkpoints may be deleted, ascending, of those of all whole checkpoints.
+    """Return the steps whose checkpoints may be deleted, ascending.
 
-    What stays: the newest `keep`; multiples of `keep_every`; what evaluation servers need; and one
-    to which a rollback can go that must reach so many steps back (0: none must).
+    Args:
+        steps: of all whole checkpoints.
+        keep: number of newest checkpoints that stay.
+        keep_every: multiples of this step stay for good.
+        needed: steps that evaluation servers need.
+        reach: steps that a rollback must be able to go back; 0: no rollback.
     """
     ascending = sorted(steps)
     kept = {*ascending[-keep:], *needed}
     if keep_every is not None:
         kept |= {step for step in ascending if step % keep_every == 0}
     if reach and ascending:
-        # Without the second, the first would have no successor: few of the newest are kept until
-        # they are old enough, and the run could only go back to where it began.
+        # The newest checkpoint that is old enough stays, and its successor, which will replace it.
+        # Without the successor the run could soon only go back to its beginning, since the newest
+        # `keep` are all too young.
         border = ascending[-1] - reach
         kept.update([step for step in ascending if step <= border][-1:])
         kept.update([step for step in ascending if step > border][:1])
@@ -508,14 +520,14 @@ def unneeded_steps(
 def prune(
     run: RunDirectory, saved: int, since: int, section: CheckpointSection, reach: int
 ) -> None:
-    """Delete checkpoints that are not needed, and what interrupted saves have left.
+    """Delete checkpoints that are not needed, and remains of interrupted saves.
 
-    Those that are not whole do not count, and are deleted. So are those later than `since`, the
-    step before the one that was `saved`: the run resumed from before them, because they are damaged
-    or because it rolled back; no server's needs keep these. What cannot be deleted now can be after
-    the next save.
+    Incomplete checkpoints do not count, and are deleted. So are those after `since`, the step of
+    the save before `saved`, as the run has resumed from before them: they are damaged, or were
+    rolled back. Evaluation servers' needs do not keep these. What cannot be deleted is tried again
+    after the next save.
 
-    Rank 0 only, and never while a checkpoint is being saved.
+    Call it on rank 0 only, and never during a save.
     """
     folders = _folders(run)
     gone = {
@@ -539,11 +551,10 @@ def prune(
 
 
 def delete_after(run: RunDirectory, step: int) -> None:
-    """Delete all checkpoints later than a step, to which the run rolls back.
+    """Delete all checkpoints after a step to which the run rolls back.
 
-    They are deleted even if an evaluation server needs them: the run saves these steps anew.
-
-    Rank 0 only, and never while a checkpoint is being saved.
+    They are deleted even if an evaluation server needs them, since the run saves these steps again.
+    Call it on rank 0 only, and never during a save.
     """
     later = {each: path for each, path in _folders(run).items() if each > step}
     delete(later[each] for each in sorted(later, reverse=True))
@@ -556,11 +567,14 @@ def delete(paths: Iterable[Path]) -> None:
 
 
 def delete_unless_needed(run: RunDirectory, step: int) -> bool:
-    """Delete a checkpoint unless a server needs it; whether it is gone.
+    """Delete a checkpoint unless an evaluation server needs it; returns true if it is gone.
 
-    A server first writes that it needs a checkpoint, then looks whether it is there. So this looks
-    at the needs again after it has renamed the checkpoint, and renames it back if it is needed now.
-    A server that writes later finds it gone. OSError: it cannot be renamed.
+    A server first writes that it needs a checkpoint, then looks whether it exists. Therefore this
+    function renames the checkpoint, looks at the needs once more, and renames it back if it is
+    needed now. A server that writes later finds it gone.
+
+    Raises:
+        OSError: the checkpoint cannot be renamed.
     """
     if step in needed_steps(run):
         return False
@@ -577,7 +591,7 @@ def delete_unless_needed(run: RunDirectory, step: int) -> bool:
 
 
 def hide(path: Path) -> Path:
-    """Rename a checkpoint to a name that no reader looks at, and return that."""
+    """Rename a checkpoint to a name that readers ignore, and return the new path."""
     hidden = path.with_name(f".{path.name}.deleted")
-    fsio.remove_tree(hidden)  # left by a deletion that was interrupted
+    fsio.remove_tree(hidden)  # left by an interrupted deletion
     return path.rename(hidden)

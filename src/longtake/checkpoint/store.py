@@ -1,7 +1,7 @@
 """Saves and loads checkpoints with torch's distributed checkpoint (DCP).
 
-A save is written aside in the background, renamed when it is whole, and verified before it is
-loaded. No pickle in a checkpoint can run code. Another number of ranks can load it.
+A save is written to a temporary folder in the background, renamed when it is complete, and verified
+when it is loaded. No pickle in a checkpoint can run code. Another number of ranks can load it.
 """
 
 import copy
@@ -39,7 +39,7 @@ from longtake.parallel.transfer import host_like
 from longtake.run_dir import RunDirectory
 
 State = dict[str, Any]
-"""A (nested) dict of tensors; DTensors are saved and loaded in shards."""
+"""A dict of tensors, possibly nested; DTensors are saved and loaded in shards."""
 
 _METADATA_CLASSES = (
     "_MEM_FORMAT_ENCODING",
@@ -68,10 +68,15 @@ def latest_checkpoint(
     checksums: bool = True,
     known: Mapping[Path, str] = files.NOTHING_KNOWN,
 ) -> files.LatestCheckpoint:
-    """The newest checkpoint that is not damaged; all ranks call it and wait for each other.
+    """Return the newest checkpoint that is not damaged; all ranks must call it.
 
-    With `checksums` the ranks read the files, each its share of them; without, what loads the
-    checkpoint finds damage of their bytes. `known` damage is not looked for again.
+    Args:
+        run: whose checkpoints are looked at.
+        world: the ranks.
+        at_most: latest step that counts.
+        checksums: let each rank verify its share of the files; else only sizes are compared, and
+            loading finds damaged bytes.
+        known: damage found before, by checkpoint, which is not looked for again.
     """
     damage = dict(known)
     while True:
@@ -91,16 +96,16 @@ def latest_checkpoint(
 
 
 def load_parts(path: Path, parts: Mapping[str, State], world: mesh.World | None = None) -> None:
-    """Fill the given states in place from a checkpoint, resharded if the world is another.
+    """Fill the given states in place from a checkpoint, resharding them if necessary.
 
-    All ranks call it. Parts are `model`, `ema/<profile>` and `optimizer`; others need not be there.
-    What a rank reads is compared with its checksums meanwhile.
+    All ranks must call it. Parts are `model`, `ema/<profile>` and `optimizer`; parts that are not
+    asked for need not exist. The bytes that a rank reads are compared with their checksums.
 
     Raises:
         DamagedCheckpointError: on every rank; a rank has read other bytes than were saved.
-        CheckpointError: the checkpoint is not whole, or holds another model.
+        CheckpointError: the checkpoint is incomplete, or holds another model.
 
-        Some of the given tensors may have been filled.
+        After an error, some of the given tensors may have been filled.
     """
     _silence_single_process_warning()
     logging.getLogger().addFilter(_is_no_warning_of_the_loader)
@@ -117,7 +122,7 @@ def load_parts(path: Path, parts: Mapping[str, State], world: mesh.World | None 
             state_dict_loader.load(
                 state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=alone
             )
-        except (Exception, CheckpointException) as error:  # torch raises any exception
+        except (Exception, CheckpointException) as error:  # of any kind
             if damage := _damaged_file(error):
                 raise files.DamagedCheckpointError(path, str(damage)) from error
             raise errors.CheckpointError(
@@ -128,19 +133,19 @@ def load_parts(path: Path, parts: Mapping[str, State], world: mesh.World | None 
 
 
 def part_shapes(path: Path, part: str) -> dict[str, tuple[int, ...]]:
-    """Shape of each entry of a checkpoint's part; () where it is no tensor.
+    """Return the shape of each entry of a checkpoint's part; () for entries other than tensors.
 
     Raises:
-        DamagedFileError: what lists them is damaged.
+        DamagedFileError: the part's metadata is damaged.
         OSError: it cannot be read.
-        ValueError: it is not what torch writes.
+        ValueError: it is not in torch's format.
     """
     saved = CheckpointReader(path, part).read_metadata().state_dict_metadata
     return {name: tuple(getattr(each, "size", ())) for name, each in saved.items()}
 
 
 class _VerifiedFiles(FileSystem):
-    """Opens files of a checkpoint; what is read of them is compared with its checksums."""
+    """A file system for torch that compares what is read with a checkpoint's checksums."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -159,9 +164,9 @@ class _VerifiedFiles(FileSystem):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a part of a checkpoint, such as `ema/main`, and compares it with its checksums.
+    """Reads a part of a checkpoint, such as `ema/main`, and verifies its checksums.
 
-    `.metadata` is read by an unpickler that allows only what torch writes there.
+    `.metadata` is unpickled with only those classes that torch writes there.
     """
 
     def __init__(self, path: Path, part: str) -> None:
@@ -170,7 +175,7 @@ class CheckpointReader(FileSystemReader):
         self._checkpoint, self._part = path, part
 
     def find_damage(self) -> str | None:
-        """Find a wrong size of the part's files, or a wrong checksum of `.metadata`."""
+        """Find files of the part with a wrong size, or a wrong checksum of `.metadata`."""
         folder, part = self._checkpoint, self._part
         return files.find_damage(folder, checksums=False, within=f"{part}/") or files.find_damage(
             folder, checksums=True, within=f"{part}/.metadata"
@@ -191,7 +196,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Reads what is not a tensor, such as a learning rate, by torch's restricted unpickler."""
+    """Loads entries that are not tensors, such as learning rates, by a restricted unpickler."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, weights_only=True)
@@ -204,6 +209,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 def _checked(found: Any) -> Metadata:
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        # A name with a path could make torch read files outside of the checkpoint.
         raise TypeError("it does not describe a checkpoint")
     for each in found.storage_data.values():
         name = str(each.relative_path)
@@ -213,7 +219,7 @@ def _checked(found: Any) -> Metadata:
 
 
 def _no_path(*_parts: object) -> None:
-    """In place of the path at which a checkpoint was saved; nothing reads it."""
+    """Stand for the path at which a checkpoint was saved, which nothing reads."""
 
 
 @cache
@@ -234,7 +240,7 @@ def _allowed_globals() -> Mapping[tuple[str, str], Any]:
 
 
 def _damaged_file(error: BaseException) -> files.DamagedFileError | None:
-    """The damage that a rank has found while it read; the same on every rank."""
+    """Return the damage that a rank has found while reading; every rank returns the same."""
     failures = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
     found = (each for _, (each, _) in sorted(failures.items()))
     return next((each for each in found if isinstance(each, files.DamagedFileError)), None)
@@ -247,7 +253,7 @@ def _is_no_warning_of_the_loader(record: logging.LogRecord) -> bool:
 def _silence_single_process_warning() -> None:
     """Silence torch's warning that a single process saves or loads without torch.distributed.
 
-    For good: filters belong to all threads, and saving has its own.
+    It stays silenced, since filters belong to all threads, and saving has a thread of its own.
     """
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
@@ -260,11 +266,17 @@ def _last_line(error: BaseException) -> str:
 
 
 class Saver:
-    """Writes checkpoints, one after another, in a thread of its own, and deletes older ones.
+    """Writes checkpoints one after another in a thread, and deletes older ones.
 
-    Every rank has one and makes the same calls in the same order. Training resumes from the step
-    `start`: later checkpoints are damaged, and are deleted after the next whole one. A rollback
-    must be able to go back `reach` steps.
+    Every rank has a saver, and makes the same calls in the same order.
+
+    Args:
+        run: of the checkpoints.
+        world: the ranks.
+        section: the recipe's `checkpoint`.
+        start: step that training resumes from. Later checkpoints are damaged, and are deleted
+            after the next complete save.
+        reach: steps that a rollback must be able to go back.
     """
 
     def __init__(
@@ -279,6 +291,7 @@ class Saver:
         self.world = world
         self._run, self._section, self._reach = run, section, reach
         is_alone = world.mesh is None
+        # Of its own: collectives of a save must not mix with those of training.
         self._group = None if is_alone else mesh.new_group(world, "checkpoint")
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, "checkpoint", _prepare_thread, (world.device,))
@@ -288,13 +301,13 @@ class Saver:
         self._seconds = 0.0
         self._finished: list[Path] = []
         self._failure: BaseException | None = None
-        self.failures_in_a_row = 0  # since a save that did not fail; the same on every rank
+        self.failures_in_a_row = 0  # since the last save that succeeded; equal on all ranks
         _silence_single_process_warning()
 
     def save(self, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any]) -> None:
-        """Begin to save, as `write` does; returns when the state may change again.
+        """Start to save, as `write` does; returns when the state may change again.
 
-        A pending save is waited for. A save that fails sets `failed`.
+        Waits for a pending save first. A save that fails sets `failed`.
         """
         self.wait()
         heartbeat.set_phase("checkpoint")
@@ -305,7 +318,7 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """True if `checkpoint.minutes` have passed; false on ranks other than 0: clocks differ."""
+        """True if `checkpoint.minutes` have passed by rank 0's clock; false on other ranks."""
         minutes = self._section.minutes
         if minutes is None or not self.world.is_first:
             return False
@@ -322,23 +335,23 @@ class Saver:
         return finished if self.world.is_first else []
 
     def wait(self) -> None:
-        """Return when no save is pending."""
+        """Wait until no save is pending."""
         if self._pending is not None:
             heartbeat.set_phase("save")
             wait([self._pending])
         self._collect()
 
     def take_failure(self) -> errors.CheckpointError | None:
-        """Why the last save failed, the same on every rank, and then forgotten; None: it did not.
+        """Return and forget the failure of the last save, equal on every rank; None without one.
 
-        All ranks call it; a pending save is waited for.
+        Waits for a pending save. All ranks must call it.
         """
         self.wait()
         failure, self._failure = self._failure, None
         reasons = collectives.gather_objects(None if failure is None else str(failure), self.world)
         message = next((each for each in reasons if each is not None), None)
         if failure is not None and not isinstance(failure, errors.CheckpointError):
-            raise failure  # a defect of ours
+            raise failure  # a defect of longtake
         return None if message is None else errors.CheckpointError(message)
 
     def close(self, *, waits: bool = True) -> None:
@@ -356,7 +369,7 @@ class Saver:
         return path
 
     def _collect(self) -> None:
-        """Note how a save has ended; only the thread that saves may run at the same time."""
+        """Note how a save ended; only the saving thread may run at the same time."""
         if self._pending is None or not self._pending.done():
             return
         ended, self._pending = self._pending, None
@@ -374,11 +387,11 @@ class Saver:
 def keep_saver(
     run: RunDirectory, world: mesh.World, section: CheckpointSection, *, start: int, reach: int = 0
 ) -> Iterator[Saver]:
-    """A saver whose pending save is waited for at the end, also after an error and a Ctrl-C.
+    """Keep a saver during the block, and wait for its pending save at the end.
 
-    Except after a defect, or the loss of another rank: the save would not become whole, and others
-    wait for this process to end. A failed save is raised at the end of a block that ends well, on
-    every rank.
+    It waits also after an error or Ctrl-C, but not after a defect or the loss of a rank: then the
+    save cannot be completed, and others wait for this process to end. If the block ends without an
+    error, a failed save is raised on every rank.
     """
     saver, waits = Saver(run, world, section, start=start, reach=reach), True
     try:
@@ -393,19 +406,18 @@ def keep_saver(
 
 
 def _prepare_thread(device: torch.device) -> None:
-    # Its priority stays that of the training: a thread that waits for the processor holds Python's
-    # lock meanwhile, and the training waits with it.
+    # The thread keeps the training's priority: one that waits for a processor holds the GIL, and
+    # the training would wait with it.
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class Staging:
-    """Copies states into host memory, which is kept for the next copy, so that training continues.
+    """Copies states into host memory that is reused by the next copy, so that training continues.
 
-    torch's own stagers are not used: `BlockingAsyncStager` cannot keep its memory without a GPU,
-    and `DefaultStager` cannot copy the 8-bit states of an optimizer. The memory stays as large as
-    the largest state (of this rank: its shards) that was copied; it is page-locked for states on a
-    GPU.
+    torch's own stagers are not used: `BlockingAsyncStager` cannot reuse memory without a GPU, and
+    `DefaultStager` cannot copy the 8-bit states of an optimizer. The memory is as large as this
+    rank's shards of the largest state so far, and page-locked if that was on a GPU.
     """
 
     def __init__(self) -> None:
@@ -413,7 +425,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of nested dicts; the last copy is overwritten."""
+        """Copy nested dicts of tensors; this overwrites the copy before."""
         copied: dict[str, Any] = self._copied(parts, "")
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # copies from a GPU are asynchronous
@@ -427,12 +439,12 @@ class Staging:
         return copy.deepcopy(value)
 
     def _copied_tensor(self, tensor: Tensor, key: str) -> Tensor:
-        """Tensors made of tensors (DTensors, 8-bit states) are split and put together again."""
+        """Copy a tensor; one that is made of tensors (a DTensor, an 8-bit state) part by part."""
         if not hasattr(tensor, "__tensor_flatten__"):
             return self._buffer(tensor, key).copy_(tensor, non_blocking=True)
         made = cast("Any", tensor)
         names, context = made.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names}  # among them a DTensor's mesh
+        inner = {name: getattr(tensor, name) for name in names}  # a DTensor's mesh is among them
         for name, each in inner.items():
             if isinstance(each, Tensor):
                 inner[name] = self._copied_tensor(each, f"{key}/{name}")
@@ -460,13 +472,20 @@ def write(
     world: mesh.World,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write a checkpoint aside and rename it when it is whole, on disk; all ranks call it.
+    """Write a checkpoint to a temporary folder, and rename it once it is complete and on disk.
 
-    `parts` are states by the folders in which they are saved; `trainer` is what else is needed to
-    resume, as JSON; `group` is one of all ranks that nothing else uses, or None for one process.
+    All ranks must call it.
+
+    Args:
+        run: of the checkpoint.
+        step: of the checkpoint.
+        parts: states by folder of the checkpoint.
+        trainer: everything else that is needed to resume, as JSON.
+        world: the ranks.
+        group: of all ranks, used by nothing else; None for a single process.
 
     Raises:
-        CheckpointError: on every rank; it cannot be written. Nothing is left of it, and older
+        CheckpointError: on every rank; it cannot be written. Nothing of it remains, and older
             checkpoints are untouched.
     """
     whole = run.checkpoint_path(step)
@@ -490,7 +509,7 @@ def write(
 
 
 def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """Let every rank do something, and wait for all; returns the results by rank.
+    """Let every rank do some work, wait for all of them, and return the results by rank.
 
     Raises:
         OSError: on every rank, if the work failed on any of them.
@@ -499,7 +518,7 @@ def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> lis
     mistake: str | None = None
     try:
         result = work()
-    except Exception as error:  # of any kind: no rank may wait for this one for ever
+    except Exception as error:  # of any kind, else other ranks would wait for this one forever
         mistake = str(error) if isinstance(error, OSError) else repr(error)
     everyone: list[Any] = [(result, mistake)]
     if group is not None:
@@ -512,13 +531,13 @@ def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> lis
 
 
 class _ChecksummedFiles(FileSystem):
-    """Computes the checksums of the files of a part while they are written.
+    """A file system for torch that computes checksums of a part's files while they are written.
 
-    Raises that a disk is full, where torch raises that a file is shorter than it should be.
+    If a disk is full it raises that error, where torch raises that a file is too short.
     """
 
     def __init__(self) -> None:
-        self.entries: dict[str, files.FileEntry] = {}  # by the names of the files
+        self.entries: dict[str, files.FileEntry] = {}  # by file name
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -538,9 +557,9 @@ class _ChecksummedFiles(FileSystem):
 
 
 class _Entries:
-    """In the place of torch's transforms of streams.
+    """Replaces torch's transforms of streams.
 
-    Those make a class for each entry of a file, and flush the file after it.
+    Those create a class for each entry of a file, and flush the file after it.
     """
 
     def transform_save_stream(self, _: WriteItem, stream: Any) -> tuple[Any, list[str]]:
@@ -548,7 +567,7 @@ class _Entries:
 
 
 class _Entry:
-    """A stream that is not closed, and not flushed, at the end of an entry."""
+    """A stream that ignores closing and flushing at the end of an entry."""
 
     def __init__(self, stream: Any) -> None:
         self.write = stream.write
@@ -561,10 +580,10 @@ class _Entry:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Saves a state that is the one entry of another, and serialises equal numbers once.
+    """Saves a state that is the single entry of another one, and serialises equal numbers once.
 
-    An optimizer has a dozen hyperparameters for each parameter. torch would log two records for
-    each entry, and serialise each as a zip archive: half of what a save takes of the processor.
+    An optimizer has a dozen hyperparameters per parameter. torch would log two records for each of
+    them, and serialise each as a zip archive, in half of a save's CPU time.
     """
 
     def __init__(self) -> None:
@@ -601,9 +620,9 @@ def _begin(aside: Path, whole: Path) -> None:
 def _write_part(
     aside: Path, part: str, state: State, group: dist.ProcessGroup | None
 ) -> dict[str, files.FileEntry]:
-    """Write this rank's files of a part; their checksums, by their names in the checkpoint."""
-    # Tensors are on the CPU already. With copy-ahead, torch would wait for the current CUDA stream,
-    # on which training has queued seconds of work, after every 10 MB.
+    """Write this rank's files of a part; returns their entries by name in the checkpoint."""
+    # Tensors are on the CPU already. With copy-ahead, torch would wait after every 10 MB for the
+    # current CUDA stream, on which training has queued seconds of work.
     writer = FileSystemWriter(aside / part, per_thread_copy_ahead=0)
     writer.fs = disk = _ChecksummedFiles()
     writer.transforms = cast("Any", _Entries())
@@ -630,9 +649,10 @@ def _commit(
     entries = {name: entry for each in described for name, entry in each.items()}
     rest = [name for name in files.list_files(aside) if name not in entries]
     files.commit(aside, entries | files.describe_files(aside, rest))
+    # Names of files are on disk only when their folder is.
     for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
         flush_to_disk(folder)
-    # There may be one already: its step is run again, because it is damaged.
+    # A checkpoint of this step may exist: the step is trained again, because it was damaged.
     replaced = files.hide(whole) if whole.exists() else None
     aside.rename(whole)
     flush_to_disk(whole.parent)
