@@ -1,1 +1,1 @@
-"""Samples videos of checkpoints: presets, sampler, files, and claims on what is sampled."""
+"""Sampling of videos from checkpoints: presets, sampler, files, and claims on results."""

@@ -11,10 +11,10 @@ from longtake.run_dir import RunDirectory
 
 
 def load_weights(checkpoint: Path, weights: str, model: nn.Module, trained: frozenset[str]) -> None:
-    """Load what was trained of a model: the names are those of `trained_state`.
+    """Load a checkpoint's weights into a model; `trained` are the names of `trained_state`.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, or of another model.
+        CheckpointError: the checkpoint is incomplete, damaged, or of another model.
     """
     state = {name: value for name, value in model.state_dict().items() if name in trained}
     _refuse_another_model(checkpoint, weights, state)
@@ -23,7 +23,7 @@ def load_weights(checkpoint: Path, weights: str, model: nn.Module, trained: froz
 
 
 def _refuse_another_model(checkpoint: Path, weights: str, state: dict[str, Tensor]) -> None:
-    """Refuse weights of other names or shapes; loading refuses unreadable files."""
+    """Refuse weights with other names or shapes; unreadable files are left to the loading."""
     try:
         shapes = store.part_shapes(checkpoint, weights)
     except (CheckpointError, OSError, ValueError):
@@ -39,7 +39,7 @@ def _refuse_another_model(checkpoint: Path, weights: str, state: dict[str, Tenso
 
 
 def find_run(path: Path) -> RunDirectory:
-    """The run directory at a path, or the one that has it as a checkpoint."""
+    """Return the run directory at a path, or the one that contains it as a checkpoint."""
     run = RunDirectory(path)
     if path.absolute().parent.name == "checkpoints" and not run.exists():
         return RunDirectory(path.absolute().parents[1])
@@ -49,7 +49,11 @@ def find_run(path: Path) -> RunDirectory:
 def find_checkpoint(
     path: Path, step: int | None = None, part: str = ""
 ) -> tuple[RunDirectory, Path]:
-    """The run and the checkpoint at a path."""
+    """Return the run and the checkpoint at a path; of a run, that of `step` or the newest.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
     run = find_run(path)
     if run.path != path:
         if step is not None:

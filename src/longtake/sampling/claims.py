@@ -1,8 +1,8 @@
-"""Evaluation tasks, claims on them, attempts at them, and publishing of results; torch-free.
+"""Evaluation tasks, claims on them, attempts at them, and publishing of results; without torch.
 
 A claim is a lease, whose files record the attempts. It ends as `done`, `failed`, `damaged`, `gone`
-(the checkpoint was deleted), `missed` (before any attempt) or `released`; without an end and with a
-successor it was lost: its holder died. That counts as an attempt.
+(the checkpoint was deleted), `missed` (before any attempt) or `released`. A lease that has a
+successor but no end was lost, since its holder died; that counts as an attempt.
 """
 
 import errno
@@ -32,30 +32,30 @@ from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Preset, keep_preset
 
 Progress = Callable[[str, int, int], None]
-"""Called with a name of the work that is under way, how much of it is done, and of how much."""
+"""Called with the name of the present work, the amount of it that is done, and the total."""
 AttemptEnding = Literal["done", "failed", "damaged", "gone", "released", "late"]
 
 _LEASE_CHECK_SECONDS = 1.0
 _OUT_OF_MEMORY_PAUSE_SECONDS = 600.0
-"""Before a preset that did not fit the memory is tried again: another process may have used it."""
+"""Pause of a preset that did not fit the memory, which another process may have used."""
 _MAX_TRACEBACK_LETTERS = 4000
 
 
 def own_name() -> str:
-    """The name of this process where it evaluates: as a server, or as rank 0 of a training."""
+    """Return the name of this process as an evaluator: of a server, or of rank 0 of a training."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """A checkpoint to sample with a preset."""
+    """A checkpoint to sample and measure with a preset."""
 
     run: RunDirectory
     preset: Preset
     step: int
-    key: str  # of the weights, see `checkpoint_key`
-    attempts: int = 0  # failed ones
-    waited_seconds: float = 0.0  # since this server first saw it
+    key: str  # of the weights: see `checkpoint_key`
+    attempts: int = 0  # failed attempts
+    waited_seconds: float = 0.0  # since this server first saw the task
 
     @property
     def checkpoint(self) -> Path:
@@ -87,16 +87,16 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class CommittedWeights:
-    """The weights that COMMITTED of a checkpoint lists."""
+    """The weights in the COMMITTED file of a checkpoint."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    """`checkpoint_key` by weights (`model`, or `ema/` and the name of a profile)."""
-    is_there: bool = True  # COMMITTED exists
-    unreadable: str | None = None  # why it cannot be read
+    """`checkpoint_key` of each part (`model`, or `ema/` and the name of a profile)."""
+    is_there: bool = True  # true if COMMITTED exists
+    unreadable: str | None = None  # reason for which COMMITTED cannot be read
 
     @classmethod
     def read(cls, path: Path) -> "CommittedWeights":
-        """Read COMMITTED, of whose checkpoint no other file need exist."""
+        """Read COMMITTED, even if no other file of the checkpoint exists."""
         try:
             listed = files.read_committed(path.parent)
         except FileNotFoundError:
@@ -114,7 +114,7 @@ class CommittedWeights:
 
 
 def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
-    """Eight hexadecimal digits of the sha256 of the weights' checksums, in the files' order.
+    """Return 8 hex digits of the SHA-256 of the weights' checksums, in order of the files.
 
     None if COMMITTED cannot be read, or lists no such weights.
     """
@@ -128,45 +128,45 @@ def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | Non
 
 
 class NotHereError(errors.PlanError):
-    """This machine lacks what a preset needs; other servers may have it."""
+    """This machine lacks something that a preset needs, and other servers may have."""
 
 
 class Attempts(NamedTuple):
-    """Earlier attempts at a task."""
+    """The number of failed attempts at a task, and whether they are final."""
 
     number: int
-    is_final: bool  # no server may try again
+    is_final: bool  # true if no server may try again
 
 
 class Claim(NamedTuple):
-    """A task that this process works on."""
+    """A task that this process has claimed."""
 
     task: EvaluationTask
     lease: Lease
-    lost_by: str | None  # the server that died while it held the lease before
+    lost_by: str | None  # name of the server that died as the last holder; None: none did
 
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The end of an attempt."""
+    """The result of an attempt."""
 
     how: AttemptEnding
-    """`late`: another server has published the result, or has taken the task over."""
+    """`late`: another server has published the result, or taken the task over."""
     scores: Scores | None = None  # of the result, if `done`
-    reason: str = ""  # why it failed
-    is_final: bool = False  # no server may try again
-    is_hopeless_here: bool = False  # this server may not try other checkpoints with this preset
-    pause_seconds: float = 0.0  # for which it may not
-    facts: dict[str, Any] = field(default_factory=dict)  # more fields for the record
+    reason: str = ""  # of a failure, as text
+    is_final: bool = False  # true if no server may try again
+    is_hopeless_here: bool = False  # true if it must not try the preset here again
+    pause_seconds: float = 0.0  # for which this server must not try the preset
+    facts: dict[str, Any] = field(default_factory=dict)  # further fields for the record
 
 
 class Evaluate(Protocol):
-    """Samples and measures a checkpoint that is whole and needed."""
+    """Samples and measures a checkpoint that is complete, and cannot be deleted meanwhile."""
 
     def __call__(self, task: EvaluationTask, folder: Path, progress: Progress) -> Scores:
-        """Write the files of a result except scores.json to a folder.
+        """Write all files of a result except scores.json to a folder, and return the scores.
 
-        `progress` raises `Stopped` to abandon the work; it must not be caught.
+        `progress` raises `Stopped` to abandon the work; the error must not be caught.
         """
 
 
@@ -175,9 +175,9 @@ class Claims:
 
     Args:
         server: its name.
-        lease_seconds: after so long without a beat, other servers take its tasks over.
-        max_attempts: of a task.
-        pause_seconds: between two attempts at a task; after n failures, n times as long.
+        lease_seconds: time without a sign of life after which others take its tasks over.
+        max_attempts: at each task.
+        pause_seconds: between two attempts at a task, times the number of failures.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Claims:
         return newest.get("ended"), newest.get("server")
 
     def rests(self, task: EvaluationTask) -> bool:
-        """True if a task that has failed must not be tried again yet."""
+        """Return true while a failed task must not be tried again."""
         if not task.attempts:
             return False
         number, since = self._rests.get(_name(task), (0, 0.0))
@@ -215,10 +215,10 @@ class Claims:
         return time.monotonic() - since < self._pause * task.attempts
 
     def take(self, task: EvaluationTask) -> Claim | None:
-        """Claim a task; None if another server has it.
+        """Claim a task; returns None if another server holds it.
 
-        What a dead server has written of the result is removed. Its heartbeat stays until this
-        server needs the checkpoint, see `forget_server`.
+        The unfinished result of a dead server is removed; its heartbeat stays until this server
+        needs the checkpoint (see `forget_server`).
 
         Raises:
             OSError: the claim cannot be written.
@@ -235,20 +235,23 @@ class Claims:
             return None
         before = history(task.claim_path)[: lease.number]
         lost = before[-1] if before and before[-1].get("ended") is None else None
-        if lost is not None:  # if its holder is alive, it soon sees that the lease is lost
+        if lost is not None:  # a holder that is alive will soon notice the loss
             folder = _partial_result_path(task, lease.number - 1, lost)
             shutil.rmtree(folder, ignore_errors=True)
         return Claim(task, lease, str(lost.get("server")) if lost else None)
 
     def end(self, claim: Claim, how: str, **facts: Any) -> None:
-        """End a claim; if that cannot be written, `settle` tries again later."""
+        """End a claim; an ending that cannot be written is written by a later `settle`."""
+        # Counted here too: a full disk must not turn a failure into endless attempts.
         if how == "failed":
             self._own_failures[_name(claim.task)] = claim.task.attempts + 1
         self._unwritten.append(partial(claim.lease.end, how, **facts))
         self.settle()
 
+    # Before the write: a full disk must not turn a failure into endless attempts.
+
     def settle(self) -> None:
-        """Record the endings that could not be written before."""
+        """Write the endings of claims that could not be written before."""
         for write_ending in list(self._unwritten):
             with suppress(OSError):
                 write_ending()
@@ -256,7 +259,7 @@ class Claims:
 
 
 def count_attempts(records: Sequence[Mapping[str, Any]], preset: str) -> Attempts:
-    """Count the attempts at the preset with this `preset_key` in the records of a lease."""
+    """Count the failed or lost attempts at a preset (by `preset_key`) in the records of a lease."""
     counted = [
         record
         for number, record in enumerate(records)
@@ -270,14 +273,14 @@ def count_attempts(records: Sequence[Mapping[str, Any]], preset: str) -> Attempt
 
 
 class TaskProgress:
-    """Keeps the lease while work advances, shows progress, and ends the work on a stop request."""
+    """Keeps the lease while work advances, shows progress, and stops the work on request."""
 
     def __init__(self, lease: Lease, stop: process.StopSignal, shown: Progress) -> None:
         self._lease, self._stop, self._shown = lease, stop, shown
         self._checked_at = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """See `Progress`.
+        """Report progress, as `Progress` does.
 
         Raises:
             Stopped: the server must end, or another server has taken the task over.
@@ -302,12 +305,12 @@ def attempt(
     """Evaluate a checkpoint that this process has claimed; never raises.
 
     Args:
-        claim: the claim, which the caller ends.
-        needing: prevents the deletion of the checkpoint while it is entered.
+        claim: on the task, which the caller ends.
+        needing: context in which the checkpoint is not deleted.
         evaluate: samples and measures.
         progress: passed to `evaluate`.
         server: name of this server.
-        stuck_seconds: without progress for so long, the lease is lost.
+        stuck_seconds: time without progress after which the lease is lost.
     """
     task, lease = claim.task, claim.lease
     try:
@@ -318,6 +321,7 @@ def attempt(
             found = find_damage(task.checkpoint, task.preset.weights, checksums=False)
             if found:
                 return AttemptOutcome("damaged", reason=_damaged(task, found))
+            # Another server may have published while this one waited for the claim.
             known = task.directory.scores(task.preset.name, task.step)
             if known is not None and known["key"] == task.key:
                 return AttemptOutcome("late")
@@ -328,23 +332,24 @@ def attempt(
         return AttemptOutcome("done", scores) if is_first else AttemptOutcome("late")
     except process.Stopped:
         return AttemptOutcome("released" if lease.is_held else "late")
-    except Exception as error:  # a defect too must not prevent other evaluations
+    except Exception as error:  # a defect must not prevent other evaluations
         return _failed(task, lease, error)
 
 
 def forget_server(run: RunDirectory, name: str | None, own: str) -> None:
-    """Remove the heartbeat of a dead server, so that the checkpoints it needed may be deleted.
+    """Remove the heartbeat of a dead server, so that its checkpoints may be deleted.
 
-    If it is alive it writes its heartbeat again within a second. `name` is from a lease, which may
-    hold any text; None: no server died.
+    A server that is alive writes its heartbeat again within a second. `name` comes from a lease,
+    which may contain any text; None: no server died.
     """
+    # Compared with known servers, and never used as a path.
     for server in all_servers(run):
         if server.name == name != own:
             server.remove_heartbeat()
 
 
 def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutcome:
-    if not lease.is_held:  # another server has taken it over, and removed what this one wrote
+    if not lease.is_held:  # another server took it over, and removed this one's files
         return AttemptOutcome("late")
     if not isinstance(error, errors.LongtakeError | OSError):
         facts = {"traceback": "".join(traceback.format_exception(error))[-_MAX_TRACEBACK_LETTERS:]}
@@ -353,8 +358,8 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
     if checkpoint_key(task.checkpoint, task.preset.weights) != task.key:
         return AttemptOutcome("gone")
     if isinstance(error, errors.CheckpointError):
-        # Loading has compared all bytes. Damage is looked for again, lest a disk has once read
-        # wrongly; after another error, such as another model's weights, only missing files are.
+        # Loading has verified all bytes. Damage is looked for again, in case the disk has misread
+        # once; after another error, such as other weights, only missing files are looked for.
         reads = isinstance(error, files.DamagedCheckpointError)
         found = find_damage(task.checkpoint, task.preset.weights, checksums=reads)
         if found:
@@ -379,7 +384,7 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
 
 
 def format_error(error: Exception) -> str:
-    """The text of an error; of an OSError its path and reason, and what to do on a full disk."""
+    """Return an error's text; for an OSError its path, its reason, and advice for a full disk."""
     if not isinstance(error, OSError):
         return str(error)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -397,7 +402,7 @@ def _damaged(task: EvaluationTask, found: str) -> str:
 
 @contextmanager
 def partial_result(task: EvaluationTask, lease: Lease) -> Iterator[Path]:
-    """A folder to write a result to, beside the final one; removed unless it was published."""
+    """Create a folder for a result beside the final one; removed unless it was published."""
     folder = _partial_result_path(task, lease.number, lease.record)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -408,18 +413,18 @@ def partial_result(task: EvaluationTask, lease: Lease) -> Iterator[Path]:
 
 
 def publish(task: EvaluationTask, lease: Lease, folder: Path, scores: Scores) -> bool:
-    """Write scores.json and rename a result into place.
+    """Write scores.json, and rename a result's folder into place; returns false if it is late.
 
-    A result of other weights of that step is renamed to superseded/ if the checkpoint still has
-    the task's weights.
+    A result of other weights of that step is moved to superseded/, provided that the checkpoint
+    still has the task's weights.
     """
     fsio.write_json(folder / "scores.json", scores)
-    for path in folder.iterdir():  # a power loss may leave no published result with empty files
+    for path in folder.iterdir():  # else a power loss could leave published files empty
         with path.open("rb") as file:
             os.fsync(file)
     if not lease.is_held or not _make_way(task):
         return False
-    try:  # onto a folder with files in it, it fails
+    try:  # fails if the target has files in it
         folder.rename(task.directory.result_path(task.preset.name, task.step))
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
@@ -429,7 +434,7 @@ def publish(task: EvaluationTask, lease: Lease, folder: Path, scores: Scores) ->
 
 
 def _make_way(task: EvaluationTask) -> bool:
-    """Rename a result of other weights; whether the result's path is free now."""
+    """Move a result of other weights away; returns true if the result's path is free."""
     whole = task.directory.result_path(task.preset.name, task.step)
     if not whole.exists():
         return True
@@ -442,7 +447,7 @@ def _make_way(task: EvaluationTask) -> bool:
     others = (aside.with_name(f"{aside.name}-{number}") for number in count(2))
     try:
         whole.rename(next(each for each in chain([aside], others) if not each.exists()))
-    except FileNotFoundError:  # another server did it
+    except FileNotFoundError:  # another server moved it
         return not whole.exists()
     return True
 

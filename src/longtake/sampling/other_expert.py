@@ -1,6 +1,6 @@
-"""The transformer that a run does not train, where a release has two: to sample with, and export.
+"""The transformer that a run does not train, of a release with two, for sampling and export.
 
-It comes from the release, or from a checkpoint of another run, which has trained it.
+It is loaded from the release, or from a checkpoint of another run that has trained it.
 """
 
 from dataclasses import replace
@@ -30,19 +30,19 @@ def load_other(
     trust: bool = False,
     exact: bool = False,
 ) -> Components:
-    """The components of a run with the transformer that it does not train.
+    """Return the components of a run with the transformer that it does not train.
 
-    On a GPU its blocks' weights stay in the computer's memory and are copied block by block, so
-    that they take no memory beside the trained one's.
+    On a GPU its weights stay in host memory and are copied block by block, so that they need hardly
+    any memory beside the trained transformer's.
 
     Args:
         recipe: of the run.
         parts: of a release with two transformers.
         device: to sample on.
         run: another run, or one checkpoint of it; None: `sampling.other_expert`, or the release.
-            Its averaged weights are taken, where it keeps any.
+            Its averaged weights are used, if it keeps any.
         trust: run code that it names, even if another user began it.
-        exact: build what it quantises in its whole precision.
+        exact: build its quantised layers in full precision.
 
     Raises:
         RunError: there is no such run, or it names code and another user began it.
@@ -66,7 +66,7 @@ def load_other(
 
 
 def build_other(recipe: Recipe, parts: Components, *, weights: bool = True) -> nn.Module:
-    """The release's transformer that the recipe does not train, on the CPU; frozen.
+    """Build the release's transformer that the recipe does not train, frozen and on the CPU.
 
     Without `weights` it is on the meta device.
     """
@@ -80,7 +80,7 @@ def build_other(recipe: Recipe, parts: Components, *, weights: bool = True) -> n
 
 
 def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:
-    """Bytes of the other transformer on a device: on a GPU what is not streamed, and buffers."""
+    """Return the bytes of the other transformer on a device; on a GPU its blocks are streamed."""
     if recipe.model.expert is None:
         return 0
     model = build_other(recipe, parts, weights=False)
@@ -92,11 +92,11 @@ def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:
 
 
 def refuse_wrong_other(recipe: Recipe, run: Path | None = None) -> None:
-    """Refuse another run whose transformer is not the one that a recipe does not train.
+    """Refuse another run that has not trained the transformer which this recipe lacks.
 
     Raises:
         RunError: there is no such run.
-        RecipeError: it has trained another transformer.
+        RecipeError: it has trained another transformer, or modules of its own.
     """
     path = recipe.sampling.other_expert if run is None else run
     if path is None:

@@ -1,4 +1,4 @@
-"""Files that a preset names: found, read and checked, with small copies kept beside its results."""
+"""Files that a preset names: found, read and checked, and kept as small copies."""
 
 import errno
 import hashlib
@@ -27,13 +27,17 @@ _KEPT_SIZE = 256, 256
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of an input in `data.conditioning`."""
+    """A file of a reference input, with its content when it was found."""
 
     path: Path
-    content: str  # the first 16 hexadecimal digits of the file's sha256
+    content: str  # first 16 hex digits of the file's SHA-256
 
     def refuse_change(self) -> None:
-        """Refuse the file if it has changed since it was found."""
+        """Refuse the file if it has changed since it was found.
+
+        Raises:
+            RunError: it has changed, or cannot be read.
+        """
         try:
             is_same = content_of(self.path) == self.content
         except OSError as error:
@@ -48,7 +52,7 @@ class InputFile:
 
 
 InputFiles = Mapping[str, tuple[InputFile, ...]]
-"""By the names in `data.conditioning`: one for each prompt."""
+"""Files of reference inputs by name in `data.conditioning`, one per prompt."""
 
 
 def cannot_be_kept(path: Path, error: OSError) -> RunError:
@@ -59,13 +63,13 @@ def cannot_be_kept(path: Path, error: OSError) -> RunError:
 def read_input(
     section: config.ConditioningSection, path: Path, *, bucket: config.Bucket, stride: int = 1
 ) -> NDArray[Any]:
-    """A file of a further input for a video of a bucket's size, one sample of what training reads.
+    """Read a reference input for one video of a bucket's size, as training reads it.
 
-    Pixels are scaled to cover the bucket and cut in the middle; of a longer video or list of
-    numbers the first frames are taken.
+    Pixels are scaled to cover the bucket and cropped in the center; of a longer video or list of
+    numbers the first frames are used.
 
     Raises:
-        DataError: it cannot be read, or is not what the recipe says.
+        DataError: the file cannot be read, or is not what the recipe describes.
     """
     wanted = conditioning_alone(section, path, bucket, stride)
     try:
@@ -80,13 +84,13 @@ _SHOWN = config.ConditioningSection(kind="picture", path="shown")
 
 
 def read_picture(file: Path, bucket: config.Bucket) -> NDArray[np.uint8]:
-    """[H, W, 3]: a picture, or a video's first frame, scaled and cropped to the bucket's size."""
+    """[H, W, 3] Read a picture, or a video's first frame, in the bucket's size."""
     picture: NDArray[np.uint8] = read_input(_SHOWN, file, bucket=bucket)[:, 0]
     return np.ascontiguousarray(picture.transpose(1, 2, 0))
 
 
 def pictures_in(files: Iterable[Path], bucket: config.Bucket) -> list[NDArray[np.uint8]]:
-    """Pictures of further inputs, without those that are numbers."""
+    """Read the pictures among reference inputs; files of numbers are left out."""
     return [read_picture(file, bucket) for file in files if is_shown(file)]
 
 
@@ -95,10 +99,10 @@ def is_shown(file: Path) -> bool:
 
 
 def refuse_other_inputs(given: Mapping[str, Path], names: Sequence[str]) -> None:
-    """Refuse inputs other than those that a model was trained with.
+    """Refuse inputs other than those that the model was trained with.
 
     Raises:
-        DataError: one is missing, or is not among the names.
+        DataError: an input is missing, or unknown.
     """
     if set(given) == set(names):
         return
@@ -124,7 +128,7 @@ def kept_picture(preset_json: Path, number: int, name: str) -> Path:
 
 
 def keep_pictures(preset_json: Path, files: InputFiles, bucket: config.Bucket) -> None:
-    """Write the small copies that do not exist; none of a file that cannot be read any more."""
+    """Write the small copies that do not exist; a file that cannot be read any more gets none."""
     for name, of_prompts in files.items():
         for number, file in enumerate(of_prompts):
             path = kept_picture(preset_json, number, name)
@@ -164,7 +168,11 @@ def find_files(
     folder: Path | None,
     read_file: Callable[[Path], object],
 ) -> tuple[InputFile, ...]:
-    """One file for each prompt; each is read once, to find what is wrong with it."""
+    """Find one file per prompt, and read each once to find errors in it.
+
+    Raises:
+        RecipeError: the number of files is wrong, or one is missing or unreadable.
+    """
     key = f"conditioning.{name}"
     if len(files) not in (1, count):
         raise RecipeError(
@@ -185,7 +193,11 @@ def find_files(
 
 
 def find_file(key: str, file: Path, folder: Path | None) -> Path:
-    """The path of a file: beside the file that names it, else in the current folder."""
+    """Return the path of a file, beside the file that names it or in the current folder.
+
+    Raises:
+        RecipeError: it does not exist, or is outside of another user's run.
+    """
     if (
         folder is not None
         and RunDirectory(folder).exists()
@@ -206,7 +218,10 @@ def find_file(key: str, file: Path, folder: Path | None) -> Path:
 
 
 def _find_inside(key: str, file: Path, folder: Path) -> Path:
-    """Another user's run could name any file of this host, whose content the results would show."""
+    """Find a file inside of another user's run.
+
+    That run could otherwise name any file of this host, and the results would show its content.
+    """
     found, top = (folder / file).resolve(), folder.resolve()
     if not found.is_relative_to(top):
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Prompts of a preset: written in its table, lines of a file, captions of clips, or shipped."""
+"""Prompts of a preset, from its table, a file, captions of clips, or the shipped ones."""
 
 import json
 import re
@@ -25,20 +25,24 @@ from longtake.sampling.preset_files import (
 )
 
 DEFAULT = "default"
-"""The preset that is sampled if none is named."""
+"""Name of the preset that is sampled if no other is named."""
 _SHIPPED_PROMPTS = Path(__file__).with_name("prompts")
 _NUM_CAPTIONS = 4
-"""Prompts of the default preset from held-out captions, and as many from trained captions."""
+"""Number of held-out captions, and of trained captions, that the default preset samples."""
 _MAX_CLIPS_READ = 1000
 _MAX_LINES_NAMED = 10
 _FLAG = re.compile(r"(?<!\S)--[a-z][a-z_]*(?=[\s=]|$)")
-"""Such as the `--w 64` of kohya's trainers, but no dash between words."""
+"""Settings such as kohya's `--w 64`, but no dash between words."""
 
 
 def find_prompts(
     section: config.PresetSection, bucket: config.Bucket, folder: Path | None
 ) -> tuple[str, ...]:
-    """The prompts of a preset; if it sets none, the shipped ones for videos or for images."""
+    """Return a preset's prompts; if it sets none, the shipped ones for videos or for images.
+
+    Raises:
+        RecipeError: a prompt is empty or has settings in it, or the file cannot be read.
+    """
     if section.prompts_file is not None:
         return read_prompts(find_file("prompts_file", section.prompts_file, folder))
     if section.prompts is None:
@@ -54,10 +58,10 @@ def find_prompts(
 
 
 def with_trigger(prompts: Sequence[str], recipe: config.Recipe) -> tuple[str, ...]:
-    """Prompts with the trigger word in place of `[trigger]`, as in captions.
+    """Replace `[trigger]` in prompts by the trigger word, as in captions.
 
     Raises:
-        RecipeError: a prompt has it, and the recipe no trigger word.
+        RecipeError: a prompt has `[trigger]`, and the recipe no trigger word.
     """
     trigger = recipe.data.trigger
     without = [] if trigger else [each for each in prompts if config.TRIGGER in each]
@@ -70,10 +74,10 @@ def with_trigger(prompts: Sequence[str], recipe: config.Recipe) -> tuple[str, ..
 
 
 def refuse_flags(prompt: str, where: str) -> None:
-    """Refuse settings in a prompt, which would be sampled as words.
+    """Refuse settings inside a prompt, which would be sampled as words.
 
     Raises:
-        RecipeError: names them and the keys to write instead.
+        RecipeError: names them, and the keys to use instead.
     """
     if flags := _FLAG.findall(prompt):
         raise RecipeError(
@@ -86,7 +90,11 @@ def refuse_flags(prompt: str, where: str) -> None:
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """The lines of a file without the spaces around them; those that begin with # are remarks."""
+    """Return the stripped lines of a prompts file, without comments (lines that begin with #).
+
+    Raises:
+        RecipeError: the file cannot be read, or has an empty line, or settings in a prompt.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -96,7 +104,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     try:
         lines = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        # Counted in the bytes as they are; Python counts from behind a byte order mark.
+        # Python counts from behind a byte order mark; the message counts the file's bytes.
         start = error.start + (len(content) - len(error.object))
         line = content[:start].count(b"\n") + 1
         raise RecipeError(
@@ -104,7 +112,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
             f"0x{content[start]:02x}. Save it as UTF-8."
         ) from None
     if not lines[-1].strip():
-        lines.pop()  # what stands behind the last line's end
+        lines.pop()  # empty text after the last line break
     prompts = {
         number: prompt
         for number, prompt in enumerate(map(str.strip, lines), 1)
@@ -127,10 +135,10 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
 
 def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
-    """`prompts` of the default preset, and `conditioning` of a model that takes further inputs.
+    """Return `prompts` of the default preset, and `conditioning` if the model takes inputs.
 
-    They are captions of held-out and of trained clips. Prompts that were sampled before are kept
-    if later catalogs differ. Empty if no caption is known; then the shipped prompts are sampled.
+    They are captions of held-out and of trained clips. Prompts that were sampled before are kept if
+    catalogs change later. Empty if no caption is known; then the shipped prompts are sampled.
     """
     if run is None:
         return {}
@@ -158,7 +166,7 @@ def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
 
 
 def _file_of(clip: Clip, name: str, section: config.ConditioningSection, run: RunDirectory) -> Path:
-    """The file of a clip's further input; numbers of a catalog are written into the preset's."""
+    """Return the file of a clip's reference input; numbers of a catalog are written to one."""
     given = given_to(clip, section)
     if isinstance(given, str):
         return Path(given)
@@ -175,7 +183,7 @@ def _file_of(clip: Clip, name: str, section: config.ConditioningSection, run: Ru
 
 
 def _captioned(path: Path, inputs: Mapping[str, config.ConditioningSection]) -> Iterator[Clip]:
-    """Clips of a catalog with different captions; none if it cannot be read or lacks an input."""
+    """Yield clips with distinct captions; none if the catalog is unreadable or lacks an input."""
     try:
         catalog = Catalog.load(path)
         refuse_without_conditioning(catalog, inputs)

@@ -1,7 +1,7 @@
-"""Presets: prompts, seeds, settings and further inputs that are sampled; torch-free.
+"""Presets: prompts, seeds, settings and reference inputs to sample with; imports no torch.
 
-They are defined in three places, and a key in a later one replaces the same key of an earlier one:
-shipped with longtake, the recipe's [evaluation.presets], a file given with `--presets`.
+They are defined in three places, of which a later one replaces single keys of the earlier ones:
+longtake's presets.toml, the recipe's [evaluation.presets], and a file given with `--presets`.
 """
 
 import tomllib
@@ -32,7 +32,7 @@ _BATCH_SIZE = 4
 _MIN_FPS, _MAX_FPS = 0.1, 1000
 
 Table = Mapping[str, Any]
-"""Keys of `PresetSection`."""
+"""A preset's table: keys and values of `PresetSection`."""
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,36 @@ class Request:
     prompt: str
     seed: int
     conditioning: Mapping[str, Path] = field(default_factory=dict)
-    """Files of further inputs by their names in `data.conditioning`."""
+    """Files of reference inputs by name in `data.conditioning`."""
 
 
 @dataclass(frozen=True)
 class PresetTables:
-    """The tables of all places, merged."""
+    """Tables of all places, merged by preset."""
 
-    known: dict[str, dict[str, Any]]  # the keys of each preset
-    folders: dict[str, dict[str, Path | None]]  # of the file that sets each key of each preset
+    known: dict[str, dict[str, Any]]  # keys of each preset
+    folders: dict[str, dict[str, Path | None]]  # of the file that sets a key, by preset and key
     of_run: tuple[str, ...]  # names of the presets in the recipe
-    of_own: tuple[str, ...]  # and in the file given with `--presets`
+    of_own: tuple[str, ...]  # names of the presets in the file given with `--presets`
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A set of videos that is sampled of each checkpoint."""
+    """A set of videos that is sampled from each checkpoint."""
 
-    name: str  # of its folder below evaluations/
+    name: str  # name of its folder below evaluations/
     prompts: tuple[str, ...]
-    seeds: tuple[int, ...]  # each prompt is sampled with each of them
+    seeds: tuple[int, ...]  # each prompt is sampled with each seed
     settings: config.SamplingSection
-    bucket: config.Bucket  # the videos' size
+    bucket: config.Bucket  # size of the videos
     weights: str  # `model`, or `ema/` and the name of a profile
     batch_size: int = _BATCH_SIZE  # videos sampled at once
-    decoding: str = "auto"  # or `whole`, or `tiles`
-    measures: tuple[str, ...] = ()  # additional ones, each as `module:Class`
-    conditioning: InputFiles = field(default_factory=dict, hash=False)  # one a prompt, by name
+    decoding: str = "auto"  # `auto`, `whole` or `tiles`
+    measures: tuple[str, ...] = ()  # additional measures, each as `module:Class`
+    conditioning: InputFiles = field(default_factory=dict, hash=False)  # per prompt, by name
 
     def requests(self) -> list[Request]:
-        """All videos, prompt by prompt; of each prompt one per seed."""
+        """Return the videos to sample, prompt by prompt, with one video per seed."""
         return [
             Request(prompt, seed, {name: of[number].path for name, of in self.conditioning.items()})
             for number, prompt in enumerate(self.prompts)
@@ -83,12 +83,12 @@ class Preset:
         return f"{number:02d}_s{self.seeds[seed]}{suffix_of(self.bucket)}"
 
     def as_record(self) -> dict[str, Any]:
-        """Content of preset.json: all that determines what the videos show, and nothing else."""
+        """Return the content of preset.json: exactly those settings that determine the videos."""
         contents = {
             name: [each.content for each in of_prompts]
             for name, of_prompts in self.conditioning.items()
         }
-        # What is unset is left out: records of before there were such keys are equal.
+        # Unset keys are left out, so that records from before they existed stay equal.
         later = ("negative_prompt", "guidance_scale_2", "other_expert")
         unset = [name for name in later if not getattr(self.settings, name)]
         return {
@@ -102,7 +102,7 @@ class Preset:
         }
 
     def refuse_changed_files(self) -> None:
-        """Refuse files of further inputs that have changed since the preset was read.
+        """Refuse reference inputs whose files have changed since the preset was read.
 
         Raises:
             RunError: a file has changed, or is gone.
@@ -117,17 +117,17 @@ def preset_names(
     beside: Path | None = None,
     own: Path | None = None,
 ) -> list[str]:
-    """Names of the presets to sample, each once.
+    """Return the names of the presets to sample, each once.
 
     Args:
         recipe: of the run.
-        names: given with `--preset`. If there are none: those in the file given with `--presets`,
-            else `evaluation.run`, else all in the recipe, else `default`.
+        names: given with `--preset`. Without any, those in the file given with `--presets` are
+            sampled, else `evaluation.run`, else all in the recipe, else `default`.
         beside: the run directory.
         own: the file given with `--presets`.
 
     Raises:
-        RecipeError: a file of presets is wrong.
+        RecipeError: a file of presets is invalid.
     """
     tables = read_tables(recipe, beside, own)
     wanted = names or tables.of_own or recipe.evaluation.run or tables.of_run or [DEFAULT]
@@ -135,10 +135,10 @@ def preset_names(
 
 
 def training_presets(recipe: config.Recipe, run: RunDirectory) -> list[Preset]:
-    """The presets that the recipe samples in training; none if it samples none.
+    """Return the presets that a recipe samples during training; empty without `sampling.every`.
 
     Raises:
-        RecipeError: one is unknown or wrong, or another one has results under its name.
+        RecipeError: one is unknown or invalid, or its name has results of another preset.
     """
     if recipe.sampling.every is None:
         return []
@@ -147,12 +147,12 @@ def training_presets(recipe: config.Recipe, run: RunDirectory) -> list[Preset]:
     directory = EvaluationDirectory(run)
     for preset in found:
         if directory.preset_path(preset.name).exists():
-            keep_preset(directory, preset)  # refuses another than that of the results
+            keep_preset(directory, preset)  # refuses a preset other than that of the results
     return found
 
 
 def refuse_unknown(tables: PresetTables, names: Iterable[str]) -> None:
-    """Refuse presets that are defined nowhere.
+    """Refuse names of presets that are not defined.
 
     Raises:
         RecipeError: names the unknown preset and the known ones.
@@ -170,12 +170,12 @@ def refuse_unknown(tables: PresetTables, names: Iterable[str]) -> None:
 def find_preset(
     recipe: config.Recipe, name: str, beside: Path | None = None, own: Path | None = None
 ) -> Preset:
-    """One preset; keys that it does not set are the recipe's.
+    """Return one preset, with the recipe's values for keys that it does not set.
 
-    Whether codec and model can take its size is checked by `SamplerLoader.check`.
+    `SamplerLoader.check` refuses a size that codec and model cannot take.
 
     Raises:
-        RecipeError: it is unknown, or a value is invalid.
+        RecipeError: the preset is unknown, or a value is invalid.
     """
     tables = read_tables(recipe, beside, own)
     refuse_unknown(tables, [name])
@@ -191,9 +191,9 @@ def find_preset(
 
 
 def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
-    """Write preset.json and small copies of the pictures unless they exist.
+    """Write preset.json and small copies of the pictures, unless they exist.
 
-    If they exist nothing is written, so that a full disk does not refuse the preset.
+    Nothing is written if they exist, so that a full disk does not refuse a known preset.
 
     Raises:
         RecipeError: the results under this name are of another preset.
@@ -253,7 +253,7 @@ def read_tables(
 
     Args:
         recipe: of the run.
-        beside: the run directory; files that the recipe names are looked for in it.
+        beside: the run directory, in which files that the recipe names are looked for.
         own: the file given with `--presets`.
 
     Raises:
@@ -273,7 +273,7 @@ def read_tables(
     folders: dict[str, dict[str, Path | None]] = {}
     for folder, tables in places:
         for name, table in tables.items():
-            # Prompts in a later place replace those of an earlier one, however both are given.
+            # Prompts of a later place replace those of an earlier one, also if one is a file.
             prompts = {"prompts", "prompts_file"}
             gone = prompts if prompts & table.keys() else set()
             before = known.get(name, {})
@@ -293,6 +293,7 @@ def _read_presets(path: Path, recipe: config.Recipe) -> dict[str, dict[str, Any]
         raise RecipeError(f"The presets {path} are not valid TOML: {error}.") from None
     for name, table in tables.items():
         _refuse_unknown_keys(path, name, table)
+    # Parsed as a part of the whole recipe, against which some values are validated.
     values = recipe.model_dump(exclude_none=True)
     values["evaluation"]["presets"] = tables
     parsed = config.parse(values, source=str(path)).evaluation.presets
@@ -322,7 +323,7 @@ def settings_for(
     width: int | None = None,
     **changes: object,
 ) -> tuple[config.SamplingSection, config.Bucket]:
-    """The recipe's [sampling] and first bucket, with the values that are not None.
+    """Return the recipe's [sampling] and first bucket, changed by the values that are not None.
 
     Raises:
         RecipeError: a value is out of range, or the negative prompt has `[trigger]` without one.
@@ -339,7 +340,7 @@ def settings_for(
 
 
 def _preset_weights(recipe: config.Recipe, profile: str | None) -> str:
-    """The part of a checkpoint that a preset samples: `model`, or `ema/` and a profile's name."""
+    """Return the part of a checkpoint that a preset samples: `model`, or `ema/` and a profile."""
     kept = [each.name for each in recipe.ema.averages()]
     wanted = recipe.ema.sampled() if profile is None else profile
     if wanted is None or wanted == "none":
@@ -360,7 +361,11 @@ def _preset_weights(recipe: config.Recipe, profile: str | None) -> str:
 def weights_to_sample(
     recipe: config.Recipe, *, ema: bool | None = None, profile: str | None = None
 ) -> str:
-    """The part of a checkpoint that options ask for: `model`, or `ema/` and a profile's name."""
+    """Return the part of a checkpoint that options select: `model`, or `ema/` and a profile.
+
+    Raises:
+        RecipeError: the options contradict each other, or the run keeps no such average.
+    """
     kept = [each.name for each in recipe.ema.averages()]
     if profile is not None and ema is False:
         raise RecipeError(
@@ -402,12 +407,12 @@ def refuse_unwritable(bucket: config.Bucket, fps: float) -> None:
 
 
 def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
-    """Write a preset's record to preset.json unless it exists."""
+    """Write a preset's record to preset.json unless it exists; refuse another record there."""
     try:
         kept = _read_record(path)
         if not kept:
             if not fsio.write_once(path, record) and not _read_record(path):
-                fsio.write_json(path, record, by_many=True)  # what is there cannot be read
+                fsio.write_json(path, record, by_many=True)  # replaces an unreadable file
             kept = _read_record(path)
     except OSError as error:
         raise cannot_be_kept(path, error) from error

@@ -1,4 +1,4 @@
-"""Samples videos from checkpoints: weights, guidance, solver, codec, within the memory there is.
+"""Samples videos from checkpoints, with strategies that fit the available memory.
 
 `Sampler.sample` is a function of a loaded model, requests and settings. `SamplerLoader` loads the
 checkpoints of a run into one model, one after another.
@@ -35,14 +35,14 @@ from longtake.trust import refuse_foreign_code
 T = TypeVar("T")
 
 _ACTIVATION_BYTES = 2 * 2**30
-"""Free GPU memory that `auto` wants beyond the weights of the largest part."""
+"""Free GPU memory that device "auto" requires beyond the weights of the largest part."""
 _PART_NAMES = {"text": "text encoder", "model": "model", "codec": "codec"}
 _USE_LESS = "Sample fewer frames or a smaller size, or use a GPU with more memory."
 
 
 @dataclass(frozen=True)
 class MemoryStrategy:
-    """Settings with which videos of one size fit the memory."""
+    """Settings that limit the memory of sampling videos of one size."""
 
     two_passes: bool = False
     at_once: int | None = None
@@ -57,7 +57,11 @@ class MemoryStrategy:
         return ", ".join(filter(None, parts)) or "all at once"
 
     def next_cheaper(self, count: int, bucket: Bucket, *, may_split: bool) -> "MemoryStrategy":
-        """The strategy to try after this one did not fit `count` videos of a size."""
+        """Return the strategy to try after this one did not fit `count` videos of a size.
+
+        Raises:
+            PlanError: a single video does not fit.
+        """
         if may_split and not self.two_passes:
             return replace(self, two_passes=True)
         if count > 1:
@@ -66,20 +70,21 @@ class MemoryStrategy:
 
 
 ONE_BY_ONE = MemoryStrategy(two_passes=True, at_once=1)
-"""For ranks that share a model: they cannot try another one when memory ends on one of them."""
+"""For ranks that share a model: they cannot try another strategy if one rank's memory is full."""
 
 
 @dataclass
 class MemoryFallback:
-    """Tries strategies until one fits, and starts from it the next time.
+    """Tries strategies until one fits, and starts with it the next time.
 
-    At first everything is tried at once; when memory runs out guidance in two passes, then half of
-    the videos at a time, and half of those; for decoding, tiles. No finished work is repeated.
+    The first strategy samples everything at once. When memory runs out, guidance takes two passes,
+    then half of the videos are sampled at a time, and so on; decoding falls back to tiles. No
+    finished work is repeated.
     """
 
     strategies: dict[Bucket, MemoryStrategy] = field(default_factory=dict)
     first: MemoryStrategy = MemoryStrategy()
-    """Strategies to try first for videos of another size."""
+    """Strategy to try first for videos of a new size."""
 
     def denoise(
         self,
@@ -89,7 +94,11 @@ class MemoryFallback:
         *,
         uses_guidance: bool,
     ) -> Tensor:
-        """Latents of all videos, denoised in parts that fit."""
+        """Denoise all videos in parts that fit; returns their latents.
+
+        Raises:
+            PlanError: a single video does not fit.
+        """
         strategy = self.strategies.get(bucket, self.first)
         done: list[Tensor] = []
         start = 0
@@ -105,7 +114,11 @@ class MemoryFallback:
         return torch.cat(done)
 
     def decode(self, decode: Callable[[bool], T], bucket: Bucket, *, decoding: str) -> T:
-        """The result of a function that decodes in tiles or not."""
+        """Return the result of `decode`, which gets whether to decode in tiles.
+
+        Raises:
+            PlanError: the video does not fit, even in tiles if these are allowed.
+        """
         strategy = self.strategies.get(bucket, self.first)
         if decoding != "auto":
             strategy = replace(strategy, tiles=decoding == "tiles")
@@ -121,13 +134,13 @@ class MemoryFallback:
 
 
 def try_within_memory(work: Callable[..., T], *arguments: object) -> T | None:
-    """The result of a function; None if memory ran out, and then what it held is freed."""
+    """Return the result of a function; if memory runs out, free what it held and return None."""
     try:
         return work(*arguments)
     except (MemoryError, RuntimeError) as error:
         if not numerics.is_out_of_memory(error):
             raise
-    # Not in the except clause: there the traceback still references every tensor of its frames.
+    # Outside of the except clause, in which the traceback references every tensor of its frames.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -135,7 +148,11 @@ def try_within_memory(work: Callable[..., T], *arguments: object) -> T | None:
 
 
 def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
-    """Refuse a GPU whose memory does not hold the weights of the largest part."""
+    """Refuse a GPU whose memory does not hold the weights of the largest part.
+
+    Raises:
+        PlanError: the weights take all of the GPU's memory.
+    """
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -149,25 +166,25 @@ def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
 
 
 def streams_for_sampling(recipe: Recipe) -> bool:
-    """True if a model's frozen weights are streamed on a GPU that has no room for them."""
+    """Return true if frozen weights may be streamed to a GPU that has no room for them."""
     return recipe.model.stream != "none" and recipe.trainable.base() != "full"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where videos are sampled."""
+    """The device on which videos are sampled."""
 
     device: torch.device
-    why: str = ""  # a sentence, where the device was not named
-    streams: bool = False  # frozen weights are copied to the device just in time
+    why: str = ""  # a sentence if the device was chosen; empty if it was named
+    streams: bool = False  # true if frozen weights are copied to the device block by block
 
 
 def place(wanted: str, parts: Components, recipe: Recipe) -> Placement:
-    """The device to sample on.
+    """Choose the device to sample on.
 
-    `auto` is the GPU with most free memory if that holds the largest part and some activations,
-    else the CPU: another process may train on the GPU. The model counts with two blocks' weights
-    where these can be streamed; they are if there is no room for all.
+    "auto" is the GPU with the most free memory if that holds the largest part and some activations,
+    else the CPU, since another process may train on the GPU. If the model's frozen weights can be
+    streamed, two blocks of them count; they are streamed only if not all of them fit.
     """
     if wanted != "auto" or not torch.cuda.device_count():
         device = pick_device(wanted)
@@ -192,37 +209,38 @@ def place(wanted: str, parts: Components, recipe: Recipe) -> Placement:
 
 
 def _free_bytes(device: torch.device | int) -> int:
-    """Free bytes of a GPU, by NVML: a question by CUDA would first take memory for a context."""
+    """Return a GPU's free bytes by NVML; CUDA itself would first allocate a context."""
     total = torch.cuda.get_device_properties(device).total_memory
     return total - torch.cuda.device_memory_used(device)
 
 
 def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
-    """Bytes of the largest part; `more` bytes are added to the model's."""
+    """Return the bytes of the largest part with activations; `more` is added to the model's."""
     needed = parts.part_bytes()
     needed["model"] += more
     if streams:
         sizes = [streamed.streamed_bytes(block) for block in parts.family.blocks(parts.model)]
+        # With streaming, buffers of two blocks replace the weights of all blocks.
         needed["model"] += streamed.NUM_BUFFERS * max(sizes, default=0) - sum(sizes)
     return max(needed.values()) + _ACTIVATION_BYTES
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """The conditioning of N videos, of which any part can be sampled on its own."""
+    """The conditioning of N videos, of which any part can be sampled separately."""
 
     predict: Callable[[Tensor, Tensor, Conditioning], Tensor]
-    """Maps noisy latents [B, C, F, H, W], sigmas [B] and conditioning to a velocity in fp32."""
-    conditional: Conditioning  # with the prompts, each [N, ...]
-    unconditional: Conditioning | None  # with the negative prompt; None: one pass is enough
+    """Maps noisy latents [B, C, F, H, W], sigmas [B] and conditioning to velocities in fp32."""
+    conditional: Conditioning  # by the prompts; tensors [N, ...]
+    unconditional: Conditioning | None  # by the negative prompt; None: no second pass
     scale: float  # of classifier-free guidance
     guided: Callable[[Tensor, Tensor, float], Tensor] = solver.guided
 
     def velocity(self, part: slice, *, two_passes: bool) -> solver.Velocity:
-        """The guided velocity of some of the videos.
+        """Return the guided velocity of some of the videos.
 
-        One pass for both halves takes twice the memory of two passes. Results are equal up to the
-        rounding of matrix products of another size.
+        A single pass over both halves takes twice the memory of two passes. Results are equal
+        except for the rounding of matrix products of another size.
         """
         conditional = {name: value[part] for name, value in self.conditional.items()}
         if self.unconditional is None:
@@ -249,19 +267,19 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A model with trained weights."""
+    """A model with trained weights, its codec and text encoder."""
 
-    components: Components  # text encoder, model, codec; on a GPU is only the one that works
+    components: Components  # on a GPU, only the part at work
     recipe: Recipe
-    step: int  # optimizer updates of the weights
+    step: int  # number of steps that the weights were trained
     device: torch.device
-    precision: numerics.Precision  # in which the run is trained
-    weights: str = "model"  # or `ema/` and the name of a profile
+    precision: numerics.Precision  # of the run's training
+    weights: str = "model"  # `model`, or `ema/` and the name of a profile
     memory: MemoryFallback = field(default_factory=MemoryFallback)
     prompts: dict[tuple[str, ...], Conditioning] = field(default_factory=dict)
-    """Embeddings, on the CPU, by the prompt and files of pictures that are encoded with it."""
+    """Embeddings on the CPU, by prompt and the files of pictures that are encoded with it."""
     is_shared: bool = False
-    """Several ranks sample together; only `sample` asks the others to run the model."""
+    """True if several ranks sample together; only `sample` makes the others run the model."""
 
     def sample(
         self,
@@ -272,24 +290,24 @@ class Sampler:
         *,
         decoding: str = "auto",
     ) -> NDArray[np.uint8]:
-        """Videos [N, F, H, W, 3] of the bucket's size; each depends on its own request only.
+        """Sample videos [N, F, H, W, 3] of the bucket's size; each depends on its own request only.
 
-        Bitwise equal when repeated in the same batches. In other batches, or in two passes, some
-        values differ by one grey level: matrix products with one row per video are computed by
-        another kernel if there is only one row.
+        Repeated in the same batches, results are bitwise equal. In other batches or in two passes,
+        some values differ by one grey level, since matrix products with a single row per video use
+        another kernel.
 
         Args:
-            requests: one for each video.
-            settings: of the solver.
-            bucket: the size.
+            requests: one per video.
+            settings: of solver and guidance.
+            bucket: size of the videos.
             on_step: called after each step with the number of finished steps.
-            decoding: `whole`, `tiles`, or `auto`: what fits the memory.
+            decoding: `whole`, `tiles`, or `auto` for what fits the memory.
 
         Raises:
             RecipeError: the codec or the model cannot divide the bucket, or a negative prompt would
                 have no effect.
             ModelError: the model is built for another shape.
-            DataError: a request lacks a further input of the model, or it cannot be read.
+            DataError: a request lacks a reference input of the model, or it cannot be read.
             PlanError: not even one video fits the memory.
             SamplingError: latents or decoded pixels are NaN or infinite.
         """
@@ -315,7 +333,7 @@ class Sampler:
             )
 
         parts.bring("model", self.device)
-        with torch.no_grad():  # no inference tensors: what a module keeps is trained with later
+        with torch.no_grad():  # not inference_mode: modules may cache tensors for training
             uses_guidance = guide.unconditional is not None
             latents = self.memory.denoise(denoise, count, bucket, uses_guidance=uses_guidance)
             latents = parts.family.inputs.with_given(latents, guide.conditional)
@@ -327,7 +345,7 @@ class Sampler:
     def _velocity(
         self, guide: Guidance, part: slice, settings: SamplingSection, *, two_passes: bool
     ) -> solver.Velocity:
-        """By the transformer that serves each sigma, where a release has two."""
+        """Return a velocity; of two transformers, the one that serves the sigma predicts it."""
         mine, experts = guide.velocity(part, two_passes=two_passes), self.components.experts
         if experts is None:
             return mine
@@ -351,7 +369,7 @@ class Sampler:
     def encode_prompts(
         self, requests: Sequence[Request], bucket: Bucket, negative_prompt: str
     ) -> None:
-        """Encode what `sample` will need of these prompts, so that it needs no text encoder."""
+        """Encode all that `sample` needs of these prompts, so that it needs no text encoder."""
         sees_pictures = bool(self.components.family.text.pictures)
         read = self._read_inputs(requests, bucket) if sees_pictures else {}
         self._encode_text([each.prompt for each in requests], requests, read)
@@ -361,7 +379,11 @@ class Sampler:
         return self.components.text.unknown_words(prompt)
 
     def _refuse_non_finite(self, latents: Tensor) -> None:
-        """Raise instead of decoding latents that would become a black video."""
+        """Refuse latents that would be decoded to a black video.
+
+        Raises:
+            SamplingError: latents hold NaN or inf.
+        """
         bad = int((~torch.isfinite(latents.flatten(1)).all(dim=1)).sum())
         if not bad:
             return
@@ -376,7 +398,7 @@ class Sampler:
         )
 
     def _decoding_error(self, latents: Tensor, error: SamplingError) -> str:
-        """The message for a video whose latents are finite."""
+        """Explain why a video with finite latents cannot be decoded."""
         modules = self.components.codec.modules()
         weights = [each for module in modules for each in module.parameters()]
         largest = latents.abs().max().item()
@@ -392,7 +414,7 @@ class Sampler:
         )
 
     def _decode(self, latents: Tensor, bucket: Bucket, decoding: str) -> NDArray[np.uint8]:
-        """One video [1, F, H, W, 3], so that only one is in pixels on the device."""
+        """Decode one video [1, F, H, W, 3], so that the device holds the pixels of one only."""
 
         def decode(tiles: bool) -> NDArray[np.uint8]:
             try:
@@ -406,7 +428,7 @@ class Sampler:
     def _guidance(
         self, requests: Sequence[Request], bucket: Bucket, scale: float, negative_prompt: str
     ) -> Guidance:
-        """Classifier-free guidance, unless the scale is an input of the model or at most 1."""
+        """Return guidance; one pass if the scale is at most 1, or is an input of the model."""
         parts, read = self.components, self._read_inputs(requests, bucket)
         prompts = [request.prompt for request in requests]
         conditional = self._encode_text(prompts, requests, read)
@@ -431,9 +453,9 @@ class Sampler:
         requests: Sequence[Request],
         read: Mapping[str, Tensor],
     ) -> Conditioning:
-        """Encodes each distinct prompt alone, so that its embeddings are always bitwise equal."""
+        """Encode each distinct prompt alone, so that its embeddings are always bitwise equal."""
         pictures, encoded = self.components.family.text.seen_pictures(read), list[Conditioning]()
-        sizes = [str(tuple(each.shape[-2:])) for each in pictures.values()]  # of the bucket
+        sizes = [str(tuple(each.shape[-2:])) for each in pictures.values()]  # in the bucket's size
         for row, prompt in enumerate(prompts):
             files = (str(requests[row].conditioning[name]) for name in pictures)
             if (key := (prompt, *files, *sizes)) not in self.prompts:
@@ -447,7 +469,7 @@ class Sampler:
         }
 
     def _read_inputs(self, requests: Sequence[Request], bucket: Bucket) -> dict[str, Tensor]:
-        """Tensors of the files that the requests name, for each input that the model gets."""
+        """Read the files that the requests name, for each reference input of the model."""
         inputs, stride = self.recipe.model_inputs(), self.recipe.data.frame_stride
         for request in requests:
             preset_files.refuse_other_inputs(request.conditioning, list(inputs))
@@ -462,8 +484,8 @@ class Sampler:
         return found
 
     def predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
-        """The velocity in fp32, as `Guidance.predict`."""
-        # Weights in bf16 compute in bf16 without autocast, as in training.
+        """Predict velocities in fp32, as `Guidance.predict`."""
+        # bf16 weights compute in bf16 without autocast, as in training.
         precision = "fp32" if self.recipe.model.dtype == "bf16" else self.precision
         with numerics.autocast(precision, self.device):
             return self.components.predict_velocity(latents, sigmas, conditioning).float()
@@ -476,10 +498,10 @@ def fitting_shape(components: Components, recipe: Recipe, bucket: Bucket) -> Lat
 
 
 def refuse_unfitting(components: Components, recipe: Recipe, preset: Preset) -> None:
-    """Refuse a preset whose size the codec or the model cannot divide, or that has no effect.
+    """Refuse a preset whose size codec or model cannot divide, or whose settings have no effect.
 
     Raises:
-        RecipeError: names the nearest size that both can take.
+        RecipeError: names the nearest size that both support.
     """
     try:
         fitting_shape(components, recipe, preset.bucket)
@@ -490,10 +512,11 @@ def refuse_unfitting(components: Components, recipe: Recipe, preset: Preset) -> 
 
 
 def refuse_unused_guidance(components: Components, settings: SamplingSection) -> None:
-    """Refuse a negative prompt, or a scale of the second expert, that would have no effect.
+    """Refuse a negative prompt, or a scale for the second expert, that would have no effect.
 
     Raises:
-        RecipeError: the model has learnt guidance, or there is none, or it has no second expert.
+        RecipeError: the model has distilled guidance, the scale makes no second pass, or there is
+            no second expert.
     """
     scale, second = settings.guidance_scale, settings.guidance_scale_2
     scale = components.defaults.guidance_scale if scale is None else scale
@@ -525,16 +548,16 @@ def _noise(seed: int, shape: LatentShape) -> Tensor:
 
 
 class SamplerLoader:
-    """Keeps a run's model, codec and text encoder in memory, and loads checkpoints into the model.
+    """Keeps a run's model, codec and text encoder in memory, to load checkpoints into the model.
 
     Args:
         run: whose checkpoints are sampled.
-        device: `cpu`, `cuda`, one GPU such as `cuda:1`; `auto`: the GPU with most free memory, or
-            the CPU if no GPU has enough.
+        device: `cpu`, `cuda`, one GPU such as `cuda:1`, or `auto`: the GPU with the most free
+            memory, or the CPU if no GPU has enough.
         trust: run code that the run names, even if another user began it.
-        exact: build what the run quantises in its whole precision, to write it.
+        exact: build quantised layers in full precision, to export them.
         other_expert: see `load_other`; None: `sampling.other_expert`.
-        with_other: load the transformer that the run does not train, where a release has two.
+        with_other: load the transformer that the run does not train, if its release has two.
 
     Raises:
         RunError: there is no run, or it names code and another user began it.
@@ -556,7 +579,7 @@ class SamplerLoader:
         self.run, self.recipe = run, run.recipe()
         if exact:
             self.recipe = with_exact_weights(self.recipe)
-        # Without presets: their measures are loaded elsewhere.
+        # Without presets, since their measures are loaded elsewhere.
         model_recipe = self.recipe.model_copy(update={"evaluation": EvaluationSection()})
         refuse_foreign_code(run, trust=trust, recipe=model_recipe)
         refuse_wrong_other(self.recipe, other_expert)
@@ -569,7 +592,7 @@ class SamplerLoader:
         self._memory = MemoryFallback()
         self._prompts: dict[tuple[str, ...], Conditioning] = {}
         model = self.components.model.eval()
-        if placed.streams and not exact:  # what is trained is loaded, and stays
+        if placed.streams and not exact:  # trained weights are loaded later, and stay on the device
             streamed.StreamedBlocks(self.components.family.blocks(model), self.device)
         model.requires_grad_(False)
         refuse_too_large_parts(self.components, self.device)
@@ -582,13 +605,13 @@ class SamplerLoader:
         refuse_unfitting(self.components, self.recipe, preset)
 
     def load(self, checkpoint: Path, weights: str) -> Sampler:
-        """A sampler with a checkpoint's weights; the sampler of the previous call becomes invalid.
+        """Return a sampler with a checkpoint's weights; it invalidates the one returned before.
 
-        Of the checkpoint only those weights and trainer.json need exist. After an error another
+        Only those weights and trainer.json need exist in the checkpoint. After an error another
         checkpoint can be loaded.
 
         Raises:
-            CheckpointError: it is incomplete, damaged, or of another model.
+            CheckpointError: the checkpoint is incomplete, damaged, or of another model.
         """
         trainer = files.load_trainer(checkpoint, files.SampledTrainer)
         load_weights(checkpoint, weights, self.components.model, self._trained)
@@ -616,20 +639,20 @@ def load_sampler(
     other_expert: Path | None = None,
     with_other: bool = True,
 ) -> Sampler:
-    """Load a sampler from a run directory or from one checkpoint folder.
+    """Load a sampler from a run directory, or from a checkpoint's folder.
 
-    Of the checkpoint only the weights and trainer.json need exist.
+    Only the weights and trainer.json need exist in the checkpoint.
 
     Args:
         path: of the run or checkpoint.
-        step: which checkpoint of a run; the newest by default.
+        step: of the run's checkpoint; None: the newest.
         ema: sample averaged weights; None: if the run keeps any.
-        profile: of the averages; the first by default.
-        device: see `SamplerLoader`, as all that follow.
-        trust: see there.
-        exact: see there.
-        other_expert: see there.
-        with_other: see there.
+        profile: of the averages; None: the first.
+        device: as for `SamplerLoader`, like all that follow.
+        trust: as for `SamplerLoader`.
+        exact: as for `SamplerLoader`.
+        other_expert: as for `SamplerLoader`.
+        with_other: as for `SamplerLoader`.
 
     Raises:
         RunError: there is no run, or it names code and another user began it.

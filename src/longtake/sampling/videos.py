@@ -1,4 +1,4 @@
-"""Samples requests in batches, and writes videos, pictures and contact sheets; torch-free."""
+"""Samples requests in batches, and writes videos, pictures and contact sheets; without torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _LABEL_WIDTH, _MARK_WIDTH = 250, 30
 
 @dataclass(frozen=True)
 class SampledVideo:
-    """A video that has been written."""
+    """A sampled video, and the file to which it was written."""
 
     request: Request
     path: Path
@@ -41,15 +41,15 @@ def sample_preset(
     folder: Path,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Iterator[SampledVideo]:
-    """Sample a preset's videos, and yield each as soon as it is written; then write sheet.png.
+    """Sample a preset's videos, yielding each as soon as it is written, and then write sheet.png.
 
-    Of the videos only the frames that the sheet shows stay in memory. `on_step` is called with
-    (done, total) after each step of the solver; its exceptions propagate.
+    Only the frames that the sheet shows stay in memory. `on_step` is called with (done, total)
+    after each step of the solver; its exceptions propagate.
 
     Raises:
         RecipeError: the codec or the model cannot divide the preset's size.
         PlanError: not even one video fits the memory.
-        RunError: a file cannot be written, or a further input has changed.
+        RunError: a file cannot be written, or a reference input has changed.
     """
     preset.refuse_changed_files()
     rows = []
@@ -101,7 +101,7 @@ def sample_in_batches(
     batch_size: int,
     console: Console,
 ) -> list[NDArray[np.uint8]]:
-    """One video [F, H, W, 3] per request, with a progress bar over the solver's steps."""
+    """Sample one video [F, H, W, 3] per request, with a progress bar over the solver's steps."""
     videos: list[NDArray[np.uint8]] = []
     parts = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
     steps = sampler.num_steps(settings)
@@ -123,17 +123,21 @@ def check_samples(
     out: Path,
     **changes: Any,
 ) -> tuple[list[str], dict[str, Path], SamplingSection, Bucket]:
-    """Refuse what `write_samples` could not sample, before a model is loaded for it.
+    """Refuse what `write_samples` could not sample, before a model is loaded.
 
     Args:
         recipe: of the run.
-        prompts: perhaps with `[trigger]`.
-        conditioning: further inputs as NAME=FILE.
-        out: whose folder is created.
-        changes: of the recipe's settings, see `presets.settings_for`.
+        prompts: may contain `[trigger]`.
+        conditioning: reference inputs as NAME=FILE.
+        out: file to write, whose folder is created.
+        changes: of the recipe's settings, as for `presets.settings_for`.
 
     Returns:
-        Prompts, further inputs, settings and size.
+        Prompts, reference inputs, settings and size.
+
+    Raises:
+        RecipeError: a prompt or a setting is invalid.
+        RunError: a reference input does not exist, or `out` cannot be written.
     """
     for prompt in prompts:
         refuse_flags(prompt, "--prompt")
@@ -156,15 +160,15 @@ def write_samples(
     console: Console,
     conditioning: Mapping[str, Path] | None = None,
 ) -> dict[str, list[str] | str]:
-    """Sample one video per prompt, all with the same further inputs, and write them.
+    """Sample one video per prompt, all with the same reference inputs, and write them.
 
     Returns:
         `videos`, the paths written (PNG for one frame), and `sheet`, the path of a contact sheet.
 
     Raises:
-        RecipeError: H.264 does not take the size or frame rate, or the model not the size.
+        RecipeError: H.264 cannot encode the size or frame rate, or the model not the size.
         RunError: the contact sheet cannot be written.
-        DataError: a further input cannot be read, or a video cannot be written.
+        DataError: a reference input cannot be read, or a video cannot be written.
     """
     refuse_unwritable(bucket, settings.fps)
     for prompt in prompts:
@@ -190,7 +194,7 @@ def check_out(out: Path, bucket: Bucket) -> None:
     """Create the folder of a sample before sampling starts.
 
     Raises:
-        RunError: `out` is not the name of an mp4 file (of one frame: of a PNG file), or its folder
+        RunError: `out` is not the name of an mp4 file (for one frame: of a PNG file), or its folder
             cannot be created or written to.
     """
     suffix = suffix_of(bucket)
@@ -211,10 +215,10 @@ def check_out(out: Path, bucket: Bucket) -> None:
 
 
 def inputs_by_name(given: Sequence[str]) -> dict[str, Path]:
-    """Files of further inputs by name, from arguments of the form NAME=FILE.
+    """Parse reference inputs of the form NAME=FILE into files by name.
 
     Raises:
-        RunError: an argument has another form, or there is no such file.
+        RunError: an argument has another form, or its file does not exist.
     """
     files = {}
     for each in given:
@@ -234,16 +238,16 @@ class SheetRow:
 
     caption: str
     frames: NDArray[np.uint8]  # [F, H, W, 3] RGB, at least one frame
-    is_correct: bool | None = None  # draws a green tick (True), a red cross (False) or nothing
+    is_correct: bool | None = None  # draws a green tick or a red cross; None: nothing
     note: str = ""  # small text below the caption, such as a measured value
-    inputs: Sequence[NDArray[np.uint8]] = ()  # [H, W, 3] RGB each, drawn left of the clip
+    inputs: Sequence[NDArray[np.uint8]] = ()  # pictures [H, W, 3] in RGB, drawn left of the clip
 
 
 def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> None:
     """Write a PNG with the caption and up to 8 evenly spaced frames of each clip.
 
-    Large frames shrink to 96 pixels of height; smaller ones are enlarged by whole factors to at
-    least that, so that their pixels stay visible. The file is written aside and renamed.
+    Large frames are shrunk to 96 pixels of height; smaller ones are enlarged by whole factors to at
+    least that height, so that their pixels stay visible. The file is written aside and renamed.
 
     Raises:
         RunError: the file cannot be written.
@@ -274,7 +278,7 @@ def _grid_row(row: SheetRow) -> drawing.GridRow:
 
 
 def _strip(frames: NDArray[np.uint8]) -> Image.Image:
-    """Up to 8 frames side by side."""
+    """Draw up to 8 frames side by side."""
     assert frames.dtype == np.uint8, f"frames are {frames.dtype}"
     assert frames.ndim == 4 and len(frames), f"frames are {frames.shape}"  # noqa: PT018 - one shape
     height, width = frames.shape[1:3]
