@@ -84,6 +84,7 @@ class BatchAssembler:
         self, clip: Clip, planned: PlannedBatch, epoch: int, buffer: BatchBuffer, place: int
     ) -> Sample:
         seed = buckets.sample_seed(self._seed, planned.stage, planned.source, epoch, clip)
+        # The seed depends on the clip and not on its place, so every rank and resumption agrees.
         clip = with_sample_caption(clip, planned.source, self._data, seed)
         buffer.begin(place, clip, buckets.sample_window(clip, planned.bucket, self._data, seed))
         return Sample(clip, epoch, seed)
@@ -101,6 +102,7 @@ class BatchAssembler:
             sample and self._wait(sample, buffer, place)
             for place, sample in enumerate(pending.samples)
         ]
+        # Every rank needs pixels in every place, so that all ranks run the same computation.
         first = next((place for place, sample in enumerate(samples) if sample), 0)
         filler = samples[first]
         if filler is None:
@@ -135,6 +137,7 @@ class BatchAssembler:
             name, first = history.stage_at(step)
             return StagePosition(name, step - first - skipped.count(first, step))
 
+        # Skipped batches make no update, so positions count without them.
         before = skipped.last_kept(planned.step - 1)
         filled = [sample or filler for sample in samples]
         return Batch(
@@ -225,6 +228,7 @@ def _candidates(
         for bucket in range(len(part.members.shapes))
     ]
 
+    # The same shape first: a batch of another shape has no gradient on any rank.
     def distance(each: tuple[Stream, Part, int]) -> tuple[bool, bool, bool]:
         stream, part, bucket = each
         is_other_shape = part.members.shapes[bucket] != planned.bucket

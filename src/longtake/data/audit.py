@@ -127,6 +127,7 @@ def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _
     """Return for each epoch that has begun the clips that it should have consumed before a step."""
     ends = [plan.first_step for plan in plan_history.plans[1:]]
     expected: dict[_Key, _Expected] = {}
+    # A plan counts only for the steps before the next one took over.
     for plan, end in zip(plan_history.plans, [*ends, end_step], strict=True):
         end = min(end, end_step)
         counts = plan.taken(end) if end > plan.first_step else []
@@ -145,6 +146,7 @@ def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _
 def _skipped_steps(plan_history: PlanHistory, spans: Sequence[Span], end_step: int) -> list[int]:
     steps = [step for first, end in spans for step in range(first, min(end, end_step))]
     ends = [plan_history.plan_at(step).end_step for step in steps]
+    # A range may end after the curriculum does; no batch is planned there.
     return [step for step, end in zip(steps, ends, strict=True) if end is None or step < end]
 
 
@@ -176,6 +178,7 @@ def _consumed_of_part(part: Part, count: int) -> Iterator[tuple[int, pa.Array, b
     everything = _identities(part.catalog, part.members.all_rows())
     for epoch in range(span.first_epoch, span.epoch_of(count) + 1):
         if epoch in left:
+            # What is consumed is the epoch's clips without the positions that are left.
             rows = [
                 np.delete(part.rows_in(epoch, bucket), positions)
                 for bucket, positions in enumerate(left[epoch])
@@ -210,6 +213,7 @@ def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> 
 
 def _by_epoch(consumed: ledger.Consumed) -> dict[_Key, tuple[Identities, Identities]]:
     """Return the identities that were trained and those that were rejected, by epoch."""
+    # Sorted once and split at the borders: a mask for each epoch would read all records each time.
     order = np.lexsort((consumed.epoch, consumed.stream))
     stream, epoch = consumed.stream[order], consumed.epoch[order]
     borders = np.flatnonzero((np.diff(stream) != 0) | (np.diff(epoch) != 0)) + 1

@@ -43,6 +43,7 @@ def with_buckets(recipe: Recipe, shown: Path | None = None) -> Recipe:
     if shown is not None and is_other and len(paths) == 1:
         paths = dict.fromkeys(paths, shown)
     elif run.exists():
+        # A resumed run must keep its buckets even if the catalogs have changed.
         kept = run.recipe().data
         found = kept.buckets if kept.auto_buckets == data.auto_buckets else ()
     if not found:
@@ -75,6 +76,7 @@ def choose_buckets(
         fewest = int(np.argmin(counts))
         if counts[fewest] >= auto.min_clips:
             return tuple(shapes)
+        # One at a time: its clips may give another bucket enough.
         del shapes[fewest]
     total = sum(map(len, catalogs.values()))
     raise errors.DataError(
@@ -119,6 +121,7 @@ def glance(
                     seconds = float(length * stream.time_base)
                 else:
                     seconds = (container.duration or 0) / av.time_base
+                # Headers round durations, so that a frame may be missing by a little.
                 count = int(seconds * (fps or own) + 0.01)
                 if count > 1:
                     found.append((count, stream.width / stream.height))
@@ -152,6 +155,7 @@ def propose_buckets(
                 found.append(first.model_copy(update=turned))
     shortest = min((shape.num_frames for shape in shapes if shape.num_frames > 1), default=1)
     counts = []
+    # Stills are counted below: no shorter video bucket would keep them.
     lost = np.sort(frames[(frames > 1) & ((frames - 1) // stride + 1 < shortest)])
     if len(lost) > _MOST_LOST * len(frames):
         enough = (int(lost[len(lost) // 10]) - 1) // stride + 1
@@ -192,5 +196,7 @@ def _size(auto: AutoBucketsSection, aspect: float) -> tuple[int, int]:
             error = abs(float(np.log(width / height / aspect)))
             area = height * width
             is_small = area < _LEAST_AREA * auto.pixels
+            # Sizes that use the budget come first, among them the nearest aspect ratio, then the
+            # largest area.
             found.append((is_small, 0.0 if is_small else error, -area, height, width))
     return min(found)[-2:]

@@ -12,6 +12,7 @@ from longtake.data.stores import NOTHING, Fetched
 
 def num_places(batch_size: int, data_size: int) -> int:
     """Return the number of samples of a batch on each data-parallel rank, rounded up."""
+    # Rounded up: the last rank's places may be more than its samples, and fillers take them.
     return -(-batch_size // data_size)
 
 

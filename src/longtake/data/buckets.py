@@ -63,6 +63,7 @@ class BucketAssignment:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Number of clips of each bucket in an epoch."""
+        # `ends` of shared clips are cumulative, so their differences are the parts of each bucket.
         own = np.array([len(rows) for rows in self.rows], np.int64)
         return tuple(sum((np.diff(each.ends, prepend=0) for each in self.shared), own).tolist())
 
@@ -139,6 +140,7 @@ def sort_into_buckets(
         also &= kinds.widths[:, None] >= [shape.width for shape in others]
         also &= kinds.heights[:, None] >= [shape.height for shape in others]
         also &= (best[:, None] >= 0) & (best[:, None] != sharing)
+        # Work on the few distinct kinds, and spread the result over millions of clips at the end.
         groups, group = np.unique(np.column_stack([best, also]), axis=0, return_inverse=True)
         choice = group.astype(np.min_scalar_type(len(groups))).take(which)
         ordered = chunk.take(np.argsort(choice, kind="stable"))  # one byte: sorted in one pass
@@ -176,6 +178,7 @@ def shares_cut(catalog: Catalog, rows: Rows, shape: Bucket) -> NDArray[np.float6
 
 
 def _weights(shapes: Sequence[Bucket], best: int, others: Collection[int]) -> tuple[float, ...]:
+    # Shares above 1 in total are scaled down, and the best bucket then gets nothing.
     given = {index: shapes[index].share or 0.0 for index in others}
     total = sum(given.values())
     weights = {index: share / max(1.0, total) for index, share in given.items()}
@@ -251,6 +254,7 @@ def frames_at(clip: Clip, numbers: range, fps: float) -> tuple[int, ...]:
         # `fps` is the average over the timestamps: (number of frames - 1) / (last - first).
         begins = ticks * ((clip.num_frames - 1) / clip.fps / ticks[-1])
         rounding = _ROUNDING_FRAMES / clip.fps
+        # With a variable frame rate, the frame on screen is the last one that has begun.
         shown = np.searchsorted(begins, due + rounding, side="right") - 1
     else:
         shown = np.floor(due * clip.fps + _ROUNDING_FRAMES).astype(np.int64)
@@ -314,6 +318,7 @@ def _best_bucket(
     areas = np.log(kinds.widths * kinds.heights)[:, None]
     area = np.abs(areas - np.log([each.width * each.height for each in shapes]))
     has_any = is_best.any(axis=1)
+    # Each criterion only decides among the buckets that all earlier ones find equal.
     for distance in (aspect, np.array([-each.num_frames for each in shapes]), area):
         distance = np.where(is_best, distance, np.inf)
         is_best &= distance == distance.min(axis=1, keepdims=True)
@@ -348,6 +353,7 @@ def sample_seed(run_seed: int, stage: str, source: str, epoch: int, clip: Clip) 
 
 def sample_window(clip: Clip, shape: Bucket, data: DataSection, seed: int) -> Window:
     """Return the window of a sample: its first frame, its crop, and whether it is mirrored."""
+    # The seed has 63 random bits, so the bias of the remainder is negligible.
     begins = starts(clip, shape, data)
     start = begins[seed % len(begins)]
     across, down = (_fraction(seed, axis) if data.random_crop else 0.5 for axis in "xy")
@@ -397,6 +403,7 @@ def window_of(
     untagged: str = "bt709",
 ) -> Window:
     """Return the window of some frames of a clip, ascending, which are scaled and then cut."""
+    # Players decide by the lines as stored, before the picture is turned.
     lines = clip.width if is_turned(clip.rotation) else clip.height
     return Window(
         identity=clip.identity,
@@ -436,6 +443,7 @@ def starts(clip: Clip, shape: Bucket, data: DataSection) -> Sequence[int]:
     if data.windows == 1:
         return [last // 2]
     gaps = data.windows - 1
+    # round(number * last / gaps) in integers, equal on every machine.
     return [(2 * number * last + gaps) // (2 * gaps) for number in range(data.windows)]
 
 

@@ -195,6 +195,7 @@ class Cache:
             return (*facts, *([wanted.frames] if wanted.frames else []))
         values = getattr(wanted, "values", None)
         facts = [self._hashes.of(wanted.media.path) if values is None else values]
+        # The crop follows from the clip's size as well as its own, so both are part of the key.
         if isinstance(wanted, ConditioningPixels):
             facts += [wanted.kind, wanted.clip_height, wanted.clip_width]
             is_video = PurePath(wanted.media.path).suffix.lower() not in IMAGE_SUFFIXES
@@ -260,6 +261,7 @@ class CachedSource:
         if not cache.with_text:
             no_caption = cache.unconditional  # if missing, every sample fails here
             conditioning = packs.read(cache.prompt(clip.caption))
+        # The clip's latents are under "" until the end, like the codec's inputs under their names.
         for part in cache.parts(clip, window):
             found = packs.read(cache.entry(part))
             if part.made == "inputs":
@@ -305,7 +307,9 @@ class CachedBuffer:
         assert len(contents) == len(self._filled)
         no_captions = [each.no_caption for each in contents]
         if not self._source.cache.with_text:
+            # Without pictures the empty caption's embeddings are the same for all samples.
             no_captions = no_captions[:1]
+        # No pixels: zero frames keep the shape that the training loop expects.
         size = (len(contents), 3, 0, self._shape.height, self._shape.width)
         return {
             "videos": torch.empty(size, dtype=torch.uint8),

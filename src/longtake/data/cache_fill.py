@@ -167,6 +167,7 @@ def find_missing(
     rows = list(islice(_rows(plan), share.start, share.stop, share.step))
     captions = [] if cache.with_text else _captions(plan, cache)[share]
     missing, held = Missing([], [], Counter()), list[_Row]()
+    # Processes that divide the work check a part of the files each.
     limit = _MAX_CHECKED // (share.step or 1)
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(rows), _CHUNK):
@@ -240,6 +241,7 @@ def fill_latents(
     data, under_way = cache.data, deque[tuple[Window, list[_Reading]]]()
     limit, memory = data.sample_timeout_seconds, data.sample_memory_gib
     firsts = (each.item() if isinstance(each, _Row) else each for each in clips[:3])
+    # Examples tell a clip that is gone from a store that is down.
     some = [each.clip.media for each in firsts]
     with (
         decode_worker.DecodePool(
@@ -333,6 +335,7 @@ def run_encode_task(
         """Yield shares that fill one pack each, or less if workers would otherwise get too few."""
         start = 0
         while start < len(missing):
+            # The measured bytes of finished clips size the next shares.
             each = (report.num_bytes - before) / known if known else PACK_BYTES / _FIRST_ITEMS
             of_pack = min(_MAX_ITEMS, int(PACK_BYTES / max(each, 1.0)))
             sizes.append(max(1, min(of_pack, len(missing) // _NUM_SHARES)))
@@ -359,6 +362,7 @@ class _Reading(NamedTuple):
 
 def _rows(plan: Plan) -> Iterator[_Row]:
     """Yield every clip of a plan once for each shape in which it is trained."""
+    # By catalog and shape: stages and streams often train the same clips.
     rows: dict[tuple[int, Bucket], list[NDArray[np.uint32]]] = {}
     catalogs, sources = {}, dict[int, dict[str, None]]()
     for stream in plan.streams():

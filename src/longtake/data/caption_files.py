@@ -62,9 +62,12 @@ def _match(
     table: Path, lines: Sequence[_CaptionLine], folders: Sequence[Path], videos: Iterable[Path]
 ) -> tuple[dict[Path, str], list[str]]:
     """Match each line to a video by path, or else by a unique file name."""
+    # Names in the file may be relative to it, or to any of the searched folders.
     roots = [table.parent.resolve(), *folders]
+    # Videos are looked at once and only matches are kept: there may be millions.
     asked = {os.path.normpath(root / line.video) for line in lines for root in roots}
     names = {Path(line.video).name for line in lines}
+    # A name that two videos have says nothing, and a video with a line of its own needs no other.
     by_name: dict[str, list[Path]] = defaultdict(list)
     known = set[Path]()
     for video in videos:
@@ -116,6 +119,7 @@ def _caption_lines(path: Path, unread: dict[str, None]) -> list[_CaptionLine]:
             entry = json.loads(line)
             key = next(name for name in PATH_COLUMNS if name in entry)
             text = next(name for name in CAPTION_COLUMNS if name in entry)
+            # Keys and texts of other types raise here, and are reported with their line.
             video, caption = entry[key], entry[text].strip()
             f"{video}{caption}".encode()  # fails for half of a surrogate pair
             lines.append(_CaptionLine(number, os.fspath(video), caption))

@@ -146,6 +146,7 @@ def disk_schema(found: pa.Schema) -> pa.Schema:
     if missing:
         raise LookupError(f"it has no column {missing[0]}")
     names = [name for name in found.names if name.startswith(ATTRIBUTE)]
+    # Columns that another tool added are ignored.
     schema = with_attributes(CLIP_SCHEMA, [name.removeprefix(ATTRIBUTE) for name in names])
     if SPAN_SCHEMA.names[0] in found.names:
         schema = pa.schema([*schema, *SPAN_SCHEMA])
@@ -168,6 +169,7 @@ def with_whole_paths(rows: pa.Table, schema: pa.Schema, folder: str) -> pa.Table
     for name in _path_columns(table):
         paths = table[name]
         absolute = pc.binary_join_element_wise(folder, paths, "")
+        # Paths outside of the catalog's folder are stored absolute, and so are URLs.
         is_whole = pc.or_(pc.starts_with(paths, "/"), pc.match_substring(paths, "://"))
         paths = pc.if_else(is_whole, paths, absolute)
         table = table.set_column(table.column_names.index(name), name, paths)
@@ -341,8 +343,10 @@ def fingerprint_of_columns(
         for chunk in chunks_of(name):
             digest.update(_numbers(chunk, "<i8"))
     for chunk in chunks_of("caption"):
+        # With the lengths, the concatenated captions are unambiguous.
         digest.update(_numbers(pc.binary_length(chunk), "<i8"))
     for chunk in filter(len, chunks_of("caption")):
+        # Straight from Arrow's buffers: captions may have gigabytes, and no string is made.
         offsets = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset :][: len(chunk) + 1]
         digest.update(memoryview(chunk.buffers()[2] or b"")[offsets[0] : offsets[-1]])
     for name in sorted(each for each in schema.names if each.startswith(CONDITIONING)):
@@ -512,6 +516,7 @@ class Catalog:
 
     def relocated(self, other: "Catalog") -> "Catalog":
         """Return these clips with the paths that another catalog has for them."""
+        # Clips that the other catalog lacks keep their own paths.
         where = pc.index_in(self.identities, value_set=other.identities)
         is_there, rows, table = pc.is_valid(where), pc.fill_null(where, 0), self.table
         if not len(other) or not pc.any(is_there).as_py():
@@ -544,6 +549,7 @@ class Catalog:
             marks = table.schema.metadata
             table = table.replace_schema_metadata(None)
             num_clips = table["reason"].null_count
+            # Clips come first in the file, and their reason is null: this splits the two tables.
             catalog = cls(
                 table.slice(0, num_clips).drop_columns(["reason"]),
                 table.slice(num_clips).select(ASIDE_SCHEMA.names),
@@ -576,6 +582,8 @@ def write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], fingerprint
             waiting = list[pa.Table]()
             for table in tables:
                 waiting.append(_relative(table, folder))
+                # Small tables are gathered to full groups of rows, which readers read or skip as a
+                # whole.
                 if sum(map(len, waiting)) >= ROWS_PER_GROUP:
                     writer.write_table(_together(waiting, schema), ROWS_PER_GROUP)
                     waiting.clear()
@@ -660,6 +668,7 @@ class StoredCatalog:
         left, kind = self.num_clips, self.schema.field(name).type
         with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
             for index in range(file.metadata.num_row_groups):
+                # Only the rows of clips count for the fingerprint, and those come first.
                 column = file.read_row_group(index, [name])[name].slice(0, left).cast(kind)
                 left -= len(column)
                 yield from column.chunks

@@ -104,6 +104,7 @@ def _clips_by_group(file: pq.ParquetFile) -> list[int]:
     for group in range(metadata.num_row_groups):
         rows = metadata.row_group(group)
         statistics = rows.column(column).statistics
+        # Statistics in the footer save reading the column.
         if statistics is not None and statistics.has_null_count:
             count = int(statistics.null_count)
         else:
@@ -135,6 +136,7 @@ def _clips(
         if not len(rows):
             return
         check_rows(rows, ASIDE_SCHEMA.empty_table())
+        # Batches are checked one by one, so their borders are compared here.
         if rows["identity"][0].as_py() <= last:
             raise ValueError("its clips are not sorted by identity, each there once")
         last = rows["identity"][-1].as_py()
@@ -182,6 +184,7 @@ def _may_hold(file: pq.ParquetFile, group: int, wanted: Sequence[bytes]) -> bool
     statistics = file.metadata.row_group(group).column(_column(file, "identity")).statistics
     if statistics is None or not statistics.has_min_max:
         return True
+    # Compared by beginnings, as only the first bytes of an identity may be known.
     low, high = statistics.min, statistics.max
     return any(low[: len(each)] <= each <= high[: len(each)] for each in wanted)
 
@@ -203,6 +206,7 @@ def _rows_at(
 ) -> pa.Table:
     folder, first, found = f"{path.resolve().parent}/", 0, []
     for batch in file.iter_batches(_ROWS_AT_A_TIME, [group], schema.names):
+        # Batch by batch: a group with long lists of timestamps may not fit into memory.
         here = rows[(rows >= first) & (rows < first + len(batch))] - first
         if len(here):
             some = pa.Table.from_batches([batch]).take(pa.array(here))

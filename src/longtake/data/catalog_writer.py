@@ -80,6 +80,7 @@ class CatalogWriter:
         changed, last, captions = list[tuple[bytes, str, int]](), b"", set[str]()
         for row, identity, caption, values in rows:
             captions, last = (captions if identity == last else set()), identity
+            # The first clip keeps the identity of its content; copies get numbered ones.
             if captions and caption and caption not in captions and len(captions) < MAX_COPIES:
                 number = len(captions)
                 attributes = {**json.loads(values or "{}"), catalog.OTHER_CAPTION: float(number)}

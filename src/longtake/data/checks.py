@@ -224,6 +224,7 @@ def drifts(stages: Sequence[StagePlan]) -> list[Drift]:
         streams = [*before.streams, *after.streams]
         scores = (set(stream.parts[-1].catalog.attribute_names) for stream in streams)
         for attribute in [*_NUMBERS, *sorted(set.intersection(*scores))]:
+            # An attribute that is NaN for all clips of a stage has no moments.
             old, new = _moments(before, attribute), _moments(after, attribute)
             if old and new:
                 distance = _distance(old, new)
@@ -292,6 +293,7 @@ def tail_drifts(stages: Sequence[StagePlan], limit: float) -> list[TailDrift]:
             seen.setdefault(id(part.catalog), (part.catalog, np.zeros(len(part.catalog), bool)))
         rows = [part.members.all_rows() for part in parts]
         pairs = list(zip(parts, rows, strict=True))
+        # Clips that an earlier stage trained are no surprise, so only new ones are compared.
         added = [(p.catalog, each[~seen[id(p.catalog)][1][each]]) for p, each in pairs]
         before = [(catalog, np.flatnonzero(mask)) for catalog, mask in seen.values() if mask.any()]
         scores = set.intersection(*(set(each.attribute_names) for each, _ in [*before, *added]))
@@ -386,6 +388,7 @@ def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
     Raises:
         DataError: more than `allowed` are missing.
     """
+    # Sampled before `unique`, which takes long for very many clips.
     column = catalog.table["path"]
     if len(column) > _MAX_PATHS:
         some = np.random.default_rng(0).choice(len(column), _MAX_PATHS, replace=False)
@@ -433,6 +436,8 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
         files = [(path, clip) for path, clip in planned if "://" not in path]
         remote = _some_of([each for each in planned if "://" in each[0]])
         gone = stores.missing_of(path for path, _ in remote)
+        # One listing of each folder is far cheaper than one look-up for each file on a network
+        # disk.
         folders = list({path.rpartition("/")[0] for path, _ in files} - listings.keys())
         with ThreadPoolExecutor(_THREADS) as pool:
             listings.update(zip(folders, pool.map(_names_in, folders), strict=True))

@@ -115,6 +115,7 @@ class Clip:
 
     def keyframe_before(self, frame: int) -> int | None:
         """Return the timestamp of the keyframe to begin decoding at; None for the beginning."""
+        # Keyframes ascend: the one at `place` - 1 is the last that is not after the frame.
         place = bisect_right(self.keyframes, frame)
         if self.timing is None:
             return None

@@ -111,6 +111,7 @@ def conditioning_path(clip_path: str, pattern: str) -> str:
     path = PurePath(clip_path)
     name = pattern.replace(STEM, path.stem)
     scheme, _, place = clip_path.rpartition("://")
+    # An absolute path in the recipe is on this machine even if the clip is in a store.
     is_here = "://" not in name and (not scheme or posixpath.isabs(name))
     if name.endswith(ANY_ENDING) and not is_here:
         raise DataError(
@@ -298,6 +299,7 @@ def only_colour(media: Media) -> str | None:
         for pixels in _pictures(media):
             is_white, is_black = pixels.min() >= 255 - _ALMOST, pixels.max() <= _ALMOST
             found.add("white" if is_white else "black" if is_black else None)
+            # Stop at the first frame that is neither: most masks are decided by it.
             if len(found) > 1 or None in found:
                 return None
     return next(iter(found), None)
@@ -355,6 +357,7 @@ def _grey(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
     """Read frames by number from the first on, as their timestamps are not in the catalog."""
+    # The file may be longer than the window: `counted` stops decoding after the last index.
     indices = frame_indices(wanted)
     reformatter, num_read, window = VideoReformatter(), 0, None
     with opened(wanted.media) as (container, stream):
@@ -418,6 +421,7 @@ def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
         rows: NDArray[np.float64] = found.reshape(-1)
         indices = list(range(len(rows)))
     else:
+        # Frames may hold matrices, such as camera poses: each becomes one row.
         rows = found.reshape(len(found), -1) if found.size else found.reshape(0, wanted.width)
         indices = list(frame_indices(wanted))
         end = indices[-1] + 1
@@ -429,6 +433,7 @@ def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
                 f"has {shape} numbers; expected {expected} rows, one for each frame of the clip, "
                 f"of {wanted.width} (width)",
             )
+    # Overflow to infinity is reported below, with the file's name.
     with np.errstate(over="ignore"):
         numbers: NDArray[np.float32] = rows.astype(np.float32)
     if not np.isfinite(numbers).all():
@@ -478,6 +483,7 @@ def _read_json(data: bytes, path: Path) -> NDArray[Any]:
 
 def _read_csv(data: bytes, path: Path) -> NDArray[Any]:
     """Return the rows of a CSV file; a first row without numbers is a heading."""
+    # utf-8-sig drops the byte order mark that spreadsheets write.
     rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig")), strict=True) if row]
     if rows and not any(map(_is_number, rows[0])):
         rows = rows[1:]

@@ -67,6 +67,7 @@ def memory_limited(memory_gib: float) -> Iterator[None]:
     """
     _, hard = before = resource.getrlimit(resource.RLIMIT_DATA)
     pages = int(Path("/proc/self/statm").read_bytes().split()[5])  # as RLIMIT_DATA counts them
+    # The limit is on the total, so what the process already has is added.
     soft = pages * os.sysconf("SC_PAGE_SIZE") + int(memory_gib * 2**30)
     soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
@@ -91,6 +92,7 @@ class Limits:
             num_bytes = 0
             with suppress(OSError):  # reading the file will fail with the reason
                 num_bytes = media.file.stat().st_size
+        # In proportion to the size, because whole films are decoded, too.
         seconds = self.seconds + num_bytes / _BYTES_PER_SECOND
         end = time.monotonic() + seconds
 

@@ -158,6 +158,7 @@ def main() -> None:
                 page.set_phase("decode", item.identity, str(item.media))
             memory = None if buffer is None else int(buffers[buffer])
             reply = _reply(connection, task, item, memory, page, client)
+            # Before the reply, so that the traffic is counted when the item's future is done.
             if (fetched := client.take_fetched()) != stores.NOTHING:
                 connection.send(("fetched", fetched))
             connection.send(reply)

@@ -74,6 +74,7 @@ def hash_frames(clip: Clip, progress: Callable[[], object] = lambda: None) -> ND
     """
     hashes = [np.empty((0, 4), np.uint64)]
     whole = Crop(_SIDE, _SIDE, top=0, left=0)
+    # Frames after one keyframe are decoded in one window, so that each part is decoded once.
     for _, frames in groupby(_frames(clip), lambda frame: bisect_right(clip.keyframes, frame)):
         window = buckets.window_of(clip, tuple(frames), whole, _SIDE, _SIDE)
         luma = np.einsum("c,cfhw->fhw", _LUMA, read_window(window))
@@ -171,6 +172,7 @@ def group(catalog: Catalog, hashes: Mapping[int, str], distance: int = DISTANCE)
     )
     ranks, groups, is_taken = np.full(len(catalog), np.nan), [], np.zeros(len(nodes), bool)
     ranks[list(hashes)] = 0.0
+    # Nodes come best first, so a node that is reached untaken is kept.
     for node in np.union1d(near[0], np.flatnonzero(np.diff(begins) > 1)).tolist():
         if is_taken[node]:
             continue
@@ -196,6 +198,7 @@ def _near_nodes(nodes: list[tuple[bool, str]], distance: int) -> NDArray[np.int6
     frames = frames.reshape(-1, 4)
     node = np.repeat(np.arange(len(nodes)), [len(text) // (2 * HASH_BYTES) for _, text in nodes])
     _, which, times = np.unique(frames, axis=0, return_inverse=True, return_counts=True)
+    # Logos and title cards would make pairs of unrelated films, and quadratically many.
     is_rare = times[which.reshape(-1)] <= _MOST_SHARED
     frames, node = frames[is_rare], node[is_rare]
     num_frames = np.bincount(node, minlength=len(nodes))
@@ -208,6 +211,7 @@ def _near_nodes(nodes: list[tuple[bool, str]], distance: int) -> NDArray[np.int6
     frame, like = np.divmod(np.unique(frame * len(nodes) + like), len(nodes))
     pairs, counts = np.unique(node[frame] * len(nodes) + like, return_counts=True)
     first, second = np.divmod(pairs, len(nodes))
+    # The share is of the first clip's frames: a short clip may lie inside of a long one.
     is_near = counts >= _SHARE * num_frames[first] - 1e-9
     first, second = first[is_near], second[is_near]
     both = np.concatenate([first * len(nodes) + second, second * len(nodes) + first])

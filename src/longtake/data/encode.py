@@ -380,10 +380,12 @@ def _scaled(
 ) -> Iterator[av.VideoFrame]:
     """Scale and turn frames in 4:2:0, with timestamps from 0; going over RGB would darken them."""
     height, width = size[::-1] if is_turned(clip.rotation) else size
+    # Exact, as common rates such as 30000/1001 are fractions.
     tick = 1 / Fraction(clip.fps).limit_denominator(1001)  # if the file has no usable times
     reformatter = VideoReformatter()
     for index, frame in enumerate(frames):
         progress()
+        # The range is kept, as converting it would round every value.
         is_full_range = frame.color_range == ColorRange.JPEG
         scaled = reformatter.reformat(
             frame,
@@ -423,6 +425,7 @@ def _thinned(frames: Iterable[av.VideoFrame], fps: float | None) -> Iterator[av.
     interval = -1
     for frame in frames:
         seconds = frame.time or 0.0
+        # Rounded up a little, as times are floats and intervals begin at exact times.
         this = interval + 1 if fps is None else math.floor(seconds * fps + 1e-6)
         if this > interval:
             yield frame
@@ -483,8 +486,10 @@ def prepare(
     clips = sorted(source.clips(), key=lambda clip: clip.path)
     report = progress or (lambda done, total: None)
     task = TranscodeTask(out_folder.resolve(), settings, memory_gib)
+    # Counted before transcoding, which makes the others.
     reused = sum(task.target(clip).exists() for clip in clips)
     failed = _transcode_all(clips, task, on, workers, report)
+    # Prepared files are indexed like any others; this finds the clip that each comes from.
     written = {str(task.target(clip)): clip for clip in clips if clip.identity not in failed}
     writer, journal = CatalogWriter(), ProbeJournal(out)
 

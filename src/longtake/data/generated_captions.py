@@ -107,6 +107,7 @@ def caption(
     journal = fsio.Journal(path, dict[str, str], header=header)
     if fresh:
         journal.remove()
+    # Checked again: the file may have been edited, or written by an older version.
     found = {each.get("identity", ""): each.get("caption", "") for each in journal.read()}
     known = {identity: text for identity, text in found.items() if not _problem(text)}
     before, failed = clips.captions(), list[Rejection]()
@@ -114,6 +115,7 @@ def caption(
     wanted = [row for row, text in enumerate(before) if every or not text]
     written = {row: known[identities[row]] for row in wanted if identities[row] in known}
     if rows := [row for row in wanted if row not in written]:
+        # No more workers than clips: starting one takes seconds.
         count = min(workers or process.num_cores(), len(rows))
         with (
             journal,
@@ -161,6 +163,7 @@ def _decoded(
             return
         row, clip, future = waiting.pop(0)
         try:
+            # Captioners expect pictures [H, W, 3], as Pillow and processors of models do.
             frames = np.ascontiguousarray(future.result().transpose(1, 2, 3, 0))
         except errors.ClipError as error:
             yield error
@@ -171,6 +174,7 @@ def _decoded(
 def chosen_frames(clip: Clip, choice: FrameChoice) -> window.Window:
     """Return the middle frames of equal parts of a clip, uncut, scaled down to `choice.side`."""
     count = min(choice.num_frames, clip.num_frames)
+    # The middle of each part, so that a cut at the ends has little influence.
     frames = tuple((2 * number + 1) * clip.num_frames // (2 * count) for number in range(count))
     scale = min(1.0, choice.side / max(clip.height, clip.width))
     height, width = (max(1, round(side * scale)) for side in (clip.height, clip.width))
@@ -232,6 +236,7 @@ def _captioned(clips: Catalog, before: Sequence[str], written: Mapping[int, str]
     table = clips.table.set_column(place, "caption", pa.array(texts, pa.string()))
     found = Catalog(table, clips.set_aside)
     is_changed = np.array([new != old for new, old in zip(texts, before, strict=True)], bool)
+    # Captions that a model wrote in earlier calls keep their mark.
     by_model = np.zeros(len(clips))
     if CAPTIONED in clips.attribute_names:
         by_model = np.nan_to_num(clips.column(CAPTIONED))

@@ -125,6 +125,7 @@ class KnownFiles:
         entry = next(entries, None)
         for items in files:
             media, found = items[0].media.whole, None
+            # Stores gave size and stamp with their listing, so no object is asked for again.
             stamp = _stamp_of_object(media) if media.is_remote else stamp_of_file(media.path)
             name = as_bytes(str(media))
             # A merge of two sorted sequences: neither has to fit into memory.
@@ -157,6 +158,7 @@ def _entries_of(
             is_known = clip.color_matrix is not None and (trusts_metadata or not is_trusted)
             if is_known and clip.media.span is None:  # the rest of a span's file is unknown
                 facts = {field: getattr(clip, field) for field in _PROBE_FIELDS}
+                # A further copy was given another identity: restore that of its content.
                 if number := int(clip.attributes.get(catalog.OTHER_CAPTION, 0)):
                     facts["identity"] = copy_identity(clip.identity, -number)
                 probe = Probe(**facts, is_trusted=is_trusted)
@@ -269,6 +271,7 @@ def index(
     found = find(sources, conditioning, out.with_name(f"{out.stem}_media"))
     unmatched, faulty = _caption(found, captions)
     before, journal = catalog_before(out), ProbeJournal(out, trusts_metadata=trusts_metadata)
+    # A journal of an interrupted call would otherwise be resumed.
     if fresh:
         journal.remove()
     for error in found.refused:
@@ -285,6 +288,7 @@ def index(
             workers=workers,
             progress=progress,
         )
+        # The media's database may be large, and writing the catalog needs the disk.
         found.items.close()
         rejected = writer.rejected(MOST_LISTED)
         if not writer.num_clips:
@@ -391,6 +395,7 @@ def probe_all(
         if progress is not None:
             progress(num_done, num_files)
 
+    # Known files are accepted while the workers are fed, so that nothing waits for them.
     def unknown() -> Iterator[Item]:
         nonlocal num_known
         number = 0

@@ -52,6 +52,7 @@ def note(
     new = [path for path in dict.fromkeys(paths) if "://" not in path and path not in known]
     hash_of = hash_of_file or (lambda path: content_hash(Media(path)))
     hashed, lines = 0, list[tuple[str, int, int, bool]]()
+    # Hashing is bounded, so that the start of a run takes minutes at most.
     for path in new[: max(0, _MAX_FILES - len(known))]:
         with suppress(OSError):  # a missing file is refused elsewhere
             status = Path(path).stat()
@@ -78,6 +79,7 @@ def note(
 def with_known(wanted: Wanted, known: Mapping[str, Indexed]) -> Wanted:
     """Return the input such that reading it compares its file with the run's record."""
     found = known.get(wanted.media.path)
+    # Frames of the clip itself are compared with the catalog.
     if found is None or wanted.media.indexed is not None:
         return wanted
     return replace(wanted, media=replace(wanted.media, indexed=found))

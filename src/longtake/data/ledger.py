@@ -203,6 +203,7 @@ def begin_launch(
             f"The recipe has {len(streams)} pairs of stage and catalog; the ledger can number "
             f"{_MOST_STREAMS}. Use fewer stages or catalogs."
         )
+    # The next free number, so that no launch ever writes into the folder of another.
     number = max((_number(folder) + 1 for folder in _launch_folders(ledger)), default=0)
     folder = ledger / f"launch_{number:04d}"
     facts: dict[str, Any] = {
@@ -263,6 +264,7 @@ def short_identity(identities: NDArray[np.void] | NDArray[np.uint8]) -> NDArray[
     if not len(identities):
         return np.empty(0, np.uint64)  # cannot be reshaped
     octets = np.ascontiguousarray(identities).view(np.uint8).reshape(len(identities), -1)
+    # Padded to 8 bytes, so that identities can be compared as integers.
     padded = np.zeros((len(identities), 8), np.uint8)
     padded[:, :IDENTITY_BYTES] = octets[:, :IDENTITY_BYTES]
     return padded.view("<u8")[:, 0].astype(np.uint64)
@@ -341,7 +343,9 @@ def count_records(ledger: Path, most: int) -> RecordCounts:
             some = records[(records["stream"] != _NOTHING) & (records["step"] < until)]
             _refuse_unknown_streams(some, launch, folder)
             identity, _, stream, epoch, is_rejected = _unpacked(some, launch["streams"], streams)
+            # One integer for each sample: stream, epoch, and the lowest bit for a rejected one.
             keys.append((stream << 32) + (epoch << 1) + is_rejected)
+            # Repetitions cannot be counted in a sample of the records.
             identities.append(identity if every == 1 else identity[:0])
     key = np.concatenate([*keys, np.empty(0, np.int64)])
     identity = np.concatenate([*identities, np.empty(0, np.uint64)])
@@ -361,6 +365,7 @@ def _whole_until(paths: Sequence[Path], launch: _Launch) -> int:
         return launch["start_step"]
     ends = []
     for path in paths[: min(_MOST_ENDS, launch["world_size"])]:
+        # Only the end of each file is read: its last step tells how far the rank came.
         first = max(0, path.stat().st_size // _RECORD.itemsize - _BLOCK_RECORDS)
         records = _block(path, first)
         if not len(records):
@@ -398,6 +403,7 @@ def _counts(
     found = dict(zip(*(each.tolist() for each in np.unique(keys, return_counts=True)), strict=True))
     repeats: dict[int, int] = {}
     if identities is not None:
+        # Sorted by epoch and identity, repetitions are neighbours.
         order = np.lexsort((identities, keys))
         keys, identities = keys[order], identities[order]
         is_repeat = (np.diff(keys) == 0) & (np.diff(identities) == 0)
@@ -419,6 +425,7 @@ def _counts(
 def _launches(folders: Sequence[Path]) -> list[_Launch]:
     """Return the content of each launch.json; raise if an earlier launch is missing."""
     there = {_number(folder) for folder in folders}
+    # The first number without a folder must come after all that exist.
     missing = [number for number in range(len(there) + 1) if number not in there]
     missing = missing if not there or missing[0] < max(there) else []
     if missing:
@@ -503,6 +510,7 @@ def _checked(data: bytes, path: Path, first: int = 0) -> NDArray[np.void]:
     """Check the records in `data` and return them; `first` is the number of the first one."""
     records = np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
     octets = records.view(np.uint8).reshape(-1, _RECORD.itemsize)
+    # A power cut may leave zeros at the end of a file that was extended but not written.
     written = np.flatnonzero(octets.any(axis=1))
     octets = octets[: written[-1] + 1 if len(written) else 0]
     # The CRC runs over all records at once, one byte position at a time.
@@ -524,6 +532,7 @@ def _unpacked(
     records: NDArray[np.void], names: Sequence[str], streams: Sequence[str]
 ) -> tuple[NDArray[Any], ...]:
     number = np.array([streams.index(name) for name in names], np.int64)
+    # Three bytes of the record and a zero are a 32-bit integer.
     epoch = np.zeros((len(records), 4), np.uint8)
     epoch[:, :3] = np.ascontiguousarray(records["epoch"]).view(np.uint8).reshape(-1, 3)
     return (

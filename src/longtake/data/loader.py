@@ -123,6 +123,7 @@ class Loader:
         heartbeats: Path | None = None,
         prefetch_batches: int = PREFETCH_BATCHES,
     ) -> None:
+        # The smallest batch of any stage and bucket decides.
         smallest = min(min(data.batch_sizes(each, batch_size)) for each in data.curriculum())
         if smallest < world_size:
             raise DataError(
@@ -178,6 +179,7 @@ class Loader:
 
     def end_after(self, count: int) -> int:
         """Return the number after the last batch if `count` more batches are trained."""
+        # The curriculum may end first, and its last batches may be skipped.
         end, last = self.skipped.after(self.step, count), self.plan_history.end_step
         return end if last is None else min(end, max(self.step, self.skipped.next_kept(last)))
 

@@ -27,6 +27,7 @@ _Row = tuple[Any, ...]
 
 def open_scratch(*tables: str) -> sqlite3.Connection:
     """Return a private database in a nameless temporary file, with these tables."""
+    # An empty name makes SQLite create a temporary file and delete it at once.
     database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
     for statement in (
         f"PRAGMA cache_size = -{_CACHE_KIB}",
@@ -160,6 +161,7 @@ def _joined(mentions: list[_Row]) -> _Row:
             f"{items[0].media} has two captions: {captions[0]!r:.200} and {captions[1]!r:.200}. "
             "A clip has one caption; correct one of the sources."
         )
+    # Of two values for one score, the source that was named last wins.
     attributes = {name: value for item in items for name, value in item.attributes.items()}
     conditioning = {name: value for item in items for name, value in item.conditioning.items()}
     return _row_of(Item(items[-1].media, next(iter(captions), None), attributes, conditioning))

@@ -116,6 +116,7 @@ class EpochSpan:
         """Yield (epoch, positions) of a bucket's samples to an epoch's end, less done batches."""
         size, local = self.sizes[bucket], epoch - self.first_epoch
         batch_size = self.batch_size_of(bucket)
+        # The bucket's first batch of this epoch, which may hold samples of the epoch before.
         first = local * size // batch_size
         stream = np.arange(first * batch_size, (local + 1) * size)
         is_left = ~np.isin(stream // batch_size, done)
@@ -136,6 +137,7 @@ class EpochSpan:
         """Return the buckets, and their batches, at places of an epoch's training order."""
         firsts, counts = self._batches_of(epoch)
         ends = np.cumsum(counts)
+        # The batches of all buckets are numbered in a row and permuted, so that buckets are mixed.
         flat = permuted(numbers, int(ends[-1]), self.seed, self.name, "batches", epoch)
         buckets = np.searchsorted(ends, flat, side="right")
         return buckets, flat - (ends - counts)[buckets] + firsts[buckets]
@@ -213,14 +215,17 @@ def _feistel(
 
 def _hash_below(values: NDArray[np.uint64], bound: np.uint64) -> NDArray[np.uint64]:
     """Return a hash in 0..bound-1 by the finaliser of splitmix64 (Steele, Lea, Flood, 2014)."""
+    # uint64 wraps around, as the algorithm wants.
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
+    # Multiply and shift instead of a remainder (Lemire): faster, and as uniform for small bounds.
     return ((mixed >> np.uint64(32)) * bound) >> np.uint64(32)
 
 
 @lru_cache(256)
 def _round_keys(key: tuple[int | str, ...]) -> NDArray[np.uint64]:
+    # SHAKE gives a digest of any length: one 64-bit key for each round.
     digest = hashlib.shake_128(_text(key)).digest(8 * _NUM_ROUNDS)
     return np.frombuffer(digest, "<u8").astype(np.uint64)
 
@@ -232,6 +237,7 @@ def shares(count: int, weights: Sequence[float]) -> list[int]:
     arithmetic is exact, so that the result is the same on every machine.
     """
     given = []
+    # Fractions, because rounding errors of floats would differ between machines.
     rest = [Fraction(each / max(weights)).limit_denominator(10**6) for each in weights]
     for position, weight in enumerate(rest):
         total = sum(rest[position:])

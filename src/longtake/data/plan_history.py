@@ -82,6 +82,7 @@ class SkippedRanges:
         Raises:
             DataError: a range is negative or ends before it begins.
         """
+        # Sorted by their starts, ranges overlap only with the last one that was merged.
         merged: list[Span] = []
         for first, end in sorted(tuple(span) for span in spans):
             if not 0 <= first <= end:
@@ -184,6 +185,7 @@ class PlanHistory:
         """Return name and first step of a step's stage, also across plans."""
         plan = self.plan_at(step)
         name, first = plan.stage_at(step)
+        # A plan's first stage may have begun in the plan before.
         if 0 < first == plan.first_step:
             earlier, begun = self.stage_at(first - 1)
             first = begun if earlier == name else first
@@ -240,6 +242,7 @@ def resume(
         raise DataChangedError(_refusal(changes, step))
     _refuse_earlier_stages(plan_history.plans, step, history[-1], data)
     plan = replan(plan_history.plans, step, data.on_change, catalogs, data, batch_size, seed)
+    # The new plan joins the record, so that a later resumption rebuilds it the same way.
     entry = _entry(plan, data.on_change, catalogs, data)
     return PlanHistory((*plan_history.plans, plan), (*history, entry), "\n  ".join(changes))
 
@@ -275,6 +278,7 @@ def _rebuild(
     """Rebuild the plan of a record; also return whether the present catalogs give it."""
     section = data.model_copy(update=parsed_order(entry))
     batch_size, policy = entry["batch_size"], entry["policy"]
+    # Present catalogs first, as they hold the clips' present paths; kept copies are exact.
     for use_kept in (False, True):
         then = _catalogs_of(entry, catalogs, kept, use_kept=use_kept)
         try:
@@ -433,6 +437,7 @@ def _kept_path(kept: Path | None, name: str) -> Path | None:
 def begins_epoch(planned: PlannedBatch, plan_history: PlanHistory, skipped: SkippedRanges) -> bool:
     """Return whether a batch is the first of its epoch, apart from skipped ones."""
     left, step, earlier = planned.number, planned.step, planned
+    # Walks back over earlier batches of the same epoch, which must all be skipped.
     epoch = planned.stage, planned.source, planned.epoch
     # Only skipped batches can lie between it and the first: more batches rule it out at once.
     if left > len(skipped):
@@ -505,6 +510,7 @@ class CatalogDifference:
 def compare(old: Catalog, new: Catalog) -> CatalogDifference:
     """Compare two catalogs by the identities of their clips."""
     added, removed = _without(new, old), _without(old, new)
+    # Both catalogs are sorted by identity, so rows of common clips correspond.
     both_old = np.flatnonzero(pc.is_in(old.identities, value_set=new.identities).to_numpy(False))
     both_new = np.flatnonzero(pc.is_in(new.identities, value_set=old.identities).to_numpy(False))
     texts = [

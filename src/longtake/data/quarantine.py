@@ -25,6 +25,7 @@ class Quarantine:
 
     def add(self, clips: Mapping[str, str]) -> None:
         """Leave out clips that any rank has found, including this one."""
+        # Sorted, so that the state in a checkpoint is the same on all ranks.
         self.clips = dict(sorted({**self.clips, **clips}.items()))
         self.failures = {}
 

@@ -95,6 +95,7 @@ def _progress_by_stage(plans: Sequence[Plan], step: int) -> dict[str, _StageProg
         for stage, counts in zip(plan.stages, plan.taken(end), strict=True):
             before = found.get(stage.name, _StageProgress(0, {}, frozenset()))
             mine = {s.source: (s, n) for s, n in zip(stage.streams, counts, strict=True)}
+            # Sources without a trained batch can be dropped from the recipe without harm.
             begun = frozenset(source for source, (_, count) in mine.items() if count)
             streams = {**before.streams, **mine}
             found[stage.name] = _StageProgress(before.steps + sum(counts), streams, begun)
@@ -151,6 +152,7 @@ class _Context:
             return fresh, stage_length(fresh), {}
         if done.steps:
             stage = _with_ramp(stage, 0)  # the ramp has begun too, and cannot be planned again
+        # A stage with a fixed number of steps gets the rest of them, else the rest of its epochs.
         continued, next_epochs = self._continue_stage(stage, done)
         if stage.steps is not None:
             return continued, stage.steps - done.steps, next_epochs

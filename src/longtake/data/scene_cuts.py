@@ -110,6 +110,7 @@ def find_scenes(
     Raises:
         ClipError: no frame can be decoded, or their timestamps do not ascend.
     """
+    # Frames in which a flash is over, at least two, as one frame can be a flash.
     ahead = max(2, round(rate * _FLASH_SECONDS))
     seconds, steps, lasting = array("d"), array("d"), array("d")
     recent: deque[NDArray[np.float32]] = deque(maxlen=ahead)
@@ -127,12 +128,15 @@ def find_scenes(
             values = np.quantile(differences, _SHARE, axis=1)
             steps.append(values[-1])
             lasting.append(values.min())  # compares frames before a flash with those after it
+            # This frame also lies after the recent steps: a picture like one before them was a
+            # flash.
             for back in range(1, len(recent)):
                 lasting[-1 - back] = min(lasting[-1 - back], values[-1 - back])
         recent.append(cells)
     if not seconds:
         raise ClipError(str(media), "no frame could be decoded")
     cuts = _peaks(np.array(steps), np.array(lasting), round(rate * _AROUND_SECONDS), threshold)
+    # Step i lies between frames i and i + 1, and the scene begins with the second.
     starts = [0.0, *(round(seconds[cut + 1], _DECIMALS) for cut in cuts)]
     return Scenes(tuple(starts), seconds[-1] + 1 / rate)
 
@@ -157,10 +161,12 @@ def _peaks(
     """Return the numbers of the steps that are cuts."""
     around = min(max(3, around), _MOST_AROUND)
     found = []
+    # Few steps pass this test, so the rest may be slow.
     is_lasting = lasting >= np.maximum(_LEAST, _LASTING * steps)
     for step in np.flatnonzero(is_lasting).tolist():
         before, after = steps[max(0, step - around) : step], steps[step + 1 : step + 1 + around]
         beside = np.concatenate([before, after])
+        # The direct neighbours always count, because fast movement lasts only some frames.
         usual = max(
             np.quantile(beside, _USUAL) if len(beside) else 0.0, *before[-1:], *after[:1], 0.0
         )
@@ -212,6 +218,7 @@ def write_scenes(
     """
     _check_table(out)
     found = sources.find(found_in, extracted=out.with_name(f"{out.stem}_media"))
+    # A table may name several spans of one film, which is decoded once.
     wholes = {str(item.media.whole): Item(item.media.whole) for item in found.items}
     items = [item for item in wholes.values() if item.kind == "video" and not item.media.member]
     path = out.with_name(f".{out.name}.journal.jsonl")
@@ -220,6 +227,7 @@ def write_scenes(
     rejected = [index.rejection_of(each) for each in found.refused]
     rows, counts = list[list[str]](), _SceneCounts()
     for name, item in sorted(wholes.items()):
+        # Relative paths, so that the table can move together with the films.
         place = item.media.path.removeprefix(f"{out.parent.resolve()}{os.sep}")
         if (unnamed := decode.name_error(item.media)) is not None:
             rejected.append(index.rejection_of(unnamed))
@@ -295,6 +303,7 @@ class _SceneCounts:
     def rows_of(self, place: str, scenes: Scenes, min_seconds: float) -> list[list[str]]:
         """Count a video, and return a row for each scene that is long enough."""
         spans = _spans(scenes)
+        # Compared as written, rounded: `index` sees the same numbers.
         long = [
             span for span in spans if float(span[1] or scenes.end) - float(span[0]) >= min_seconds
         ]

@@ -73,6 +73,7 @@ def caption_language(caption: str) -> str:
         }
         best = max(counts, key=lambda name: counts[name])  # English if several are equal
         return best if counts[best] else ""
+    # The first word of a Unicode name tells the script, such as HIRAGANA LETTER A.
     letters = {unicodedata.name(each, "?").split()[0] for each in "".join(words)}
     scripts = sorted(letters & _SCRIPTS.keys(), reverse=True)  # kana before Chinese characters
     if scripts:
@@ -85,6 +86,7 @@ def nouns(caption: str) -> list[str]:
     found = []
     for sentence in _SENTENCE_END.split(caption):
         tokens = _TOKEN.findall(sentence)
+        # Endings tell the part of speech.
         ends = [token[-_MAX_LETTERS:] for token in tokens]
         tags = _tagger().tag_sent(ends, taglevel=0)  # level 0: without lemmas, which take longer
         found += [token for token, tag in zip(tokens, tags, strict=True) if tag[:2] in ("NN", "NP")]
@@ -172,6 +174,7 @@ def _windows(clip: Clip) -> list[Window]:
     stride = min(max(1, round(clip.fps * STEP_SECONDS)), clip.num_frames - 1)
     num_frames = min(_FRAMES, (clip.num_frames - 1) // stride + 1)
     last_start = clip.num_frames - 1 - (num_frames - 1) * stride
+    # Passages do not overlap: a short clip has fewer.
     passages = min(_PASSAGES, last_start // (num_frames * stride) + 1)
     starts = np.linspace(0, last_start, passages) if passages > 1 else [last_start // 2]
     scale = min(1.0, SHORT_SIDE / min(clip.height, clip.width))
@@ -343,10 +346,12 @@ def score(
     journal, is_hashed = None, by == "duplicates"
     if out is not None:
         path = out.with_name(f".{out.name}.{name}.journal.jsonl")
+        # A journal with another header belongs to another score and is not used.
         facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
         journal = Journal(path, _HASHES_ROW if is_hashed else _ROW, header=facts)
     known = dict(journal.read()) if journal else {}
     num_known, failed = len(known), list[Rejection]()
+    # An interrupted call resumes: only rows that the journal lacks are scored.
     rows = [row for row in range(len(catalog)) if row not in known]
     limits = decode_limits.Limits(memory_gib)
     with (

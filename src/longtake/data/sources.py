@@ -118,6 +118,7 @@ def _find_in_store(
 ) -> Iterator[Item]:
     """Yield the media below a prefix and in tars and tables there; captions as in a folder."""
     objects = stores.find_objects(url)
+    # One listing answers all questions about files beside clips: requests are slow.
     by_name = {str(each): each for each in objects}
     texts = _texts_in_store(by_name, refused)
     faulty = {error.path for error in refused}
@@ -207,6 +208,7 @@ def _folder_of(source: Path) -> Path:
 
 def _search(folder: Path, passed_over: Counter[str], unreadable: list[ClipError]) -> Iterator[Path]:
     """Yield the media, tars and tables of a folder and its subfolders; counts what is ignored."""
+    # A list instead of recursion, because folders may be nested deeply.
     waiting = [folder]
     while waiting:
         parent = waiting.pop()
@@ -320,6 +322,7 @@ def class_folders(root: Path) -> list[ClassFolder]:
         parsed = _CLASS_FOLDER.fullmatch(path.name)
         if parsed is not None and (label := parsed[2].strip()):
             stem = re.sub(r"\W+", "_", label.lower()).strip("_") or "clips"
+            # Folders whose labels give the same name are numbered.
             same = sum(re.sub(r"_\d+$", "", each.name) == stem for each in found)
             name = f"{stem}_{same + 1}" if same else stem
             found.append(ClassFolder(path, int(parsed[1]), label, name))

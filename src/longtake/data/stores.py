@@ -216,6 +216,7 @@ def _obtain(media: Media) -> tuple[int, int]:
         assert num_bytes is not None
     section = client.section
     if section.cache is not None and num_bytes <= section.cache_gib * 2**30:
+        # A clip larger than the whole cache is fetched to memory.
         kept = ClipCache(section.cache, int(section.cache_gib * 2**30))
         with suppress(OSError):  # such as a full disk: memory is used instead
             return kept.open(media, num_bytes, lambda file: _fetch(media, num_bytes, file))
@@ -354,6 +355,7 @@ class _Request:
         seconds = self._client.section.timeout_seconds
         future = asyncio.run_coroutine_threadsafe(asked, store.loop)
         end = time.monotonic() + seconds
+        # Polled, so that progress is reported while a request waits.
         while not futures.wait([future], _POLL_SECONDS).done:
             self._client.progress()
             if time.monotonic() > end:
@@ -395,12 +397,14 @@ class _Request:
             reason = f"no answer within {section.timeout_seconds:g} s"
         else:
             reason = _words_of(error)
+        # Counted since the last answer: a store that gives something is not down.
         silent = time.monotonic() - self._last
         if silent > section.retry_seconds:
             asked = (
                 f"for {silent:.0f} s (data.store.retry_seconds is {section.retry_seconds:g}), "
                 f"{self._failures + 1} times asked; the last: {reason}"
             )
+            # Only this object fails: reject one clip instead of ending the run.
             if self._gives_others():
                 raise UnreachableError(str(media), f"its store did not give it {asked}") from None
             raise OutageError(
@@ -421,6 +425,7 @@ class _Request:
     def _gives_others(self) -> bool:
         """Return whether the store gives another object now, such as the last one that was read."""
         name = store_of(self._media.path)
+        # The last read object is known to exist.
         known = self._client.last_read.get(name, self._media)
         others = [each for each in self._client.examples if store_of(each.path) == name]
         for other in {each.path: each for each in (known, *others)}.values():
@@ -453,6 +458,7 @@ def _redirect_guard() -> Any:
     from yarl import URL
 
     async def look(session: Any, context: Any, answer: Any) -> None:
+        # Servers of public data could otherwise make this machine ask internal services.
         target = answer.url.join(URL(answer.response.headers.get("Location", "")))
         if target.scheme not in ("http", "https"):
             raise _RedirectError(f"its server redirects to {target.scheme or 'nothing'}:")
@@ -523,6 +529,7 @@ def _open_store(url: str) -> tuple[Any, str]:
     options: dict[str, Any] = {}
     if protocol == "s3":
         config = {"connect_timeout": seconds, "read_timeout": seconds}
+        # The clients' own retries are off: only this module knows when to give up.
         options["config_kwargs"] = {**config, "retries": {"total_max_attempts": 1}}
     if protocol in ("http", "https"):
         options["client_kwargs"] = {"trace_configs": [_redirect_guard()]}
@@ -604,6 +611,7 @@ def find_objects(url: str) -> list[Media]:
         raise DataError(
             f"There is nothing at {url}. Name an object, or a prefix such as {store_of(url)}/clips."
         )
+    # Listings of web servers lack sizes, which each object is asked for.
     if any(each.num_bytes is None for each in objects):
         objects = [each for each in measure(objects) if each is not None]
     return sorted(objects, key=str)

@@ -94,6 +94,7 @@ def read_listing(
         named = _read_list(path, at)
     else:
         named = _read_table(path, conditioning, extracted, is_named=is_named, at=at, notes=notes)
+    # Items are yielded as they are read, so a missing file is reported at the end.
     num_items, num_missing, shown = 0, 0, list[str]()
     for some in _batches(named):
         items, missing = _measured(some, known or {})
@@ -361,6 +362,7 @@ def _csv_columns(path: Path) -> Iterator[tuple[list[str], int, dict[str, Sequenc
     header = next(rows, None)
     if header is None:
         raise _unreadable(path, "it is empty")
+    # Two columns of one name would overwrite each other.
     names, num_before = _different(path, header), 0
     for some in _batches(rows):
         yield names, num_before, dict(zip(names, zip(*some, strict=True), strict=True))
@@ -399,7 +401,9 @@ def _parsed(texts: Iterable[str]) -> list[float | None] | None:
             value = _WORDS[word] if word in _WORDS else float(word)
         except ValueError:
             return None
+        # 1e20 is a number, but digits of this length are an id.
         is_id = value is not None and abs(value) >= _MAX_EXACT and word.lstrip("+-").isdecimal()
+        # Python's float accepts 1_000, which no other tool writes as a number.
         if "_" in word or is_id:
             return None
         values.append(_finite(value))
@@ -509,6 +513,7 @@ def _read_parquet(
             for name in names
             if name not in texts and (name != inside or paths is None)
         }
+        # A table without rows still has columns to check.
         nothing = pa.RecordBatch.from_pylist(
             [], pa.schema([(each, fields[each]) for each in columns])
         )
@@ -547,6 +552,7 @@ def _extract(path: Path, file: pq.ParquetFile, name: str, folder: Path) -> Itera
 
     An existing file with the same content is not written, so that it is not indexed again.
     """
+    # Tables of the same name in two folders must not share a folder of media.
     name_of_table = hashlib.blake2b(str(path.resolve()).encode(), digest_size=4).hexdigest()
     inside, row = folder / f"{path.stem}-{name_of_table}", 0
     for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[name]):

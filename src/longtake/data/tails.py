@@ -57,6 +57,7 @@ def tail_excess(
     if not n or not m:
         return None
     kept = min(n, max(2**_LEVELS, _MAX_TAIL + 1))
+    # Only the largest values are sorted: samples may have 10^8.
     largest = np.sort(np.partition(before, n - kept)[n - kept :])[::-1]
     kept = min(m, 2**_LEVELS)
     shift = limit * before.std()
@@ -77,6 +78,7 @@ def tail_excess(
         threshold = float(largest[rank - 1])
         count = int(np.searchsorted(-hardest, -threshold))
         if count:
+            # I_q(j, r) is the regularised incomplete beta function.
             chance = float(special.betainc(count, rank, m / (n + m)))
             add(count, rank * m / n, chance)
     # Hill's estimator uses the upper 1 %: more would bend towards the body of the distribution.

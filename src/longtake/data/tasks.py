@@ -220,6 +220,7 @@ class ItemBatches(Generic[Item]):
 
     def take(self) -> list[tuple[int, Item]]:
         """Return the next batch of (number, item), or an empty list at the end."""
+        # Alone, so that another loss shows which item causes it.
         if self._back:
             return [self._back.popleft()]
         self.ahead(self._size)
@@ -227,6 +228,7 @@ class ItemBatches(Generic[Item]):
 
     def learn(self, seconds: float) -> None:
         """Adapt the batch size to the measured seconds per item, at most doubling it."""
+        # At most doubled, as the first items may be faster than later ones.
         wanted = int(_BATCH_SECONDS / max(seconds, 1e-6))
         self._size = max(1, min(wanted, 2 * self._size, _MAX_BATCH_ITEMS))
 
@@ -319,6 +321,7 @@ def _actor_class() -> type:
                 from longtake.errors import DataError
             except ImportError as error:
                 return node, "absent", str(error)
+            # Other versions may decode to other pixels, and results would depend on the node.
             if (found := tasks.package_versions()) != versions:
                 return node, "differs", found
             try:
@@ -430,6 +433,7 @@ class _RayRun(Generic[Item, Result]):
         try:
             actor.node, problem, detail = self._ray.get(ref)
         except self._losses as error:
+            # A node may be lost while it starts; several failures in a row are an error.
             self._failed_starts += 1
             if self._failed_starts >= RAY_ATTEMPTS and not (self._free or self._busy):
                 raise DataError(f"No Ray worker can be started: {one_line(error)[:300]}") from error
@@ -464,6 +468,7 @@ class _RayRun(Generic[Item, Result]):
         batches.learn(answers.seconds / len(batch))
         self._lost_in_a_row = 0
         for (number, item), (result, is_missing) in zip(batch, answers.results, strict=False):
+            # Missing only there: that is a fault of the cluster and not of the clip.
             if is_missing and Path(path := self._task.reads(item)).exists():
                 raise DataError(
                     f"{path} is there on {socket.gethostname()}, but not on {actor.node}. Put it "

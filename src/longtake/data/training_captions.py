@@ -30,10 +30,12 @@ def sample_caption(caption: str, source: str, data: DataSection, seed: int) -> s
     """Return the caption of a sample from a catalog; an empty one stays empty."""
     how = data.captions.get(source, _PLAIN)
     if how.shuffle_tags:
+        # The first `keep_tags` tags keep their place, the others are permuted.
         tags = _tags(caption)
         free = tags[how.keep_tags :]
         places = permuted(np.arange(len(free)), len(free), seed, "tags")
         caption = ", ".join([*tags[: how.keep_tags], *(free[place] for place in places)])
+    # Derived from the seed with a name of its own, independent of the tags' order.
     prefix = how.prefixes[derive(seed, "prefix") % len(how.prefixes)] if how.prefixes else ""
     return _assembled(caption, prefix, how, data)
 

@@ -64,6 +64,7 @@ class FrameSpan(Protocol):
 def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float = 0.5) -> Crop:
     """Return the crop that covers a shape, cut at `across` and `down` (0 to 1; 0.5: the middle)."""
     scale = max(shape.height / height, shape.width / width)
+    # Rounding must not make the picture smaller than the bucket.
     scaled_height = max(shape.height, round(height * scale))
     scaled_width = max(shape.width, round(width * scale))
     # Each offset from 0 to the surplus gets an equal part of the interval from 0 to 1.
@@ -163,6 +164,7 @@ def resized(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.u
 
 
 def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) -> None:
+    # One reformatter for all frames: it keeps its scaling tables.
     reformatter, num_read = VideoReformatter(), 0
     with opened(window.media, window.stream_index) as (container, stream):
         if seek_to is not None:
@@ -215,6 +217,7 @@ def _at(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
     """Yield the frames with the window's timestamps; raise if one is missing."""
     frame: VideoFrame | None = None
     for wanted in window.timestamps:
+        # Frames before the wanted one are dropped; a repeated timestamp keeps its frame.
         while frame is None or (frame.pts is not None and frame.pts < wanted):
             frame = next(frames, None)
             if frame is None:

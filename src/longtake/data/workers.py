@@ -132,6 +132,7 @@ class WorkerPool(Generic[Item, Result]):
         self._task = task
         self._count = count
         self._attempts = attempts
+        # Pickled once for all processes of the pool.
         self._start = _Start(pickle.dumps(task), task.num_cpus, num_buffers, heartbeats, cwd)
         self._queue: deque[_Job] = deque()
         self._incidents: list[WorkerIncident] = []
@@ -205,6 +206,7 @@ class WorkerPool(Generic[Item, Result]):
 
     def _supervise(self) -> None:
         try:
+            # Nothing here may block for long: it watches all workers.
             while not self._end:
                 self._start_workers()
                 self._dispatch()
@@ -269,6 +271,7 @@ class WorkerPool(Generic[Item, Result]):
             self._on_end(worker)
             return
         kind, value = reply
+        # Any message is a sign of life.
         worker.deadline = time.monotonic() + self._task.silence_seconds
         if kind == "progress":
             return
@@ -293,6 +296,7 @@ class WorkerPool(Generic[Item, Result]):
                 job.fail(error)
 
     def _on_silence(self, worker: "_Worker") -> None:
+        # The stack must be taken while the process still lives.
         doing, stack = self._task.doing, stacks.dump_process(worker.pid, worker.stderr)
         worker.end()
         if worker.is_ready:
@@ -302,6 +306,7 @@ class WorkerPool(Generic[Item, Result]):
         self._replace(worker, "stalled", reason, stack)
 
     def _on_end(self, worker: "_Worker") -> None:
+        # Its connection closed first, so wait a moment for its exit status.
         status, words = worker.end(patience_seconds=_END_SECONDS)
         reason = f"the {self._task.doing} process {_how_it_ended(status)}"
         if status and status > 0 and (last := words.strip().splitlines()[-1:]):
@@ -322,6 +327,7 @@ class WorkerPool(Generic[Item, Result]):
             self._incidents.append(WorkerIncident(kind, worker.pid, item, seconds, reason, stack))
         if job:
             self._fail(job, reason, stack.where)
+        # A process that never became ready points at the installation and not at an item.
         if not worker.is_ready:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
@@ -402,6 +408,7 @@ class _Worker:
         self.begun = time.monotonic()
         self.deadline = self.begun + _START_SECONDS
         self._buffers = [os.memfd_create("longtake-worker") for _ in range(start.num_buffers)]
+        # A file in memory: a pipe could fill up and block the worker.
         self._stderr = os.memfd_create("longtake-stderr")
         self.connection: Connection[Any, Reply]
         self.connection, theirs = Pipe()
