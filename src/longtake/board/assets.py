@@ -44,8 +44,10 @@ def bundled_module() -> str:
 
 def _bundled(name: str, done: set[str]) -> Iterator[str]:
     text = static_files()[name].decode()
+    # Imported modules come first, each once.
     for found in _IMPORT.finditer(text):
         if found["name"] not in done:
             done.add(found["name"])
             yield from _bundled(found["name"], done)
+    # All modules share one scope there: imports go, and exports become plain declarations.
     yield _EXPORT.sub("", _IMPORT.sub("", text))

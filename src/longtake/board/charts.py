@@ -89,6 +89,7 @@ class _Space:
         low, high = float(y.min()), float(y.max())
         if axes.limit is not None:
             low, high = min(low, axes.limit), max(high, axes.limit)
+        # Noise of a nearly constant number should look small, so the axis has a least height.
         room = max(0.05 * (high - low), _LEAST_SPAN * max(abs(low), abs(high)) / 2, 1e-12)
         width, height = axes.width - _LEFT - _RIGHT, axes.height - _TOP - _BOTTOM
         floor = low - room if low < 0 else max(0.0, low - room)

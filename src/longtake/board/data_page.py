@@ -49,6 +49,7 @@ def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
         query: the URL's query; `step` is the step of the verdict that is open.
     """
     asked = query.get("step", "")
+    # isdecimal() alone accepts digits of other scripts; 15 digits fit into 64 bits.
     step = int(asked) if asked.isascii() and asked.isdecimal() and len(asked) <= 15 else None
     data = data_facts.read_data(facts)
     current = current_batch(facts)
@@ -212,6 +213,7 @@ def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView
     entries = data.summary["stages"]
     names = list(dict.fromkeys(each["stage"] for each in entries))
     shapes = [bucket for each in entries for bucket in each["buckets"]]
+    # One scale for the boxes of all stages, so that they can be compared.
     largest = max((max(each["width"], each["height"]) for each in shapes), default=1)
     longest = max((each["num_frames"] for each in shapes), default=1)
     found = []

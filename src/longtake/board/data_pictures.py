@@ -111,6 +111,7 @@ def histogram(found: Histogram) -> Markup:
     for span in found.spans:
         y = height + 3
         said = f"{span.stage}: {_short(span.low)} to {_short(span.high)}"
+        # A stage whose clips all have one value is still visible.
         length = max(2.0, x(span.high) - x(span.low))
         parts.append(
             f'<rect x="{x(span.low):.1f}" y="{y}" width="{length:.1f}" height="10" '

@@ -133,6 +133,7 @@ class _Scale:
     def of(cls, values: Numbers, far: frozenset[float], measure: RankNumber) -> "_Scale":
         middle = float(np.median(values))
         room = 2 * measure.signal.spread * abs(middle)  # smaller differences are noise
+        # A few extreme values must not make all others look the same.
         low, high = np.percentile(values, [2, 98])
         return cls(min(float(low), middle - room), middle, max(float(high), middle + room), far)
 

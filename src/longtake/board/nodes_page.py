@@ -234,6 +234,7 @@ def _compared(facts: RunFacts) -> Health:
 
 def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
     """Collect the outliers that the nodes' watchers found, and those of the newest numbers."""
+    # Only the newest of these counts: a recovery or a new watcher ends what was degraded.
     last: dict[str, dict[str, Any]] = {}
     for event in facts.events:
         if event["event"] in ("degraded", "recovered", "watcher_started"):
@@ -245,6 +246,7 @@ def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
             outliers[host] = [str(text)[:300] for text in list(causes.values())[:20]]
             flagged[host] = {_column_of(str(key)) for key in causes}
     for host, label, said in _far_from_others(nodes):
+        # A node's watcher may have reported the same already.
         if label not in flagged.setdefault(host, set()):
             flagged[host].add(label)
             outliers.setdefault(host, []).append(said)

@@ -114,6 +114,7 @@ def environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        # Only plain strings: Markup was made by this package, and is not changed.
         finalize=lambda value: printable_lines(value) if type(value) is str else value,
     )
     found.filters |= {

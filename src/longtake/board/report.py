@@ -168,6 +168,7 @@ def _results(facts: RunFacts) -> Iterable[str]:
 
 
 def _in_function() -> str:
+    # Modules have a scope of their own; in a classic script a function replaces it.
     return f"(() => {{\n{assets.bundled_module()}}})();\n"
 
 

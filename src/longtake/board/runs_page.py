@@ -74,6 +74,7 @@ def differing_keys(runs: Sequence[RunFacts]) -> list[tuple[str, list[str]]]:
     found = []
     for name in sorted(names):
         values = [spelled(each[name]) if name in each else "-" for each in flat]
+        # `out` differs between any two runs.
         if len(set(values)) > 1 and name != "out":
             found.append((name, values))
     return found

@@ -94,6 +94,7 @@ def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) 
             difference), `prompt` (a number, from 0) and `columns`.
     """
     run, path = facts.run, shlex.quote(str(facts.run.path))
+    # With a link among its records, nothing of the run is opened.
     names = [] if facts.has_links else preset_names(run)
     status = status_of(facts)
     common: dict[str, Any] = {"page": "samples", "facts": facts, "status": status}
@@ -129,6 +130,7 @@ def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) 
         offered=_offered(facts, presets, preset) if links.series(facts.name) else _earlier(preset),
         earlier=_EARLIER,
         payload=payload,
+        # A report cannot load other presets later, so it has their newest samples.
         galleries=[] if links.series(facts.name) else _galleries(facts, links, sampled, preset),
         modes=MODES,
         views=VIEWS,
@@ -288,6 +290,7 @@ def cell_size(height: float | None, width: float | None, side: int) -> tuple[int
     if height is None or width is None:
         return None
     longer = max(height, width)
+    # A whole factor keeps the pixels of a tiny clip sharp.
     factor = max(1, side // longer) if longer < TINY_SIDE else 1.5 * side / longer
     return max(1, round(width * factor)), max(1, round(height * factor))
 

@@ -112,6 +112,7 @@ class Board:
         if name not in self.run_names():
             raise HTTPException(404, f"There is no run {name or '.'} in {self.folder}.")
         with self._lock:
+            # Another request may have added a reader meanwhile: all must share one and its cache.
             own = RunReader(self.folder, name, partial(self.other_runs, name))
             found = self._readers.setdefault(name, own)
             while len(self._readers) > _MOST_READERS:
@@ -244,6 +245,7 @@ def show_static(request: Request) -> Response:
     data = assets.static_files().get(name)
     if kind is None or data is None:
         raise HTTPException(404, f"There is no file {name}.")
+    # Other files have another digest, and so another URL.
     headers = {"cache-control": "public, max-age=31536000, immutable"}
     return Response(data, 200, headers, f"{kind}; charset=utf-8")
 
@@ -352,6 +354,7 @@ class Guard:
             await send(message)
 
         refused = self._refusal(request)
+        # Whatever a page opens while this request is served has to be below the folder.
         with fsio.reading_below(self.folder):
             await (refused or self.app)(scope, receive, send_with_headers)
 
@@ -366,11 +369,13 @@ class Guard:
             return _error(
                 request, 421, f"The board is not known as {host!r}. Open it by the printed address."
             )
+        # The page that asks for the token needs styles and scripts, which are no secret.
         if self.token is None or request.url.path.startswith("/static/"):
             return None
         given = request.cookies.get(self.cookie, "")
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         for each in (given, bearer):
+            # Its time does not tell how much of a guess is right.
             if each and hmac.compare_digest(each.encode(), self.token.encode()):
                 return None
         page = render("token.html", ServerLinks(), cookie=self.cookie)
@@ -460,6 +465,7 @@ class _Connection(H11Protocol):
 
     def _note_state(self) -> None:
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        # A response may take as long as it likes, such as a stream of events.
         if cycle is not None and not cycle.response_complete:
             self._stop_waiting()
         elif self not in self.waiting and not self.transport.is_closing():
@@ -507,6 +513,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         RunError: the address cannot be used.
     """
+    # A port that was named must be that one; only the default may move on.
     tried = range(port, port + 20) if port == DEFAULT_PORT else (port,)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -515,6 +522,7 @@ def listen(host: str, port: int) -> socket.socket:
     why = ""
     for each in tried:
         found = socket.socket(family, socket.SOCK_STREAM)
+        # Otherwise the port of a board that has just ended is taken for a minute.
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind((host, each))

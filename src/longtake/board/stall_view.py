@@ -183,6 +183,7 @@ def _stall(record: _Diagnosis, facts: RunFacts, tree: StackTree | None) -> Stall
     did = ("restarted_worker", "killed_rank")
     done = [str(each.get("reason", "")) for each in of_token if each["event"] in did]
     is_open = cleared is None and not done and record["kind"] != "cleared"
+    # A launch may end without a record that its stall has cleared.
     is_open = is_open and facts.summary.state == "stalled"
     first = next(iter(record["suspects"]), None)
     return Stall(
@@ -251,6 +252,7 @@ def _waiting(waiting: _Waiting) -> str:
 def tree_of(facts: RunFacts, record: _Diagnosis) -> StackTree:
     """Read the dumps of all nodes, or of as many as fit the limits, those of suspects first."""
     suspects = [each["host"] for each in record["suspects"]]
+    # Suspects first, so that the limits never hide the cause.
     hosts = sorted(hosts_of(facts.run), key=lambda host: host not in suspects)
     paths, version, total, num_nodes = list[str](), list[Hashable](), 0, 0
     for host in hosts:

@@ -28,6 +28,7 @@ class Bar:
 def bars(rows: Sequence[Bar], label_width: int = 130, width: int = 640) -> Markup:
     """Draw horizontal bars, one below the other, on one scale from 0."""
     most = max((each.value for each in rows), default=0.0) or 1.0
+    # Room for the words after the longest bar.
     room = width - label_width - 110
     parts = []
     for place, each in enumerate(rows):
@@ -164,6 +165,7 @@ def no_still(reason: str) -> bytes:
         for place, line in enumerate(lines[:7])
     )
     found = picture(200, 130, f'<rect width="200" height="130" fill="#8884"/>{spans}', "still")
+    # Within HTML the namespace is implied; in a file of its own it is required.
     return found.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).encode()
 
 

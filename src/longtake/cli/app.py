@@ -206,6 +206,7 @@ def sample(
         from longtake.sampling.checkpoints import find_run
         from longtake.sampling.videos import check_samples, write_samples
 
+        # Python passes bytes that are not UTF-8 as lone surrogates, which no tokenizer takes.
         if any("\ud800" <= letter <= "\udfff" for each in prompt for letter in each):
             raise typer.BadParameter("a prompt is not valid UTF-8")
         prompts, inputs, settings, bucket = check_samples(

@@ -151,6 +151,7 @@ def index(
     if as_json:
         found = [asdict(report) | {"catalog": str(path)} for path, report in reports.items()]
         repeats = [{"repeats": each.repeats} for each in folders]
+        # Without --kohya there are no repeats, and this is empty.
         merged = [one | more for one, more in zip(found, repeats, strict=bool(folders))]
         say.result(merged or found[0])
         return
@@ -377,6 +378,7 @@ def score(
             distance=distance,
         )
     scored.catalog.save(target)
+    # Only now may the journal go from which an interrupted call resumes.
     scored.settle()
     unknown = len(scored.values) - scored.num_known
     facts = {
@@ -608,6 +610,7 @@ def _with_costs(recipe: "Recipe") -> "tuple[Recipe, BucketCosts]":
         device = devices.device_budget(recipe)
         seconds = cost.clip_seconds(recipe, device, tokens)
     except errors.LongtakeError:
+        # Batch sizes follow from tokens here: without them there is nothing to show.
         if recipe.data.tokens_per_batch is not None and not tokens:
             raise
         return recipe, BucketCosts(tokens)  # no configuration here, or parts that do not fit

@@ -115,6 +115,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
 
     task = task and task.lower()
     for each in templates():
+        # A release that a template names need not be read, which could mean to download it.
         if each.pretrained == release and task in (None, each.task) and expert is None:
             return each
     section = ModelSection(family="", pretrained=release)
@@ -357,6 +358,7 @@ def init(
     module = module_beside(out)
     text = render_recipe(template, memory, data, out, buckets_for(template, memory, data), module)
     try:
+        # Mode "x" also fails if the file appears just now: nothing is overwritten.
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:

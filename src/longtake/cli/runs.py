@@ -204,6 +204,7 @@ def bundle(
     say.line(
         f"{plural(len(found.files), 'file')} of {total:,} bytes; read them before you send them."
     )
+    # Without a terminal nobody can answer the question below.
     if not yes and not sys.stdin.isatty():
         raise errors.RunError(
             f"{archive} was not written. Add --yes to write it without a question."

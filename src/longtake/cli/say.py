@@ -39,6 +39,7 @@ def console() -> Console:
 
 
 def stdout_console() -> Console:
+    # All ranks have the same result; one prints it.
     return SafeConsole(highlight=False, soft_wrap=True, quiet=rank() != 0)
 
 

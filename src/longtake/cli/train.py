@@ -79,6 +79,7 @@ def train(
     from longtake.trust import load_recipe
 
     loaded = with_buckets(load_recipe(recipe, changes or (), trust=trust))
+    # A fresh run gets a folder of its own, and so does not resume what is in `out`.
     begun = None if fresh else loaded.out
     parent = parent_of(begun, begin_from, weights_only=weights_only, trust=trust)
     try:

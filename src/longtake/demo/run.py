@@ -200,6 +200,7 @@ def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int
         recipe = config.parse(values, source="the demo's recipe")
         if signal_name := train(recipe, Console(quiet=True)).interrupted_by:
             return signal_name
+        # The first steps are slower than those that follow.
         rows = aside.metrics()[_PACE_WARM_UP:]
         seconds = statistics.median(row["step_seconds"] for row in rows)
     finally:

@@ -98,6 +98,7 @@ class SampleEvaluator:
         preset, num_videos = task.preset, len(task.preset.requests())
         sampled = sample_preset(sampler, preset, folder, partial(progress, "sample"))
         while True:
+            # `sampled` is a generator: the time to its next video is that of sampling it.
             with watch.of("sample"):
                 made = next(sampled, None)
             if made is None:
@@ -147,6 +148,7 @@ class SampleEvaluator:
         self, task: EvaluationTask, recipe: Recipe, values: dict[str, float], progress: Progress
     ) -> list[evaluation_dir.Alarm]:
         name, reference = task.preset.name, self._reference(task, recipe, progress)
+        # Checkpoints may be evaluated out of order; later ones say nothing about this drift.
         earlier = [each for each in task.directory.all_scores(name) if each["step"] < task.step]
         history = [*(each["measures"] for each in earlier), values]
         steps = [*(each["step"] for each in earlier), task.step]

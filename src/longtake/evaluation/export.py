@@ -26,6 +26,7 @@ from longtake.sampling.sampler import Sampler
 def _save_weights(
     weights: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
+    # safetensors only stores contiguous tensors.
     whole = {name: value.detach().contiguous() for name, value in weights.items()}
     save_file(whole, path, {"format": "pt", **(metadata or {})})
 

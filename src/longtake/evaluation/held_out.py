@@ -186,6 +186,7 @@ def _encode_pictures(
     latents = parts.codec.encode(video.to(device))
     given = _read_inputs(clip, window, data, device)
     encoded, weights = encode_inputs(parts, sampler.recipe, given, bucket)
+    # On the CPU: with the same seed, other devices draw other numbers.
     generator = torch.Generator().manual_seed(derive("held_out", clip.identity))
     noise = torch.randn(latents.shape, generator=generator)
     inputs = {name: each.cpu() for name, each in {**caption, **encoded}.items()}

@@ -227,6 +227,7 @@ def _refined(found: Flow, before: Pixels, after: Pixels) -> Flow:
         y, x = _blurred(down * late), _blurred(right * late)
         step = np.stack([c * y - b * x, a * x - b * y]) / determinant
         found = found + np.clip(step, -_MOST_PER_ROUND, _MOST_PER_ROUND)
+        # This carries the flow into areas where nothing can be seen to move.
         found = np.stack([_blurred(found[0]), _blurred(found[1])])
     return found
 
@@ -341,6 +342,7 @@ def reference_of(
         return None, ""
     made = Reference(len(rows), _spreads(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Several servers may make the same reference at once.
     fsio.write_json(path, {"of": asked, **asdict(made)}, by_many=True)
     return made, ""
 

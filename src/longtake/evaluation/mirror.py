@@ -223,7 +223,7 @@ class Mirror:
         if not self._folder.take(self._stack):
             return []
         with self._folder.writing():
-            # Markers first: a checkpoint or result that is complete later is seen by the next look.
+            # Markers first: what they mark as complete is then copied whole after them.
             self._transport.fetch("", self._folder.index, marker_rules(), exactly=True)
             runs = self._folder.runs()
             if runs:
@@ -256,6 +256,7 @@ class Mirror:
             if found == self._pushed.get(run.mirror, {}):
                 return
             self._transport.send(folder, there, result_rules(folder))
+            # With scores.json a result is complete, so it follows in a transfer of its own.
             self._transport.send(folder, there, SCORE_RULES)
             if ServerDirectory(run.mirror, self._server).heartbeat_path.exists():
                 send_heartbeat(self._transport, run, self._server, ())

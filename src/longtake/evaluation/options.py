@@ -166,6 +166,7 @@ def find_runs(places: Iterable[Path]) -> list[RunDirectory]:
         for folder in [place] if RunDirectory(place).exists() else inside:
             run = RunDirectory(folder)
             if run.exists() and not folder.name.startswith("."):
+                # By its real path: a run may be named twice, or reached by a link.
                 found.setdefault(folder.resolve(), run)
     return list(found.values())
 

@@ -202,6 +202,7 @@ class PendingTasks:
                 committed = self._committed(source)
                 self._at_source = set(committed)
             is_sparse = self._options.backlog.every not in (None, 1)
+            # The newest checkpoint is wanted even between multiples, once no later one can come.
             with_last = is_sparse and (not self._options.follows or self.end.is_reached())
             tasks = [
                 task
@@ -210,6 +211,7 @@ class PendingTasks:
             ]
             self._await(tasks)
             self._first_seen.end_look()
+            # A server runs for weeks: what it knows of deleted checkpoints has to go.
             self._cache.keep_only(
                 {self.run.checkpoint_path(step).name for step in self.run.checkpoint_folders()}
                 | {self.run.checkpoint_path(step).name for step in self._there()}
@@ -268,6 +270,7 @@ class PendingTasks:
             path = run.checkpoint_path(step) / _COMMITTED
             weights = self._cache.get(path, CommittedWeights.read)
             if weights.unreadable:
+                # Errors of a network disk pass without a change of the file.
                 self._cache.forget(path)
                 if run == self.run and self._lasts(step, _COMMITTED, weights.unreadable):
                     self._report.wrong(

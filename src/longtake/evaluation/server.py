@@ -111,6 +111,7 @@ class EvaluationServer:
                 tasks = self._pending()
                 if self._work_on_first(tasks):
                     continue
+                # A task that rests after a failure is waited for.
                 if may_end and not any(self._runs[t.run].claims.rests(t) for t in tasks):
                     break
                 self._stop.wait(self._options.look_seconds)
@@ -303,6 +304,7 @@ class Keeper:
     def __exit__(self, *error: object) -> None:
         self._is_over.set()
         self._thread.join()
+        # A server that has ended needs no checkpoint.
         self._waiting.clear()
         self.publish(task=None, ended=fsio.now())
         self._beat()
@@ -344,8 +346,10 @@ class Keeper:
             begun, runs = time.monotonic(), self._published.runs
             if begun >= look_at and self._options.backlog.takes_all:
                 self._look(runs)
+                # On a slow file system looks are rarer, so that they do not burden the training.
                 look_at = time.monotonic() + _PAUSE_PER_LOOK * (time.monotonic() - begun)
             needs = {each.run: self._needs(each.run) for each in runs}
+            # Changed needs are written at once: the training may be about to delete a checkpoint.
             if needs != self._written or begun - self._written_at >= _BEAT_SECONDS:
                 self._written, self._written_at = needs, begun
                 self._beat()

@@ -181,6 +181,7 @@ class Rsync:
             return
         if any(Path(self._sockets).glob("*")):
             host = self._address.host.replace("[", "").replace("]", "")
+            # ssh keeps the shared connection in the background until it is told to end it.
             command = [*self._ssh_command(), "-O", "exit", "--", host]
             subprocess.run(command, capture_output=True, check=False, timeout=30)  # noqa: S603 - ssh, by its path
         shutil.rmtree(self._sockets, ignore_errors=True)
@@ -204,6 +205,7 @@ class Rsync:
                 )
                 self._running.add(process)
             try:
+                # Rules go to stdin, as there may be more than a command line can hold.
                 process.communicate("".join(f"{rule}\n" for rule in rules).encode())
             finally:
                 with self._lock:

@@ -70,6 +70,7 @@ def batches_around_verdicts(facts: RunFacts, step: int | None) -> tuple[list[Ver
     newest = found[-MOST_VERDICTS:][::-1]
     if step is not None and all(each["step"] != step for each in newest):
         newest += [each for each in found if each["step"] == step][-1:]
+    # The newest reports share a budget; the step that was opened may have a large one.
     left = _MOST_BYTES
     read = list[tuple[Mapping[str, Any], _Reported | None, str]]()
     for event in newest:
@@ -101,6 +102,7 @@ def _report_path(run: RunDirectory, event: Mapping[str, Any]) -> Path | None:
     name = event.get("report")
     if isinstance(name, str) and _REPORT_NAME.fullmatch(name):
         return run.path / name
+    # Events of older runs do not name their report. Its file name counts the steps done before.
     found = sorted(run.guard_path.glob(f"step_{event['step'] - 1:08d}_*.json"))
     return found[-1] if found else None
 

@@ -273,6 +273,7 @@ def _environment() -> dict[str, Any]:
         for each in metadata.distributions()
         if each.metadata["Name"]
     }
+    # Only variables that change how a run trains: any other may be a secret.
     variables = {name: os.environ[name] for name in os.environ if _VARIABLES.fullmatch(name)}
     return {
         "longtake": __version__,

@@ -112,6 +112,7 @@ def _counted(column: pa.ChunkedArray) -> dict[Any, int]:
 
 def _is_untagged_hd(catalog: Catalog) -> pa.ChunkedArray:
     table = catalog.table
+    # A clip that is shown turned has as many lines as its stored pictures have columns.
     turned = pa.array([90, 270, MIRRORED + 90, MIRRORED + 270], pa.int32())
     is_turned = pc.is_in(table["rotation"], value_set=turned)
     lines = pc.if_else(is_turned, table["width"], table["height"])

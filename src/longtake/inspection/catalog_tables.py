@@ -192,6 +192,7 @@ def _stages(facts: Mapping[str, Any]) -> Table:
     table = _table("stage", "catalog", numbers=names)
     before = None
     for entry in facts["stages"]:
+        # A stage has a row for each of its catalogs, and its name only in the first.
         is_new, before = entry["stage"] != before, entry["stage"]
         name, begins = (entry["stage"], _beginning(entry)) if is_new else ("", "")
         keys = ("trained_steps", "epochs", "clips", "selected")

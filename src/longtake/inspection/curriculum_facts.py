@@ -115,7 +115,9 @@ def _nearest(catalog: Catalog, shapes: Sequence[Bucket], stills: bool) -> NDArra
 
     Unless stills are taken from videos, videos are matched with buckets of several frames only.
     """
+    # With buckets of one frame, no clip is too short.
     brief = [shape.model_copy(update={"num_frames": 1}) for shape in shapes]
+    # Of equally good buckets the first one wins, so those with fewer frames come first.
     order = sorted(range(len(shapes)), key=lambda index: shapes[index].num_frames)
     nearest = _best(catalog, {index: brief[index] for index in order}, 1, stills=True)
     of_videos = {index: brief[index] for index in order if shapes[index].num_frames > 1}
@@ -149,6 +151,7 @@ def _off(
     """Return [N] the absolute log ratio of each clip's aspect to its bucket's, rounded to 0.01."""
     aspects = np.log(catalog.column("width") / catalog.column("height"))
     wanted = np.log([shape.width / shape.height for shape in shapes])
+    # Rounded, so that a minute difference does not make another bucket the closer one.
     off: NDArray[np.float64] = np.round(np.abs(aspects - wanted[bucket]), 2)
     return off
 
@@ -189,6 +192,7 @@ def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -
         warnings = review(plan, recipe.data, steps)
     except DataError as error:  # the facts that led to it are shown all the same
         refusal = str(error)
+        # Reviewed again without refusing drift, to collect the other warnings.
         lenient = recipe.data.model_copy(update={"on_drift": "warn"})
         warnings = review(plan, lenient, _end(plan, steps))
     first = plan.stages[0].name
@@ -275,6 +279,7 @@ def _bucket(
     last = padding = None
     if epochs.num_epochs is not None and kept:
         samples = epochs.num_epochs * kept
+        # Only the last batch is smaller; its empty places are a share of those of all batches.
         padding = 1 - samples / (-(-samples // batch_size) * batch_size)
         last = epochs.num_epochs * kept % batch_size or batch_size
     return {

@@ -191,6 +191,7 @@ def read_data(facts: RunFacts) -> DataFacts:
         problems.append(one_line(error))
     if not files:
         return replace(NO_DATA, problems=problems)
+    # The ledger's rank files grow with every step, but nothing here depends on them.
     launches = sorted(run.ledger_path.glob("launch_*/launch.json"))[-1:]
     version = versions([*files, *launches, run.recipe_path])
     found = facts.kept("data", version, lambda: _read_data(facts, files, history))
@@ -308,6 +309,7 @@ def _with_plan(
 ) -> DataFacts:
     data, batch_size = recipe.data, recipe.training.global_batch_size
     if history:
+        # The recorded order counts: the recipe may have been changed since.
         data = data.model_copy(update=parsed_order(history[-1]))
         batch_size = history[-1]["batch_size"]
     if len(data.curriculum()) > _MOST_STAGES:
@@ -337,6 +339,7 @@ def _to_scale(plan: Plan, parts: Mapping[str, CatalogPart]) -> Plan:
     for stage in plan.stages:
         streams = []
         for stream in stage.streams:
+            # A plan that `begin` made has one part per stream.
             scale, (part,) = parts[stream.source].scale, stream.parts
             sizes = tuple(round(size * scale) for size in part.epoch_span.sizes)
             span = replace(part.epoch_span, sizes=sizes)

@@ -117,6 +117,7 @@ def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[s
 
 def verdicts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the guard's verdicts among events, with `step` as metrics count it."""
+    # These events count the steps done before the judged one.
     judged = (each for each in events if each["event"] in _VERDICT_EVENTS)
     return [{**each, "step": each["step"] + 1} for each in judged]
 
@@ -247,6 +248,7 @@ def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
     found, has_rolled_back = [], bool(run.rollbacks())
     for step in run.checkpoint_steps():
         path = run.checkpoint_path(step)
+        # Checksums would read every byte of every checkpoint.
         what = find_damage(path, checksums=False)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         facts = {"step": step, "bytes": size, "damage": what}

@@ -74,6 +74,7 @@ def read_ledger(facts: RunFacts, data: data_facts.DataFacts) -> LedgerFacts | No
 
 def _read_ledger(run: RunDirectory, data: data_facts.DataFacts) -> LedgerFacts:
     total = ledger.num_records(run.ledger_path)
+    # An audit makes all plans again and compares every record: too slow for a page of a large run.
     clips = sum(each.num_clips for each in data.catalogs) * max(1, data.num_plans)
     said = (
         f"The ledger has {total:,} records: whether a clip is missing is computed by the command."

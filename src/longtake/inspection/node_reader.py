@@ -221,6 +221,7 @@ class _Past:
             return
         half = len(self.times) // 2
         for each in (self.times, *self.values.values()):
+            # The newest half keeps its resolution.
             each[:half] = each[:half:2]
 
 
@@ -272,6 +273,7 @@ class HealthHistory:
                 begin += len(file.readline(_LINE_BYTES)) - 1
             file.seek(begin)
             data = file.read(status.st_size - begin)
+        # The watcher may be writing the last line: it is read next time.
         whole = data.rfind(b"\n") + 1
         for line in data[:whole].splitlines():
             past.add(line)

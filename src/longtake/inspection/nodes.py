@@ -148,6 +148,7 @@ def state_of_node(
     """
     silent = None
     with suppress(OSError):
+        # The clock of a file server may be ahead of this host's.
         silent = max(0.0, time.time() - node.heartbeat_path.lstat().st_mtime)
     if heartbeat.get("ended"):
         return "ended", silent

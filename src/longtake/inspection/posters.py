@@ -173,6 +173,8 @@ class _Decoder:
         with self._lock:
             if self._num_waiting or self._pool is None:
                 return
+            # Closing waits for the process, and the next request must not: it gets a pool of its
+            # own.
             pool, self._pool = self._pool, None
         pool.close()
 

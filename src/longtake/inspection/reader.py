@@ -124,6 +124,7 @@ class RunReader:
 
         Two threads that call this at once may both call `read`.
         """
+        # A version is determined before its files are read: a change meanwhile causes another read.
         known = self._kept.get(what)
         if known is None or known[0] != version:
             known = self._kept[what] = version, read()
@@ -151,6 +152,7 @@ class RunReader:
             problems.append(summary.problem)
         is_readable = link is None
         rows = part(self._read_rows, NO_ROWS) if is_readable else NO_ROWS
+        # Marks are placed at steps, so that they depend on the rows too.
         version = (_versions(self._event_files()), len(rows))
         events, marks = list[dict[str, Any]](), list[Mark]()
         hours, record = list[TimePart](), dict[str, Any]()

@@ -176,6 +176,7 @@ class Redactor:
                 continue
             # A value that is also the name of a key is replaced only as a part of a path.
             place = r"(?<=/){}(?=[/\s\"']|$)" if value in self._key_names else pattern
+            # A text has the value as it is, escaped in a JSON string, or quoted in a URL.
             for form in {value, json.dumps(value)[1:-1], quote(value), quote(value, safe="")}:
                 wanted = re.compile(place.format(re.escape(form)))
                 if form in text and wanted.search(text):

@@ -119,6 +119,7 @@ class MetricRows:
         lines = self.chosen[first:last]
         if not len(lines):
             return np.empty(0, DTYPE[name])
+        # One read from the first to the last of the rows, of which the wanted ones are then taken.
         begin, end = int(lines[0]), int(lines[-1]) + 1
         if not isinstance(lines, range):
             begin, end = int(lines.min()), int(lines.max()) + 1
@@ -296,6 +297,8 @@ def _blocks(
         *lines, rest = (rest + data).split(b"\n")
         if lines:
             lengths = np.array([len(line) + 1 for line in lines])
+            # The first line began in an earlier block, where some of its bytes may have been
+            # dropped.
             lengths[0] += num_cut
             ends = offset + np.cumsum(lengths)
             yield lines, ends - lengths, int(ends[-1])
@@ -422,6 +425,7 @@ def _read_cache(path: Path, file: BufferedReader, status: os.stat_result) -> _So
 def _is_prefix(known: _Known, file: BufferedReader, status: os.stat_result) -> bool:
     """Return whether `known` describes this file, unchanged or with lines appended since."""
     is_same_file = (known["device"], known["inode"]) == (status.st_dev, status.st_ino)
+    # A file that was rewritten may keep its inode and become longer: the hash of both ends tells.
     has_grown = status.st_size > known["size"]
     is_untouched = (known["size"], known["mtime_ns"]) == (status.st_size, status.st_mtime_ns)
     return (
@@ -447,6 +451,7 @@ def _write_cache(path: Path, source: _Source) -> None:
         fsio.atomic_write(cache_path, by_many=True) as partial,
         partial.open("x+b") as cache,
     ):
+        # The header is written last, as it has the checksum of what follows it.
         cache.seek(_HEADER_BYTES)
         checksum = source.store.write(cache)
         header = _CacheHeader(

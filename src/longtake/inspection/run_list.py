@@ -104,6 +104,7 @@ def list_runs(
 
 def find_runs(folder: Path) -> Iterator[Path]:
     """Yield folders that contain a run.json, or metrics.jsonl and recipe.toml; no run in a run."""
+    # Breadth first: if a folder has too many subfolders, the runs near its top are found.
     pending, num_folders, num_runs = [(folder, 0)], 0, 0
     while pending and num_folders < _MAX_FOLDERS:
         path, depth = pending.pop(0)
@@ -120,6 +121,7 @@ def find_runs(folder: Path) -> Iterator[Path]:
             num_runs += 1
             if num_runs == MAX_RUNS:
                 return
+        # Folders of a run are not searched: there are many, and none of them is a run.
         elif depth < MAX_DEPTH:
             shown = (name for name in folders if not name.startswith(".") and _is_text(name))
             pending += [(path / name, depth + 1) for name in sorted(shown)]

@@ -184,6 +184,7 @@ def _is_text(name: str) -> bool:
 def _steps(run: RunDirectory, preset: str) -> Iterator[int]:
     for name in _folders(run.path / "evaluations" / preset):
         found = _STEP.fullmatch(name)
+        # Another spelling of the number would give one step two folders.
         if found and name == f"step_{int(found[1]):08d}":
             yield int(found[1])
 

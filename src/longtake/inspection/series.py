@@ -177,6 +177,7 @@ def _single(values: Column) -> _Reduced:
         np.where(is_finite, numbers, -np.inf),
         np.where(is_finite, numbers, 0.0),
         is_finite.astype(np.int64),
+        # A number that the line does not have is no fault.
         ~is_finite & (numbers != ABSENT),
     )
 
@@ -186,6 +187,7 @@ def _reduce(
 ) -> list[Series]:
     steps, begin, end = rows.step, 0, 0
     if len(rows):
+        # All buckets are spent on steps that exist, however far the plot is zoomed out.
         first, last = max(first, int(steps[0])), min(last, int(steps[-1]))
         begin, end = np.searchsorted(steps, [first, last + 1]).tolist()
     if begin >= end:
@@ -214,6 +216,7 @@ def _reduce(
         groups = _groups(rows, name, pieces, end).joined(starts[:-1][has_rows])
         numbers = np.full((3, len(positions)), np.nan)
         with np.errstate(invalid="ignore", divide="ignore"):
+            # Sums of floats round, and may overflow: a mean stays within its range.
             mean = np.clip(groups.total / groups.count, groups.low, groups.high)
         is_known = groups.count > 0
         numbers[:, has_rows] = np.where(is_known, (groups.low, groups.high, mean), np.nan)
@@ -230,6 +233,7 @@ def _pieces(begin: int, end: int, num_buckets: int) -> NDArray[np.int64]:
 
     With blocks, a bucket may begin up to 63 rows later than its pixel.
     """
+    # Blocks only where a pixel has several: its border is then off by a part of a pixel at most.
     if end - begin <= num_buckets * _BLOCK_ROWS * _BLOCKS_PER_PIXEL:
         return np.arange(begin, end)
     first = -(-begin // _BLOCK_ROWS) * _BLOCK_ROWS

@@ -198,6 +198,7 @@ def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:
     """Find the last frame that can be decoded, by bisection, and why the next one cannot be."""
     good: tuple[int, str] | None = None
     last, reason, frame = clip.num_frames, "", clip.num_frames - 1
+    # Between the last frame known to be good and the first bad one; damage is taken to last.
     for _ in range(_MOST_TRIES):
         try:
             good = frame, _jpeg(_picture(clip, frame, pool))

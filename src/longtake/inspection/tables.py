@@ -106,6 +106,7 @@ def said(event: Mapping[str, Any]) -> str:
         return _start_line(event)
     if kind in _SENTENCES:
         return incident_sentence(event)
+    # An event without a sentence of its own is printed key by key.
     hidden = ("event", "time", "at", "step", "options", "per_block", "report")
     rest = {name: value for name, value in event.items() if name not in hidden and value}
     facts = _in_words(rest)
@@ -416,5 +417,6 @@ def _print(console: Console, what: RenderableType) -> None:
 
 
 def _widen(console: Console) -> None:
+    # A pipe has no width, and rich would wrap tables at 80 columns.
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)

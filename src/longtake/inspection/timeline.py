@@ -146,6 +146,7 @@ def _placed(events: Sequence[Event], rows: MetricRows) -> Iterator[tuple[Event, 
         if event["event"] not in (*facts.INCIDENT_EVENTS, "settings_changed"):
             step = facts.step_of(event, rows)
             if event["event"] == "rolled_back":
+                # Drawn at the step where it happened, not at the one that it returned to.
                 step = event["from_step"]
             yield event, facts.incident_step(event, rows) if step is None and len(rows) else step
 
@@ -269,8 +270,10 @@ def goodput(
         if not len(inside):
             found["starting"] += period.end - period.begin
             continue
+        # A row has the time at which its step ended.
         first = inside[0] - _step_seconds(rows, period.rows.start)
         found["starting"] += max(0.0, first - period.begin)
+        # After its last step, a launch that ended in order was saving; any other was stuck.
         found["saving" if period.has_ended else "stuck"] += max(0.0, period.end - inside[-1])
     for before, after in pairwise(periods):
         found["down"] += max(0.0, after.begin - before.end)
@@ -346,6 +349,7 @@ def _seconds_of_steps(
         is_free[chosen] = False
     found["waiting for data"] = float(data[is_kept].sum())
     found["training"] = float(seconds[is_kept].sum()) - sum(found.values())
+    # Prefix sums: the seconds of a branch are the difference of two of them.
     until = np.append(0.0, np.cumsum(seconds)) if len(lasts) else np.zeros(1)
     lost = until[lasts + 1] - until[firsts]
     is_rollback = _are_rollbacks(run, rows, lasts, launches)
