@@ -201,7 +201,7 @@ def sample(
     trust: say.Trust = False,
     as_json: say.AsJson = False,
 ) -> None:
-    """Sample videos from a run, with a contact sheet beside them."""
+    """Sample videos from a run, and write a contact sheet of them."""
     with progress.phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.sampling.checkpoints import find_run
         from longtake.sampling.videos import check_samples, write_samples

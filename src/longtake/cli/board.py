@@ -1,4 +1,4 @@
-"""The verbs `board` and `report`: pages of runs, served or written to a file."""
+"""The commands `board` and `report`: pages of runs, served or written to a file."""
 
 import os
 import socket
@@ -28,9 +28,9 @@ def board(
         bool, typer.Option("--open", help="Open the page in this machine's browser.")
     ] = False,
 ) -> None:
-    """Serve pages of all runs in a folder, which show what is new; Ctrl-C ends it.
+    """Serve pages of all runs in a folder, which update by themselves; Ctrl-C ends it.
 
-    It reads files only, and writes nothing in the folder.
+    It only reads files, and writes nothing in the folder.
     """
     from longtake.board import server
 
@@ -62,9 +62,9 @@ def report(
     ] = 24.0,
     as_json: say.AsJson = False,
 ) -> None:
-    """Write the pages of a run to one HTML file, with its newest videos inside, to send it.
+    """Write the pages of a run, with its newest videos, to one HTML file that can be sent.
 
-    Captions, file names, hosts and the ends of logs are in it: read it before you send it.
+    It contains captions, file names, hosts and the ends of logs: read it before you send it.
     """
     with progress.phase_lines(say.console(), "reading the run's records"):
         from longtake.board.report import write_report

@@ -240,7 +240,7 @@ def cuts(
     timeout_seconds: TimeoutSeconds = 60.0,
     as_json: say.AsJson = False,
 ) -> None:
-    """Find the cuts of films, and write a table of their scenes: clips, without cutting files.
+    """Find the cuts of films, and write a table of their scenes as clips; no file is cut.
 
     After Ctrl-C the same command resumes.
     """
@@ -355,8 +355,8 @@ def score(
 ) -> None:
     """Give every clip a number that stages can select by, such as `nouns <= q40`.
 
-    `duplicates == 0` leaves one of each group of near-duplicates. After Ctrl-C the same command
-    resumes.
+    `duplicates == 0` selects one clip of each group of near-duplicates. After Ctrl-C the same
+    command resumes.
     """
     from longtake.data.catalog import Catalog
     from longtake.data.index import check_out
@@ -484,7 +484,7 @@ def caption(
     memory_gib: MemoryGib = 1.0,
     as_json: say.AsJson = False,
 ) -> None:
-    """Caption clips by a local model; after Ctrl-C the same command resumes."""
+    """Caption clips with a local model; after Ctrl-C the same command resumes."""
     from longtake.data import generated_captions
     from longtake.data.catalog import Catalog
     from longtake.data.index import check_out

@@ -1,4 +1,4 @@
-"""The verb `evaluate`: samples and measures checkpoints."""
+"""The command `evaluate`: samples and measures checkpoints."""
 
 import os
 import signal
@@ -60,10 +60,10 @@ def evaluate(
 ) -> None:
     """Sample and measure each checkpoint of runs, while they train or afterwards.
 
-    Results lie in RUN/evaluations. Several of these share the work, on one machine or on many; a
-    preset is sampled with the same prompts and seeds at each checkpoint. Exit code 1 if something
-    could not be evaluated. Ctrl-C or SIGTERM ends it (exit code 130 or 143); what it had begun is
-    left to others.
+    Results are written to RUN/evaluations. Several servers, on one machine or on many, share the
+    work; a preset is sampled with the same prompts and seeds at each checkpoint. Exit code 1 if
+    something could not be evaluated. Ctrl-C or SIGTERM ends it (exit code 130 or 143); work that
+    it had begun is left to other servers.
     """
     # Waiting threads must not spin on cores that a training uses. Read when PyTorch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

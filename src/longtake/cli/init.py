@@ -1,4 +1,4 @@
-"""`longtake init`: a commented recipe for a family, a task and a GPU, from `recipes/`."""
+"""The command `init`: a commented recipe for a family, a task and a GPU, from `recipes/`."""
 
 import functools
 import json
@@ -337,8 +337,8 @@ def init(
 ) -> None:
     """Write a commented recipe for a family, a task and a GPU.
 
-    The files of a release say its family; without a release and a family the templates are listed.
-    A file that exists is not overwritten.
+    The family of a release is read from its files; without a release and a family, the templates
+    are listed. A file that exists is not overwritten.
     """
     if release is not None:
         if family is not None or size is not None:

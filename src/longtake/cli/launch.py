@@ -1,4 +1,4 @@
-"""The verbs `launch` (all ranks of a node, or a Slurm job) and `preflight`."""
+"""The commands `launch` (all ranks of a node, or a Slurm job) and `preflight`."""
 
 import os
 import shlex
@@ -197,11 +197,11 @@ def preflight(
     as_json: say.AsJson = False,
     relayed: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Check all nodes before a run: the same software, data and disks? Clocks, speed, links?
+    """Check all nodes before a run: software, data, disks, clocks, speed and links.
 
-    Alone it checks this machine. On several: with --nodes; or started like the training itself,
-    one process per node or more: `torchrun --nnodes 4 --nproc-per-node 1 … -m longtake preflight
-    RECIPE`, or `srun --ntasks-per-node 1 longtake preflight RECIPE`.
+    By itself it checks this machine. To check several, use --nodes, or start it like the training,
+    with one process per node or more: `torchrun --nnodes 4 --nproc-per-node 1 … -m longtake
+    preflight RECIPE`, or `srun --ntasks-per-node 1 longtake preflight RECIPE`.
 
     Exit code 0 without errors (there may be warnings), 1 with errors, 2 for a mistake of the user.
     """

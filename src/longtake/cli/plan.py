@@ -83,9 +83,9 @@ def plan(
 ) -> None:
     """Tell before the run whether it fits and whether everything trains.
 
-    Runs the model's own code on tensors without values: seconds, on any laptop. Exit code 1 if
-    nothing fits, the recipe's own policy does not, or something would not train; 2 if training
-    would refuse the recipe or its data.
+    It runs the model's own code on tensors without values, which takes seconds on any laptop. Exit
+    code 1 if nothing fits, the recipe's own policy does not, or something would not train; 2 if
+    training would refuse the recipe or its data.
     """
     with phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.planner.cost import run_cost

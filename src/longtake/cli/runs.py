@@ -87,8 +87,8 @@ def health(
 ) -> None:
     """Show a table of a run's nodes: power, temperature, clocks, links, disk, step time.
 
-    What is worse than on other nodes or in a node's own past is marked; events of clocks, links and
-    GPUs follow.
+    Values that are worse than on other nodes, or than in the node's own past, are marked; events of
+    clocks, links and GPUs follow.
     """
     from longtake.inspection.nodes import node_facts, print_nodes
     from longtake.run_dir import RunDirectory
@@ -114,9 +114,9 @@ def stacks(
     ] = False,
     as_json: say.AsJson = False,
 ) -> None:
-    """Show where all processes of a run are: identical stacks together, over all nodes.
+    """Show the stacks of all processes of a run; identical ones of all nodes are grouped.
 
-    Nothing is stopped for it, but for --native.
+    The processes keep running, except with --native, which pauses each for a second.
     """
     from longtake.monitor.coordinator import dump_process_tree, dump_run
     from longtake.monitor.dumps import group_processes
@@ -183,7 +183,7 @@ def bundle(
     trust: say.Trust = False,
     as_json: say.AsJson = False,
 ) -> None:
-    """Write one archive to ask for help with: records, logs, stacks and versions of a run.
+    """Write an archive of a run to ask for help with: its records, logs, stacks and versions.
 
     Secrets, home folders and the names of users and hosts are removed. Weights, clips and samples
     are not in it; captions and file names of clips may be.

@@ -68,12 +68,12 @@ def train(
 ) -> None:
     """Train a recipe; the same command again resumes where it stopped.
 
-    On one process or several: `longtake launch RECIPE`, or `torchrun
+    With several processes: `longtake launch RECIPE`, or `torchrun
     --nproc-per-node 2 --shutdown-timeout 600 -m longtake train RECIPE` (the timeout is what
     saving may take after Ctrl-C).
 
-    A signal lets it finish the step and save. Exit code 130 after SIGINT, 143 after SIGTERM, 75
-    after SIGUSR1; 69 if another process was lost, and 2 if there is no use in trying again.
+    After a signal it finishes the step and saves. Exit code 130 after SIGINT, 143 after SIGTERM,
+    75 after SIGUSR1; 69 if another process was lost, and 2 if another try would not help.
     """
     from longtake.data.auto_buckets import with_buckets
     from longtake.trust import load_recipe
