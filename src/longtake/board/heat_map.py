@@ -23,7 +23,7 @@ _ACROSS, _DOWN = 10, 10  # hosts in a block if they are drawn side by side
 
 @dataclass(frozen=True)
 class PhaseLook:
-    """How the board shows a phase of a rank."""
+    """Letter and colour with which the board shows a phase of a rank."""
 
     letter: str
     colour: str = ""

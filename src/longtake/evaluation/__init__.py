@@ -1,1 +1,1 @@
-"""From saved weights to videos one can look at."""
+"""Evaluation of checkpoints: samples, measures, held-out losses, servers, and exports."""

@@ -46,7 +46,7 @@ class SampleEvaluator:
         progress: Progress,
         watch: "_Stopwatch | None" = None,
     ) -> evaluation_dir.Scores:
-        """Write the files of a result except scores.json to a folder; see `Evaluate`."""
+        """Write the files of a result except scores.json to a folder; see `claims.Evaluate`."""
         watch = watch or _Stopwatch()
         extras = self.extras_of(task)
         videos = self._sample(task, sampler, folder, progress, watch)

@@ -28,7 +28,7 @@ _MAX_REMEMBERED = 1000
 
 @dataclass(frozen=True)
 class Backlog:
-    """Which of the waiting checkpoints are evaluated."""
+    """A choice among the checkpoints that wait, as made by --backlog."""
 
     every: int | None = 1  # steps that are multiples of it; None: the newest step only
 

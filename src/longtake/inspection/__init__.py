@@ -1,1 +1,1 @@
-"""Looks at a run afterwards, or while it trains: reads its directory, and nothing else."""
+"""Inspection of runs, while they train or afterwards, by reading their directories only."""

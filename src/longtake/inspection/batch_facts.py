@@ -49,7 +49,7 @@ class VerdictBatch:
     number: int | None
     """Number of the batch; None if the event does not say."""
     clips: list[BatchClip] | None
-    """None if the clips were not read."""
+    """The listed clips, or None if they were not read."""
     num_clips: int
     why: str
     """Why there are no clips, or what is wrong with them; else empty."""

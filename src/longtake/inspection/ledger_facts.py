@@ -42,7 +42,7 @@ class EpochRow:
     skipped: int | None
     words: str
     is_exact: bool | None
-    """None if the epochs were not compared with the plan."""
+    """Result of the comparison with the plan; None if they were not compared."""
 
 
 @dataclass(frozen=True)

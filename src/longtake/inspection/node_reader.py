@@ -241,7 +241,7 @@ class HealthHistory:
         self._lock = threading.Lock()
         self._of: dict[str, _Past] = {}
         self.is_thin = False
-        """Whether lines of a node were left out."""
+        """True if lines of a node were left out."""
 
     def update(self, run: RunDirectory, hosts: Sequence[str]) -> None:
         with self._lock:

@@ -47,7 +47,7 @@ class RunFacts:
     problems: tuple[str, ...]
     """One sentence for each file that cannot be read."""
     has_links: bool
-    """Whether a folder of records has a link in it; if so, none of its records is read."""
+    """True if a folder of records has a link in it; then none of its records is read."""
     kept: "Keep"
     """Caches what takes long to compute: see `RunReader.kept`."""
     neighbours: "Neighbours"
@@ -237,7 +237,7 @@ def _versions(paths: Sequence[Path]) -> tuple[Hashable, ...]:
 
 
 def links_of(run: RunDirectory) -> Iterator[Path]:
-    """Symbolic links in the folders of a run that hold records; links are never followed."""
+    """Yield symbolic links in the folders of a run that hold records; none is ever followed."""
     left = _MOST_LINKS_LOOKED_AT
     for name in _LINK_FREE:
         folders = [run.path / name]

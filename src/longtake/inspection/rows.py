@@ -93,7 +93,7 @@ class MetricRows:
     columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)
     """Whole columns of these rows that were read, by name."""
     reduced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What `series` has reduced of columns; later, longer rows of the same file start with it."""
+    """Columns as `series` has reduced them; later, longer rows of the file start with these."""
 
     def __len__(self) -> int:
         return len(self.chosen)

@@ -66,7 +66,7 @@ class Result:
     measures: Mapping[str, float] = field(default_factory=dict)
     """Mean of each measure over the videos."""
     adherence: Mapping[evaluation_dir.Scene, float] = field(default_factory=dict)
-    """How well each video shows what its prompt asks for, where that was measured."""
+    """Measured adherence of videos to their prompts, by prompt and seed."""
     held_out: Mapping[str, float] = field(default_factory=dict)
     """Held-out loss by sigma, and their `mean`."""
     alarms: Sequence[evaluation_dir.Alarm] = ()

@@ -74,7 +74,7 @@ _LOOKS: Final[dict[str, _Look]] = {
     "recovered": _Look("node", "nodes", "info"),
     "disk_full": _Look("disk", "nodes", "error"),
 }
-"""How each kind of event is shown; kinds that are missing here are not on the time line."""
+"""Looks of events on the time line; kinds of events that are missing here are not on it."""
 _MOST_MARKS = 200
 """Number of marks of one kind and level above which neighbours become one mark."""
 _MOST_SECONDS = 1e9
