@@ -63,7 +63,7 @@ class BatchAssembler:
         self.clips: dict[tuple[int, int], Clip] = {}  # recent clips, by id of the catalog and row
 
     def places(self, planned: PlannedBatch) -> range:
-        """Return the numbers of this rank's samples in a batch."""
+        """Return the range of sample numbers within a batch that belong to this rank."""
         size = num_places(planned.batch_size, self._world_size)
         return range(self._rank * size, (self._rank + 1) * size)
 
@@ -219,7 +219,7 @@ class BatchAssembler:
 def _candidates(
     planned: PlannedBatch, history: PlanHistory
 ) -> Iterator[tuple[Stream | None, Catalog, Bucket, np.uint32]]:
-    """Yield rows that may fill a batch: its own first, then those of the most similar streams."""
+    """Yield clips to replace undecodable ones: the batch's own, then those of similar streams."""
     yield from ((None, planned.catalog, planned.bucket, row) for row in planned.rows)
     places = [
         (stream, part, bucket)

@@ -29,7 +29,7 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """Counts of one epoch of one stream."""
+    """Counts of the samples of one epoch, for one catalog in one stage."""
 
     epoch: int
     stage: str
@@ -195,7 +195,7 @@ def _identities(catalog: Catalog, rows: NDArray[np.integer[Any]]) -> pa.Array:
 
 
 def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> Identities:
-    """Return the short forms [N] of identities, each identity once.
+    """Return distinct identities [N], shortened to the bytes that a ledger records.
 
     If two identities share a short form, it occurs twice, because it may be trained twice.
     """

@@ -55,7 +55,7 @@ def with_buckets(recipe: Recipe, shown: Path | None = None) -> Recipe:
 def choose_buckets(
     catalogs: Mapping[str, catalog.Catalog], auto: AutoBucketsSection, data: DataSection
 ) -> tuple[Bucket, ...]:
-    """Return buckets of which each gets at least `min_clips` captioned clips.
+    """Return the buckets of `auto` that get at least `min_clips` captioned clips each.
 
     The bucket with the fewest clips is removed until all have enough; its clips then go to others.
 
@@ -134,7 +134,7 @@ def glance(
 def propose_buckets(
     frames: NDArray[np.int64], aspects: NDArray[np.float64], shapes: Sequence[Bucket], stride: int
 ) -> tuple[Bucket, ...]:
-    """Return the given buckets, and others for clips that these would lose, if those are many.
+    """Return the given buckets, and further ones if many clips fit none of the given.
 
     A shape is turned for clips that lie the other way. It is shortened for clips that are too
     short, to the most frames that keep nine of ten of them, 8 n + 1 or 4 n + 1 like the given ones.
@@ -170,7 +170,10 @@ def propose_buckets(
 
 
 def _most_frames(longest: int, enough: int) -> int | None:
-    """Return the most frames within `enough`: 8 n + 1 or 4 n + 1 like `longest`, or its half."""
+    """Return the largest usual number of frames up to `enough`, or None.
+
+    Usual are 8 n + 1 or 4 n + 1 if `longest` has this form, else `longest` halved until it fits.
+    """
     for step in (8, 4):
         if (longest - 1) % step == 0:
             return (enough - 1) // step * step + 1 if enough > step else None

@@ -51,7 +51,7 @@ class Batch:
 
     @property
     def consumed(self) -> StepSamples:
-        """Samples of the batch as the ledger records them."""
+        """Trained and rejected samples of the batch, as the ledger records them."""
         samples = zip(self.identities, self.epochs, self.weights.tolist(), strict=True)
         trained = [(identity, epoch) for identity, epoch, weight in samples if weight]
         return StepSamples(self.step, f"{self.stage}/{self.source}", trained, self.rejected)

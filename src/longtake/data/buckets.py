@@ -44,7 +44,7 @@ class SharedClips:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Ends of the buckets' parts in each epoch's permutation of the rows."""
+        """End of each bucket's part of the rows, which are permuted in each epoch."""
         return tuple(accumulate(shares(len(self.rows), self.weights)))
 
 
@@ -79,7 +79,7 @@ class BucketAssignment:
         return np.concatenate([self.rows[bucket], *taken]) if self.shared else self.rows[bucket]
 
     def rows_at(self, bucket: int, positions: Indices, epochs: Indices, *key: int | str) -> Rows:
-        """Return the clips [N] at positions of a bucket in epochs; `key` selects the order."""
+        """Return the rows [N] of the clips at positions of a bucket; `key` sets the order."""
         own = self.rows[bucket]
         if not self.shared:
             return own[positions]
@@ -209,7 +209,7 @@ def choose(
 
 
 def _chunks(catalog: Catalog, rows: Rows) -> Iterator[tuple[Rows, Catalog, Rows | slice]]:
-    """Yield pieces of ascending rows, the part of the catalog with them, and their places in it.
+    """Yield parts of ascending rows with the slice of the catalog that holds each part.
 
     Each part is small, so that its columns are read from the mapped file without a copy of all.
     """
@@ -331,7 +331,7 @@ def span(shape: Bucket, stride: int) -> int:
 
 
 def _stored(taken: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
-    """Return one array for each bucket; many rows are mapped from a nameless temporary file."""
+    """Join the pieces of each bucket to one array; large ones are mapped from a temporary file."""
     ends = np.cumsum([0, *(sum(map(len, chunks)) for chunks in taken)])
     empty = np.empty(0, np.uint32)
     buckets = (np.concatenate([empty, *chunks], dtype=np.uint32) for chunks in taken)

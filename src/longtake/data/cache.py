@@ -150,7 +150,7 @@ class Cache:
         return parts
 
     def entry(self, part: SamplePart) -> CacheEntry:
-        """Return the cache entry of a part of a sample.
+        """Return the cache entry that holds a part of a sample.
 
         Raises:
             ClipError: an input's file cannot be read.

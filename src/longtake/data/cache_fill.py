@@ -62,7 +62,7 @@ class CacheItem(NamedTuple):
     sources: tuple[str, ...] = ()  # names of the recipe's sources that contain the clip
 
     def parts(self, cache: Cache, window: Window) -> list[SamplePart]:
-        """Return the cache entries of all samples that can use the window."""
+        """Return the parts of all samples that can use a window of this clip."""
         captions = [cache.no_caption]
         for source in self.sources:
             captions += caption_variants([self.clip.caption], source, cache.data)
@@ -84,7 +84,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class Missing:
-    """The entries that a cache lacks for a plan."""
+    """Clips and captions of a plan whose entries a cache lacks, and counts of the others."""
 
     clips: list[_Row]  # clips of which a window or a further input is missing
     captions: list[str]
@@ -332,7 +332,7 @@ def run_encode_task(
     sizes, done, known, before = list[int](), 0, 0, report.num_bytes
 
     def shares() -> Iterator[list[CacheItem | str]]:
-        """Yield shares that fill one pack each, or less if workers would otherwise get too few."""
+        """Yield shares of the missing items: a pack each, or less, so all workers get some."""
         start = 0
         while start < len(missing):
             # The measured bytes of finished clips size the next shares.
@@ -354,7 +354,7 @@ def run_encode_task(
 
 
 class _Reading(NamedTuple):
-    """A missing part of a sample, while its inputs are decoded."""
+    """A part of a sample that the cache lacks, while its inputs are decoded."""
 
     part: SamplePart
     contents: dict[str, Future[NDArray[np.uint8]]]  # by the names of its inputs

@@ -136,7 +136,7 @@ def read(path: Path) -> pa.Table:
 
 
 def disk_schema(found: pa.Schema) -> pa.Schema:
-    """Return the schema in memory of a catalog with these columns in its file.
+    """Return the schema of a catalog in memory, for the schema found in its file.
 
     Raises:
         LookupError: a column is missing.
@@ -162,7 +162,7 @@ def _read_group(file: pq.ParquetFile, index: int, schema: pa.Schema, folder: str
 
 
 def with_whole_paths(rows: pa.Table, schema: pa.Schema, folder: str) -> pa.Table:
-    """Return stored rows with the schema in memory and absolute paths."""
+    """Cast rows of a catalog file to the schema in memory, and make their paths absolute."""
     if MATRIX not in rows.column_names:
         rows = rows.append_column(MATRIX, pa.nulls(len(rows), pa.string()))
     table = rows.select(schema.names).cast(schema)
@@ -194,7 +194,7 @@ def _mapped(file: pq.ParquetFile, schema: pa.Schema, folder: str) -> pa.Table:
 
 
 def check_values(table: pa.Table) -> None:
-    """Raise ValueError if a value cannot come from `data index`."""
+    """Raise ValueError if a catalog has a value that `data index` never writes."""
     for name in CLIP_SCHEMA.names:
         if name not in _MAY_BE_NULL and table[name].null_count:
             raise ValueError(f"{table[name].null_count} clips have no {name}")
@@ -227,7 +227,7 @@ def check_values(table: pa.Table) -> None:
 
 
 def _refuse(table: pa.Table, name: str, is_wrong: Any) -> None:
-    """Raise ValueError for the first row whose mask is true; null counts as false."""
+    """Raise ValueError with the value of a column in the first row whose mask is true."""
     row = pc.index(is_wrong, True).as_py()
     if row >= 0:
         value = table[name][row].as_py()
@@ -235,7 +235,7 @@ def _refuse(table: pa.Table, name: str, is_wrong: Any) -> None:
 
 
 def _is_disordered(table: pa.Table, name: str, limits: NDArray[np.int64] | None) -> NDArray[Any]:
-    """Return [N] whether a list does not ascend or, with limits, is not below its row's."""
+    """Return for each row [N] whether its list of integers is out of order or reaches its limit."""
     column = one_array(table[name])
     rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
     flat = pc.list_flatten(column)
@@ -262,7 +262,7 @@ def conditioning_field(name: str, given: object) -> pa.Field:
 
 
 def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
-    """Return a clip as a flat row, without the stamp of its file."""
+    """Convert a clip to a row of a catalog, without the size and time of its file."""
     row = {name: getattr(clip, name, None) for name in CLIP_SCHEMA.names}
     media, timing = clip.media, clip.timing
     row |= {"path": media.path, "member": media.member, "offset": media.offset}
@@ -278,7 +278,7 @@ def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
 
 
 def clip_of(row: dict[str, Any], attribute_names: Iterable[str]) -> Clip:
-    """Return the clip of a row, and empty the row."""
+    """Convert a row of a catalog, as a dictionary, to a clip; the row is emptied."""
     given = {name: row.pop(name) for name in list(row) if name.startswith(CONDITIONING)}
     media = Media(*(row.pop(name) for name in ("path", "member", "offset", "num_bytes")))
     first, step, listed = (row.pop(name) for name in ("first_pts", "pts_step", "pts"))
@@ -334,7 +334,7 @@ def fingerprint_of(table: pa.Table) -> str:
 def fingerprint_of_columns(
     num_rows: int, schema: pa.Schema, chunks_of: Callable[[str], Iterable[pa.Array]]
 ) -> str:
-    """Hash column by column, so that the result does not depend on how the rows are stored."""
+    """Hash clips column by column, so that the result does not depend on how they are stored."""
     digest = hashlib.blake2b(f"catalog {SCHEMA_VERSION}\n".encode(), digest_size=16)
     digest.update(num_rows.to_bytes(8, "little"))
     for chunk in chunks_of("identity"):
@@ -374,7 +374,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A file with the content of another clip, whose identity it has."""
+    """A file that was left out because its content is that of a clip, named by `identity`."""
 
     path: str
     identity: str
@@ -515,7 +515,7 @@ class Catalog:
         return Catalog(table, self.set_aside, self.stored_fingerprint)
 
     def relocated(self, other: "Catalog") -> "Catalog":
-        """Return these clips with the paths that another catalog has for them."""
+        """Return this catalog with the paths that another catalog has for the same clips."""
         # Clips that the other catalog lacks keep their own paths.
         where = pc.index_in(self.identities, value_set=other.identities)
         is_there, rows, table = pc.is_valid(where), pc.fill_null(where, 0), self.table
@@ -616,7 +616,7 @@ class StoredCatalog:
     """A catalog that is read one group of rows at a time, so that it need not fit into memory."""
 
     def __init__(self, path: Path) -> None:
-        """Check the whole file.
+        """Read the file once and verify all of it.
 
         Raises:
             DataError: the file is missing, damaged, or of another version; see `Catalog.load`.

@@ -42,7 +42,7 @@ class CatalogPart:
 
     @property
     def scale(self) -> float:
-        """Number of clips in the file for each clip of the part."""
+        """Factor that scales counts of this part to estimates for the whole file."""
         return self.num_clips / max(1, len(self.catalog))
 
 
@@ -98,7 +98,7 @@ def find_clips(path: Path, identities: Collection[bytes], most_groups: int) -> l
 
 
 def _clips_by_group(file: pq.ParquetFile) -> list[int]:
-    """Return the number of clips in each group of rows; other rows have a reason."""
+    """Return the number of clips in each group of rows; further rows are files set aside."""
     metadata, found = file.metadata, []
     column = _column(file, "reason")
     for group in range(metadata.num_row_groups):
@@ -161,7 +161,7 @@ def _without_frames(rows: pa.Table) -> pa.Table:
 
 
 def _set_aside(file: pq.ParquetFile, counts: Sequence[int], path: Path) -> pa.Table:
-    """Return the first rows that are not clips."""
+    """Return the first rejected files and copies of clips: the rows that are not clips."""
     names, left, found = ASIDE_SCHEMA.names, _MOST_SET_ASIDE, [ASIDE_SCHEMA.empty_table()]
     folder = f"{path.resolve().parent}/"
     sizes = (file.metadata.row_group(group).num_rows for group in range(len(counts)))
@@ -180,7 +180,7 @@ def _set_aside(file: pq.ParquetFile, counts: Sequence[int], path: Path) -> pa.Ta
 
 
 def _may_hold(file: pq.ParquetFile, group: int, wanted: Sequence[bytes]) -> bool:
-    """Return whether a group of rows may hold one of the identities, by its bounds in the file."""
+    """Return whether a group of rows may hold an identity, by the file's minimum and maximum."""
     statistics = file.metadata.row_group(group).column(_column(file, "identity")).statistics
     if statistics is None or not statistics.has_min_max:
         return True
@@ -192,7 +192,7 @@ def _may_hold(file: pq.ParquetFile, group: int, wanted: Sequence[bytes]) -> bool
 def _places(
     file: pq.ParquetFile, group: int, num_clips: int, wanted: Sequence[bytes]
 ) -> NDArray[np.int64]:
-    """Return the rows of a group whose identities begin like one that is wanted."""
+    """Return the rows in a group whose identities start with the same 7 bytes as a wanted one."""
     column = file.read_row_group(group, ["identity"])["identity"].slice(0, num_clips)
     if column.null_count:
         raise ValueError("a clip has no identity")

@@ -38,7 +38,7 @@ _Row = tuple[Any, ...]
 
 @dataclass
 class Written:
-    """Counts of a written catalog."""
+    """Numbers of clips in a catalog that was written, by kind."""
 
     accepted: int = 0
     without_caption: int = 0
@@ -73,7 +73,7 @@ class CatalogWriter:
         self._insert("aside", (None, 0, each.path, *_stamp(stamp), each.reason))
 
     def keep_other_captions(self) -> None:
-        """Turn duplicates with captions of their own into clips of their own."""
+        """Keep each duplicate whose caption differs from all others as a separate clip."""
         rows = self._database.execute(
             f"SELECT rowid, identity, caption, attribute_values FROM clips ORDER BY {_ORDER}"  # noqa: S608
         )
@@ -293,7 +293,7 @@ def _lists_of(column: Sequence[bytes | None], kind: pa.ListType) -> pa.Array:
 def _with_scores(
     clips: Iterable[_Row], before: catalog.StoredCatalog, label: str, written: Written
 ) -> Iterator[_Row]:
-    """Give known clips their older scores and origin; count clips whose scores are dropped."""
+    """Yield clips with the scores and origin that an older catalog has; count dropped scores."""
     older = _older(before)
     old = next(older, None)
     for row in clips:

@@ -218,7 +218,7 @@ class Drift:
 
 
 def drifts(stages: Sequence[StagePlan]) -> list[Drift]:
-    """Return the change of each attribute that both sides of a border of stages know."""
+    """Return the change of each attribute's mean from each stage to the next."""
     found = []
     for before, after in pairwise(stages):
         streams = [*before.streams, *after.streams]
@@ -462,7 +462,7 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
 
 
 def plain_masks(plan: Plan, data: DataSection) -> Iterator[str]:
-    """Yield warnings about masks that are white or black everywhere; reads some local files."""
+    """Yield warnings about masks that are white or black everywhere, after reading some."""
     for name, section in data.conditioning.items():
         if section.kind != "mask":
             continue

@@ -56,7 +56,7 @@ class Media:
         return self if self.span is None else replace(self, span=None, indexed=None)
 
     def cut(self, span: tuple[float, float | None] | None) -> "Media":
-        """Return the span of this file, or the file itself without a span."""
+        """Return a span of this file, or the file itself if `span` is None."""
         return self if span is None else replace(self, span=span)
 
     @property

@@ -155,7 +155,7 @@ def given_to(clip: Clip, section: ConditioningSection) -> Given:
 def conditioning_of(
     clip: Clip, window: Window, sections: Mapping[str, ConditioningSection]
 ) -> dict[str, Wanted]:
-    """Return the further inputs to read for a window of a clip, by name."""
+    """Return which pixels or numbers to read for a window of a clip, by input's name."""
     return {name: _input(section, clip, window) for name, section in sections.items()}
 
 
@@ -192,7 +192,7 @@ def _frames(window: Window) -> dict[str, Any]:
 def conditioning_alone(
     section: ConditioningSection, path: Path, bucket: Bucket, stride: int = 1
 ) -> ConditioningInput:
-    """Return the input to read from a file without a clip: its first frames, in a bucket's size."""
+    """Return what to read of a file that belongs to no clip: first frames, in a bucket's size."""
     if section.kind == "numbers":
         assert section.width is not None
         return ConditioningNumbers(
@@ -220,7 +220,7 @@ def conditioning_alone(
 
 
 def whole_numbers(clip: Clip, section: ConditioningSection) -> ConditioningNumbers:
-    """Return all numbers of a clip, for every frame."""
+    """Return the input that reads all numbers of a clip, not only those of a window."""
     assert section.width is not None
     given = given_to(clip, section)
     return ConditioningNumbers(
@@ -252,12 +252,12 @@ def empty_conditioning(
 
 
 def as_bytes(place: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return a view of a sample of `empty_conditioning` as the bytes that `read` fills."""
+    """View one sample of an array of `empty_conditioning` as the bytes that `read` fills."""
     return place if place.dtype == np.uint8 else place.reshape(-1).view(np.uint8)
 
 
 def as_values(wanted: Wanted, content: NDArray[np.uint8]) -> NDArray[Any]:
-    """Return what `read` returned as values: pixels, or float32 [F, width] or [width]."""
+    """Convert the bytes that `read` returned: pixels unchanged, numbers to float32."""
     if not isinstance(wanted, ConditioningNumbers):
         return content
     numbers = content.view(np.float32)
@@ -376,7 +376,7 @@ def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
 
 
 def _window(wanted: ConditioningPixels, stream: VideoStream, frame: VideoFrame) -> Window:
-    """Return a window of the input's own file, described by one of its frames."""
+    """Return the window to read from a video or mask, from the properties of a frame of it."""
     rotation = rotation_of(wanted.media, stream, frame)
     shown = square_size(wanted.media, stream, frame)
     height, width = shown[::-1] if is_turned(rotation) else shown
@@ -405,7 +405,7 @@ def _window(wanted: ConditioningPixels, stream: VideoStream, frame: VideoFrame) 
 
 
 def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
-    """Return the numbers as float32 [F, width] or [width]."""
+    """Read the numbers of a further input, as float32 [F, width] or [width]."""
     if wanted.values is None:
         found = np.atleast_1d(_read_numbers(wanted.media))
     else:

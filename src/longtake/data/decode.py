@@ -241,7 +241,7 @@ def _is_untagged_hd(frame: VideoFrame) -> bool:
 def _from_keyframe(
     media: Media, packets: "Iterator[Packet[VideoStream]]", keyframe: int
 ) -> "Iterator[Packet[VideoStream]]":
-    """Drop the packets that come before a keyframe, in the file or in presentation order."""
+    """Yield packets from a keyframe on, without those that are shown before it."""
     keyframes = (each for each in packets if each.is_keyframe and not _is_before(each, keyframe))
     first = next(keyframes, None)
     if first is None or first.pts != keyframe:
@@ -333,7 +333,7 @@ class Probe:
         return {name: value for name, value in vars(self).items() if name != "is_trusted"}
 
     def cut(self, media: Media) -> "Probe":
-        """Return the probe of `media.span`, a span of this file: the frames that begin in it.
+        """Return the probe of a span of this file (`media.span`): of the frames that begin in it.
 
         Raises:
             ClipError: no frame begins in the span, or the timestamps do not ascend.
@@ -490,7 +490,7 @@ def _frames(
 
 
 def _timing(pts: Sequence[int | None]) -> Timing | None:
-    """Return the timestamps, or None unless every frame has one and they ascend."""
+    """Return the timestamps of frames as a `Timing`; None if one is missing or out of order."""
     known = [each for each in pts if each is not None]
     steps = {after - before for before, after in pairwise(known)}
     if len(known) < len(pts) or min(steps, default=1) <= 0:

@@ -112,7 +112,7 @@ class DecodePool:
         return self._workers.incidents() if self._workers else []
 
     def take_fetched(self) -> stores.Fetched:
-        """Return the traffic from object stores since the last call."""
+        """Return bytes, seconds and retries of reading object stores since the last call."""
         return (self._workers or self._client).take_fetched()
 
     def decoding(self) -> dict[int, str]:
@@ -218,7 +218,7 @@ def _read_twice(
     memory_gib: float,
     client: stores.StoreClient,
 ) -> NDArray[np.uint8]:
-    """Read an input in a thread; a second try helps against errors of a disk or network."""
+    """Read a window or further input, a second time if the first try fails."""
     with pixels_limited(memory_gib), stores.using(client):
         try:
             return read(wanted, out)

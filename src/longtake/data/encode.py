@@ -535,7 +535,7 @@ def prepare(
 
 
 def _bytes_of(catalog: Catalog) -> int:
-    """Return the bytes of a catalog's media, where several clips of one film count once."""
+    """Return the size of a catalog's media; clips cut from one film count once."""
     names = [str(clip.media.whole) for clip in catalog.clips()]
     _, firsts = np.unique(names, return_index=True)
     members, files = (
@@ -547,7 +547,7 @@ def _bytes_of(catalog: Catalog) -> int:
 def _checked(
     clip: Clip, media: Media, found: decode.Probe | ClipError, settings: Settings
 ) -> Clip | ClipError:
-    """Return the prepared clip, or an error unless its file has all frames."""
+    """Return the record of a prepared clip, or an error if its file lacks frames."""
     if isinstance(found, ClipError):
         return ClipError(clip.path, f"its prepared file: {found.reason}")
     if not settings.fps and found.num_frames != clip.num_frames:

@@ -172,7 +172,7 @@ def _decoded(
 
 
 def chosen_frames(clip: Clip, choice: FrameChoice) -> window.Window:
-    """Return the middle frames of equal parts of a clip, uncut, scaled down to `choice.side`."""
+    """Return a window of evenly spaced frames of a clip, uncut, scaled down to `choice.side`."""
     count = min(choice.num_frames, clip.num_frames)
     # The middle of each part, so that a cut at the ends has little influence.
     frames = tuple((2 * number + 1) * clip.num_frames // (2 * count) for number in range(count))
@@ -192,7 +192,7 @@ def _readable(
 
 
 def _ask(captioner: Captioner, name: str, batch: Sequence[_Decoded]) -> list[str]:
-    """Return the captioner's texts for a batch, stripped."""
+    """Call the captioner for a batch, and return its captions, stripped."""
     first = batch[0].clip
     where = f"for {first.path} ({first.identity})"
     if len(batch) > 1:

@@ -68,7 +68,7 @@ class ProbeJournal(Journal[_Entry]):
         super().__init__(path, _ENTRY, max_line_bytes=_MAX_LINE_BYTES)
 
     def note(self, media: Media, stamp: catalog.Stamp, found: Probe | ClipError) -> None:
-        """Record the result of a file."""
+        """Record the probe of a file, or the error that rejects it."""
         stamped = {"media": str(media), "stamp": [stamp.num_bytes, stamp.mtime_ns]}
         if isinstance(found, ClipError):
             self.add(stamped | {"reason": found.reason})

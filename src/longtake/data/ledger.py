@@ -296,7 +296,7 @@ def newest_history(ledger: Path) -> Sequence[PlanRecord]:
 
 @dataclass(frozen=True)
 class EpochCount:
-    """Numbers of samples in one epoch of one stream."""
+    """Numbers of samples in one epoch, for one catalog in one stage."""
 
     stream: str
     epoch: int
@@ -307,7 +307,7 @@ class EpochCount:
 
 @dataclass(frozen=True)
 class RecordCounts:
-    """Sums over the records of a ledger, without a comparison with plans."""
+    """Numbers of samples by epoch in a ledger, not compared with plans."""
 
     epochs: tuple[EpochCount, ...]
     num_records: int  # number of records in all files
@@ -399,7 +399,7 @@ def _counts(
     streams: Sequence[str],
     scale: float,
 ) -> Iterator[EpochCount]:
-    """Yield the counts of each stream and epoch; the lowest bit of a key marks rejected samples."""
+    """Yield the number of samples of each stream and epoch, from keys that encode both."""
     found = dict(zip(*(each.tolist() for each in np.unique(keys, return_counts=True)), strict=True))
     repeats: dict[int, int] = {}
     if identities is not None:

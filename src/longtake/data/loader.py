@@ -178,7 +178,7 @@ class Loader:
         self.step = self.skipped.next_kept(self.step)
 
     def end_after(self, count: int) -> int:
-        """Return the number after the last batch if `count` more batches are trained."""
+        """Return the number of the batch at which training ends after `count` more batches."""
         # The curriculum may end first, and its last batches may be skipped.
         end, last = self.skipped.after(self.step, count), self.plan_history.end_step
         return end if last is None else min(end, max(self.step, self.skipped.next_kept(last)))

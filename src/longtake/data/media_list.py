@@ -49,7 +49,7 @@ def as_name(data: bytes) -> str:
 
 
 class MediaList:
-    """Items that are added in any order; `settle` sorts them and joins several mentions."""
+    """List of media on disk: added in any order, then sorted and deduplicated by `settle`."""
 
     def __init__(self) -> None:
         self._database = open_scratch(f"mentions ({_COLUMNS})", f"items ({_COLUMNS})")
@@ -97,7 +97,7 @@ class MediaList:
         return map(_item_of, self._database.execute("SELECT * FROM items ORDER BY rowid"))
 
     def by_file(self) -> Iterator[list[Item]]:
-        """Yield the items of each file: the file itself, and spans of it."""
+        """Yield lists of items that share a file: the file itself, and spans of it."""
         rows = self._database.execute("SELECT * FROM items ORDER BY rowid")
         for _, same in groupby(rows, itemgetter(_WHOLE)):
             yield [_item_of(row) for row in same]
@@ -151,7 +151,7 @@ def _item_of(row: _Row) -> Item:
 
 
 def _joined(mentions: list[_Row]) -> _Row:
-    """Join all mentions of a medium into one row."""
+    """Merge several mentions of one video or image into a single row."""
     if len(mentions) == 1:
         return mentions[0]
     items = [_item_of(row) for row in mentions]

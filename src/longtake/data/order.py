@@ -23,7 +23,7 @@ _NUM_ROUNDS = 12
 
 @dataclass(frozen=True)
 class BatchIndex:
-    """Positions of the clips of one batch of a span."""
+    """Clips of one batch of an `EpochSpan`, as positions in their bucket."""
 
     epoch: int  # epoch in which this batch is counted
     number: int  # number of earlier batches of that epoch
@@ -96,7 +96,7 @@ class EpochSpan:
         return BatchIndex(epoch, number, bucket, *self._samples(bucket, stream))
 
     def left_at(self, index: int) -> dict[int, list[Indices]]:
-        """Return the positions not consumed before batch `index`, by begun epoch and bucket."""
+        """Return the clips not consumed before batch `index`, as positions by epoch and bucket."""
         ended = self.num_batches is not None and index >= self.num_batches
         epoch = self.epoch_of(index) - int(ended)
         done = index - self.epoch_start(epoch)
@@ -113,7 +113,7 @@ class EpochSpan:
     def _left_of_bucket(
         self, bucket: int, epoch: int, done: Indices
     ) -> Iterator[tuple[int, Indices]]:
-        """Yield (epoch, positions) of a bucket's samples to an epoch's end, less done batches."""
+        """Yield (epoch, positions) of a bucket's clips to an epoch's end that are not in `done`."""
         size, local = self.sizes[bucket], epoch - self.first_epoch
         batch_size = self.batch_size_of(bucket)
         # The bucket's first batch of this epoch, which may hold samples of the epoch before.
@@ -125,7 +125,7 @@ class EpochSpan:
             yield own, positions[epochs == own]
 
     def _begin(self, local_epoch: int) -> int:
-        """Return the number of batches before an epoch, which counts from the span's first."""
+        """Return the number of batches before an epoch; the span's first epoch is 0 here."""
         pairs = [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
         whole = sum(local_epoch * size // batch for size, batch in pairs)
         if local_epoch != self.num_epochs:
@@ -134,7 +134,7 @@ class EpochSpan:
         return whole + sum(local_epoch * size % batch > 0 for size, batch in pairs)
 
     def _shuffled(self, epoch: int, numbers: Indices) -> tuple[Indices, Indices]:
-        """Return the buckets, and their batches, at places of an epoch's training order."""
+        """Map the numbers of batches within an epoch to (buckets, batches of these buckets)."""
         firsts, counts = self._batches_of(epoch)
         ends = np.cumsum(counts)
         # The batches of all buckets are numbered in a row and permuted, so that buckets are mixed.
@@ -143,7 +143,7 @@ class EpochSpan:
         return buckets, flat - (ends - counts)[buckets] + firsts[buckets]
 
     def _batches_of(self, epoch: int) -> tuple[Indices, Indices]:
-        """Return the first batch of each bucket in an epoch, and their numbers."""
+        """Return the first batch of each bucket in an epoch, and how many batches it has there."""
         local = epoch - self.first_epoch
         pairs = [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
         is_last = self.num_epochs is not None and local == self.num_epochs - 1
@@ -158,7 +158,7 @@ class EpochSpan:
         return firsts, ends - firsts
 
     def _samples(self, bucket: int, stream: Indices) -> tuple[Indices, Indices]:
-        """Return positions and epochs of places in a bucket's stream, up to its end."""
+        """Map places in a bucket's stream of samples to (positions of clips, epochs)."""
         size = self.sizes[bucket]
         if self.num_epochs is not None:
             stream = stream[stream < self.num_epochs * size]
@@ -173,7 +173,7 @@ class EpochSpan:
 
 
 def _ascending(epochs: Indices) -> list[int]:
-    """Return the distinct epochs of places in a stream; faster than np.unique for few of them."""
+    """Return the distinct epochs in an ascending array; faster than np.unique for few of them."""
     if not len(epochs):
         return []
     borders = np.flatnonzero(np.diff(epochs)) + 1

@@ -63,7 +63,7 @@ class DamagedPackError(ValueError):
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """Identity of a cache entry, whether the cache holds it or not."""
+    """Key and description of a cache entry, whether the cache holds it or not."""
 
     kind: str  # one of `CACHE_KINDS`
     key: str  # 32 hex digits
@@ -85,7 +85,7 @@ class _Part(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Table of places of entries, sorted by `high`; columns of equal length."""
+    """Table of where entries are stored, sorted by the first half of their keys."""
 
     high: NDArray[np.uint64]  # first half of the key
     low: NDArray[np.uint64]  # second half
@@ -180,7 +180,7 @@ class PackIndex:
         raise failure or errors.ClipError(self.folder / entry.kind, reason)
 
     def written(self, name: str) -> None:
-        """Add a pack that this process wrote; once a minute, look for those of other processes."""
+        """Add a pack that this process wrote; once a minute, look for packs of other processes."""
         if time.monotonic() - self._listed_at > _REFRESH_SECONDS:
             self.refresh()
             return
@@ -491,7 +491,7 @@ def cannot_write(path: Path, error: OSError) -> errors.DataError:
 
 
 def _run_of(entries: Iterable[tuple[str, int, str, int]]) -> tuple[_Run, list[str]]:
-    """Return keys, offsets, layouts and checksums of entries as columns, and the distinct layouts.
+    """Convert the entries of one pack to columns; returns them and the distinct layouts.
 
     Columns are made per pack, because many headers are read before they are joined.
     """
@@ -553,7 +553,7 @@ def _read_into(file: BinaryIO, data: Tensor, offset: int) -> None:
 def _header_of(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return the first bytes of a safetensors file whose tensors follow in this order."""
+    """Return the header of a safetensors file, as bytes; the tensors must follow in this order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begin = 0
     for name, (kind, shape) in tensors.items():

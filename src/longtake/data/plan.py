@@ -48,7 +48,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class Part:
-    """Epochs of a stream over one set of clips."""
+    """Consecutive epochs of a stream over one set of clips."""
 
     epoch_span: order.EpochSpan
     members: BucketAssignment
@@ -85,7 +85,7 @@ class OpenEpoch:
 
 @dataclass(frozen=True)
 class Stream:
-    """One catalog's batches in one stage."""
+    """The batches of one catalog in one stage, as parts that follow each other."""
 
     stage: str
     source: str
@@ -95,7 +95,7 @@ class Stream:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Number of each part's first batch."""
+        """Numbers of the first batch of each part, counted within the stream."""
         starts = [0]
         for part in self.parts[:-1]:
             assert part.epoch_span.num_batches is not None
@@ -120,7 +120,7 @@ class Stream:
         return self.parts[place].epoch_span.epoch_of(index - self.starts[place])
 
     def open_at(self, index: int) -> list[OpenEpoch]:
-        """Return the epochs that begin before or with batch `index` and are not over then."""
+        """Return the epochs of this stream that are unfinished before batch `index`."""
         place = bisect_right(self.starts, index) - 1
         found = [_opened(self.parts[place], index - self.starts[place])]
         for part in self.parts[place + 1 :]:
@@ -144,11 +144,11 @@ class StagePlan:
         return self.section.name
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return the stream of a batch of the stage, and the batch's number in it."""
+        """Return the stream that gives a batch of this stage, and the batch's number there."""
         return mixed(index, self.weights) if len(self.streams) > 1 else (0, index)
 
     def taken(self, index: int) -> list[int]:
-        """Return how many batches of each stream come before a batch of the stage."""
+        """Return how many batches each stream gives before batch `index` of this stage."""
         return order.shares(index, self.weights) if len(self.streams) > 1 else [index]
 
 

@@ -41,7 +41,7 @@ Span = tuple[int, int]  # [first, end)
 
 
 class CatalogNames(TypedDict):
-    """Identification of a catalog: of its clips, and of the kept copy with all attributes."""
+    """Hashes of a catalog: `fingerprint` of its clips, `edition` also of all attributes."""
 
     fingerprint: str
     edition: FileName
@@ -101,7 +101,7 @@ class SkippedRanges:
         return sum(max(0, min(end, last) - max(first, begun)) for begun, last in self.spans)
 
     def with_(self, spans: Iterable[Span], since: int) -> "SkippedRanges":
-        """Return these ranges and further ones, of which only numbers from `since` on count."""
+        """Return the union with further ranges, of which numbers below `since` are ignored."""
         cut = ((max(first, since), max(end, since)) for first, end in spans)
         return SkippedRanges.of([*self.spans, *cut])
 
@@ -127,7 +127,7 @@ class SkippedRanges:
         return next((first for first, end in self.spans if first <= number <= end), number)
 
     def after(self, number: int, count: int) -> int:
-        """Return the number of the batch after `count` trained batches from `number` on."""
+        """Return the number of the next batch after training `count` batches from `number` on."""
         number = self.next_kept(number)
         for first, end in self.spans:
             if number < first <= number + count:
@@ -192,7 +192,10 @@ class PlanHistory:
         return name, first
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return the position before a step; the end of epoch e is (e + 1, 0)."""
+        """Return stage, epoch and step in the epoch before a step, and the batches of each stream.
+
+        The end of an epoch is step 0 of the next.
+        """
         plan = self.plan
         cursors = {
             f"{stream.stage}/{stream.source}": count

@@ -146,7 +146,7 @@ class _Context:
     def take_over(
         self, stage: Stage, done: _StageProgress | None
     ) -> tuple[StagePlan, int | None, dict[str, int]]:
-        """Return the rest of a stage, its number of steps, and the next epoch of each source."""
+        """Return the rest of a stage, its number of steps, and each catalog's next epoch."""
         if done is None:
             fresh = fresh_stage(stage, self.catalogs, self.data, self.batch_size, self.seed)
             return fresh, stage_length(fresh), {}
@@ -201,7 +201,10 @@ class _Context:
         members: BucketAssignment,
         progress: _StreamProgress | None,
     ) -> tuple[list[Part], int]:
-        """Return the rests of open epochs, the whole epochs after them, and the first of those."""
+        """Return the parts of a stream from now on, and the number of its first whole epoch.
+
+        Parts are the rests of unfinished epochs, and then all whole epochs.
+        """
         begun, following = _begun(progress)
         parts = []
         for epoch in begun:
@@ -225,7 +228,7 @@ class _Context:
         *,
         is_newest: bool,
     ) -> Part | None:
-        """Return the rest of an open epoch under the policy, or None if nothing is left."""
+        """Return the part with the clips that an unfinished epoch still has to train, or None."""
         catalog, expected = self.catalogs[source], None
         if self.policy == "restart":
             return None

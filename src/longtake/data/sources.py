@@ -383,7 +383,7 @@ def read_tar(
 
 
 class _Member(tarfile.TarInfo):
-    """Header of a tar's member that checks its size, because tarfile reads and seeks by it."""
+    """Tar header that checks the size of its member, because tarfile reads and seeks by it."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -443,7 +443,7 @@ def _members(path: Media) -> list[tarfile.TarInfo]:
 def _beside(
     path: Media, members: Iterable[tarfile.TarInfo]
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """Return the texts of all .txt, and the objects of all .json, by key."""
+    """Return the captions (.txt) and entries (.json) of a tar's samples, by key."""
     texts, entries = {}, {}
     with _open_tar(path) as file:
         for member in members:

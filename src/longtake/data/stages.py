@@ -70,7 +70,7 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
 def drop_in_turn(
     catalog: Catalog, stage: Stage, data: DataSection
 ) -> Iterator[tuple[str, buckets.Rows]]:
-    """Yield each reason to drop clips, in order, with the rows that remain after it."""
+    """Yield a stage's reasons to drop clips, in order, each with the rows that remain."""
     # Quantiles of each condition are over all captioned clips, so the order of conditions does not
     # matter.
     kept = everyone = captioned_rows(catalog)
@@ -173,7 +173,7 @@ def _bound(column: NDArray[Any], condition: str, text: str) -> float:
 def _hardest(
     catalog: Catalog, rows: buckets.Rows, share: float, data: DataSection
 ) -> NDArray[np.bool_]:
-    """Mark the `share` of clips with the highest difficulty; among equal ones, the later rows."""
+    """Return a mask of the `share` of clips with the highest difficulty, of equals the last."""
     difficulty = values(catalog, "difficulty", data)[rows]
     is_hardest = np.zeros(len(rows), bool)
     count = round(share * len(rows)) or int(len(rows) > 1)  # at least one, if there are two clips
@@ -251,7 +251,7 @@ class StageTimeline:
 
     @property
     def borders(self) -> list[int]:
-        """Step at which each stage would begin without ramps."""
+        """Steps at which the stages would begin without ramps."""
         borders = [0]
         for length in self.lengths[:-1]:
             assert length is not None, "only the last stage may be endless"
@@ -291,7 +291,7 @@ class StageTimeline:
 
 
 def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:
-    """Return the source of a stage's batch, and the number of that source's batches before it."""
+    """Return which catalog gives a stage's batch `index`, and its number among that catalog's."""
     before, after = shares(index, weights), shares(index + 1, weights)
     source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
     return source, before[source]

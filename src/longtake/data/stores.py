@@ -91,7 +91,7 @@ class _RedirectError(Exception):
 
 @dataclass(frozen=True)
 class Fetched:
-    """Traffic from object stores."""
+    """Bytes, seconds and retries of reading object stores."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -109,7 +109,7 @@ NOTHING = Fetched()
 
 
 class StoreClient:
-    """Settings and counters of fetching.
+    """Settings of fetching from object stores, and counters of what was fetched.
 
     Args:
         section: the recipe's section.
@@ -138,7 +138,7 @@ class StoreClient:
             self._fetched += fetched
 
     def take_fetched(self) -> Fetched:
-        """Return the traffic since the last call."""
+        """Return bytes, seconds and retries of fetching since the last call."""
         with self._lock:
             taken, self._fetched = self._fetched, Fetched()
         return taken
@@ -364,7 +364,7 @@ class _Request:
         return future.result()
 
     def _raise_or_wait(self, error: Exception) -> None:
-        """Raise if a further try is useless; else wait before it."""
+        """Raise the error of a failed request if a retry is useless; else wait before the retry."""
         media, section = self._media, self._client.section
         status, name = _status_of(error), type(error).__name__
         if (reason := _never_answered(error)) is not None:
@@ -618,7 +618,7 @@ def find_objects(url: str) -> list[Media]:
 
 
 def measure(objects: Iterable[Media]) -> Iterator[Media | None]:
-    """Yield objects in order with sizes and stamps, and None for each that does not exist.
+    """Look up objects and yield them with sizes and stamps; None for one that is missing.
 
     Raises:
         ClipError: a server does not tell an object's size, or does not answer.
@@ -668,7 +668,7 @@ def ask_each(urls: Iterable[str]) -> None:
 
 
 def measured(media: Media) -> Media:
-    """Return an object with its size and stamp.
+    """Look up an object and return it with its size and stamp.
 
     Raises:
         ClipError: the object does not exist, or its server does not tell its size or answer.

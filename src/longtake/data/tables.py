@@ -59,7 +59,7 @@ _WORDS = dict.fromkeys(_UNKNOWN, None) | {"true": 1.0, "false": 0.0}
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """Some rows of a table: the used columns by name, all of the same length."""
+    """Some consecutive rows of a table, as the columns that are used, by name."""
 
     num_before: int  # number of the table's rows before these
     names: Sequence[str]  # names of all columns
@@ -132,7 +132,7 @@ def _measured(items: Sequence[Item], known: Mapping[str, Media]) -> tuple[list[I
 
 
 def first_of(shown: Sequence[str], num_lines: int) -> str:
-    """Return lines below each other, and how many more of `num_lines` there are."""
+    """Format lines for a message, and say how many of `num_lines` are left out."""
     more = f"\n  and {num_lines - len(shown)} more" if num_lines > len(shown) else ""
     return "".join(f"\n  {each[:500]}" for each in shown) + more
 
@@ -357,7 +357,7 @@ def _read_csv(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
 
 
 def _csv_columns(path: Path) -> Iterator[tuple[list[str], int, dict[str, Sequence[str]]]]:
-    """Yield in turn column names, the number of rows before, and some rows as columns."""
+    """Read a CSV file in parts: (column names, number of earlier rows, columns of the part)."""
     rows = _csv_rows(path)
     header = next(rows, None)
     if header is None:
@@ -539,7 +539,7 @@ def _read_parquet(
 
 
 def _holds_media(kind: Any) -> bool:
-    """Return whether a column holds media like Hugging Face data sets: structs with bytes."""
+    """Return whether a column holds media as structs of bytes and path (Hugging Face data sets)."""
     return (
         kind is not None
         and pa.types.is_struct(kind)

@@ -22,7 +22,7 @@ _MOST_BEYOND_LARGEST = 7.0  # -ln 0.001: clips that an equal sample may have the
 
 @dataclass(frozen=True)
 class TailExcess:
-    """Large values of a sample that are more than another sample lets expect."""
+    """Large values of a sample that are too many in comparison with another sample."""
 
     count: int
     least: float  # the smallest of these values

@@ -176,7 +176,7 @@ def _import_ray(variables: Mapping[str, str]) -> ModuleType:
 
 
 def _reach(address: str) -> None:
-    """Find out within seconds that nothing listens at an address; Ray itself takes minutes."""
+    """Raise DataError if nothing listens at an address; Ray itself needs minutes for that."""
     host, colon, port = address.removeprefix("ray://").split("/")[0].rpartition(":")
     if not colon and address.startswith("ray://"):
         host, port = port, _CLIENT_PORT
@@ -214,7 +214,7 @@ class ItemBatches(Generic[Item]):
         self._size = 1
 
     def ahead(self, count: int) -> int:
-        """Fetch items until `count` of them are ready, and return how many are."""
+        """Take items from the iterable until `count` wait, and return how many wait."""
         self._ahead.extend(islice(self._waiting, max(0, count - len(self._ahead))))
         return len(self._ahead) + len(self._back)
 
@@ -243,7 +243,7 @@ class ItemBatches(Generic[Item]):
 
 
 class NodeSetup(NamedTuple):
-    """First message to a Ray worker."""
+    """Task and surroundings that are sent to a Ray worker at its start."""
 
     task: Task[Any, Any]
     markers: list[Path]  # files that exist on a node if the task's folders are shared with it

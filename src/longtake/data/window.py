@@ -46,7 +46,7 @@ class Size(Protocol):
 
 
 class FrameSpan(Protocol):
-    """The frames to read, for a window or for a further input of its clip."""
+    """Interface of everything that specifies frames to read: windows and further inputs."""
 
     @property
     def start(self) -> int: ...
@@ -75,7 +75,7 @@ def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The pixels to read from a clip: its frames, their scaling and crop."""
+    """Specification of the pixels to read from a clip: frames, scaling and crop."""
 
     identity: str  # identity of the clip
     media: Media

@@ -165,19 +165,19 @@ class WorkerPool(Generic[Item, Result]):
         return job.future
 
     def incidents(self) -> list[WorkerIncident]:
-        """Return the incidents since the last call."""
+        """Return the workers that hung or died since the last call."""
         with self._lock:
             happened, self._incidents = self._incidents, []
         return happened
 
     def take_fetched(self) -> Fetched:
-        """Return the traffic from object stores since the last call."""
+        """Return bytes, seconds and retries of reading object stores since the last call."""
         with self._lock:
             taken, self._fetched = self._fetched, Fetched()
         return taken
 
     def running(self) -> dict[int, Item | None]:
-        """Return each process's id with its current item."""
+        """Return the item that each process works on, or None, by process id."""
         jobs = {each.pid: each.job for each in tuple(self._workers)}
         return {pid: job.item if job else None for pid, job in jobs.items()}
 
@@ -334,7 +334,7 @@ class WorkerPool(Generic[Item, Result]):
                 raise errors.DataError(_cannot_start(self._task, reason, stack))
 
     def _fail(self, job: "_Job", reason: str, where: str | None = None) -> None:
-        """Try a job again, or give it the result of a lost item.
+        """Queue a failed job again, or finish it as lost when it is out of attempts.
 
         `where` is the place in the code where the process hung or crashed; None if the item failed
         by itself.
