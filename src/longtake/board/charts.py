@@ -92,6 +92,7 @@ class _Space:
         # Noise of a nearly constant number should look small, so the axis has a least height.
         room = max(0.05 * (high - low), _LEAST_SPAN * max(abs(low), abs(high)) / 2, 1e-12)
         width, height = axes.width - _LEFT - _RIGHT, axes.height - _TOP - _BOTTOM
+        # Numbers that cannot be negative get no negative axis.
         floor = low - room if low < 0 else max(0.0, low - room)
         return cls((first, last), (floor, high + room), width, height)
 
@@ -138,6 +139,7 @@ def _path(line: Line, space: _Space) -> Iterator[str]:
     if not len(x):
         return
     columns = space.columns(x)
+    # The first number in each column of pixels.
     starts = np.flatnonzero(np.diff(columns, prepend=columns[0] - 1))
     low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
     distances = np.diff(x, prepend=x[0])

@@ -111,6 +111,7 @@ def current_batch(facts: RunFacts) -> int | None:
     kept = facts.rows.kept
     if not len(kept):
         return None
+    # Batches are numbered from 0.
     return max(0, int(kept.column("batch")[-1])) + 1
 
 

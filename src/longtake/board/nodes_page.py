@@ -154,6 +154,7 @@ def _phase_times(ranks: Sequence[RankNow]) -> dict[str, Any] | None:
 
 
 def _own_work(rank: RankNow) -> float:
+    # In collectives and for data, a rank waits for others.
     return rank.work_seconds or sum(
         seconds for name, seconds in rank.phases.items() if name not in ("collective", "data")
     )
@@ -342,6 +343,7 @@ def _usual(nodes: Sequence[NodeNow], columns: Sequence[str]) -> list[tuple[str, 
 
 
 def _history(facts: RunFacts) -> HealthHistory:
+    # The version never changes, as a history reads what is new by itself.
     return facts.kept("health history", None, HealthHistory)
 
 

@@ -190,6 +190,7 @@ def commands(facts: RunFacts) -> list[dict[str, str]]:
             run,
             facts.summary.state or "dead",
             facts.rows,
+            # Damage is not looked for: a page must not read all checkpoints.
             can_sample=bool(run.checkpoint_steps()),
             presets=EvaluationDirectory(run).presets(),
         )

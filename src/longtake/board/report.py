@@ -48,6 +48,7 @@ class ReportLinks:
     def _read(self, name: str, most: int) -> bytes | None:
         try:
             with open_below(self.run.run.path, name) as file:
+                # One byte more shows that a file is too large.
                 data = file.read(most + 1)
         except OSError:
             return None
@@ -103,6 +104,7 @@ def newest_first(facts: RunFacts) -> Iterable[str]:
         for preset, steps in by_preset.items()
         for rank, step in enumerate(_spread(columns(steps, steps[-1], COLUMNS_OF_TINY)))
     ]
+    # By rank first: all presets have their newest checkpoint before any has its second.
     for _, preset, step in sorted(ranked):
         scores = directory.scores(preset, step)
         folder = directory.result_path(preset, step).relative_to(facts.run.path).as_posix()

@@ -259,12 +259,14 @@ def _pictures(
     facts: RunFacts, links: PageLinks, preset: SampledPreset, scene: Scene
 ) -> list[dict[str, str]]:
     """Return name and URL of each input picture that a prompt was sampled with."""
+    # Files are named by the number of their prompt.
     number = next(
         (file.partition("_")[0] for each in preset.results for file in _file_of(each, scene)), ""
     )
     found = []
     for name, _ in scene.pictures if number.isdecimal() else ():
         path = f"evaluations/{preset.name}/pictures/{int(number):02d}_{name}.png"
+        # The name is that of a record, and must not lead out of the folder.
         is_there = "/" not in name and (preset.run.path / path).is_file()
         if is_there and (url := links.media(facts.name, path)):
             found.append({"name": name, "url": url})
@@ -506,6 +508,7 @@ def sample_options(settings: Mapping[str, Any], weights: str, recipe: Recipe | N
         if isinstance(value := settings.get(name), int | float | str) and value != usual.get(name)
     ]
     kept = recipe.ema.sampled() if recipe is not None else None
+    # Without a recipe it is not known whether EMA weights are the default.
     if weights == "model" and (recipe is None or kept):
         options.append("--no-ema")
     profile = weights.removeprefix("ema/")

@@ -341,6 +341,7 @@ class Guard:
         self.cookie = f"longtake_board_{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The board has no WebSockets, the only other kind of connection.
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)

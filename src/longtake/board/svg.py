@@ -70,6 +70,7 @@ def strip(parts: Sequence[Bar], width: int = 640, height: int = 22) -> Markup:
     for each in parts:
         length = width * each.value / total
         found.append(
+            # Half a pixel between neighbours separates parts of one colour.
             f'<rect x="{left:.2f}" y="0" width="{max(0.0, length - 0.5):.2f}" height="{height}" '
             f'class="fill-{each.colour}">{_title(each)}</rect>'
         )
@@ -126,6 +127,7 @@ def sparkline(
     for points in _unbroken(steps, values):
         text_points = " ".join(f"{at(step):.1f},{up(value):.1f}" for step, value in points)
         parts.append(f'<polyline points="{text_points}" class="spark-line"/>')
+        # A line of one point is invisible.
         if len(points) == 1:
             (step, value) = points[0]
             parts.append(f'<circle cx="{at(step):.1f}" cy="{up(value):.1f}" r="2" class="fill-1"/>')

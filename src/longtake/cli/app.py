@@ -80,6 +80,7 @@ def main() -> None:
         say.complain(str(error))
         sys.exit(error.exit_code)
     except OSError as error:
+        # Anything else is a bug, which keeps its traceback.
         if error.errno not in _NOT_OURS:
             raise
         name = f"{error.filename} cannot be used: " if error.filename else ""
@@ -252,6 +253,7 @@ def _load_sampler(path: Path, step: int | None, **options: Any) -> "Sampler":
     from longtake.sampling.sampler import load_sampler
 
     sampler, run = load_sampler(path, step=step, **options), find_run(path)
+    # A checkpoint that was named by its path has no newer ones to mention.
     if step is None and run.path == path:
         for sentence in passed_over(run, sampler.step):
             say.complain(f"{sentence}.")

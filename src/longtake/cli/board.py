@@ -39,10 +39,12 @@ def board(
             f"{folder} is not a folder. Expected one that has runs in it, or a run directory."
         )
     sock = server.listen(host, port)
+    # Not always `port`: 0 stands for any, and a default that is taken for the next free one.
     bound = sock.getsockname()[1]
     token = None if server.is_loopback(host) else server.new_token()
     url = server.address(host, bound, token=token)
     say.line(f"Board of {folder}: {url}")
+    # The board listens on this machine only: a browser elsewhere needs a tunnel.
     if token is None and "SSH_CONNECTION" in os.environ:
         here = socket.gethostname()
         say.line(f"From your machine: ssh -L {bound}:localhost:{bound} {here}, then open {url}")

@@ -56,6 +56,7 @@ def _rows(cost: "RunCost") -> Iterator[tuple[str, float, float, str]]:
         note = "copies to the computer's memory, for which training waits"
         yield "saves", cost.num_saves, cost.stalled_seconds, note
     if cost.num_failures:
+        # A failure costs the work since the last whole save, and a restart.
         work = cost.lost_seconds / cost.num_failures - cost.saving.restart
         note = (
             f"on average {format_duration(work)} of work that no whole save has, and "

@@ -225,6 +225,7 @@ def render_recipe(
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # noqa: S701 - TOML, whose strings are written by the filter `toml`
     )
+    # A JSON string is also a basic string of TOML.
     environment.filters["toml"] = lambda value: json.dumps(str(value), ensure_ascii=False)
     environment.filters["comment"] = lambda text: textwrap.indent(textwrap.fill(text, 96), "# ")
     text = _FOLDER.joinpath(template.file).read_text("utf-8")
@@ -237,6 +238,7 @@ def render_recipe(
         run=run,
         catalog=catalog,
         cache=Path("cache") / name,
+        # A catalog does not say from which folder it was made.
         data_argument=shlex.quote(str(data if not is_catalog else "CLIPS")),
         catalog_argument=shlex.quote(str(catalog)),
         recipe_argument=shlex.quote(str(recipe)),
@@ -258,6 +260,7 @@ def module_beside(recipe: Path) -> str:
         return _MODULE
     *_, last = _MODULE.split(".")
     try:
+        # Python imports from the current folder, by a path of identifiers.
         folders = recipe.parent.resolve().relative_to(Path.cwd()).parts
     except ValueError:
         return last

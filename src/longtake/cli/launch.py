@@ -205,6 +205,7 @@ def preflight(
 
     Exit code 0 without errors (there may be warnings), 1 with errors, 2 for a mistake of the user.
     """
+    # Started over ssh by a preflight with --nodes: the function below ends this process.
     if relayed:
         from longtake.cluster.over_ssh import preflight_on_node
 

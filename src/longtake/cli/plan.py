@@ -95,6 +95,7 @@ def plan(
 
         # Imports are not part of the time that is reported.
         begun = time.perf_counter()
+        # As changes of the recipe, these options are checked like its keys.
         given = [f'recompute.memory="{memory}"'] if memory else []
         given += [f'recompute.device="{device}"'] if device else []
         loaded = _load(recipe, [*(changes or ()), *given], trust)

@@ -61,6 +61,7 @@ def print_plan(console: Console, recipe: str, report: "PlanReport", seconds: flo
         console.width = max(console.width, _PIPE_WIDTH)
     parts = (f"[bold]{escape(recipe)}[/bold]", *_parts(report))
     end = f"[dim]Predicted in {seconds:.1f} s; nothing was run on the device.[/dim]"
+    # The terminal may wrap sentences; tables have to be fitted to its width here.
     for part in (*parts, end):
         console.print(part, highlight=False, soft_wrap=isinstance(part, str))
 
@@ -174,6 +175,7 @@ def _fixed_table(known: "Forecast") -> Table:
     }
     table = _table("in memory under every policy", "", "")
     for name, meaning in FIXED_WORDS.items():
+        # Parts that every training has are listed even if they take nothing.
         if sizes[name] or name not in ("encoders", "ema"):
             table.add_row(name, format_size(sizes[name]), meaning)
     if static.optimizer.host:
@@ -212,6 +214,7 @@ def _verdict(report: "PlanReport") -> Iterator[RenderableType]:
             "(--host-memory plans for another): 60 % of it may be pinned."
         )
     groups = blocks_by_option(known.best.options)
+    # If all blocks have one option, the sentence above has said so.
     if len(groups) > 1 or known.best_policy.host_bytes:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("blocks", "", "activations", "frozen weights"):
@@ -274,6 +277,7 @@ def _describe_loss(report: "PlanReport", step_seconds: float) -> str:
     lost = every * step_seconds
     also = ""
     if minutes is not None:
+        # A checkpoint is due by steps or by minutes, whichever comes first.
         lost = min(lost, 60 * minutes)
         also = f" and every {minutes:g} minutes"
     return (

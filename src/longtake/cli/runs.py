@@ -67,6 +67,7 @@ def show(
             most = 100 if span is None else span
             near = {} if around is None else {"first": max(0, around - most), "last": around + most}
             query = {name: str(step) for name, step in near.items()}
+            # Curves need no videos, without which the page stays small.
             write_report(run.resolve(), out, media_mib=0, pages=("overview",), query=query)
             facts["page"] = str(out)
     say.skipped_lines()
@@ -286,6 +287,7 @@ def _add_group(branch: Tree, group: Mapping[str, Any], shared: int) -> None:
             f"  {state}", style="bold red" if sentences.is_halted(members) else "dim default"
         )
     stack = group["stack"][: len(group["stack"]) - shared]
+    # It does not matter where a process is that waits for work.
     waits = group["role"] == "agent" or all(each["phase"] == "idle" for each in members)
     most = _MOST_CALLS_OF_WAITING if waits else _MOST_CALLS
     lines = list(
@@ -299,6 +301,7 @@ def _add_group(branch: Tree, group: Mapping[str, Any], shared: int) -> None:
 def _calls(
     native: Sequence[Mapping[str, Any]], stack: Sequence[Mapping[str, Any]], most: int
 ) -> Iterator[Text]:
+    # A call without debug symbols is an address, which tells nothing.
     named = [call for call in native if not call["function"].startswith("0x")]
     for call in named[:_MOST_NATIVE_CALLS]:
         yield Text(f"  {sentences.spelled(call)}", style="magenta")

@@ -29,6 +29,7 @@ class SafeConsole(Console):
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """Render like `Console.render`, with control characters spelled out."""
         for segment in super().render(renderable, options):
+            # Control segments are escape sequences of rich's own.
             text = segment.text if segment.control else printable_lines(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)
 

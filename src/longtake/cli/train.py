@@ -123,6 +123,7 @@ def parent_of(
             )
         return None
     run = None if out is None else RunDirectory(out)
+    # A run that is resumed keeps its parent, whatever that has trained or deleted since.
     begun = run.record().get("parent") if run is not None and run.exists() else None
     return find_parent(begin_from, weights_only=weights_only, trust=trust, begun=begun)
 

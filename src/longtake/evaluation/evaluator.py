@@ -48,6 +48,7 @@ class SampleEvaluator:
     ) -> evaluation_dir.Scores:
         """Write the files of a result except scores.json to a folder; see `claims.Evaluate`."""
         watch = watch or _Stopwatch()
+        # First, as a measure that cannot be loaded must not cost an hour of sampling.
         extras = self.extras_of(task)
         videos = self._sample(task, sampler, folder, progress, watch)
         with watch.of("measure"):
@@ -120,6 +121,7 @@ class SampleEvaluator:
         folder: Path,
     ) -> dict[str, float]:
         """Add the preset's own measures to each video, and return those of all videos together."""
+        # All videos of a preset at once may not fit into memory.
         again = Reread([folder / each["file"] for each in videos])
         prompts, fps = [each["prompt"] for each in videos], task.preset.settings.fps
         of_all: dict[str, float] = {}

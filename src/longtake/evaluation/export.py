@@ -56,6 +56,7 @@ def _write_pipeline(sampler: Sampler, folder: Path) -> list[str]:
     rule = parts.shift_rule(recipe.sampling.shift)
     at_bucket = sampler.shift(recipe.sampling, recipe.data.buckets[0])
     models: dict[Expert, nn.Module] = {"high": parts.model}
+    # The copy has LoRA merged and no added modules; the sampler's model is unchanged.
     model = plain_copy(parts.model)
     if parts.experts is not None:
         assert parts.other is not None

@@ -229,6 +229,7 @@ class Extractor:
 
     @torch.inference_mode()
     def _features(self, video: Video) -> Features:
+        # [1, 3, F, H, W] in [0, 1], as networks for videos take them.
         given = torch.from_numpy(np.ascontiguousarray(video)).permute(3, 0, 1, 2)[None]
         features: Features = self._network(given.float() / 255).flatten().double().cpu().numpy()
         return features

@@ -323,6 +323,7 @@ def reference_of(
 ) -> tuple[Reference | None, str]:
     """Return a preset's reference, cached or computed; None with a remark if clips are missing."""
     path = EvaluationDirectory(run).reference_path(preset)
+    # All that a reference depends on: if any of this changes, it is made again.
     asked = {
         "bucket": bucket.model_dump(exclude={"batch_size"}),
         "fps": fps,
@@ -391,6 +392,7 @@ def _clips(run: RunDirectory, bucket: Bucket, data: DataSection) -> Iterator[Cli
             f"{run.catalogs_path} has no copies of the catalogs that were trained on."
         )
     last, is_any = "", False
+    # Each catalog is in the order of identities, so that equal clips come one after the other.
     for clip in heapq.merge(
         *(_long_enough(catalog, bucket, data) for catalog in catalogs),
         key=lambda clip: clip.identity,

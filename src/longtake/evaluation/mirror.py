@@ -177,11 +177,13 @@ class MirrorFolder:
         return [
             RemoteRun(name, RunDirectory(self.path / name), RunDirectory(self.index / name))
             for name in names
+            # In rsync's patterns a backslash would be an escape.
             if "\\" not in name
         ]
 
     def publish_markers(self, run: RemoteRun) -> None:
         """Copy the completion markers of results and of the run into the mirror, after the rest."""
+        # Results that a server here makes are this mirror's own, and were not copied.
         claimed = {Path(each) for each in _claimed_results(run.mirror)}
         for marker in run.index.path.glob("evaluations/*/step_*/scores.json"):
             name = marker.relative_to(run.index.path)
@@ -328,6 +330,7 @@ def send_heartbeat(
     """
     here = ServerDirectory(run.mirror, server).read_heartbeat()
     record: dict[str, Any] = {"server": server, "time": now(), **(dict(here) if here else {})}
+    # A file of its own: `needs` are steps at the source, and not in the mirror.
     sent = RunDirectory(run.index.path / ".sent")
     try:
         ServerDirectory(sent, server).write_heartbeat({**record, "needs": sorted(needs)})

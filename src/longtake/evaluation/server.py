@@ -55,6 +55,7 @@ def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str,
     if device != "auto":
         pick_device(device)
     report = ServerReport(console)
+    # The first signal ends the work in order, a second one at once.
     with process.StopSignal(second="default") as stop:
         evaluator = CheckpointEvaluator(
             device,
@@ -149,6 +150,7 @@ class EvaluationServer:
                 tasks = pending.look()
                 by_run.append(tasks)
                 pending.report_missed()
+        # What has failed before comes last, so that it holds up nothing else.
         tasks = list(chain.from_iterable(by_run))
         return sorted(tasks, key=lambda task: (task.attempts, self._turns.rank(task)))  # stable
 

@@ -110,6 +110,7 @@ _KNOWN_CAUSES = (
     ("No space left on device", "a disk is full", "make room"),
     ("Disk quota exceeded", "a quota is used up", "make room"),
     ("Read-only file system", "a disk is read-only", "see what is wrong with it"),
+    # This is rsync's, and comes before ssh's below, which begins alike.
     ("Permission denied (13)", "a file may not be read or written", "change its permissions"),
     ("Host key verification failed", "ssh does not know its host key", "connect once by hand"),
     ("IDENTIFICATION HAS CHANGED", "ssh knows another host key of it", "compare the keys"),
@@ -253,6 +254,7 @@ def rsync_error(address: Address, status: int, stderr: str) -> RunError:
     for words, what, advice in _KNOWN_CAUSES:
         if at := next((line for line in causes if words in line), None):
             return RunError(f"{address.text}: {what} ({at}); {advice}.")
+    # Only if nothing else is wrong: a file may be missing as a consequence.
     is_absent = [any(words in line for words in _NOT_FOUND) for line in causes]
     if status == _PARTIAL and causes and all(is_absent):
         return GoneError(f"{address.text}: there is no such file or folder ({causes[0]}).")

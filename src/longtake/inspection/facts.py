@@ -319,6 +319,7 @@ def _any_clip(run: RunDirectory) -> Clip | None:
     with suppress(errors.DataError):
         for path in reversed(paths):
             catalog = Catalog.load(path)
+            # Usually one of the first clips has a caption; a large catalog is not searched further.
             found = [catalog.clip(row) for row in range(min(len(catalog), _MAX_CLIPS_READ))]
             return next((clip for clip in found if clip.caption), next(iter(found), None))
     return None

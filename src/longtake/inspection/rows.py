@@ -333,6 +333,7 @@ def _parse(lines: Sequence[bytes], begins: NDArray[np.int64]) -> tuple[Column, i
             continue
         fields = dict(zip(names, zip(*map(dict.values, records), strict=True), strict=True))
         invalid = _find_invalid(fields)
+        # Invalid records are rare: without them, the others are converted at once.
         if invalid:
             places = [each for number, each in enumerate(places) if number not in invalid]
             records = [each for number, each in enumerate(records) if number not in invalid]

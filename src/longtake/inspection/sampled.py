@@ -223,6 +223,7 @@ def _read_result(run: RunDirectory, preset: str, step: int, kept: Keep) -> Resul
         return f"scores.json cannot be read ({error.strerror})."
     except errors.RecordError as error:
         return one_line(error)
+    # A folder that was copied has the scores of another result.
     if (found.preset, found.step) != (preset, step):
         return "its scores.json is of another result."
     return found

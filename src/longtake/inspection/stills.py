@@ -120,6 +120,7 @@ def _still(kept: _KeptStill, clip: Clip) -> Still:
     words = f"frame {kept['frame'] + 1:,} of {clip.num_frames:,}"
     if kept["reason"]:
         words = f"the last good frame, {words}; then: {kept['reason']}"
+    # A cache file may contain anything; only valid base64 may go into a page.
     with suppress(ValueError):
         base64.b64decode(kept["picture"], validate=True)
         return Still(f"data:image/jpeg;base64,{kept['picture']}", words)

@@ -278,6 +278,7 @@ def goodput(
     for before, after in pairwise(periods):
         found["down"] += max(0.0, after.begin - before.end)
     wall = max(0.0, periods[-1].end - periods[0].begin)
+    # Parts are measured each by itself, and may add up to more than the time that passed.
     found["other"] = max(0.0, wall - sum(found.values()))
     return [TimePart(name, float(seconds)) for name, seconds in found.items()]
 
