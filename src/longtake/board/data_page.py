@@ -41,7 +41,7 @@ _COUNTED: Final = {
 
 
 def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """Return the page's HTML.
+    """Return the HTML of a run's data page.
 
     Args:
         facts: the run's facts.

@@ -39,7 +39,7 @@ _OF_HEALTH = ("degraded", "clock_stepped", "clock_slewed")
 
 
 def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """Return the page's HTML.
+    """Return the HTML of a run's nodes page.
 
     Args:
         facts: the run's facts.

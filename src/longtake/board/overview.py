@@ -71,7 +71,7 @@ def said_of_speed(step_seconds: float) -> str:
 
 
 def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """Return the page's HTML.
+    """Return the HTML of a run's overview page.
 
     Args:
         facts: the run's facts.

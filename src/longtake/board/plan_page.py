@@ -63,7 +63,7 @@ _PART_COLOURS: Final = {
 
 
 def render_plan(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """Return the page's HTML; `query` is not used."""
+    """Return the HTML of a run's plan page; `query` is not used."""
     plan, problem = read_plan(facts)
     path = shlex.quote(str(facts.run.recipe_path))
     values = None if plan is None else _values(plan)

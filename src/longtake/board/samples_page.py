@@ -84,7 +84,7 @@ class Choice:
 
 
 def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """Return the page's HTML.
+    """Return the HTML of a run's samples page.
 
     Args:
         facts: the run's facts.

@@ -128,7 +128,7 @@ class StackTree:
 
 @dataclass(frozen=True)
 class Stall:
-    """One stall in words."""
+    """One stall of a run, described in words."""
 
     token: str
     time: str

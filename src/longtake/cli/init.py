@@ -1,4 +1,4 @@
-"""The command `init`: a commented recipe for a family, a task and a GPU, from `recipes/`."""
+"""The command `init`: writes a commented recipe for a family, a task and a GPU."""
 
 import functools
 import json

@@ -145,7 +145,7 @@ def _choose_device(
     processes: int,
     per_node: int | None,
 ) -> "DeviceBudget":
-    """Return the recipe's device with the memory that the options name, or all of its own."""
+    """Return the recipe's device with the memory given by the options, or with all of its own."""
     from longtake.config import memory_bytes
     from longtake.planner.devices import device_budget, with_host_memory
 

@@ -29,7 +29,7 @@ _PIPE_WIDTH = 100
 _MOST_NAMES = 12
 _LITTLE_WAITING = 0.001
 _MUCH_MORE_THAN_A_GIB = 4 * _GIB
-"""Peak above which one more GiB is a small step; below it, that would be another GPU."""
+"""Peak memory above which one more GiB is a small step; below it, that means another GPU."""
 _FITS = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}
 _PHASES = {
     "text": ("text encoder", "a caption: to fill a cache, and to sample"),

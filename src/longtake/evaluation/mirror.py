@@ -221,7 +221,7 @@ class Mirror:
         self._stack.callback(transport.close)
 
     def look(self) -> list[RemoteRun]:
-        """Mirror small files, and return the runs; empty if another process has the mirror."""
+        """Mirror small files, and return the source's runs; none if another process mirrors."""
         if not self._folder.take(self._stack):
             return []
         with self._folder.writing():

@@ -37,10 +37,10 @@ class Backlog:
         return self.every is not None
 
     def choose(self, steps: Sequence[int], *, with_last: bool) -> list[int]:
-        """Return the wanted steps of ascending ones, in the order in which they are evaluated.
+        """Choose from ascending steps; return those chosen in the order of their evaluation.
 
         The oldest comes first, because a run deletes the oldest first. With `with_last`, the newest
-        is always wanted, because no newer one will come.
+        is always chosen, because no newer one will come.
         """
         if self.every is None:
             return list(steps[-1:])

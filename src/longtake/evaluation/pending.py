@@ -30,7 +30,7 @@ Signature = tuple[int, int, int]
 
 _COMMITTED = "COMMITTED"
 _ARRIVING_SECONDS = 15.0
-"""A checkpoint whose files have not changed for this long is not being copied."""
+"""Seconds without a change of its files after which a checkpoint is not being copied any more."""
 _SECONDS_UNTIL_READ_AGAIN = 15.0
 _MISSED_ADVICE = (
     "Training saves faster than this evaluates. Raise checkpoint.keep or evaluation.hold_waiting, "
@@ -306,7 +306,7 @@ class PendingTasks:
                 yield replace(task, attempts=attempts.number, waited_seconds=waited)
 
     def _is_whole(self, task: EvaluationTask) -> bool:
-        """Return whether no file is missing or short; others may still be being copied."""
+        """Return whether a checkpoint has all files in full; others may still be being copied."""
         weights = task.preset.weights
         folder = task.checkpoint / weights
 

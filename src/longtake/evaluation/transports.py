@@ -85,7 +85,7 @@ def only(patterns: Iterable[str]) -> Rules:
 
 
 class GoneError(RunError):
-    """The files to copy do not exist, or were deleted meanwhile."""
+    """Raised if the files to copy do not exist, or were deleted meanwhile."""
 
 
 _CONNECT_SECONDS = 10

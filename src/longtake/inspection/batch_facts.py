@@ -21,7 +21,7 @@ MOST_VERDICTS: Final = 20
 MOST_CLIPS: Final = 12
 """Clips of a batch that are listed at most."""
 _MOST_BYTES: Final = 8 * 2**20
-"""Total bytes of the reports that are read for a page, without that of the requested step."""
+"""Total bytes of reports that are read for a page, not counting that of the requested step."""
 _MOST_ASKED_BYTES: Final = 64 * 2**20
 _REPORT_NAME = re.compile(r"guard/step_\d{1,12}_\d{1,6}\.json")
 
@@ -132,7 +132,7 @@ def _badness(sample: ReportedSample) -> tuple[bool, float]:
 
 
 def _paths(facts: RunFacts, reports: list[_Reported]) -> tuple[dict[str, str], str]:
-    """Return the paths of the listed clips by identity, and why none is known if so."""
+    """Return the listed clips' paths by identity, and a sentence if catalogs are unreadable."""
     names = {sample["identity"] for report in reports for sample in report.samples}
     if not names:
         return {}, ""

@@ -431,7 +431,7 @@ def describe(
 
 
 def propose(catalogs: Sequence[Catalog], data: DataSection) -> dict[str, Any] | None:
-    """Propose buckets that keep more clips: `set` (for --set) and `more_clips`; None: no need."""
+    """Propose buckets that keep `more_clips`, as a value `set` for --set; None if not needed."""
     if any(stage.buckets for stage in data.stages):
         return None
     frames, aspects = [], []

@@ -395,7 +395,7 @@ def _strip(plans: Sequence[Plan], steps: int, is_exact: bool) -> StageStrip:
 
 
 def score_of(catalog: Catalog, data: DataSection) -> str:
-    """Return the first numeric attribute that stages select or rate clips by, or else length."""
+    """Return the numeric attribute that stages select or rate clips by, or "duration_seconds"."""
     asked = [stages.parse_condition(each)[0] for stage in data.stages for each in stage.where]
     known = (data.difficulty, *asked, *catalog.attribute_names)
     for name in known:

@@ -306,7 +306,7 @@ def command_to_sample(run: RunDirectory) -> str:
 
 
 def _file_of(clip: Clip, section: ConditioningSection) -> str:
-    """Return the path of a clip's input; a file name in this folder if it is not a local file."""
+    """Return the file to name for a clip's input; if not local, a file in the current folder."""
     given = given_to(clip, section)
     if not isinstance(given, str):
         return "numbers.json"

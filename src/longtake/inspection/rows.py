@@ -91,9 +91,9 @@ class MetricRows:
     """Indices of these rows among the lines of `source`."""
     is_abandoned: NDArray[np.bool_]
     columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)
-    """Whole columns of these rows that were read, by name."""
+    """Cache of whole columns of these rows, by name."""
     reduced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Columns as `series` has reduced them; later, longer rows of the file start with these."""
+    """Cache of columns that `series` has reduced; later reads of the longer file continue it."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -242,7 +242,7 @@ def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
 
 
 def _updated(path: Path, file: BufferedReader, before: _Source, progress: Progress) -> _Source:
-    """Return what was read before or is cached, followed by all complete lines after it."""
+    """Return the lines that were read before, or cached, and all complete lines after them."""
     status = os.fstat(file.fileno())
     is_usable = before.known["end"] and _is_prefix(before.known, file, status)
     source = before if is_usable else _read_cache(path, file, status) or _Source.empty()

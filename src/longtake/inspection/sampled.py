@@ -190,7 +190,7 @@ def _steps(run: RunDirectory, preset: str) -> Iterator[int]:
 
 
 def _read(run: RunDirectory, name: str, kind: fsio.Kind[R], use: Callable[[R], T], kept: Keep) -> T:
-    """Return `use` of a record, which is cached until the file changes; no link is followed.
+    """Return what `use` makes of a record, cached until the file changes; follow no link.
 
     Raises:
         RecordError: the file is not such a record, or too large.

@@ -90,9 +90,9 @@ class Mark:
     """Something that happened, or many things of one kind that happened close together."""
 
     step: int | None
-    """Step as metrics count it; None without metrics. Several events: the first one's."""
+    """Step of the first event, as metrics count it; None without metrics."""
     time: float | None
-    """Seconds since 1970. Several events: the first one's."""
+    """Time of the first event in seconds since 1970."""
     kind: str
     """One of: launch restart end failure stage epoch settings data captions rejected decoder ledger
     skip spike rollback diverged checkpoint sample evaluation drift stall clock node disk"""
@@ -100,8 +100,8 @@ class Mark:
     level: Level
     lane: Lane
     span: tuple[int, int] | None = None
-    """First and last step covered. Rollback: the step that it returned to, and the last that it
-    gave up. Several events: the steps of the first and the last."""
+    """Steps of the first and the last event. Of a rollback: the step that it returned to, and the
+    last one that it gave up; of a restart: the first and the last step trained again."""
     count: int = 1
 
 
