@@ -154,6 +154,7 @@ class _HashedFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         written = super().write(data)
         view = memoryview(data).cast("B")[:written]
+        # One write may span several blocks.
         while view:
             part = view[: BLOCK_BYTES - self._size % BLOCK_BYTES]
             self._block.update(part)
@@ -220,6 +221,7 @@ class VerifiedFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
+        # No bytes beyond the file's end, even after a seek behind it.
         view = memoryview(buffer).cast("B")[: max(0, self._entry["bytes"] - self._at)]
         filled = 0
         while filled < len(view):
@@ -344,6 +346,7 @@ def newest_undamaged(
         if at_most is not None and step > at_most:
             continue
         reason = known.get(path) or find_damage(path, checksums=False)
+        # The file is small and read next, so its bytes are verified here.
         reason = reason or find_damage(path, checksums=True, within="trainer.json")
         try:
             if reason is None:
@@ -546,6 +549,7 @@ def prune(
     for step in unneeded:
         with suppress(OSError):
             delete_unless_needed(run, step)
+    # Hidden names: unfinished saves, and interrupted deletions.
     for leftover in run.checkpoints_path.glob(".step_*"):
         fsio.remove_tree(leftover)
 

@@ -80,6 +80,7 @@ def latest_checkpoint(
     """
     damage = dict(known)
     while True:
+        # Rank 0 chooses, since all ranks have to load the same checkpoint.
         found = files.LatestCheckpoint(None, ())
         if world.is_first:
             found = files.newest_undamaged(run, at_most, damage)
@@ -123,6 +124,7 @@ def load_parts(path: Path, parts: Mapping[str, State], world: mesh.World | None 
                 state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=alone
             )
         except (Exception, CheckpointException) as error:  # of any kind
+            # Damage is found while torch reads, and comes wrapped in torch's error.
             if damage := _damaged_file(error):
                 raise files.DamagedCheckpointError(path, str(damage)) from error
             raise errors.CheckpointError(
@@ -201,6 +203,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, weights_only=True)
         name = read_item.dest_index.fqn
+        # As torch's own method does, which unpickles anything.
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
@@ -522,6 +525,7 @@ def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> lis
         mistake = str(error) if isinstance(error, OSError) else repr(error)
     everyone: list[Any] = [(result, mistake)]
     if group is not None:
+        # torch fills a list that has the right length already.
         everyone *= dist.get_world_size(group)
         dist.all_gather_object(everyone, (result, mistake), group)
     for _, each in everyone:
@@ -605,6 +609,7 @@ class _SavePlanner(DefaultSavePlanner):
         if write_item.type != WriteItemType.BYTE_IO or not is_plain:
             return super().transform_object(write_item, object)
         known = self._serialised
+        # By repr, because 1, 1.0 and True are equal as keys.
         if (name := repr(object)) not in known:
             known[name] = super().transform_object(write_item, object).getvalue()
         return io.BytesIO(known[name])
@@ -647,6 +652,7 @@ def _commit(
 ) -> None:
     write_json(aside / "trainer.json", trainer)
     entries = {name: entry for each in described for name, entry in each.items()}
+    # trainer.json, which no writer has described.
     rest = [name for name in files.list_files(aside) if name not in entries]
     files.commit(aside, entries | files.describe_files(aside, rest))
     # Names of files are on disk only when their folder is.

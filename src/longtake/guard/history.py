@@ -175,6 +175,7 @@ class StepRows:
         with.
         """
         updates = self.updates
+        # A group without trained weights has no updates.
         has_any = updates.max(axis=0, initial=0.0) > 0
         if not has_any.any() or len(updates) < 2 * _BLOCK:
             return 0
@@ -190,6 +191,7 @@ class StepRows:
 
 def medians(values: Numbers) -> Numbers:
     ordered = np.sort(values, axis=0)
+    # Cannot overflow, unlike (low + high) / 2.
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return np.asarray(low + (high - low) / 2)
 

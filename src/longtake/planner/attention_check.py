@@ -43,6 +43,7 @@ def choose_kernels(cases: Sequence[AttentionCase], device: torch.device) -> Atte
     path: Path | None = None
     with suppress(RuntimeError):  # raised for a user without a home directory
         path = fsio.cache_folder() / "attention" / f"{_key(cases, device)}.json"
+        # A missing or damaged answer, or one of another version, is found again.
         with suppress(ValidationError):
             return _Kept.validate_python(fsio.read_json(path).get("answer"))
     answer, is_final = _try_all(tuple(cases), device)
@@ -109,6 +110,7 @@ def _try_all(
         ), False
     choices = dict[AttentionKind, KernelChoice]()
     for case, kernel, without in zip(cases, chosen, refused, strict=True):
+        # Cases of one kind differ in lengths, and share a choice.
         before = choices.get(case.kind, KernelChoice(kernel)).refused
         choices[case.kind] = KernelChoice(kernel, tuple(dict.fromkeys((*before, *without))))
     notes = tuple(

@@ -47,6 +47,7 @@ def with_batch_sizes(recipe: Recipe) -> Recipe:
 
 def bucket_tokens(recipe: Recipe, components: "Components | None" = None) -> dict[Bucket, int]:
     """Count the tokens of each bucket's clip in one attention, with text and references."""
+    # Imported only here: most recipes need no model to know their batch sizes.
     from longtake.models.base import latent_shape  # imports torch
     from longtake.models.components import outline
     from longtake.models.conditioning import outline_conditioning
@@ -88,6 +89,7 @@ def largest_batch(
     sizes = recipe.data.batch_sizes(stage, recipe.training.global_batch_size)
     batches = []
     for bucket, batch_size in zip(shapes, sizes, strict=True):
+        # Rounded up: the ranks with the most clips decide.
         local = num_places(batch_size, data_size)
         micro = recipe.micro_batch_size(stage, bucket, data_size)
         count, tokens = -(-local // micro), micro * lengths[bucket]

@@ -51,6 +51,7 @@ class FailureModel:
         / (e^(r cycle) - 1), plus a restart that may itself be interrupted.
         """
         rate = self.failures_per_day / DAY_SECONDS
+        # The limit of the formula below.
         if not rate:
             return self.cycle / 2 + self.write + self.restart
         whole = self.cycle * math.exp(-rate * self.write) / math.expm1(rate * self.cycle)
@@ -280,6 +281,7 @@ def _step_of(known: Forecast, stage: Stage) -> tuple[memory.MetaStep, StepTrace]
     options, trace = known.chosen
     step = known.step
     batch = next(each for each in step.stages if each.name == stage.name)
+    # The same operations, so that the trace of the largest step serves.
     if (batch.bucket, batch.micro_batch_size) == (step.bucket, step.micro_batch_size):
         counts = batch.num_micro_batches, batch.global_batch_size
         return replace(step, num_micro_batches=counts[0], global_batch_size=counts[1]), trace
@@ -320,6 +322,7 @@ def _traced_seconds(recipe: Recipe, device: DeviceBudget, shape: Bucket) -> floa
     own = recipe.model_copy(update={"data": alone})
     step = memory.outline_step(own, device, num_ranks)
     policy = recipe.recompute.chosen()
+    # "best" depends on memory; its recomputation is not counted.
     if policy not in activation_checkpointing.POLICIES:
         policy = "none"
     options = activation_checkpointing.options_of(

@@ -62,6 +62,7 @@ def clip_trace(
         part = bucket.model_copy(update={"num_frames": num_frames})
         return trace_inference(mode, modules, lambda: work(codec, part), device)
 
+    # At least one chunk more, so that the difference is that of whole chunks.
     more_frames = _FEW_FRAMES + max(_CHUNK, codec.chunk)
     if bucket.num_frames <= more_frames:
         return of(bucket.num_frames)
@@ -112,6 +113,7 @@ def ahead_bytes(
         except RuntimeError:
             return None
     working = max((each.peak_bytes - each.weight_bytes for each in traces), default=0)
+    # References that the codec encodes come as pixels, too.
     num_clips = 1 + sum(each.is_encoded for each in recipe.model_inputs().values())
     pixels = 3 * bucket.num_frames * bucket.height * bucket.width
     results = outline_conditioning(components, recipe, bucket)

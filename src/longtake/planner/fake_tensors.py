@@ -93,6 +93,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         given: list[FakeTensor] = []
+        # Operations without a dtype argument follow the default dtype.
         parts: list[Any] = [func, torch.get_default_dtype(), *kwargs]
         if not (_describe(args, parts, given) and _describe(kwargs.values(), parts, given)):
             # Anything unknown in the arguments: torch computes the result.
@@ -104,6 +105,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if isinstance(result, tuple | list):
                 kind = tuple if isinstance(result, tuple) else list  # a named tuple as well
             outputs = _outputs(result if kind else [result], given)
+            # An operation that changes a shape in place also changes the given tensor.
             is_pure = func.namespace in _PURE and torch.Tag.inplace_view not in func.tags
             if outputs is not None and is_pure:
                 self._known[key] = kind, outputs
@@ -121,6 +123,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if source is None:
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
+            # A view must share the storage, since tracers count storages.
             tensor = torch.empty(0, dtype=dtype, device="meta")
             tensor.set_(given[source].untyped_storage(), layout.offset, shape, stride)
         return FakeTensor(self, tensor, layout.device)

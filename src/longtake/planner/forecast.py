@@ -162,10 +162,12 @@ def forecast(
         return Forecast(device, step, memory.static_memory(step), gradients, {}, [], None, None)
     _refuse_below_weights(step)
     if kernels is not None:
+        # Before the traces, as kernels differ in what they save.
         kernels.choose(step.tracer.attentions)
     try:
         sweep = solver.sweep_policies(step.tracer)
     except errors.CannotBePlannedError as error:
+        # Nothing depends on the plan here, so that such a model still trains.
         if recipe.recompute.chosen() == "none" and recipe.recompute.memory is None:
             gradients = replace(gradients, traps=[*gradients.traps, _UNPLANNED])
             return Forecast(device, step, memory.static_memory(step), gradients, {}, [], None, None)
@@ -213,6 +215,7 @@ def check_gradients(step: memory.MetaStep) -> GradientFlow:
     try:
         with _torch_is_quiet():
             watch = step.tracer.watch_gradients()
+    # Their messages name the cause already.
     except errors.LongtakeError:
         raise
     except DataDependentOutputException as error:
@@ -272,6 +275,7 @@ def policy_traps(step: memory.MetaStep, traces: Mapping[str, StepTrace]) -> list
     if policy not in traces:
         return traps
     options = activation_checkpointing.options_of(policy, step.block_names)
+    # Blocks that no gradient passes save nothing, so that recomputing them is idle.
     no_gradient = {
         name: options[name].activations
         for name, block in kept.blocks.items()
@@ -291,12 +295,14 @@ def _best(step: memory.MetaStep, sweep: solver.PolicySweep) -> solver.BestOption
     if budget_bytes is None:
         return solver.find_best(step.tracer, sweep, None)
     static = memory.static_memory(step, sweep.traces["none"].input_bytes)
+    # The solver sees forward and backward pass only, so its budget is what the rest leaves.
     beside = static.resident - static.elsewhere
     return solver.find_best(step.tracer, sweep, budget_bytes - beside, static.update_bytes - beside)
 
 
 def _refuse_below_weights(step: memory.MetaStep) -> None:
     budget_bytes = step.device.budget_bytes
+    # With the weights streamed or quantised as far as the recipe allows.
     least_weights = memory.static_memory(step).weights - step.tracer.most_away()
     if budget_bytes is None or least_weights < budget_bytes:
         return
@@ -330,12 +336,14 @@ def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
     options, trace = chosen
     try:
         recipe = config.changed(step.recipe, changes)
+        # The old trace is still right, and tracing takes seconds.
         if all(change.startswith(_NOT_TRACED) for change in changes):
             step = replace(step, recipe=recipe)
         else:
             step = memory.outline_step(recipe, known.device, step.world_size, step.per_node)
             offered = step.tracer.subject.weights
             options = {
+                # The changed recipe may not offer streaming or quantisation.
                 name: each if each.weights in offered else replace(each, weights=offered[0])
                 for name, each in options.items()
             }
@@ -392,6 +400,7 @@ def suggest_changes(known: Forecast) -> list[Suggestion]:
         if each
         and (each.step_peak_bytes < least.step_peak_bytes or each.host_bytes < least.host_bytes)
     ]
+    # Changes that fit come first, then those that need least.
     helping.sort(key=lambda each: (len(each.short), each.step_peak_bytes))
     if len(helping) < 2 or any(suggestion.fits for suggestion in helping):
         return helping
@@ -413,7 +422,9 @@ def _joined(suggestions: Sequence[Suggestion]) -> list[str]:
     changes: dict[str, str] = {}
     for suggestion in suggestions:
         keys = [change.partition("=")[0] for change in suggestion.changes]
+        # Suggestions are sorted, so that the more helpful change of a key came before.
         is_free = not any(key in changes for key in keys)
+        # 8-bit states cannot be offloaded as well.
         if is_free and not ("optimizer.kind" in keys and "optimizer.offload" in changes):
             changes |= dict(zip(keys, suggestion.changes, strict=True))
     return list(changes.values())
@@ -470,6 +481,7 @@ def encoding_ahead(step: memory.MetaStep, policy: PolicyForecast | None) -> Enco
     wanted = recipe.training.encode_ahead
     if wanted is False or not recipe.encodes_in_steps() or step.device.target != "cuda":
         return None
+    # The step counts the encoders' memory already: see `outline_step`.
     if wanted is True:
         return EncodingAhead(step.encoding_bytes or None, is_chosen=True)
     more = encoding.ahead_bytes(
@@ -493,6 +505,7 @@ def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list
         [s.model_copy(update={"height": less(s.height), "width": less(s.width)}) for s in buckets]
     )
     if any(shape.num_frames > 1 for shape in buckets):
+        # 4 n + 1 frames, since codecs of videos merge four frames after the first.
         yield change(
             [
                 shape.model_copy(update={"num_frames": (shape.num_frames // 2) // 4 * 4 + 1})
@@ -649,6 +662,7 @@ def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
         name: torch.empty(each.shape, dtype=each.dtype)
         for name, each in outline_conditioning(components, step.recipe, step.bucket).items()
     }
+    # bf16 weights compute in bf16 without autocast.
     precision = "fp32" if step.recipe.model.dtype == "bf16" else step.precision
     with autocast(precision, torch.device("cpu")):
         return components.predict_velocity(torch.empty(1, *shape), torch.empty(1), conditioning)
@@ -663,6 +677,7 @@ def _encoding_in_step(
         return None
     static = memory.static_memory(step, weight_bytes=weight_bytes)
     there = static.weights + static.resident - static.encoding
+    # Gradients of earlier micro-batches stay while the next one is encoded.
     if step.is_accumulating:
         there += static.gradients
     more = max(work.peak_bytes - work.weight_bytes for work in encoders)

@@ -234,6 +234,7 @@ class GradientWatch:
             opening.enter_context(checkpoint_is_quiet())
             opening.enter_context(_regions_reported_to(self))
             opening.enter_context(self.provenance)
+            # `__exit__` closes it; after an error above it is closed at once.
             self._open = opening.pop_all()
         return self
 
@@ -340,11 +341,13 @@ def _regions_reported_to(watch: GradientWatch) -> Iterator[None]:
     """
     torch_checkpoint: Any = torch.utils.checkpoint
     function_class: Any = torch.autograd.Function
+    # The classmethod object itself, to put it back later.
     own_apply = function_class.__dict__["apply"]
     plain = torch_checkpoint._checkpoint_without_reentrant_generator
 
     def watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         apply = own_apply.__get__(None, cls)
+        # An autograd function without a function to call recomputes nothing.
         if not any(callable(value) for value in args):
             return apply(*args, **kwargs)
         is_torchs = issubclass(cls, torch_checkpoint.CheckpointFunction)

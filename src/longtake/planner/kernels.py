@@ -105,6 +105,7 @@ def _cuda_attention(
         return by_formula(query, key, value, *of_scores, **of_math)[0]  # type: ignore[no-any-return]
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
+        # The memory-efficient kernel takes one key and value per head.
         key, value = (part.repeat_interleave(repeats, -3) for part in (key, value))
     efficient = _aten._scaled_dot_product_efficient_attention
     bias = _as_bias(attn_mask, query, key)
@@ -172,6 +173,7 @@ def _rms_norm(
     return normalised
 
 
+# CUDA has one kernel that saves input and rstd, where the CPU would save each part's input.
 @torch.library.custom_op("longtake::rms_norm", mutates_args=())
 def _fused_rms_norm(input: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: A002
     raise NotImplementedError("this operation has shapes, but computes nothing")

@@ -114,6 +114,7 @@ def outline_step(
     """
     per_node = min(per_node or world_size, world_size)
     num_shards = mesh.shard_size(recipe.parallel, world_size, per_node)
+    # Ranks that share the tokens of a clip count as one for batches.
     data_size = world_size // recipe.parallel.context
     refuse_idle_ranks(recipe, data_size)
     components = _outline_model(recipe, num_shards, per_node)
@@ -130,6 +131,7 @@ def outline_step(
     blocks = components.family.blocks(components.model)
     if recipe.model.stream == "all":
         _refuse_missing_host_memory(blocks, device.host_bytes - pinned)
+    # Weights are streamed and activations offloaded on a GPU that holds a whole model.
     is_whole = num_shards == 1 and device.target == "cuda"
     subject = replace(
         _make_subject(recipe, components, largest, precision),
@@ -172,6 +174,7 @@ def _outline_model(recipe: Recipe, num_shards: int, per_node: int) -> Components
         family.block.share_tokens(model, FakeTokenSharing(size, sharing))
     model.train()
     if num_shards == 1:
+        # For sharded weights, FSDP2's `reduce_dtype` does it.
         fsdp.accumulate_in_fp32(model)
     return components
 
@@ -286,12 +289,15 @@ def optimizer_bytes(
         needed = [p for p in parameters if offloaded or p.dtype != torch.float32]
         return sum(held(4 * p.numel()) for p in needed)
 
+    # Two moments and a step counter per parameter.
     adamw_states = sum(2 * held(4 * p.numel()) + held(4) for p in adamw)
     adamw_states += masters(adamw, offloaded)
+    # Two states per parameter, each with a scale per block and a table of its levels.
     eight_bit_states = sum(
         2 * (held(p.numel()) + held(p.numel() // EIGHT_BIT_BLOCK * 4) + held(_EIGHT_BIT_MAP_BYTES))
         for p in eight_bit
     )
+    # One momentum per parameter.
     muon_states = sum(held(4 * p.numel()) for p in matrices) + masters(matrices)
     prodigy_states = sum(4 * held(4 * p.numel()) for p in prodigy) + masters(prodigy)
     steps = [

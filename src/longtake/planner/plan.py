@@ -81,6 +81,7 @@ def plan_for_training(
     kept = from_first(kept, world)
     if kept is not None:
         return _with_its_kernels(kept)
+    # Blocks of an existing run stay as they were quantised when it began.
     quantized = read_kinds(run.components_path) if recipe.model.quantize == "auto" else None
     return make_plan(recipe, precision, world, free_bytes, quantized)
 
@@ -116,6 +117,7 @@ def make_plan(
     if isinstance(answer, TrainingPlan) and kernels is not None and kernels.answer is not None:
         notes = [*answer.notes, *kernels.answer.notes]
         answer = replace(answer, attention=kernels.answer, notes=notes)
+    # An error reaches every rank like this, so that none waits for another.
     answer = from_first(answer, world)
     if isinstance(answer, LongtakeError):
         raise answer
@@ -312,6 +314,7 @@ def _plan_key(
         "world": [world.size, os.environ.get("LOCAL_WORLD_SIZE")],
         "device": asdict(_training_device(recipe, world)),
         "free_bytes": free_bytes,
+        # Other versions may save other tensors.
         "versions": {name: metadata.version(name) for name in _LIBRARIES},
         "code": _code_checksum(),
     }

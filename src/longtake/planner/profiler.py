@@ -36,6 +36,7 @@ class MeasuredMemory:
 
 class _CpuMemory(MeasuredMemory):
     def mark(self, name: str) -> None:
+        # An event without duration, which `fold` finds among the allocations.
         with torch.profiler.record_function(_MARK + name):
             pass
 
@@ -43,6 +44,7 @@ class _CpuMemory(MeasuredMemory):
         """Add up the profiler's allocator events."""
         sizes: dict[int, int] = {}
         total = peak = 0
+        # The profiler has a tree of events per thread.
         for event in sorted(events, key=lambda event: event.start_time_ns):
             if event.name.startswith(_MARK):
                 self._passed(event.name.removeprefix(_MARK), total, peak)

@@ -66,6 +66,7 @@ def name_ranges(names: Sequence[str]) -> str:
     for name in names:
         front, _, end = name.rpartition(".")
         number = int(end) if end.isdigit() else -1
+        # [::2] is the prefix and the last number: the name continues the range.
         if ranges and ranges[-1][::2] == (front, number - 1):
             ranges[-1] = front, ranges[-1][1], number
         else:

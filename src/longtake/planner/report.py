@@ -124,6 +124,7 @@ def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
     is_known = True
     for batch, length in zip(known.step.stages, lengths, strict=True):
         inside, stage = recipe.in_stage(batch.name), recipe.data.stage(batch.name)
+        # The run's first stage warms up by the optimizer section.
         warmup = stage.warmup_steps if first or not is_known else recipe.optimizer.warmup_steps
         end = recipe.training.steps if length is None else first + length
         rates = None

@@ -69,12 +69,14 @@ def sampling_phase(
     there = static.weights + static.resident
     refuse_wrong_other(recipe)
     there += other_bytes(recipe, components, step.device.target)
+    # With a cache, the codec is on the device only while it decodes.
     held = components.codec.modules() if recipe.data.cache is not None else []
     codec_bytes = sum(map(module_bytes, held))
     peak, seconds, how = there, 0.0, list[str]()
     for preset in training_presets(recipe, RunDirectory(recipe.out)):
         refuse_unfitting(components, recipe, preset)
         budget = None if step.device.budget_bytes is None else step.device.budget_bytes - there
+        # Rounded up, as each rank samples the same number of videos.
         share = -(-len(preset.requests()) // (step.world_size // recipe.parallel.context))
         strategy, denoising = _denoising(mode, step, components, preset, share, budget, streamed)
         decoding = decoding_of(preset.bucket)

@@ -52,6 +52,7 @@ def flow_traps(watch: GradientWatch) -> list[Trap]:
         if region.reentrant and not region.carries_grad and region.inside & unreached
     ]
     found = [*_dead_regions(watch, dead, unreached), *_regions_of_everything(watch, dead)]
+    # Behind a dead region, later ones would look idle as well.
     found += [] if dead else _idle_regions(watch)
     # All other findings would follow from it.
     if watch.gone_twice:
@@ -253,6 +254,7 @@ def _cut_off(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
     by_means: dict[str, dict[str, ParameterSet]] = {}
     for cut in watch.provenance.cuts:
         lost = cut.parameters & unreached
+        # Each parameter is reported once, for the first cut that explains it.
         unreached &= ~lost
         if lost:
             places = by_means.setdefault(_means(cut), {})
@@ -284,6 +286,7 @@ def _left_over(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
     alive = {group_of(name) for name in watch.reached()}
     for reason, parameters in reasons.items():
         groups = dict.fromkeys(map(group_of, watch.names(parameters)))
+        # A layer without any gradient is an error; single parameters may be unused by design.
         for is_whole in (True, False):
             chosen = [group for group in groups if (group not in alive) == is_whole]
             names = [name for name in watch.names(parameters) if group_of(name) in chosen]

@@ -41,6 +41,7 @@ def _refuse_another_model(checkpoint: Path, weights: str, state: dict[str, Tenso
 def find_run(path: Path) -> RunDirectory:
     """Return the run directory at a path, or the one that contains it as a checkpoint."""
     run = RunDirectory(path)
+    # A folder of that name may contain runs itself.
     if path.absolute().parent.name == "checkpoints" and not run.exists():
         return RunDirectory(path.absolute().parents[1])
     return run

@@ -197,6 +197,7 @@ class Claims:
 
     def attempts(self, task: EvaluationTask) -> Attempts:
         found = count_attempts(history(task.claim_path), preset_key(task.preset))
+        # Endings that could not be written yet count, too.
         number = max(found.number, self._own_failures.get(_name(task), 0))
         return Attempts(number, found.is_final or number >= self._max)
 
@@ -209,6 +210,7 @@ class Claims:
         if not task.attempts:
             return False
         number, since = self._rests.get(_name(task), (0, 0.0))
+        # Each further failure starts a longer pause.
         if number != task.attempts:
             since = time.monotonic()
             self._rests[_name(task)] = task.attempts, since
@@ -365,6 +367,7 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
         if found:
             return AttemptOutcome("damaged", reason=_damaged(task, found))
     is_of_the_disk = False
+    # A disk error behind another error may pass, so that error is not final.
     cause: BaseException | None = error
     while cause is not None:
         is_of_the_disk |= isinstance(cause, OSError)
@@ -422,6 +425,7 @@ def publish(task: EvaluationTask, lease: Lease, folder: Path, scores: Scores) ->
     for path in folder.iterdir():  # else a power loss could leave published files empty
         with path.open("rb") as file:
             os.fsync(file)
+    # The lease may have been lost during a long evaluation.
     if not lease.is_held or not _make_way(task):
         return False
     try:  # fails if the target has files in it

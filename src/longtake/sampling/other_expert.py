@@ -138,6 +138,7 @@ def _model_of_run(path: Path, parts: Components, *, trust: bool, exact: bool) ->
     )
     assert built.experts is not None
     assert parts.experts is not None
+    # Each transformer serves the sigmas on its side of the boundary.
     boundaries = built.experts.boundary, parts.experts.boundary
     if boundaries[0] != boundaries[1]:
         raise RecipeError(

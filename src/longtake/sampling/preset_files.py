@@ -189,6 +189,7 @@ def find_files(
             raise RecipeError(
                 f"The file {path} cannot be read: {error.strerror or error}."
             ) from error
+    # A single file serves all prompts.
     return tuple(found[file] for file in files) * (count if len(files) == 1 else 1)
 
 

@@ -149,6 +149,7 @@ def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
         return {"prompts": tuple(map(str, kept))}
     held_out = [recipe.evaluation.held_out] if recipe.evaluation.held_out else []
     trained = sorted(directory.catalogs_path.glob("*.parquet"))[:1]
+    # By caption, so that one in both catalogs is sampled once.
     clips = {
         clip.caption: clip
         for catalog in (*held_out, *trained)

@@ -264,6 +264,7 @@ def read_tables(
         for name, section in recipe.evaluation.presets.items()
     }
     of_own = _read_presets(own, recipe) if own is not None else {}
+    # In the order in which they override each other.
     places: list[tuple[Path | None, Mapping[str, Table]]] = [
         (_SHIPPED.parent, tomllib.loads(_SHIPPED.read_text(encoding="utf-8"))),
         (beside, of_recipe),
@@ -411,6 +412,7 @@ def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
     try:
         kept = _read_record(path)
         if not kept:
+            # Another process may write the same record at the same time.
             if not fsio.write_once(path, record) and not _read_record(path):
                 fsio.write_json(path, record, by_many=True)  # replaces an unreadable file
             kept = _read_record(path)

@@ -196,6 +196,7 @@ def place(wanted: str, parts: Components, recipe: Recipe) -> Placement:
     free = [_free_bytes(index) for index in range(torch.cuda.device_count())]
     most = max(range(len(free)), key=lambda index: free[index])
     more = other_bytes(recipe, parts, "cuda")
+    # First without streaming, as its copies take time.
     for streams in (False, True) if streams_for_sampling(recipe) else (False,):
         if free[most] >= (needed := _needed_bytes(parts, more, streams=streams)):
             how = ", the model's frozen weights are copied block by block" if streams else ""
@@ -324,6 +325,7 @@ class Sampler:
         def denoise(part: slice, two_passes: bool) -> Tensor:
             def on_part_step(step: int) -> None:
                 if on_step is not None:
+                    # Steps of a part of the videos count as that share of all.
                     on_step((part.start * steps + (part.stop - part.start) * step) // count)
 
             velocity = self._velocity(guide, part, settings, two_passes=two_passes)
@@ -336,6 +338,7 @@ class Sampler:
         with torch.no_grad():  # not inference_mode: modules may cache tensors for training
             uses_guidance = guide.unconditional is not None
             latents = self.memory.denoise(denoise, count, bucket, uses_guidance=uses_guidance)
+            # Given frames are returned as they were, not as they were denoised.
             latents = parts.family.inputs.with_given(latents, guide.conditional)
             self._refuse_non_finite(latents)
             parts.bring("codec", self.device)
@@ -352,10 +355,12 @@ class Sampler:
         scale_2 = settings.guidance_scale_2
         of_low = guide.scale if scale_2 is None else scale_2
         assert self.components.other is not None
+        # The other transformer may have weights of another dtype.
         section = self.recipe.model.model_copy(update={"dtype": self.components.other.dtype})
         recipe = self.recipe.model_copy(update={"model": section})
         other = replace(self, components=self.components.with_other(), recipe=recipe)
         sides = {experts.trained: guide, experts.other: replace(guide, predict=other.predict)}
+        # guidance_scale_2 is the low-noise expert's, whichever of the two is trained.
         sides["low"] = replace(sides["low"], scale=of_low)
         high, low = (sides[name].velocity(part, two_passes=two_passes) for name in EXPERT_FOLDERS)
         return lambda latents, sigma: (high if sigma >= experts.boundary else low)(latents, sigma)
@@ -588,6 +593,8 @@ class SamplerLoader:
         self.components = assemble(self.recipe, (), run.components_path)
         placed = place(device, self.components, self.recipe)
         self.device, self.why_device = placed.device, placed.why
+        # Before `requires_grad_(False)` below, since trained weights are those that require
+        # gradients.
         self._trained = frozenset(trainable.trained_state(self.components.model))
         self._memory = MemoryFallback()
         self._prompts: dict[tuple[str, ...], Conditioning] = {}

@@ -61,6 +61,7 @@ def sample_preset(
             raise errors.RunError(f"{error} Make room, or choose another place.") from error
         note = f"seed {request.seed}" if len(preset.seeds) > 1 else ""
         inputs = pictures_in(request.conditioning.values(), preset.bucket)
+        # A copy, so that the whole video can be freed.
         shown = shown_frames(video).copy()
         rows.append(SheetRow(request.prompt, shown, note=note, inputs=inputs))
         yield SampledVideo(request, path, video)
@@ -74,7 +75,7 @@ def _batches(
     requests, size = preset.requests(), preset.batch_size
     steps, starts = sampler.num_steps(preset.settings), range(0, len(requests), size)
     for number, start in enumerate(starts):
-
+        # `done` is a default value because the closure would see a later `number`.
         def on_batch_step(step: int, done: int = number * steps) -> None:
             if on_step is not None:
                 on_step(done + step, len(starts) * steps)
@@ -183,6 +184,7 @@ def write_samples(
         paths = [out.with_name(name) for name in names]
     for path, video in zip(paths, videos, strict=True):
         _write(path, video, settings.fps)
+    # A sample of one frame has the name itself.
     sheet = out.with_name(f"{out.stem}_sheet.png" if out.suffix == ".png" else f"{out.stem}.png")
     shown = pictures_in((conditioning or {}).values(), bucket)
     rows = [SheetRow(*each, inputs=shown) for each in zip(prompts, videos, strict=True)]

@@ -68,6 +68,7 @@ def build_components(
     made: list[Components] = []
 
     def open_run() -> None:
+        # Rank 0 alone, so that ranks with a common disk do not download the same files at once.
         fetch(recipe)
         if run.exists():
             return
@@ -122,6 +123,7 @@ def _build_with_cache(
             _create(session, quantized)
 
     collectives.first_does(open_run, world)
+    # The run exists now, and filling the cache may take hours.
     watcher.start()
     heartbeat.set_phase("cache")
     cache, report = latent_cache.fill_cache(recipe, loader, run.components_path, world, console)
@@ -200,8 +202,10 @@ def build_state(
         parts.unfilled.give_memory(model, world.device)
     with streamed.on_host():
         parts.unfilled.fill()
+    # Random weights may differ between ranks; equal gradients keep them equal from here on.
     fsdp.send_weights(model, world)
     replicas = None if world.mesh is None or world.is_sharded else world.mesh.get_group()
+    # Only now: sharding has replaced the parameters that optimizers must hold.
     optimizers = build_optimizers(model, blocks, recipe.optimizer, session.precision, replicas)
     is_encoded = bool(parts.codec.modules() or parts.text.modules())
     group = world.sequence_group if is_encoded else None  # pixels and token ids need no work
@@ -303,6 +307,7 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     """
     config: Any = torch._dynamo.config
     wanted = _PROGRAMS_PER_SHAPE * len(recipe.data.shapes())
+    # By default torch stops to compile a function after 8 programs.
     config.recompile_limit = max(config.recompile_limit, wanted)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
     # Cached compiled code contains the choice of attention kernels, which its key must thus have.

@@ -102,6 +102,7 @@ class GuardRunner:
             verdict = replace(verdict, kind="stop")
         elif mode == "off":
             verdict = OK
+        # The history records what was done: a step whose verdict was only reported is trained.
         done = "ok" if self.allows(verdict) else verdict.kind
         self.history = self.history.append(JudgedStep(statistics, done))
         return verdict
@@ -120,6 +121,7 @@ class GuardRunner:
         if not self._gradient_steps or not is_whole or not statistics.population("captioned")[1]:
             return OK
         self._gradient_steps -= 1
+        # Only after the last of these steps, since all ranks have to gather for it.
         names = [] if self._gradient_steps else norms.without_gradient(self._world)
         if not names or self.settings.mode == "off":
             return OK
@@ -142,7 +144,9 @@ class GuardRunner:
 
     def load(self, data: Any) -> None:
         self.history = History.from_json(data, self.settings.window)
+        # Steps after the checkpoint are trained again, and recorded then.
         self._samples.clear()
+        # A run that was judged for so many steps has passed the check of its gradients.
         if len(self.history) >= _GRADIENT_STEPS:
             self._gradient_steps = 0
 

@@ -280,6 +280,7 @@ class InputQueue:
         if self.encodes_ahead:
             with self._side.running():
                 return EncodedInputs(self.assemble(copied.inputs), self._side.record())
+        # The encoders run on the current stream, which must wait for the copies.
         tensors = (tensor for group in copied.inputs.groups for tensor in group.values())
         self._side.hand_over(copied.copied, tensors)
         return EncodedInputs(self.assemble(copied.inputs), None)
@@ -385,6 +386,7 @@ def split(batch: Batch, size: int | None) -> Iterator[Batch]:
             latents=None if batch.latents is None else batch.latents[part],
             conditioning={name: each[part] for name, each in batch.conditioning.items()},
             no_caption={
+                # A single row serves all samples, unless pictures are encoded with it.
                 name: each if len(each) == 1 else each[part]
                 for name, each in batch.no_caption.items()
             },
@@ -420,5 +422,6 @@ def _with_dropped(batch: Batch, is_dropped: Tensor) -> dict[str, Tensor]:
 def draw_sample(seed: int, shape: Sequence[int]) -> Draw:
     """Draw a sample's noise and its two uniform numbers from its seed."""
     generator = torch.Generator().manual_seed(seed)
+    # Before the noise, so that sigma and dropout do not depend on the latents' shape.
     uniform = torch.rand(2, generator=generator, dtype=torch.float64)
     return Draw(torch.randn(tuple(shape), generator=generator), uniform)

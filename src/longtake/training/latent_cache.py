@@ -86,6 +86,7 @@ def cache_ahead(
             lambda: checks.refuse_missing_conditioning(loader.plan_history.plan, recipe.data), world
         )
         run = RunDirectory(recipe.out)
+        # An existing run has its own parts; without one they are made for this command only.
         if run.exists():
             first_does(lambda: run.claim(recipe), world)
             parts: AbstractContextManager[Path] = nullcontext(run.components_path)
@@ -178,6 +179,7 @@ def fill_cache(
         missing = cache_fill.find_missing(
             cache,
             loader.plan_history.plan,
+            # A command's part of the entries is divided among its ranks.
             share=slice(world.rank + part[0] * world.size, None, world.size * part[1]),
             without=loader.quarantine.clips,
             known_inputs=loader.known_inputs,
@@ -188,6 +190,7 @@ def fill_cache(
     mine.failures |= missing.changed
     if on is not None:
         _encode_on(cache, missing, recipe, made, shown, mine, on, workers)
+    # Text encoder and codec work one after the other: a GPU need not hold both at once.
     if missing.captions and on is None:
         text = _text(recipe, made)
         with _on_device(text, device), progress.counted(shown, "cache: captions") as advance:
@@ -202,6 +205,7 @@ def fill_cache(
         ):
             encode = _part_encoder(recipe, codec, pictures, device)
             cache_fill.fill_latents(cache, missing.clips, encode, mine, advance, loader.heartbeats)
+    # Each rank keeps the incidents of its own decoders; all else is gathered from all ranks.
     report = cache_fill.CacheReport(incidents=mine.incidents)
     mine.incidents = []
     # With the long timeout: a rank may have to encode for hours after another is done.
@@ -382,6 +386,7 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
     else:
         part = find_part(section.pretrained, part)
         folders = [locate(section.pretrained, part.folder) / part.folder]
+    # The dtype is a part of it, since it changes the last bits of latents.
     facts = [_PIXELS, section.kind, part.class_name, section.dtype]
     return _fingerprint(recipe, facts, folders)
 
@@ -446,8 +451,10 @@ def _fingerprint(recipe: Recipe, facts: list[object], folders: list[Path]) -> st
     of_large = _sha256 if cache is None else ContentHashes(cache / "encoders", _sha256).of
     for folder in folders:
         digest.update(b"folder")
+        # Sorted, as file systems list folders in different orders.
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
+            # Hidden files are a download's bookkeeping, and read by no loader.
             if path.is_file() and not any(part.startswith(".") for part in name.split("/")):
                 digest.update(f"{name} {_content(path, of_large)}".encode())
     return digest.hexdigest()
@@ -455,6 +462,7 @@ def _fingerprint(recipe: Recipe, facts: list[object], folders: list[Path]) -> st
 
 def _content(path: Path, of_large: Callable[[str], str]) -> str:
     """Return the SHA-256 of a file; the hub's cache has it as the name of large files."""
+    # A snapshot of the hub consists of links to files that are named by their hash.
     stored = path.resolve()
     if stored.parent.name == "blobs" and _SHA256.fullmatch(stored.name):
         return stored.name

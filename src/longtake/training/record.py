@@ -114,6 +114,7 @@ class Recorder:
         metrics = Metrics(
             step=statistics.step + 1,
             epoch=batch.epoch,
+            # JSON has neither NaN nor inf: they become null.
             loss=statistics.loss if math.isfinite(statistics.loss) else None,
             grad_norm=statistics.grad_norm if math.isfinite(statistics.grad_norm) else None,
             learning_rate=learning_rate,
@@ -255,9 +256,11 @@ class Recorder:
         """
         if not self._world.is_first or losses.of_zero is None:
             return
+        # Weighted, so that stand-ins for missing clips do not count.
         weights = np.array(batch.weights.tolist())
         loss = float(np.dot(weights, losses.losses))
         of_zero = float(np.dot(weights, losses.of_zero.tolist()))
+        # Also if the loss is NaN, which the guard reports.
         if not loss > of_zero:
             return
         mean, mean_of_zero = (each / weights.sum() for each in (loss, of_zero))
@@ -298,6 +301,7 @@ class Recorder:
         ):
             # Context-parallel ranks may all have failed at the same clip.
             new = {each: why for each, why in failures.items() if each not in quarantine.clips}
+            # On every rank, as each of them may get the clip in a later epoch.
             quarantine.add(failures)
             if not self._world.is_first:
                 continue

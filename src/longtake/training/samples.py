@@ -148,6 +148,7 @@ class TrainingSampler:
         try:
             with collectives.joint_work(world), ExitStack() as opened:
                 if world.is_first:
+                    # The encoder leaves the device again before the model needs the memory.
                     opened.callback(self._parts.bring, None, world.device)
                     sampler = self._sampler(0, "model")
                     for each in self._presets:
@@ -171,6 +172,7 @@ class TrainingSampler:
             with self._failure_is_event("presets", step, recorder):
                 tasks = self._pending(step)
         tasks = collectives.from_first(tasks, world, world.patient_group)
+        # Presets of the same weights together, so that averages are swapped in once.
         for weights in dict.fromkeys(task.preset.weights for task in tasks):
             mine = [task for task in tasks if task.preset.weights == weights]
             with ExitStack() as opened:
@@ -243,6 +245,7 @@ class TrainingSampler:
             task = claims.EvaluationTask(run, preset, step, key)
             scores = task.directory.scores(preset.name, step)
             attempts = self._claims.attempts(task)
+            # A result of other weights of this step is replaced.
             if not attempts.is_final and (scores is None or scores["key"] != key):
                 tasks.append(replace(task, attempts=attempts.number))
         return tasks
@@ -359,6 +362,7 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        # Without a backward pass, FSDP2 leaves the weights of the outermost module gathered.
         fsdp.free_gathered(model)
         model.train()
 

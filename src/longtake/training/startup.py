@@ -175,6 +175,7 @@ def report_start(step: int, run: RunDirectory, world: mesh.World) -> None:
 
 def slowest(everyone: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return the longest time of each part with its rank, and the `total` of the slowest rank."""
+    # A dict keeps the order in which the parts come.
     parts = {part: None for each in everyone for part in each}
     taken = {part: [each.get(part, 0.0) for each in everyone] for part in parts}
     return {

@@ -137,6 +137,7 @@ def save_checkpoint(
         "data": loader.state_dict(),
         "guard": monitors.guard.history.as_json(),
         "last_update": sum_over_ranks(monitors.norms.last_update(), session.world),
+        # A later rollback to an earlier step abandons this checkpoint: see `_rolled_back_to`.
         "num_rollbacks": len(session.run.rollbacks()),
         "threads": monitors.threads.state(),
         "recipe": recipe_fingerprint(session.recipe),
@@ -296,6 +297,7 @@ def restore(
         )
     state.global_step = trainer["global_step"]
     guard.load(trainer["guard"])
+    # The next step is judged by the update before it, which is not made again.
     norms.set_last_update(trainer["last_update"], session.world.size)
 
 
@@ -375,6 +377,7 @@ def _choose_checkpoint(
         guard, before = monitors.guard, run.rollbacks()
         return plan_rollback(verdict, guard.history, statistics, steps, before, guard.settings)
 
+    # Rank 0 decides: the other nodes' view of a shared disk may be older.
     chosen = from_first(plan() if world.is_first else "", world)
     if isinstance(chosen, str):
         return chosen

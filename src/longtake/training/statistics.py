@@ -102,7 +102,9 @@ class NormStats:
         of_weights = squares([local_shard(p) for p in self._parameters])
         update = self._taken_update(of_weights.device)
         on_device = [] if losses is None else [losses.on_device.double()]
+        # Zeros that `reduce_gradients` has filled in are no gradient of this rank.
         self._reached.update(i for i in present if not hasattr(gradients[i], "stands_in"))
+        # One transfer for everything, as each one waits for the device.
         sums = [of_gradients.to(update.device), of_weights, update, *on_device]
         numbers = torch.cat(sums).tolist()
         if losses is not None:
@@ -111,6 +113,7 @@ class NormStats:
             numbers = numbers[:-num_losses]
         end = len(present)
         found = {"nonfinite": 0.0, "elements": float(sum(each.numel() for each in shards))}
+        # Rare, so that counting may wait for the device once more.
         if not all(map(math.isfinite, numbers[:end])):
             found["nonfinite"] = float(sum(int((~each.isfinite()).sum()) for each in shards))
         self._moved.update(i for i, square in zip(present, numbers, strict=False) if square)
@@ -170,6 +173,7 @@ class NormStats:
         self._rate = max(rates, default=1.0)
         self._probed = self._probe()  # weights do not change before the next update
         moved = self._probe_weight * (self._probed - before).square()
+        # In fp64, as many squares are added.
         sums = torch.zeros(len(GROUPS), dtype=torch.float64, device=moved.device)
         self._update = sums.index_add_(0, self._probe_group, moved.double())
 
@@ -183,6 +187,7 @@ class NormStats:
         )
 
     def set_last_update(self, sums: Mapping[str, float], num_ranks: int) -> None:
+        # The weights have been replaced by a checkpoint's.
         self._probed = None
         by_group = [sums.get(f"update.{group}", 0.0) for group in GROUPS]
         # Each rank holds an equal part, so that the sum over ranks gives the saved numbers again.
@@ -218,6 +223,7 @@ class NormStats:
 
 
 def _root(square: float) -> float:
+    # NaN for a NaN sum, too.
     return math.sqrt(square) if square >= 0 else math.nan
 
 
@@ -293,6 +299,7 @@ def reduce_statistics(
     sums = collectives.sum_over_ranks({**by_sigma, **measured, **local, **slots}, world)
     unlike = replicas.unlike(sums, step) if replicas is not None and slots else ()
     num_samples = int(sum(each for name, each in sums.items() if ".samples." in name))
+    # Clips that could not be decoded do not shrink the gradient of the mean loss.
     scale = batch.global_size / max(1, num_samples)
     return StepSummary(
         statistics=_statistics(sums, num_samples, batch, state, norms.norms(sums, scale)),

@@ -138,6 +138,7 @@ class ComputeTimer:
             yield
             self._seconds += time.perf_counter() - begun
             return
+        # Events on the stream, as the host runs ahead of the GPU.
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._events.append((begin, end))
         begin.record()

@@ -230,6 +230,7 @@ def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader
     """Plan, build and load everything to train; what can be refused soonest comes first."""
     recipe, world = session.recipe, session.world
     _refuse_other_plans(loader, world)
+    # Before the plan, whose memory on a CPU depends on the number of threads.
     threads = CpuThreads(world, None if point.trainer is None else point.trainer.get("threads"))
     warnings = [*point.warnings, *_check(session, loader, threads)]
     if recipe.data.cache is None:  # decodes while the model is built and loaded
@@ -247,6 +248,7 @@ def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader
         warnings.append(f"No samples are made in this launch. {sampler.failure}")
     sample_flops = build.count_flops(parts, recipe)  # before the weights are sharded
     threads.set_work(sample_flops, recipe.training.global_batch_size)
+    # Before sharding: FSDP2's gathering of weights cannot be compiled.
     if build.compiles_blocks(recipe, world.device):
         build.compile_blocks(plan.options, parts, recipe)
     else:
@@ -419,6 +421,7 @@ def _monitors(built: _BuiltRun, lease: Lease | None) -> Iterator[Monitors]:
     encodes = recipe.data.cache is None and recipe.codec.kind != "pixels"
     is_predicted = world.is_first and not encodes and plan.activation_bytes is not None
     predicted = (plan.activation_bytes or 0, plan.bucket) if is_predicted else None
+    # A divergence may have begun as early as the guard's history does.
     reach = MAX_WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
     is_bf16 = "bf16" in (session.precision, recipe.model.dtype)
     peak_rate = peak_flops(world.device, torch.bfloat16 if is_bf16 else torch.float32)
@@ -461,9 +464,11 @@ def _train_with_rollbacks(built: _BuiltRun, monitors: Monitors) -> LoopExit:
         failure = saver.take_failure()  # waits for the last save
         recorder.saved(saver.finished())
         recorder.save_failed(failure)
+        # No verdict ended the loop: it is done, or was asked to stop.
         if ended.statistics is None:
             if failure is not None:
                 raise failure
             return ended
         roll_back(session, ended.verdict, ended.statistics, state, loader, monitors)
+        # A ledger of its own, since batches after the checkpoint are trained again.
         ledger_path = _begin_ledger(session, loader)
