@@ -222,7 +222,7 @@ def _checked(found: Any) -> Metadata:
 
 
 def _no_path(*_parts: object) -> None:
-    """Stand for the path at which a checkpoint was saved, which nothing reads."""
+    """Unpickle the path at which a checkpoint was saved as None, since nothing reads it."""
 
 
 @cache
@@ -428,7 +428,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy nested dicts of tensors; this overwrites the copy before."""
+        """Copy nested dicts of tensors to host memory; this overwrites the copy before."""
         copied: dict[str, Any] = self._copied(parts, "")
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # copies from a GPU are asynchronous
@@ -561,7 +561,7 @@ class _ChecksummedFiles(FileSystem):
 
 
 class _Entries:
-    """Replaces torch's transforms of streams.
+    """Stream transforms without the overhead of torch's.
 
     Those create a class for each entry of a file, and flush the file after it.
     """

@@ -108,12 +108,14 @@ _SPANS = {1: 16, 4: 32, 16: 64, 64: 192}
 """Spans in steps over which jumps are looked for (the longest finds a drift), each with the least
 number of earlier changes to compare with: long spans overlap, so they need more."""
 _JUMP_SIGMAS = 12.0
-"""Least distance from the usual change, in robust standard deviations; undisturbed runs reach 5."""
+"""Least distance of a jump from the usual change, in robust standard deviations. Undisturbed runs
+reach 5."""
 _JUMP_TIMES_LARGEST = 2.0
-"""Least distance as a multiple of the window's largest distance; undisturbed runs reach 1."""
+"""Least distance of a jump, as a multiple of the largest one in the window. Undisturbed runs
+reach 1."""
 _MIN_JUMP_FRACTION = 2e-3
-"""Least distance as a share of the norm. The epoch-end defect behind this rule added 0.7 % at once;
-an undisturbed run of that size changes by less than 0.1 % in 16 steps."""
+"""Least distance of a jump, as a share of the norm. The epoch-end defect behind this rule added
+0.7 % at once; an undisturbed run of that size changes by less than 0.1 % in 16 steps."""
 _MOST_TIMES_THE_RATE = 12.0
 """Changes at a rate lower than the present one by more than this factor are not compared with."""
 _MAX_STEPS_AFTER_EDGE = 16
@@ -235,14 +237,15 @@ def _max_steps_after_edge(window: StepWindow) -> int:
 # five edges in a row once in 60,000. They must also be twice as far off as any of those steps.
 
 _NUM_EDGES = 5
-"""Number of edges in a row that must show the change."""
+"""Number of edges of epochs in a row that must show a recurring change."""
 _LEAST_BETWEEN, _MOST_BETWEEN = 8, 32
 """Least and largest number of steps before an edge, in its epoch, that it is compared with."""
 _TIMES_FURTHEST = 2.0
-"""Least distance from these steps' usual value, in multiples of the largest one among them."""
+"""Least distance of an edge from the usual value of the steps before it, as a multiple of their
+largest distance."""
 _EDGE_UPDATE_GROWTH = 2.0
 _MIN_EDGES_FRACTION = 1e-3
-"""Least share of the norm that all these edges together have added beyond the usual."""
+"""Least share of the weight norm that the recurring changes have added together."""
 
 
 def detect_recurring_edge(window: StepWindow) -> GuardVerdict | None:
@@ -291,7 +294,7 @@ def detect_recurring_edge(window: StepWindow) -> GuardVerdict | None:
 def _excess_at_edges(
     values: Numbers, edges: NDArray[np.intp], between: Sequence[slice]
 ) -> tuple[Numbers, Numbers]:
-    """[edges] Return each edge's distance from the usual value of the steps before it, and that.
+    """[edges] Return each edge's distance from the usual value before it, and that value.
 
     The distances are 0 unless all edges exceed these steps, and to the same side.
     """
@@ -313,7 +316,7 @@ def _excess_at_edges(
 _MIN_SLOW = 32
 """Number of recent updates from which on growth counts only beyond all earlier blocks."""
 _MIN_USUAL_UPDATES = 16
-"""Least number of earlier updates that define the usual size."""
+"""Least number of earlier updates that define the usual size of an update."""
 _NUM_NEWEST_UPDATES = 64
 """Updates that count as newest. Adam's may shrink to a fifth in the first hundreds of steps."""
 _MOST_TIMES_A_LOWER_RATE, _MOST_TIMES_A_HIGHER_RATE = 2.0, 5.0
@@ -321,7 +324,7 @@ _MOST_TIMES_A_LOWER_RATE, _MOST_TIMES_A_HIGHER_RATE = 2.0, 5.0
 gradients, not the rate, limits an optimizer's updates, they keep their size while the rate falls
 fiftyfold."""
 _MAX_USUAL_UPDATES = 128
-"""Size of a sample that is as good as all updates, and faster to sort."""
+"""Earlier updates that are sampled for the usual size: as good as all, and faster to sort."""
 
 
 @dataclass(frozen=True)
@@ -387,15 +390,16 @@ Undisturbed runs reach 2.6 and 2.0. A learning rate raised tenfold gives 10, or 
 which round small updates up or away."""
 _RECENT_STEPS = 16
 _LEVEL_STEPS = 64
-"""Steps of a level, which is their median."""
+"""Number of steps whose median loss or gradient norm is one level."""
 _LOSS_RISE = 1.5
-"""Least rise of the recent level over the lowest in the history; undisturbed runs reach 1.2."""
+"""Least rise of the loss over its lowest level in the history; undisturbed runs reach 1.2."""
 _GRAD_NORM_RISE = 4.0
 _LOSS_RISE_WITH_GRAD_NORM = 1.15
 """Least rise of the loss for a rise of the gradient norm to count: early in a run, gradients may
 grow tenfold while the loss falls."""
 _LOSS_RISE_SIGMAS = 4.0
-"""The same rise in standard errors: losses of a model that has learnt four clips vary threefold."""
+"""Least rise of the loss, in standard errors, for a rise of the gradient norm to count: losses of a
+model that has learnt four clips vary threefold."""
 _MAX_SHARE_ABOVE = 0.05
 """Largest share of the lowest level's steps that may reach the recent gradient norm. With random
 sigmas in a small batch, one step in five may have six times the usual norm, by chance ten of 16."""
@@ -521,7 +525,7 @@ class _Excess:
 
 
 class _SpikeLimit(NamedTuple):
-    """Thresholds of a spike, which must exceed both."""
+    """Thresholds in standard deviations and as a factor; a spike must exceed both."""
 
     sigmas: float
     factor: float
@@ -637,7 +641,7 @@ _STEPS_BETWEEN_SKIPS = 16
 """Largest distance between related skips: a single bad clip does not spoil the state, and skipping
 its batch is enough."""
 _MIN_ORDINARY_LOSSES = 16
-"""Least number of losses that define an ordinary one."""
+"""Least number of losses by which an ordinary loss is told from an outlier."""
 _ORDINARY_SIGMAS = 3.0
 
 

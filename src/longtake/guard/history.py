@@ -32,7 +32,8 @@ POPULATIONS = ("captioned", "dropped")
 """Samples with and without a caption, whose losses differ once a model has learnt."""
 
 _BLOCK, _GROWS = 8, 1.1
-"""Steps of a block, and the growth per block by which an optimizer's search for its rate shows."""
+"""Steps of a block, and the growth from block to block by which `num_finding_rate` recognises an
+optimizer that still searches its learning rate."""
 
 _NUM_DIGITS = 8
 """Significant digits of a saved float: fp32's precision, in half the bytes of a checkpoint."""
@@ -106,7 +107,7 @@ class StepStatistics:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], sequence: type) -> Any:
-    """Return a value with each number in it changed, and with each sequence as this type."""
+    """Apply `change` to a number, or to each number in a dict or sequence."""
     if isinstance(value, dict):
         return {name: change(each) for name, each in value.items()}
     return sequence(map(change, value)) if isinstance(value, list | tuple) else change(value)
@@ -204,7 +205,7 @@ def block_medians(updates: Numbers) -> Numbers:
 
 
 def _row(statistics: StepStatistics, verdict_kind: str = "ok") -> Numbers:
-    """[columns] Return the numbers of one step as a row."""
+    """[columns] Return one step's row of `StepRows.numbers`."""
     rate = statistics.learning_rate_factor
     return np.array(
         [
@@ -375,7 +376,7 @@ class StepWindow:
 
     @property
     def populations(self) -> list[str]:
-        """Populations of which the step has samples."""
+        """Names of the `POPULATIONS` of which the step has samples."""
         return [each for each in POPULATIONS if self.now.population(each)[1] > 0]
 
     @property

@@ -37,7 +37,7 @@ class ActivationOffload:
         self._given: set[int] = set()  # storages of the arguments of the block before
 
     def call(self, run: Callable[..., Any], block: nn.Module, *args: Any, offloads: bool) -> Any:
-        """Return `run(block, *args)`; with `offloads`, its saved tensors go to the host."""
+        """Return `run(block, *args)`; with `offloads`, the tensors that it saves go to the host."""
         before, self._last = self._last, None
         given = set(_storages(each for each in args if isinstance(each, Tensor)))
         shared, self._given = given & self._given, given  # these stay: others keep them
@@ -57,12 +57,12 @@ class ActivationOffload:
         return output
 
     def begin(self) -> None:
-        """Start a new forward pass, whose first block follows none."""
+        """Start a new forward pass: forget the last block of the pass before."""
         self._last, self._given = None, set()
 
     @property
     def last_bytes(self) -> int:
-        """Bytes that the block which ran last has on the host."""
+        """Bytes of the last block's saved tensors that are on the host."""
         return 0 if self._last is None else self._last.num_bytes
 
     def last_host_bytes(self, *, on_cpu: bool) -> int:
@@ -147,7 +147,7 @@ class OffloadedBlock:
         self._here.clear()
 
     def fetch(self) -> None:
-        """Start to copy the tensors back to the device."""
+        """Start to copy this block's saved tensors back to the device."""
         if not self._is_fetched:
             self._is_fetched = True
             for key in self._away:

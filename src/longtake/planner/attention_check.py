@@ -39,7 +39,7 @@ class AttentionAnswer(NamedTuple):
 
 
 def choose_kernels(cases: Sequence[AttentionCase], device: torch.device) -> AttentionAnswer:
-    """Try all cases, or return the kept answer of an earlier call; the first call takes seconds."""
+    """Choose kernels by trying them on all cases, which takes seconds, or by a kept answer."""
     path: Path | None = None
     with suppress(RuntimeError):  # raised for a user without a home directory
         path = fsio.cache_folder() / "attention" / f"{_key(cases, device)}.json"
@@ -70,7 +70,7 @@ class KernelChooser:
 
 
 def _key(cases: Sequence[AttentionCase], device: torch.device) -> str:
-    """Return a checksum of everything that an answer depends on."""
+    """Return a checksum of everything that the choice of kernels depends on."""
     on_cuda = device.type == "cuda"
     facts = {
         "cases": list(cases),
@@ -87,7 +87,7 @@ def _key(cases: Sequence[AttentionCase], device: torch.device) -> str:
 def _try_all(
     cases: tuple[AttentionCase, ...], device: torch.device
 ) -> tuple[AttentionAnswer, bool]:
-    """Try all cases; returns the answer, and whether it may be kept."""
+    """Try the kernels on all cases; returns the answer, and whether it may be kept."""
     refused: list[dict[Kernel, str]] = [{} for _ in cases]
     chosen: list[Kernel] = ["math"] * len(cases)
     problem = ""

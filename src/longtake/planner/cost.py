@@ -162,7 +162,7 @@ class RunCost:
         return self.work_seconds / self.wall_seconds
 
     def at_best(self) -> "RunCost":
-        """Return the cost with the best interval of saves, of at least one step."""
+        """Return the run's cost with the best interval between saves, of at least one step."""
         stages = []
         for stage in self.stages:
             best = stage.failures.with_best_interval()

@@ -41,7 +41,7 @@ class DeviceBudget:
 
     @property
     def granule(self) -> int:
-        """Bytes that the device's allocator rounds sizes up to multiples of."""
+        """Bytes to whose multiples the device's allocator rounds sizes up."""
         return CUDA_ROUNDS_TO if self.target == "cuda" else 1
 
     def flops(self, dtype: torch.dtype) -> float:
@@ -78,7 +78,7 @@ rest (24 to 26 of 31.5 GB/s are usual in NVIDIA's bandwidthTest)."""
 SHARE_OF_HOST_MEMORY = 0.6
 """Share of host memory that may be pinned; the rest is for loaders, caches and the system."""
 _USUAL_BYTES = 24 * 2**30
-"""Memory of a GPU elsewhere, if the recipe names none."""
+"""Memory of the assumed GPU, if there is none here and the recipe names neither."""
 _PCIE_4, _PCIE_5, _NVLINK_C2C = 31.5e9, 63e9, 450e9
 _ALMOST = 0.99
 """Share of its nominal size that a GPU's memory has at least: 48 GiB are a little less."""

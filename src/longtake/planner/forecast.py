@@ -523,11 +523,11 @@ class PhaseForecast:
     weight_bytes: int
     peak_bytes: int  # with weights, without workspaces of convolutions
     seconds: float
-    """For one caption, clip or forward pass; for `step`, all encoding of this process in one
-    update; for `sampling`, all presets on all processes together."""
+    """Time of one caption, clip or forward pass; for `step`, of all encoding by this process in one
+    update; for `sampling`, of all presets on all processes together."""
     fits: bool | None  # None: no budget
     how: str = ""
-    """For `sampling`, presets and videos at a time; for `model`, "weights streamed" or nothing."""
+    """Note: for `sampling`, presets and videos at a time; for `model`, "weights streamed"."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class ForwardPosition:
 
     @property
     def where(self) -> str:
-        """Name the innermost module; for an added module around a block, with that block."""
+        """Name of the innermost running module, with the block that an added module is around."""
         names = [name for name, _ in self.modules]
         after = next((name for name in reversed(names) if name in self.blocks), None)
         is_inside = after is None or f"{names[-1]}.".startswith(f"{after}.")

@@ -130,12 +130,12 @@ class Traffic:
     scattered: int  # gradients summed into shards, once a step
     reduced: int  # gradients all-reduced between copies of the model, once a step
     tokens: int
-    """Exchanged in attention for heads, if ranks share the tokens of a clip (DeepSpeed Ulysses:
+    """Bytes of tokens exchanged in attention for heads, if ranks share the tokens of a clip (DeepSpeed Ulysses:
     queries, keys, values and output, in the forward, backward and recomputed pass), and gathered
     after the last block. Counted by the trace, in which the model's own code exchanges them."""
     passed: int
-    """Keys, values and their gradients, passed around if more ranks share a clip than exchange
-    heads; counted by the trace as well."""
+    """Bytes of keys, values and their gradients, passed around if more ranks share a clip than
+    exchange heads; counted by the trace as well."""
 
     @property
     def total(self) -> int:
@@ -347,8 +347,8 @@ class CommCost:
     """Traffic of each rank in one step for one purpose."""
 
     what: str
-    """One of: weights, gradients to shards, gradients (between copies of the model), tokens, keys
-    and values."""
+    """Purpose: weights, gradients to shards, gradients (between copies of the model), tokens, or
+    keys and values."""
     ranks: int  # ranks of each collective
     over: str  # slowest of its links: node or network
     num_bytes: int
@@ -358,7 +358,7 @@ class CommCost:
 
 @dataclass(frozen=True)
 class MeshAdvice:
-    """A change of the recipe, and the step with it."""
+    """A change of the recipe that shortens a step, and the time and memory of a step with it."""
 
     changes: Sequence[str]  # in the form of `--set`
     step_seconds: float

@@ -40,7 +40,7 @@ from longtake.trust import training_classes
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 _FREE_STEP_BYTES = 2**28
-"""Free memory is rounded down to a multiple of this, so that a restart finds the plan again."""
+"""Bytes to whose multiples free memory is rounded down, so that a restart keeps its plan."""
 
 
 @dataclass(frozen=True)

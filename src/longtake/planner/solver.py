@@ -458,7 +458,7 @@ def find_best(
 def _solved(
     tracer: Tracer, costs: BlockCosts, budget_bytes: int, whole_bytes: int
 ) -> list[tuple[Options, StepTrace]]:
-    """Solve and trace, tightening the budget until the trace fits; empty if that fails."""
+    """Find the fastest options and trace them, tightening the budget until the trace fits."""
     within = budget_bytes
     for _ in range(_MOST_TRIES):
         options = fastest(costs, within, tracer.subject.host_bytes)

@@ -92,7 +92,7 @@ class BlockTrace:
 
     forward: Span
     backward: Span | None
-    """From the gradient of the block's output to that of the block before; None without them."""
+    """Span from the gradient of its output to that of the block before; None without gradients."""
     offloaded_bytes: int = 0  # activations that are offloaded to host memory
     pinned_bytes: int = 0  # host memory that these take when pinned
 
@@ -349,7 +349,7 @@ class _HostCopy(NamedTuple):
 
 
 class _FakeOffload(ActivationOffload):
-    """Counts the bytes that a GPU would copy; the time of copies is added later."""
+    """An offload that copies nothing, and counts the bytes that a GPU would copy."""
 
     def to_host(self, tensor: Tensor) -> _HostCopy:
         return _HostCopy(tensor.nbytes, tensor.shape, tensor.dtype)

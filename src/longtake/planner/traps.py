@@ -65,7 +65,7 @@ def flow_traps(watch: GradientWatch) -> list[Trap]:
 
 
 def idle_recompute(options: Mapping[str, str], saved_bytes: Mapping[str, int]) -> list[Trap]:
-    """Note blocks that are recomputed before the first trainable parameter, which saves nothing."""
+    """Return a trap if blocks before the first trainable parameter are recomputed in vain."""
     idle = [name for name, option in options.items() if option != "keep" and saved_bytes[name] == 0]
     useful = {name: saved for name, saved in saved_bytes.items() if saved > 0}
     if not idle:
@@ -85,7 +85,7 @@ def idle_recompute(options: Mapping[str, str], saved_bytes: Mapping[str, int]) -
 
 
 def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
-    """Note policies that need clearly more memory than no recompute; at most one trap."""
+    """Return at most one trap, of all policies that need clearly more memory than `none`."""
     usual = peaks.get("none")
     if usual is None:
         return []
@@ -110,7 +110,7 @@ def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
 def _dead_regions(
     watch: GradientWatch, dead: Sequence[RecomputeRegion], unreached: ParameterSet
 ) -> Iterator[Trap]:
-    """Report all dead regions as one trap, since one makes the next one dead."""
+    """Yield one trap for all dead regions, since each makes the next one dead."""
     if not dead:
         return
     first = dead[0]
@@ -171,7 +171,7 @@ def _regions_of_everything(watch: GradientWatch, dead: Sequence[RecomputeRegion]
 
 
 def _idle_regions(watch: GradientWatch) -> Iterator[Trap]:
-    """Note checkpoint calls around parts that no gradient passes; at most one trap."""
+    """Yield at most one trap, of all checkpoint calls around parts that no gradient passes."""
     idle = [
         _name(region)
         for region in watch.regions
@@ -194,7 +194,7 @@ def _holds_everything(watch: GradientWatch, region: RecomputeRegion) -> bool:
 
 
 def _gone_twice(watch: GradientWatch) -> Trap:
-    """Report a reentrant region that freed the graph of tensors captured from outside."""
+    """Make the trap of a reentrant region through whose captured tensors gradients pass twice."""
     alive = [region for region in watch.regions if region.reentrant and region.carries_grad]
     names = [_name(region) for region in alive if region.hidden] or [_name(each) for each in alive]
     return Trap(
@@ -312,7 +312,7 @@ def _unused(
 
 
 def _copies(watch: GradientWatch) -> Iterator[Trap]:
-    """Note fp32 copies of inputs, which PEFT makes for fp32 weights on a 16-bit base."""
+    """Yield a trap of fp32 copies of inputs, which PEFT makes for fp32 weights on a 16-bit base."""
     copies: Mapping[str, Fp32Copies] = watch.provenance.copies
     if copies:
         groups = list(dict.fromkeys(map(_group_in(watch), copies)))

@@ -151,7 +151,7 @@ class AttemptOutcome:
     """The result of an attempt."""
 
     how: AttemptEnding
-    """`late`: another server has published the result, or taken the task over."""
+    """Kind of ending; `late`: another server has published the result, or taken the task over."""
     scores: Scores | None = None  # of the result, if `done`
     reason: str = ""  # of a failure, as text
     is_final: bool = False  # true if no server may try again

@@ -128,7 +128,7 @@ def kept_picture(preset_json: Path, number: int, name: str) -> Path:
 
 
 def keep_pictures(preset_json: Path, files: InputFiles, bucket: config.Bucket) -> None:
-    """Write the small copies that do not exist; a file that cannot be read any more gets none."""
+    """Write missing small copies of a preset's pictures; an unreadable picture gets none."""
     for name, of_prompts in files.items():
         for number, file in enumerate(of_prompts):
             path = kept_picture(preset_json, number, name)

@@ -37,7 +37,7 @@ Table = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """One video to sample."""
+    """Prompt, seed and reference inputs of one video to sample."""
 
     prompt: str
     seed: int
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PresetTables:
-    """Tables of all places, merged by preset."""
+    """The preset tables of longtake, the recipe and the user's own file, merged."""
 
     known: dict[str, dict[str, Any]]  # keys of each preset
     folders: dict[str, dict[str, Path | None]]  # of the file that sets a key, by preset and key
@@ -249,7 +249,7 @@ def _build(
 def read_tables(
     recipe: config.Recipe, beside: Path | None = None, own: Path | None = None
 ) -> PresetTables:
-    """Read and merge the tables of all places.
+    """Read and merge the preset tables of longtake, the recipe and the user's own file.
 
     Args:
         recipe: of the run.

@@ -70,7 +70,7 @@ class MemoryStrategy:
 
 
 ONE_BY_ONE = MemoryStrategy(two_passes=True, at_once=1)
-"""For ranks that share a model: they cannot try another strategy if one rank's memory is full."""
+"""Strategy of ranks that share a model: they cannot try another one if one rank runs out."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ class MemoryFallback:
         return torch.cat(done)
 
     def decode(self, decode: Callable[[bool], T], bucket: Bucket, *, decoding: str) -> T:
-        """Return the result of `decode`, which gets whether to decode in tiles.
+        """Decode a video by calling `decode(in_tiles)`, in tiles if it does not fit otherwise.
 
         Raises:
             PlanError: the video does not fit, even in tiles if these are allowed.
@@ -348,7 +348,7 @@ class Sampler:
     def _velocity(
         self, guide: Guidance, part: slice, settings: SamplingSection, *, two_passes: bool
     ) -> solver.Velocity:
-        """Return a velocity; of two transformers, the one that serves the sigma predicts it."""
+        """Return the guided velocity, by that transformer of a release which serves each sigma."""
         mine, experts = guide.velocity(part, two_passes=two_passes), self.components.experts
         if experts is None:
             return mine
@@ -489,7 +489,7 @@ class Sampler:
         return found
 
     def predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
-        """Predict velocities in fp32, as `Guidance.predict`."""
+        """Predict velocities in fp32 from latents, sigmas and conditioning."""
         # bf16 weights compute in bf16 without autocast, as in training.
         precision = "fp32" if self.recipe.model.dtype == "bf16" else self.precision
         with numerics.autocast(precision, self.device):

@@ -235,7 +235,7 @@ def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
 
 
 def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> list[str]:
-    """Warn if a resumed run's own tokenizer is missing, but can be made again unchanged.
+    """Return a warning if a resumed run's own tokenizer is missing and can be made again.
 
     Raises:
         RunError: it is missing, and its captions have changed.
@@ -278,7 +278,7 @@ def compiles_blocks(recipe: Recipe, device: torch.device) -> bool:
 
 
 def uncompiled(recipe: Recipe, device: torch.device) -> str:
-    """Warn if training.compile = "auto" leaves blocks of a GPU uncompiled; else empty."""
+    """Return a warning if training.compile = "auto" leaves a GPU's blocks uncompiled; else ""."""
     is_wanted = recipe.training.compile == "auto" and device.type == "cuda"
     lacks = _missing_compiler(device) if is_wanted else ""
     if not lacks:

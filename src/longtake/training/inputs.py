@@ -291,7 +291,7 @@ class InputQueue:
         return ahead[1] if ahead is not None and _samples(ahead[0]) == _samples(part) else None
 
     def assemble(self, inputs: HostInputs) -> MicroBatch:
-        """Return the micro-batch of inputs on the device; encodes bitwise as a cache would."""
+        """Make a micro-batch of inputs on the device; encodes bitwise as a cache does."""
         parts, tensors = self._parts, inputs.tensors
         latents, conditioning = tensors.get("latents"), dict(inputs.conditioning)
         further = dict(inputs.further)
@@ -405,7 +405,7 @@ def encode_captions(
 
 
 def _samples(part: Batch) -> tuple[object, ...]:
-    """Return what decides all numbers of a micro-batch, to compare two of them."""
+    """Return the fields that determine a micro-batch's numbers, to compare two batches."""
     shape = part.stage, part.bucket, part.weights.tolist()
     return part.step, *shape, part.seeds, part.identities, part.captions
 

@@ -77,7 +77,7 @@ class NodeWatcher:
             self._process.start()
 
     def close(self, *, waits: bool = True) -> None:
-        """Let the watcher end after its node's last rank; with `waits`, wait a moment for it."""
+        """Let the watcher end after its node's last rank; `waits`: wait a few seconds for it."""
         self._stacks.unlink(missing_ok=True)
         if self._process is not None:
             self._process.end()

@@ -57,7 +57,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class SharedSampler(Sampler):
-    """The sampler of rank 0, which distributes the videos over all ranks."""
+    """A sampler that distributes the videos of rank 0's requests over all ranks."""
 
     world: mesh.World = field(kw_only=True)
 
@@ -190,7 +190,7 @@ class TrainingSampler:
             self._parts.bring(None, world.device)
 
     def _enter(self, opened: ExitStack, weights: str, state: TrainingState) -> SharedSampler:
-        """Return a sampler of these weights, which the model holds until `opened` is closed.
+        """Return a sampler of `weights`, which the model holds until `opened` is closed.
 
         An error on one rank is raised on all.
         """
@@ -368,7 +368,7 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def _follow(sampler: SharedSampler) -> None:
-    """Sample this rank's share of each request of rank 0, until that ends the loop."""
+    """Sample this rank's share of all that rank 0 samples, until rank 0 ends the loop."""
     while True:
         heartbeat.set_phase("idle")
         work: _Work | None = collectives.from_first(

@@ -47,7 +47,7 @@ class TrainingState:
 
 @dataclass
 class SampleLosses:
-    """Losses of this rank's samples of one step."""
+    """Losses of this rank's samples in one step, still on the device at first."""
 
     on_device: Tensor  # [B] fp32; stand-ins have one too
     sigmas: tuple[float, ...]  # [B] noise levels

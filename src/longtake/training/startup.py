@@ -140,7 +140,7 @@ def attention_backend(device: torch.device) -> str | None:
 
 
 def slow_attention(backend: str | None, capability: tuple[int, int]) -> str:
-    """Warn if a Hopper GPU uses another attention kernel than cuDNN's; else empty."""
+    """Return a warning if a Hopper GPU uses another attention kernel than cuDNN's; else ""."""
     if backend in (None, attention_rules.NAMES["cudnn"]) or capability != (9, 0):
         return ""
     return (

@@ -267,7 +267,7 @@ def _group(name: str, in_blocks: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """Reduced facts about a step, equal on every rank."""
+    """Facts about a step that are reduced over all ranks, and equal on each."""
 
     statistics: StepStatistics  # meaningless if no sample was trained
     scale: float  # the batch's global size over the number of samples that were trained
@@ -343,7 +343,7 @@ def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:
 
 
 def _loss_levels(losses: Sequence[float], counts: Sequence[float]) -> tuple[float, ...]:
-    """[6] one population's row of `StepStatistics.population`, from its sums by quarter."""
+    """[6] Return a population's mean loss, number of samples and mean losses by quarter."""
     means = [
         loss / count if count else math.nan for loss, count in zip(losses, counts, strict=True)
     ]

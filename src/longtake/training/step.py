@@ -132,7 +132,7 @@ class ComputeTimer:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Add the block's duration; on a GPU, the time between two events on its stream."""
+        """Time the block; on a GPU, by two events on the current stream."""
         if not self._is_cuda:
             begun = time.perf_counter()
             yield

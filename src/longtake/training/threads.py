@@ -178,7 +178,7 @@ class CpuThreads:
         return SavedThreads(number=self._tuner.present, seconds=self._tuner.usual)
 
     def difference(self) -> str | None:
-        """Warn if a resumed run's results differ in their last bits from here on."""
+        """Return a warning if a resumed run's results differ in their last bits from here on."""
         now = torch.get_num_threads()
         if self._saved is None or self._saved["number"] == now or not self._is_cpu:
             return None
