@@ -130,9 +130,10 @@ class Traffic:
     scattered: int  # gradients summed into shards, once a step
     reduced: int  # gradients all-reduced between copies of the model, once a step
     tokens: int
-    """Bytes of tokens exchanged in attention for heads, if ranks share the tokens of a clip (DeepSpeed Ulysses:
-    queries, keys, values and output, in the forward, backward and recomputed pass), and gathered
-    after the last block. Counted by the trace, in which the model's own code exchanges them."""
+    """Bytes of tokens exchanged for heads in attention, if ranks share the tokens of a clip
+    (DeepSpeed Ulysses: queries, keys, values and output, in the forward, backward and recomputed
+    pass), and gathered after the last block. Counted by the trace, in which the model's own code
+    exchanges them."""
     passed: int
     """Bytes of keys, values and their gradients, passed around if more ranks share a clip than
     exchange heads; counted by the trace as well."""
