@@ -153,6 +153,7 @@ def _blocks(nodes: Sequence[NodeNow], measure: RankNumber, scale: _Scale) -> Ite
         for first in range(0, len(nodes), per_block):
             yield _grid(nodes[first : first + per_block], across, measure, scale)
         return
+    # About four blocks side by side, none of which is too low or too high.
     rows = min(_ROWS, max(_LEAST_ROWS, -(-len(nodes) // 4)))
     for first in range(0, len(nodes), rows):
         yield _table(nodes[first : first + rows], across, len(nodes), measure, scale)

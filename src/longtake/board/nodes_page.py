@@ -137,6 +137,7 @@ def _phase_times(ranks: Sequence[RankNow]) -> dict[str, Any] | None:
         sums.update(rank.phases)
     names = [name for name, _ in sums.most_common()]
     order = [name for name, each in heat_map.PHASES.items() if each.colour and name in names]
+    # Phases that the board does not know come last.
     order += [name for name in names if name not in order][:8]
     mean = {name: sums[name] / len(known) for name in order}
     if len(known) <= _MANY_RANKS:
@@ -402,6 +403,7 @@ def _binned(series: Mapping[str, tuple[Numbers, Numbers]]) -> tuple[Numbers, Num
     table = np.full((len(series), _BINS), np.nan)
     for row, (times, values) in enumerate(series.values()):
         is_number = np.isfinite(values)
+        # The last time is the end of the last span, which belongs to it.
         bins = np.minimum(_BINS - 1, (times[is_number] - first) // width).astype(np.int64)
         own: Numbers = values[is_number]
         order = np.argsort(np.abs(own - own.mean()), kind="stable")

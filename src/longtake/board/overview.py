@@ -205,6 +205,7 @@ def logs_of(facts: RunFacts) -> list[str]:
     run, found = facts.run, ["evaluate.log"]
     for node in all_nodes(run):
         found.append(node.log_path.relative_to(run.path).as_posix())
+        # The folder of a launch is named by its time.
         for folder in sorted(node.logs_path.glob("*"), reverse=True):
             name = folder.relative_to(run.path).as_posix()
             if is_folder_below(run.path, name):

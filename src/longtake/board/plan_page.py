@@ -238,6 +238,7 @@ def block_strip(options: Mapping[str, BlockOption]) -> Markup | None:
     if not shown:
         return None
     label, room = 72, 840
+    # Cells shrink to fit into one row; below 4 pixels, several rows are used.
     size = max(4.0, min(26.0, room / len(shown)))
     per_row = int(room / size)
     parts, y, height = list[str](), 0.0, 18

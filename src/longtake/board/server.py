@@ -295,6 +295,7 @@ def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float
     async def events() -> AsyncIterator[bytes]:
         last, silent = "", 0.0
         while not board.stopping.is_set() and not await request.is_disconnected():
+            # A run may be moved or damaged while its page is open: the stream continues.
             with suppress(errors.LongtakeError, OSError):
                 found = await to_thread.run_sync(read)
                 text = json.dumps(found, separators=(",", ":"), sort_keys=True)

@@ -129,6 +129,7 @@ def run_demo(
     if minutes is not None and run.exists():
         steps = run.recipe().training.steps
         console.print(f"{out} holds a demo of {steps} steps and resumes it.", markup=False)
+    # Before any clip is written.
     _refuse_other_settings(run, demo_recipe(out, steps or DEFAULT_STEPS, seed))
     make_catalog(run, seed, console)
     if minutes is not None and not run.exists():

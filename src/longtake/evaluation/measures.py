@@ -221,6 +221,7 @@ def _refined(found: Flow, before: Pixels, after: Pixels) -> Flow:
     # stiffness on their diagonal keeps the flow small where there is no gradient to tell it.
     a, b, c = _blurred(down * down), _blurred(down * right), _blurred(right * right)
     a, c = a + _STIFFNESS, c + _STIFFNESS
+    # Positive, as the stiffness makes the matrix definite.
     determinant = a * c - b * b
     for _ in range(_ROUNDS):
         late = _late(before, after, found)
@@ -369,6 +370,7 @@ def _measured(
     for clip in _clips(run, bucket, recipe.data):
         if on_clip is not None:
             on_clip()
+        # The same window of a clip, whenever the reference is made.
         seed = derive("reference", clip.identity)
         try:
             video = read_window(sample_window(clip, bucket, recipe.data, seed))

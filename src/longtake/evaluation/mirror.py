@@ -98,6 +98,7 @@ def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> transports.Rules:
         top = f"/{transports.literal(name)}/" if name else "/"
         rules += [f"- {top}{each}" for each in (*_LEFT_OUT, *_claimed_results(mirror))]
         rules += [f"+ {top}"] if name else []
+    # In a folder of runs, all else is left out.
     if all(name for name, _ in runs):
         rules.append("- /*")
     return (*rules, "+ */", *(f"+ *{suffix}" for suffix in _RECORDS), "- *")
@@ -105,6 +106,7 @@ def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> transports.Rules:
 
 def result_rules(evaluations: Path) -> transports.Rules:
     """Return rules for what is pushed of evaluations, except scores.json and heartbeats."""
+    # A result without scores.json may still be in the making.
     halves = [path for path in evaluations.glob("*/step_*") if not (path / "scores.json").exists()]
     names = [path.relative_to(evaluations).as_posix() for path in halves]
     left_out = [f"- /{transports.literal(name)}/" for name in names]
@@ -208,6 +210,7 @@ def _copy(marker: Path, place: Path) -> None:
         with atomic_write(place) as aside:
             with aside.open("xb") as file:
                 file.write(marker.read_bytes())
+            # With the source's time, so that a push does not take it for newer.
             os.utime(aside, ns=(marker.stat().st_atime_ns, marker.stat().st_mtime_ns))
 
 
@@ -314,6 +317,7 @@ def needed_at_source(
 
     send_heartbeat(transport, run, server, steps)
     try:
+        # A heartbeat becomes stale, and a pull may take hours.
         with process.periodic("heartbeat at the source", renew, seconds):
             yield
     finally:

@@ -78,6 +78,7 @@ class RunEnd:
     def is_reached(self) -> bool:
         """Return whether the newest beginning or end among the run's events is an end."""
         events = self._events.read()
+        # The file was replaced: what was read of the old one does not count.
         if self._events.has_restarted:
             self._newest = None
         for event in events:
@@ -114,6 +115,7 @@ class WantedPresets:
         now = tuple(map(signature, files))
         if now == self._read_from and time.monotonic() < self._read_again_at:
             return
+        # A changed recipe may be without the reason for which a preset was refused.
         if now != self._read_from:
             self._refused.clear()
         self._read_from, self._read_again_at, self._found = now, math.inf, []

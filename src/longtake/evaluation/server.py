@@ -107,6 +107,7 @@ class EvaluationServer:
         """Evaluate until nothing is pending, or for as long as the options say."""
         with self._followers, self._mirror, self._keeper:
             while not self._stop.wanted:
+                # Before the look, or a checkpoint that is saved in between would be missed.
                 may_end = self._may_end()
                 self._find_runs()
                 tasks = self._pending()
@@ -373,6 +374,7 @@ class Keeper:
                 self._write(pending.directory)
 
     def _write(self, directory: evaluation_dir.ServerDirectory) -> None:
+        # Two threads write: the loop before it samples, and the keeper at each beat.
         with self._writing:
             record = {
                 "server": self._server,

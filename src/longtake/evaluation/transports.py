@@ -80,6 +80,7 @@ def only(patterns: Iterable[str]) -> Rules:
     for pattern in patterns:
         parts = pattern.strip("/").split("/")
         ways = ["/" + "/".join(parts[:number]) + "/" for number in range(1, len(parts))]
+        # rsync only descends into folders that a rule includes.
         wanted |= dict.fromkeys([*ways, pattern])
     return (*(f"+ {each}" for each in wanted), "- *")
 

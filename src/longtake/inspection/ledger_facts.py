@@ -101,6 +101,7 @@ def _audited(run: RunDirectory, total: int) -> LedgerFacts:
     is_short = True
     with suppress(OSError):
         is_short = run.metrics_path.stat().st_size <= _MOST_AUDITED_METRICS
+    # The metrics, which may be long, tell whether two launches trained at the same time.
     found = audit(run, with_metrics=is_short)
     notes = list(_audit_notes(found))
     if not is_short:

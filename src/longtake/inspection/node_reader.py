@@ -246,6 +246,7 @@ class HealthHistory:
     def update(self, run: RunDirectory, hosts: Sequence[str]) -> None:
         with self._lock:
             count = max(1, len(hosts))
+            # All nodes share one budget, so that a page of many takes no longer than one of few.
             end = max(_LEAST_END_BYTES, _END_BYTES // count)
             spread = min(_MOST_SPREAD, _SPREAD_LINES // count)
             for host in hosts:

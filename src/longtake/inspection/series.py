@@ -259,6 +259,7 @@ def _groups(rows: MetricRows, name: str, pieces: NDArray[np.int64], end: int) ->
 
 def _blocks(rows: MetricRows, name: str, num_blocks: int) -> _Reduced:
     """Return the first blocks of a column, reduced; cached blocks are not reduced again."""
+    # The smoothing depends on the number of rows, so blocks of another decay do not count.
     key = (name, _decay(rows)) if name == "loss_smoothed" else name
     known: list[_Reduced] = [rows.reduced[key]] if key in rows.reduced else []
     begin = len(known[0].low) if known else 0

@@ -85,6 +85,7 @@ def stills_of(clips: Sequence[Clip], wait_seconds: float = _WAIT_SECONDS) -> dic
             missing.append(clip)
     if missing:
         done = _DECODER.add(missing)
+        # Most clips are decoded by then; a page must not wait for one that hangs.
         done.wait(wait_seconds)
         for clip in missing:
             found[clip.identity] = _read_kept(clip) or PENDING

@@ -297,6 +297,7 @@ def _periods(
     if not begins and not len(rows):
         return []
     launched = [seconds_of(events[place]) for place in begins]
+    # The rows of a launch are those from its beginning to that of the next.
     edges = np.searchsorted(times, launched).tolist()
     if not begins or edges[0] > 0:
         first = times[0] - _step_seconds(rows, 0)
@@ -331,6 +332,7 @@ def _seconds_of_steps(
     seconds = _clipped(rows.part("step_seconds", 0, len(rows)))
     data = np.minimum(_clipped(rows.part("data_seconds", 0, len(rows))), seconds)
     is_kept = ~rows.is_abandoned
+    # Without the wait for data, which is a part of its own.
     usual = float(np.median((seconds - data)[is_kept])) if is_kept.any() else 0.0
     is_free, found = is_kept.copy(), {}
     firsts, lasts = abandoned_spans(rows)
