@@ -59,6 +59,7 @@ def _keep(block: Block, *args: Any, **kwargs: Any) -> Any:
 
 
 def _save_attention(block: Block, *args: Any, **kwargs: Any) -> Any:
+    # In compiled blocks, the compiler's own selective checkpointing saves attention.
     if torch.compiler.is_compiling():
         return checkpoint(block, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
     forward, again = KeptAttention().contexts()

@@ -118,6 +118,7 @@ class OffloadedBlock:
         return sum(pinned_bytes(copy.nbytes) for copy in self._away.values())
 
     def pack(self, tensor: Tensor) -> SavedTensor | Tensor:
+        # DTensors and quantised tensors wrap others, and have no storage of their own.
         if not _has_storage(tensor):
             return tensor
         if self._weights is None:  # sharded weights have been gathered by now

@@ -312,6 +312,7 @@ def clip_seconds(
     chosen = np.unique([different[0], middle, different[-1]])
     shapes = [next(shape for shape in tokens if tokens[shape] == number) for number in chosen]
     traced = [_traced_seconds(recipe, device, shape) for shape in shapes]
+    # Exact at the traced buckets, of which there is one more than the degree.
     known = np.polynomial.Polynomial.fit(chosen, traced, len(chosen) - 1)
     return {shape: float(known(number)) for shape, number in tokens.items()}
 

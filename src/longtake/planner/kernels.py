@@ -121,6 +121,7 @@ def _chosen(
     """
     is_narrow = query.dtype in _FLASH_TYPES and query.shape[-1] <= _FLASH_MOST_CHANNELS
     found = None
+    # Without a trial on this GPU, torch's usual choice is assumed.
     if attention_rules.CHOICES:
         kind = attention_rules.kind_of(query, key, value, mask, is_causal=is_causal)
         found = attention_rules.CHOICES.get(kind)
@@ -209,6 +210,7 @@ def _rms_norm_backward_shapes(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # What CUDA's kernel saves: input, rstd and weight.
     ctx.save_for_backward(inputs[0], output[1], inputs[1])
 
 

@@ -392,6 +392,7 @@ def static_memory(
             optimizer.device // shards, optimizer.host // shards, optimizer.step // shards
         ),
         inputs=input_bytes,
+        # A GPU gets the next micro-batch while this one is computed.
         inputs_ahead=input_bytes if target == "cuda" and step.is_accumulating else 0,
         ema=len(recipe.ema.averages()) * sum(4 * p.numel() for p in trained) // shards,
         encoders=0 if recipe.data.cache is not None else sum(map(module_bytes, frozen)),

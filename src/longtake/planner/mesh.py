@@ -218,6 +218,7 @@ def _fsdp_unit(
     block: str | None, is_rest: bool, parameters: Sequence[nn.Parameter], step: MetaStep
 ) -> FsdpUnit:
     def padded(parameter: Tensor) -> int:
+        # FSDP2 shards the first dimension, padded to a multiple of the ranks.
         rows, shards = parameter.shape[0], step.num_shards
         return -(-rows // shards) * shards * (parameter.numel() // rows)
 
@@ -464,4 +465,5 @@ def _possible_changes(step: MetaStep) -> Iterator[list[str]]:
         if section.strategy == "shard" and step.world_size > step.per_node:
             yield ["parallel.strategy=hybrid", "parallel.param_dtype=bf16"]
     if step.num_micro_batches > 1:
+        # With fewer micro-batches, weights are gathered less often.
         yield [f"training.micro_batch_size={2 * step.micro_batch_size}"]

@@ -211,6 +211,7 @@ def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -
     if kernels is not None:
         kernels.choose(step.tracer.attentions)
     notes = [str(trap) for trap in gradients.traps]
+    # Nothing is recomputed and nothing limited, so that no trace is needed.
     if policy == "none" and step.device.memory_bytes is None:
         return _plan(step, policy, options, notes)
     traces = {"none": step.tracer.trace({}), policy: step.tracer.trace(options)}
@@ -316,6 +317,7 @@ def _plan_key(
         "free_bytes": free_bytes,
         # Other versions may save other tensors.
         "versions": {name: metadata.version(name) for name in _LIBRARIES},
+        # Another version of the planner may plan otherwise.
         "code": _code_checksum(),
     }
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()

@@ -24,6 +24,7 @@ from longtake.run_dir import EventKind
 _T = TypeVar("_T")
 _Name = Annotated[str, Field(max_length=300)]
 _Note = Annotated[str, Field(max_length=4000)]
+# Integers up to 2**53 are exact in every JSON reader.
 _Signed = Annotated[int, Field(ge=-(2**53), le=2**53)]
 
 Activations = Literal["keep", "save-attention", "recompute", "offload", "offload-input"]

@@ -96,6 +96,7 @@ def make_report(known: Forecast, links: Links) -> PlanReport:
     is_short = is_named and known.best is not None and known.policy(policy).fits is False
     ahead = None
     if known.policies:
+        # The policy that would be trained with: what it leaves free decides on encoding ahead.
         is_chosen = chosen != "best" and not known.misses
         row = known.policy(chosen) if is_chosen else known.best_policy
         ahead = encoding_ahead(step, row)
@@ -120,6 +121,7 @@ def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
     recipe, first = known.step.recipe, 0
     lengths = [stage.steps for stage in recipe.data.curriculum()]
     if data_plan is not None:
+        # With a catalog, the length of stages in epochs is known, too.
         lengths = list(data_plan.timeline.lengths)
     is_known = True
     for batch, length in zip(known.step.stages, lengths, strict=True):
@@ -129,6 +131,7 @@ def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
         end = recipe.training.steps if length is None else first + length
         rates = None
         if is_known:
+            # The stage's last step, if the run gets there.
             last = max(first, min(end, recipe.training.steps) - 1)
             at_full, at_end = (
                 recipe.optimizer.learning_rate

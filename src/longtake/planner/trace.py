@@ -429,6 +429,7 @@ class MemoryTracker:
         before = self.current_bytes
         for tensor in made:
             self.count(tensor)
+        # A view takes neither memory nor time.
         if func.is_view:
             return
         exchanged, around = sent_bytes(func, args)
@@ -437,6 +438,7 @@ class MemoryTracker:
         extra = self._workspace_bytes(func, args, made)
         # A workspace is freed before the operation returns, so it counts in the peak alone.
         self._peak_bytes = max(self._peak_bytes, self.current_bytes + extra)
+        # Other operations only read metadata.
         if self.current_bytes > before or func._schema.is_mutable:
             taken = seconds(func, args, kwargs, result, self._device)
             self._seconds += taken
@@ -513,6 +515,7 @@ class _GradientReducer:
         if self._subject.gathers_in_bf16 and gradient.dtype == torch.float32:
             shape = gradient.shape
             del gradient
+            # bf16 until it is reduced, like the gathered weight.
             gradient = torch.empty(shape, dtype=torch.bfloat16)
         self._whole.append(gradient)
 
@@ -545,6 +548,7 @@ def _step_trace(
 ) -> StepTrace:
     """Compute a step's trace from the marks, each of which ends a span."""
     spans = tracker.marks
+    # Reversed, so that the first mark of each name counts.
     ends = {name: index for index, (name, _) in reversed(list(enumerate(spans)))}
     _refuse_other_order([name for name, _ in spans], subject)
     loss_at, first_block = ends["loss"], ends[f"before {next(iter(subject.blocks))}"] + 1

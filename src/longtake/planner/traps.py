@@ -46,6 +46,7 @@ def flow_traps(watch: GradientWatch) -> list[Trap]:
     Every parameter of `watch.unreached()` is in at least one of the traps.
     """
     unreached = _set(watch, watch.unreached())
+    # A reentrant region gives its parameters no gradient unless an argument carries one.
     dead = [
         region
         for region in watch.regions
@@ -277,6 +278,7 @@ def _means(cut: LostGradient) -> str:
 
 def _left_over(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
     """Yield traps of parameters that nothing cut off: they, or their results, are not used."""
+    # Cuts have explained these parameters already.
     unreached &= ~_union(cut.parameters for cut in watch.provenance.cuts)
     reasons = {
         "the forward pass does not use them": unreached & ~watch.provenance.used,

@@ -231,6 +231,7 @@ class Claims:
         try:
             lease = leases.take(task.claim_path)
         except OSError:
+            # A disk that takes no claim would otherwise be tried in a loop.
             self._paused_until = time.monotonic() + self._pause
             raise
         if lease is None:

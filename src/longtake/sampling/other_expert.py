@@ -133,6 +133,7 @@ def _model_of_run(path: Path, parts: Components, *, trust: bool, exact: bool) ->
     run, checkpoint = find_checkpoint(path, None, weights)
     model_recipe = own.model_copy(update={"evaluation": EvaluationSection()})
     refuse_foreign_code(run, trust=trust, recipe=model_recipe)
+    # Without frozen parts, since codec and text encoder are this run's.
     built = assemble(
         with_exact_weights(own) if exact else own, (), run.components_path, frozen_parts=False
     )

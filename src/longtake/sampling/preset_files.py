@@ -80,11 +80,13 @@ def read_input(
         ) from error
 
 
+# A section by which any picture can be read like a model's input.
 _SHOWN = config.ConditioningSection(kind="picture", path="shown")
 
 
 def read_picture(file: Path, bucket: config.Bucket) -> NDArray[np.uint8]:
     """[H, W, 3] Read a picture, or a video's first frame, in the bucket's size."""
+    # The first frame of [C, F, H, W].
     picture: NDArray[np.uint8] = read_input(_SHOWN, file, bucket=bucket)[:, 0]
     return np.ascontiguousarray(picture.transpose(1, 2, 0))
 
@@ -206,6 +208,7 @@ def find_file(key: str, file: Path, folder: Path | None) -> Path:
     ):
         return _find_inside(key, file, folder)
     here = Path.cwd()
+    # Each place once, also if the folder is the current one.
     places = dict.fromkeys([here] if folder is None else [folder.absolute(), here])
     found = next((place / file for place in places if (place / file).is_file()), None)
     if found is not None:

@@ -191,6 +191,7 @@ def _captioned(path: Path, inputs: Mapping[str, config.ConditioningSection]) -> 
     except DataError:
         return
     seen = set()
+    # Bounded, since a large catalog may repeat a few captions.
     for row in range(min(len(catalog), _MAX_CLIPS_READ)):
         clip = catalog.clip(row)
         if clip.caption and clip.caption.strip() and clip.caption not in seen:

@@ -182,6 +182,7 @@ def find_preset(
     try:
         section = config.PresetSection.model_validate(tables.known[name])
         if name == DEFAULT and section.prompts is None and section.prompts_file is None:
+            # By default a run samples captions of its own clips.
             section = section.model_copy(update=caption_prompts(recipe, beside))
         preset = _build(recipe, name, section, tables.folders[name])
         refuse_unwritable(preset.bucket, preset.settings.fps)

@@ -315,6 +315,7 @@ class Sampler:
         parts = self.components
         shape = fitting_shape(parts, self.recipe, bucket)
         refuse_unused_guidance(parts, settings)
+        # Drawn on the CPU from each request's seed, so that it is equal on any device.
         noise = torch.stack([_noise(each.seed, shape) for each in requests]).to(self.device)
         steps, count = self.num_steps(settings), len(requests)
         shift, terminal = self.shift(settings, bucket), parts.shift_rule(settings.shift).terminal

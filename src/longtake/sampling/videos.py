@@ -84,6 +84,7 @@ def _batches(
         videos = sampler.sample(
             batch, preset.settings, preset.bucket, on_batch_step, decoding=preset.decoding
         )
+        # Not strict, as the last batch may be smaller.
         yield from zip(range(start, start + size), batch, videos, strict=False)
 
 

@@ -325,6 +325,7 @@ def _part_encoder(
     recipe: Recipe, codec: Codec, text: TextEncoder | None, device: torch.device
 ) -> cache_fill.EncodePart:
     chosen = family(recipe.model.family)
+    # An outline suffices if no text encoder reads pictures.
     text = text or outline_text(text_section(recipe), chosen)
 
     def encode(part: SamplePart, read: Mapping[str, NDArray[np.uint8]]) -> dict[str, Tensor]:
