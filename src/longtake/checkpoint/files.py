@@ -526,9 +526,9 @@ def prune(
     """Delete checkpoints that are not needed, and remains of interrupted saves.
 
     Incomplete checkpoints do not count, and are deleted. So are those after `since`, the step of
-    the save before `saved`, as the run has resumed from before them: they are damaged, or were
-    rolled back. Evaluation servers' needs do not keep these. What cannot be deleted is tried again
-    after the next save.
+    the save before `saved` or of the launch's beginning, as the run has resumed from before them:
+    they are damaged, or were rolled back. Evaluation servers' needs do not keep these. What cannot
+    be deleted is tried again after the next save.
 
     Call it on rank 0 only, and never during a save.
     """

@@ -81,7 +81,7 @@ class StepStatistics:
     group_weight_norms: dict[str, float] = field(default_factory=dict)
     group_update_ratios: dict[str, float] = field(default_factory=dict)
     # [6] of the samples with and without a caption: mean loss, number, and `loss_by_sigma`.
-    captioned: tuple[float, ...] = ()  # empty in histories of older versions
+    captioned: tuple[float, ...] = ()  # empty: all samples count as captioned
     dropped: tuple[float, ...] = ()
 
     def population(self, name: str) -> tuple[float, ...]:

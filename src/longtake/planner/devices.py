@@ -151,7 +151,7 @@ _FLOPS_PER_BYTE = 200
 _GIVEN = re.compile(r"([\d.]+(?:e\d+)?)\s*(gib|gb|mib|mb|tflops|pflops|gb/s|tb/s)")
 _UNITS = {"tflops": 1e12, "pflops": 1e15, "gb/s": 1e9, "tb/s": 1e12}
 CPU = DeviceBudget("cpu", "cpu", 1e12, 5e11, 2e10, None)
-"""The CPU: its memory is predicted exactly; of its times, only the order counts."""
+"""The CPU: its memory is predicted; of its predicted times, only the order counts."""
 
 
 def rounded(number: int, multiple: int) -> int:

@@ -350,7 +350,7 @@ class Recorder:
             return
         with measured(self._world.device) as memory:
             yield
-        # One comparison per launch is enough: measuring needs the device to be idle.
+        # One comparison per launch is enough: on a CPU, measuring slows the step down.
         (predicted, _), taken, self._predicted = self._predicted, max(1, memory.peak_bytes), None
         error = predicted / taken - 1
         step = MeasuredStep(
