@@ -1,4 +1,4 @@
-"""Model families behind one Protocol, with their codecs and text encoders."""
+"""Model families behind one interface, with their codecs and text encoders."""
 
 import logging
 

@@ -1,7 +1,7 @@
-"""Modules of the user's own beside a family's model: built, and attached around its blocks.
+"""Modules of the user's own, built and attached around the blocks of a family's model.
 
-The model's class and code do not change. As submodules they are seen by parameters(), optimizers,
-sharding, checkpoints and the EMA. docs/guides/modules.md is the guide.
+The model's class and code do not change. As submodules of the model, added modules are seen by
+parameters(), optimizers, sharding, checkpoints and the EMA. docs/guides/modules.md is the guide.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from longtake.parallel.attention import AttentionMode
 from longtake.trust import import_class
 
 ADDED = "added_modules"
-"""Name of the submodule of the model that holds them."""
+"""Name of the model's submodule that holds the added modules."""
 
 _GIVEN = ("width", "blocks", "latent_channels")  # arguments that a module is built with
 _STREAMS = ("tokens", "text", "temb")  # of BlockInputs, converted to the module's dtype
@@ -36,15 +36,15 @@ Attend = Callable[[AttentionInputs], Tensor]
 
 
 class AddedModule(Protocol):
-    """An nn.Module of the user's own, which `trainable.modules.<name>.module` names.
+    """Interface of a user's nn.Module, which `trainable.modules.<name>.module` names.
 
-    It has `around`, `around_attention` or both, and `prepare` where it needs conditioning. What
-    `prepare` and `around` get comes in its own dtype (under autocast: as autocast converts it), and
-    what `around` returns is converted back. Queries, keys and values come in the model's.
+    It has `around`, `around_attention` or both, and `prepare` if it needs conditioning. `prepare`
+    and `around` get tensors in the module's own dtype (under autocast: as autocast converts it),
+    and what `around` returns is converted back. Queries, keys and values come in the model's dtype.
     """
 
     def __init__(self, width: int, blocks: Sequence[str], latent_channels: int) -> None:
-        """Build it; an argument that it has no use for may be left out.
+        """Build the module; its constructor may leave out arguments that it does not need.
 
         Args:
             width: D of the tokens.
@@ -54,7 +54,7 @@ class AddedModule(Protocol):
         """
 
     def prepare(self, conditioning: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Called once in each forward pass, before the first block; returns `inputs.prepared`.
+        """Compute `inputs.prepared` once in each forward pass, before the first block.
 
         It is not recomputed: what it returns is kept until the backward pass ends.
 
@@ -67,7 +67,7 @@ class AddedModule(Protocol):
         ...
 
     def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
-        """Called in place of each of its blocks.
+        """Run a block of the module; called in place of the block.
 
         It runs the block by `call`, on inputs that may be changed, and returns what `call`
         returned, which may be changed too: the same inputs with the block's new `tokens` and
@@ -80,7 +80,7 @@ class AddedModule(Protocol):
         ...
 
     def around_attention(self, block: str, attend: Attend, inputs: AttentionInputs) -> Tensor:
-        """Called in place of each attention in its blocks; returns [B, H, T, d].
+        """Compute an attention [B, H, T, d]; called in place of each attention in the blocks.
 
         `attend` may be called several times, such as with keys and values of the module's own,
         for which `mask` is None.
@@ -91,7 +91,7 @@ class AddedModule(Protocol):
 def build_module(
     name: str, section: ModuleSection, width: int, blocks: Sequence[str], latent_channels: int
 ) -> nn.Module:
-    """An added module of the recipe, with new weights."""
+    """Build an added module of the recipe with new weights; RecipeError if it does not fit."""
     key = f"trainable.modules.{name}"
     if hasattr(nn.ModuleDict(), name):
         raise RecipeError(f"{key}: PyTorch's modules have an attribute {name}. Take another name.")
@@ -125,7 +125,7 @@ def _check(found: Any, key: str, section: ModuleSection) -> None:
 def block_names(
     model: nn.Module, family: Family, patterns: Sequence[str], key: str = "blocks"
 ) -> list[str]:
-    """Names of a model's blocks that patterns match, in the family's order.
+    """Return the names of a model's blocks that match patterns, in the family's order.
 
     `key` is the recipe key that names the patterns.
     """
@@ -188,6 +188,8 @@ def detach(model: nn.Module) -> None:
         for name in host._attachment.blocks:
             block: Any = model.get_submodule(name)
             before = block.forward.forward
+            # `del` uncovers the class's forward; one that was set on the instance before is put
+            # back.
             del block.forward
             if block.forward != before:
                 block.forward = before
@@ -198,35 +200,35 @@ def detach(model: nn.Module) -> None:
 def condition(
     model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
 ) -> None:
-    """Give the added modules, if there are any, what the next forward pass is called with."""
+    """Hand the inputs of the next forward pass to the model's added modules, if it has any."""
     attachment: _Attachment | None = getattr(model, "_attachment", None)
     if attachment is not None:
         attachment.given = {**conditioning, "noisy_latents": noisy_latents, "sigmas": sigmas}
 
 
 def added_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules by their names in the recipe; empty without any."""
+    """Return a model's added modules by their names in the recipe; empty without any."""
     return dict(getattr(model, ADDED, nn.ModuleDict()).items())
 
 
 class _Attachment:
-    """State that all blocks of a model share: the modules, and what they prepared for a pass.
+    """State shared by a model's blocks: the added modules, and the tensors they prepared.
 
-    What was prepared is kept until the next forward pass: recomputed blocks need it in the backward
-    pass.
+    Prepared tensors are kept until the next forward pass, because recomputed blocks need them in
+    the backward pass.
     """
 
     def __init__(
         self, modules: Mapping[str, nn.Module], dtype: torch.dtype, *, casts: bool
     ) -> None:
         self.modules: dict[str, Any] = dict(modules)
-        self.called: set[str] = set()  # whose forward is `around`, so that forward hooks see it
+        self.called: set[str] = set()  # modules whose forward is `around`, so that hooks see it
         for name, module in self.modules.items():
             if type(module).forward is nn.Module.forward and hasattr(module, "around"):
                 module.forward = module.around
                 self.called.add(name)
         self.dtype = dtype
-        self.casts = casts  # tokens come in another dtype than the modules'
+        self.casts = casts  # True if tokens come in another dtype than the modules'
         self.blocks: list[str] = []
         self.hooks: list[RemovableHandle] = []
         self.given: Conditioning | None = None
@@ -237,7 +239,7 @@ class _Attachment:
         return self.__dict__ | {"given": None, "sigmas": None, "prepared": {}}
 
     def before_model(self, model: nn.Module, args: object) -> None:
-        self.prepared = {}  # release the last pass's before this one's are made
+        self.prepared = {}  # frees the last pass's tensors before new ones are made
         given, self.given = self.given, None
         if given is None:
             raise ModelError(
@@ -259,7 +261,7 @@ class _Attachment:
 
 
 class _BlockForward:
-    """The forward of a block that runs within added modules, the first of them outermost."""
+    """Replacement of a block's forward that runs it within added modules, the first outermost."""
 
     def __init__(
         self,
@@ -308,7 +310,7 @@ class _BlockForward:
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _run(self, given: Mapping[str, Any], inputs: BlockInputs) -> BlockInputs:
-        """Run the block itself."""
+        """Run the block itself, and its attentions within the modules that wrap attention."""
         changed = {
             argument: getattr(inputs, field)
             for field, argument in self.fields.items()
@@ -330,7 +332,7 @@ class _BlockForward:
         return replace(inputs, **dict(zip(self.outputs, outputs, strict=True)))
 
     def _run_within(self, name: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
-        """Run what `call` runs within a module."""
+        """Run `call`, which is the block or an inner module, within one module."""
         attachment = self.attachment
         module = attachment.modules[name]
         own = replace(inputs, prepared=attachment.prepared[name])
@@ -340,7 +342,7 @@ class _BlockForward:
             self._check(name, after, inputs)
             return replace(after, prepared=inputs.prepared)
         seen = _converted(own, attachment.dtype)
-        returned = [seen, inputs]  # by `call`, as the module sees it and as it was
+        returned = [seen, inputs]  # last result of `call`: converted, and as it was
 
         def call_converted(changed: BlockInputs) -> BlockInputs:
             result = call(_restored(changed, seen, inputs))
@@ -370,7 +372,7 @@ class _BlockForward:
 
 
 class _ModulesAroundAttention(AttentionMode):
-    """The context of a block whose attentions run within modules, the first of them outermost."""
+    """Context in which a block's attentions run within added modules, the first outermost."""
 
     def __init__(self, forward: _BlockForward, inputs: BlockInputs) -> None:
         super().__init__()
@@ -408,7 +410,7 @@ class _ModulesAroundAttention(AttentionMode):
 
 
 def _attend(dtype: torch.dtype, how: Mapping[str, Any], inputs: AttentionInputs) -> Tensor:
-    """Attention in the block's own dtype; keys of a module may come in the module's."""
+    """Attend in the block's dtype, to which keys and values of a module are converted."""
     key, value, mask = inputs.key.to(dtype), inputs.value.to(dtype), inputs.mask
     if mask is not None and mask.shape[-1] != key.shape[2]:
         raise ModelError(
@@ -427,7 +429,7 @@ def _converted(inputs: BlockInputs, dtype: torch.dtype) -> BlockInputs:
 
 
 def _restored(changed: BlockInputs, seen: BlockInputs, original: BlockInputs) -> BlockInputs:
-    """`changed` in the dtypes of `original`; a value that is still `seen` is the original one."""
+    """Convert `changed` to the dtypes of `original`, whose values replace those still `seen`."""
     found = {}
     for field in _STREAMS:
         value, before, own = (getattr(each, field) for each in (changed, seen, original))

@@ -1,4 +1,4 @@
-"""Model families, and what each says of its inputs and blocks.
+"""The interface of model families: their inputs and blocks, building, velocity and export.
 
 A family is the one place that knows how an architecture differs from others. Everything outside it
 has latents [B, C, F, H, W], sigmas [B] (1 = pure noise) and the velocity, noise - latents.
@@ -45,14 +45,14 @@ FAMILIES = {
 
 
 Conditioning = dict[str, Tensor]
-"""A model's inputs besides its noisy latents, each [B, ...].
+"""Inputs of a model other than its noisy latents, by name; each tensor is [B, ...].
 
-From text encoders `token_ids`, or `prompt_embeds` and `pooled_prompt_embeds`; of
-`data.conditioning` what `longtake.models.conditioning` says, such as `<name>_latents`
-[B, C, 1, h, w] of a picture; for a guidance-distilled model `guidance` [B]; for one that takes
-frames per second, `fps` [B]. What is of another length for each sample is padded, such as
-`prompt_embeds` [B, T, D], and comes with its length, `prompt_length` [B] int64: `call` makes a
-mask or a list of it, or cuts.
+Text encoders give `token_ids`, or `prompt_embeds` and `pooled_prompt_embeds`. `data.conditioning`
+gives what `longtake.models.conditioning` lists, such as `<name>_latents` [B, C, 1, h, w] of a
+picture. A guidance-distilled model gets `guidance` [B], a model that takes frames per second `fps`
+[B]. Tensors whose length differs between samples are padded, such as `prompt_embeds` [B, T, D], and
+come with their length, `prompt_length` [B] int64, from which `call` makes a mask or a list, or
+cuts.
 """
 
 
@@ -66,7 +66,7 @@ class LatentShape(NamedTuple):
 
 
 def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> LatentShape:
-    """Shape of the latents of one clip in a bucket.
+    """Return the shape of the latents of one clip in a bucket.
 
     Args:
         codec: of the recipe.
@@ -87,27 +87,30 @@ class BlockInputs:
     """
 
     tokens: Tensor
-    """[B, T, D]: of FLUX and Qwen-Image the noisy image's, then those of its references; of
-    tubelet, and in FLUX.2's single blocks, the caption's, then the clip's."""
+    """[B, T, D] tokens of the main stream: the noisy image's, then its references' (FLUX,
+    Qwen-Image), or the caption's, then the clip's (tubelet, FLUX.2's single blocks).
+    """
     text: Tensor | None
-    """[B, T', D]: FLUX's second stream, or what Wan attends to; None where blocks see no other."""
+    """[B, T', D] tokens of FLUX's second stream, or those that Wan attends to; None if the block
+    gets neither.
+    """
     temb: Tensor | None
-    """The timestep's embedding as the block takes it: [B, D], of Wan [B, 6, D], of
-    Qwen-Image-Edit-2511 [2 B, D], those of its references last; None where a block does not see it,
-    as in Z-Image's `context_refiner`."""
+    """Embedding of the timestep: [B, D], in Wan [B, 6, D], in Qwen-Image-Edit-2511 [2 B, D] with
+    that of the references last; None for blocks without it, such as Z-Image's `context_refiner`.
+    """
     rope: Any
-    """Tables of rotary positions (cosines, sines), of Qwen-Image (images', text's) complex; None
-    where there are none."""
+    """Tables of rotary positions (cosines, sines), in Qwen-Image complex ones (images', text's);
+    None for models without them."""
     sigmas: Tensor
-    """[B] fp32."""
+    """Noise levels [B] in fp32; 1 is pure noise."""
     name: str
-    """The block's, such as `transformer_blocks.3`."""
+    """Name of the block in the model, such as `transformer_blocks.3`."""
     index: int
     """Number of the block among all blocks, in the order in which they run."""
     prepared: Mapping[str, Tensor]
     """Tensors that the added module's `prepare` returned for this forward pass."""
     audio: Tensor | None = None
-    """[B, T', D']: the tokens of LTX-2's audio, which stays in its dtype; None of others."""
+    """[B, T', D'] audio tokens of LTX-2, which keep their dtype; None in other families."""
 
 
 @dataclass(frozen=True)
@@ -118,23 +121,25 @@ class AttentionInputs:
     """
 
     query: Tensor
-    """[B, H, T, d], normalised and rotated; of FLUX the text's tokens come first."""
+    """[B, H, T, d] queries, normalised and rotated; in FLUX the text's tokens come first."""
     key: Tensor
-    """[B, H, S, d], as the query. Keys that are not rotated stand where FLUX's text stands."""
+    """[B, H, S, d] keys, normalised and rotated; an unrotated key has the position of FLUX's text.
+    """
     value: Tensor
-    """[B, H, S, d]"""
+    """[B, H, S, d] values."""
     mask: Tensor | None
-    """Bool [B, 1, 1, S], false for keys that are padding, where captions of a batch are of unlike
-    length; None: there is no padding. With other keys it is replaced as well."""
+    """Bool [B, 1, 1, S], false for padding keys, if captions of a batch differ in length; None if
+    nothing is padding. A module that passes other keys replaces the mask, too.
+    """
     name: str
-    """The attention's in the block, such as Wan's `attn1` (video) or `attn2` (to the text)."""
+    """Name of the attention in the block, such as Wan's `attn1` (video) or `attn2` (text)."""
     block: BlockInputs
-    """Inputs with which the block was called."""
+    """Inputs of the block that calls the attention."""
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values of recipe keys that are unset."""
+    """Defaults of a family for recipe keys that are unset."""
 
     shift: ShiftRule = DEFAULT_SHIFT  # of sampling
     guidance_scale: float = 5.0
@@ -142,37 +147,38 @@ class Defaults:
     caption_dropout: float = 0.1  # of a model that is sampled with classifier-free guidance
     max_tokens: int = 512  # of a pretrained text encoder
     uniform_share: float = 0.0
-    """Share of the sigmas that are drawn evenly where the release's shift is trained: if above 0,
-    the others are stretched over [0, 1], as `stretched_logit_normal` says."""
+    """Share of the sigmas drawn uniformly if the release's shift is trained. If it is above 0, the
+    others are stretched over [0, 1] (`stretched_logit_normal`).
+    """
 
 
 @dataclass(frozen=True)
 class InputContract:
-    """The further inputs of a model: references, given frames, frames per second, audio."""
+    """The inputs of a model beyond text: references, given frames, frames per second, audio."""
 
     references: tuple[str, ...] = ()
-    """Pictures in `data.conditioning` whose latents every forward pass needs."""
+    """Names in `data.conditioning` of the pictures whose latents every forward pass needs."""
     optional: tuple[str, ...] = ()
-    """Pictures that it takes where a recipe has them."""
+    """Names of the pictures that the model takes if a recipe has them."""
     continues: tuple[str, ...] = ()
-    """Pictures instead of which a recipe may give a video's first frames (`frames`)."""
+    """Names of the pictures in whose place a recipe may give a video's first frames (`frames`)."""
     takes_fps: bool = False
     """True if frames per second are an input of the model (`fps`)."""
     has_audio: bool = False
-    """True if the model makes audio too, for which a recipe says `model.audio`."""
+    """True if the model also makes audio; a recipe must then set `model.audio`."""
     version: int = 1
-    """Version of `encode` in the keys of a cache: raise it when other numbers come out."""
+    """Version of `encode` in the keys of a cache; raise it when `encode` returns other values."""
 
     def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Name the inputs that the model needs, and all that it takes."""
+        """Return the names of the required inputs, and of all inputs that the model takes."""
         return self.references, (*self.references, *self.optional)
 
     def further_channels(self, section: ModelSection) -> int:
-        """Count the channels that the model takes beside those of the noisy latents."""
+        """Count the transformer's input channels beyond those of the noisy latents."""
         return 0
 
     def size(self, bucket: Bucket) -> tuple[int, int]:
-        """Height and width in pixels of references when they are encoded."""
+        """Return height and width in pixels at which references are encoded."""
         return bucket.height, bucket.width
 
     def encode(
@@ -180,15 +186,15 @@ class InputContract:
     ) -> Conditioning:
         """Encode the pictures and videos in `data.conditioning` to tensors [B, ...].
 
-        They are the same for a sample alone as in a batch. A plan calls it with tensors on the
-        meta device, and codec and text encoders that have shapes alone.
+        A sample's tensors are the same alone as in a batch. A plan calls it with tensors on the
+        meta device, and with codec and text encoders that have shapes but no weights.
 
         Args:
-            codec: of the recipe, on the device of the pixels.
-            text: of the recipe; its `pipeline` has encoders of pictures, where there are such.
-            pixels: by name, [B, 3, F, H, W] uint8; F is 1 for a picture, and less than the clip's
+            codec: codec of the recipe, on the device of the pixels.
+            text: text encoder of the recipe; its `pipeline` has the encoders of pictures, if any.
+            pixels: [B, 3, F, H, W] uint8 by name; F is 1 for a picture, and less than the clip's
                 for its first frames.
-            bucket: of the clips.
+            bucket: size of the clips.
         """
         return {f"{name}_latents": encode_videos(codec, each) for name, each in pixels.items()}
 
@@ -198,18 +204,18 @@ class InputContract:
         return type(self).encode is not InputContract.encode
 
     def given_frames(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
-        """Latents [B, C, F', h, w] that replace the first noisy ones; None: none are given."""
+        """Return the latents [B, C, F', h, w] that replace the first noisy ones, or None."""
         return None
 
     def with_given(self, latents: Tensor, conditioning: Conditioning) -> Tensor:
-        """Replace the first of latents [B, C, F, H, W] by the frames that are given."""
+        """Replace the first latent frames of [B, C, F, H, W] by the frames that are given."""
         given = self.given_frames(latents, conditioning)
         if given is None:
             return latents
         return torch.cat([given.to(latents), latents[:, :, given.shape[2] :]], dim=2)
 
     def loss_weights(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
-        """[B, 1, F, H, W] fp32: 0 where frames are given, which are not predicted; None: 1."""
+        """Return weights [B, 1, F, H, W] fp32 of the loss, 0 for given frames; None means 1."""
         given = self.given_frames(latents, conditioning)
         if given is None:
             return None
@@ -218,7 +224,7 @@ class InputContract:
         return weights
 
     def pictures(self, conditioning: Conditioning) -> list[Tensor]:
-        """Latents [B, C, 1, h, w] of the references, then of the optional ones that there are.
+        """List the latents [B, C, 1, h, w] of the references, then of the optional pictures.
 
         Raises:
             ModelError: a reference is missing.
@@ -229,7 +235,7 @@ class InputContract:
 
 
 def reference_latents(conditioning: Conditioning, name: str) -> Tensor:
-    """The latents [B, C, 1, h, w] of a reference image.
+    """Return the latents [B, C, 1, h, w] of a reference image.
 
     Raises:
         ModelError: the conditioning has none of that name.
@@ -246,25 +252,28 @@ def reference_latents(conditioning: Conditioning, name: str) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockContract(ABC):
-    """The repeated blocks of a model and the tokens between them."""
+    """The interface to the repeated blocks of a model and to the tokens between them."""
 
     arguments: Mapping[str, str]
-    """Names of the blocks' arguments, by the values of `BlockInputs` that they are: of `tokens` and
-    `temb`, and of `text` and `rope` where blocks see such."""
+    """Names of a block's arguments by the field of `BlockInputs` that they carry: `tokens` and
+    `temb`, and `text` and `rope` if blocks take them.
+    """
     outputs: tuple[str, ...] = ("tokens",)
-    """Values that a block returns, by the names of `BlockInputs`; more than one are a tuple."""
+    """Fields of `BlockInputs` that a block returns; more than one are returned as a tuple."""
     attentions: tuple[str, ...] = ()
-    """Names of the attentions in a block, in the order in which torch's
-    `scaled_dot_product_attention` is called; empty where blocks attend in another way."""
+    """Names of the attentions in a block, in the order of their calls of torch's
+    `scaled_dot_product_attention`; empty if blocks attend in another way.
+    """
     lora_targets: tuple[str, ...]
-    """Linear layers that get LoRA unless the recipe names others: attention's projections."""
+    """Linear layers that get LoRA by default: the projections of attention."""
     idle: tuple[str, ...] = ()
-    """Patterns (fnmatch) of the names of parameters that get no gradient, or zeros alone."""
+    """Patterns (fnmatch) of names of parameters whose gradient is missing or always zero."""
     untrained: tuple[str, ...] = ()
-    """Patterns of parameters that change no velocity whatever the inputs: they are frozen. `{last}`
-    is the number of the last block, whose text is of no use, for example."""
+    """Patterns of names of parameters that cannot change the velocity and are frozen, such as those
+    of the last block's text output. `{last}` is the number of the last block.
+    """
     share: Callable[[nn.Module, TokenSharing], None] | None = None
-    """Has the ranks of a group share the tokens of each sample (context parallelism).
+    """Function that makes a group of ranks share the tokens of each sample (context parallelism).
 
     All ranks give the model equal inputs and get the whole output. Tokens that attend to each
     other are cut before the first block and gathered after the last. `share_attention` serves
@@ -277,38 +286,38 @@ class BlockContract(ABC):
 
     @abstractmethod
     def call_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        """Have each block called as `call(block, *inputs)` wherever gradients are enabled.
+        """Make the model call each block as `call(block, *inputs)` where gradients are enabled.
 
         `call` must return what `block(*inputs)` returns. A second `call` replaces the first.
         """
 
     @abstractmethod
     def num_heads(self, model: nn.Module) -> int:
-        """Heads of the attention in which tokens of a sample attend to each other."""
+        """Return the number of heads of the attention between the tokens of a sample."""
 
     @abstractmethod
     def width(self, model: nn.Module) -> int:
-        """D, the width of a token between blocks."""
+        """Return D, the width of a token between blocks."""
 
     @abstractmethod
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
         """Count the tokens of one sample's noisy latents."""
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """Call `share` of a family that has it; recipes of others are refused."""
+        """Share tokens by the family's `share`; recipes of families without it are refused."""
         assert self.share is not None
         self.share(model, sharing)
 
     def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
-        """`arguments` of one block, where blocks differ."""
+        """Return the `arguments` of one block; overridden where blocks differ."""
         return self.arguments
 
     def outputs_of(self, block: nn.Module) -> tuple[str, ...]:
-        """`outputs` of one block, where blocks differ."""
+        """Return the `outputs` of one block; overridden where blocks differ."""
         return self.outputs
 
     def untrained_parameters(self, model: nn.Module) -> list[str]:
-        """Names of the parameters of a model that match `untrained`."""
+        """Return the names of a model's parameters that match `untrained`."""
         last = str(len(self.of(model)) - 1)
         patterns = [pattern.replace("{last}", last) for pattern in self.untrained]
         return [
@@ -319,26 +328,26 @@ class BlockContract(ABC):
 
 
 class Family(ABC):
-    """One architecture: how to build and call it."""
+    """One model architecture: how it is built, called and exported."""
 
     frozen: pretrained.FrozenParts
-    """Its codec and text encoders, as a pipeline has them."""
+    """Codec and text encoders of the family's pipeline."""
     text: TextContract = TextContract()
     inputs: InputContract = InputContract()
     block: BlockContract
 
     def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
-        """Name the pipeline's class of diffusers, by encoders and tokenizers.
+        """Return the name of the diffusers pipeline class for given encoders and tokenizers.
 
         Args:
-            parts: by their folders in the pipeline.
-            release: of which a run is exported; None: the pipeline encodes text.
+            parts: encoders and tokenizers by their folders in the pipeline.
+            release: release of a run that is exported; None for the pipeline that encodes text.
         """
         raise NotImplementedError(f"{type(self).__name__} embeds the ids of words")
 
     @abstractmethod
     def patch(self, section: ModelSection) -> tuple[int, ...]:
-        """Latent frames, rows and columns of one token.
+        """Return the latent frames, rows and columns of one token.
 
         Raises:
             RecipeError: the section's own are not three positive whole numbers.
@@ -373,7 +382,7 @@ class Family(ABC):
         """
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The repeated blocks: units of sharding and recomputation, whose matrices Muon trains."""
+        """Return the repeated blocks: units of sharding and recomputation, trained by Muon."""
         return self.block.of(model)
 
     def sequence_length(
@@ -383,7 +392,7 @@ class Family(ABC):
         return self.block.num_tokens(model, shape)
 
     def defaults(self, section: ModelSection) -> Defaults:
-        """Values of unset recipe keys, by the section or the pretrained model's configuration.
+        """Return the values of unset recipe keys, by the section or the release's configuration.
 
         Raises:
             ModelError: the configuration of the pretrained model cannot be found.
@@ -401,7 +410,7 @@ class Family(ABC):
         """Predict the velocity [B, C, F, H, W] for latents of that shape and sigmas [B]."""
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """The velocity [B, C, F, H, W] of classifier-free guidance, as the pipeline has it."""
+        """Combine velocities [B, C, F, H, W] by classifier-free guidance, as the pipeline does."""
         return solver.guided(conditional, unconditional, scale)
 
     @abstractmethod
@@ -434,7 +443,7 @@ class Family(ABC):
 
     @abstractmethod
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
-        """ComfyUI's name of a weight of the model or of its LoRA.
+        """Return ComfyUI's name of a weight of the model, or of its LoRA.
 
         Raises:
             RecipeError: ComfyUI has no such model.
@@ -442,7 +451,7 @@ class Family(ABC):
 
 
 def family(name: str) -> Family:
-    """The family of that name, or of a class of the user's own; its module is imported here."""
+    """Return the family of a name, or of a user's class given as `package.module:Class`."""
     if ":" in name:
         return _own_family(name)
     if name not in FAMILIES:

@@ -1,4 +1,4 @@
-"""Captions before a text encoder: cleaned, and counted where it would truncate; torch-free."""
+"""Captions before a text encoder: cleaned, and counted if it would cut them; without torch."""
 
 import html
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ MOST_COUNTED = 10_000  # captions, evenly spaced; takes a second or two
 
 @dataclass(frozen=True)
 class CaptionLengths:
-    """Numbers of tokens of captions, and how many a text encoder reads."""
+    """Token counts of captions, and the number of tokens that a text encoder reads."""
 
     max_tokens: int
     num_counted: int  # distinct captions, at most MOST_COUNTED
@@ -25,7 +25,7 @@ class CaptionLengths:
     longest: int  # tokens
 
     def warning(self) -> str | None:
-        """A sentence if captions are truncated."""
+        """Return a warning if captions are truncated, else None."""
         if not self.num_truncated:
             return None
         return (
@@ -39,7 +39,7 @@ class CaptionLengths:
 def caption_lengths(
     section: TextSection, captions: Sequence[str], encoder: PipelinePart | None = None
 ) -> CaptionLengths:
-    """Count the tokens of a catalog's captions by the first text encoder's own tokenizer.
+    """Count the tokens of a catalog's captions by the first text encoder's tokenizer.
 
     The second one of FLUX (CLIP) reads the first 77 tokens of any caption. `encoder` is the
     family's, needed where it is pretrained.
@@ -61,7 +61,7 @@ def caption_lengths(
 def review_captions(
     section: TextSection, encoder: PipelinePart | None, captions: Sequence[str]
 ) -> tuple[dict[str, int] | None, str | None]:
-    """`caption_lengths` as JSON, and a warning if captions are truncated.
+    """Return `caption_lengths` as JSON, and a warning if captions are truncated.
 
     Without a tokenizer there are no lengths, and the warning says why.
     """
@@ -73,9 +73,9 @@ def review_captions(
 
 
 def clean(caption: str) -> str:
-    """A caption as Wan's pipeline cleans a prompt: ftfy, HTML entities resolved, single spaces.
+    """Clean a caption as Wan's pipeline does: ftfy, HTML entities resolved, single spaces.
 
-    ftfy makes curly quotes straight, among others; captions by language models are full of them.
+    ftfy straightens curly quotes, among others; captions by language models are full of them.
     """
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(caption))).split())
 
@@ -83,7 +83,7 @@ def clean(caption: str) -> str:
 def _counter(
     section: TextSection, encoder: PipelinePart | None
 ) -> Callable[[Sequence[str]], list[int]]:
-    """Maps captions to their numbers of tokens, special tokens included."""
+    """Return a function from captions to their numbers of tokens, special tokens included."""
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import Whitespace
 

@@ -1,4 +1,4 @@
-"""A captioner for `data caption`: models of transformers that describe pictures, from a folder.
+"""Captioner for `data caption`: models of transformers that describe pictures, from a folder.
 
 Only local files are read, weights only from safetensors, and no code beside the weights is run.
 """
@@ -24,8 +24,8 @@ class TransformersCaptioner:
 
     Args:
         model: a folder with config.json, the processor's files and weights in safetensors.
-        prompt: what a chat model is asked, and what another one continues (by default nothing).
-        max_new_tokens: at most so many tokens are generated.
+        prompt: question to a chat model, or text that another model continues (by default none).
+        max_new_tokens: the most tokens that are generated for a caption.
         device: by default "cuda" if there is one, else "cpu".
         dtype: of the weights, such as "bfloat16"; by default as they are stored.
 
@@ -62,7 +62,7 @@ class TransformersCaptioner:
             tokenizer.padding_side = "left"  # prompts end where generation begins
 
     def captions(self, frames: Sequence[NDArray[np.uint8]], clips: Sequence[object]) -> list[str]:
-        """Captions of clips: see `Captioner` in longtake.data.generated_captions.
+        """Write a caption for each clip; see `Captioner` in longtake.data.generated_captions.
 
         A model without a chat template is shown one frame of each clip, the middle one.
         """
@@ -94,7 +94,7 @@ class TransformersCaptioner:
 
 
 def _load(folder: Path, dtype: str) -> tuple[Any, Any]:
-    """Processor and model."""
+    """Load the processor and the model of a folder."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

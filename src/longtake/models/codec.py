@@ -1,4 +1,4 @@
-"""From pixels to latents and back; frozen while the transformer trains."""
+"""Codecs between pixels and latents; their weights stay frozen while the transformer trains."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,26 +15,27 @@ from longtake.errors import RecipeError, SamplingError
 from longtake.models import deferred_init, numerics, pretrained, releases
 
 NO_PATCH = (1, 1, 1)
-"""Latent frames, rows and columns of a token, where each pixel of a latent is one."""
+"""Patch (latent frames, rows, columns) of a token that is a single latent pixel."""
 
 _CHUNK = 4
-"""The causal autoencoders of Wan and Qwen-Image encode the first frame, then pieces of four, and
-drop the rest silently, whatever their compression."""
+"""Frames per piece in which the causal autoencoders of Wan and Qwen-Image encode a clip after its
+first frame. They drop a shorter rest silently, whatever their compression.
+"""
 
-_IMAGE_TILE = 512  # pixels; by default a tile is as large as the training images, such as 1024
+_IMAGE_TILE = 512  # pixels; diffusers' default is the size of training images, such as 1024
 
 
 class Codec(Protocol):
     """Encodes clips [B, 3, F, H, W] uint8 to latents [B, C, F', H', W'] fp32 and decodes them."""
 
     channels: int
-    """C of the latents."""
+    """Number of latent channels C."""
 
     chunk: int
-    """Clips have 1 + a multiple of it frames; 1: any number."""
+    """Clips have 1 + n * `chunk` frames; 1 allows any number of frames."""
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
-        """(F', H', W') of a bucket's latents.
+        """Return the shape (F', H', W') of a bucket's latents.
 
         Args:
             bucket: in pixels.
@@ -46,11 +47,11 @@ class Codec(Protocol):
         ...
 
     def encode(self, videos: Tensor) -> Tensor:
-        """Latents of videos, normalised to the scale that the transformer was trained with."""
+        """Encode videos to latents, normalised as the transformer was trained."""
         ...
 
     def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
-        """Videos, uint8, of latents.
+        """Decode latents to uint8 videos.
 
         With `tiles`, where the codec has them, overlapping pieces are decoded one after another and
         blended: less memory, but seams may show.
@@ -61,7 +62,7 @@ class Codec(Protocol):
         ...
 
     def modules(self) -> list[nn.Module]:
-        """The frozen modules, which take memory; none where latents are the pixels."""
+        """Return the frozen modules, whose weights take memory; empty if latents are the pixels."""
         ...
 
     def to(self, device: torch.device) -> None:
@@ -69,12 +70,12 @@ class Codec(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what `build_codec` cannot make again from the recipe."""
+        """Write the parts that `build_codec` cannot rebuild from the recipe alone."""
         ...
 
 
 class PixelCodec:
-    """Latents are the pixels themselves, scaled to [-1, 1]."""
+    """Codec whose latents are the pixels themselves, scaled to [-1, 1]."""
 
     channels = 3
     chunk = 1
@@ -99,7 +100,7 @@ class PixelCodec:
 
 
 class _Autoencoder:
-    """A frozen autoencoder of diffusers."""
+    """Base class of codecs that wrap a frozen autoencoder of diffusers."""
 
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
         self.autoencoder = autoencoder.eval().requires_grad_(False)
@@ -119,14 +120,14 @@ class _Autoencoder:
                 self.autoencoder.save_pretrained(folder / "vae")  # type: ignore[operator]
 
     def _mode(self, pixels: Tensor) -> Tensor:
-        """The posterior's mode, fp32, of pixels in [-1, 1]."""
+        """Return the mode of the posterior in fp32, for pixels in [-1, 1]."""
         pixels = pixels.to(next(self.autoencoder.parameters()).dtype)
         encoded: Any = self.autoencoder.encode(pixels)  # type: ignore[operator]
         mode: Tensor = encoded.latent_dist.mode().float()
         return mode
 
     def _decoded(self, raw: Tensor, *, tiles: bool) -> Tensor:
-        """Pixels, uint8, of latents in the autoencoder's own scale."""
+        """Decode latents in the autoencoder's own scale to uint8 pixels."""
         with _tiled(self.autoencoder, tiles):
             raw = raw.to(next(self.autoencoder.parameters()).dtype)
             decoded: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
@@ -134,9 +135,9 @@ class _Autoencoder:
 
 
 def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
-    """Latents of videos, each encoded alone: convolutions round otherwise in other batches.
+    """Encode videos one by one, because convolutions round differently in other batch sizes.
 
-    Of videos on the meta device, in a plan, they have a shape alone.
+    Videos on the meta device (a plan's) give latents that have a shape but no values.
     """
     if videos.is_meta:
         frames, height, width = videos.shape[2:]
@@ -146,7 +147,7 @@ def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
 
 
 def use_channels_last(module: nn.Module) -> None:
-    """Lay out the weights of convolutions as cuDNN's fastest kernels want them."""
+    """Lay out convolution weights channels-last, as cuDNN's fastest kernels need them."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for parameter in module.parameters():
         if parameter.dim() in formats:
@@ -155,7 +156,7 @@ def use_channels_last(module: nn.Module) -> None:
 
 
 class AutoencoderCodec(_Autoencoder):
-    """A frozen causal video autoencoder of diffusers, such as `AutoencoderKLWan`.
+    """Codec with a frozen causal video autoencoder of diffusers, such as `AutoencoderKLWan`.
 
     Latents are (mode - latents_mean) / latents_std per channel, which pipelines undo before they
     decode. Tiles are of 256 x 256 pixels, diffusers' default, 64 of them blended.
@@ -175,7 +176,7 @@ class AutoencoderCodec(_Autoencoder):
     def complete_config(
         known: Mapping[str, Any], config: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        """Return the recipe's arguments, and those that follow from them.
+        """Complete the recipe's arguments with those that follow from them.
 
         Random weights have no statistics of latents, and a pipeline reads the compression from the
         config, where the class's defaults describe the released Wan 2.1 alone.
@@ -195,7 +196,8 @@ class AutoencoderCodec(_Autoencoder):
         return {name: value for name, value in following.items() if name in known} | config
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
-        """F' = (F - 1) / temporal + 1, as causal video autoencoders have it; H / s, W / s."""
+        """Return (F', H', W') with F' = (F - 1) / temporal + 1, as in causal autoencoders."""
+        # Candidates go one patch beyond the bucket, so that the error can name the nearest fit.
         known = range(1, bucket.num_frames + self.chunk * (patch[0] + 1), self.chunk)
         whole = [number for number in known if self._latent_frames(number) % patch[0] == 0]
         num_frames = min(whole or known, key=lambda number: abs(number - bucket.num_frames))
@@ -207,7 +209,7 @@ class AutoencoderCodec(_Autoencoder):
         return (num_frames - 1) // self._temporal + 1
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [1, C, 1, 1, 1]."""
+        """Return mean and standard deviation [1, C, 1, 1, 1] of latents, in `like`'s dtype."""
         return self._mean.to(like), self._std.to(like)
 
     @torch.no_grad()
@@ -224,7 +226,7 @@ class AutoencoderCodec(_Autoencoder):
 
 
 class LTX2Codec(AutoencoderCodec):
-    """A frozen `AutoencoderKLLTX2Video` of diffusers.
+    """Codec with a frozen `AutoencoderKLLTX2Video` of diffusers.
 
     Latents are (mode - latents_mean) * scaling_factor / latents_std per channel, whose statistics
     are buffers. Tiles are of 512 x 512 pixels, diffusers' default, 64 of them blended.
@@ -247,7 +249,7 @@ class LTX2Codec(AutoencoderCodec):
     def complete_config(
         known: Mapping[str, Any], config: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        """Return the recipe's arguments, and the compression: the class's own default is wrong."""
+        """Complete the arguments with the compression: the class's own default is wrong."""
         temporal, spatial = _ltx2_compression({**known, **config})
         return {
             "temporal_compression_ratio": temporal,
@@ -262,7 +264,7 @@ class LTX2Codec(AutoencoderCodec):
 
 
 class ScaledVideoCodec(AutoencoderCodec):
-    """A frozen `AutoencoderKLHunyuanVideo15` of diffusers; latents are mode * scaling_factor."""
+    """Codec with a frozen `AutoencoderKLHunyuanVideo15`; latents are mode * scaling_factor."""
 
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
         _Autoencoder.__init__(self, autoencoder, is_pretrained)
@@ -284,7 +286,7 @@ class ScaledVideoCodec(AutoencoderCodec):
 
 
 class ImageCodec(_Autoencoder):
-    """A frozen `AutoencoderKL` of diffusers, such as FLUX.1's; frames are encoded one by one.
+    """Codec that encodes frames one by one by a frozen `AutoencoderKL`, such as FLUX.1's.
 
     Latents are (mode - shift_factor) * scaling_factor, which FLUX's pipelines undo before they
     decode. Tiles are of 512 x 512 pixels, 128 of them blended.
@@ -305,7 +307,7 @@ class ImageCodec(_Autoencoder):
     def complete_config(
         known: Mapping[str, Any], config: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        """Return the recipe's arguments, and those that follow from them."""
+        """Complete the recipe's arguments with those that follow from them."""
         sizes = {**known, **config}
         widths, groups = sizes["block_out_channels"], sizes["norm_num_groups"]
         is_list = isinstance(widths, list | tuple) and all(isinstance(w, int) for w in widths)
@@ -352,7 +354,7 @@ class ImageCodec(_Autoencoder):
 
 
 class PatchedImageCodec(ImageCodec):
-    """A frozen `AutoencoderKLFlux2` of diffusers; frames are encoded one by one.
+    """Codec that encodes frames one by one by a frozen `AutoencoderKLFlux2` of diffusers.
 
     A latent pixel is 2 x 2 of the mode's, their channels in the order channel, row, column. Latents
     are normalised by the running statistics of the autoencoder's batch norm, which are buffers.
@@ -373,7 +375,7 @@ class PatchedImageCodec(ImageCodec):
         self._epsilon: float = config["batch_norm_eps"]
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [C, 1, 1]."""
+        """Return mean and standard deviation [C, 1, 1] of the patched latents."""
         norm: Any = self.autoencoder.bn
         found = torch.stack([norm.running_mean, norm.running_var]).to(like)
         mean, variance = found[:, :, None, None]
@@ -395,13 +397,13 @@ _CODECS: dict[str, Any] = {
     "AutoencoderKLLTX2Video": LTX2Codec,
     "AutoencoderKLHunyuanVideo15": ScaledVideoCodec,
 }
-"""By the autoencoder's class; others are as Wan's."""
+"""Codec classes by the class of the autoencoder; any other is wrapped as Wan's."""
 
 
 def build_codec(
     section: CodecSection, part: pretrained.PipelinePart, made: Path | None = None
 ) -> Codec:
-    """The recipe's codec on the CPU.
+    """Build the recipe's codec on the CPU.
 
     Args:
         section: of the recipe.
@@ -430,7 +432,7 @@ def build_codec(
 
 
 def outline_codec(section: CodecSection, part: pretrained.PipelinePart) -> Codec:
-    """The recipe's codec on the meta device: it has shapes, but cannot encode."""
+    """Outline the recipe's codec on the meta device: it has shapes, but cannot encode."""
     _refuse_unused_keys(section)
     if section.kind == "pixels":
         return PixelCodec()
@@ -475,7 +477,7 @@ def _random(autoencoder_class: Any, section: CodecSection) -> Any:
 
 
 def _per_channel(config: Any, name: str) -> Tensor:
-    """A list of the config as [1, C, 1, 1, 1]."""
+    """Return a config's list of one number per latent channel as a tensor [1, C, 1, 1, 1]."""
     values, channels = config[name], config["z_dim"]
     if len(values) != channels:
         raise RecipeError(
@@ -486,7 +488,7 @@ def _per_channel(config: Any, name: str) -> Tensor:
 
 
 def _compression(config: Any) -> tuple[int, int]:
-    """Frames per latent frame, and rows per latent row."""
+    """Return the compression of Wan's autoencoder: frames and rows per latent frame and row."""
     halvings, levels = config["temperal_downsample"], config["dim_mult"]  # diffusers' spelling
     temporal = 2 ** sum(halvings)
     if len(halvings) != len(levels) - 1 or temporal > _CHUNK:
@@ -499,7 +501,7 @@ def _compression(config: Any) -> tuple[int, int]:
 
 
 def _ltx2_compression(config: Any) -> tuple[int, int]:
-    """Frames per latent frame, and rows per latent row."""
+    """Return the compression of LTX-2's autoencoder: frames and rows per latent frame and row."""
     kinds, scales = config["downsample_type"], config["spatio_temporal_scaling"]
     halves = [scales] * len(kinds) if isinstance(scales, bool) else list(scales)
     used = [kind for kind, halved in zip(kinds, halves, strict=False) if halved]
@@ -531,7 +533,7 @@ def _refuse_odd(
 
 @contextmanager
 def _tiled(autoencoder: Any, wanted: bool) -> Iterator[None]:
-    """Have an autoencoder of diffusers work in tiles, if wanted, until the block ends."""
+    """Enable tiled and sliced decoding of a diffusers autoencoder within the block, if wanted."""
     if not wanted:
         yield
         return
@@ -549,15 +551,15 @@ def _nearest(size: int, step: int) -> int:
 
 
 def _to_unit_range(videos: Tensor) -> Tensor:
-    if videos.is_floating_point():  # it is already
+    if videos.is_floating_point():  # already in [-1, 1]
         return videos
     return videos.float() / 127.5 - 1
 
 
 def _to_uint8(pixels: Tensor) -> Tensor:
-    """[-1, 1] to uint8 [0, 255], rounded and clamped."""
-    has_values = not isinstance(pixels, FakeTensor)  # as those of a plan have none
-    if has_values and not pixels.isfinite().all():  # they would become black or white
+    """Convert pixels from [-1, 1] to uint8 [0, 255], rounded and clamped."""
+    has_values = not isinstance(pixels, FakeTensor)  # the fake tensors of a plan have no values
+    if has_values and not pixels.isfinite().all():  # uint8 would hide them as black or white
         share = 1 - pixels.isfinite().double().mean().item()
         raise SamplingError(f"{share:.2%} of the decoded pixels are NaN or infinite.")
     return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

@@ -42,7 +42,7 @@ from longtake.parallel import attention_rules
 
 Part = Literal["text", "model", "codec"]
 PARTS: tuple[Part, ...] = ("text", "model", "codec")
-"""In the order in which a video needs them."""
+"""Parts of a model, in the order in which sampling a video needs them."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Components:
     text: TextEncoder
     defaults: Defaults
     unfilled: deferred_init.DeferredWeights = deferred_init.NOTHING_DEFERRED
-    """Parameters that get values when the model is sharded."""
+    """Parameters that get their values when the model is sharded."""
     stays: frozenset[Part] = frozenset()
-    """Parts that `bring` leaves where they are: those that training uses between two samplings."""
+    """Parts that `bring` never moves: those that training uses between two samplings."""
     experts: Experts | None = None
-    """Where `model` is one of a release's two transformers."""
+    """The release's two transformers, if `model` is one of them."""
     other: OtherExpert | None = None
-    """The one that is not trained, to sample with; it is on the device while `model` is wanted."""
+    """The transformer that is not trained, for sampling; it is on the device while `model` is."""
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -74,7 +74,7 @@ class Components:
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
     def shift_rule(self, shift: config.Shift | None) -> ShiftRule:
-        """The rule that a recipe's value names; unset and `release` are the pretrained model's."""
+        """Return the rule that a recipe's value names; None and `release` are the model's own."""
         if shift is None or shift == "release":
             return self.defaults.shift
         return named_rule(shift)
@@ -82,7 +82,7 @@ class Components:
     def shift(
         self, shift: config.Shift | None, bucket: config.Bucket, num_steps: int | None = None
     ) -> float:
-        """The shift of sigmas, as a number, for clips of one shape.
+        """Return the shift of sigmas, as a number, for clips of one shape.
 
         Args:
             shift: of the recipe.
@@ -102,7 +102,7 @@ class Components:
     def sample_sigmas(
         self, uniform: Tensor, flow: config.FlowSection, bucket: config.Bucket
     ) -> Tensor:
-        """The sigmas that are trained for clips of one shape, as `timesteps.sample_sigmas`."""
+        """Map uniform numbers to the sigmas trained for clips of one shape."""
         return timesteps.sample_sigmas(
             uniform,
             flow.timestep_sampling,
@@ -115,7 +115,7 @@ class Components:
         )
 
     def sigma_range(self, flow: config.FlowSection) -> tuple[float, float]:
-        """Lowest and highest sigma that is trained."""
+        """Return the lowest and the highest sigma that is trained."""
         return flow.sigma_range if self.experts is None else self.experts.sigmas_within(flow)
 
     def with_other(self) -> "Components":
@@ -124,9 +124,9 @@ class Components:
         return replace(self, model=self.other.model, other=None)
 
     def bring(self, part: Part | None, device: torch.device) -> None:
-        """Move one part to a device and the others to the CPU: one of them is there at a time.
+        """Move one part to a device and the others to the CPU, so that one at a time is there.
 
-        None: none of them is. A part without weights, on the meta device, is left there.
+        None moves all parts to the CPU. A part on the meta device, without weights, is left there.
         """
         if device.type == "cpu":
             return
@@ -161,12 +161,14 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 Kinds = Mapping[str, config.Quantization]
-"""Numbers to which the frozen linear layers of blocks are quantised, by the blocks' names."""
+"""Number formats of the quantised blocks' frozen linear layers, by the blocks' names."""
 _KINDS = "quantized.json"
 
 Source = Literal["here", "files", "checkpoint", "seed"]
-"""Where a model gets its weights: at once and whole; or later, each rank its shard, from the files
-of `model.pretrained`, from a checkpoint, or drawn from the seed."""
+"""Source of a model's weights. `here` gives the whole model its weights at once; the others give
+each rank's shard its weights later, from the files of `model.pretrained`, from a checkpoint, or
+drawn from the seed.
+"""
 
 
 def assemble(
@@ -227,9 +229,9 @@ def assemble(
 def build_frozen_parts(
     recipe: config.Recipe, made: Path, *, with_text: bool
 ) -> tuple[Codec, TextEncoder]:
-    """Codec and text encoder of a run that has begun, on the CPU; `made` as for `assemble`.
+    """Build codec and text encoder of a run that has begun, on the CPU (see `assemble`).
 
-    If not `with_text` the text encoder cannot encode.
+    Without `with_text` the text encoder has shapes, but cannot encode.
     """
     chosen, section = family(recipe.model.family), text_section(recipe)
     with torch.random.fork_rng(devices=[]):
@@ -241,7 +243,7 @@ def build_frozen_parts(
 
 
 def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path]:
-    """Download what a recipe names by repository ids, for the other processes on this node.
+    """Download what a recipe names by repository ids, for all processes on this node.
 
     That is both transformers of a release with two, where the other one is sampled with.
 
@@ -280,7 +282,7 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
 
 
 def chosen_family(section: config.ModelSection) -> Family:
-    """The family that a section names; ModelError if its release is of another, or two experts."""
+    """Return the family that a section names; ModelError if its release belongs to another."""
     recognition.refuse_other_family(section, FAMILIES)
     if section.pretrained is not None:
         release_checks.refuse_wrong_expert(releases.pipeline_index(section.pretrained), section)
@@ -295,7 +297,7 @@ def chosen_family(section: config.ModelSection) -> Family:
 
 
 def text_section(recipe: config.Recipe) -> config.TextSection:
-    """The recipe's text section, with the family's `max_tokens` if it is unset."""
+    """Return the recipe's text section, with the family's `max_tokens` if the key is unset."""
     section = recipe.text
     if section.max_tokens is not None or section.pretrained is None:
         return section
@@ -337,15 +339,16 @@ def _build(
         fits = program is None or program.shapes == deferred_init.shapes_of(deferred)
         if fits and deferred_init.can_be_filled(deferred, model, files):
             return model, deferred_init.DeferredWeights(deferred, files, program)
+    # The model's own layout does not fit the deferred source: build it whole, with its weights.
     return chosen.build(section, shapes, text), deferred_init.NOTHING_DEFERRED
 
 
 def outline(recipe: config.Recipe, captions: Sequence[str] = ()) -> Components:
-    """All parts on torch's meta device: shapes and dtypes at any size, in seconds.
+    """Outline all parts on torch's meta device: shapes and dtypes at any size, in seconds.
 
-    Needs neither weights nor a catalog; without `captions` a vocabulary of their words is taken at
-    its largest. Codec and text encoders cannot encode. No block is quantised: the plan compares
-    kinds.
+    It needs neither weights nor a catalog; without `captions`, a vocabulary of their words is
+    assumed to have its largest size. Codec and text encoders cannot encode. No block is quantised,
+    because the plan compares formats.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -363,7 +366,7 @@ def outline(recipe: config.Recipe, captions: Sequence[str] = ()) -> Components:
 
 
 def _finish(parts: Components, recipe: config.Recipe, kinds: Kinds) -> Components:
-    """Keep weights in their dtype, quantise blocks, and add what trains; find the experts.
+    """Convert weights to their dtype, quantise blocks, add what trains, and find the experts.
 
     Raises:
         RecipeError: no sigma lies in the range that is trained, at the shift of a bucket.
@@ -387,7 +390,7 @@ def _finish(parts: Components, recipe: config.Recipe, kinds: Kinds) -> Component
 def _kinds(
     recipe: config.Recipe, names: Sequence[str], quantized: Kinds | None, made: Path | None
 ) -> Kinds:
-    """Choose the numbers of each block; a run that chose for itself keeps to its choice."""
+    """Return each block's number format; a run that has chosen by itself keeps its choice."""
     if recipe.model.quantize == "none":
         return {}
     if recipe.model.quantize != "auto":
@@ -397,7 +400,7 @@ def _kinds(
 
 
 def with_exact_weights(recipe: config.Recipe) -> config.Recipe:
-    """Return a recipe of the same model and text encoders, none of them quantised."""
+    """Return the recipe with the quantisation of model and text encoders turned off."""
     exact = {"quantize": "none"}
     pooled = recipe.text.pooled and recipe.text.pooled.model_copy(update=exact)
     return recipe.model_copy(
@@ -409,11 +412,11 @@ def with_exact_weights(recipe: config.Recipe) -> config.Recipe:
 
 
 def keep_kinds(quantized: Kinds, made: Path) -> None:
-    """Keep what a run's blocks are quantised to, where `assemble` finds it."""
+    """Save the number formats of a run's blocks where `assemble` finds them."""
     made.mkdir(parents=True, exist_ok=True)
     write_json(made / _KINDS, quantized)
 
 
 def read_kinds(made: Path) -> dict[str, config.Quantization] | None:
-    """Read the choice that a run has made for its blocks; None: it has not chosen."""
+    """Read the number formats that a run has saved for its blocks; None: it has not chosen."""
     return read_record(made / _KINDS, dict[str, config.Quantization])

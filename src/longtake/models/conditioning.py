@@ -1,4 +1,4 @@
-"""Tensors that a model gets of the further inputs in `data.conditioning`.
+"""Conditioning tensors that a model gets for the inputs in `data.conditioning`.
 
     picture, video  `<name>_latents` [B, C, F', h, w], or what the family makes of it;
                     not encoded: `<name>` [B, 3, F, H, W], -1..1
@@ -24,7 +24,7 @@ from longtake.models.components import Components
 def encode_inputs(
     parts: Components, recipe: Recipe, given: Mapping[str, Tensor], bucket: Bucket
 ) -> tuple[Conditioning, Tensor | None]:
-    """Encode the clips' inputs for the model; with weights of the loss if it has a mask."""
+    """Encode the clips' inputs for the model; also return loss weights if there is a mask."""
     sections, flow = recipe.model_inputs(), recipe.flow
     wanted = {name: each for name, each in given.items() if name in sections}
     conditioning = condition_on(parts, sections, wanted, bucket)
@@ -34,7 +34,7 @@ def encode_inputs(
 
 
 def encoded_together(chosen: Family, recipe: Recipe) -> tuple[str, ...]:
-    """Names of the inputs of which the family makes other tensors than the latents of each."""
+    """Return the encoded inputs if the family makes other tensors of them than their latents."""
     taken = chosen.inputs.names(recipe.model)[1] if chosen.inputs.encodes_together else ()
     encoded = tuple(name for name, each in recipe.model_inputs().items() if each.is_encoded)
     return encoded if any(name in taken for name in encoded) else ()
@@ -46,13 +46,13 @@ def condition_on(
     given: Mapping[str, Tensor],
     bucket: Bucket,
 ) -> Conditioning:
-    """The model's tensors of its inputs, fp32.
+    """Convert inputs to the tensors of the model, in fp32.
 
     Args:
-        parts: of the recipe.
-        sections: what the recipe says of them, by name.
+        parts: components of the recipe.
+        sections: the recipe's sections of the inputs, by name.
         given: [B, ...] as `longtake.data.conditioning.empty_conditioning`, on any device.
-        bucket: of the clips.
+        bucket: size of the clips.
     """
     encoded = {name: each for name, each in given.items() if sections[name].is_encoded}
     found: Conditioning = {}
@@ -70,13 +70,13 @@ def condition_on(
 
 
 def loss_weights(codec: Codec, mask: Tensor, floor: float) -> Tensor:
-    """[B, 1, F', h, w]: 1 where a mask [B, 1, F, H, W] uint8 is white, `floor` where black."""
+    """Return loss weights [B, 1, F', h, w] of a uint8 mask: 1 where white, `floor` where black."""
     means = on_latents(codec, mask.float() / 255)
     return torch.lerp(torch.full_like(means, floor), torch.ones_like(means), means)
 
 
 def on_latents(codec: Codec, mask: Tensor) -> Tensor:
-    """[B, 1, F', h, w] mean of a mask [B, 1, F, H, W] over the pixels that each latent stands for.
+    """Average a mask [B, 1, F, H, W] over the pixels of each latent: [B, 1, F', h, w].
 
     As causal autoencoders have it, the first latent frame stands for the first frame alone, and
     each other one for the same number of the others.
@@ -93,7 +93,7 @@ def on_latents(codec: Codec, mask: Tensor) -> Tensor:
 def outline_inputs(
     parts: Components, sections: Mapping[str, ConditioningSection], bucket: Bucket
 ) -> Conditioning:
-    """`condition_on` of one sample of a bucket, on the meta device."""
+    """Outline `condition_on` for one sample of a bucket, on the meta device."""
     inputs = dict[str, Tensor]()
     for name, section in sections.items():
         frames = section.num_frames(bucket)
@@ -125,7 +125,7 @@ def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
 
 
 def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Conditioning:
-    """Frames per second of what is trained and sampled, of a model that takes them."""
+    """Return `fps` [B], frames per second of the clips, if the model takes it; else nothing."""
     if not chosen.inputs.takes_fps or recipe.data.fps is None:
         return {}
     like, fps = next(iter(conditioning.values())), recipe.data.fps / recipe.data.frame_stride
@@ -135,7 +135,7 @@ def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Condit
 def outline_conditioning(
     parts: Components, recipe: Recipe, bucket: Bucket, batch_size: int = 1
 ) -> Conditioning:
-    """A model's conditioning in training, on the meta device, for samples of a bucket."""
+    """Outline a model's conditioning in training for samples of a bucket, on the meta device."""
     one = parts.text.outline(picture_sizes(parts.family, recipe, bucket))
     one |= outline_inputs(parts, recipe.model_inputs(), bucket)
     batch = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}
@@ -143,6 +143,6 @@ def outline_conditioning(
 
 
 def picture_sizes(chosen: Family, recipe: Recipe, bucket: Bucket) -> list[tuple[int, int]]:
-    """Height and width of each picture that is encoded together with a caption."""
+    """Return height and width of each picture that is encoded together with a caption."""
     sizes = dict.fromkeys(recipe.model_inputs(), (bucket.height, bucket.width))
     return list(chosen.text.seen_pictures(sizes).values())

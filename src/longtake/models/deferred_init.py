@@ -1,4 +1,4 @@
-"""Models without weights, and their weights later: built at once at any size, filled per rank.
+"""Models built without weights, at once at any size, and filled later by each rank.
 
 A parameter without values is on torch's meta device. Buffers are real from the beginning: they hold
 what a constructor computes, such as tables of positions, and no file has them.
@@ -30,24 +30,24 @@ from longtake.models import numerics, pretrained, release_checks, releases
 from longtake.models.quantized import QuantizedLinear
 
 Weights = bool | Literal["later"]
-"""True: build a model with weights; `later`: without, but ready to be filled."""
+"""True builds a model with weights; `later` without, but ready to be filled."""
 
 Target = Tensor | QuantizedLinear
-"""A tensor that takes stored values, or a layer that quantises them."""
+"""Destination of stored values: a tensor, or a layer that quantises them."""
 
 _FILE = "diffusion_pytorch_model.safetensors"
 _IS_META: Any = getattr(torch.Tensor.is_meta, "__get__")  # noqa: B009 - a property to mypy
 _READING_THREADS = 4  # a network disk answers several at a time
-_BYTES_PER_MAPPING = 2**25  # then a file is mapped anew: what was read would count as memory
+_BYTES_PER_MAPPING = 2**25  # per mapping of a file: pages that were read would count as memory
 
 
 class DeferredParameter(NamedTuple):
-    """A parameter without values."""
+    """A parameter of a module that has no values yet."""
 
     module: nn.Module
     name: str
     stored: str
-    """Its name in the model as its family builds it, and in files of its weights."""
+    """Name of the parameter in the model as its family builds it, and in files of weights."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -57,7 +57,7 @@ class DeferredParameter(NamedTuple):
 
     @property
     def target(self) -> "Target":
-        """Tensor into which its values are read."""
+        """Tensor, or quantised layer, into which the parameter's values are read."""
         is_quantized = isinstance(self.module, QuantizedLinear) and self.name == "weight"
         return self.module if is_quantized else self.parameter  # type: ignore[return-value]
 
@@ -68,13 +68,14 @@ class DeferredWeights:
 
     parameters: Sequence[DeferredParameter] = ()
     files: Mapping[str, Path] | None = None
-    """The file of each, by its stored name; without it, and without `program`, a checkpoint will
-    fill them."""
+    """File of each parameter by its stored name; if this and `program` are None, a checkpoint fills
+    the parameters.
+    """
     program: "InitProgram | None" = None
-    """Program that draws them at random."""
+    """Program that draws the parameters at random."""
 
     def give_memory(self, model: nn.Module, device: torch.device) -> None:
-        """Replace meta tensors by zeros on a device, of each rank's shard alone."""
+        """Replace meta tensors by zeros on a device; of a sharded tensor only this rank's shard."""
         if self.parameters:
             host: Any = model
             host._apply(
@@ -99,7 +100,11 @@ def build_transformer(
     weights: Weights,
     channel_ratios: Collection[float] = (),
 ) -> nn.Module:
-    """Pretrained in the section's dtype, or random in fp32; must have the arguments in `fitted`."""
+    """Build a transformer: pretrained in the section's dtype, or random in fp32.
+
+    Raises:
+        RecipeError: an argument in `fitted` differs in the transformer's config.
+    """
     if section.pretrained is None:
         with torch.device("cpu" if weights else "meta"):
             model = pretrained.construct("model.config", model_class, {**fitted, **section.config})
@@ -142,7 +147,7 @@ def _pretrained(
 
 
 def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
-    """A model of diffusers or transformers on the meta device, in the dtype its config names."""
+    """Outline a diffusers or transformers model on the meta device, in its config's dtype."""
     config = releases.part_config(where, subfolder)
     pretrained.refuse_other_class(config, model_class, where, subfolder)
     with torch.device("meta"):
@@ -167,7 +172,7 @@ def _from_config(model_class: Any, config: dict[str, Any], where: str, subfolder
 
 
 def deferred_parameters(model: nn.Module) -> list[DeferredParameter]:
-    """The parameters of a model that have no values, by their present names."""
+    """List the parameters of a model that have no values, under their present names."""
     return [
         DeferredParameter(module, name, f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()
@@ -179,9 +184,9 @@ def deferred_parameters(model: nn.Module) -> list[DeferredParameter]:
 def can_be_filled(
     deferred: Iterable[DeferredParameter], model: nn.Module, files: Mapping[str, Path] | None
 ) -> bool:
-    """Return True if each parameter has one name and, if files are to fill it, its shape in them.
+    """Return True if parameters have one name each and, if files are given, equal shapes there.
 
-    Buffers that are saved would come from files too; `fill` reads none.
+    Persistent buffers would have to come from files too, but `fill` reads none.
     """
     shared = len(list(model.named_parameters(remove_duplicate=False)))
     if shared != len(list(model.parameters())):
@@ -201,7 +206,7 @@ def shapes_of(deferred: Iterable[DeferredParameter]) -> dict[str, tuple[int, ...
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Build modules whose parameters take neither memory nor time, whatever a constructor does."""
+    """Put the parameters of modules built within the block on the meta device, at no cost."""
     modules: Any = nn.Module
     register = modules.register_parameter
     known = WeakIdKeyDictionary()  # so that one parameter under two names stays one
@@ -223,7 +228,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor of a recorded call."""
+    """Memory layout of a tensor in a recorded call."""
 
     storage: int
     dtype: torch.dtype
@@ -256,12 +261,12 @@ class _Call(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the operators that are called, on any device."""
+    """Dispatch mode that records the operators called, on any device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []
-        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no number comes twice
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no id is reused
 
     def place(self, tensor: Tensor) -> _Place:
         storage = tensor.untyped_storage()
@@ -290,9 +295,9 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Questions(TorchFunctionMode):
-    """Notes whether a constructor asks for the meta device, as some of `torch.nn.init` do.
+    """Function mode that notes whether a constructor reads `Tensor.is_meta`.
 
-    They draw nothing there.
+    Some functions of `torch.nn.init` do, and draw nothing on the meta device.
     """
 
     was_asked = False
@@ -303,7 +308,7 @@ class _Questions(TorchFunctionMode):
 
 
 class InitProgram:
-    """The random initialisation of a model, to be run again, one parameter at a time.
+    """The random initialisation of a model, recorded to be run again parameter by parameter.
 
     A constructor's operators are recorded on the meta device. `run` calls them again in their
     order, on the CPU, from the same seed: parameters get the same numbers as by the constructor,
@@ -318,6 +323,7 @@ class InitProgram:
         self._places = {name: recorder.place(each) for name, each in model.named_parameters()}
         buffers = {recorder.place(each).storage for _, each in model.named_buffers()}
         storages = {place.storage for place in self._places.values()}
+        # Calls that draw are all run again, even unused ones: they advance the generator.
         self._needed = self._contributing(storages, and_random=True)
         draws_buffers = any(self._calls[number].is_random for number in self._contributing(buffers))
         needed = [self._calls[number] for number in self._needed]
@@ -325,14 +331,14 @@ class InitProgram:
         is_known = storages <= made and all(call.reads <= made for call in needed)
         has_seed = not any(call.has_own_generator for call in needed)
         self.can_run = is_known and has_seed and not (draws_buffers or questions.was_asked)
-        """True if all of it has been recorded, and the model draws nothing but parameters."""
+        """True if every operator was recorded, and the model draws nothing but parameters."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(place.shape) for name, place in self._places.items()}
 
     def run(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors by the names of parameters; of a DTensor this rank's shard."""
+        """Fill tensors by the names of parameters; a DTensor gets this rank's shard."""
         last = {each: n for n in self._needed for each in self._touched(n)}
         ready = defaultdict[int, list[str]](list)
         for name in targets:
@@ -358,6 +364,8 @@ class InitProgram:
                         made[storage] = each.untyped_storage()
                 for name in ready[number]:
                     _fill(targets[name], real(self._places[name]))
+                # A storage is freed after its last use: few parameters are whole in memory at a
+                # time.
                 for storage in self._touched(number):
                     if last[storage] == number:
                         del made[storage]
@@ -367,7 +375,7 @@ class InitProgram:
         return call.reads | call.makes
 
     def _contributing(self, storages: Iterable[int], *, and_random: bool = False) -> list[int]:
-        """Numbers of the calls that values of storages depend on, and of all that draw."""
+        """Return the numbers of the calls that affect storages, and of those that draw."""
         wanted, found = set(storages), list[int]()
         for number, call in reversed(list(enumerate(self._calls))):
             if (call.writes | call.makes) & wanted or (and_random and call.is_random):
@@ -377,7 +385,7 @@ class InitProgram:
 
 
 def record(build: Callable[[], nn.Module]) -> InitProgram | None:
-    """The program of a constructor that works on the meta device; None: it cannot be run again."""
+    """Record a constructor on the meta device; None if it cannot be run again."""
     try:
         program = InitProgram(build)
     except (NotImplementedError, RuntimeError):  # it reads values, of which there are none
@@ -404,9 +412,9 @@ def placeholders_on_cpu(deferred: Sequence[DeferredParameter]) -> Iterator[None]
 
 
 def files_in(folder: Path) -> dict[str, Path] | None:
-    """The safetensors file of each tensor by name, as `save_pretrained` of diffusers writes them.
+    """Find the safetensors file of each tensor, as diffusers' `save_pretrained` writes them.
 
-    None if weights are there in another format or not whole; then diffusers loads them.
+    None if the weights are in another format or incomplete; diffusers then loads them.
     """
     try:
         if (folder / _FILE).is_file():
@@ -422,7 +430,7 @@ def files_in(folder: Path) -> dict[str, Path] | None:
 def _stored_shapes(
     files: Mapping[str, Path], names: Mapping[str, object]
 ) -> dict[str, tuple[int, ...]] | None:
-    """The shapes of tensors by name, from the files' headers. None: a file cannot be read."""
+    """Read the shapes of tensors by name from the files' headers; None if one is unreadable."""
     shapes = {}
     try:
         for file, group in _by_file(files, names):
@@ -434,7 +442,7 @@ def _stored_shapes(
 
 
 def read_into(targets: Mapping[str, Target], files: Mapping[str, Path]) -> None:
-    """Fill tensors, in their own dtypes, and quantised layers; of a DTensor this rank's shard."""
+    """Fill tensors, in their own dtypes, and quantised layers; a DTensor gets its own shard."""
 
     def read(file: Path, names: Sequence[str]) -> None:
         try:
@@ -461,7 +469,7 @@ def _by_file(
 
 
 def _cut(names: Sequence[str], targets: Mapping[str, Target]) -> Iterator[Sequence[str]]:
-    """Names in groups of little more than `_BYTES_PER_MAPPING`."""
+    """Split names into groups of little more than `_BYTES_PER_MAPPING` bytes."""
     first = size = 0
     for number, name in enumerate(names):
         target = targets[name]

@@ -1,4 +1,4 @@
-"""The base class of families whose transformer and pipeline are diffusers', and its helpers."""
+"""Base class of families whose transformer and pipeline are diffusers', with its helpers."""
 
 import functools
 import math
@@ -33,12 +33,13 @@ class TransformerCall(NamedTuple):
     inputs: dict[str, Any]
     """Keyword arguments of its `forward`."""
     read: Callable[[Any], Tensor]
-    """Makes [B, C, F, H, W] of the first value that it returns, in the model's own sign."""
+    """Function from the first value that `forward` returns to [B, C, F, H, W], in the model's sign.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusersBlocks(BlockContract):
-    """Blocks of a transformer of diffusers, as most of them are."""
+    """Block contract for the layout that most transformers of diffusers share."""
 
     lists: tuple[str, ...] = ("transformer_blocks",)
     """Attributes of the transformer with its repeated blocks, in the order of the forward pass."""
@@ -83,38 +84,38 @@ class DiffusersFamily(Family):
     """
 
     label: str
-    """Its name in messages."""
+    """Name of the family in messages."""
     transformer_class: str
     pipeline_class: str
     codec_class: type[Any]
     parts: str
-    """Codec and text encoders in words, for the message that others cannot be exported."""
+    """Codec and text encoders in words, for the message that refuses to export others."""
     copied_parts: tuple[str, ...] = ()
-    """Folders of its pipeline that are not used here: an export has the release's."""
+    """Folders of the pipeline that longtake does not use; an export copies the release's."""
 
     block: DiffusersBlocks = DiffusersBlocks()
     makes_videos = True
     channel_ratios: ClassVar[tuple[float, ...]] = ()
-    """in_channels / out_channels, besides 1, of transformers that it trains."""
+    """in_channels / out_channels of the transformers that the family trains, apart from 1."""
 
     time_range = (0.0, 1.0)
     """Timesteps of sigma 0 and of sigma 1."""
     negates = False
-    """True if the transformer predicts latents - noise."""
+    """True if the transformer predicts latents - noise, the negated velocity."""
     scheduler = PipelineScheduler()
     guidance_scale = 5.0
     num_inference_steps = 50
 
     @abstractmethod
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
-        """Arguments of the transformer that follow from codec and text encoder.
+        """Return the arguments of the transformer that follow from codec and text encoder.
 
         Raises:
             RecipeError: the family cannot be conditioned on this text encoder.
         """
 
     def check_config(self, config: Any) -> None:
-        """Refuse arguments that diffusers takes, and that fail at the first step: RecipeError."""
+        """Refuse arguments that diffusers accepts but that fail at the first step (RecipeError)."""
 
     @abstractmethod
     def call(
@@ -124,7 +125,7 @@ class DiffusersFamily(Family):
         timesteps: Tensor,
         conditioning: Conditioning,
     ) -> TransformerCall:
-        """Make a call of the transformer from latents in its dtype and timesteps [B].
+        """Prepare a call of the transformer from latents in its dtype and timesteps [B].
 
         Raises:
             ModelError: conditioning that the model needs is missing.
@@ -134,14 +135,14 @@ class DiffusersFamily(Family):
         return self.pipeline_class
 
     def further_components(self, release: releases.Release) -> dict[str, Any]:
-        """Components that the exported pipeline has besides, such as a guider."""
+        """Return further components of the exported pipeline, such as a guider."""
         return {}
 
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
         transformer: Any = model
-        # Not named: a local would keep the latents in the model's dtype during its whole call.
+        # The converted latents get no name: a local would keep them alive during the whole call.
         call = self.call(
             transformer,
             noisy_latents.to(transformer.dtype),
@@ -205,7 +206,7 @@ class DiffusersFamily(Family):
         return model
 
     def _model_class(self, section: ModelSection) -> Any:
-        """The transformer's class, or the user's own in its place."""
+        """Return the transformer's class, or the user's own in its place."""
         import diffusers
 
         if section.transformer_class is None:
@@ -221,7 +222,7 @@ class DiffusersFamily(Family):
         return found
 
     def defaults(self, section: ModelSection) -> Defaults:
-        """Shift by the release's scheduler; guidance scale and steps are the pipeline's."""
+        """Return the shift by the release's scheduler; guidance and steps are the pipeline's."""
         shift = self.scheduler.shift(section)
         return Defaults(shift, self.guidance_scale, self.num_inference_steps)
 
@@ -276,14 +277,14 @@ class DiffusersFamily(Family):
             releases.copy_part(section, name, folder)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
-        """The part of ComfyUI that a LoRA is for, and diffusers' name."""
+        """Return diffusers' name; a LoRA's has the prefix of the part of ComfyUI that it is for."""
         return f"{'transformer.' if is_lora else ''}{name}"
 
 
 def guidance_scales(
     chosen: DiffusersFamily, model: nn.Module, conditioning: Conditioning
 ) -> Tensor | None:
-    """The guidance scales [B] of a guidance-distilled model; None for others.
+    """Return the guidance scales [B] of a guidance-distilled model; None for others.
 
     Raises:
         ModelError: the conditioning has none.
@@ -300,9 +301,9 @@ def guidance_scales(
 
 
 def outline_vision(text: TextEncoder, pictures: Tensor, further_tokens: int = 0) -> Tensor:
-    """Embeddings [B, T, D] of pictures by the release's image encoder, on the meta device.
+    """Outline an image encoder's embeddings [B, T, D] of pictures, on the meta device.
 
-    T is the encoder's number of patches and of `further_tokens`, such as a class token.
+    T is the encoder's number of patches plus `further_tokens`, such as a class token.
     """
     config = text.pipeline_parts()["image_encoder"].config
     tokens = (config.image_size // config.patch_size) ** 2 + further_tokens
@@ -315,17 +316,18 @@ def to_images(pictures: Tensor) -> list[Image.Image]:
 
 
 def pad_texts(texts: Sequence[Tensor], max_tokens: int, name: str = "prompt") -> Conditioning:
-    """`prompt_embeds` [B, T, D] of texts [L, D], zeros behind them; `prompt_length` [B] int64."""
+    """Pad texts [L, D] with zeros to `<name>_embeds` [B, T, D], and `<name>_length` [B] int64."""
     padded = torch.stack([F.pad(each, (0, 0, 0, max_tokens - len(each))) for each in texts])
     lengths = torch.tensor([len(each) for each in texts], device=padded.device)
     return {f"{name}_embeds": padded, f"{name}_length": lengths}
 
 
 def cut_texts(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Texts [B, T, D] cut where the longest ends, and bool [B, T] of what is no padding.
+    """Cut texts [B, T, D] where the longest ends; also return bool [B, T], false for padding.
 
-    None instead where nothing is: attention without a mask has faster kernels. It waits for the
-    device. In a plan every text is as long as it can be, and those of a batch are of unlike length.
+    The mask is None if nothing is padding, because attention without a mask has faster kernels. It
+    waits for the device. In a plan the longest text has the greatest length, and the texts of a
+    batch are taken to differ in length.
     """
     longest = total = padded.shape[1]
     if not isinstance(padded, FakeTensor) and not padded.is_meta:
@@ -372,10 +374,10 @@ def share_attention(attention: nn.Module, sharing: TokenSharing) -> None:
 
 @functools.cache
 def _sharing_class(processor_class: Any) -> type["_SharingProcessor"]:
-    """With the signature of another processor's `__call__`.
+    """Make a processor class with the signature of another processor's `__call__`.
 
-    diffusers' `Attention` drops arguments that are not in it. torch.compile would take a `__call__`
-    that an instance has for the class's.
+    diffusers' `Attention` drops arguments that are missing from that signature. It is a class of
+    its own, because torch.compile takes a `__call__` set on an instance for the class's.
     """
 
     @functools.wraps(processor_class.__call__)
@@ -386,7 +388,7 @@ def _sharing_class(processor_class: Any) -> type["_SharingProcessor"]:
 
 
 class _SharingProcessor:
-    """Calls another processor of diffusers with its attention shared by ranks."""
+    """Attention processor that calls another one with its attention shared by the ranks."""
 
     def __init__(self, processor: Any, sharing: TokenSharing) -> None:
         self._processor = processor

@@ -18,7 +18,7 @@ from longtake.models.streamed import StreamedBlocks
 
 @dataclass(frozen=True)
 class Experts:
-    """The two transformers of a release, by the sigmas that they serve."""
+    """The two transformers of a release and the sigma at which one takes over."""
 
     boundary: float
     """The lowest sigma of the high-noise expert, after the shift, in the open interval (0, 1)."""
@@ -30,11 +30,11 @@ class Experts:
 
     @property
     def sigma_range(self) -> tuple[float, float]:
-        """Sigmas that the trained expert serves; the low-noise expert serves none at its end."""
+        """Sigmas of the trained expert; the upper end of the low-noise expert's is exclusive."""
         return (self.boundary, 1.0) if self.trained == "high" else (0.0, self.boundary)
 
     def sigmas_within(self, flow: FlowSection) -> tuple[float, float]:
-        """Range of sigmas that is trained.
+        """Return the range of sigmas (low, high) that the run trains.
 
         Raises:
             RecipeError: the recipe asks for sigmas that the expert never serves.
@@ -53,7 +53,7 @@ class Experts:
 
 
 def read_experts(section: ModelSection) -> Experts | None:
-    """Read the two transformers of a release; None if it has one, or the model is new."""
+    """Read the boundary between a release's two transformers; None for a model that has one."""
     if section.expert is None or section.pretrained is None:
         return None
     pipeline = releases.read_release(section).pipeline
@@ -67,18 +67,18 @@ class OtherExpert:
 
     model: nn.Module
     dtype: Literal["fp32", "bf16"]
-    """Dtype of its weights, which a model with streamed ones cannot tell."""
+    """Dtype of the weights; streamed weights are None, so the model cannot tell it."""
     streamed: StreamedBlocks | None = None
 
     def bring(self, device: torch.device) -> None:
-        """Move to a device what is not streamed; on the CPU nothing of it takes GPU memory."""
+        """Move what is not streamed to a device; on the CPU, also free the stream's GPU buffers."""
         if device.type == "cpu" and self.streamed is not None:
             self.streamed.free_buffers()
         self.model.to(device)
 
 
 class ExpertPair(nn.Module):
-    """Both transformers, by their folders in a release, to be exported."""
+    """Both transformers of a release, named by their folders, for the export of a pipeline."""
 
     def __init__(self, trained: Expert, model: nn.Module, other: nn.Module) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ _PACK = 2  # latent rows and columns of one token
 
 
 class FluxText(TextContract):
-    """T5's embeddings, which read padding like words, and one vector of CLIP."""
+    """Text contract of FLUX: T5's embeddings, padding included, and one vector of CLIP."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
@@ -41,7 +41,7 @@ class FluxText(TextContract):
 
 
 def share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
-    """Give each rank some of the text's tokens and some of the images'."""
+    """Split the text tokens and the image tokens of each sample between the ranks."""
     dims = {"encoder_hidden_states": 1, "txt_ids": 0, "hidden_states": 1, "img_ids": 0}
     lengths = ("encoder_hidden_states", "hidden_states")
     diffusers_family.share_inputs(model, sharing, dims, lengths)
@@ -51,7 +51,7 @@ def share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
 
 
 class Flux(diffusers_family.DiffusersFamily):
-    """Text to image; conditioned on `prompt_embeds` and `pooled_prompt_embeds`.
+    """Text-to-image family, conditioned on `prompt_embeds` and `pooled_prompt_embeds`.
 
     Its velocity has longtake's sign (noise - latents), and its timestep is sigma. The released
     FLUX.1-dev is distilled: the guidance scale is an input, and there is no second pass.
@@ -71,7 +71,7 @@ class Flux(diffusers_family.DiffusersFamily):
     )
     makes_videos = False
     rope_axes: tuple[int, ...] = (16, 56, 56)
-    """axes_dims_rope of the release; one for each number of a token's ids."""
+    """axes_dims_rope of the release: one entry for each number of a token's ids."""
     scheduler = PipelineScheduler(default_shift=ShiftRule(MuLine()))
     guidance_scale = 3.5
     num_inference_steps = 28
@@ -104,7 +104,7 @@ class Flux(diffusers_family.DiffusersFamily):
             )
 
     def defaults(self, section: ModelSection) -> base.Defaults:
-        """Defaults of FLUX.1-dev and Kontext, of schnell, or of a model that is not distilled.
+        """Return the defaults of FLUX.1-dev and Kontext, of schnell, or of an undistilled model.
 
         Schnell has no guidance embedding and a scheduler with the static shift 1.
         """
@@ -123,7 +123,7 @@ class Flux(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """The noisy tokens come first; then a reference's, whose ids begin with 1 instead of 0."""
+        """Put the noisy image's tokens first, then each reference's, with ids from 1, 2, ... on."""
         dtype, (height, width) = noisy_latents.dtype, noisy_latents.shape[-2:]
         prompt = conditioning["prompt_embeds"].to(dtype)
         images = [noisy_latents]
@@ -155,7 +155,7 @@ class Flux(diffusers_family.DiffusersFamily):
 
 
 class FluxKontext(Flux):
-    """From a text and a reference image to an image; also needs `reference_latents`."""
+    """Image-editing family: text and a reference image (`reference_latents`) to an image."""
 
     label = "FLUX Kontext"
     pipeline_class = "FluxKontextPipeline"
@@ -164,7 +164,7 @@ class FluxKontext(Flux):
 
 
 def pack(latents: Tensor) -> Tensor:
-    """Tokens [B, N, 4 C] of latents [B, C, 1, H, W]: each holds 2 x 2 latent pixels."""
+    """Pack latents [B, C, 1, H, W] into tokens [B, N, 4 C], each of 2 x 2 latent pixels."""
     num_samples, channels, _, height, width = latents.shape
     rows, columns = height // _PACK, width // _PACK
     parts = latents.reshape(num_samples, channels, rows, _PACK, columns, _PACK)
@@ -178,7 +178,7 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 def image_ids(latents: Tensor, number: int, patch: int = _PACK) -> Tensor:
-    """[N, 3] fp32: the image's number, row and column of each of its tokens."""
+    """Return the ids [N, 3] fp32 of an image's tokens: the image's number, row and column."""
     *_, height, width = latents.shape
     rows, columns = (
         torch.arange(size // patch, dtype=torch.float32, device=latents.device)

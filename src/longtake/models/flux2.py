@@ -31,7 +31,7 @@ _COMFYUI = (
 
 
 class Flux2Text(TextContract):
-    """Three hidden layers of a decoder, which reads a template; the padding is attended to."""
+    """Text contract of FLUX.2: three hidden layers of a decoder; padding is attended to."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
@@ -45,7 +45,7 @@ class Flux2Text(TextContract):
 
 
 class Flux2Blocks(DiffusersBlocks):
-    """Joint blocks, and single ones with text and image in one tensor, the text's tokens first."""
+    """Block contract of FLUX.2: joint blocks, then single ones with the text's tokens first."""
 
     def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
         if _is_single(block):
@@ -61,7 +61,7 @@ def _is_single(block: nn.Module) -> bool:
 
 
 class Flux2(flux.Flux):
-    """From a text and any number of reference images to an image; needs `prompt_embeds`.
+    """Family from a text and any reference images to an image; conditioned on `prompt_embeds`.
 
     A token is one latent pixel, 16 x 16 pixels of the image. The released dev is distilled for
     guidance: the scale is an input, which klein's transformer does not have.
@@ -110,7 +110,7 @@ class Flux2(flux.Flux):
         return "Flux2KleinPipeline" if is_klein else self.pipeline_class
 
     def defaults(self, section: ModelSection) -> base.Defaults:
-        """Defaults of dev, of klein's base, or of a distilled klein, which takes no second pass."""
+        """Return the defaults of dev, of klein's base, or of a distilled klein (no second pass)."""
         release = releases.read_release(section)
         shift = self.scheduler.shift(section)
         if release.config.get("guidance_embeds", True):
@@ -124,7 +124,7 @@ class Flux2(flux.Flux):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """The noisy tokens come first; then each reference's, which are 10, 20, ... in time."""
+        """Put the noisy image's tokens first, then the references', at times 10, 20, ..."""
         prompt, (height, width) = conditioning["prompt_embeds"], noisy_latents.shape[-2:]
         images = [noisy_latents, *self.inputs.pictures(conditioning)]
         ids = [flux.image_ids(image, _TIME_STEP * at, patch=1) for at, image in enumerate(images)]

@@ -29,7 +29,7 @@ _PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0
 
 
 class HunyuanText(TextContract):
-    """A Qwen2.5-VL for the caption, and a ByT5 for the words that it has in quotes."""
+    """Text contract of HunyuanVideo 1.5: a Qwen2.5-VL, and a ByT5 for the words in quotes."""
 
     def prepare(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**parts, "vae": _SizesOfAutoencoder()}
@@ -58,7 +58,7 @@ class HunyuanText(TextContract):
 
 
 class HunyuanInputs(base.InputContract):
-    """A first frame of releases that make videos of one, with SigLIP's embeddings of it."""
+    """Input contract: image-to-video releases take a first frame and its SigLIP embeddings."""
 
     def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
         needed = ("first",) if _takes_first(releases.read_release(section)) else ()
@@ -71,7 +71,7 @@ class HunyuanInputs(base.InputContract):
         pixels: Mapping[str, Tensor],
         bucket: Bucket,
     ) -> base.Conditioning:
-        """`first_latents` [B, C, 1, h, w], and SigLIP's last layer `first_embeds` [B, T, D]."""
+        """Return `first_latents` [B, C, 1, h, w], and SigLIP's `first_embeds` [B, T, D]."""
         encoded = super().encode(codec, text, pixels, bucket)
         if "first" not in pixels or "image_encoder" not in text.pipeline_parts():
             return encoded
@@ -79,7 +79,7 @@ class HunyuanInputs(base.InputContract):
 
 
 class HunyuanBlocks(DiffusersBlocks):
-    """Blocks of a transformer that embeds no picture if it makes videos from text alone."""
+    """Block contract; a text-to-video transformer leaves its picture embedder untrained."""
 
     def untrained_parameters(self, model: nn.Module) -> list[str]:
         names = super().untrained_parameters(model)
@@ -89,7 +89,7 @@ class HunyuanBlocks(DiffusersBlocks):
 
 
 def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
-    """Give each rank some of the text's tokens and some of the video's."""
+    """Split the text tokens and the video tokens of each sample between the ranks."""
     transformer: Any = model
     transformer.forward = partial(_forward, model, sharing)
     for block in transformer.transformer_blocks:
@@ -97,10 +97,10 @@ def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
 
 
 class HunyuanVideo15(diffusers_family.DiffusersFamily):
-    """Text, or a first frame and text, to video; its timesteps are 1000 sigma.
+    """Text-to-video and image-to-video family; its timesteps are 1000 sigma.
 
-    Conditioned on `prompt_embeds` of a Qwen2.5-VL, `glyph_embeds` of a ByT5 for the words that a
-    caption has in quotes, and of a first frame on its latents and SigLIP's `first_embeds`.
+    Conditioned on `prompt_embeds` of a Qwen2.5-VL, on `glyph_embeds` of a ByT5 for a caption's
+    words in quotes, and for a first frame on its latents and SigLIP's `first_embeds`.
     """
 
     frozen = pretrained.FrozenParts(
@@ -194,7 +194,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         *,
         weights: deferred_init.Weights = True,
     ) -> nn.Module:
-        """Its attention takes a mask of the keys, or none: the release's own is [B, 1, S, S]."""
+        """Build the model with attention that takes a mask of keys or none, not [B, 1, S, S]."""
         from diffusers.models.transformers import transformer_hunyuan_video as first_version
 
         model: Any = super().build(section, shapes, text, weights=weights)
@@ -218,12 +218,12 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Beside the noisy channels lie the first frame's, and a mask that is 1 there."""
+        """Join the noisy channels, the first frame's latents, and a mask that is 1 there."""
         dtype, shape = noisy_latents.dtype, noisy_latents.shape
         given, mask = torch.zeros_like(noisy_latents), torch.zeros_like(noisy_latents[:, :1])
         embeds = None
         if _has_first(model):
-            others = (0, 0, 0, 0, 0, shape[2] - 1)  # frames, which are zero
+            others = (0, 0, 0, 0, 0, shape[2] - 1)  # pads the later frames with zeros
             given = F.pad(base.reference_latents(conditioning, "first").to(dtype), others)
             mask = F.pad(torch.ones_like(mask[:, :, :1]), others)
             embeds = conditioning["first_embeds"].to(dtype)
@@ -252,7 +252,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         return self.block.num_tokens(model, shape) + sum(lengths)
 
     def defaults(self, section: ModelSection) -> base.Defaults:
-        """Guidance by the release's guider; at scale 1 there is no second pass."""
+        """Take the guidance scale from the release's guider; scale 1 needs no second pass."""
         release = releases.read_release(section)
         scale = self.guidance_scale
         if release.guider is not None:
@@ -276,7 +276,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
 
 
 class _SizesOfAutoencoder:
-    """Sizes that a pipeline's constructor reads; text is encoded without an autoencoder."""
+    """Stand-in for an autoencoder, with the sizes that the pipeline's constructor reads."""
 
     config = SimpleNamespace(latent_channels=32)
     temporal_compression_ratio = 4
@@ -284,7 +284,7 @@ class _SizesOfAutoencoder:
 
 
 def _takes_first(release: releases.Release) -> bool:
-    """Both tasks have transformers of one class: the pipeline tells."""
+    """Return True for an image-to-video release, by its pipeline: both tasks have one class."""
     named = release.pipeline.get("_class_name")
     return named == _FROM_FRAME if named else release.config.get("task_type") == "i2v"
 
@@ -295,7 +295,7 @@ def _has_first(model: nn.Module) -> bool:
 
 
 def _guidance_scale(guider: Mapping[str, Any], where: str) -> float:
-    """The scale in a guider_config.json; ModelError where the guidance is another."""
+    """Return the scale in a guider_config.json; ModelError for guidance of another kind."""
     name = str(guider.get("_class_name", "ClassifierFreeGuidance"))
     other = [key for key, plain in _PLAIN.items() if guider.get(key, plain) != plain]
     if name != "ClassifierFreeGuidance" or other:
@@ -313,7 +313,7 @@ def _unpadded(texts: Tensor, counts: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def _embed_by_siglip(text: TextEncoder, pictures: Tensor) -> Tensor:
-    """[B, T, D] fp32 of pictures [B, 3, 1, H, W] uint8."""
+    """Embed pictures [B, 3, 1, H, W] uint8 by SigLIP to [B, T, D] fp32."""
     if pictures.is_meta:
         return diffusers_family.outline_vision(text, pictures)
     assert isinstance(text, TransformersText)
@@ -336,10 +336,10 @@ def _forward(
     image_embeds: Tensor | None,
     return_dict: bool = False,
 ) -> tuple[Tensor]:
-    """Compute the transformer's `forward`, without the padding that all texts have.
+    """Compute the transformer's forward pass without the padding that all texts share.
 
-    Its own looks at the values of masks and pictures, which a plan does not have, and attends to
-    every text in its greatest length. Masks are bool [B, T]; None: nothing is padding.
+    diffusers' `forward` reads the values of masks and pictures, which a plan does not have, and
+    attends to every text at its greatest length. Masks are bool [B, T]; None: nothing is padding.
     """
     rope, temb = model.rope(hidden_states), model.time_embed(timestep)
     video = model.x_embedder(hidden_states)
@@ -353,7 +353,7 @@ def _forward(
         masks.append(None)
     kinds = torch.arange(len(texts), device=video.device)
     typed = zip(texts, model.cond_type_embed(kinds), strict=True)
-    text = torch.cat([each + kind for each, kind in typed], dim=1)  # in any order: without rope
+    text = torch.cat([each + kind for each, kind in typed], dim=1)  # without rope: in any order
     known = None
     if any(mask is not None for mask in masks):
         pairs = zip(texts, masks, strict=True)
@@ -376,7 +376,7 @@ def _forward(
 
 
 def _refine(embedder: Any, text: Tensor, timestep: Tensor, known: Tensor | None) -> Tensor:
-    """[B, T, D]: what the context embedder computes; padding is masked as keys alone."""
+    """Refine text [B, T, D] as the context embedder does, with padding masked as keys alone."""
     if known is None:
         refined: Tensor = embedder(text, timestep)
         return refined

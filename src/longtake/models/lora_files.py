@@ -1,6 +1,7 @@
-"""Starts LoRA from a file: names of diffusers, peft, ComfyUI, kohya's scripts and their kin.
+"""Start LoRA from files with the names of diffusers, peft, ComfyUI, kohya's scripts and others.
 
-A file is of others: whatever it says of its strength is applied, or refused by name.
+Such files come from other tools: each setting that affects the strength is applied, or refused by
+name.
 """
 
 import math
@@ -40,13 +41,13 @@ _PREFIXES = ("transformer.", "base_model.model.", "")
 _FLAT_PREFIXES = ("lora_unet_", "lora_unet__", "lycoris_")  # kohya, VideoX-Fun, LyCORIS
 _MAX_NAMED, _MAX_NAME_LETTERS = 3, 120
 _MAX_CONVERTED = 20_000  # tensors; diffusers' converters take long for more
-_MAX_ALPHA = 1e6  # as of trainable.alpha
+_MAX_ALPHA = 1e6  # the same limit as that of trainable.alpha
 
 COMFYUI_DORA = {"longtake.dora_scale": "comfyui"}
-"""In the header of files whose `dora_scale` is for ComfyUI, which divides by the norms of W."""
+"""Header entry of files whose `dora_scale` is for ComfyUI, which divides by the norms of W."""
 
-# Settings of peft's LoraConfig that change nothing of what a trained LoRA computes. Of others only
-# those in `_Settings` are applied; any other that is set is refused.
+# Settings of peft's LoraConfig that do not change the output of a trained LoRA. Of all others,
+# only the fields of `_Settings` are applied; any other that is set is refused.
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -67,7 +68,7 @@ _WITHOUT_EFFECT = {
 _EXPECTED: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # Others, such as PiSSA, change the frozen weights too.
+    # Other initialisations, such as PiSSA, also change the frozen weights.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
 _LAYER_NAME = re.compile(r"[\w.-]+")
@@ -75,14 +76,14 @@ _LAYER_NAME = re.compile(r"[\w.-]+")
 
 @dataclass(frozen=True)
 class StoredLora:
-    """The LoRA of one layer as a file has it."""
+    """The LoRA of one layer as stored in a file."""
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]
     scale: float
     magnitude: Tensor | None  # [out] of DoRA
     is_for_comfyui: bool = False
-    """True if the magnitude is to be divided by `dora_norm_ratio`."""
+    """True if the magnitude must be divided by `dora_norm_ratio`."""
 
     @property
     def rank(self) -> int:
@@ -91,7 +92,7 @@ class StoredLora:
 
 @dataclass(frozen=True)
 class _Settings:
-    """The strength that a file gives beside the weights, by peft's names."""
+    """Settings stored beside the weights that determine the strength, under peft's names."""
 
     lora_alpha: Any = None  # None: the rank, that is a scale of 1
     r: Any = None
@@ -104,7 +105,7 @@ class _Settings:
 def read_lora(
     path: Path, model: nn.Module, family: Family, expert: Expert | None = None
 ) -> dict[str, StoredLora]:
-    """The LoRA of each layer of a model that a file has, by the layer's name.
+    """Read the LoRA of a file for the layers of a model, by the layers' names.
 
     The model may be on the meta device. Of a file for both experts of a release, the half of
     `expert` is read.
@@ -149,14 +150,16 @@ def read_lora(
 
 @torch.no_grad()
 def load_lora(lora: Mapping[str, StoredLora], model: nn.Module) -> None:
-    """Give a model's LoRA the values of a file; layers that it lacks keep theirs.
+    """Load the LoRA of a file into a model; layers that the file lacks keep their values.
 
-    A lower rank is filled up: what is beyond it changes nothing at first, and trains.
+    A stored rank below the model's fills the first rows of A and columns of B. The other columns of
+    B are zero: they change nothing at first, and train.
     """
     for name, layer in lora_layers(model):
         if (stored := lora.get(name)) is None:
             continue
         down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        # The file's scale is folded into B, because the layer multiplies by its own alpha / rank.
         scale = stored.scale / layer.scaling[ADAPTER]
         down[: stored.rank] = stored.down.to(down.dtype)
         up.zero_()
@@ -168,7 +171,7 @@ def load_lora(lora: Mapping[str, StoredLora], model: nn.Module) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, and the words in its header."""
+    """Read the tensors and the header's metadata of a safetensors file."""
     try:
         fsio.open_regular(path).close()  # a named pipe would make safetensors wait forever
         with safe_open(path, "pt") as file:
@@ -183,7 +186,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _choose_half(
     path: Path, stored: dict[str, Tensor], expert: Expert | None
 ) -> tuple[dict[str, Tensor], str]:
-    """The tensors of one expert, as `transformer.`, and what the file calls that expert."""
+    """Select the tensors of one expert, as `transformer.`, and return that expert's folder, too."""
     halves = {folder: f"{folder}." for folder in EXPERT_FOLDERS.values()}
     if not any(name.startswith(halves["transformer_2"]) for name in stored):
         return stored, "transformer"
@@ -202,7 +205,7 @@ def _choose_half(
 
 
 def _read_settings(path: Path, header: Mapping[str, str], half: str) -> Mapping[str, Any]:
-    """Peft's settings, of the header or of the file beside it; empty if there are none."""
+    """Read peft's settings from the header or from adapter_config.json; empty without either."""
     saved, beside = header.get("lora_adapter_metadata"), path.with_name("adapter_config.json")
     try:
         if saved is None:
@@ -256,20 +259,20 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> _Settings:
 
 
 def _of_layer(pattern: Mapping[str, Any] | None, layer: str, otherwise: Any) -> Any:
-    """The value of the first name that a layer's name ends with, as peft looks it up."""
+    """Return the value of the first name that is a suffix of the layer's, as peft looks it up."""
     ends = (value for name, value in (pattern or {}).items() if f".{layer}".endswith(f".{name}"))
     return next(ends, otherwise)
 
 
 def _shorten(text: object) -> str:
-    """Text of a file, for a message."""
+    """Make text of a file short and printable, for a message."""
     shown = "".join(islice(str(text), _MAX_NAME_LETTERS + 1))
     cut = len(shown) > _MAX_NAME_LETTERS
     return printable(shown[:_MAX_NAME_LETTERS]) + ("..." if cut else "")
 
 
 def _names_of_layers(layers: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
-    """Each name that a tool gives a layer, with the model's own."""
+    """Yield each name under which a tool stores a layer, with the layer's name in the model."""
     for name in layers:
         originals = [name]
         with suppress(RecipeError):  # ComfyUI has no such model
@@ -285,7 +288,7 @@ def _names_of_layers(layers: Mapping[str, Any], family: Family) -> Iterator[tupl
 def _sort_by_layer(
     stored: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """The weights of each layer by kind, and the names of those that belong to no layer."""
+    """Group weights by layer and kind; also return the names that belong to no layer."""
     found: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for key, value in stored.items():
@@ -299,7 +302,7 @@ def _sort_by_layer(
 
 
 def _convert_by_diffusers(stored: Mapping[str, Tensor], family: Family) -> dict[str, Tensor] | None:
-    """The weights under diffusers' names, by its own converters; None if these do not know them."""
+    """Convert weights to diffusers' names by its own converters; None if they fail."""
     import diffusers
 
     pipeline: Any = getattr(diffusers, getattr(family, "pipeline_class", ""), None)
@@ -318,7 +321,7 @@ def _join(
     *,
     is_for_comfyui: bool,
 ) -> StoredLora:
-    """The LoRA of one layer, with the strength that it was trained at."""
+    """Combine the weights of one layer with the strength that it was trained at."""
     missing = [kind for kind in ("down", "up") if kind not in parts]
     if settings.use_dora and "magnitude" not in parts:
         missing.append("magnitude")
@@ -333,6 +336,8 @@ def _join(
             "[out, rank] and one number as alpha."
         )
     rank = len(down)
+    # A stored alpha means alpha / rank. Peft's settings mean the same, or alpha / sqrt(rank) with
+    # `use_rslora`; without either the scale is 1.
     if "alpha" in parts:
         alpha: Any = parts["alpha"].item()
         divisor = float(rank)

@@ -1,4 +1,4 @@
-"""LTX-2: diffusers' `LTX2VideoTransformer3DModel`, of which the video is trained.
+"""LTX-2: diffusers' `LTX2VideoTransformer3DModel`, whose video part is trained.
 
 The transformer makes video and audio, and each attends to the other. Here they are isolated, as in
 the passes that its pipeline makes for modality guidance: the video then depends on no audio. One
@@ -27,7 +27,7 @@ _I2V = "LTX2ImageToVideoPipeline"
 
 
 class LTX2Text(TextContract):
-    """All hidden layers of a Gemma 3, which the release's connectors join."""
+    """Text contract of LTX-2: all hidden layers of a Gemma 3, joined by the connectors."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
@@ -58,7 +58,7 @@ class LTX2Text(TextContract):
 
 
 class LTX2Inputs(base.InputContract):
-    """A first frame, which a release for it needs and others may get."""
+    """Input contract of LTX-2: a first frame, which image-to-video releases require."""
 
     def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
         named = releases.read_release(section).pipeline.get("_class_name")
@@ -69,7 +69,7 @@ class LTX2Inputs(base.InputContract):
 
 
 def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
-    """Share the video's tokens; every rank attends to all of the text."""
+    """Share the video's tokens between the ranks; every rank attends to the whole text."""
     dims = {"hidden_states": 1, "video_coords": 2, "timestep": 1}
     diffusers_family.share_inputs(model, sharing, dims, ["hidden_states"])
     ltx: Any = model
@@ -78,7 +78,7 @@ def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
 
 
 class LTX2(diffusers_family.DiffusersFamily):
-    """Text, or text and a first frame, to video; conditioned on what its connectors return.
+    """Text-to-video family, also from a first frame; conditioned on its connectors' output.
 
     Its velocity has longtake's sign (noise - latents); its timesteps are 1000 sigma, and 0 for the
     tokens of a given frame. Positions in time are seconds.
@@ -177,6 +177,7 @@ class LTX2(diffusers_family.DiffusersFamily):
             width = config.audio_num_attention_heads * config.audio_attention_head_dim
         free = self.inputs.loss_weights(noisy_latents, conditioning)
         video_timesteps = timesteps
+        # Given frames are clean: their tokens are at timestep 0.
         if free is not None:
             video_timesteps = free.flatten(1).to(timesteps) * timesteps[:, None]
         inputs = {
@@ -228,6 +229,6 @@ _IN_BLOCKS = {
 
 
 def original_name(name: str) -> str:
-    """A parameter's name in the releases of Lightricks."""
+    """Return a parameter's name in the releases of Lightricks."""
     first, *others = name.split(".")
     return ".".join([_AROUND_BLOCKS.get(first, first), *(_IN_BLOCKS.get(n, n) for n in others)])

@@ -18,16 +18,16 @@ from longtake.process import cpu_flags
 Precision = Literal["bf16", "fp32"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""By the names that recipes use."""
+"""Dtypes of torch by the names that recipes use."""
 
 _ISAS_WITHOUT_BF16 = frozenset(
     {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 )
-"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN uses no bf16 instructions for matrix products."""
+"""Values of ONEDNN_MAX_CPU_ISA that keep oneDNN from bf16 instructions in matrix products."""
 
 
 def choose_precision(wanted: Literal["auto", "bf16", "fp32"], device: torch.device) -> Precision:
-    """The precision of the arithmetic; `auto` is bf16 where the device has instructions for it."""
+    """Choose the precision; `auto` is bf16 if the device has instructions for it."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
@@ -47,7 +47,7 @@ def cpu_has_bf16() -> bool:
 
 
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:
-    """A context in which matrix products run in bf16, or nothing changes.
+    """Return a context in which matrix products run in bf16, or nothing changes.
 
     autocast's cache is off: a forward pass uses each weight once, and the cache would keep the bf16
     copies of all weights until its end.
@@ -93,7 +93,7 @@ def keep_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of most of a model's weights; of quantised ones, in which they are computed."""
+    """Return the dtype of most of a model's weights; quantised ones count as dequantised."""
     sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
@@ -105,7 +105,7 @@ def main_dtype(model: nn.Module) -> torch.dtype:
 
 
 def count_weights(model: nn.Module) -> int:
-    """Weights of a model, those that are quantised or not on a device included."""
+    """Count a model's weights, including those that are quantised or not on a device."""
     away = (
         layer.in_features * layer.out_features
         for layer in model.modules()
@@ -121,7 +121,7 @@ class ForwardFlops(NamedTuple):
     of_activations: int  # products of two activations: attention, which has no weights
 
     def for_training(self, *, trains_all: bool = True) -> int:
-        """Operations of a training step: three times those of the forward pass.
+        """Return the operations of a training step: up to three times the forward pass's.
 
         The backward pass has two products for each of the forward pass: the gradients of inputs and
         of weights. Where nearly all weights are frozen (LoRA, an added module) the second is

@@ -15,7 +15,7 @@ from longtake.models.conditioning import outline_conditioning
 
 @dataclass(frozen=True)
 class FlowBatch:
-    """Samples of one forward pass, and what their velocities are computed from."""
+    """Latents, noise, sigmas and conditioning of the samples of one forward pass."""
 
     latents: Tensor  # [B, C, F, H, W]
     noise: Tensor  # [B, C, F, H, W]
@@ -27,9 +27,9 @@ class FlowBatch:
 def flow_losses(
     parts: Components, batch: FlowBatch, precision: numerics.Precision, device: torch.device
 ) -> Tensor:
-    """[B] fp32: the flow-matching loss of each sample.
+    """Compute the flow-matching loss [B] fp32 of each sample.
 
-    A model whose weights are bf16 computes in it without autocast.
+    A model with bf16 weights computes in bf16 without autocast.
     """
     noisy = path.interpolate(batch.latents, batch.noise, batch.sigmas)
     with numerics.autocast(precision if parts.dtype == torch.float32 else "fp32", device):
@@ -38,7 +38,7 @@ def flow_losses(
 
 
 def losses_of_zero(parts: Components, batch: FlowBatch) -> Tensor:
-    """[B] fp32: the loss of each sample if the model predicted a velocity of 0 everywhere."""
+    """Compute the loss [B] fp32 of each sample for a predicted velocity of 0 everywhere."""
     return _velocity_loss(parts, batch, torch.zeros_like(batch.noise))
 
 
@@ -54,7 +54,7 @@ def _velocity_loss(parts: Components, batch: FlowBatch, predicted: Tensor) -> Te
 def forward_flops(
     parts: Components, recipe: config.Recipe, bucket: config.Bucket
 ) -> numerics.ForwardFlops:
-    """Operations of one forward pass over one sample."""
+    """Count the operations of one forward pass over one sample."""
     inputs = {
         "noisy_latents": torch.empty(1, *latent_shape(parts.codec, bucket), device="meta"),
         "sigmas": torch.empty(1, device="meta"),

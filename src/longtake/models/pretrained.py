@@ -1,4 +1,4 @@
-"""Parts of pretrained models: found, downloaded, loaded, or made with random weights.
+"""Find, download and load parts of pretrained models, or make them with random weights.
 
 Torch is imported with a model, not for its configuration.
 """
@@ -36,14 +36,14 @@ _is_fetched: ContextVar[bool] = ContextVar("is_fetched", default=False)
 
 @dataclass(frozen=True)
 class PipelinePart:
-    """A frozen part of a family's pipeline, as diffusers lays it out."""
+    """A frozen part of a family's pipeline, such as its codec, as diffusers lays it out."""
 
-    class_names: tuple[str, ...]  # that the family can use; the first where no file names one
+    class_names: tuple[str, ...]  # usable ones; the first is taken if no file names one
     folder: str
-    tokenizer: str = ""  # folder of a text encoder's, or of an image encoder's processor
+    tokenizer: str = ""  # folder of a tokenizer, or of an image encoder's processor
     tokenizer_class: str = "AutoTokenizer"  # of transformers
-    module: str = "transformers"  # that has a text encoder's class
-    reads_captions: bool = False  # of `FrozenParts.further`; others encode pictures
+    module: str = "transformers"  # Python module that has the encoder's class
+    reads_captions: bool = False  # in `FrozenParts.further`: False for encoders of pictures
 
     @property
     def class_name(self) -> str:
@@ -52,14 +52,15 @@ class PipelinePart:
 
 @dataclass(frozen=True)
 class FrozenParts:
-    """Codec and text encoders of a family's pipeline."""
+    """The frozen codec and encoders of a family's pipeline."""
 
     codec: PipelinePart
     text: PipelinePart
     pooled: PipelinePart = PipelinePart(("CLIPTextModel",), "text_encoder", "tokenizer")
     further: tuple[PipelinePart, ...] = ()
-    """Encoders that are in the pipeline of `text.pretrained` besides, such as one of pictures;
-    those that its model_index.json does not name are left out."""
+    """Further encoders in the pipeline of `text.pretrained`, such as one of pictures; those that
+    its model_index.json does not name are left out.
+    """
     processor: PipelinePart | None = None
     """Processor of pictures that are encoded together with captions; it has no weights."""
     has_random_text: bool = True
@@ -68,7 +69,7 @@ class FrozenParts:
 
 @contextmanager
 def local_copies() -> Iterator[None]:
-    """Use the hub's local cache without a request to the hub; another process has downloaded."""
+    """Use the hub's local cache without a request; another process has already downloaded."""
     token = _is_fetched.set(True)
     try:
         yield
@@ -77,7 +78,11 @@ def local_copies() -> Iterator[None]:
 
 
 def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: Any) -> Any:
-    """A model or tokenizer from a local folder or, downloaded and cached, a repository id."""
+    """Load a model or tokenizer from a local folder or a repository id, downloaded and cached.
+
+    Raises:
+        ModelError: the part cannot be found or loaded, or leaves tensors without values.
+    """
     folder = locate(where, subfolder) / subfolder
     _refuse_unloadable(loaded_class, folder, where, subfolder)
     try:
@@ -119,7 +124,7 @@ def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: s
 def refuse_other_class(
     config: Mapping[str, Any], model_class: Any, where: str, subfolder: str
 ) -> None:
-    """Refuse a configuration that was saved from another class; defaults would fill in the rest."""
+    """Refuse a configuration saved from another class, whose gaps defaults would fill."""
     if hasattr(model_class, "load_config"):  # diffusers
         saved, wanted = config.get("_class_name"), model_class.__name__
     else:
@@ -132,7 +137,7 @@ def refuse_other_class(
 
 
 def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
-    """`built_class(**values)`, where the values come from the recipe's `key`."""
+    """Call `built_class(**values)` with values of the recipe's `key`; RecipeError if unfit."""
     check_arguments(key, built_class.__init__, values)
     known = defaults(built_class.__init__).items()
     if missing := [n for n, value in known if value is inspect.Parameter.empty and n not in values]:
@@ -158,9 +163,9 @@ def check_arguments(key: str, function: Callable[..., Any], values: Mapping[str,
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Named arguments of a function and their defaults (`Parameter.empty` if required).
+    """Return a function's named arguments and defaults (`Parameter.empty` if required).
 
-    Neither self nor `**kwargs` count: what would vanish in them was most likely misspelt.
+    Neither self nor `**kwargs` count: a name that only `**kwargs` takes is most likely misspelt.
     """
     parameters = inspect.signature(function).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -181,11 +186,12 @@ def refuse_unused(section: str, values: Mapping[str, object], because: str) -> N
 def quiet(speaker: Any) -> Iterator[None]:
     """Silence warnings and progress bars of the library that a class or an object comes from.
 
-    What matters in them (missing weights) is raised instead.
+    Missing weights, which the library would only warn of, are raised as errors instead.
     """
     owner = speaker if inspect.isclass(speaker) else type(speaker)
+    # The whole MRO, because a user's subclass has a module of its own.
     libraries = {each.__module__.partition(".")[0] for each in owner.__mro__}
-    library = "diffusers" if "diffusers" in libraries else "transformers"  # or a class of a user's
+    library = "diffusers" if "diffusers" in libraries else "transformers"
     log = importlib.import_module(f"{library}.utils.logging")
     verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(logging.ERROR)
@@ -199,7 +205,7 @@ def quiet(speaker: Any) -> Iterator[None]:
 
 
 def locate(where: str, subfolder: str, files: str = "*") -> Path:
-    """The local folder that has the subfolder, downloaded if `where` is a repository id.
+    """Return the local folder that has the subfolder, downloaded if `where` is a repository id.
 
     Args:
         where: a local folder or a repository id.
@@ -295,7 +301,7 @@ def _gated(repository: str) -> ModelError:
 
 
 def _load(loaded_class: Any, folder: Path, options: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The model or tokenizer, and names of tensors without values in the folder."""
+    """Load a model or tokenizer, and list the names of tensors that the folder gives no values."""
     if not hasattr(loaded_class, "load_state_dict"):  # a tokenizer
         return loaded_class.from_pretrained(str(folder), local_files_only=True, **options), []
     model, report = loaded_class.from_pretrained(
@@ -310,7 +316,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a pipeline."""
+    """Read a JSON object, such as a config.json; ModelError if the file holds none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Frozen linear layers in fewer bits: quantised as they are read, dequantised where they are used.
+"""Frozen linear layers in fewer bits: quantised when read, dequantised where they are used.
 
-A quantised layer keeps its weight in buffers that no state dict has. Forward and backward pass each
-dequantise it for themselves: autograd keeps no dequantised weight.
+A quantised layer keeps its weight in buffers that no state dict has. The forward and the backward
+pass each dequantise it, so that autograd keeps no dequantised weight.
 """
 
 import importlib.util
@@ -17,29 +17,29 @@ from longtake.config import Quantization
 from longtake.errors import RecipeError
 
 _NF4_BLOCK = 64
-"""Weights that share a scale, as in QLoRA (Dettmers et al., 2023)."""
-_NF4_SCALES = 256  # at most so many scales share the factor by which they are quantised themselves
+"""Number of weights that share a scale, as in QLoRA (Dettmers et al., 2023)."""
+_NF4_SCALES = 256  # the most scales that share a factor, by which they are quantised themselves
 _NF4_ZERO = 0x77  # two weights of level 7, which is 0
-_LEAST_SCALE = 2.0**-100  # of a row of zeros
+_LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 _ROWS: Mapping[str, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
-"""Kinds with a scale per row: the dtype of the weights, and the largest of them."""
+"""Formats with a scale per row: the dtype of the weights, and the largest of them."""
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "int8": ("codes", "scale"),
     "fp8": ("codes", "scale"),
     "nf4": ("codes", "scale_codes", "factor", "mean", "levels"),
 }
-"""Names of the buffers that stand for a weight."""
+"""Names of the buffers that replace a weight, by format."""
 _ONE_AT_A_TIME = Lock()
-"""Threads that read weights quantise one after the other: it takes several times a weight."""
+"""Lock by which threads quantise one after the other: it takes several times a weight's memory."""
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer whose frozen weight is looked up in the backward pass again.
+    """Linear layer whose frozen weight is looked up again in the backward pass.
 
-    autograd keeps no reference to it, so that between the two passes it may be elsewhere.
+    autograd keeps no reference to the weight, which may be elsewhere between the two passes.
     """
 
     def weight_as(self, dtype: torch.dtype) -> Tensor:
@@ -77,19 +77,19 @@ def _product_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 class QuantizedLinear(FrozenLinear):
-    """A frozen linear layer in fewer bits.
+    """Frozen linear layer whose weight is stored in fewer bits.
 
     It has no parameter `weight`; that attribute is the dequantised weight, made at each access.
     """
 
     kind: Quantization
     dtype: torch.dtype
-    """Dtype that the weight had."""
+    """Dtype of the weight before it was quantised."""
     codes: Tensor
 
     @property
     def weight_bytes(self) -> int:
-        """Shape of the weight before it was quantised."""
+        """Bytes of the weight before it was quantised."""
         return self.in_features * self.out_features * self.dtype.itemsize
 
     def __getattr__(self, name: str) -> Any:
@@ -134,8 +134,8 @@ def _dequantized(
     return weight.view(-1, num_columns)
 
 
-# In a compiled block the product is one operation that the compiler does not see into: it would
-# dequantise once, and keep the weight for the backward pass.
+# A compiled block must not see into the product: the compiler would dequantise once, and keep the
+# weight for the backward pass. As a custom operation it is opaque.
 
 
 @torch.library.custom_op("longtake::quantized_product", mutates_args=())
@@ -190,8 +190,8 @@ def quantize_linears(module: nn.Module, kind: Quantization, key: str = "model.qu
 
     Args:
         module: changed in place; each layer stays the same object.
-        kind: of numbers.
-        key: of the recipe, which asks for it.
+        kind: number format of the weights.
+        key: recipe key that asks for it, for messages.
 
     Raises:
         RecipeError: torchao is missing, or a layer's weights do not divide into blocks.
@@ -216,7 +216,7 @@ def quantize_linears(module: nn.Module, kind: Quantization, key: str = "model.qu
 
 
 def frozen_linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """The layers inside a module whose weights can be quantised, by name."""
+    """Return the plain frozen linear layers inside a module, which can be quantised, by name."""
     return {
         name: layer
         for name, layer in module.named_modules()
@@ -241,7 +241,7 @@ def _convert(linear: nn.Linear, kind: Quantization) -> None:
 def _shapes(
     kind: Quantization, num_rows: int, num_columns: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the buffers."""
+    """Return the shapes and dtypes of the buffers that replace a weight."""
     if kind != "nf4":
         return [((num_rows, num_columns), _ROWS[kind][0]), ((num_rows, 1), torch.bfloat16)]
     num_blocks = num_rows * num_columns // _NF4_BLOCK
@@ -259,7 +259,7 @@ def _scales_per_factor(num_blocks: int) -> int:
 
 
 def _quantized_rows(weight: Tensor, kind: Quantization) -> list[Tensor]:
-    """With a scale that bf16 can hold: dequantised to bf16, a weight is rounded once."""
+    """Quantise rows by scales that bf16 can hold: dequantising to bf16 then rounds only once."""
     dtype, largest = _ROWS[kind]
     scale = (weight.abs().amax(1, keepdim=True) / largest).clamp(min=_LEAST_SCALE).bfloat16()
     scaled = weight / scale.float()
@@ -273,12 +273,13 @@ def _quantized_nf4(weight: Tensor) -> list[Tensor]:
 
     num_blocks = weight.numel() // _NF4_BLOCK
     made = to_nf4(weight.contiguous(), _NF4_BLOCK, _scales_per_factor(num_blocks))
-    is_zero = weight.reshape(num_blocks, -1).abs().amax(1, keepdim=True) == 0  # 0 / 0 in torchao
+    # torchao would divide 0 by 0 in such a block.
+    is_zero = weight.reshape(num_blocks, -1).abs().amax(1, keepdim=True) == 0
     codes = made.quantized_data.view(num_blocks, -1).masked_fill(is_zero, _NF4_ZERO)
     return [
         codes.flatten(),
         made.quantized_scalers,
         made.quantization_factor,
         made.scaler_mean,
-        torch.cartesian_prod(made.nf4, made.nf4),  # of both weights of a byte
+        torch.cartesian_prod(made.nf4, made.nf4),  # both weights of each byte
     ]

@@ -26,7 +26,7 @@ _EDITS = {"zero_cond_t": "Qwen-Image-Edit-2511's, which edits a picture (qwen_im
 
 
 class QwenText(TextContract):
-    """A Qwen2.5-VL, which reads a template; without the padding."""
+    """Text contract of Qwen-Image: a Qwen2.5-VL's embeddings of a templated caption, unpadded."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
@@ -38,14 +38,15 @@ class QwenText(TextContract):
 
 
 def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
-    """Give each rank some of the text's tokens and some of the images'."""
+    """Split the text tokens and the image tokens of each sample between the ranks."""
 
     def count_text(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        # Positions are computed for the whole text, of which a rank has only a part.
         return args, inputs | {"max_txt_seq_len": sharing.total(0)}
 
     def cut_index(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        # Of the images' tokens [B, N] those of references; the transformer makes it of
-        # `img_shapes`, and passes it by position where blocks are recomputed.
+        # `modulate_index` [B, N] marks the references among the image tokens. The transformer
+        # makes it from `img_shapes`, and passes it by position where blocks are recomputed.
         name = "modulate_index"
         if name in inputs:
             return args, inputs | {name: sharing.cut(inputs[name], 1)}
@@ -69,7 +70,7 @@ def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
 
 
 class QwenImage(diffusers_family.DiffusersFamily):
-    """Text to image; conditioned on `prompt_embeds`, whose padding is cut off or masked.
+    """Text-to-image family; conditioned on `prompt_embeds`, whose padding is cut off or masked.
 
     Its velocity has longtake's sign (noise - latents), and its timestep is sigma.
     """
@@ -102,7 +103,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
     makes_videos = False
     channel_ratios: ClassVar[tuple[float, ...]] = (_PATCH,)
     other_models: ClassVar[Mapping[str, str]] = {**VARIANTS, **_EDITS}
-    """Settings that identify other models with the same class, and these models."""
+    """Descriptions of other models with the same class, by the config setting that marks them."""
     guidance_scale = 4.0
     num_inference_steps = 50
 
@@ -142,7 +143,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """The noisy tokens come first; then those of each reference."""
+        """Put the noisy image's tokens first, then those of each reference."""
         height, width = noisy_latents.shape[-2:]
         prompt, counts = diffusers_family.cut_texts(
             conditioning["prompt_embeds"], conditioning["prompt_length"]
@@ -163,7 +164,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
         )
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Each token is as long as the conditional one."""
+        """Rescale each guided token to the norm of the conditional one, as the pipeline does."""
         tokens = flux.pack(super().guided(conditional, unconditional, scale))
         lengths = flux.pack(conditional).norm(dim=-1, keepdim=True)
         scaled = tokens * (lengths / tokens.norm(dim=-1, keepdim=True))
@@ -178,7 +179,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
 
 
 class Positions(nn.Module):
-    """`QwenEmbedRope` without tables that are kept: those of a plan have no values.
+    """Replacement of `QwenEmbedRope` that caches no tables: a plan's have no values.
 
     Legend: N tokens, d width of a head.
     """
@@ -190,9 +191,10 @@ class Positions(nn.Module):
     def forward(
         self, shapes: Any, max_txt_seq_len: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Complex [N, d / 2] of the pictures' tokens, and of the text's, which lie behind them."""
+        """Return complex rotations [N, d / 2] of the image tokens, and of the text tokens."""
         pictures, behind = [], 0
         for number, (frames, rows, columns) in enumerate(shapes[0]):
+            # Rows and columns are centred on 0; the first axis is the number of the image.
             starts = (number, -(rows - rows // 2), -(columns - columns // 2))
             axes = zip(starts, (frames, rows, columns), strict=True)
             each = (torch.arange(start, start + size, device=device) for start, size in axes)

@@ -1,8 +1,8 @@
-"""Qwen-Image-Edit and Edit-Plus (2509, 2511): Qwen-Image with references, as their pipelines do.
+"""Qwen-Image-Edit and Edit-Plus (2509, 2511): Qwen-Image with reference images.
 
-The text encoder, a Qwen2.5-VL, reads the caption together with the references; their latents come
-behind the noisy tokens. The pipelines encode a reference at an area of its own, whatever the size
-of the image that they make.
+The text encoder, a Qwen2.5-VL, reads the caption together with the references; the latents of the
+references come behind the noisy tokens. The pipelines resize each reference to a fixed area,
+whatever the size of the image that they make.
 """
 
 import functools
@@ -30,17 +30,17 @@ _SMALL_AREA = 384 * 384
 
 @dataclass(frozen=True)
 class EditText(qwen_image.QwenText):
-    """A Qwen2.5-VL that reads each caption alone, behind its pictures."""
+    """Text contract of a Qwen2.5-VL that reads one caption at a time, after its references."""
 
     seen_area: int = _AREA
-    """Pixels of a reference as the text encoder sees it."""
+    """Pixels of a reference image after it is resized for the text encoder."""
     frame_tokens: int = 2
-    """Most tokens that stand around those of a reference in the text."""
+    """Upper bound of the tokens that the template adds around the image tokens of one reference."""
 
     def prepare(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Have the encoder get `mm_token_type_ids`, which say what tokens are pictures'.
+        """Make the encoder receive `mm_token_type_ids`, which mark the tokens of images.
 
-        Pipelines of diffusers leave them out, and transformers 5 then counts pictures' tokens one
+        diffusers' pipelines omit them, and transformers 5 then numbers the tokens of an image one
         by one instead of by rows and columns, as the release was trained.
         """
         parts["text_encoder"].register_forward_pre_hook(_with_token_types, with_kwargs=True)
@@ -61,7 +61,7 @@ class EditText(qwen_image.QwenText):
     def load_processor(self, where: str, subfolder: str) -> Any:
         import transformers
 
-        # Earlier releases of transformers have it under the other's name.
+        # Older transformers releases call the PIL-based processor `Qwen2VLImageProcessor`.
         by_pil = getattr(transformers, "Qwen2VLImageProcessorPil", None)
         loaded = by_pil or transformers.Qwen2VLImageProcessor, transformers.AutoTokenizer
         parts = [pretrained.load_pretrained(each, where, subfolder) for each in loaded]
@@ -78,7 +78,7 @@ class EditText(qwen_image.QwenText):
 
 
 class EditInputs(base.InputContract):
-    """References, which are encoded at an area of their own."""
+    """Input contract of Qwen-Image-Edit: references are resized to about 1024 x 1024 pixels."""
 
     def size(self, bucket: Bucket) -> tuple[int, int]:
         return _resized_size((bucket.height, bucket.width), _AREA)
@@ -94,7 +94,7 @@ class EditInputs(base.InputContract):
         return encoded
 
     def _resize_all(self, pictures: Tensor, bucket: Bucket) -> Tensor:
-        """Pictures [B, 3, 1, H, W] uint8 of a bucket's size as the codec gets them."""
+        """Resize pictures [B, 3, 1, H, W] uint8 of a bucket's size to the size that is encoded."""
         if pictures.is_meta:
             return pictures.new_empty(len(pictures), 3, 1, *self.size(bucket))
         resized = [torch.from_numpy(np.array(_resize(each, _AREA))) for each in pictures]
@@ -102,7 +102,7 @@ class EditInputs(base.InputContract):
 
 
 def _resize(picture: Tensor, area: int) -> Image.Image:
-    """A picture [3, 1, H, W] uint8 as the pipeline's image processor resizes it."""
+    """Resize a picture [3, 1, H, W] uint8 to about `area` pixels, as the pipeline does."""
     from diffusers.image_processor import VaeImageProcessor
 
     image = Image.fromarray(picture[:, 0].permute(1, 2, 0).cpu().numpy())
@@ -112,7 +112,7 @@ def _resize(picture: Tensor, area: int) -> Image.Image:
 
 
 def _resized_size(size: tuple[int, int], area: int) -> tuple[int, int]:
-    """Height and width of a picture of that size when it is resized to about an area."""
+    """Return the (height, width) of a picture after it is resized to about `area` pixels."""
     module = importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit")
     width, height, _ = module.calculate_dimensions(area, size[1] / size[0])
     return height, width
@@ -131,7 +131,7 @@ def _processor_class() -> Any:
     import transformers
 
     class Qwen2VLProcessor(transformers.Qwen2VLProcessor):  # type: ignore[misc]
-        """A processor of pictures alone: its parts for videos need torchvision."""
+        """Processor of images alone: the parts of its base class for videos need torchvision."""
 
         folder: Path
 
@@ -139,15 +139,16 @@ def _processor_class() -> Any:
             return type(argument)
 
         def save_pretrained(self, folder: Any, **_options: Any) -> None:
-            """The release's own files, with those for videos."""
+            """Copy the release's own processor files, those for videos included."""
             shutil.copytree(self.folder, folder, dirs_exist_ok=True)
 
+    # A saved pipeline names the class by module and name: keep those of transformers.
     Qwen2VLProcessor.__module__ = transformers.Qwen2VLProcessor.__module__
     return Qwen2VLProcessor
 
 
 class QwenImageEdit(qwen_image.QwenImage):
-    """From a text and a reference image to an image; also needs `reference_latents`."""
+    """Image-editing family: text and one reference image (`reference_latents`) to an image."""
 
     frozen = pretrained.FrozenParts(
         codec=qwen_image.QwenImage.frozen.codec,
@@ -168,7 +169,7 @@ class QwenImageEdit(qwen_image.QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """From a text and up to ten references to an image: Qwen-Image-Edit-2509 and 2511."""
+    """Family of Qwen-Image-Edit-2509 and 2511: text and up to ten references to an image."""
 
     label = "Qwen-Image-Edit-Plus"
     pipeline_class = "QwenImageEditPlusPipeline"

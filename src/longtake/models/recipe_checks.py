@@ -9,7 +9,7 @@ from longtake.models.codec import Codec
 
 
 def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
-    """The shapes of the latents, which the family can take."""
+    """Check inputs and buckets against the family and return the buckets' latent shapes."""
     _check_time_and_audio(recipe, chosen)
     given = recipe.model_inputs()
     needed, taken = chosen.inputs.names(recipe.model)
@@ -57,7 +57,7 @@ def _or_frames(name: str, chosen: Family) -> str:
 def _refuse_frames(
     given: Mapping[str, config.ConditioningSection], recipe: config.Recipe, codec: Codec
 ) -> None:
-    """Refuse first frames of a video that are all of it, or that the codec cannot encode alone."""
+    """Refuse `frames` that span a whole clip, or that the codec cannot encode alone."""
     for name, section in given.items():
         if section.frames is None:
             continue

@@ -1,7 +1,8 @@
-"""The kind of model that a release is, by its model_index.json and its transformer's configuration.
+"""Recognition of the kind of model that a release is, by its two configurations.
 
-A row for each kind, also of families that this version lacks: they are refused until they are in
-`longtake.models.base.FAMILIES`. Torch-free.
+They are model_index.json and the transformer's config.json. `KINDS` has rows of families that this
+version lacks, too: they are refused until they are in `longtake.models.base.FAMILIES`. Imports no
+torch.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +15,7 @@ from longtake.errors import ModelError
 from longtake.models import releases
 
 Facts = Mapping[str, Any]
-"""Contents of both files; `pipeline` and `transformer` are their classes."""
+"""Contents of both configurations in one; `pipeline` and `transformer` are class names."""
 
 
 def _always(_: Facts) -> bool:
@@ -22,12 +23,12 @@ def _always(_: Facts) -> bool:
 
 
 def _takes_more(facts: Facts) -> bool:
-    """True if the transformer takes more channels than it returns: a picture, or a mask."""
+    """Return True if the transformer takes more channels than it returns: a picture or mask."""
     return int(facts.get("in_channels") or 0) > int(facts.get("out_channels") or 10**9)
 
 
 def _names(facts: Facts, part: str) -> bool:
-    """Return True if the pipeline has a part."""
+    """Return True if the pipeline's model_index.json names a class for a part."""
     return (facts.get(part) or [None])[0] is not None
 
 
@@ -41,16 +42,16 @@ class Kind:
 
     title: str
     family: str
-    """Value of model.family."""
+    """Value of model.family that trains this kind."""
     transformer: str
-    """Class of the transformer in its configuration."""
+    """Class name of the transformer in its configuration."""
     fits: Callable[[Facts], bool] = _always
     task: Literal["text", "first frame", "edit"] = "text"
     size: tuple[int, int, int] = (1, 1024, 1024)
-    """Frames, height and width that its pipeline makes if it is asked for no others."""
+    """Frames, height and width that the kind's pipeline makes by default."""
     fps: float | None = None
     releases: tuple[str, ...] = ()
-    """Repositories in diffusers' layout, the first as an example."""
+    """Ids of repositories in diffusers' layout; the first serves as an example."""
 
 
 def _of(*pipelines: str) -> Callable[[Facts], bool]:
@@ -68,7 +69,7 @@ _AT_480 = (81, 480, 832)
 
 
 def _hunyuan_kinds(target: int | None, size: tuple[int, int, int]) -> tuple[Kind, Kind]:
-    """From a first frame, and from text; of a transformer of that target_size, or of any."""
+    """Make the kinds from a first frame and from text, for one target_size or for any (None)."""
 
     def fits(facts: Facts) -> bool:
         return target in (None, facts.get("target_size"))
@@ -105,7 +106,7 @@ def _hunyuan_kinds(target: int | None, size: tuple[int, int, int]) -> tuple[Kind
     )
 
 
-KINDS = (  # the first that fits
+KINDS = (  # in order: the first that fits is taken
     Kind(
         "Wan 2.2 A14B, from a first frame and text to video",
         "wan",
@@ -243,7 +244,7 @@ class _Refused:
 
 
 def _named(*beginnings: str) -> Callable[[Facts], bool]:
-    """Return True if the class of the pipeline or of the transformer begins so."""
+    """Match a pipeline or transformer whose class name begins with one of `beginnings`."""
     return lambda facts: any(
         str(facts[name]).startswith(beginnings) for name in ("pipeline", "transformer")
     )
@@ -335,7 +336,7 @@ _REFUSED = (
 
 
 def recognise(section: ModelSection, families: Collection[str]) -> Kind | None:
-    """The kind of the release that a section starts from; None: no row names its transformer.
+    """Return the kind of the release that a section starts from; None if no row fits it.
 
     Raises:
         ModelError: it is refused by name, or its family is not among `families`.
@@ -373,7 +374,7 @@ def _with_class(title: str, facts: Facts) -> str:
 
 
 def trained(families: Collection[str]) -> str:
-    """A sentence that says which families there are."""
+    """Return a sentence that lists the families of this version."""
     here = dict.fromkeys(kind.family for kind in KINDS if kind.family in families)
     return f"This version trains releases of {', '.join(here)}."
 

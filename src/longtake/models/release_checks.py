@@ -13,7 +13,9 @@ _TARGETS = {
     "v_prediction": "a mixture of noise and latents (v-prediction)",
     "sample": "the latents themselves",
 }
-"""By `prediction_type` of diffusers' schedulers that do no flow matching."""
+"""Descriptions of what diffusers' schedulers without flow matching predict, by their
+`prediction_type`.
+"""
 
 
 def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> None:
@@ -40,7 +42,7 @@ def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> 
 def refuse_untrained(
     release: Release, channel_ratios: Collection[float], section: ModelSection
 ) -> None:
-    """Refuse a release whose objective or inputs are none that its family trains."""
+    """Refuse a release with an objective, expert or inputs that its family does not train."""
     where = str(section.pretrained)
     refuse_other_objectives(release.scheduler, where)
     refuse_wrong_expert(release.pipeline, section)
@@ -48,7 +50,7 @@ def refuse_untrained(
 
 
 def has_two_transformers(pipeline: Mapping[str, Any]) -> bool:
-    """Return True if a model_index.json says that another transformer serves low noise."""
+    """Return True if a model_index.json names a second transformer, for low noise."""
     return (pipeline.get("transformer_2") or (None, None))[0] is not None
 
 
@@ -91,7 +93,7 @@ def refuse_wrong_expert(pipeline: Mapping[str, Any], section: ModelSection) -> N
 def refuse_further_inputs(release: Release, channel_ratios: Collection[float], where: str) -> None:
     """Refuse a transformer that takes more channels than it returns (image, mask, control).
 
-    `channel_ratios`: in_channels / out_channels that its family trains besides 1.
+    `channel_ratios`: in_channels / out_channels that its family trains, apart from 1.
     """
     takes, returns = release.config.get("in_channels"), release.config.get("out_channels")
     if not takes or not returns or takes <= returns:  # FLUX's out_channels is None if equal

@@ -1,4 +1,4 @@
-"""The scheduler of a family's pipeline: the shift that a release has, and the one of an export."""
+"""The scheduler of a family's pipeline: a release's shift, and the scheduler of an export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +12,9 @@ from longtake.models import pretrained, releases
 DEFAULT_SHIFT = ShiftRule(5.0)
 
 PipelineMu = Literal["line", "flux2"] | None
-"""The mu that a pipeline gives its scheduler: by the line in its scheduler_config.json, by FLUX.2's
-formula, or nothing, so that it can follow no rule."""
+"""Kind of mu that a pipeline gives its scheduler: by the line in its scheduler_config.json, by
+FLUX.2's formula, or none, so that it can follow no rule.
+"""
 
 _LINE = {
     "base_image_seq_len": "base_tokens",
@@ -21,7 +22,7 @@ _LINE = {
     "max_image_seq_len": "max_tokens",
     "max_shift": "max_mu",
 }
-"""Fields of `MuLine`, by diffusers' names."""
+"""Fields of `MuLine` by their names in diffusers."""
 
 _OTHER_SIGMAS = (
     "use_karras_sigmas",
@@ -30,13 +31,13 @@ _OTHER_SIGMAS = (
     "invert_sigmas",
     "stochastic_sampling",
 )
-"""Options of diffusers' flow-matching schedulers by which longtake does not sample."""
+"""Options of diffusers' flow-matching schedulers that longtake's sampling does not support."""
 
 
 def scheduler_shift(
     scheduler: Mapping[str, Any] | None, mu: PipelineMu, where: str
 ) -> ShiftRule | None:
-    """The shift in a pipeline's scheduler_config.json; None: it states none.
+    """Return the shift in a pipeline's scheduler_config.json; None if it states none.
 
     Raises:
         ModelError: sampling by this scheduler needs more than a shift.
@@ -71,7 +72,7 @@ def scheduler_shift(
 
 
 def shift_values(rule: ShiftRule, mu: PipelineMu, bucket_shift: float) -> dict[str, Any]:
-    """Values of scheduler_config.json for a rule, or for `bucket_shift` where `mu` is another."""
+    """Return scheduler values for a rule, or for `bucket_shift` if `mu` cannot follow it."""
     terminal = {"shift_terminal": rule.terminal or None}
     if isinstance(rule.by, MuLine) and mu == "line":
         line = {name: getattr(rule.by, field) for name, field in _LINE.items()}
@@ -84,21 +85,21 @@ def shift_values(rule: ShiftRule, mu: PipelineMu, bucket_shift: float) -> dict[s
 
 @dataclass(frozen=True)
 class PipelineScheduler:
-    """The scheduler that a family's pipeline has where no release brings one."""
+    """The scheduler of a family's pipeline, for releases that bring none."""
 
     class_name: str = "FlowMatchEulerDiscreteScheduler"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of that class."""
+    """Arguments of the class `class_name`."""
     default_shift: ShiftRule = DEFAULT_SHIFT
     mu: PipelineMu = "line"
 
     def shift(self, section: ModelSection) -> ShiftRule:
-        """The shift in the release's scheduler_config.json; the default one if it states none."""
+        """Return the shift in the release's scheduler_config.json, or else the default one."""
         release = releases.read_release(section).scheduler
         return scheduler_shift(release, self.mu, str(section.pretrained)) or self.default_shift
 
     def build(self, section: ModelSection, rule: ShiftRule, bucket_shift: float) -> Any:
-        """The exported pipeline's scheduler: the release's, with another shift if the run has it.
+        """Build the exported pipeline's scheduler: the release's, with the run's shift.
 
         A pipeline that cannot follow the rule gets `bucket_shift`.
         """

@@ -18,14 +18,14 @@ SHIPPED = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan_2_1_1_3b.json",
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan_2_1_14b.json",
 }
-"""Repository ids whose configurations come with longtake; Kontext's are those of FLUX.1-dev."""
+"""Shipped configurations by repository id; Kontext's are those of FLUX.1-dev."""
 SHIPPED_PIPELINES = {"black-forest-labs/FLUX.1-Kontext-dev": "FluxKontextPipeline"}
-"""Pipelines' classes by repository id, where the transformer does not tell them."""
+"""Pipeline classes by repository id, for transformers that several pipelines share."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """Configurations of a pretrained model."""
+    """Configurations of a pretrained model, or of a model from scratch."""
 
     config: Mapping[str, Any]  # the transformer's; of a model from scratch the recipe's
     scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
@@ -34,7 +34,7 @@ class Release:
 
 
 def read_release(section: ModelSection) -> Release:
-    """The configurations of the model that a section starts from."""
+    """Read the configurations of the model that a section starts from."""
     where = section.pretrained
     if where is None:
         return Release(section.config, None, {})
@@ -58,11 +58,11 @@ def _read_release(where: str, subfolder: str) -> Release:
     )
 
 
-_read_repository = cache(_read_release)  # one request to the hub
+_read_repository = cache(_read_release)  # so that the hub is asked once
 
 
 def find_part(where: str, expected: PipelinePart) -> PipelinePart:
-    """The part of a repository, by its model_index.json; `expected` where it names no such part.
+    """Find a part of a repository by its model_index.json; `expected` if none is named there.
 
     Raises:
         ModelError: the repository has it in a class that the family cannot use.
@@ -112,7 +112,7 @@ def _index(where: str) -> dict[str, Any]:
     return next((read_config(file) for file in files if file.is_file()), {})
 
 
-_repository_index = cache(_index)  # one request to the hub
+_repository_index = cache(_index)  # so that the hub is asked once
 
 
 def copy_part(section: ModelSection, name: str, folder: Path) -> None:
@@ -126,7 +126,7 @@ def copy_part(section: ModelSection, name: str, folder: Path) -> None:
 
 
 def part_config(where: str, subfolder: str) -> dict[str, Any]:
-    """The `config.json` of one part of a pipeline, from a folder, the shipped ones or the hub."""
+    """Read a part's `config.json` from a folder, the shipped configurations or the hub."""
     if _is_shipped(where):
         parts = _shipped(SHIPPED[where])
         if subfolder in parts:

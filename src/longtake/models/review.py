@@ -1,4 +1,4 @@
-"""Warnings about a model that trains other than meant, and the refusal to share its tokens."""
+"""Warnings about recipes that train other than meant, and the check of context parallelism."""
 
 import torch
 
@@ -12,15 +12,17 @@ from longtake.models.recipe_checks import trained_shapes
 
 _FEW = 0.01
 _LEAST_NOISE = 0.5
-"""Logit-normal sigmas by the releases' own shifts have 1 % below 0.2 to 0.47, and serve well."""
+"""Sigma up to which the lowest 1 % of the trained sigmas gives no warning. Logit-normal sigmas by
+the releases' own shifts have 1 % below 0.2 to 0.47, and serve well.
+"""
 
 
 def review_model(
     parts: Components, recipe: config.Recipe, *, has_parent: bool = False
 ) -> list[str]:
-    """Sentences about parts of a recipe that train other than one would think, on any device.
+    """Return warnings about parts of a recipe that train other than expected, on any device.
 
-    `has_parent`: the run begins with the weights of another one.
+    `has_parent`: True if the run starts with the weights of another run.
     """
     warnings = []
     settings, section = recipe.sampling, recipe.trainable

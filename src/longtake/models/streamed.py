@@ -1,4 +1,4 @@
-"""Streamed blocks: frozen weights are in the computer's memory, and on the device just in time.
+"""Streamed blocks: frozen weights wait in host memory and are on the device just in time.
 
 While one block computes, the weights of the next are copied, host to device only: upwards in the
 forward pass, downwards in the backward pass. Two buffers on the device take turns.
@@ -23,12 +23,14 @@ from longtake.parallel.transfer import CopyStream
 
 NUM_BUFFERS = 2
 _ALIGNMENT = 512
-"""Bytes, as of CUDA's allocator: products of unaligned weights may be computed by other kernels."""
+"""Bytes, the alignment of CUDA's allocator: other kernels may compute products of unaligned
+weights.
+"""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor of a layer, which is None while it is not on the device."""
+    """Place of a layer's tensor in its block's memory; the tensor is None off the device."""
 
     held: dict[str, Any]  # the layer's parameters, or its buffers
     name: str
@@ -45,7 +47,7 @@ class _Place:
         return flat.view(self.like.shape)
 
     def put(self, view: Tensor | None) -> None:
-        """Into the layer; in a new Parameter, whose data change where a model is moved."""
+        """Put a view into the layer, in a new Parameter: moving a model changes its data."""
         if view is not None and self.is_parameter:
             view = nn.Parameter(view, requires_grad=False)
         self.held[self.name] = view
@@ -72,8 +74,8 @@ class _Buffer:
     """Memory of the device for one block's weights."""
 
     memory: Tensor
-    block: int | None = None  # whose weights it has
-    copied: Any = None  # a mark of the stream that copies
+    block: int | None = None  # number of the block whose weights it holds
+    copied: Any = None  # event of the copy stream after the last copy
 
 
 class StreamedBlocks:
@@ -108,8 +110,8 @@ class StreamedBlocks:
         ]
 
     def free_buffers(self) -> None:
-        """Give the device's memory back until a block is called again."""
-        self._copies.wait(self._copies.mark())  # the next forward pass' first block may be copied
+        """Free the device's buffers until a block is called again."""
+        self._copies.wait(self._copies.mark())  # the first block of the next pass may be in flight
         if self._current is not None:
             self._blocks[self._current].take_away()
         for each in self._blocks:
@@ -118,7 +120,7 @@ class StreamedBlocks:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Have the weights in the blocks, on the CPU, to be read into."""
+        """Put the host's weights into the blocks within the context, so that they can be filled."""
         for each in self._blocks:
             each.put([place.within(each.host) for place in each.places])
         yield
@@ -131,7 +133,7 @@ class StreamedBlocks:
     def _after(
         self, number: int, block: nn.Module, args: Any, given: dict[str, Any], output: Any
     ) -> None:
-        """Have the weights brought before the block's backward pass begins."""
+        """Register hooks that bring the weights before the block's backward pass begins."""
         if in_backward():
             return  # recomputed: its backward pass has begun
         inputs = [id(each) for each in (*args, *given.values())]
@@ -140,7 +142,7 @@ class StreamedBlocks:
                 tensor.register_hook(lambda _: self._bring(number, going_back=True))
 
     def _bring(self, number: int, *, going_back: bool) -> None:
-        """Put a block's weights into its layers, and begin to copy those of the block after it."""
+        """Put a block's weights into its layers, and start to copy those of the next block."""
         if number == self._current:
             return
         if self._current is not None:
@@ -160,10 +162,10 @@ class StreamedBlocks:
             self._copy(following, besides=buffer)
 
     def _following(self, number: int, *, going_back: bool) -> int | None:
-        """The next block, as far as it is known.
+        """Return the number of the block that runs next, or None if it is not known.
 
-        After the last one the backward pass begins with it, or, without gradients, the next forward
-        pass with the first one.
+        After the last block, the backward pass begins with that same block; without gradients, the
+        next forward pass begins with the first one.
         """
         if going_back:
             return number - 1 if number else None
@@ -175,7 +177,7 @@ class StreamedBlocks:
         return next((each for each in self._buffers if each.block == number), None)
 
     def _copy(self, number: int, besides: _Buffer | None) -> _Buffer:
-        """Copy a block's weights to the other buffer, after what was computed so far."""
+        """Copy a block's weights to the other buffer, behind what was computed so far."""
         buffer = next(each for each in self._buffers if each is not besides)
         host = self._blocks[number].host
         self._copies.copy(buffer.memory[: len(host)], host)
@@ -184,12 +186,12 @@ class StreamedBlocks:
 
 
 def streamed_bytes(block: nn.Module) -> int:
-    """Bytes of a block's weights that a streamed block has not on the device."""
+    """Count the bytes of a block's weights that streaming keeps off the device."""
     return _end(_places(block))
 
 
 def look_up_weights(block: nn.Module) -> None:
-    """Make the frozen linear layers of a streamed block `FrozenLinear`, on any device."""
+    """Turn the frozen linear layers of a streamed block into `FrozenLinear`, on any device."""
     for layer in _frozen_linears(block):
         if type(layer) is nn.Linear:
             layer.__class__ = FrozenLinear
@@ -231,7 +233,7 @@ def _move_to_host(block: nn.Module, device: torch.device) -> _Weights:
 
 
 def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Memory that CUDA copies from while it computes; torch would round it up to a power of 2."""
+    """Allocate page-locked memory; torch's own allocator would round it up to a power of 2."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if device.type == "cuda" and num_bytes:
         address = memory.data_ptr()

@@ -1,4 +1,4 @@
-"""From captions to what the transformer is conditioned on: encoders, or ids of words."""
+"""Text encoders from captions to conditioning: models of transformers, or ids of words."""
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,13 +21,13 @@ from longtake.models.quantized import quantize_linears
 from longtake.models.text_contract import TextContract
 
 NO_CAPTION = ""
-"""The unconditional caption of classifier-free guidance, trained where captions are dropped."""
+"""Caption of the unconditional pass of guidance; training uses it for dropped captions."""
 
 LENGTH_STEP = 32
-"""Tokens: captions are padded to a multiple of it where a family encodes them by length."""
+"""Number of tokens; a family that encodes by length pads captions to a multiple of it."""
 
 MAX_WORDS = 8192
-"""Size of a vocabulary that is made of a catalog's captions: the most frequent words."""
+"""Largest number of words in a vocabulary made of a catalog's captions (the most frequent)."""
 
 _PAD, _UNKNOWN, _START, _END = "[PAD]", "[UNK]", "<s>", "</s>"
 _SPECIAL = (_PAD, _UNKNOWN, _END)  # in the order of their ids: padding is 0
@@ -36,26 +36,26 @@ _SPECIAL_POOLED = (_PAD, _UNKNOWN, _START, _END)
 
 
 class TextEncoder(Protocol):
-    """Encodes captions, `NO_CAPTION` among them."""
+    """Interface of text encoders, which encode captions, `NO_CAPTION` among them."""
 
     vocabulary_size: int
     max_tokens: int
-    """T: what captions are cut or padded to."""
+    """Number of tokens T to which captions are cut or padded."""
 
     @property
     def embed_dim(self) -> int | None:
-        """Width of `prompt_embeds`, or None where the model embeds token ids itself."""
+        """Return the width of `prompt_embeds`; None if the model embeds token ids itself."""
         ...
 
     @property
     def pooled_dim(self) -> int | None:
-        """Width of `pooled_prompt_embeds`, or None where there are none."""
+        """Return the width of `pooled_prompt_embeds`; None without a second encoder."""
         ...
 
     def encode(
         self, captions: Sequence[str], pictures: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Named tensors, each [B, ...], for the family's model.
+        """Encode captions to named tensors, each [B, ...], for the family's model.
 
         Args:
             captions: B of them.
@@ -65,23 +65,23 @@ class TextEncoder(Protocol):
         ...
 
     def outline(self, pictures: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
-        """Outline `encode` for one caption with pictures (height, width), on the meta device."""
+        """Outline `encode` on the meta device, for one caption with pictures (height, width)."""
         ...
 
     def run_longest(self, pictures: Sequence[tuple[int, int]] = ()) -> None:
-        """Compute what encoding a caption of the greatest length takes, on fake tensors."""
+        """Run the encoders for a caption of the greatest length, on fake tensors."""
         ...
 
     def unknown_words(self, caption: str) -> list[str]:
-        """Words of a caption without a token; none where tokens are pieces of words."""
+        """List the words of a caption that have no token; empty if tokens are pieces of words."""
         ...
 
     def modules(self) -> list[nn.Module]:
-        """The frozen modules, which take memory; none where the model embeds ids itself."""
+        """Return the frozen modules, whose weights take memory; empty if the model embeds ids."""
         ...
 
     def pipeline_parts(self) -> dict[str, Any]:
-        """Encoders, tokenizers and processors, by their folders in a pipeline of diffusers."""
+        """Return encoders, tokenizers and processors by their folders in a diffusers pipeline."""
         ...
 
     def to(self, device: torch.device) -> None:
@@ -89,12 +89,12 @@ class TextEncoder(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what `build_text` cannot make again from the recipe."""
+        """Write the parts that `build_text` cannot rebuild from the recipe alone."""
         ...
 
 
 class WordIds:
-    """Ids of whole words, `token_ids` [B, T] int64; the model embeds them, and 0 is padding."""
+    """Text encoder that gives ids of whole words: `token_ids` [B, T] int64, padded by 0."""
 
     embed_dim = None
     pooled_dim = None
@@ -154,13 +154,13 @@ class TextFamily(Protocol):
     def text(self) -> TextContract: ...
 
     def pipeline_of(self, parts: Mapping[str, Any]) -> str:
-        """Name the pipeline's class of diffusers, by encoders and tokenizers."""
+        """Return the name of the diffusers pipeline class for given encoders and tokenizers."""
         ...
 
 
 @dataclass(frozen=True)
 class _EncoderSpec:
-    """One of a model's text encoders, as recipe and family describe it."""
+    """One text encoder of a model, as the recipe and the family describe it."""
 
     key: str  # of its section in the recipe
     section: TextSection | PooledSection
@@ -171,7 +171,7 @@ class _EncoderSpec:
 
 
 class _Encoder:
-    """A frozen encoder of transformers and its tokenizer, which an outline lacks."""
+    """A frozen encoder of transformers with its tokenizer; an outline has no tokenizer."""
 
     def __init__(self, module: nn.Module, tokenizer: Any, spec: _EncoderSpec) -> None:
         self.module = module.eval().requires_grad_(False)
@@ -202,7 +202,7 @@ class _Encoder:
         return _unknown_words(tokenizer, caption)
 
     def save(self, folder: Path) -> None:
-        """Write module and tokenizer in a pipeline's layout, unless they are pretrained ones."""
+        """Write module and tokenizer in a pipeline's layout, unless they are pretrained."""
         if not self._is_pretrained:
             assert self.tokenizer is not None, "an outline has no weights to save"
             with pretrained.quiet(self.module):
@@ -211,10 +211,10 @@ class _Encoder:
 
 
 class TransformersText:
-    """Frozen encoders of transformers, called by the methods of the family's pipeline.
+    """Text encoder of frozen transformers models, called through the family's pipeline.
 
-    What they give is kept in fp32. If the family encodes by length, captions of about the same
-    length are encoded together, padded to a multiple of `LENGTH_STEP` tokens, and zeros follow.
+    The tensors are kept in fp32. If the family encodes by length, captions of similar length are
+    encoded together, padded to a multiple of `LENGTH_STEP` tokens; zeros fill the rest.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class TransformersText:
 
     @cached_property
     def pipeline(self) -> Any:
-        """One of diffusers that has no transformer."""
+        """Pipeline of diffusers with the encoders and without a transformer."""
         import diffusers
         import transformers
 
@@ -268,7 +268,7 @@ class TransformersText:
         return encoded
 
     def _by_length(self, captions: Sequence[str]) -> dict[int, list[int]]:
-        """Numbers of captions by the number of tokens that are computed for them."""
+        """Group the row numbers of captions by the number of tokens to compute for them."""
         found = dict[int, list[int]]()
         cleaned = [clean(caption) for caption in captions]
         tokens = self.tokenizer(cleaned, truncation=True, max_length=self.max_tokens).input_ids
@@ -318,7 +318,7 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def _moved(ids: Tensor, device: torch.device) -> Tensor:
-    """On the device; a GPU is not waited for."""
+    """Move ids to a device; a GPU is not waited for."""
     if device.type != "cuda":
         return ids.to(device)
     return ids.pin_memory().to(device, non_blocking=True)
@@ -327,7 +327,7 @@ def _moved(ids: Tensor, device: torch.device) -> Tensor:
 def build_text(
     section: TextSection, family: TextFamily, captions: Iterable[str], made: Path | None
 ) -> TextEncoder:
-    """The recipe's text encoder on the CPU.
+    """Build the recipe's text encoder on the CPU.
 
     Args:
         section: of the recipe.
@@ -354,9 +354,9 @@ def build_text(
 def outline_text(
     section: TextSection, family: TextFamily, captions: Sequence[str] = ()
 ) -> TextEncoder:
-    """The recipe's text encoder on the meta device: it has shapes, but cannot encode.
+    """Outline the recipe's text encoder on the meta device: it has shapes, but cannot encode.
 
-    Without `captions` the vocabulary of their words is taken at its largest.
+    Without `captions`, a vocabulary of their words is assumed to have its largest size.
     """
     if section.kind == "words":
         _refuse_encoders(section)
@@ -396,7 +396,7 @@ def _specs(section: TextSection, parts: pretrained.FrozenParts) -> list[_Encoder
 
 
 def _build_encoder(spec: _EncoderSpec, captions: Iterable[str], made: Path | None) -> _Encoder:
-    """An encoder that is pretrained, made earlier by the run, or random over its own words."""
+    """Build an encoder: pretrained, saved earlier by the run, or random over its own words."""
     part, where = spec.part, spec.section.pretrained
     if where is not None:
         return _Encoder(*_load_encoder(where, releases.find_part(where, part), spec.dtype), spec)
@@ -415,7 +415,7 @@ def _load_encoder(
     module = pretrained.load_pretrained(_encoder_class(part), where, part.folder, dtype=dtype)
     if not part.tokenizer:
         return module, None
-    with pretrained.quiet(_encoder_class(part)):  # some want libraries for which there are others
+    with pretrained.quiet(_encoder_class(part)):  # some warn of optional libraries
         tokenizer_class = getattr(importlib.import_module("transformers"), part.tokenizer_class)
     return module, pretrained.load_pretrained(tokenizer_class, where, part.tokenizer)
 
@@ -433,7 +433,7 @@ def _outline_encoder(spec: _EncoderSpec) -> _Encoder:
 
 
 def _processors(section: TextSection, family: TextFamily) -> dict[str, Any]:
-    """The processor of pictures, by its folder."""
+    """Load the processor of pictures, by its folder; empty if the family has none."""
     part, where = family.frozen.processor, section.pretrained
     if part is None or where is None:
         return {}
@@ -446,7 +446,7 @@ def _encoder_class(part: pretrained.PipelinePart) -> Any:
 
 
 def _random(spec: _EncoderSpec, vocabulary_size: int) -> nn.Module:
-    """An encoder with random weights over a vocabulary."""
+    """Build an encoder with random weights over a vocabulary of the given size."""
     key, special = f"{spec.key}.config", spec.special
     fitted = {
         "vocab_size": vocabulary_size,
@@ -466,7 +466,7 @@ def _random(spec: _EncoderSpec, vocabulary_size: int) -> nn.Module:
 
 
 def _transformers_tokenizer(words: Tokenizer, spec: _EncoderSpec) -> Any:
-    """A tokenizer of transformers that ends captions, and begins them where the encoder wants."""
+    """Wrap a tokenizer of words for transformers, with the encoder's start and end tokens."""
     from transformers import PreTrainedTokenizerFast
 
     framing = [token for token in spec.special if token in (_START, _END)]
@@ -487,7 +487,7 @@ def _transformers_tokenizer(words: Tokenizer, spec: _EncoderSpec) -> Any:
 
 
 def _vocabulary(captions: Iterable[str], made: Path | None) -> Tokenizer:
-    """The run's own vocabulary once it has one, else of the most frequent words in captions."""
+    """Load the run's own vocabulary, or make one of the most frequent words in captions."""
     saved = None if made is None else made / "tokenizer" / "tokenizer.json"
     if saved is None or not saved.exists():
         return _word_tokenizer(captions, _SPECIAL)
@@ -517,7 +517,7 @@ def _word_tokenizer(captions: Iterable[str], special: Sequence[str]) -> Tokenize
 
 
 def _unknown_words(tokenizer: Tokenizer, caption: str) -> list[str]:
-    """Words of a caption that a tokenizer of whole words does not know."""
+    """Return the words of a caption that a tokenizer of whole words does not know."""
     unknown = tokenizer.token_to_id(_UNKNOWN)
     encoded = tokenizer.encode(caption, add_special_tokens=False)
     return [

@@ -1,4 +1,4 @@
-"""The text contract of a family: what its encoders are asked, and what they give."""
+"""The text contract of a family: how its encoders are called, and what they return."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 DECODER: Mapping[str, Any] = {"output_hidden_states": True, "use_cache": False}
-"""Arguments of a decoder whose hidden layers are the text's embeddings."""
+"""Arguments for a call of a decoder whose hidden layers are the text's embeddings."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class TextContract:
     """
 
     by_length: bool = False
-    """True if `encode` gives the same for shorter padding, followed by zeros [B, T, D]."""
+    """True if `encode` gives the same with less padding, followed by zeros [B, T, D]."""
     has_lengths: bool = False
-    """True if captions keep their lengths, as `pad_texts` returns them."""
+    """True if captions keep their own lengths, as `pad_texts` returns them."""
     pictures: tuple[str, ...] = ()
-    """Inputs in `data.conditioning` that the encoder sees with the caption, in this order."""
+    """Inputs in `data.conditioning` that the encoder reads with the caption, in this order."""
     template_tokens: int = 0
-    """Tokens that the pipeline puts around a caption."""
+    """Number of tokens that the pipeline puts around a caption."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that the pipeline gives an encoder besides ids and mask."""
+    """Arguments of an encoder's call in the pipeline, apart from ids and mask."""
 
     def prepare(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return encoders, tokenizers and processors as the pipeline's constructor takes them."""
@@ -52,7 +52,7 @@ class TextContract:
         return {"prompt_embeds": embeds}
 
     def outline(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> dict[str, Tensor]:
-        """Return what `encode` gives for one caption, on the meta device.
+        """Outline what `encode` returns for one caption, on the meta device.
 
         Args:
             encoders: by their folders in the pipeline, the captions' first; on the meta device.
@@ -65,7 +65,7 @@ class TextContract:
         return outlined
 
     def run(self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]) -> None:
-        """Call the encoders as `encode` does for the longest caption; they are fake tensors.
+        """Run the encoders on fake tensors as `encode` does for the longest caption.
 
         Args:
             encoders: by their folders in the pipeline.
@@ -95,6 +95,6 @@ class TextContract:
 
 
 def text_width(encoder: nn.Module) -> int:
-    """Width of a text encoder's hidden states."""
+    """Return the width of a text encoder's hidden states."""
     config: Any = encoder.config
     return int(config.get_text_config().hidden_size)

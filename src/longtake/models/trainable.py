@@ -22,7 +22,7 @@ from longtake.models import added_module, deferred_init, numerics
 from longtake.models.base import Family
 
 ADAPTER = "default"
-"""Peft's name of the LoRA."""
+"""Name that peft has for the adapter."""
 
 
 def make_trainable(
@@ -32,7 +32,7 @@ def make_trainable(
     latent_channels: int,
     deferred: Sequence[deferred_init.DeferredParameter] = (),
 ) -> None:
-    """Freeze a model and add to it as the recipe says, on any device, the meta device included.
+    """Freeze a model and add what trains to it as the recipe says, on any device or meta.
 
     New weights depend on torch's last seed alone, not on how many numbers were drawn since.
     """
@@ -75,10 +75,10 @@ def make_trainable(
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict that a checkpoint must hold: without frozen weights.
+    """Return the state dict that a checkpoint must hold: without frozen weights.
 
-    Of added modules it holds frozen weights too: nothing else can make them again. The tensors
-    share the model's memory.
+    Frozen weights of added modules are included, because nothing else can make them again. The
+    tensors share the model's memory.
     """
     frozen = {
         name
@@ -94,9 +94,9 @@ def load_trained(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """The model as its family builds it: LoRA merged into the weights, no added modules.
+    """Copy a model as its family builds it: LoRA merged into the weights, no added modules.
 
-    It shares the memory of what is not merged; the model itself is unchanged.
+    The copy shares the memory of what is not merged; the model itself is unchanged.
     """
     tensors = chain(model.parameters(), model.buffers())
     plain = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -108,14 +108,14 @@ def plain_copy(model: nn.Module) -> nn.Module:
 def add_lora(
     model: nn.Module, targets: Sequence[str], section: TrainableSection, dtype: torch.dtype
 ) -> None:
-    """Add LoRA, DoRA or LoKr in `dtype` to linear layers; only these require gradients then.
+    """Add LoRA, DoRA or LoKr in `dtype` to linear layers, which alone require gradients then.
 
     If `dtype` is not a layer's, its input is converted, and a copy is kept for the backward pass.
     """
     from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 
     layers, alpha = find_targets(model, targets), section.alpha or section.rank
-    # A pattern: peft takes names in a list for the ends of further names.
+    # A regular expression: peft takes names in a list for suffixes of further names.
     pattern = "|".join(re.escape(name) for name in layers)
     if section.kind == "lokr":
         config: Any = LoKrConfig(r=section.rank, alpha=alpha, target_modules=pattern)
@@ -139,7 +139,7 @@ def add_lora(
 
 
 def _call_lokr(layer: Any, inputs: Tensor) -> Tensor:
-    """Peft's LoKr without its dropout, which looks at random values even where it is off."""
+    """Compute peft's LoKr without its dropout, which reads random values even if it is off."""
     plain: Tensor = layer.base_layer(inputs)
     update = layer.get_delta_weight(ADAPTER)
     given = inputs.to(update.dtype) if layer.cast_input_dtype_enabled else inputs
@@ -152,7 +152,7 @@ def is_full_lokr(layer: Any) -> bool:
 
 
 def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names of the linear layers that targets match, in the model's order."""
+    """Return the names of the linear layers that targets match, in the model's order."""
     names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     found = {target: {name for name in names if _matches(name, target)} for target in targets}
     for target, matched in found.items():
@@ -162,7 +162,7 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that peft reads of every layer: A and B, DoRA's magnitude, LoKr's factors.
+    """Return the tensors that peft reads: LoRA's A and B, DoRA's magnitude, LoKr's factors.
 
     The scale alpha / rank is multiplied into B, or into LoKr's first factor, because readers of
     such files assume 1. Empty for a model without any.
@@ -182,7 +182,7 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_config(model: nn.Module, base: str | None) -> Any:
-    """Peft's configuration of `lora_state`, whose scale is 1; `base` names the pretrained model."""
+    """Return peft's configuration of `lora_state`, with scale 1 and `base` as the base model."""
     host: Any = model
     config = copy.deepcopy(host.peft_config[ADAPTER])
     setattr(config, "lora_alpha" if hasattr(config, "lora_alpha") else "alpha", config.r)
@@ -193,7 +193,7 @@ def adapter_config(model: nn.Module, base: str | None) -> Any:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Add LoRA to the weights, in new tensors, and remove it; names are those without LoRA."""
+    """Add LoRA to the weights, in new tensors, and remove it; layers get their plain names."""
     for name, layer in list(adapter_layers(model)):
         plain = layer.get_base_layer()
         merged = _merged(layer, plain.weight.float()).to(plain.weight.dtype)
@@ -205,7 +205,7 @@ def merge(model: nn.Module) -> None:
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """[out, in] fp32: what a layer computes with; DoRA gives each row its magnitude."""
+    """Compute a layer's merged weight [out, in] fp32; DoRA gives each row its magnitude."""
     if not hasattr(layer, "lora_A"):
         update: Tensor = layer.get_delta_weight(ADAPTER)
         return weight + update.float()
@@ -224,7 +224,7 @@ def _lora_update(layer: Any) -> Tensor:
 
 @torch.no_grad()
 def dora_norm_ratio(layer: Any) -> Tensor:
-    """[out] fp32: |W| / |W + BA| by rows.
+    """Return |W| / |W + BA| by rows, [out] fp32.
 
     DoRA divides W + BA by |W + BA|, in peft and so in training; ComfyUI divides it by |W|
     (`weight_decompose` in comfy/weight_adapter/base.py). Magnitudes times this ratio make both the
@@ -237,7 +237,7 @@ def dora_norm_ratio(layer: Any) -> Tensor:
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers with LoRA, DoRA or LoKr, and their names."""
+    """Yield the layers with LoRA, DoRA or LoKr, with their names."""
     if not hasattr(model, "peft_config"):
         return
     from peft.tuners.lokr import LoKrLayer
@@ -249,7 +249,7 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers with LoRA or DoRA; each has `lora_A[ADAPTER]` and `lora_B[ADAPTER]`."""
+    """Yield the layers with LoRA or DoRA, which have `lora_A[ADAPTER]` and `lora_B[ADAPTER]`."""
     return ((name, layer) for name, layer in adapter_layers(model) if hasattr(layer, "lora_A"))
 
 
@@ -268,7 +268,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("fc1", "w1", "up_proj"), ("net.0.proj",)),
     **dict.fromkeys(("fc2", "w2", "down_proj"), ("net.2",)),
 }
-"""Names of linear layers in other trainers and models, and in diffusers' models."""
+"""Names of linear layers in other trainers and models, with their names in diffusers' models."""
 
 
 def _explain_unmatched(target: str, layers: Sequence[str], model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Tubelet: longtake's own small text-to-video family, trained from scratch on a laptop if need be.
+"""Tubelet: longtake's own small text-to-video family, which trains from scratch on a laptop.
 
 It serves the demo, tests and drills. Clips are cut into tubes of some frames, rows and columns. The
 caption's tokens come before the clip's, and every token attends to every other.
@@ -25,7 +25,7 @@ _TUBE = (8, 4, 4)  # frames, rows and columns, unless the recipe says otherwise
 
 
 class TubeletBlocks(BlockContract):
-    """The caption's block, then those of all tokens."""
+    """Block contract of tubelet: the caption's block, then the blocks of all tokens."""
 
     def of(self, model: nn.Module) -> Sequence[nn.Module]:
         network = cast("TubeletTransformer", model)
@@ -46,7 +46,7 @@ class TubeletBlocks(BlockContract):
 
 
 class Tubelet(Family):
-    """Text to video; embeds a caption's word ids itself, and is built for one shape of clip."""
+    """Text-to-video family that embeds a caption's word ids itself, for one shape of clips."""
 
     frozen = pretrained.FrozenParts(
         codec=pretrained.PipelinePart(("AutoencoderKLWan", "AutoencoderKL"), "vae"),
@@ -322,7 +322,7 @@ class Condition(nn.Module):
         self.caption_out = nn.Linear(hidden_size, hidden_size)
 
     def of_noise(self, sigmas: Tensor) -> Tensor:
-        """Sines of 1 to 1000 radians, taken in fp32."""
+        """Embed noise levels by sines of 1 to 1000 radians, taken in fp32."""
         half = self.hidden_size // 2
         frequencies = torch.logspace(0, 3, half, device=sigmas.device, dtype=torch.float32)
         angles = sigmas.float()[:, None] * frequencies
@@ -356,7 +356,7 @@ def _check_width(hidden_size: int, num_heads: int) -> None:
 def _grid_of(
     clip_shape: tuple[int, int, int, int], patch_size: tuple[int, int, int]
 ) -> tuple[int, int, int]:
-    """Tubes along frames, height and width."""
+    """Return the numbers of tubes along frames, height and width."""
     _, num_frames, height, width = clip_shape
     extents = (num_frames, height, width)
     for name, extent, patch in zip(("frames", "height", "width"), extents, patch_size, strict=True):
@@ -370,7 +370,7 @@ def _grid_of(
 
 
 def _sine_positions(grid: tuple[int, int, int], hidden_size: int) -> Tensor:
-    """[N, D]: a third of the width each for frame, row and column, as sines and cosines."""
+    """Return sine positions [N, D], a third of the width for each of frame, row and column."""
     sixth = hidden_size // 6
     frequencies = 32.0 ** -(torch.arange(sixth) / sixth)
     axes = torch.meshgrid(*[torch.arange(extent).float() for extent in grid], indexing="ij")
@@ -379,7 +379,7 @@ def _sine_positions(grid: tuple[int, int, int], hidden_size: int) -> Tensor:
 
 
 def to_tubes(clips: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
-    """[B, N, values of a tube] from [B, C, F, H, W]."""
+    """Cut clips [B, C, F, H, W] into tubes [B, N, values of a tube]."""
     num_clips, channels, num_frames, height, _ = clips.shape
     frames, rows, columns = patch_size
     parts = clips.reshape(
@@ -393,7 +393,7 @@ def to_tubes(clips: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
 def from_tubes(
     tubes: Tensor, patch_size: tuple[int, int, int], clip_shape: tuple[int, int, int, int]
 ) -> Tensor:
-    """[B, C, F, H, W] from [B, N, values of a tube]."""
+    """Join tubes [B, N, values of a tube] to clips [B, C, F, H, W]."""
     channels, num_frames, height, width = clip_shape
     frames, rows, columns = patch_size
     parts = tubes.reshape(

@@ -30,7 +30,7 @@ _MASK_CHANNELS = 4  # frames of pixels that one of latents stands for
 
 @dataclass(frozen=True)
 class WanInputs(base.InputContract):
-    """A first frame or several, and a last one."""
+    """Input contract of Wan: a first frame or several, and a last one."""
 
     def further_channels(self, section: ModelSection) -> int:
         config = releases.read_release(section).config
@@ -47,7 +47,10 @@ class WanInputs(base.InputContract):
     def encode(
         self, codec: Codec, text: TextEncoder, pixels: Mapping[str, Tensor], bucket: Bucket
     ) -> base.Conditioning:
-        """`first_latents` [B, 20, F, h, w], of TI2V-5B [B, C, F', h, w]; of CLIP `first_embeds`."""
+        """Encode given frames to `first_latents` and, for releases with CLIP, `first_embeds`.
+
+        `first_latents` is [B, 20, F, h, w] with the mask, of TI2V-5B [B, C, F', h, w].
+        """
         if "first" not in pixels or _replaces_frames(codec):
             return super().encode(codec, text, pixels, bucket)
         others = {name: each for name, each in pixels.items() if name not in ("first", "last")}
@@ -60,7 +63,7 @@ class WanInputs(base.InputContract):
         latents = encode_videos(codec, torch.cat([first, grey, *last], dim=2))
         mask = torch.zeros_like(latents[:, :_MASK_CHANNELS])
         mask[:, :, : 1 + (first.shape[2] - 1) // _MASK_CHANNELS] = 1
-        if last:  # of the last group of frames it is the last
+        if last:  # the last of the pixel frames in the last latent frame
             mask[:, -1, -1] = 1
         encoded = {"first_latents": torch.cat([mask, latents], dim=1)}
         encoded |= super().encode(codec, text, others, bucket)
@@ -70,7 +73,7 @@ class WanInputs(base.InputContract):
         return encoded | {"first_embeds": torch.cat(embeds, dim=1).to(latents.device)}
 
     def given_frames(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
-        """TI2V-5B's; other kinds have a mask in more channels than the latents."""
+        """Return TI2V-5B's given frames; other kinds' `first_latents` have mask channels, too."""
         first = conditioning.get("first_latents")
         return first if first is not None and first.shape[1] == latents.shape[1] else None
 
@@ -82,7 +85,7 @@ def _replaces_frames(codec: Codec) -> bool:
 
 @torch.no_grad()
 def _embed_by_clip(text: TextEncoder, pictures: Tensor) -> Tensor:
-    """[B, tokens, D] fp32 of first frames of [B, 3, F, H, W] uint8: CLIP's last layer but one."""
+    """Embed first frames of [B, 3, F, H, W] uint8 by CLIP's last layer but one: [B, tokens, D]."""
     if pictures.is_meta:
         return diffusers_family.outline_vision(text, pictures, further_tokens=1)
     assert isinstance(text, TransformersText)
@@ -91,7 +94,7 @@ def _embed_by_clip(text: TextEncoder, pictures: Tensor) -> Tensor:
 
 
 class WanBlocks(DiffusersBlocks):
-    """Wan's blocks, whose patch is an argument of the transformer."""
+    """Block contract of Wan, whose patch is an argument of the transformer."""
 
     def num_tokens(self, model: nn.Module, shape: base.LatentShape) -> int:
         config: Any = model.config
@@ -100,7 +103,7 @@ class WanBlocks(DiffusersBlocks):
 
 
 def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
-    """Share the video's tokens; every rank attends to all of the text."""
+    """Share the video's tokens between the ranks; every rank attends to the whole text."""
 
     def cut_timesteps(
         _model: nn.Module, args: Any, inputs: dict[str, Any]
@@ -126,12 +129,12 @@ def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
     wan.rope.register_forward_hook(cut_positions)
     for block in wan.blocks:
         diffusers_family.share_attention(block.attn1, sharing)
-    # The last layer that works token by token, and its tokens are narrow.
+    # Gather after the last layer that works token by token, whose tokens are narrow.
     wan.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
 
 class Wan(diffusers_family.DiffusersFamily):
-    """Text and first frames to video; conditioned on a transformers encoder's `prompt_embeds`.
+    """Family from text, with or without first frames, to video; conditioned on `prompt_embeds`.
 
     Its velocity has longtake's sign (noise - latents); its timesteps are 1000 sigma.
     """

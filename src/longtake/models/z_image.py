@@ -21,7 +21,7 @@ _STEP = 32  # tokens: the transformer pads text and image to a multiple of it, b
 
 
 class ZImageText(TextContract):
-    """The last but one layer of a decoder, which reads a template; without the padding."""
+    """Text contract of Z-Image: the second-to-last hidden layer of a Qwen3, without padding."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
@@ -33,7 +33,7 @@ class ZImageText(TextContract):
 
 
 class ZImageBlocks(DiffusersBlocks):
-    """Blocks of a transformer whose sizes have other names."""
+    """Block contract of Z-Image, whose config has `n_heads` and `dim`."""
 
     def num_heads(self, model: nn.Module) -> int:
         config: Any = model.config
@@ -45,7 +45,7 @@ class ZImageBlocks(DiffusersBlocks):
 
 
 class ZImage(diffusers_family.DiffusersFamily):
-    """Text to image; conditioned on `prompt_embeds` with their `prompt_length`.
+    """Text-to-image family, conditioned on `prompt_embeds` with their `prompt_length`.
 
     Its transformer predicts latents - noise, and its time runs from 0 for noise to 1.
     """
@@ -107,7 +107,7 @@ class ZImage(diffusers_family.DiffusersFamily):
     ) -> nn.Module:
         model = super().build(section, shapes, text, weights=weights)
         config: Any = model.config
-        text_end = _padded(text.max_tokens) + 2  # positions begin with 1; then comes the image's
+        text_end = _padded(text.max_tokens) + 2  # positions start at 1; the image's follows
         for name, needed, known in (
             ("tokens of text (text.max_tokens)", text_end, config.axes_lens[0]),
             *(("rows of tokens", shape.height // 2, config.axes_lens[1]) for shape in shapes),
@@ -123,12 +123,16 @@ class ZImage(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Pictures and captions are lists: each caption has its own length."""
+        """Pass images and captions as lists, because each caption has its own length."""
         prompt = conditioning["prompt_embeds"].to(noisy_latents.dtype)
         lengths = conditioning["prompt_length"]
+        # Lengths have no values in a plan (meta or fake tensors): each caption then has full
+        # length.
         has_values = not (lengths.is_meta or isinstance(lengths, FakeTensor))
         counts = lengths.tolist() if has_values else [prompt.shape[1]] * len(prompt)
-        rope = model.rope_embedder  # keeps its tables, of meta and fake tensors too
+        # The rope embedder caches its tables. Those cached from a plan's meta or fake tensors are
+        # dropped.
+        rope = model.rope_embedder
         if (tables := rope.freqs_cis) is not None and (
             tables[0].device != noisy_latents.device or type(tables[0]) is not type(noisy_latents)
         ):
