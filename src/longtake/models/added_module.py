@@ -28,7 +28,7 @@ ADDED = "added_modules"
 """Name of the model's submodule that holds the added modules."""
 
 _GIVEN = ("width", "blocks", "latent_channels")  # arguments that a module is built with
-_STREAMS = ("tokens", "text", "temb")  # of BlockInputs, converted to the module's dtype
+_STREAMS = ("tokens", "text", "temb")  # fields that are converted to the module's dtype
 _WRAPPERS = ("around", "around_attention")
 
 BlockCall = Callable[[BlockInputs], BlockInputs]

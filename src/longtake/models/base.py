@@ -57,7 +57,7 @@ cuts.
 
 
 class LatentShape(NamedTuple):
-    """Shape of one sample's latents."""
+    """Shape of the latents of one sample, without the batch."""
 
     channels: int
     num_frames: int
@@ -141,11 +141,11 @@ class AttentionInputs:
 class Defaults:
     """Defaults of a family for recipe keys that are unset."""
 
-    shift: ShiftRule = DEFAULT_SHIFT  # of sampling
+    shift: ShiftRule = DEFAULT_SHIFT  # in sampling
     guidance_scale: float = 5.0
     num_inference_steps: int = 30
-    caption_dropout: float = 0.1  # of a model that is sampled with classifier-free guidance
-    max_tokens: int = 512  # of a pretrained text encoder
+    caption_dropout: float = 0.1  # for sampling with classifier-free guidance
+    max_tokens: int = 512  # for a pretrained text encoder
     uniform_share: float = 0.0
     """Share of the sigmas drawn uniformly if the release's shift is trained. If it is above 0, the
     others are stretched over [0, 1] (`stretched_logit_normal`).

@@ -21,7 +21,7 @@ class CaptionLengths:
 
     max_tokens: int
     num_counted: int  # distinct captions, at most MOST_COUNTED
-    num_truncated: int  # of those counted
+    num_truncated: int  # among those counted
     longest: int  # tokens
 
     def warning(self) -> str | None:

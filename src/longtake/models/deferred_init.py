@@ -398,7 +398,7 @@ def placeholders_on_cpu(deferred: Sequence[DeferredParameter]) -> Iterator[None]
     """Put parameters on the CPU, without values, for code that adds weights on their device."""
     before = [each.module._parameters.get(each.name) for each in deferred]
     for each in deferred:
-        like = getattr(each.module, each.name)  # of a quantised layer no parameter
+        like = getattr(each.module, each.name)  # no parameter if the layer is quantised
         empty = nn.Parameter(torch.empty_like(like, device="cpu"), like.requires_grad)
         each.module._parameters[each.name] = empty
     try:

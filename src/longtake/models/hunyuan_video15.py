@@ -23,7 +23,7 @@ from longtake.models.text_contract import DECODER, TextContract, text_width
 from longtake.parallel.context_parallel import TokenSharing
 
 _FROM_FRAME = "HunyuanVideo15ImageToVideoPipeline"
-_GLYPH_TOKENS = 256  # of the pipelines' ByT5
+_GLYPH_TOKENS = 256  # length that the pipelines have for ByT5
 _TEMPLATE_TOKENS = 108  # before a caption, which the pipelines drop
 _PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 

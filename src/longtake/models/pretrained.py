@@ -41,7 +41,7 @@ class PipelinePart:
     class_names: tuple[str, ...]  # usable ones; the first is taken if no file names one
     folder: str
     tokenizer: str = ""  # folder of a tokenizer, or of an image encoder's processor
-    tokenizer_class: str = "AutoTokenizer"  # of transformers
+    tokenizer_class: str = "AutoTokenizer"  # name in transformers
     module: str = "transformers"  # Python module that has the encoder's class
     reads_captions: bool = False  # in `FrozenParts.further`: False for encoders of pictures
 

@@ -345,7 +345,7 @@ def recognise(section: ModelSection, families: Collection[str]) -> Kind | None:
     assert where is not None
     index: Mapping[str, Any] = releases.pipeline_index(where)
     config: Mapping[str, Any] = {}
-    with suppress(ModelError):  # a UNet has no transformer; others are told when they are read
+    with suppress(ModelError):  # a UNet has none; others fail when they are read
         config = releases.read_release(section).config
     facts = {
         **index,

@@ -30,7 +30,7 @@ class Release:
     config: Mapping[str, Any]  # the transformer's; of a model from scratch the recipe's
     scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
     pipeline: Mapping[str, Any]  # model_index.json; empty if there is none
-    guider: Mapping[str, Any] | None = None  # of pipelines whose guidance is a component
+    guider: Mapping[str, Any] | None = None  # for pipelines whose guidance is a component
 
 
 def read_release(section: ModelSection) -> Release:

@@ -79,10 +79,10 @@ class _Buffer:
 
 
 class StreamedBlocks:
-    """Streams the frozen linear layers of blocks; other weights stay on the device.
+    """Streaming of the frozen linear layers of blocks; other weights stay on the device.
 
-    Weights that have values are moved to the computer's memory at once; those on the meta device
-    get values within `on_host`. Until a block is called its weights are None. Gradients are bitwise
+    Weights that have values are moved to host memory at once; those on the meta device get values
+    within `on_host`. Until a block is called its weights are None. Gradients are bitwise
     the same as without, whether activations are kept or recomputed: the layers become
     `FrozenLinear`, which looks its weight up again in the backward pass, and the gradient of a
     block's output calls for the weights first.

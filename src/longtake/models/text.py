@@ -162,7 +162,7 @@ class TextFamily(Protocol):
 class _EncoderSpec:
     """One text encoder of a model, as the recipe and the family describe it."""
 
-    key: str  # of its section in the recipe
+    key: str  # recipe key of its section
     section: TextSection | PooledSection
     part: pretrained.PipelinePart  # the family's
     special: tuple[str, ...]  # tokens of a vocabulary of words, in the order of their ids
@@ -185,7 +185,7 @@ class _Encoder:
         if spec.section.quantize != "none":
             quantize_linears(module, spec.section.quantize, f"{spec.key}.quantize")
         config: Any = module.config
-        config = config.get_text_config()  # of a model that reads pictures, too
+        config = config.get_text_config()  # for models that also read pictures
         longest = getattr(config, "max_position_embeddings", self.max_tokens)
         if self.max_tokens > longest:
             raise errors.RecipeError(
