@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from longtake.parallel import attention_rules
 
 _aten = torch.ops.aten
-_FLASH_CHANNELS = 8  # of other multiples torch pads heads for FlashAttention
-_BIAS_ALIGNMENT = 8  # of a bias's rows, which torch pads for the memory-efficient kernel
+_FLASH_CHANNELS = 8  # torch pads heads of other multiples for FlashAttention
+_BIAS_ALIGNMENT = 8  # torch pads the rows of a bias to it for the memory-efficient kernel
 
 
 class ScoreTerms(NamedTuple):
-    """Terms of the scores of queries and keys."""
+    """Terms of attention scores beside the products of queries and keys."""
 
     bias: Tensor | None  # added to them
     is_causal: bool
@@ -27,12 +27,12 @@ class ScoreTerms(NamedTuple):
 
 
 class AttentionKernel(NamedTuple):
-    """One of torch's kernels: what it computes, and its derivative."""
+    """One of torch's attention kernels with its derivative."""
 
     forward: Callable[[Tensor, Tensor, Tensor, ScoreTerms], Sequence[Any]]
-    """The output first, then all that the derivative needs."""
+    """Function that returns the output first, then all that the derivative needs."""
     backward: Callable[[Tensor, Sequence[Tensor], Sequence[Any], ScoreTerms], Sequence[Tensor]]
-    """Gradients of query, key and value from that of the output."""
+    """Function from the gradient of the output to those of query, key and value."""
 
 
 def _lengths(inputs: Sequence[Tensor]) -> tuple[int, int]:
@@ -87,9 +87,9 @@ CUDNN = AttentionKernel(
 def choose_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
 ) -> AttentionKernel | None:
-    """The kernel that torch chooses; None for one that is not known here.
+    """Return the kernel that torch chooses; None for one that has no entry here.
 
-    Of fake tensors torch chooses none; they are the CPU's (see `longtake.planner.kernels`).
+    torch chooses none for fake tensors; they get the CPU's (see `longtake.planner.kernels`).
     """
     if isinstance(query, FakeTensor):
         inputs = (query, key, value)
@@ -105,7 +105,7 @@ def choose_kernel(
 
 
 def as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask as kernels take it: added to the scores; on a GPU, given for every head."""
+    """Convert a mask to a bias, added to the scores; on a GPU it is expanded to every head."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -119,7 +119,7 @@ def as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 Obtain = Callable[[Callable[[], Sequence[Any]]], Sequence[Any]]
-"""From what computes a kernel's result to the result, computed or kept."""
+"""Function that obtains a kernel's result from the function that computes it, or as kept."""
 
 
 class _OfThread(threading.local):
@@ -127,13 +127,13 @@ class _OfThread(threading.local):
 
 
 THIS_THREAD = _OfThread()
-"""Function by which this thread's `attend` obtains results; None: it computes them."""
+"""Function by which `attend` obtains results in this thread; None: it computes them."""
 
 
 def attend(
     kernel: AttentionKernel, scores: ScoreTerms, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """[B, H, T, d]: attention by a kernel."""
+    """Compute attention [B, H, T, d] by a kernel."""
     obtain = THIS_THREAD.obtain if torch.is_grad_enabled() else None
     attended: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         kernel, scores, obtain or _compute, query, key, value
@@ -146,7 +146,7 @@ def _compute(compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that obtains its result by computing it or from what was kept."""
+    """Attention whose result is computed, or obtained from one that was kept."""
 
     @staticmethod
     def forward(
@@ -178,13 +178,13 @@ class _Attention(torch.autograd.Function):
 
 
 def as_computed(tensor: Tensor) -> Tensor:
-    """In the type in which autocast would compute attention."""
+    """Convert a tensor to the dtype in which autocast would compute attention."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
 class AttentionMode(TorchFunctionMode):
-    """A context in which `attend` does what `scaled_dot_product_attention` would do."""
+    """Context in which `attend` replaces `scaled_dot_product_attention`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class AttentionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Passes all else on."""
+        """Pass all other functions on."""
         given = kwargs or {}
         if func is Tensor.unflatten:  # the compiler follows it as a method, not as a function
             return args[0].unflatten(*args[1:], **given)
@@ -203,5 +203,5 @@ class AttentionMode(TorchFunctionMode):
         return self.attend(*args, **given)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-        """[B, H, T, d] of such a query; `how` are the function's other arguments."""
+        """Compute attention [B, H, T, d]; `how` are the other arguments of the torch function."""
         raise NotImplementedError

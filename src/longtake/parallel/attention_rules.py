@@ -1,6 +1,6 @@
-"""Chooses which of torch's attention kernels may train, and the layout of their backward pass.
+"""The choice of torch's attention kernels in training, and of the layout of their gradients.
 
-Both hold for every attention of this process: they are rules of torch's dispatcher, and not of
+Both hold for every attention of this process: they are rules of torch's dispatcher, not of
 `torch.nn.functional`. Families, modules of the user's own, compiled code, and attention that is
 kept or shared all end in the same operations.
 """
@@ -18,10 +18,10 @@ from torch.library import Library, get_kernel
 from torch.nn.attention import SDPBackend
 
 REPAIRED_IN = "2.14.1"
-"""The first torch without both faults of cuDNN's backward pass of attention. It kept compiled
-graphs by the layouts of query, key and value, and not by that of the output's gradient, which it
-then read with the gaps of another one, or beyond its end. With a mask the gradient of the queries
-may be NaN (pytorch issue 196678)."""
+"""First version of torch without two faults of cuDNN's backward pass of attention. It cached
+compiled graphs by the layouts of query, key and value but not of the output's gradient, which it
+then read with wrong gaps or beyond its end. With a mask, the gradient of the queries may be NaN
+(pytorch issue 196678)."""
 INSTALL = f"Install PyTorch {REPAIRED_IN} or newer with CUDA 13."
 Kernel = Literal["flash", "cudnn", "efficient", "math"]
 NAMES: Mapping[Kernel, str] = {
@@ -43,30 +43,31 @@ _SWITCHES: Mapping[Kernel, tuple[Any, Any]] = {
     "efficient": (_of_cuda.mem_efficient_sdp_enabled, _of_cuda.enable_mem_efficient_sdp),
 }
 Layout = tuple[tuple[int, int], ...]
-"""Dimensions from the outermost in memory, each with its stride over that of a tensor without gaps;
-without dimensions of size 1."""
+"""Memory layout of a tensor: its dimensions larger than 1, from the outermost, each with its stride
+over that of a tensor without gaps.
+"""
 
 
 class AttentionKind(NamedTuple):
-    """The facts, beside lengths and numbers of samples and heads, that a code path depends on."""
+    """The properties of an attention, apart from its sizes, on which torch's code path depends."""
 
     dtype: str
-    widths: tuple[int, int]  # of keys and of values
-    layouts: tuple[Layout, Layout, Layout]  # of query, key and value
+    widths: tuple[int, int]  # keys, values
+    layouts: tuple[Layout, Layout, Layout]  # query, key, value
     is_masked: bool
     is_causal: bool
     shares_keys: bool  # several heads of the queries have the same keys
 
 
 class KernelChoice(NamedTuple):
-    """The kernel that computes a kind of attention on this machine, and those that must not."""
+    """The kernel that computes a kind of attention on this machine, and the refused kernels."""
 
     chosen: Kernel
     refused: tuple[Kernel, ...] = ()
 
 
 CHOICES: dict[AttentionKind, KernelChoice] = {}
-"""The findings of `longtake.planner.attention_check` before training."""
+"""Choices of kernels, found by `longtake.planner.attention_check` before training."""
 
 
 def has_cudnn_faults() -> bool:
@@ -74,7 +75,7 @@ def has_cudnn_faults() -> bool:
 
 
 def cudnn_note(capability: tuple[int, int]) -> str:
-    """A sentence about this torch on a GPU that chooses cuDNN first (Hopper, Blackwell), or ''."""
+    """Return a note about torch for GPUs that prefer cuDNN (Hopper, Blackwell), or ''."""
     if capability < (9, 0) or not has_cudnn_faults():
         return ""
     return (
@@ -87,7 +88,7 @@ def cudnn_note(capability: tuple[int, int]) -> str:
 def kind_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> AttentionKind:
-    """Facts about query, key and value [B, H, T, D] that decide the kernel."""
+    """Return the properties of query, key and value [B, H, T, D] that decide the kernel."""
     return AttentionKind(
         str(query.dtype).removeprefix("torch."),
         (key.shape[-1], value.shape[-1]),
@@ -101,6 +102,7 @@ def kind_of(
 def _layout(tensor: Tensor) -> Layout:
     strides, found, packed = tensor.stride(), list[tuple[int, int]](), 1
     used = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
+    # From the innermost dimension: `packed` is the memory that the inner dimensions span.
     for dim in sorted(used, key=lambda each: strides[each]):
         found.append((dim, math.ceil(strides[dim] / packed)))
         packed = max(packed, strides[dim] * tensor.shape[dim])
@@ -110,7 +112,7 @@ def _layout(tensor: Tensor) -> Layout:
 def refusals(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> tuple[Kernel, ...]:
-    """The kernels that must not compute an attention that trains."""
+    """Return the kernels that must not compute an attention in training."""
     known: tuple[Kernel, ...] = ("cudnn",) if mask is not None and has_cudnn_faults() else ()
     if not CHOICES:
         return known
@@ -120,7 +122,7 @@ def refusals(
 
 @contextmanager
 def without(kernels: Iterable[Kernel]) -> Iterator[None]:
-    """Torch chooses none of these kernels; in other threads of this process neither."""
+    """Keep torch from choosing these kernels within the context, in all threads of the process."""
     switches = [_SWITCHES[each] for each in kernels]
     changed = [enable for is_on, enable in dict.fromkeys(switches) if is_on()]
     for enable in changed:
@@ -135,7 +137,7 @@ def without(kernels: Iterable[Kernel]) -> Iterator[None]:
 def kernel_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Mapping[str, Any]
 ) -> Kernel:
-    """The kernel that computes an attention that trains."""
+    """Return the kernel that torch chooses for an attention in training."""
     is_causal = bool(how.get("is_causal"))
     with without(refusals(query, key, value, mask, is_causal=is_causal)):
         chosen = torch._fused_sdp_choice(query, key, value, attn_mask=mask, **how)
@@ -144,7 +146,7 @@ def kernel_of(
 
 @cache
 def guard_attention(device_type: str = "cuda") -> None:
-    """Keep every attention of this process that trains from kernels with faults.
+    """Keep every attention of this process in training from kernels with faults.
 
     "cpu" is for trials of what is meant for a GPU.
     """
@@ -155,7 +157,7 @@ def guard_attention(device_type: str = "cuda") -> None:
         _LIBRARIES.append(give_whole_gradients(_BACKWARDS[device_type], device_type.upper()))
 
 
-_LIBRARIES: list[Any] = []  # kept for as long as the process lives
+_LIBRARIES: list[Any] = []  # kept alive: a rule ends with its Library
 _BACKWARDS = {
     "cuda": "_scaled_dot_product_cudnn_attention_backward",
     "cpu": "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -163,7 +165,7 @@ _BACKWARDS = {
 
 
 def obey_refusals(dispatch_key: str) -> Any:
-    """Have attention that trains use no refused kernel, for as long as the result lives."""
+    """Make attention in training use no refused kernel while the returned library lives."""
     name = "scaled_dot_product_attention"
     torchs = get_kernel(f"aten::{name}", dispatch_key)
 
@@ -192,7 +194,7 @@ def obey_refusals(dispatch_key: str) -> Any:
 
 
 def give_whole_gradients(operation: str, dispatch_key: str) -> Any:
-    """Have a kernel's backward pass get the output's gradient in the output's own layout."""
+    """Give a kernel's backward pass the output's gradient in the layout of the output itself."""
     torchs = get_kernel(f"aten::{operation}", dispatch_key)
 
     def backward(
@@ -213,7 +215,7 @@ def give_whole_gradients(operation: str, dispatch_key: str) -> Any:
 
 
 def replace_kernel(operation: str, function: Any, dispatch_key: str) -> Any:
-    """Call a function with torch's key set in place of a kernel, while the result lives."""
+    """Replace a kernel by a function that also gets torch's key set, while the result lives."""
     library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
@@ -222,5 +224,5 @@ def replace_kernel(operation: str, function: Any, dispatch_key: str) -> Any:
 
 
 def fingerprint() -> str:
-    """Changes whenever compiled code might hold another kernel."""
+    """Return a text that changes whenever compiled code might hold another kernel."""
     return repr((has_cudnn_faults(), sorted(CHOICES.items())))

@@ -1,4 +1,4 @@
-"""Tries kinds of attention: forward and backward, against the formula in fp32. A program.
+"""Trial of kinds of attention, forward and backward, against the formula in fp32. A program.
 
 It reads cases and refused kernels as JSON from stdin, and writes a line before and after each
 attempt: after a crash the last line names what was tried. See `longtake.planner.attention_check`.
@@ -19,20 +19,21 @@ from longtake.parallel import attention_rules
 from longtake.parallel.attention_rules import AttentionKind, Kernel, KernelChoice, Layout
 
 TOLERANCE = 0.05
-"""Bound of the relative error (norms) in the output and in each gradient. Kernels in bf16 are
-within 0.01 of the formula; a wrong layout gives 1."""
+"""Bound of the relative error (of norms) of the output and each gradient. Kernels in bf16 stay
+within 0.01 of the formula; a wrong layout gives 1.
+"""
 _MOST_SAMPLES, _MOST_HEADS, _MOST_TOKENS, _TILE = 2, 4, 1024, 128
 _ROUNDS = 2
 
 
 class AttentionCase(NamedTuple):
-    """An attention of a model, made small: lengths keep what they are beyond whole tiles."""
+    """An attention of a model, made small; lengths keep their remainder beyond whole tiles."""
 
     kind: AttentionKind
     num_samples: int
-    heads: tuple[int, int]  # of queries, and of keys
-    lengths: tuple[int, int]
-    mask: tuple[int, ...]  # the shape of one; () without
+    heads: tuple[int, int]  # queries, keys
+    lengths: tuple[int, int]  # queries, keys
+    mask: tuple[int, ...]  # shape of the mask; () without one
 
 
 class Trials(NamedTuple):
@@ -40,21 +41,21 @@ class Trials(NamedTuple):
 
     device: str
     cases: tuple[AttentionCase, ...]
-    refused: tuple[tuple[Kernel, ...], ...]  # of each case
+    refused: tuple[tuple[Kernel, ...], ...]  # by case
 
 
 class Attempt(NamedTuple):
-    """A line that it writes."""
+    """A line that the program writes."""
 
     case: int
     kernel: Kernel
-    why: str | None  # None: it begins; "": it agrees; else what is wrong
+    why: str | None  # None: it begins; "": it agrees; else the fault
 
 
 def case_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> AttentionCase:
-    """The case of query, key and value [B, H, T, D]; mask dimensions of stride 0 have size 1."""
+    """Return the case of query, key, value [B, H, T, D]; mask dimensions of stride 0 get size 1."""
 
     def length(tokens: int) -> int:
         return tokens if tokens <= _MOST_TOKENS + _TILE else _MOST_TOKENS + tokens % _TILE
@@ -73,7 +74,7 @@ def case_of(
 
 
 def make_inputs(case: AttentionCase, device: str) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """Query, key and value; a mask; and the gradient of the output [B, T, H, D]."""
+    """Make query, key and value, a mask, and the gradient [B, T, H, D] of the output."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, case.kind.dtype)
 
@@ -108,7 +109,7 @@ def make_inputs(case: AttentionCase, device: str) -> tuple[list[Tensor], Tensor 
 def _attend(
     case: AttentionCase, inputs: Sequence[Tensor], mask: Tensor | None, gradient: Tensor
 ) -> list[Tensor]:
-    """The output, and gradients of query, key and value."""
+    """Return the output and the gradients of query, key and value."""
     query, key, value = leaves = [each.detach().requires_grad_() for each in inputs]
     how: Any = {"is_causal": case.kind.is_causal, "enable_gqa": case.kind.shares_keys}
     output = F.scaled_dot_product_attention(query, key, value, mask, **how)
@@ -116,7 +117,7 @@ def _attend(
 
 
 class _Trial:
-    """A case with the formula's results."""
+    """A case with its inputs and the results of the formula."""
 
     def __init__(self, number: int, case: AttentionCase, device: str) -> None:
         self.number, self.case, self.device = number, case, device
@@ -125,6 +126,7 @@ class _Trial:
             wide = [each.float() for each in self.inputs]
             exact = gradient.float().transpose(1, 2)
             self.expected = _attend(case, wide, self.mask, exact)
+        # The same gradient with gaps in memory: some kernels read it by another layout.
         wider = torch.cat([gradient.flatten(2)] * 3, dim=2)
         gapped = wider[..., : wider.shape[2] // 3].unflatten(2, gradient.shape[2:])  # type: ignore[no-untyped-call]
         self.gradients = [gradient.transpose(1, 2), gapped.transpose(1, 2)]
@@ -151,7 +153,7 @@ class _Trial:
 
 
 def run_trials(trials: Trials) -> Iterator[Attempt]:
-    """Every case with both layouts of gradients, in both orders and twice."""
+    """Try every case with both layouts of gradients, in both orders and twice."""
     attention_rules.guard_attention(torch.device(trials.device).type)
     known = [_Trial(number, case, trials.device) for number, case in enumerate(trials.cases)]
     for each, refused in zip(known, trials.refused, strict=True):
@@ -165,7 +167,7 @@ def run_trials(trials: Trials) -> Iterator[Attempt]:
 
 
 def _settle(trial: _Trial, gradient: Tensor) -> Iterator[Attempt]:
-    """Attempts until the kernel that torch chooses agrees; others are refused."""
+    """Try kernels as torch chooses them until one agrees; the others are refused."""
     while (kernel := trial.chosen()) != "math":
         yield Attempt(trial.number, kernel, None)
         why = trial.find_fault(gradient)

@@ -1,4 +1,4 @@
-"""Collectives of numbers and objects; in a world of one, each is the identity."""
+"""Collectives of numbers and objects; each returns its argument in a world of one rank."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from longtake.parallel.mesh import World, tells_of_a_lost_peer
 T = TypeVar("T")
 
 _joint_world: World | None = None
-"""State of `joint_work` while it is under way."""
+"""World of the `joint_work` context that is active, or None."""
 
 
 def sum_over_ranks(numbers: Mapping[str, float], world: World) -> dict[str, float]:
@@ -26,7 +26,7 @@ def sum_over_ranks(numbers: Mapping[str, float], world: World) -> dict[str, floa
 
 
 def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T]:
-    """Every rank's object, by rank, on every rank; `patiently`: with the long timeout."""
+    """Gather every rank's object on every rank, by rank; `patiently` with the long timeout."""
     if world.mesh is None:
         return [thing]
     gathered: list[T] = [thing] * world.size
@@ -35,7 +35,7 @@ def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T
 
 
 def gather_to_first(thing: T, world: World) -> list[T]:
-    """Every rank's object, by rank, on rank 0, and nothing on the others; with the long timeout."""
+    """Gather every rank's object on rank 0 with the long timeout; other ranks get an empty list."""
     if world.mesh is None:
         return [thing]
     gathered: list[T] | None = [thing] * world.size if world.is_first else None
@@ -50,7 +50,7 @@ def gather_in_group(thing: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def from_first(thing: T, world: World, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's object, on every rank; `group` must contain all ranks."""
+    """Broadcast rank 0's object to every rank; `group` must contain all ranks."""
     if world.mesh is None:
         return thing
     box = [thing]
@@ -59,7 +59,7 @@ def from_first(thing: T, world: World, group: dist.ProcessGroup | None = None) -
 
 
 def first_does(work: Callable[[], object], world: World) -> None:
-    """Let rank 0 do something while the others wait; a user's error there is raised on all.
+    """Run `work` on rank 0 while the other ranks wait; a user's error in it is raised on all.
 
     Raises:
         LongtakeError: what `work` raised on rank 0.
@@ -77,7 +77,7 @@ def first_does(work: Callable[[], object], world: World) -> None:
 
 @contextmanager
 def joint_work(world: World) -> Iterator[None]:
-    """A context that an error of one rank ends on all of them; all ranks enter it.
+    """Context in which an error of one rank ends the work of all; all ranks enter it.
 
     The rank that fails raises its own error, and the others a `JointWorkError`. Before each
     collective inside, `refuse_failed_peers` is called: no rank then waits for one that has failed.
@@ -94,6 +94,7 @@ def joint_work(world: World) -> Iterator[None]:
     except JointWorkError:
         raise
     except Exception as error:
+        # An error of a lost peer is not exchanged: that peer takes part in no collective.
         if not tells_of_a_lost_peer(error):
             _exchange_failures(f"{type(error).__name__}: {error}", world)
         raise
@@ -102,7 +103,7 @@ def joint_work(world: World) -> Iterator[None]:
 
 
 def refuse_failed_peers() -> None:
-    """Within `joint_work`, and on all ranks, raise the error of a rank that has failed in it."""
+    """Within `joint_work`, raise the error of a failed rank; all ranks call it together."""
     if _joint_world is not None:
         failures = _exchange_failures(None, _joint_world)
         if failures:
@@ -110,6 +111,7 @@ def refuse_failed_peers() -> None:
 
 
 def _exchange_failures(mine: str | None, world: World) -> list[str]:
+    # One number first: the texts are gathered only after a failure.
     failed = torch.tensor(float(mine is not None))
     dist.all_reduce(failed, group=world.patient_group)
     if not failed:

@@ -26,7 +26,7 @@ from longtake.parallel.collectives import gather_in_group, refuse_failed_peers
 # h this rank's, d width of a head.
 
 Ranks = Literal["all", "heads", "ring"]
-"""Ranks that share a clip: all, those that have its other heads, or those of its ring."""
+"""Ranks that share a clip: all of them, those with its other heads, or those of its ring."""
 
 
 def shares(total: int, size: int) -> list[int]:
@@ -34,7 +34,7 @@ def shares(total: int, size: int) -> list[int]:
 
 
 def heads_size(num_heads: int, size: int, of_node: int) -> int:
-    """Count the ranks that exchange a clip's tokens for heads, of those that share it.
+    """Count the ranks, of those that share a clip, that exchange its tokens for heads.
 
     It is the most that divide heads and ranks, and where a clip's ranks are on several nodes, the
     ranks of a node: all-to-all waits for the slowest link, and a ring hides behind the computation.
@@ -75,7 +75,7 @@ class TokenSharing:
         self._counts = [sum(each) for each in zip(*self._rows, strict=True)]
 
     def total(self, row: int) -> int:
-        """Tokens of a row on all ranks."""
+        """Return the number of tokens of a row on all ranks."""
         return sum(self._rows[row])
 
     def cut(self, tensor: Tensor, dim: int) -> Tensor:
@@ -83,16 +83,16 @@ class TokenSharing:
         return tensor.narrow(dim, sum(counts[: self.rank]), counts[self.rank])
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        """All of the last row of tokens, of which each rank has a part along a dimension."""
+        """Gather the last row of tokens, of which each rank has a part along a dimension."""
         counts, mine = self._rows[-1], part.movedim(dim, 0)
         for_each = mine.expand(self.size, *mine.shape).flatten(0, 1)
         whole = self._exchange(for_each, [len(mine)] * self.size, counts, "all")
         return whole.movedim(0, dim)
 
     def to_heads(self, tensors: Tensor) -> Tensor:
-        """[S, B, h, T, d] of this rank's heads from [S, B, H, t, d] of its tokens.
+        """Exchange tokens for heads: [S, B, h, T, d] from this rank's [S, B, H, t, d].
 
-        The tokens stand in the ranks' order; they are those of the ranks that have other heads.
+        T are the tokens of all ranks that have other heads, in the order of these ranks.
         """
         if self.heads_size == 1:
             return tensors
@@ -104,7 +104,7 @@ class TokenSharing:
         return received.permute(1, 2, 3, 0, 4)  # from [T, S, B, h, d]
 
     def to_tokens(self, tensors: Tensor) -> Tensor:
-        """[S, B, H, t, d] of this rank's tokens from [S, B, h, T, d] of its heads."""
+        """Exchange heads for tokens: [S, B, H, t, d] from this rank's [S, B, h, T, d]."""
         if self.heads_size == 1:
             return tensors
         to_send, size = tensors.permute(3, 0, 1, 2, 4), self.heads_size
@@ -114,21 +114,25 @@ class TokenSharing:
         return by_rank.permute(2, 3, 0, 4, 1, 5).flatten(2, 3)
 
     def attend_around(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-        """[B, h, T, d]: attention to the tokens of the whole ring; of what `to_heads` returns.
+        """Attend to the tokens of the whole ring, with the results of `to_heads`.
 
         Args:
             query: [B, h, T, d].
-            key: of the same tokens.
-            value: of the same tokens.
+            key: keys [B, h, T, d] of the same tokens.
+            value: values [B, h, T, d] of the same tokens.
             how: arguments of `scaled_dot_product_attention`; only `scale` may be set.
 
+        Returns:
+            [B, h, T, d].
+
         Raises:
-            ModelError: torch has no kernel for it that returns a logsumexp.
+            ModelError: no kernel of torch returns the logsumexp that the ring needs.
         """
         size, scale = self.heads_size, how.get("scale")
         query, key, value = (attention.as_computed(each) for each in (query, key, value))
         starts = range(0, self.size, size)
         counts = [sum(self._counts[start : start + size]) for start in starts]
+        # Compiled code calls the whole ring as one operation.
         if torch.compiler.is_compiling():
             rank, group = self.rank // size, self._ring
             attended: Tensor = ring.ring_attention(query, key, value, scale, rank, counts, group)[0]
@@ -145,18 +149,18 @@ class TokenSharing:
     def _exchange(
         self, tensor: Tensor, sent: list[int], received: list[int], among: Ranks
     ) -> Tensor:
-        """Send parts of the first dimension to the ranks, in their order, and receive theirs."""
+        """Send parts of the first dimension to the ranks, in their order, and return theirs."""
         raise NotImplementedError
 
     def _begin_exchange(
         self, tensor: Tensor, sent: list[int], received: list[int]
     ) -> Callable[[], Tensor]:
-        """Exchange among the ranks of a ring, without derivative; see `ring.Exchange`."""
+        """Exchange among the ranks of a ring, without a derivative; see `ring.Exchange`."""
         raise NotImplementedError
 
 
 class TokenExchange(TokenSharing):
-    """Token sharing by the ranks of a launch; all of them make it."""
+    """Token sharing by the ranks of a launch; all of them must construct it."""
 
     def __init__(self, world: mesh.World, num_heads: int) -> None:
         of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -188,7 +192,7 @@ def compute_once(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Tensors of samples that all ranks of a group need, each computed by one rank and sent.
+    """Compute tensors that all ranks of a group need, each sample's on one rank, and send them.
 
     All ranks call it.
 
@@ -200,7 +204,7 @@ def compute_once(
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = {number: compute(number) for number in range(rank, count, size)}
-    # Shapes depend on the captions.
+    # Shapes depend on the captions, so other ranks must learn them before they can receive.
     shapes = {
         number: {name: (each.shape, each.dtype) for name, each in found.items()}
         for number, found in mine.items()
@@ -242,7 +246,7 @@ class SharedAttention(attention.AttentionMode):
         return self._sharing.to_tokens(mixed[None])[0]
 
     def _whole_mask(self, mask: Tensor) -> Tensor:
-        """[B, 1, 1, T] of [B, 1, 1, t]: each rank needs the whole for its heads."""
+        """Gather a mask [B, 1, 1, T] from [B, 1, 1, t]: each rank's heads need all of it."""
         size = self._sharing.heads_size
         if size < self._sharing.size:
             raise ModelError(

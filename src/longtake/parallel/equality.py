@@ -1,4 +1,4 @@
-"""Compares what all ranks of a launch must have in common with rank 0, before the first step."""
+"""Comparison of what all ranks of a launch must have in common, before the first step."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from longtake.parallel.mesh import World
 
 Group = Literal["recipe", "code", "version", "setting", "weights"]
 Facts = dict[tuple[Group, str], str]
-"""Values by their group and name."""
+"""Values of facts by group and name."""
 
 ABSENT = "absent"
 _CODE = "longtake's code"
@@ -40,14 +40,14 @@ _RECIPE_MAY_DIFFER = (
     "data.frame_cache_gib",
     "data.sample_memory_gib",
 )
-"""Keys (or sections) of the recipe that a node may have for itself."""
+"""Recipe keys and sections that may differ between nodes."""
 _DECIDING_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE")
 _VARIABLES = (
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NCCL_NVLS_ENABLE"),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ATEN_CPU_CAPABILITY"),
 )
 _MAY_DIFFER = frozenset((*_VARIABLES, "python", "GPU", "threads", "vector instructions"))
-"""Names of other facts that change bits at most, or speed."""
+"""Names of other facts that may change only bits or the speed."""
 
 _REMEDIES: Mapping[Group, str] = {
     "recipe": "Start all nodes with one recipe: copy it, or keep it on a disk that they share.",
@@ -62,7 +62,7 @@ _REMEDIES: Mapping[Group, str] = {
 
 
 def software(recipe: config.Recipe, device: torch.device) -> Facts:
-    """This rank's recipe, code, versions of what computes, and settings of arithmetic."""
+    """Collect this rank's recipe, code, software versions and settings of arithmetic."""
     found: Facts = {("code", _CODE): process.code_digest("")}
     found |= {("recipe", key): value for key, value in recipe_keys(recipe).items()}
     found |= {("version", name): each for name, each in _versions(device).items()}
@@ -71,7 +71,7 @@ def software(recipe: config.Recipe, device: torch.device) -> Facts:
 
 
 def recipe_keys(recipe: config.Recipe) -> dict[str, str]:
-    """Values as JSON by dotted keys, with defaults; of what may be a secret a digest."""
+    """Return the recipe's values as JSON by dotted keys; possible secrets become a digest."""
     values = json.loads(recipe.model_dump_json(exclude_none=True))
     keys = {key: json.dumps(value) for key, value in config.flatten(values)}
     for name in keys.keys() & set(_MAY_BE_SECRET):
@@ -110,9 +110,9 @@ def _digest(content: bytes) -> str:
 
 
 def files_read(paths: Mapping[str, Path]) -> Facts:
-    """Size and a digest of the content of files, and of files in folders, by what names them.
+    """Return size and digest of files, and of files in folders, by the key that names them.
 
-    Of a large file the beginning and 256 places are read: other training changes all weights.
+    Large files are sampled: the beginning and 256 places. Another training changes all weights.
     """
     found: Facts = {}
     for name, path in paths.items():
@@ -141,15 +141,15 @@ def _sampled_digest(path: Path) -> str:
 
 
 class RankDifference(NamedTuple):
-    """A fact that is not the same on all ranks."""
+    """A fact that differs between ranks."""
 
     group: Group
     name: str
-    values: dict[str, str]  # places by value in words, rank 0's first
+    values: dict[str, str]  # ranks in words by value, rank 0's value first
 
     @property
     def decides(self) -> bool:
-        """True if ranks would train something else; otherwise at most bits or the speed differ."""
+        """True if ranks would train differently; otherwise at most bits or the speed differ."""
         if self.group != "recipe":
             return self.name not in _MAY_DIFFER
         return not config.is_among(self.name, _RECIPE_MAY_DIFFER)
@@ -187,7 +187,7 @@ def compare_with_first(facts: Facts, world: World) -> list[RankDifference]:
 def differences_of(
     first: Facts, everyone: Sequence[tuple[str, Mapping[tuple[Group, str], str]]]
 ) -> list[RankDifference]:
-    """Differences from rank 0's facts, of each rank's host and the facts in which it differs."""
+    """Return the differences from rank 0's facts, given each rank's host and differing facts."""
     found = []
     for key in dict.fromkeys(key for _, differing in everyone for key in differing):
         own = first.get(key, ABSENT)
@@ -199,7 +199,7 @@ def differences_of(
 
 
 def _places(ranks: Mapping[str, Sequence[int]]) -> str:
-    """Hosts with their ranks, in words."""
+    """Describe hosts and their ranks in words."""
     words = [
         f"{host} (rank {of_host[0]})"
         if len(of_host) == 1

@@ -1,4 +1,4 @@
-"""Shards a model over the mesh with FSDP2 (`fully_shard`), or replicates it; its gradients."""
+"""Sharding by FSDP2 (`fully_shard`) or replication of a model, and its gradients."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,35 +22,34 @@ from longtake.parallel.collectives import refuse_failed_peers
 from longtake.parallel.mesh import World
 
 BUCKET_BYTES = 2**28
-"""The most that gradients are copied into at a time to be all-reduced."""
+"""The most bytes of gradients that are copied into one all-reduce."""
 _LEAST_NORM = 1e-6
-"""Added to a norm, so that gradients of 0 do not divide by it."""
+"""Added to a norm to avoid a division by 0."""
 
 
 def apply_fsdp(
     model: nn.Module, blocks: Sequence[nn.Module], world: World, *, gather_in_bf16: bool = False
 ) -> None:
-    """Shard each block and then the rest onto the device; whole on each rank, just move it.
+    """Shard each block and then the rest onto the device; without sharding, move the model.
 
     The model comes on the CPU: a GPU never holds more of it than its share and one block.
 
-    Sharded parameters become DTensors of the dtype that they have. Gradients are added up over
-    ranks in fp32. The arithmetic's precision is autocast's business, the same on one process and on
-    many.
+    Sharded parameters become DTensors of the dtype that they have. Gradients are summed over ranks
+    in fp32. Autocast decides the precision of the arithmetic, on one process as on many.
 
     Args:
         model: on the CPU.
-        blocks: of it.
+        blocks: the model's blocks, units of sharding.
         world: all ranks.
-        gather_in_bf16: whether ranks send each other weights kept in fp32 as bf16; only where
-            autocast would make bf16 of them anyway.
+        gather_in_bf16: whether ranks send fp32 weights to each other as bf16; only if autocast
+            would convert them to bf16 anyway.
     """
     if not world.is_sharded:
         model.to(world.device)
         accumulate_in_fp32(model)
         return
-    # Some families return a view. torch warns at each step that it must not be changed in
-    # place, and it is not: the loss reads it.
+    # Some families return a view. torch warns at each step that it must not be changed in place;
+    # the loss only reads it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     kept = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if gather_in_bf16 else None,
@@ -61,7 +60,7 @@ def apply_fsdp(
         trained = _trained_dtypes(part)
         for inner in _of_other_dtypes(part, trained[0]) if trained else []:
             _shard(inner, world, kept)
-            if hasattr(inner, "prepare"):  # an added module's, which is called beside forward
+            if hasattr(inner, "prepare"):  # an added module's, called apart from forward
                 register_fsdp_forward_method(inner, "prepare")
         _shard(part, world, kept)
 
@@ -71,7 +70,7 @@ def _shard(module: nn.Module, world: World, policy: MixedPrecisionPolicy) -> Non
 
 
 class _Gather(DefaultAllGather):
-    """Gathers weights; in joint work, only where no rank has failed."""
+    """All-gather of weights that, within joint work, first checks that no rank has failed."""
 
     def __call__(self, *given: Any, **named: Any) -> dist.Work | None:
         refuse_failed_peers()
@@ -81,7 +80,7 @@ class _Gather(DefaultAllGather):
 def accumulate_in_fp32(model: nn.Module) -> None:
     """Keep the gradients of bf16 weights in fp32, so that micro-batches add up without rounding.
 
-    Of sharded weights FSDP2's `reduce_dtype` does that.
+    For sharded weights, FSDP2's `reduce_dtype` has this effect.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
@@ -90,9 +89,9 @@ def accumulate_in_fp32(model: nn.Module) -> None:
 
 @contextmanager
 def gradients_of_any_dtype(model: nn.Module) -> Iterator[None]:
-    """A context in which gradients of another dtype than `grad_dtype` may be assigned.
+    """Allow gradients of another dtype than `grad_dtype` to be assigned within the context.
 
-    `torch.distributed.checkpoint.state_dict` does that to create the states of optimizers.
+    `torch.distributed.checkpoint.state_dict` assigns them to create the states of optimizers.
     """
     before = {parameter: parameter.grad_dtype for parameter in model.parameters()}
     for parameter in before:
@@ -105,10 +104,10 @@ def gradients_of_any_dtype(model: nn.Module) -> Iterator[None]:
 
 
 def _of_other_dtypes(module: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
-    """The largest parts of a module that train in other dtypes than this one.
+    """Return the largest parts of a module that train in no weight of the given dtype.
 
-    What FSDP2 spreads as one must train in one dtype, but Wan keeps a few weights of each block in
-    fp32 where all others are in bf16.
+    A unit of FSDP2 must train in one dtype, but Wan keeps a few weights of each block in fp32 while
+    all others are in bf16.
     """
     found: list[nn.Module] = []
     for child in module.children():
@@ -135,11 +134,11 @@ def gathers_weights(model: nn.Module) -> bool:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the weights that FSDP2 has gathered, and have it forget the passes since the last step.
+    """Free the weights that FSDP2 has gathered, and reset its record of the passes.
 
-    After a forward pass without a backward pass it keeps the weights of the outermost module; after
-    one that an error ended, those of the module that raised it, and the next backward pass would
-    gather by the order of the broken pass, which is another one on each rank.
+    After a forward pass without a backward pass FSDP2 keeps the weights of the outermost module.
+    After a pass that an error ended it keeps those of the module that raised it, and the next
+    backward pass would gather in the order of the broken pass, which differs between ranks.
     """
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
         return  # no pass has begun
@@ -160,7 +159,7 @@ def free_gathered(model: nn.Module) -> None:
 
 @torch.no_grad()
 def send_weights(model: nn.Module, world: World) -> None:
-    """Give all ranks that hold the whole model rank 0's values of what trains.
+    """Broadcast rank 0's trained weights to all ranks that hold the whole model.
 
     From then on equal gradients keep them equal. Frozen weights come from the same files or the
     same seed.
@@ -174,8 +173,8 @@ def send_weights(model: nn.Module, world: World) -> None:
 def reduce_gradients(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
     """Average the gradients of ranks that hold the whole model; FSDP2 reduces those of shards.
 
-    All ranks call it after the last micro-batch of a step. A parameter without gradient counts as
-    0, as other ranks may have one. The sums are fp32, block by block.
+    All ranks call it after the last micro-batch of a step. A parameter without a gradient counts as
+    0, because other ranks may have one. The sums are in fp32, block by block.
     """
     if world.mesh is None or world.is_sharded:
         return
@@ -193,7 +192,7 @@ def reduce_gradients(model: nn.Module, blocks: Sequence[nn.Module], world: World
 
 
 def gradient_buckets(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
-    """Trained weights of each block, then of the rest, in fp32 parts of `BUCKET_BYTES` at most."""
+    """Yield trained weights by block, then the rest, in parts of at most `BUCKET_BYTES` in fp32."""
     taken: set[nn.Parameter] = set()
     for module in (*blocks, model):
         bucket: list[nn.Parameter] = []
@@ -226,12 +225,12 @@ def clip_gradients(model: nn.Module, norm: float, max_norm: float, scale: float 
     """Multiply gradients by `scale`, then scale them down to a norm of at most `max_norm`.
 
     Args:
-        model: with its gradients.
-        norm: of all of them, over all ranks, after the multiplication by `scale`.
-        max_norm: the largest that is wanted.
-        scale: what they are multiplied with first.
+        model: model with gradients.
+        norm: norm of all gradients, over all ranks, after the multiplication by `scale`.
+        max_norm: largest norm that gradients keep.
+        scale: factor of the gradients before they are clipped.
     """
-    # Its shares of them: a DTensor looks anew at each of many tensors, which takes milliseconds.
+    # Local shards: a DTensor dispatches each of many tensors again, which takes milliseconds.
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     factor = scale * min(1.0, max_norm / (norm + _LEAST_NORM))
     if factor == 1:
@@ -252,7 +251,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def squares(tensors: Sequence[Tensor]) -> Tensor:
-    """[N] fp64 sum of squares of each tensor, on their device; [0] without tensors.
+    """Return the sum of squares of each tensor, [N] fp64 on their device; [0] without tensors.
 
     Norms are computed in fp32 for any dtype; beyond 3.4e38 they are infinite.
     """

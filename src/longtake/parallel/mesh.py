@@ -29,8 +29,8 @@ LOOPBACK = "127.0.0.1"
 """Rendezvous address of the ranks of one node: no other machine can reach it."""
 
 _FLIGHT_RECORDER_SIZE = 2000
-"""Collectives that NCCL's flight recorder keeps: some steps of a large model. Each costs a few
-hundred bytes and about a microsecond, so that it is always on."""
+"""Number of collectives that NCCL's flight recorder keeps: some steps of a large model. Each costs
+a few hundred bytes and about a microsecond, so that the recorder is always on."""
 _SECONDS_TO_LET_GO = 0.1
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 _MAX_WAITING = 2048
@@ -50,15 +50,15 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """All ranks, in a dimension `replicate` of those that hold the same weights, and one `shard` of
-    those that hold a copy between them, if any do; None where the process is alone."""
+    """Mesh of all ranks: those along `replicate` hold the same weights, those along `shard` hold
+    one copy between them. A dimension of size 1 is left out; None in a world of one rank."""
     sequence_size: int = 1
-    """Ranks, one after the other, that share the tokens of each clip."""
+    """Number of consecutive ranks that share the tokens of each clip."""
     sequence_group: dist.ProcessGroup | None = None
-    """These ranks; None where each has its clips to itself."""
+    """Process group of the ranks that share clips with this one; None if no ranks share clips."""
     patient_group: dist.ProcessGroup | None = None
-    """All ranks, over gloo, with `parallel.long_timeout_seconds`: for work of rank 0 such as
-    downloads."""
+    """Group of all ranks over gloo, with the timeout `parallel.long_timeout_seconds`: for work of
+    rank 0 such as downloads."""
     timeout: timedelta = timedelta(minutes=10)
     """Timeout of all other process groups."""
 
@@ -76,12 +76,12 @@ class World:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each rank holds a part of the model."""
+        """True if each rank holds only a part of the model."""
         return self.mesh is not None and "shard" in (self.mesh.mesh_dim_names or ())
 
     @property
     def num_copies(self) -> int:
-        """Ranks that hold the same weights: sums over all ranks count these that often."""
+        """Number of ranks with the same weights: sums over all ranks count them that often."""
         names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
         if self.mesh is None or "replicate" not in names:
             return 1
@@ -94,13 +94,13 @@ class World:
 
 @contextmanager
 def join(device: Device, section: ParallelSection, records: Path | None = None) -> Iterator[World]:
-    """Enter the world that torchrun made, or one of a single process; leave it at the end.
+    """Join the ranks that torchrun started, or make a world of one; leave it at the end.
 
     Args:
-        device: what to compute on.
-        section: how ranks share model and clips.
-        records: a folder of this node in which NCCL's flight recorders leave what they are asked
-            for; None: they record nothing.
+        device: device of the computation.
+        section: settings of how ranks share model and clips.
+        records: a folder of this node in which NCCL's flight recorders write dumps on request;
+            None: they record nothing.
 
     Raises:
         RecipeError: CUDA is asked for where there is none, or too few GPUs for the processes; or
@@ -146,7 +146,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
 
 
 def _meeting(rank: int, size: int) -> dict[str, Any]:
-    """Where ranks of one node meet: torch's own store would listen on all addresses."""
+    """Return a rendezvous store for one node: torch's own would listen on all addresses."""
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if os.environ.get("MASTER_ADDR") != LOOPBACK or is_shared:
         return {}
@@ -182,7 +182,7 @@ def arranged(world: World, section: ParallelSection) -> World:
 
 
 def _describe_timeout(error: RuntimeError, rank: int, size: int) -> str | None:
-    """Say which operation has waited how long in which process group; None: no timeout."""
+    """Describe the timed-out operation, its wait and process group; None: no timeout."""
     waited = re.search(r"Timed out waiting (\d+)ms", str(error))
     if waited is None:
         return None
@@ -219,18 +219,18 @@ def place_in_world() -> tuple[int, int, int]:
 
 
 def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """The device a process runs on.
+    """Choose the device that a process runs on.
 
     Args:
-        wanted: `cpu`; `cuda`: the GPU of this process; `auto`: the same where there is a GPU,
-            else the CPU; `cuda:1`: that very GPU, counted from 0.
+        wanted: `cpu`; `cuda`, the GPU of this process; `auto`, the same if there is a GPU, else
+            the CPU; or one GPU by its number from 0, such as `cuda:1`.
         local_rank: the process's number on this machine.
 
     Raises:
         RecipeError: CUDA is asked for where there is none, or has no GPU for this process.
     """
-    # Before CUDA starts: its allocator grows segments, and less memory is lost to fragmentation.
-    # What the user has set, also by the deprecated name, stays.
+    # Set before CUDA starts: an allocator with growing segments loses less memory to fragmentation.
+    # A value that the user has set, also under the deprecated name, stays.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     gpus = torch.cuda.device_count()
@@ -272,10 +272,10 @@ def shard_size(section: ParallelSection, size: int, of_node: int | None = None) 
     Args:
         section: of the recipe.
         size: ranks of the launch.
-        of_node: those of a node; None: as torchrun says it.
+        of_node: ranks of a node; None: torchrun's LOCAL_WORLD_SIZE.
 
     Raises:
-        RecipeError: the number of processes does not divide so.
+        RecipeError: the number of processes does not divide as the section requires.
     """
     if size % section.context:
         raise errors.RecipeError(
@@ -297,13 +297,13 @@ def shard_size(section: ParallelSection, size: int, of_node: int | None = None) 
 
 
 def sequence_groups(world: World, heads_size: int) -> Mapping[str, dist.ProcessGroup]:
-    """Groups of the ranks that share this one's clips: `all`, and of them `heads` and `ring`.
+    """Make the groups of ranks that share this one's clips: `all`, `heads` and `ring`.
 
     All ranks call it.
 
     Args:
-        world: in which ranks share clips.
-        heads_size: neighbours that have other heads of the same tokens.
+        world: world in which ranks share clips.
+        heads_size: number of neighbours that have other heads of the same tokens.
     """
     everyone = world.sequence_group
     assert everyone is not None
@@ -316,7 +316,7 @@ def sequence_groups(world: World, heads_size: int) -> Mapping[str, dist.ProcessG
 
 
 def _init_mesh(world: World, sizes: dict[str, int]) -> DeviceMesh:
-    """A mesh, by the names of its dimensions; torch gives its groups another timeout."""
+    """Make a mesh by the sizes of its dimensions, and set the timeout that torch leaves out."""
     shape, names = tuple(sizes.values()), tuple(sizes)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():
@@ -325,14 +325,14 @@ def _init_mesh(world: World, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def new_group(world: World, name: str) -> dist.ProcessGroup:
-    """A group of all ranks over gloo, for a thread of its own; errors name it."""
+    """Make a group of all ranks over gloo, for a thread of its own; errors contain its name."""
     group = dist.new_group(backend="gloo", timeout=world.timeout, group_desc=name)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def recorder_environment(folder: Path) -> dict[str, str]:
-    """Environment variables that make NCCL's flight recorder write dumps on request.
+    """Return environment variables that make NCCL's flight recorder write dumps on request.
 
     Names of torch 2.13, and of torch before 2.9 where they were renamed. They are read when the
     process group is created; variables that the user has set should be kept.

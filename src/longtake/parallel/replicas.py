@@ -1,4 +1,4 @@
-"""Compares ranks that should hold equal weights to the bit, by checksums, and names the odd one."""
+"""Comparison by checksums of ranks that should hold bitwise equal weights."""
 
 import socket
 from collections import Counter
@@ -15,7 +15,7 @@ from longtake.parallel.mesh import World
 
 _COLUMNS = 2**12
 _BYTES_TOGETHER = 2**24
-"""Small tensors are copied together up to this size: it takes fewer calls."""
+"""Size in bytes up to which small tensors are joined, which takes fewer calls."""
 _FACTOR = 6364136223846793005  # odd
 _HALF = 2**32
 _MAX_NAMED = 3
@@ -26,16 +26,19 @@ _MAX_NAMED = 3
 
 @torch.no_grad()
 def checksum(tensors: Iterable[Tensor]) -> Tensor | None:
-    """[] int64 on the tensors' device, from every bit and its place; None without numbers.
+    """Return a checksum, [] int64, of every bit and its place; None without numbers.
 
-    The sum of all words of 64 bits, each times 2 p + 1 at place p, modulo 2^64: that factor is odd,
-    so a change of one word always changes it. In integers, the order of the additions is free.
+    It is the sum of all words of 64 bits, each times 2 p + 1 at place p, modulo 2^64: that factor
+    is odd, so a change of one word always changes it. The order of integer additions does not
+    matter.
     """
     total: Tensor | None = None
     for words in _in_words(tensors):
         rows = len(words) // _COLUMNS
         body, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
         place = torch.arange(max(rows, _COLUMNS), device=words.device)
+        # Word (row r, column c) is at place p = r * _COLUMNS + c: 2 p + 1 splits into a row term
+        # and a column term, and two sums replace a product with as many places as words.
         found = (body.sum(1) * place[:rows]).sum() * (2 * _COLUMNS)
         found += (body.sum(0) * (2 * place[:_COLUMNS] + 1)).sum()
         found += (rest * (2 * (place[: len(rest)] + rows * _COLUMNS) + 1)).sum()
@@ -44,14 +47,14 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def _in_words(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors' bytes as words of 64 bits, small ones together, filled up with zeros."""
+    """Yield the tensors' bytes as words of 64 bits, small ones together, padded with zeros."""
     together: list[Tensor] = []
     for tensor in tensors:
         each = local_shard(tensor.detach()).contiguous().flatten().view(torch.uint8)
         if len(each) >= _BYTES_TOGETHER:
             yield _words([each])
         elif len(each):
-            if together and together[0].device != each.device:  # of streamed weights
+            if together and together[0].device != each.device:  # streamed weights are on the CPU
                 yield _words(together)
                 together = []
             together.append(each)
@@ -73,7 +76,7 @@ def _words(parts: Sequence[Tensor]) -> Tensor:
 
 
 def replica_groups(world: World) -> list[list[int]]:
-    """Ranks that hold the same weights: of hybrid meshes those of equal position."""
+    """Return the groups of ranks that hold the same weights."""
     if world.num_copies < 2:
         return []
     assert world.mesh is not None
@@ -83,7 +86,7 @@ def replica_groups(world: World) -> list[list[int]]:
 
 
 def find_unlike(values: Sequence[object], groups: Sequence[Sequence[int]]) -> list[int]:
-    """Ranks whose value is not that of most of their group; all of a group without a majority."""
+    """Return ranks whose value is not their group's majority; without one, the whole group."""
     found: list[int] = []
     for group in groups:
         (common, count), *others = Counter(values[rank] for rank in group).most_common()
@@ -94,7 +97,7 @@ def find_unlike(values: Sequence[object], groups: Sequence[Sequence[int]]) -> li
 
 
 class ReplicaCheck:
-    """Compares tensors of ranks that should hold the same, by slots in a sum over all ranks."""
+    """Comparison of tensors that ranks should share, by slots in a sum over all ranks."""
 
     def __init__(self, world: World, every: int) -> None:
         self._world, self._groups = world, replica_groups(world) if every else []
@@ -106,14 +109,14 @@ class ReplicaCheck:
         return bool(self._groups) and (self._is_in_doubt or step % self._every == 0)
 
     def slots(self, found: Tensor | None) -> dict[str, float]:
-        """This rank's checksum as two exact numbers in its place, and 0 in those of others."""
+        """Return this rank's checksum as two exact numbers in its slots, with 0 in all others."""
         value = 0 if found is None else int(found) % _HALF**2
         slots = {f"replica.{n}.{h}": 0.0 for n in range(self._world.size) for h in (0, 1)}
         high, low = divmod(value, _HALF)
         return slots | {f"replica.{self._world.rank}.{h}": float((high, low)[h]) for h in (0, 1)}
 
     def unlike(self, sums: Mapping[str, float], step: int) -> list[int]:
-        """Ranks whose tensors are unlike those of the others, from `slots` added up."""
+        """Return the ranks whose tensors differ from the others', by the sums of `slots`."""
         pairs = [
             (sums[f"replica.{rank}.0"], sums[f"replica.{rank}.1"])
             for rank in range(self._world.size)
@@ -125,14 +128,14 @@ class ReplicaCheck:
         return found
 
     def compare(self, tensors: Mapping[str, Tensor], step: int) -> list[int]:
-        """`unlike` in a collective of its own; all ranks call it."""
+        """Return the ranks that differ, by a collective of its own; all ranks call it."""
         if not self._groups:
             return []
         slots = self.slots(checksum(tensors.values()))
         return self.unlike(collectives.sum_over_ranks(slots, self._world), step)
 
     def explain(self, unlike: Sequence[int], tensors: Mapping[str, Tensor], step: int) -> str:
-        """Name nodes and GPUs of ranks that are unlike, and tensors; all ranks call it."""
+        """Describe the nodes, GPUs and tensors that differ; all ranks call it."""
         found = {name: checksum([each]) for name, each in tensors.items()}
         sums = {name: each for name, each in found.items() if each is not None}
         mine = (_place(self._world), {name: int(each) for name, each in sums.items()})
@@ -160,7 +163,7 @@ class ReplicaCheck:
         )
 
     def refuse_unlike(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Refuse to begin with copies that are unlike; all ranks call it.
+        """Refuse to begin with copies that differ; all ranks call it.
 
         Raises:
             RunError: on every rank; it names them and the tensors.

@@ -1,4 +1,4 @@
-"""Ring attention: each rank's queries meet the keys and values of all, which go around a ring."""
+"""Ring attention: each rank's queries meet all keys and values, which go around a ring."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,24 +25,25 @@ from longtake.parallel.attention import AttentionKernel, ScoreTerms
 # Legend: B clips, h heads, t tokens of a block, d width of a head.
 
 Exchange = Callable[[Tensor, list[int], list[int]], Callable[[], Tensor]]
-"""Begins to send parts of a tensor's first dimension to the ranks of a ring, in their order, and to
-receive theirs; what it returns waits for them. Neither has a derivative."""
+"""Function that begins to send parts of a tensor's first dimension to the ranks of a ring, in their
+order, and returns a function that waits for theirs. Neither has a derivative.
+"""
 
 
-_ROWS_ALIGNMENT = 32  # of a logsumexp, if a kernel pads it: the memory-efficient one does
+_ROWS_ALIGNMENT = 32  # rows of a logsumexp, if a kernel pads it, as the memory-efficient one does
 _FEW_TOKENS = _ROWS_ALIGNMENT + 1
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Ranks of which each has a block of the tokens."""
+    """A group of ranks, each with a block of the tokens."""
 
     rank: int
     counts: Sequence[int]  # tokens of each rank's block
     exchange: Exchange
 
     def pass_on(self, block: Tensor, owner: int) -> Callable[[], Tensor]:
-        """Begin to send a rank's block, [t, ...], to the next and to receive the previous one's."""
+        """Begin to pass the block of `owner`, [t, ...], on and to receive the one before."""
         size = len(self.counts)
         sent, received = [0] * size, [0] * size
         sent[(self.rank + 1) % size] = self.counts[owner]
@@ -50,17 +51,17 @@ class Ring:
         return self.exchange(block.contiguous(), sent, received)
 
     def owners(self) -> list[int]:
-        """Whose block is here, at first and after each time that all were passed on."""
+        """Return the owners of the blocks that are here in turn, beginning with this rank."""
         size = len(self.counts)
         return [(self.rank - step) % size for step in range(size)]
 
 
 def ring_kernel(kernel: AttentionKernel, ring: Ring) -> AttentionKernel:
-    """The kernel that attends to all blocks of a ring by one that attends to one of them."""
+    """Make a kernel that attends to all blocks of a ring from one that attends to one block."""
 
     def forward(query: Tensor, key: Tensor, value: Tensor, scores: ScoreTerms) -> Sequence[Tensor]:
         block = _by_token(key, value)
-        output = logsumexp = query  # of the first block, then of all so far
+        output = logsumexp = query  # replaced by those of the first block, then of all so far
         for step, owner in enumerate(ring.owners()):
             is_last = step == len(ring.counts) - 1
             arriving = None if is_last else ring.pass_on(block, owner)
@@ -88,7 +89,7 @@ def ring_kernel(kernel: AttentionKernel, ring: Ring) -> AttentionKernel:
             found = kernel.backward(gradient, (query, *_by_clip(block)), made, scores)
             of_query += found[0]
             of_block = _by_token(*found[1:]).float()
-            if arriving is not None:  # gradients of this block by the ranks before
+            if arriving is not None:  # gradients of this block from the ranks before
                 of_block += arriving()
             arriving = ring.pass_on(of_block, owner)
             if arriving_block is not None:
@@ -101,12 +102,12 @@ def ring_kernel(kernel: AttentionKernel, ring: Ring) -> AttentionKernel:
 
 
 def _by_token(key: Tensor, value: Tensor) -> Tensor:
-    """[t, 2, B, h, d] in memory."""
+    """Join keys and values [B, h, t, d] to [t, 2, B, h, d], contiguous for the exchange."""
     return torch.stack([key, value]).permute(3, 0, 1, 2, 4).contiguous()
 
 
 def _by_clip(block: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, [B, h, t, d]."""
+    """Split a block [t, 2, B, h, d] into keys and values [B, h, t, d]."""
     key, value = block.permute(1, 2, 3, 0, 4).unbind()
     return key, value
 
@@ -114,9 +115,9 @@ def _by_clip(block: Tensor) -> tuple[Tensor, Tensor]:
 def _as_made_by(
     kernel: AttentionKernel, inputs: Sequence[Tensor], made: Sequence[Tensor], scores: ScoreTerms
 ) -> list[Any]:
-    """Output and logsumexp of all blocks, with what else a kernel's forward pass makes.
+    """Return output and logsumexp of all blocks with the other results of the kernel's forward.
 
-    That (states of random numbers, a layout of the logsumexp) is seen on a few tokens.
+    Those others (states of random numbers, the logsumexp's layout) come from a few tokens.
     """
     output, rows = made
     query, key, value = (each[:, :, :_FEW_TOKENS] for each in inputs)
@@ -124,13 +125,14 @@ def _as_made_by(
     if few.dim() == 4:
         return [output, rows[..., None], *others]
     padding = -rows.shape[2] % _ROWS_ALIGNMENT if few.shape[2] != query.shape[2] else 0
+    # Padded rows get a logsumexp of infinity: their weights exp(score - infinity) are 0.
     return [output, F.pad(rows, (0, padding), value=torch.inf), *others]
 
 
 def choose_kernel(
     query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]
 ) -> AttentionKernel:
-    """The kernel for blocks of a ring.
+    """Return the kernel that attends to single blocks of a ring.
 
     Raises:
         ModelError: torch has none that returns a logsumexp, or a mask or dropout is asked for.
@@ -150,7 +152,7 @@ def choose_kernel(
 
 
 def exchange_in(group: str) -> Exchange:
-    """By the ranks of a group, by its name."""
+    """Return the exchange between the ranks of a group, given by its name."""
 
     def exchange(tensor: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
         there = all_to_all_single(tensor, received, sent, GroupName(group))
@@ -159,7 +161,7 @@ def exchange_in(group: str) -> Exchange:
     return exchange
 
 
-# What the compiler sees of it: two operations.
+# The compiler sees ring attention as two operations, and nothing of the exchange in them.
 
 
 @torch.library.custom_op("longtake::ring_attention", mutates_args=())
@@ -172,7 +174,7 @@ def ring_attention(
     counts: Sequence[int],
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, h, t, d] and logsumexp [B, h, t] of the attention of a rank of a ring."""
+    """Compute a rank's output [B, h, t, d] and logsumexp [B, h, t] of attention in a ring."""
     kernel = _kernel_in(group, rank, counts, query, key, value)
     output, rows = kernel.forward(query, key, value, ScoreTerms(None, False, scale))
     return _heads_last(output), rows.contiguous()
@@ -206,7 +208,7 @@ def _kernel_in(
 
 
 def _heads_last(tensor: Tensor) -> Tensor:
-    """In memory [B, t, h, d], not a view of a larger one."""
+    """Copy to memory in the order [B, t, h, d], not as a view of a larger tensor."""
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 

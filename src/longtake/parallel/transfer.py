@@ -1,4 +1,4 @@
-"""Copies between the computer's memory and a device, while the device computes something else."""
+"""Copies between host memory and a device while the device computes something else."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """Page-locked memory that torch takes for a tensor: the next power of 2."""
+    """Return the page-locked bytes that torch takes for a tensor: the next power of 2."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Memory on the CPU for a tensor's values; for those of a GPU it is page-locked."""
+    """Allocate memory on the CPU for a tensor's values, page-locked for a tensor on a GPU."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 class CopyStream:
-    """Copies to and from a device: on a GPU in a stream of its own, on a CPU at once."""
+    """Copies to and from a device: on a GPU in a stream of their own, on a CPU at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
@@ -37,10 +37,10 @@ class CopyStream:
             target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
-        """The end of all copies that have begun."""
+        """Return a mark at the end of all copies that have begun."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """Have what is computed from here on wait for these copies; None: for none."""
+        """Make the computation from here on wait for the copies before a mark; None: for none."""
         if mark is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
