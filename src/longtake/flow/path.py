@@ -7,15 +7,15 @@ the sign of diffusers; Open-Sora and flow_matching use the opposite one.
 import torch
 from torch import Tensor
 
-# Tensors are [B, ...] with one sigma per sample, [B]. A result has the wider dtype of arguments:
-# half-precision latents with fp32 sigmas give fp32.
+# Tensors are [B, ...] with one sigma per sample, [B]. A result has the widest dtype of the
+# arguments: half-precision latents with fp32 sigmas give fp32.
 
 SIGMA_FLOOR = 0.05
 """Least divisor when predicted latents are converted to a velocity (JiT, arXiv:2511.13720)."""
 
 
 def interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
-    """[B, ...] (1 - sigma) * latents + sigma * noise of each sample.
+    """Interpolate (1 - sigma) * latents + sigma * noise for each sample: [B, ...].
 
     Source: rectified flow, arXiv:2209.03003, with time running from latents to noise.
     """
@@ -30,7 +30,7 @@ def velocity(latents: Tensor, noise: Tensor) -> Tensor:
 def velocity_from_latents(
     noisy_latents: Tensor, predicted_latents: Tensor, sigmas: Tensor, floor: float = SIGMA_FLOOR
 ) -> Tensor:
-    """[B, ...] velocity (noisy - predicted) / sigma that predicted latents imply.
+    """Return the velocity (noisy - predicted) / sigma, [B, ...], that predicted latents imply.
 
     The divisor is at least `floor`: near sigma = 0 the quotient would magnify the prediction's
     error without bound.
@@ -40,7 +40,7 @@ def velocity_from_latents(
 
 
 def velocity_loss(predicted: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
-    """[B] fp32 mean squared error of each sample's predicted velocity.
+    """Return the mean squared error, [B] fp32, of each sample's predicted velocity.
 
     Half precision is raised to fp32 before the difference. With `weights` [B, 1, F, H, W], fp32, of
     at least 0 it is a weighted mean: weights of 1 change no bit, and where all of a sample's are 0,

@@ -1,4 +1,4 @@
-"""The shift of sigmas toward noise: by a factor, or by a rule of a release. Torch-free."""
+"""Shifts of sigmas toward noise: by a factor, or by a release's rule. Imports no torch."""
 
 import math
 from dataclasses import dataclass
@@ -7,23 +7,23 @@ from typing import Literal, NamedTuple
 ShiftName = Literal["flux", "opensora"]
 
 FLUX2_MAX_TOKENS = 4096
-"""1024 x 1024 pixels: `max_image_seq_len` in the scheduler_config.json of FLUX.2's releases."""
+"""Tokens of 1024 x 1024 pixels: `max_image_seq_len` in FLUX.2's scheduler_config.json."""
 
 
 class ClipSize(NamedTuple):
-    """Sizes of a clip that a shift can follow."""
+    """Sizes of a clip on which a shift can depend."""
 
     num_tokens: int
-    """The transformer's tokens of the noisy latents: latent pixels after patching."""
+    """Tokens of the noisy latents in the transformer: latent pixels after patching."""
     height: int
-    """In pixels, as `width`."""
+    """Height in pixels."""
     width: int
     num_latent_frames: int
 
 
 @dataclass(frozen=True)
 class MuLine:
-    """The logarithm mu of the shift as a line over tokens, not clamped beyond its two points here.
+    """A line for mu, the logarithm of the shift, over tokens; it extends beyond its two points.
 
     Diffusers' dynamic shifting; the values are FLUX.1's.
     """
@@ -40,15 +40,17 @@ class MuLine:
 
 @dataclass(frozen=True)
 class ShiftRule:
-    """A shift of sigmas, and where sampling ends."""
+    """A shift of sigmas, and the sigma at which sampling ends."""
 
     by: float | MuLine | Literal["flux2", "opensora"]
-    """A factor as it is; exp(mu) by a line, or by `flux2_mu`; Open-Sora's, by pixels and frames."""
+    """The kind of shift: a factor; exp(mu) by a line or by `flux2_mu`; or Open-Sora's, by pixels
+    and frames.
+    """
     terminal: float = 0.0
-    """The last sigma above 0 in sampling, which `build_sigmas` stretches to; 0: not stretched."""
+    """Last sigma above 0 in sampling, to which `build_sigmas` stretches; 0: no stretching."""
 
     def factor(self, size: ClipSize, num_steps: int) -> float:
-        """The factor for clips of one size; only `flux2` follows the number of sampling steps."""
+        """Return the factor for clips of one size; only `flux2` depends on the sampling steps."""
         if isinstance(self.by, MuLine):
             return math.exp(self.by.mu(size.num_tokens))
         if self.by == "flux2":
@@ -58,10 +60,10 @@ class ShiftRule:
         return float(self.by)
 
     def within_range(self, size: ClipSize) -> ClipSize:
-        """A size of no more tokens than the rule was made for.
+        """Limit a size to the tokens that the rule was made for.
 
-        Training takes the factor of this size. Beyond, the rule only says how to sample: trained by
-        it, a model would see hardly anything but noise.
+        Training takes the factor of this size. Beyond it the rule only says how to sample: trained
+        by it, a model would see hardly anything but noise.
         """
         if isinstance(self.by, MuLine):
             most = max(self.by.base_tokens, self.by.max_tokens)
@@ -86,7 +88,7 @@ def named_rule(shift: float | ShiftName) -> ShiftRule:
 
 
 def flux2_mu(num_tokens: int, num_steps: int) -> float:
-    """FLUX.2's empirical mu: two lines over tokens, for 10 and 200 steps, and between them linear.
+    """Return FLUX.2's empirical mu, linear in tokens and, between 10 and 200 steps, in steps.
 
     Above 4300 tokens the line of 200 steps holds for any number of steps, so mu falls there.
     Source: `compute_empirical_mu` of diffusers' Flux2Pipeline.

@@ -1,4 +1,4 @@
-"""Solves d(noisy_latents) / d(sigma) = velocity from noise to latents."""
+"""Solvers of d(noisy_latents) / d(sigma) = velocity, from noise to latents."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -11,7 +11,7 @@ from longtake.errors import RecipeError
 from longtake.flow.timesteps import build_sigmas
 
 Velocity = Callable[[Tensor, float], Tensor]
-"""Maps noisy latents [B, ...] and their common sigma to the velocity, of the same shape."""
+"""Function from noisy latents [B, ...] and their common sigma to the velocity [B, ...]."""
 
 SolverName = Literal["euler", "heun", "unipc"]
 
@@ -21,7 +21,7 @@ def euler(velocity: Velocity, noisy_latents: Tensor, sigma: float, next_sigma: f
 
 
 def heun(velocity: Velocity, noisy_latents: Tensor, sigma: float, next_sigma: float) -> Tensor:
-    """The latents after one Heun step (order 2, two velocity evaluations).
+    """Return the latents after one Heun step (order 2, two velocity evaluations).
 
     A step to sigma 0 is an Euler step, as in EDM (arXiv:2206.00364, algorithm 1) and diffusers:
     models are hardly trained there, and one such step leaves the order at 2.
@@ -47,7 +47,7 @@ def solve(
     *,
     terminal: float = 0.0,
 ) -> Tensor:
-    """The latents after so many steps from noise, by any solver; see `integrate`.
+    """Return the latents after `num_steps` steps from noise by any solver; see `integrate`.
 
     Euler and Heun visit `build_sigmas`, UniPC the sigmas of diffusers' scheduler.
     """
@@ -79,7 +79,7 @@ def unipc(
         shift_terminal=terminal or None,
     )
     scheduler.set_timesteps(num_steps)
-    scheduler.set_begin_index(0)  # else it looks for each step's number on the device
+    scheduler.set_begin_index(0)  # else it searches each step's number on the device
     per_sigma = scheduler.config.num_train_timesteps
     latents = noise.to(torch.promote_types(noise.dtype, torch.float32))
     for num_done, timestep in enumerate(scheduler.timesteps, start=1):
@@ -91,7 +91,7 @@ def unipc(
 
 
 def num_evaluations(solver: SolverName, num_steps: int) -> int:
-    """Count the velocities that `solve` asks for in a number of steps."""
+    """Count the velocities that `solve` evaluates in a number of steps."""
     return 2 * num_steps - 1 if solver == "heun" else num_steps
 
 
@@ -102,7 +102,7 @@ def integrate(
     solver: SolverName = "euler",
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """The latents at the last sigma, in fp32 or the noise's dtype if that is wider.
+    """Return the latents at the last sigma, in fp32 or the noise's dtype if that is wider.
 
     Args:
         velocity: the model, with guidance if any; it gets latents of the returned dtype.
@@ -127,7 +127,7 @@ def integrate(
 
 
 def guided(velocity_cond: Tensor, velocity_uncond: Tensor, guidance_scale: float) -> Tensor:
-    """The classifier-free guided velocity: uncond + guidance_scale * (cond - uncond).
+    """Combine velocities by classifier-free guidance: uncond + guidance_scale * (cond - uncond).
 
     A scale of 1 is the conditional velocity, 0 the unconditional one (arXiv:2207.12598, in
     diffusers' convention).

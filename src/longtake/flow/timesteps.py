@@ -38,7 +38,7 @@ def sample_sigmas(
     sigma_range: tuple[float, float] = (0.0, 1.0),
     uniform_share: float = 0.0,
 ) -> Tensor:
-    """One sigma in [0, 1] for each uniform number in [0, 1), of the same shape and dtype.
+    """Map uniform numbers in [0, 1) to sigmas in [0, 1], of the same shape and dtype.
 
     Args:
         uniform: fp32 or wider.
@@ -72,18 +72,19 @@ def range_share(
     sigma_range: tuple[float, float],
     uniform_share: float = 0.0,
 ) -> tuple[float, float]:
-    """Shares of a distribution that lie below a range and in it; arguments of `sample_sigmas`.
+    """Return the shares of a distribution below a range and within it (see `sample_sigmas`).
 
     Raises:
         RecipeError: less than a millionth lies in it.
     """
     wanted = torch.tensor(sigma_range, dtype=torch.float64)
     low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
-    for _ in range(_BISECTIONS):  # quantile functions rise
+    # Quantile functions rise, so bisection inverts them; each step halves the interval.
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         is_below = _quantile(middle, kind, mean, std, scale, shift, uniform_share) < wanted
         low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
-    # The ends of a range that ends at 0 or 1 are exact.
+    # At 0 and 1 bisection would leave a rounding error.
     first, last = torch.where(wanted >= 1, 1.0, torch.where(wanted <= 0, 0.0, low)).tolist()
     if last - first < _MIN_SHARE:
         raise RecipeError(
@@ -123,7 +124,7 @@ def _quantile(
 
 
 def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """The logistic function of a normal number: sigmoid(mean + std * normal quantile).
+    """Map uniform numbers by the logit-normal quantile, sigmoid(mean + std * normal quantile).
 
     Source: SD3, section 3.1.
     """
@@ -135,7 +136,7 @@ def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
 def stretched_logit_normal(
     uniform: Tensor, mean: float, std: float, uniform_share: float
 ) -> Tensor:
-    """LTX-2's distribution in training: a logit-normal over all of [0, 1], with a uniform share.
+    """Sample LTX-2's training distribution: a stretched logit-normal with a uniform share.
 
     sigma = |(x - a) / (b - a)|, at most 1, where x is logit-normal and a and b are its quantiles of
     0.5 % and 99.9 %; `uniform_share` of the sigmas are uniform. So low sigmas are trained however
@@ -162,7 +163,7 @@ def stretched_logit_normal(
 
 
 def mode(uniform: Tensor, scale: float = 1.29) -> Tensor:
-    """SD3's heavy-tailed distribution, whose mode at 1/2 sharpens with `scale`.
+    """Map uniform numbers to SD3's heavy-tailed distribution, whose mode at 1/2 `scale` sharpens.
 
     Source: SD3, section 3.1, which writes f(u) = 1 - u - scale * (cos(pi u / 2)^2 - 1 + u). That
     falls from 1 to 0; this is f(1 - u), which has the same distribution and rises.
@@ -176,7 +177,7 @@ def mode(uniform: Tensor, scale: float = 1.29) -> Tensor:
 
 
 def cosmap(uniform: Tensor) -> Tensor:
-    """The sigmas whose signal-to-noise ratio is the cosine schedule's.
+    """Map uniform numbers to sigmas with the cosine schedule's signal-to-noise ratio.
 
     Source: SD3, section 3.1, 1 - 1 / (tan(pi u / 2) + 1), here without the pole at u = 1.
     """
@@ -185,7 +186,7 @@ def cosmap(uniform: Tensor) -> Tensor:
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
-    """`shift * sigma / (1 + (shift - 1) * sigma)`: 0 and 1 stay, the rest moves to noise.
+    """Shift sigmas to shift * sigma / (1 + (shift - 1) * sigma); 0 and 1 stay.
 
     Shifting by a and then by b is shifting by a * b. Source: SD3, section 5.3.2, equation 23.
     """
@@ -197,7 +198,7 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
 
 
 def build_sigmas(num_steps: int, shift: float = 1.0, terminal: float = 0.0) -> list[float]:
-    """The num_steps + 1 sigmas that sampling visits, from 1 down to 0.
+    """Return the num_steps + 1 sigmas that sampling visits, from 1 down to 0.
 
     They are evenly spaced and then shifted once, as the Flux pipeline does; a `terminal` above 0
     then stretches them so that it is the last one above 0 (one step stays at 1). diffusers'
