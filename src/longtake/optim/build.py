@@ -1,4 +1,4 @@
-"""Chooses an optimizer for each trained parameter."""
+"""The choice of an optimizer for each trained parameter."""
 
 import importlib.util
 import logging
@@ -24,7 +24,7 @@ from longtake.optim.own import own_optimizer, refuse_own_optimizer
 from longtake.optim.prodigy import Prodigy
 
 EIGHT_BIT_BLOCK = 256
-"""Numbers of an 8-bit state that share a scale."""
+"""Number of elements of an 8-bit state that share a scale."""
 _MIN_EIGHT_BIT_NUMBERS = 4096  # torchao keeps smaller states in fp32 as well
 _COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
 
@@ -112,7 +112,7 @@ def _adamw(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> Opt
 
 
 def refuse_missing_torchao(section: OptimizerSection) -> None:
-    """Check that an 8-bit optimizer could be built here; imports nothing.
+    """Refuse an 8-bit optimizer that could not be built here; imports nothing.
 
     Raises:
         RecipeError: torchao is not installed, or there is no compiler for its update.
@@ -139,7 +139,7 @@ def has_cpp_compiler() -> bool:
 
 
 def has_eight_bit_state(parameter: Tensor) -> bool:
-    """Return whether a parameter's states can be kept in 8 bits, on every rank."""
+    """Return True if a parameter's states can be kept in 8 bits, on every rank."""
     return all(
         size >= _MIN_EIGHT_BIT_NUMBERS and size % EIGHT_BIT_BLOCK == 0
         for size in _shard_sizes(parameter)
@@ -147,7 +147,7 @@ def has_eight_bit_state(parameter: Tensor) -> bool:
 
 
 def _shard_sizes(parameter: Tensor) -> list[int]:
-    """Numbers of a parameter on each rank; FSDP2 cuts its rows into parts of equal size."""
+    """Return the elements of a parameter on each rank; FSDP2 cuts its rows into equal parts."""
     if not isinstance(parameter, DTensor):
         return [parameter.numel()]
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -159,7 +159,7 @@ def _shard_sizes(parameter: Tensor) -> list[int]:
 
 
 def _eight_bit_adamw(parameters: Sequence[Tensor], section: OptimizerSection) -> Optimizer:
-    """AdamW by torchao for parameters that have 8-bit states.
+    """Build torchao's AdamW for parameters that have 8-bit states.
 
     bf16 weights have no fp32 copies: an update is rounded up or down at random, so that small ones
     are not lost on average. The seed follows from the step alone: a resumed run rounds alike.
@@ -180,13 +180,13 @@ def gpus_of(parameters: Iterable[Tensor]) -> list[torch.device]:
 
 
 def _seeded_class() -> Callable[..., Optimizer]:
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it lists kernels that are missing
-    # torch's advice to torchao: its tensors cannot name themselves to a cache of compiled code.
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it logs which kernels are missing
+    # torch warns that torchao's tensors have no stable name for a cache of compiled code.
     warnings.filterwarnings("ignore", ".*_stable_hash_for_caching", UserWarning)
     from torchao.optim import AdamW8bit
 
     class SeededAdamW8bit(AdamW8bit):  # type: ignore[misc]
-        """Draws the same numbers in a step, whether the run was interrupted before or not."""
+        """AdamW8bit whose rounding in a step is the same for an interrupted and a whole run."""
 
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> Any:

@@ -18,7 +18,7 @@ from longtake.parallel.fsdp import local_shard
 from longtake.parallel.transfer import host_like
 
 MAX_BATCH_ELEMENTS = 2**26
-"""Most numbers of weights that are updated together; gradients in fp32 take 256 MiB."""
+"""The most elements of weights that are updated together; fp32 gradients take 256 MiB."""
 
 
 class Fp32Optimizer(torch.optim.Optimizer):
@@ -51,7 +51,7 @@ class Fp32Optimizer(torch.optim.Optimizer):
         return parameter.device
 
     def add_master(self, parameter: Tensor) -> Tensor:
-        """The tensor that is updated for a parameter: itself, or a new fp32 copy in its state."""
+        """Return the tensor to update for a parameter: itself, or a new fp32 copy in its state."""
         device = self.device_of(parameter)
         if parameter.dtype == torch.float32 and parameter.device == device:
             return parameter
@@ -148,7 +148,7 @@ class _Batch(NamedTuple):
 
 
 def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Parameters in groups of at most MAX_BATCH_ELEMENTS numbers of this rank, or of one."""
+    """Split parameters into batches of MAX_BATCH_ELEMENTS at most on this rank, or of one."""
     batches: list[list[Tensor]] = []
     room = 0
     for parameter in parameters:
@@ -161,7 +161,7 @@ def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _with_gradients(batches: Sequence[Sequence[Tensor]], comes_from_gpu: bool) -> Iterator[_Batch]:
-    """Each batch once its gradients are on the states' device; those of the next are copied."""
+    """Yield each batch with its gradients, while those of the next batch are being copied."""
     in_flight: deque[tuple[_Batch, torch.cuda.Event]] = deque()
     for parameters in batches:
         gradients = [

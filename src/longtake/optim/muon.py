@@ -17,7 +17,7 @@ from longtake.parallel.fsdp import local_shard
 # in about [0.7, 1.2], which serves as well as exactly 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _MAX_BATCH_ELEMENTS = 2**27
-"""Most numbers of a batch of gathered matrices: half a GiB in fp32 beside the shard."""
+"""The most elements in a batch of gathered matrices: half a GiB in fp32 beside the shard."""
 
 
 class Muon(Fp32Optimizer):
@@ -68,7 +68,7 @@ class Muon(Fp32Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; refuse parameters that are not matrices."""
+        """Add a group; ValueError for parameters that are not matrices."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.ndim != 2:
@@ -84,7 +84,7 @@ class Muon(Fp32Optimizer):
             num_matrices += len(batch)
 
     def _step_batch(self, parameters: list[Tensor], group: dict[str, Any], first: int) -> None:
-        """Update weights of equal shape; `first` is the number of the first of them."""
+        """Update weights of equal shape; `first` is the number of matrices in earlier batches."""
         directions = [self._direction(parameter, group) for parameter in parameters]
         rows, columns = parameters[0].shape
         scale = max(1.0, rows / columns) ** 0.5
@@ -108,7 +108,7 @@ class Muon(Fp32Optimizer):
                 parameter.copy_(weight)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The momentum after this step's gradient, in the parameter's layout."""
+        """Return the momentum after this step's gradient, in the parameter's layout."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -122,7 +122,7 @@ class Muon(Fp32Optimizer):
 
 
 def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
-    """Roughly the nearest matrices whose singular values are all 1.
+    """Approximate the nearest matrices whose singular values are all 1.
 
     The Newton-Schulz iteration of Keller Jordan's Muon, X <- aX + (bA + cA^2)X with A = XX^T, in
     the type of the matrices.
@@ -135,7 +135,7 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
         [num_matrices, rows, columns].
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.transpose(1, 2) if is_tall else matrices  # the smaller of the two XX^T
+    x = matrices.transpose(1, 2) if is_tall else matrices  # the smaller of the two products X X^T
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     a, b, c = _QUINTIC
     for _ in range(num_iterations):
@@ -146,7 +146,7 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Batches of equal shape and bounded size per rank, in an order equal on every rank."""
+    """Split parameters into batches of equal shape and bounded size, ordered alike on all ranks."""
     groups: defaultdict[tuple[torch.Size, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         groups[parameter.shape, parameter.device].append(parameter)
@@ -162,7 +162,7 @@ def _num_shards(parameter: Tensor) -> int:
 
 
 def _counts(num_matrices: int, num_ranks: int, first: int) -> list[int]:
-    """Matrices of each rank, which differ by one at most; `first` shifts who has one more."""
+    """Count the matrices of each rank, which differ by one; `first` shifts the ranks with more."""
     counts = [num_matrices // num_ranks] * num_ranks
     for number in range(first, first + num_matrices % num_ranks):
         counts[number % num_ranks] += 1
@@ -172,7 +172,7 @@ def _counts(num_matrices: int, num_ranks: int, first: int) -> list[int]:
 def _orthogonalise_among(
     replicas: dist.ProcessGroup, matrices: Tensor, num_iterations: int, first: int
 ) -> list[Tensor]:
-    """Each [rows, columns]; each rank computes some of them and sends these to all."""
+    """Orthogonalise matrices, some on each rank, and gather all of them on every rank."""
     counts = _counts(len(matrices), replicas.size(), first)
     begin, count = sum(counts[: replicas.rank()]), counts[replicas.rank()]
     mine = matrices.new_zeros(max(counts), *matrices.shape[1:])
@@ -186,13 +186,13 @@ def _orthogonalise_among(
 
 @dataclass(frozen=True)
 class _Share:
-    """Numbers of the matrices, sharded by rows over a group, that this rank has whole."""
+    """Split of matrices, sharded by rows over a group, into those that each rank gets whole."""
 
     group: dist.ProcessGroup
-    rank: int  # in the group
+    rank: int  # within `group`
     columns: int
-    rows: list[int]  # of a matrix, by rank
-    counts: list[int]  # matrices that a rank has whole, by rank
+    rows: list[int]  # rows of a matrix, by rank
+    counts: list[int]  # whole matrices, by rank
 
     @classmethod
     def of(cls, like: DTensor, num_matrices: int, first: int) -> "_Share":
@@ -206,7 +206,7 @@ class _Share:
         return cls(mesh.get_group(dim), mesh.get_local_rank(dim), columns, rows, counts)
 
     def gather(self, shards: Tensor) -> Tensor:
-        """[num_matrices, this rank's rows, columns] to [this rank's count, rows, columns]."""
+        """Gather matrices: [num_matrices, own rows, columns] to [own count, rows, columns]."""
         parts = self._exchange(shards.flatten(), self._of_shards(), self._of_whole())
         mine = self.counts[self.rank]
         views = [
@@ -215,17 +215,17 @@ class _Share:
         return torch.cat(views, dim=1)
 
     def scatter(self, whole: Tensor) -> Tensor:
-        """The reverse of `gather`."""
+        """Return each rank its rows of whole matrices; the reverse of `gather`."""
         flat = torch.cat([part.flatten() for part in torch.split(whole, self.rows, dim=1)])
         parts = self._exchange(flat, self._of_whole(), self._of_shards())
         return torch.cat(parts).view(sum(self.counts), self.rows[self.rank], self.columns)
 
     def _of_shards(self) -> list[int]:
-        """Numbers of each rank's matrices in this rank's rows."""
+        """Return the elements of this rank's rows in the matrices of each rank."""
         return [count * self.rows[self.rank] * self.columns for count in self.counts]
 
     def _of_whole(self) -> list[int]:
-        """Numbers of each rank's rows in this rank's matrices."""
+        """Return the elements of each rank's rows in the matrices of this rank."""
         return [self.counts[self.rank] * rows * self.columns for rows in self.rows]
 
     def _exchange(self, sent: Tensor, to: list[int], expected: list[int]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""An optimizer class of the user's own: made by the recipe's keys, and tried before training."""
+"""An optimizer class of the user's own: built by the recipe's keys, and tried before training."""
 
 import inspect
 import io
@@ -16,7 +16,7 @@ from longtake.trust import import_class
 
 
 def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> Optimizer:
-    """An optimizer of the class that `optimizer.kind` names.
+    """Build an optimizer of the class that `optimizer.kind` names.
 
     Raises:
         RecipeError: it cannot be found or made, or checkpoints, by which
@@ -61,7 +61,7 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
 
 
 def _is_loaded_again(value: Any) -> bool:
-    """Return whether a checkpoint, whose reader runs no code, can hold a value."""
+    """Return True if a checkpoint, whose reader runs no code, can hold a value."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -125,7 +125,7 @@ def refuse_own_optimizer(parameters: Sequence[Tensor], section: OptimizerSection
 
 
 def own_states(parameters: Sequence[Tensor], section: OptimizerSection) -> list[Tensor] | None:
-    """Tensors that the user's own optimizer keeps, on the meta device.
+    """Return the tensors that the user's own optimizer keeps, on the meta device.
 
     Returns:
         None: its step asks for values, or fails without them.

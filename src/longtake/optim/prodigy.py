@@ -1,4 +1,4 @@
-"""Prodigy: Adam that finds its learning rate itself."""
+"""Prodigy: Adam that estimates its learning rate itself."""
 
 import math
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ class Prodigy(Fp32Optimizer):
         )
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Estimate the distance from all gradients, then move all weights."""
+        """Estimate the distance from all gradients, then update all weights."""
         if not parameters:
             return
         (beta1, beta2), distance, done = group["betas"], group["distance"], group["num_steps"] + 1
@@ -101,7 +101,7 @@ class Prodigy(Fp32Optimizer):
 
 
 def _over_ranks(sums: Tensor) -> list[float]:
-    """The sums over all ranks, which each hold a shard, or all of it: only ratios are used."""
+    """Sum over all ranks; if each holds all of a tensor, the ratios are still right."""
     total = sums.cpu()
     if dist.is_initialized():
         dist.all_reduce(total)

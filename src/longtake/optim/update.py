@@ -17,7 +17,7 @@ from longtake.models.trainable import trained_state
 from longtake.parallel.fsdp import local_shard
 
 Masters = Mapping[Tensor, Tensor]
-"""The fp32 tensor that an optimizer updates in place of a parameter."""
+"""fp32 tensors that optimizers update in place of parameters, by parameter."""
 
 
 # --- Learning rates ---------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def set_learning_rates(optimizers: Sequence[Optimizer], factor: float) -> None:
 
 
 def rate_factor(group: Mapping[str, Any]) -> float:
-    """A parameter group's learning rate in multiples of the recipe's; of a schedule of its own."""
+    """Return a group's learning rate over the recipe's, or over that of its own schedule."""
     return float(group["lr"]) / (group["base_lr"] or 1.0)
 
 
@@ -49,7 +49,7 @@ def adapted_rate(group: Mapping[str, Any]) -> float:
 
 
 def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
-    """The learning rate of an update as a share of its full value, in [0, 1]."""
+    """Return the learning rate of an update as a share of its full value, in [0, 1]."""
     if step < section.warmup_steps:
         return (step + 1) / (section.warmup_steps + 1)
     done = (step - section.warmup_steps) / max(1, steps - 1 - section.warmup_steps)
@@ -62,9 +62,10 @@ def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
 
 
 def learning_rate_factor(recipe: Recipe, step: int, position: StagePosition) -> float:
-    """The learning rate of an update as a share of `optimizer.learning_rate`.
+    """Return the learning rate of an update as a share of `optimizer.learning_rate`.
 
-    The run's schedule, times the stage's own learning rate over the optimizer's and its warm-up.
+    It is the run's schedule, times the stage's learning rate over the optimizer's, times the
+    stage's warm-up.
     """
     section, stage = recipe.optimizer, recipe.data.stage(position.name)
     rate, warmup = stage.learning_rate or section.learning_rate, stage.warmup_steps or 0
@@ -128,9 +129,9 @@ class Averages:
 
     @contextmanager
     def in_place_of_weights(self, profile: str) -> Iterator[None]:
-        """Put an average into the model until the block ends; the weights wait in host memory.
+        """Put an average into the model within the block; the weights wait in host memory.
 
-        Then each weight has the bits that it had before.
+        Afterwards each weight has the same bits as before.
         """
         averages = self._averages[profile]
         weights = {name: local_shard(each.detach()) for name, each in self._trained.items()}
@@ -144,7 +145,7 @@ class Averages:
                 each.copy_(kept[name])
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """By profile: the model's `trained_state` with the averages in place of the weights.
+        """Return by profile the model's `trained_state` with averages in place of the weights.
 
         The tensors share the averages' memory.
         """
@@ -159,7 +160,7 @@ class Averages:
 
 
 def beta_of(profile: EmaProfile, num_updates: int) -> float:
-    """The share of an average that the `num_updates`-th update (counted from 1) keeps.
+    """Return the share of an average that the `num_updates`-th update (counted from 1) keeps.
 
     With a decay it is min(decay, (1 + n) / (10 + n)): the ramp, as in Tensorflow's
     ExponentialMovingAverage, forgets the random start of a short run. The half-life is
@@ -179,7 +180,7 @@ def beta_of(profile: EmaProfile, num_updates: int) -> float:
 
 @cache
 def gamma_of(width: float) -> float:
-    """The exponent gamma whose average i^gamma has a width: its standard deviation over its span.
+    """Return the exponent gamma for a width: the average's standard deviation over its span.
 
     It solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), a cubic (Karras et al., as
     above): 16.97 at 0.05, 6.94 at 0.1.
@@ -190,7 +191,7 @@ def gamma_of(width: float) -> float:
 
 
 def masters_of(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
-    """The fp32 masters of rounded weights.
+    """Return the fp32 masters of rounded weights.
 
     Offloaded masters are left out: they would have to be copied back for each update.
     """
