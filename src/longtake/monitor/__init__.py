@@ -1,1 +1,1 @@
-"""The watcher of a node: a process of its own that reads heartbeats; torch-free."""
+"""The watcher of a node: a process that reads heartbeats and diagnoses stalls; torch-free."""

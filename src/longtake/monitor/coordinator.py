@@ -1,8 +1,9 @@
-"""Stalls over all nodes: alarms, requests for dumps, and one diagnosis by the first that makes it.
+"""Coordination of a stall over all nodes: alarm, requests for dumps, and a single diagnosis.
 
-A stall has the same name on all nodes: launch, step, and how many of that step there were. The node
-that sees it writes requests/<token>.json once; every node dumps its processes; then the nodes may
-conclude in turn, the one that asked first, so that a dead watcher does not prevent the diagnosis.
+A stall has the same token on all nodes: launch, step, and the number of earlier stalls at that
+step. The node that detects it writes requests/<token>.json once, and every node dumps its
+processes. Then the nodes may make the diagnosis in turn, beginning with the requester, so that a
+dead watcher does not prevent it.
 """
 
 import os
@@ -34,19 +35,19 @@ from longtake.stacks import facts
 
 _T = TypeVar("_T")
 StallOutcome = Literal["stalled", "cleared", "failed"]
-_NO_LAUNCH = "start"  # of a stall before the ranks have met
+_NO_LAUNCH = "start"  # in tokens of stalls before the ranks have met
 _MAX_REQUEST_BYTES = 2**16
 _LATE_REQUEST_SECONDS = 10.0  # how long the requester waits for dumps
 _POLL_SECONDS, _POLL_DUMPS_SECONDS = 1.0, 0.2
 _POLL_NEAR_SECONDS = 0.25  # when a stall is near
-_ROUND_SECONDS = 0.5  # that a round of dumps takes, and the watcher's look before
+_ROUND_SECONDS = 0.5  # duration of a round of dumps, and of the watcher's scan before it
 _DISK_SECONDS = 3.0
-_TURN_SECONDS = 5.0  # between the nodes that may conclude
+_TURN_SECONDS = 5.0  # delay from one node's turn to diagnose to the next one's
 _FORGET_SECONDS = 60.0
 _SECONDS_FOR_OTHERS = 3.0
 _ALIVE_SECONDS = 2.5  # within which a living watcher writes a heartbeat
 _READ_SECONDS, _READ_SECONDS_PER_NODE = 3.0, 0.05
-_ASKED_ROUNDS, _ASKED_ROUND_SECONDS = 2, 1.0  # of `longtake stacks`
+_ASKED_ROUNDS, _ASKED_ROUND_SECONDS = 2, 1.0  # for `longtake stacks`
 _ASKED_SECONDS = 10.0
 
 
@@ -81,7 +82,7 @@ def stall_request(
 
 
 def write_request(run: RunDirectory, request: node_dir.DumpRequest) -> node_dir.DumpRequest:
-    """Write a request, unless another node has written the same; returns the one that counts."""
+    """Write a request, or return the one that another node has already written for its token."""
     path = node_dir.request_path(run, request["token"])
     if not write_once(path, request):
         with suppress(RecordError):
@@ -90,7 +91,7 @@ def write_request(run: RunDirectory, request: node_dir.DumpRequest) -> node_dir.
 
 
 def run_step(heartbeat: Heartbeat, heartbeats: Iterable[Heartbeat]) -> int:
-    """The global step for which a process works."""
+    """Return the global step that a process works for; for a decode worker, its rank's step."""
     if heartbeat.role == "rank":
         return heartbeat.step
     ranks = [each for each in heartbeats if each.role == "rank"]
@@ -99,10 +100,10 @@ def run_step(heartbeat: Heartbeat, heartbeats: Iterable[Heartbeat]) -> int:
 
 
 class RequestQueue:
-    """Finds requests that this node has not answered.
+    """Finds dump requests that this node has not answered.
 
-    Of those that were there before the first look it takes recent ones, whose asker still waits,
-    and stalls of the current launch without a diagnosis: that node's watcher may have died.
+    Of the requests from before its first look it takes recent ones, whose requester still waits,
+    and stalls of the current launch without a diagnosis: the watcher before this one may have died.
     """
 
     def __init__(self, node: node_dir.NodeDirectory) -> None:
@@ -112,7 +113,7 @@ class RequestQueue:
         self._refused: list[str] = []
 
     def new_token(self, launch: str, step: int) -> str:
-        """The name of a stall without a request; equal on all nodes."""
+        """Return the token of a new stall: the same on all nodes, and not yet requested."""
         tokens = (f"stall_{launch or _NO_LAUNCH}_{step:08d}_{number}" for number in count())
         return next(token for token in tokens if token not in self._seen)
 
@@ -120,7 +121,7 @@ class RequestQueue:
         self._seen.add(token)
 
     def look(self, launch: str) -> list[node_dir.DumpRequest]:
-        """Unanswered requests by time; `launch`: the current one. Touches the disk."""
+        """Read unanswered requests of the current launch, sorted by time; accesses the disk."""
         folder = node_dir.requests_path(self._run)
         names = {path.stem for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
         found = (self._read(name) for name in names - self._seen)
@@ -160,7 +161,10 @@ class RequestQueue:
         return is_ours and not node_dir.diagnosis_path(self._run, token).exists()
 
     def _is_awaited(self, token: str) -> bool:
-        """A request was made just before this watcher began, by the disk's own clock."""
+        """Return True if a request was made just before this watcher began, by file times.
+
+        Both times are set by the disk's server, so the clocks of nodes do not matter.
+        """
         try:
             begun = self._node.events_path.stat().st_mtime
             asked = node_dir.request_path(self._run, token).stat().st_mtime
@@ -180,7 +184,19 @@ def wait_for_dumps(
     seconds: float,
     launch: str | None = None,
 ) -> dict[str, bool]:
-    """Wait until every node whose watcher lives has written its dump."""
+    """Wait until every node with a living watcher has written its dump.
+
+    Args:
+        disk: thread for the run directory.
+        token: token of the request.
+        before: heartbeats of all nodes at `since`.
+        since: time of the request, by `time.monotonic`.
+        seconds: limit of the wait.
+        launch: wait only for other nodes of this launch; None: for all nodes.
+
+    Returns:
+        Nodes without a dump, by host, and True if their watcher lives or may live.
+    """
     run, end = disk.node.run, time.monotonic() + seconds
 
     def without_dump() -> dict[str, dict[str, Any]]:
@@ -213,7 +229,11 @@ def wait_for_dumps(
 def read_dumps(
     disk: reporting.RunDirThread, token: str, seconds: float | None = None
 ) -> tuple[list[node_dir.NodeDump], list[str]]:
-    """Read one node's dump after the other until time is up."""
+    """Read the nodes' dumps one after the other until time is up.
+
+    Returns:
+        The dumps, and the hosts whose dump was not read in time.
+    """
     run, found = disk.node.run, list[node_dir.NodeDump]()
     interner, begun = dumps.StackInterner(), time.monotonic()
     try:
@@ -245,7 +265,7 @@ def collect_dumps(
     before: Mapping[str, Any],
     since: float,
 ) -> tuple[list[node_dir.NodeDump], list[str]]:
-    """All nodes' dumps for a stall, and the nodes of its launch that gave none."""
+    """Collect all nodes' dumps for a stall, and the hosts of its launch without a dump."""
     token, launch = request["token"], str(request.get("stall", {}).get("launch", ""))
     missing = wait_for_dumps(disk, token, before, since, _SECONDS_FOR_OTHERS, launch)
     found, unread = read_dumps(disk, token)
@@ -255,16 +275,17 @@ def collect_dumps(
 
 
 def turn_of(host: str, asker: str, answered: Iterable[str]) -> int:
-    """A node's place in the order in which nodes may conclude: who asked, then those with a dump.
+    """Return a node's place in the order of diagnosis: the requester, then nodes with a dump.
 
-    Not all at once: the dumps of a thousand nodes are gigabytes, read from one disk.
+    They do not diagnose at the same time: the dumps of a thousand nodes are gigabytes, read from
+    one disk.
     """
     order = [asker, *sorted(set(answered) - {asker})]
     return order.index(host) if host in order else len(order)
 
 
 def read_diagnosis(disk: reporting.RunDirThread, token: str) -> StallDiagnosis | None:
-    """The published diagnosis; None: there is none that can be read."""
+    """Read the published diagnosis of a stall; None: it is missing or unreadable."""
     path = node_dir.diagnosis_path(disk.node.run, token)
     with suppress(OSError, RecordError):
         return disk.ask(lambda: read_record(path, StallDiagnosis), _DISK_SECONDS)
@@ -273,18 +294,18 @@ def read_diagnosis(disk: reporting.RunDirThread, token: str) -> StallDiagnosis |
 
 @dataclass
 class _OpenStall:
-    """A stall that was dumped and awaits its diagnosis."""
+    """A stall that this node has dumped and that has no diagnosis yet."""
 
     request: node_dir.DumpRequest
     dump: node_dir.NodeDump  # this node's
-    before: Mapping[str, Any]  # the nodes' heartbeats when it was requested
-    since: float
+    before: Mapping[str, Any]  # heartbeats of the other nodes at the request
+    since: float  # time of the request, by time.monotonic()
     dumped_at: float
-    turn: int | None = None  # None: not known yet
+    turn: int | None = None  # this node's place in the order of diagnosis; None: not known yet
 
 
 class DumpService:
-    """Answers this node's alarms and all nodes' requests in a thread of its own."""
+    """Answers this node's alarms and all nodes' dump requests, in a thread of its own."""
 
     def __init__(
         self,
@@ -322,7 +343,7 @@ class DumpService:
         self._wake.set()
 
     def prepare(self, *, is_near: bool) -> None:
-        """Say whether an alarm may come within `lead_seconds`: early rounds are kept or dropped."""
+        """Collect early rounds of dumps while an alarm may come within `lead_seconds`."""
         if is_near and not self._is_near:
             self._wake.set()
         self._is_near = is_near
@@ -334,7 +355,7 @@ class DumpService:
         return self._outcomes.get(token)
 
     def close(self, seconds: float) -> None:
-        """Wait up to so long until the present work is done."""
+        """Stop the thread, and wait up to `seconds` for its current work."""
         self._end.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -351,7 +372,7 @@ class DumpService:
                     self._early.collect()
                 else:
                     self._early.forget()
-            except Exception:  # the next stall must be answered whatever this is
+            except Exception:  # whatever it is, the next stall must still be answered
                 self._outcomes[self._token] = "failed"
                 self._open.pop(self._token, None)
                 self._reporter.log(f"a request was not answered:\n{traceback.format_exc()}")
@@ -365,7 +386,7 @@ class DumpService:
         while (alarm := _next(self._alarms)) is not None:
             launch, token = self._timeouts.launch, alarm["token"]
             if any(each.get("stall", {}).get("launch") == launch for each in requests):
-                self._outcomes[token] = "cleared"  # another node has asked first
+                self._outcomes[token] = "cleared"  # another node's request was first
                 continue
             self._answer(self._publish(alarm))
             requests = [each for each in requests if each["token"] != token]
@@ -397,6 +418,7 @@ class DumpService:
 
     def _dump(self, request: node_dir.DumpRequest) -> node_dir.NodeDump:
         target, token = self._target, request["token"]
+        # Flight recorders write in about a second, so they are asked before the rounds of dumps.
         ranks = [each.rank for each in read_heartbeats(target.folder) if each.role == "rank"]
         before = flight_recorder.file_stamps(target.folder, ranks)
         flight_recorder.request_files(target.folder, ranks)
@@ -428,7 +450,7 @@ class DumpService:
         return dump
 
     def _conclude_stalls(self) -> None:
-        """Act on diagnoses that other nodes have published; conclude when it is this one's turn."""
+        """Act on diagnoses that other nodes have published, or diagnose at this node's turn."""
         for token, stall in list(self._open.items()):
             self._token = token
             age = time.monotonic() - stall.dumped_at
@@ -454,7 +476,7 @@ class DumpService:
         return 1 if stall.turn is None else stall.turn
 
     def _conclude(self, stall: _OpenStall) -> None:
-        """Diagnose a stall from all nodes' dumps; the first diagnosis that is written counts."""
+        """Diagnose a stall from all nodes' dumps; the first diagnosis written to disk is valid."""
         request, token, run = stall.request, stall.request["token"], self._target.run
         answers, silent = collect_dumps(self._disk, request, stall.dump, stall.before, stall.since)
         answers = [self._with_current_alarm(each, request) for each in answers]
@@ -473,7 +495,7 @@ class DumpService:
         is_first = diagnosis.kind != "cleared"
         try:
             is_first = self._disk.ask(lambda: write_once(path, diagnosis.as_dict()), _DISK_SECONDS)
-        except OSError as error:  # reported twice rather than never
+        except OSError as error:  # rather report a stall twice than never
             self._reporter.log(f"{token}: the diagnosis is not written: {error}")
         if not is_first:
             diagnosis = read_diagnosis(self._disk, token) or diagnosis
@@ -489,9 +511,10 @@ class DumpService:
     def _with_current_alarm(
         self, dump: node_dir.NodeDump, request: node_dir.DumpRequest
     ) -> node_dir.NodeDump:
-        """A dump of this node with the present heartbeat of the process that raised the alarm.
+        """Replace the heartbeat of the process that raised the alarm by its current one.
 
-        It may have moved on while the other nodes' dumps were awaited.
+        The process may have moved on while the other nodes' dumps were awaited. A dump of another
+        node is returned unchanged.
         """
         alarm = request.get("stall")
         if alarm is None or alarm["host"] != self._target.host or dump["host"] != alarm["host"]:
@@ -516,14 +539,14 @@ class DumpService:
         if diagnosis.kind == "cleared":
             self._outcomes[diagnosis.token] = "cleared"
             return
-        if not is_reported:  # by this node; its terminal says it too
+        if not is_reported:  # another node has reported it; this node's terminal shows it too
             self._reporter.tell(diagnosis.sentence)
         self._outcomes[diagnosis.token] = "stalled"
         self.num_stalls += 1
         self._actions.act_on(diagnosis, request)
 
     def _heartbeats(self) -> dict[str, dict[str, Any]]:
-        """The other nodes' heartbeats, by host; none if the disk gives no answer."""
+        """Read the other nodes' heartbeats, by host; empty if the disk does not answer."""
         with suppress(OSError):
             found = self._disk.ask(
                 lambda: node_dir.node_heartbeats(self._target.run), _DISK_SECONDS
@@ -541,10 +564,10 @@ def _next(queue: SimpleQueue[_T]) -> _T | None:
 
 @dataclass(frozen=True)
 class RunDumps:
-    """Dumps that a person has asked for."""
+    """Dumps for the command `longtake stacks`."""
 
-    files: tuple[Path, ...] = ()  # of nodes with a watcher
-    own: node_dir.NodeDump | None = None  # of this node, where no watcher has dumped it
+    files: tuple[Path, ...] = ()  # dumps written by watchers
+    own: node_dir.NodeDump | None = None  # this node's dump, if no watcher has made one
     silent: tuple[str, ...] = ()  # nodes whose watcher lives but gave no dump in time
 
     def dumps(self) -> Iterator[node_dir.NodeDump]:
@@ -554,10 +577,10 @@ class RunDumps:
 
 
 def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
-    """Dump all processes of a run; those of this node also without a watcher.
+    """Dump all processes of a run through the nodes' watchers; this node needs no watcher.
 
     Raises:
-        RunError: it is no run directory, or no process of it runs.
+        RunError: the folder is not a run directory, or no process of the run is alive.
     """
     if not run.exists():
         raise RunError(
@@ -605,10 +628,10 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
 
 
 def dump_process_tree(pid: int, *, native: bool) -> RunDumps:
-    """Dump a process of this node and all that it started.
+    """Dump a process of this node and all its descendants.
 
     Raises:
-        RunError: there is no such process, or it is another user's.
+        RunError: there is no such process, or it belongs to another user.
     """
     found, here = facts(pid), socket.gethostname()
     if found is None:

@@ -1,19 +1,21 @@
-"""From dumps of all nodes to one diagnosis: which process caused a stall and which only wait; pure.
+"""Diagnosis of a stall from dumps of all nodes: the process that caused it, and those that wait.
 
-A run hangs at one rank, and all others wait for it. Who waits is no suspect; who is waited for is,
-and of several the one that has come least far. In this order:
+A run hangs at one rank, and all others wait for it. A process that only waits is no suspect; one
+that others wait for is, and of several, the one that has progressed least. Suspects are looked for
+in this order:
 
 1. a rank that died; a process that is stopped, or waits for a device that does not answer;
-2. where ranks wait for data, the decode workers that have been at one clip longest; and the process
+2. if ranks wait for data, the decode workers that have been at one clip longest; and the process
    that raised the alarm;
-3. ranks that wait for no other while others do: they never joined. (Of a rank that waits for its
-   checkpoint the saver's thread counts.)
+3. ranks that do not wait for others while others wait: they never joined a collective. (For a rank
+   that waits for its checkpoint, the saver's thread is examined.)
 4. a node that does not answer, if ranks are missing;
-5. if all wait: whom the flight recorder names; or who waits elsewhere than most; or, without a
-   majority, who is behind;
-6. if all wait at the same place, no rank: it is the network.
+5. if all wait: ranks that the flight recorder names; else ranks that wait at another place than
+   most; or, without a majority, the ranks that are behind;
+6. if all wait at the same place, no rank: the network is the cause.
 
-A suspect that moves is slow, not stuck, and comes after those that do not.
+A suspect that moves is slow, not stuck, and comes after those that do not. The functions have no
+side effects.
 """
 
 from collections import defaultdict
@@ -30,7 +32,7 @@ from longtake.node_dir import StallAlarm
 
 _FOR_OTHER_RANKS = ("collective", "device")
 _MAX_SUSPECTS = 8
-_MAX_EXAMINED = 1000  # to tell whether a process has moved, all its stacks are read
+_MAX_EXAMINED = 1000  # deciding if a process has moved compares all its stacks, which is slow
 
 
 def diagnose(
@@ -41,7 +43,16 @@ def diagnose(
     host: str = "",
     events: Sequence[node_events.NodeEvent] = (),
 ) -> StallDiagnosis:
-    """Find the cause of a stall, whatever the dumps are; `events`: see `node_events`."""
+    """Find the cause of a stall; incomplete dumps never make it fail.
+
+    Args:
+        request: the request for dumps, with the alarm.
+        dumps: dumps of all nodes that answered.
+        silent: hosts without a dump.
+        recorders: flight recorders' dumps, by rank.
+        host: the node that makes the diagnosis.
+        events: recent events of nodes, to add to the sentence.
+    """
     blocked = analyse(recorders)
     stalled = frozenset(rank for each in blocked for rank in each.stalled_ranks)
     snapshot = StallSnapshot.of(dumps, stalled)
@@ -72,10 +83,10 @@ def diagnose(
 
 
 def has_moved_on(alarm: StallAlarm, dumps: Sequence[node_dir.NodeDump]) -> bool:
-    """The process that raised an alarm has left that phase, by its node's last round.
+    """Return True if the process that raised an alarm has left its phase by the last round.
 
-    A rank that died has not. One that ended as it should has, and so has a decode worker that died:
-    its pool has replaced it. Without a dump of its node nothing is known.
+    A rank that died has not moved on. A process that ended normally has, and so has a decode worker
+    that died, as its pool has replaced it. Without a dump of its node the result is False.
     """
     dump = next((each for each in dumps if each["host"] == alarm["host"]), None)
     if dump is None or not dump["rounds"]:
@@ -120,7 +131,7 @@ def _find_cause(
 
 
 def _halted(snapshot: StallSnapshot) -> list[ProcessState]:
-    """Processes that a signal stopped, that were not reaped, or ranks that a device blocks."""
+    """Return processes that are stopped or zombies, and ranks that wait for a device."""
     ranks = [
         each
         for each in snapshot.ranks
@@ -136,9 +147,11 @@ def _by_seconds(process: ProcessState) -> float:
 
 
 def _hanging_alone(snapshot: StallSnapshot, alarm: StallAlarm | None) -> list[ProcessState]:
-    """Processes that wait for no other rank: first who raised the alarm, then who is behind.
+    """Return processes that do not wait for another rank, the most suspicious first.
 
-    If any do not move, only those, without such as have only just arrived.
+    The process that raised the alarm comes first, then those that have progressed least. If some do
+    not move, only these are returned, and only if they have stood for at least half as long as the
+    longest.
     """
     starved = {each.rank for each in snapshot.ranks if each.wait == "data"}
     workers = _hanging_workers(snapshot, starved, alarm)
@@ -163,9 +176,10 @@ def _hanging_alone(snapshot: StallSnapshot, alarm: StallAlarm | None) -> list[Pr
 def _hanging_workers(
     snapshot: StallSnapshot, starved: set[int], alarm: StallAlarm | None
 ) -> list[ProcessState]:
-    """Decode workers that ranks wait for, or that raised the alarm.
+    """Return decode workers that ranks wait for, or that raised the alarm.
 
-    Those that do not move and have been at one clip longest; without such, the first of the rest.
+    These are the workers that do not move, the longest at their clip first; if all move, the one
+    that has been at its clip longest.
     """
     alarmed = alarm if alarm and alarm["role"] == "decode" else None
     owners = starved | ({alarmed["rank"]} if alarmed else set())
@@ -181,7 +195,10 @@ def _hanging_workers(
 
 
 def _out_of_place(snapshot: StallSnapshot) -> list[ProcessState]:
-    """Ranks that wait at another place than most, where all ranks wait for each other."""
+    """Return ranks that wait at another place than most, if all ranks wait for each other.
+
+    Without a majority, these are the ranks that have progressed least.
+    """
     places: dict[Any, list[ProcessState]] = defaultdict(list)
     for each in snapshot.ranks:
         places[each.position, each.place].append(each)
@@ -207,13 +224,3 @@ def _missing_in(blocked: Sequence[BlockedCollective]) -> tuple[MissingIn, ...]:
         if stalled:
             found.append(MissingIn(group, each.op, stalled, has_joined=True))
     return tuple(found)
-
-
-# --- The processes of a stall.
-
-
-# --- What a thread waits for. Its calls tell more than its phase: a rank in the phase `collective`
-# may sleep in a hook, and one in `forward` may gather weights.
-
-
-# --- In words, for people.

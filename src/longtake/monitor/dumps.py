@@ -1,7 +1,7 @@
-"""Dumps of all processes of a run on one node, over several rounds, and their groups.
+"""Stack dumps of all processes of a run on one node in several rounds, and groups of equal stacks.
 
-No process is paused: py-spy reads them while they run. At the end, if requested, those that have
-not moved are read once more with their C calls, for which each is paused for a moment.
+No process is paused: py-spy reads them while they run. At the end, on request, processes that have
+not moved are read once more with their C calls, which pauses each for a moment.
 """
 
 import os
@@ -38,17 +38,17 @@ _TOKENS = ("stall_", "asked_")
 
 @dataclass(frozen=True)
 class RunProcess:
-    """A process of a run: a rank or decode worker, torchrun's agent, or what these started."""
+    """A process of a run: a rank, a decode worker, torchrun's agent or a descendant of them."""
 
     pid: int
     role: ProcessRole
-    rank: int | None  # its rank, or that of the rank that started it
+    rank: int | None  # its rank, or the rank that started it
     heartbeat: Heartbeat | None = None
-    signal_file: Path | None = None  # where it writes its stacks at SIGUSR2
+    signal_file: Path | None = None  # the file to which it writes its stacks at SIGUSR2
 
 
 def processes_of_run(folder: Path) -> list[RunProcess]:
-    """All processes of a run on this node, by its heartbeat folder; observers do not belong."""
+    """Find all processes of a run on this node by its heartbeat folder, except observers."""
     heartbeats = [each for each in read_heartbeats(folder) if each.is_alive]
     known = parents()
     ranks = [each.pid for each in heartbeats if each.role == "rank"]
@@ -61,7 +61,7 @@ def processes_of_run(folder: Path) -> list[RunProcess]:
 
 
 def process_tree(pid: int) -> list[RunProcess]:
-    """A process and all that it started, of whatever run."""
+    """Find a process and all its descendants, of any run or none."""
     known = parents()
     pids = {pid, *descendants(pid, known)}
     folders = heartbeat_dir(Path()).parent.glob("*")
@@ -131,9 +131,17 @@ def dump_node(
     native: bool,
     early: Sequence[tuple[float, Round]] = (),
 ) -> NodeDump:
-    """Dump all processes of a run on this node: what nodes/<host>/stacks/<token>.json holds.
+    """Dump all processes of a run on this node in several rounds.
 
-    `early`: rounds of `EarlyRounds`, which are the first.
+    Args:
+        folder: the run's heartbeat folder.
+        host: name of this node.
+        token: token of the request.
+        reason: reason of the request.
+        rounds: number of rounds, including the early ones.
+        round_seconds: interval between two rounds.
+        native: also read C calls after the last round, which pauses processes.
+        early: first rounds, collected by `EarlyRounds` before the request.
     """
     dump = _dump(
         lambda: processes_of_run(folder), host, token, reason, rounds, round_seconds, native, early
@@ -147,7 +155,7 @@ def dump_node(
 
 
 def dump_tree(pid: int, host: str, *, rounds: int, round_seconds: float, native: bool) -> NodeDump:
-    """Dump a process and all that it started, as `dump_node` does a run's."""
+    """Dump a process and all its descendants in several rounds; see `dump_node`."""
     return _dump(lambda: process_tree(pid), host, "", "asked", rounds, round_seconds, native)
 
 
@@ -175,12 +183,14 @@ def _dump(
 
 
 class EarlyRounds:
-    """Rounds of dumps from before an alarm, so that a stall is named sooner; for one thread.
+    """Rounds of dumps collected before an alarm, so that a stall is diagnosed sooner.
+
+    Only one thread may use an object.
 
     Args:
         folder: the run's heartbeat folder on this node.
-        rounds: of a dump, all of which may be early.
-        round_seconds: between two of them.
+        rounds: number of rounds of a dump, all of which may be early.
+        round_seconds: interval between two rounds.
     """
 
     def __init__(self, folder: Path, rounds: int, round_seconds: float) -> None:
@@ -197,7 +207,11 @@ class EarlyRounds:
         self._found.clear()
 
     def take(self, pid: int | None) -> list[tuple[float, Round]]:
-        """The rounds since neither a rank of this node nor process `pid` has begun a phase."""
+        """Return and forget the rounds that show the processes in their current phases.
+
+        These are the rounds since the last beginning of a phase of a rank of this node or of
+        process `pid`.
+        """
         now = time.monotonic()
         begun = [
             now - each.seconds
@@ -239,7 +253,7 @@ def _as_json(thread: stacks.ThreadStack) -> dict[str, Any]:
 
 
 def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) -> None:
-    """Read processes with their C calls into the last round, the longest in its phase first."""
+    """Add C calls to the last round, beginning with the process longest in its phase."""
     dump: Any = {"host": host, "rounds": rounds}
     there = [
         each
@@ -248,13 +262,14 @@ def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) ->
     ]
     found = {each.pid: each for each in sorted(there, key=lambda each: -each.seconds_in_phase)}
     for pid, threads in stacks.read_native_stacks(list(found), _NATIVE_SECONDS[reason]).items():
+        # A process that has moved on since the last round keeps its consistent Python stacks.
         process, read = found[pid].last, list(map(_as_json, threads))
         if reason == "asked" or python_stack(read[0]) == found[pid].stack:
             process["threads"], process["method"] = read, "py-spy --native"
 
 
 def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -> bool:
-    """A process of the current launch died and should run."""
+    """Return True if a process of the current launch is dead although it should run."""
     if heartbeat.is_alive or heartbeat.phase in ("idle", "ended"):
         return False
     if heartbeat.launch:
@@ -267,11 +282,11 @@ def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -
 
 @dataclass(frozen=True, eq=False)
 class ProcessTrace:
-    """A process in each round of its node's dump in which it existed."""
+    """One process in all rounds of its node's dump in which it existed."""
 
     host: str
     rounds: tuple[ProcessDump, ...]
-    seconds: tuple[float, ...]  # of each round, since the node's first
+    seconds: tuple[float, ...]  # time of each round since the node's first
 
     @property
     def last(self) -> ProcessDump:
@@ -311,9 +326,9 @@ class ProcessTrace:
 
     @property
     def has_moved(self) -> bool:
-        """Its main thread's stack or its heartbeat changed between rounds."""
+        """True if the stack of the main thread or the heartbeat changed between rounds."""
         main = [each["threads"][0] for each in self.rounds if each["threads"]]
-        for one, other in pairwise(main):  # most are equal with their C calls, which is quick
+        for one, other in pairwise(main):  # comparing raw frames first is quick: most are equal
             if one["frames"] != other["frames"] and python_stack(one) != python_stack(other):
                 return True
         seen = zip(self.rounds, self.seconds, strict=True)
@@ -322,24 +337,24 @@ class ProcessTrace:
 
     @property
     def is_stopped(self) -> bool:
-        """A signal or a debugger has stopped it, or it has ended and was not reaped."""
+        """True if a signal or a debugger has stopped the process, or it is a zombie."""
         return self.last["state"] in ("T", "t", "Z")
 
     @property
     def is_in_device_wait(self) -> bool:
-        """It was in state D in each of several rounds: a disk or a driver does not answer."""
+        """True if the process was in state D in all of several rounds: a device does not answer."""
         return len(self.rounds) > 1 and {each["state"] for each in self.rounds} == {"D"}
 
     @property
     def is_held_up(self) -> bool:
-        """A decode worker that says that it is idle cannot run, or was given a clip."""
+        """True if a decode worker with phase `idle` has a clip to begin, or cannot run at all."""
         given = {(each["heartbeat"] or {}).get("given", "") for each in self.rounds}
         has_not_begun = len(given) == 1 and given != {""} and not self.has_moved
         return has_not_begun or self.is_stopped or self.is_in_device_wait
 
     @property
     def hangs(self) -> bool:
-        """It has something to do, and does not move."""
+        """True if the process has work to do and does not move."""
         is_idle = self.heartbeat is not None and self.heartbeat["phase"] in ("idle", "ended")
         return self.role != "agent" and not is_idle and not self.has_moved
 
@@ -355,7 +370,7 @@ class ProcessTrace:
 
 
 def traces(dumps: Iterable[NodeDump]) -> list[ProcessTrace]:
-    """All processes of all nodes, in the order in which they were seen first."""
+    """Collect all processes of all nodes over the rounds, in order of first appearance."""
     found: list[ProcessTrace] = []
     for dump in dumps:
         seen: dict[int, list[tuple[ProcessDump, float]]] = defaultdict(list)
@@ -371,6 +386,7 @@ def traces(dumps: Iterable[NodeDump]) -> list[ProcessTrace]:
 def _has_progressed(
     before: Mapping[str, Any], at: float, after: Mapping[str, Any], then: float
 ) -> bool:
+    # A phase that ended and began again within the interval has a shorter duration than expected.
     same = all(before[name] == after[name] for name in ("phase", "step", "steps_done", "detail"))
     return not same or bool(after["seconds"] < before["seconds"] + (then - at) / 2)
 
@@ -379,13 +395,13 @@ def _has_progressed(
 
 
 class StackInterner:
-    """Keeps equal stacks once: most processes of a large run are at the same places."""
+    """Shares equal stacks between dumps: most processes of a large run are at the same places."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[Any, ...], ...], list[dict[str, Any]]] = {}
 
     def intern(self, dump: NodeDump) -> NodeDump:
-        """Let a dump share its stacks with those before; returns it."""
+        """Replace stacks of a dump by equal ones of earlier dumps, and return the dump."""
         for each in dump["rounds"]:
             for process in each["processes"]:
                 for thread in process["threads"]:
@@ -396,14 +412,14 @@ class StackInterner:
 
 
 def group_processes(dumps: Iterable[NodeDump]) -> dict[str, Any]:
-    """Group processes of equal role, main thread's stack and reason to be stopped.
+    """Group processes with the same role, main thread's stack and stopped state.
 
     Args:
-        dumps: read one by one: those of a thousand nodes would fill the memory.
+        dumps: dumps of nodes; an iterator, as those of a thousand nodes would fill the memory.
 
     Returns:
-        JSON values: `launch`; `hosts` that were dumped; `groups`, per role the largest first; and
-        `missing` (see `NodeDump`) with `host`.
+        JSON values: `launch`; `hosts` that were dumped; `groups`, for each role the largest first;
+        and `missing` (see `NodeDump`) with `host`.
     """
     alike: dict[_GroupKey, _ProcessGroup] = {}
     missing, hosts, launch = [], [], ""
@@ -421,12 +437,12 @@ def group_processes(dumps: Iterable[NodeDump]) -> dict[str, Any]:
     return {"launch": launch, "hosts": hosts, "groups": groups, "missing": missing}
 
 
-_GroupKey = tuple[str, str, str, Stack]  # role, a helper's command, what stops it, stack
+_GroupKey = tuple[str, str, str, Stack]  # role, a helper's command, state if stopped, stack
 
 
 @dataclass
 class _ProcessGroup:
-    """A few facts of each process, and the C calls of one of them."""
+    """Processes at the same place: facts of each process, and the C calls of one of them."""
 
     members: list[dict[str, Any]] = field(default_factory=list)
     native: Stack = ()
@@ -476,9 +492,9 @@ def _calls(stack: Stack) -> list[dict[str, Any]]:
 
 
 def prune_dumps(node: NodeDirectory, most: int = _MAX_DUMPS) -> None:
-    """Remove this node's dumps and flight recorders' files but for the newest `most`.
+    """Remove this node's dumps and flight recorders' files except the `most` newest.
 
-    Only a watcher's: what others keep in that folder has other names.
+    Only files with names that a watcher gives are removed.
     """
     folder = node.dump_path("any").parent
     if fsio.is_linked(folder, node.run.path):
@@ -493,9 +509,9 @@ def prune_dumps(node: NodeDirectory, most: int = _MAX_DUMPS) -> None:
 
 
 def prune_requests(run: RunDirectory, launch: str, seconds: float = _REQUEST_SECONDS) -> None:
-    """Remove requests that are so many seconds older than the newest, by the disk's own clock.
+    """Remove requests that are more than `seconds` older than the newest one, by file times.
 
-    Stalls of the current launch stay, so that the next one of the same step has another name.
+    Stalls of the current launch stay, so that the next stall at the same step gets another token.
     """
     folder = requests_path(run)
     if fsio.is_linked(folder, run.path):

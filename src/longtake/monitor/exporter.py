@@ -1,8 +1,8 @@
-"""Serves heartbeat.json to Prometheus over HTTP.
+"""Prometheus exporter: serves the content of heartbeat.json over HTTP.
 
-Each metric begins with `longtake_` and has its unit in its name; labels are the node, and where
-they apply the rank, the phase or the device. A metric that a heartbeat does not hold is missing and
-goes stale, as Prometheus expects.
+The name of each metric begins with `longtake_` and contains its unit. Labels are the node and, if
+they apply, the rank, the phase or the device. A metric that is missing in the heartbeat is missing
+in the response and goes stale, as Prometheus expects.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,7 +44,7 @@ _METRICS = (
 
 
 class HeartbeatCollector(Collector):
-    """Makes metrics of the newest heartbeat at each request; none before there is one."""
+    """Collector that converts the newest heartbeat to metrics at each request."""
 
     def __init__(self) -> None:
         self.record: Mapping[str, Any] = {}
@@ -66,12 +66,17 @@ class HeartbeatCollector(Collector):
 
 
 class Exporter:
-    """Serves the newest heartbeat."""
+    """HTTP server for Prometheus with the metrics of the newest heartbeat.
+
+    Attributes:
+        port: the port; None: it is not served.
+        problem: the reason why it is not served.
+    """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._collector = HeartbeatCollector()
-        self.port: int | None = None  # None: it is not served
-        self.problem: str | None = None  # why it is not served
+        self.port: int | None = None
+        self.problem: str | None = None
         registry = CollectorRegistry()
         registry.register(self._collector)
         try:
@@ -96,7 +101,7 @@ class Exporter:
 
 
 def _of_health(node: str, health: Mapping[str, float]) -> Iterator[Metric]:
-    """Numbers `name:device`: each name is one metric."""
+    """Yield one metric per name of health numbers, with the device or rank as a label."""
     for name in dict.fromkeys(key.partition(":")[0] for key in health):
         found = {key: each for key, each in health.items() if key.partition(":")[0] == name}
         label = "rank" if name in ("step_work_seconds", "steps_per_second") else "device"
@@ -112,7 +117,7 @@ def _metric(
     labels: Iterable[str],
     samples: Iterable[tuple[list[str], Any]],
 ) -> Metric:
-    """A counter if its name ends in _total, else a gauge."""
+    """Build a counter if the name ends in _total, else a gauge."""
     family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     metric = family(f"longtake_{name}", words, labels=["node", *labels])
     for values, number in samples:

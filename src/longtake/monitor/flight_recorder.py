@@ -1,13 +1,13 @@
-"""Which rank holds up a collective, by torch's flight recorder.
+"""Analysis of torch's flight recorder: the rank that holds up a collective.
 
 Each process that uses NCCL keeps its last collectives and writes them to a file when a byte comes
 through a named pipe, both in the heartbeat folder (`parallel.mesh.recorder_environment`). A rank
-waits at the first of its collectives that is not done, for the members that did not enqueue it
-(they never joined) and for those that enqueued it but wait at an earlier one of their own. Of that
-graph of waits the roots are the cause: ranks that others wait for and that wait for no other. Such
-a rank has nothing pending (its program never reached the collective), or alone has not finished
-what all others have (its device stalls). Where all members are at the same collective and none has
-finished it, no rank is the cause: it is the network.
+waits at its first unfinished collective, for the members that did not enqueue it (they never
+joined) and for those that enqueued it but wait at an earlier one of their own. The roots of this
+graph of waits are the cause: ranks that others wait for and that wait for nobody. A root has
+nothing pending (its program never reached the collective), or is the only one that has not finished
+it (its device stalls). If all members are at the same collective and none has finished it, no rank
+is the cause but the network.
 """
 
 import os
@@ -26,8 +26,10 @@ from longtake import errors, fsio, node_dir, trust
 
 FileStamp = tuple[int, int]  # modification time in nanoseconds, inode
 MESSAGE = -1
-"""The number of all messages: sender and receiver count them differently, so only the oldest
-pending one can be matched."""
+"""Sequence number of every point-to-point message.
+
+Sender and receiver count messages differently, so only the oldest pending one can be matched.
+"""
 _MAX_BYTES = 2**28
 _ENTRY_KEYS = frozenset(
     ("record_id", "pg_id", "process_group", "collective_seq_id", "profiling_name", "input_sizes")
@@ -36,23 +38,23 @@ _PEERS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
 class FlightRecorderError(errors.LongtakeError, ValueError):
-    """A flight recorder's file cannot be read, or is no such file."""
+    """A file cannot be read as a dump of a flight recorder."""
 
 
 # --- Files, in the heartbeat folder: a pipe and a dump for each rank.
 
 
 def request_files(folder: Path, ranks: Iterable[int]) -> list[int]:
-    """Ask ranks of this node to write their files; returns those whose pipe took the request.
+    """Ask ranks of this node to write their files, and return the ranks that got the request.
 
-    A rank writes in a thread of its own, about a second later. Without a reader of its pipe, or
-    without a pipe (no NCCL), it is skipped at once.
+    A rank writes its file in a thread of its own, about a second later. A rank without a pipe (no
+    NCCL), or without a reader of it, is skipped at once.
     """
     return [rank for rank in ranks if _write_byte(_pipe(folder, rank))]
 
 
 def file_stamps(folder: Path, ranks: Iterable[int]) -> dict[int, FileStamp]:
-    """Stamps that distinguish each rank's file from a later one, whatever clocks do."""
+    """Return a stamp of each rank's file, which differs from that of any later file."""
     found = {}
     for rank in ranks:
         with suppress(OSError):
@@ -63,9 +65,9 @@ def file_stamps(folder: Path, ranks: Iterable[int]) -> dict[int, FileStamp]:
 def copy_files(
     folder: Path, ranks: Iterable[int], target: Path, before: Mapping[int, FileStamp]
 ) -> list[int]:
-    """Copy the files that changed since `before` to `target`/rank_<rank>; returns whose.
+    """Copy files that changed since `before` to `target`/rank_<rank>, and return their ranks.
 
-    `target` is made if there is something to copy.
+    The folder `target` is only created if there is something to copy.
     """
     found = []
     for rank in ranks:
@@ -80,7 +82,7 @@ def copy_files(
 
 
 def remove_files(folder: Path, ranks: Iterable[int]) -> None:
-    """Remove files and pipes of dead ranks, unless a rank of the same number has begun since."""
+    """Remove files and pipes of dead ranks, unless a new process with the same rank reads them."""
     for rank in ranks:
         pipe = _pipe(folder, rank)
         try:
@@ -101,7 +103,11 @@ def remove_all_files(folder: Path) -> None:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a file, in which only plain containers, numbers and strings are allowed."""
+    """Read a flight recorder's pickle; only plain containers, numbers and strings are allowed.
+
+    Raises:
+        FlightRecorderError: the file cannot be read, or has another format.
+    """
     try:
         with fsio.open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > _MAX_BYTES:
@@ -126,7 +132,11 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_folders(folders: Iterable[Path]) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """The files rank_<rank> of several nodes' folders, by rank, and why others were not read."""
+    """Read the files rank_<rank> in the folders of several nodes.
+
+    Returns:
+        The dumps by rank, and an error message for each file that cannot be read.
+    """
     dumps, problems = {}, []
     for folder in folders:
         for path in sorted(folder.glob("rank_*")) if folder.is_dir() else ():
@@ -168,7 +178,7 @@ def _write_byte(pipe: Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GroupMembers:
-    """A process group, of which there is one object; disjoint groups may have the same name."""
+    """A process group; compared by identity, as disjoint groups may have the same name."""
 
     name: str
     ranks: tuple[int, ...]
@@ -176,11 +186,11 @@ class GroupMembers:
 
 @dataclass(frozen=True)
 class CollectiveOp:
-    """One collective, equal on all ranks; or one message between two."""
+    """One collective, equal on all its ranks, or one message between two ranks."""
 
     group: GroupMembers
     number: int
-    ends: tuple[int, int] | None = None  # of a message: sender and receiver, where known
+    ends: tuple[int, int] | None = None  # sender and receiver of a message, if known
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -189,7 +199,7 @@ class CollectiveOp:
 
 @dataclass(frozen=True)
 class RecordedOps:
-    """The collectives that one rank recorded."""
+    """Collectives that one rank recorded."""
 
     pending: Mapping[CollectiveOp, Mapping[str, Any]]  # in the order of enqueueing
     enqueued: Mapping[GroupMembers, int]  # the last collective of each group
@@ -206,14 +216,18 @@ class BlockedCollective:
     group: str  # the process group's name
     description: str  # the program's name for it; may be empty
     op: str  # such as `nccl:all_reduce`
-    sizes: tuple[tuple[int, ...], ...]  # of its inputs, on the first rank that joined
-    missing_ranks: tuple[int, ...]  # never joined
-    stalled_ranks: tuple[int, ...]  # joined and did not finish
-    causes: tuple[int, ...]  # of both, the roots
+    sizes: tuple[tuple[int, ...], ...]  # shapes of the inputs on the first rank that joined
+    missing_ranks: tuple[int, ...]  # ranks that never joined
+    stalled_ranks: tuple[int, ...]  # ranks that joined and did not finish
+    causes: tuple[int, ...]  # missing or stalled ranks that are roots of the graph of waits
 
 
 def analyse(dumps: Mapping[int, Mapping[str, Any]]) -> list[BlockedCollective]:
-    """The collectives at which ranks wait, those that a rank holds up first."""
+    """Find the collectives at which ranks wait; those that a rank holds up come first.
+
+    Args:
+        dumps: contents of flight recorders' files, by rank.
+    """
     recorded = _recorded_ops(dumps)
     firsts = dict.fromkeys(each.first for each in recorded.values())
     waits = {op: _awaited(op, recorded) for op in firsts if op is not None}
@@ -241,7 +255,7 @@ def _blocked(
 
 
 def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset[int]:
-    """Ranks that did not join, or that joined and wait at an earlier one of their own."""
+    """Return the ranks that a collective waits for: missing, or still at an earlier one."""
 
     def is_behind(own: RecordedOps) -> bool:
         return own.first != op and (op.number == MESSAGE or op in own.pending)
@@ -251,7 +265,7 @@ def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset
 
 
 def _missing(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> list[int]:
-    """Members that did not join; a rank without a file counts as missing."""
+    """Return the members that did not join; a rank without a file counts as missing."""
     return [
         rank
         for rank in op.ranks
@@ -271,8 +285,10 @@ def _roots(
     }
     if found:
         return found
-    if awaited:  # in a ring of ranks that wait for each other: those that never joined
+    if awaited:  # a cycle of waits has no root; then the cause are ranks that never joined
         return set(chain.from_iterable(_missing(op, recorded) for op in waits))
+    # Everybody has joined everything. A rank whose peers have finished its collective stalls on
+    # its own device.
     alone = {op for op in waits if _others_are_done(op, recorded)}
     return {rank for rank, op in first.items() if op in alone}
 
@@ -319,7 +335,7 @@ def _recorded_by(
 
 
 def _ends(entry: Mapping[str, Any], group: GroupMembers) -> tuple[int, int] | None:
-    """A message's sender and receiver, as ranks of the run."""
+    """Return a message's sender and receiver as ranks of the run; None: unknown."""
     found = _PEERS.search(str(entry["profiling_name"])) if entry["is_p2p"] else None
     if found is None:
         return None
@@ -331,10 +347,10 @@ def _ends(entry: Mapping[str, Any], group: GroupMembers) -> tuple[int, int] | No
 
 
 def _group_names(dump: Mapping[str, Any]) -> dict[str, str]:
-    """Names of groups by the numbers of a rank's `pg_status`.
+    """Return the names of a rank's groups by their numbers in `pg_status`.
 
-    Entries state both; a rank without entries numbered its groups in the order of their creation,
-    like their names.
+    Entries contain both. Groups without entries are matched by order: numbers and names both ascend
+    in the order of creation.
     """
     stated = {str(each["pg_id"]): str(each["process_group"][0]) for each in dump["entries"]}
     numbers, names = dump.get("pg_status", {}), dump.get("pg_config", {})
@@ -344,10 +360,10 @@ def _group_names(dump: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> dict[tuple[int, str], GroupMembers]:
-    """Each rank's groups, by rank and name.
+    """Return each rank's groups, by rank and name.
 
-    Where a recorder does not state a group's ranks (gloo's), the ranks that used it are known, and
-    that all are in the default group.
+    If a recorder does not state the ranks of a group (gloo), its members are the ranks that used
+    it; the default group has all ranks.
     """
     users: dict[str, set[int]] = defaultdict(set)
     for rank, dump in dumps.items():

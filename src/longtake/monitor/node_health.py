@@ -1,8 +1,8 @@
-"""Health of a node: samples its probes, compares it with its peers, and reports what is wrong.
+"""Health of a node: sampling of its probes, comparison with other nodes, and reports of problems.
 
-health.jsonl has some 40 bytes a number: 2 KiB a line of a node without GPUs, 6 KiB of one with
-eight and as many InfiniBand ports, so 20 to 50 MiB a day at a line each ten seconds. Above 64 MiB
-every second line is removed: the newest hours stay whole and the oldest become sparse.
+health.jsonl takes some 40 bytes per number: 2 KiB per line for a node without GPUs, 6 KiB with
+eight GPUs and InfiniBand ports, so 20 to 50 MiB per day at one line per ten seconds. Above 64 MiB
+every second line is removed: the newest hours stay complete, and the oldest get sparse.
 """
 
 import queue
@@ -31,7 +31,7 @@ from longtake.run_dir import RunDirectory
 HealthEvent = tuple[NodeEventKind, dict[str, Any]]
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 0.5
-_TINY_STEPS_SECONDS = 600.0  # between reports of clocks that are set by next to nothing
+_TINY_STEPS_SECONDS = 600.0  # interval between reports of negligible clock steps
 
 
 class NodeHealth:
@@ -83,7 +83,7 @@ class NodeHealth:
         self._thread.start()
 
     def close(self) -> None:
-        """End, in about a second even if a probe hangs."""
+        """Stop sampling; returns within about a second even if a probe hangs."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
@@ -106,6 +106,7 @@ class NodeHealth:
         due = time.monotonic()
         while not self._stop.is_set():
             try:
+                # The clock is looked at in every round: it detects steps between two samples.
                 self._look_at_clock()
                 if time.monotonic() >= due:
                     due = max(due + self._seconds, time.monotonic())
@@ -193,10 +194,10 @@ def _slow_link(wrong: dict[str, str], numbers: system.Numbers) -> dict[str, Any]
 
 # --- Rules: what is wrong, in words.
 
-_PERSISTS = 3  # windows that a number must be bad for, where it is not judged otherwise
+_PERSISTS = 3  # windows for which a condition must hold before it is reported
 _STAYS = 30  # windows for which a momentary error is reported
 _CLOCK_DIFFERENCE_SECONDS = 0.1
-_SAVING_SECONDS = 60.0  # for which the disk probe may hang while a checkpoint is written
+_SAVING_SECONDS = 60.0  # limit of the disk probe while a checkpoint is written
 _MEMORY_SHARE, _FILES_SHARE = 0.02, 0.9
 _FULL_BYTES, _FULL_SHARE = 5 * 2**30, 0.05
 _FULL_INODES_SHARE = 0.01
@@ -208,12 +209,12 @@ _DISK_HANGS = (
 
 
 class HealthRules:
-    """Remembers what one sample cannot tell: how it was, and for how long.
+    """Rules that decide what is wrong with a node, from its samples so far.
 
-    To add a number: a probe in `longtake.health` measures and explains it, and a line of a table in
-    `node_numbers` says how it is judged or shown. A new probe also stands among the probes of
-    `NodeHealth` and in `_EXPLAINED`; what no table can say is a condition in `_bad_now`. The event
-    `degraded` names it; `recovered` follows when nothing of the node is wrong any more.
+    To add a number: measure and explain it in a probe of `longtake.health`, and add it to a table
+    in `node_numbers`, which defines how it is judged or shown. Add a new probe to the probes of
+    `NodeHealth` and to `_EXPLAINED`, and a condition that no table can express to `_bad_now`. The
+    event `degraded` names a problem; `recovered` follows when nothing is wrong any more.
     """
 
     def __init__(self) -> None:
@@ -223,7 +224,7 @@ class HealthRules:
         self._left: dict[str, tuple[int, str]] = {}
 
     def wrong(self, numbers: system.Numbers, flagged: Sequence[outliers.Outlier]) -> dict[str, str]:
-        """What is wrong now, by a key that tells it from others."""
+        """Return a text for each current problem of the node, by a key that identifies it."""
         found = dict(_outlier_texts(flagged))
         bad = dict(_bad_now(numbers))
         self._ages = {key: self._ages.get(key, 0) + 1 for key in bad}
@@ -253,9 +254,9 @@ class HealthRules:
 
 
 def full_disks(numbers: system.Numbers) -> dict[str, float]:
-    """Disks that are full or nearly, by name, and their free bytes.
+    """Return the free bytes of disks that are full or nearly full, by name.
 
-    Nearly: less than 5 GiB and than 5 %, or 1 % of the files that there can be.
+    Nearly full means less than min(5 GiB, 5 %) of space, or less than 1 % of inodes, is free.
     """
     found = {}
     for name, free in node_numbers.by_device(numbers, "disk_free_bytes").items():
@@ -268,7 +269,7 @@ def full_disks(numbers: system.Numbers) -> dict[str, float]:
 
 
 def _outlier_texts(flagged: Sequence[outliers.Outlier]) -> Iterator[tuple[str, str]]:
-    """Of each number the worst device, and how many others there are."""
+    """Yield for each number a text about its worst device and the count of others."""
     for name in dict.fromkeys(each.signal.name for each in flagged):
         alike = [each for each in flagged if each.signal.name == name]
         devices = {each.device for each in alike}
@@ -329,7 +330,7 @@ CLOCK_ADVICE = (
 def clock_event(
     host: str, change: clock.ClockChange, daemons: Sequence[str]
 ) -> tuple[NodeEventKind, dict[str, Any]]:
-    """The event of a clock change; `daemons`: programs on that node that set clocks."""
+    """Return the event of a clock change; `daemons` are programs on the node that set clocks."""
     if isinstance(change, clock.ClockSteady):
         moved = _amount(change.seconds)
         text = f"{host}: the clock runs as usual again; it was moved by {moved}."
@@ -374,7 +375,7 @@ def _amount(seconds: float) -> str:
 
 
 class PeerNodes(system.StatelessProbe):
-    """Reads the heartbeats of the nodes that this one is compared with, which may hang."""
+    """Probe of the other nodes' heartbeats, with which this node is compared; it may hang."""
 
     name = "neighbours"
     numbers: Mapping[str, str] = {
@@ -387,14 +388,14 @@ class PeerNodes(system.StatelessProbe):
         self._living = outliers.LivingNodes()
         self._offsets = clock.ClockOffsets(host)
         self._forgets = False
-        self.health: dict[str, system.Numbers] = {}  # by node, at the last sample
-        self.addresses: dict[str, str] = {}  # nodes by the addresses that their ranks use
+        self.health: dict[str, system.Numbers] = {}  # health numbers of each node, last sample
+        self.addresses: dict[str, str] = {}  # node of each address that its ranks use
 
     def forget_offsets(self) -> None:
         self._forgets = True
 
     def sample(self) -> system.Numbers:
-        """The numbers now; those of a node that is seen for the first time come with the next."""
+        """Read the other nodes' heartbeats; a new node counts from the second sample on."""
         if self._forgets:
             self._forgets = False
             self._offsets.forget()
@@ -432,7 +433,7 @@ _MAX_WAITING = 60
 
 
 class HealthLog:
-    """Appends records to a file in a thread of its own, and keeps it below `max_bytes`."""
+    """Log of health samples, written in a thread of its own and kept below `max_bytes`."""
 
     def __init__(self, path: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
         self._path, self._max_bytes = path, max_bytes
@@ -459,7 +460,7 @@ class HealthLog:
 
 
 def thin_out(path: Path) -> None:
-    """Remove every second line of a file, but keep the last."""
+    """Remove every second line of a file; the last line is kept."""
     with path.open("rb") as file:
         num_lines = sum(1 for _ in file)
     with atomic_write(path) as aside, path.open("rb") as file, aside.open("xb") as thin:
@@ -490,4 +491,4 @@ METRIC_HELP: Mapping[str, str] = {
     **{name: words for each in _EXPLAINED for name, words in each.numbers.items()},
     **system.ThreadedProbe.numbers_of_thread,
 }
-"""What each of a node's numbers means, by its name."""
+"""Explanation of each of a node's health numbers, by name."""

@@ -1,7 +1,7 @@
-"""What the processes of a node do: who lives, who died, and who exceeds a time limit.
+"""Observation of a node's processes: which are alive, which died, and which exceed a time limit.
 
-Limits are learnt from the launch itself: a phase may take a multiple of the longest time seen. What
-was not seen yet, or is rare and long, has a constant limit.
+Limits are learnt from the launch itself: a phase may take a multiple of its longest duration so
+far. Phases that were not seen yet, or are rare and long, have a constant limit.
 """
 
 import json
@@ -24,8 +24,8 @@ from longtake.monitor import flight_recorder
 from longtake.process import SETTINGS_VARIABLE
 from longtake.stacks import stack_file
 
-_STALE_SECONDS = 60.0  # for which the pages of dead decode workers are kept
-_SECONDS_BETWEEN_COUNTS, _NUM_COUNTS = 5.0, 8  # of processes that the kernel killed for memory
+_STALE_SECONDS = 60.0  # time for which the pages of dead decode workers are kept
+_SECONDS_BETWEEN_COUNTS, _NUM_COUNTS = 5.0, 8  # samples of the kernel's count of OOM kills
 
 _BEFORE_STEPS: frozenset[Phase] = frozenset(
     {"start", "rendezvous", "open", "plan", "build", "load"}
@@ -33,7 +33,8 @@ _BEFORE_STEPS: frozenset[Phase] = frozenset(
 _OF_STATE: frozenset[Phase] = frozenset({"checkpoint", "save", "rollback"})
 _RARE: frozenset[Phase] = _OF_STATE | {"sampling"}
 _UNLIMITED: frozenset[Phase] = frozenset({"idle", "ended", "cache"})
-# Decoding is learnt from so many windows, and so many of each worker: the first are of few clips.
+# Fewest windows, in all and per worker, from which the limit of decoding is learnt: the first
+# windows come from few clips.
 _MIN_WINDOWS, _MIN_WINDOWS_PER_WORKER = 20, 4
 
 
@@ -42,7 +43,7 @@ class Snapshot:
     """The heartbeats of a node at one moment."""
 
     now: float  # time.monotonic()
-    living: list[Heartbeat]  # processes that exist and have not stated their end
+    living: list[Heartbeat]  # processes that exist and whose phase is not `ended`
     dead: list[Heartbeat]
 
     @property
@@ -56,9 +57,9 @@ class Snapshot:
 
 
 class HeartbeatScanner:
-    """Reads a folder's heartbeats again and again.
+    """Scanner of a heartbeat folder that is cheap to call several times a second.
 
-    /proc is read once for each process; afterwards one `poll` of pidfds tells who has ended.
+    /proc is read once for each process; afterwards one `poll` of all pidfds finds those that ended.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -88,7 +89,7 @@ class HeartbeatScanner:
             return pidfd not in gone
         with suppress(OSError):
             self._pidfds[who] = os.pidfd_open(heartbeat.pid)
-        if heartbeat.is_alive:  # read after opening: the pidfd is not of a later process
+        if heartbeat.is_alive:  # checked after opening, so the pidfd is not a later process's
             return True
         self._close({who} & self._pidfds.keys())
         return False
@@ -111,13 +112,13 @@ def _identity(heartbeat: Heartbeat) -> tuple[int, int]:
 
 
 class StaleHeartbeats:
-    """Removes pages of dead processes that no diagnosis needs."""
+    """Removes heartbeat pages of dead processes that no diagnosis needs."""
 
     def __init__(self) -> None:
         self._since: dict[Path, float] = {}
 
     def remove(self, snapshot: Snapshot) -> None:
-        """Remove those of former launches and old ones; this launch's dead ranks stay for dumps."""
+        """Remove pages of former launches, and old pages except those of ranks that died."""
         now, launch = snapshot.now, snapshot.launch
         self._since = {each.path: self._since.get(each.path, now) for each in snapshot.dead}
         for each in snapshot.dead:
@@ -128,7 +129,7 @@ class StaleHeartbeats:
 
 
 def remove_heartbeats(dead: Iterable[Heartbeat]) -> None:
-    """Remove pages of dead processes, unless another process has begun at the same path."""
+    """Remove pages of dead processes, unless a new process has a page at the same path."""
     for each in dead:
         again = read_heartbeat(each.path)
         if again is not None and (again.phase == "ended" or not again.is_alive):
@@ -141,13 +142,17 @@ def remove_heartbeats(dead: Iterable[Heartbeat]) -> None:
 
 @dataclass(frozen=True)
 class DeadRank:
-    """A rank whose process is gone and did not end as it should."""
+    """A rank whose process is gone without having ended normally."""
 
     heartbeat: Heartbeat
-    is_first: bool  # of its launch on this node; the others may have been ended because of it
+    is_first: bool  # first of its launch on this node; others may have been killed because of it
 
     def as_event(self, oom_kills: int) -> dict[str, Any]:
-        """The fields of `rank_failed`; `oom_kills`: recent kills of the job for lack of memory."""
+        """Return the fields of the event `rank_failed`.
+
+        `oom_kills` is the number of the job's processes that the kernel has just killed for lack of
+        memory.
+        """
         found = self.heartbeat
         where = f"step {found.step}, {found.phase}" + (f" on {found.detail}" * bool(found.detail))
         reason = f"rank {found.rank} (process {found.pid}) "
@@ -170,7 +175,7 @@ class DeadRank:
 
 
 def alert_of(found: Sequence[DeadRank], oom_kills: int) -> dict[str, Any]:
-    """One alert about all ranks, at least one, that a look found dead."""
+    """Return one alert about all ranks that were found dead at the same time, at least one."""
     first = next((each for each in found if each.is_first), found[0])
     event = first.as_event(oom_kills)
     if len(found) == 1:
@@ -205,7 +210,7 @@ class LivenessTracker:
         return max(0, (kills or 0) - self._counts[0][1]) if self._counts else 0
 
     def dead_ranks(self, living: Iterable[Heartbeat], dead: Iterable[Heartbeat]) -> list[DeadRank]:
-        """Ranks that died since the last call, by rank."""
+        """Return ranks that died since the last call."""
         ranks = [each for each in living if each.role == "rank"]
         launches = {each.launch for each in ranks if each.launch}
         self._alive |= set(map(_identity, ranks))
@@ -229,16 +234,16 @@ class Overdue:
 
 
 class WatchSettings(WatchSection):
-    """The recipe's `watch`, and constants that only tests and drills change."""
+    """The recipe's section `watch`, and constants that only tests and drills change."""
 
-    factor: float = 5.0  # a stall: a phase lasts so many times as long as it ever has
-    max_seconds: float = 600.0  # all that is longer is a stall, but for what precedes step 1
-    checkpoint_seconds: float = 120.0  # like min_seconds, of saving, rolling back and sampling
-    first_steps_seconds: float = 300.0  # like min_seconds, of a launch's and a shape's first steps
-    start_seconds: float = 1800.0  # for each phase that precedes step 1
-    rounds: int = 3  # dumps of all processes, to see which of them move
-    round_seconds: float = 1.5  # between two rounds
-    health_seconds: float = 10.0  # between two samples of the node's health
+    factor: float = 5.0  # a phase may last this many times its longest duration so far
+    max_seconds: float = 600.0  # upper limit of all phases except those before step 1
+    checkpoint_seconds: float = 120.0  # `min_seconds` of saving, rolling back and sampling
+    first_steps_seconds: float = 300.0  # `min_seconds` of the first steps of a launch or shape
+    start_seconds: float = 1800.0  # limit of each phase before step 1
+    rounds: int = 3  # rounds of dumps, from which is seen which processes move
+    round_seconds: float = 1.5  # interval of two rounds
+    health_seconds: float = 10.0  # interval of two samples of the node's health
 
     @classmethod
     def of(cls, section: WatchSection) -> Self:
@@ -251,19 +256,22 @@ class PhaseTimeouts:
 
     def __init__(self, settings: WatchSettings) -> None:
         self.launch = ""  # empty: not known yet
-        self.seconds_late = 0.0  # by which the watcher itself was late, in total
+        self.seconds_late = 0.0  # total delay of the watcher itself
         self._settings = settings
         self._longest: dict[tuple[Role, Phase], float] = {}
-        self._stalled: dict[tuple[int, int], Heartbeat] = {}  # still in a phase of a stall
-        self._unusual: dict[tuple[int, int, Phase], float] = {}  # longest in which a stall was
-        self._unusual_before: dict[tuple[int, int, Phase], float] | None = None  # the open alarm
+        # Durations of a stall are not learnt, or the next stall would be found later: `_stalled`
+        # has processes still in the phase of a stall, `_unusual` the phases' longest durations
+        # with one, and `_unusual_before` is what `_unusual` was before the open alarm.
+        self._stalled: dict[tuple[int, int], Heartbeat] = {}
+        self._unusual: dict[tuple[int, int, Phase], float] = {}
+        self._unusual_before: dict[tuple[int, int, Phase], float] | None = None
         self._windows: dict[tuple[int, int], int] = {}
         self._num_workers = 0
         self._delays: list[tuple[float, float]] = []
         self._cleared_at: float | None = None
 
     def learn(self, heartbeats: Iterable[Heartbeat]) -> None:
-        """Take in the durations of living processes; another launch is learnt from nothing."""
+        """Learn from the durations of living processes; a new launch begins without limits."""
         found = list(heartbeats)
         ranks = [each for each in found if each.role == "rank"]
         if ranks and (launch := max(ranks, key=lambda each: each.started).launch) != self.launch:
@@ -281,14 +289,15 @@ class PhaseTimeouts:
                 self._learn_longest(each)
 
     def extend(self, seconds: float, now: float) -> None:
+        """Extend the limits of current phases by a delay of the watcher: all may have slept."""
         self.seconds_late += seconds
         recent = [each for each in self._delays if now - each[0] < self._settings.start_seconds]
         self._delays = [*recent, (now, seconds)]
 
     def alarm_is_open(self) -> None:
-        """Leave the present durations out, until it is known that there was no stall.
+        """Stop learning from current durations until it is known that there was no stall.
 
-        Already now: a process may move on between the report and the next look.
+        This begins with the alarm, as a process may move on between the report and the next scan.
         """
         if self._unusual_before is None:
             self._unusual_before = dict(self._unusual)
@@ -303,7 +312,7 @@ class PhaseTimeouts:
         self._cleared_at = now
 
     def limit_of(self, heartbeat: Heartbeat, now: float) -> float | None:
-        """Seconds that a process's phase may take; None: unlimited."""
+        """Return the seconds that a process's current phase may take; None: unlimited."""
         base = self._base_limit(heartbeat)
         if base is None or self._is_of_another_launch(heartbeat):
             return None
@@ -316,14 +325,14 @@ class PhaseTimeouts:
     def overdue(
         self, heartbeats: Iterable[Heartbeat], now: float, within: float = 0.0
     ) -> list[Overdue]:
-        """Processes that exceed their limits, or may `within` seconds, the longest first."""
+        """Return processes that exceed their limit, or will `within` seconds, longest first."""
         limits = ((each, self.limit_of(each, now)) for each in heartbeats)
         found = [Overdue(each, limit) for each, limit in limits if limit is not None]
         late = (each for each in found if each.heartbeat.seconds + within > each.limit)
         return sorted(late, key=lambda each: -each.heartbeat.seconds)
 
     def _learn_longest(self, heartbeat: Heartbeat) -> None:
-        """Take in all durations but those of a reported stall, waiting for it included."""
+        """Learn from all durations except those of a stall and of waiting for it."""
         who = _identity(heartbeat)
         before = self._stalled.pop(who, None)
         for phase, timing in heartbeat.timings.items():
@@ -342,7 +351,7 @@ class PhaseTimeouts:
             return None
         if phase in _BEFORE_STEPS:
             return settings.start_seconds
-        if heartbeat.error:  # it closes what it had opened
+        if heartbeat.error:  # it failed, and still closes files and connections
             return settings.checkpoint_seconds
         longest = self._longest.get((heartbeat.role, phase))
         floor = settings.checkpoint_seconds if phase in _RARE else settings.min_seconds
@@ -367,11 +376,11 @@ def has_moved(before: Heartbeat, after: Heartbeat) -> bool:
 
 # --- Where the time of a step goes.
 
-_MEAN_SECONDS = 10.0  # of the steps that a mean is of, at least
+_MEAN_SECONDS = 10.0  # shortest time over which a mean is taken
 
 
 class PhaseMeans:
-    """Mean seconds of each phase in a step, by rank; of a rank that has ended the last ones."""
+    """Mean duration of each phase per step, by rank; a rank that has ended keeps its last ones."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, int], tuple[float, Heartbeat]] = {}
@@ -379,9 +388,9 @@ class PhaseMeans:
         self._launch = ""
 
     def update(self, snapshot: Snapshot) -> list[dict[str, Any]]:
-        """JSON values of each rank: `rank`, `local_rank`, `step`, and what the last steps took.
+        """Return for each rank JSON values with `rank`, `local_rank`, `step` and means.
 
-        `steps` of them give `work_seconds` (own work for a step) and `phases`.
+        The means over the last `steps` steps are `work_seconds` (own work per step) and `phases`.
         """
         launch = snapshot.launch or self._launch
         if launch != self._launch:

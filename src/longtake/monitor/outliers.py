@@ -1,9 +1,9 @@
-"""Compares a node's numbers with other nodes' and with its own past, window by window.
+"""Outlier detection: a node's numbers against those of other nodes and its own past, by windows.
 
-A healthy cluster is not uniform, so no single number is judged. A deviation is the distance from
-the median of the others as a share of the mean of both, equal in both directions: half the time is
-as far as twice. Spreads are robust (1.4826 MAD) and never less than healthy hardware's. What
-exceeds an allowance adds up over windows (`Cusum`).
+A healthy cluster is not uniform, so no single value is judged. A deviation is the distance from the
+median of the others, relative to the mean of both, so that half and twice the time are equally far.
+Spreads are robust (1.4826 MAD) and never less than that of healthy hardware. Deviations beyond an
+allowance add up over windows (`Cusum`).
 
 Measured: none of 90 runs of 1,000 windows on two, three and four ranks had a false alarm, at 3 and
 at 6 % noise, all ranks judged. One of two ranks that becomes 10 % slower is found after 4.6 windows
@@ -28,17 +28,17 @@ from longtake.node_numbers import CHECKPOINT, SIGMAS, SIGNALS, Baseline, HealthS
 
 _T = TypeVar("_T")
 SLOW = "peer_send_share"
-ALL_UP_TO = 17  # so many nodes are all compared with each other
+ALL_UP_TO = 17  # up to this number of nodes, each is compared with all others
 
 _SAVES: tuple[Phase, ...] = ("checkpoint", "save")
-_NEAR_SAMPLES = 6  # after the last save, for what it wrote may still be on its way to the disk
+_NEAR_SAMPLES = 6  # samples after a save in which its data may still be written to the disk
 
 
 # --- What the ranks of this node need for a step.
 
 
 class StepProbe(StatelessProbe):
-    """Compares ranks' heartbeats with those of the last sample; `folder`: the heartbeat folder."""
+    """Probe of the ranks' steps: compares their heartbeats with those of the last sample."""
 
     name = "steps"
     numbers: Mapping[str, str] = {
@@ -54,7 +54,7 @@ class StepProbe(StatelessProbe):
         self._near = 0
 
     def sample(self) -> Numbers:
-        """The numbers since the last sample, by rank; no `step_work_seconds` without a step."""
+        """Return numbers since the last sample, by rank; `step_work_seconds` needs a new step."""
         now = time.monotonic()
         found = read_heartbeats(self._folder)
         ranks = {(each.pid, each.started): (now, each) for each in found if each.role == "rank"}
@@ -67,7 +67,7 @@ class StepProbe(StatelessProbe):
         return numbers | open_files([each.pid for each in found if each.phase != "ended"])
 
     def _is_near(self, ranks: Iterable[Heartbeat]) -> bool:
-        """Whether a rank saves, or has saved since one of the last samples."""
+        """Return True if a rank is saving, or has saved within the last samples."""
         before = {who: each for who, (_, each) in self._before.items()}
         seen = [
             each.phase in _SAVES
@@ -97,11 +97,11 @@ def _num_saves(heartbeat: Heartbeat | None) -> int:
 
 
 def peers_of(host: str, hosts: Sequence[str]) -> list[str]:
-    """The nodes that a node is compared with: those 1, 2, 4, 8, ... places before and after it.
+    """Return the nodes to compare a node with: those 1, 2, 4, 8, ... places before and after it.
 
-    All of up to 17 nodes, 14 of 200: enough to know what is usual, few enough to read. Neighbours
-    in a rack, which may fail together, are compared with other racks too; and a node that one node
-    reads reads that node.
+    These are all of up to 17 nodes, and 14 of 200: enough for a robust median, few enough to read.
+    Neighbours in a rack, which may fail together, are compared with other racks too. The relation
+    is symmetric.
     """
     if host not in hosts or len(hosts) <= ALL_UP_TO:
         return [other for other in hosts if other != host][: ALL_UP_TO - 1]
@@ -112,13 +112,13 @@ def peers_of(host: str, hosts: Sequence[str]) -> list[str]:
 
 
 class LivingNodes:
-    """Tells heartbeats that continue from those of nodes that are gone or do not move."""
+    """Finds nodes whose heartbeat continues, as opposed to nodes that are gone or hang."""
 
     def __init__(self) -> None:
         self._beats: dict[str, object] = {}
 
     def of(self, heartbeats: Mapping[str, Mapping[str, Any]], launch: str) -> list[str]:
-        """Nodes of this launch whose heartbeat changed since the last call."""
+        """Return the nodes of this launch whose heartbeat changed since the last call."""
         marks = {host: beat_of(each) for host, each in heartbeats.items()}
         before, self._beats = self._beats, dict(marks)
         return [
@@ -132,8 +132,8 @@ class LivingNodes:
 
 # --- Links to other nodes.
 
-_WAITED_FOR = 0.5  # of the time: a link that is busy for less is not what a run waits for most
-_WELL = 0.5  # of the usual: a slower link that is waited for is no measure for its own future
+_WAITED_FOR = 0.5  # fraction of time: a link that is busy for less does not limit the run
+_WELL = 0.5  # fraction of the usual rate: a slower, busy link does not enter its own past
 _ENOUGH_PAST, _MOST_PAST = 3, 30
 
 
@@ -148,9 +148,10 @@ class SlowLinks:
         self._past: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_MOST_PAST))
 
     def judge(self, own: Numbers, others: Mapping[str, Numbers]) -> Numbers:
-        """The share of the usual rate of each link that is waited for, by the node it leads to.
+        """Return the rate of each busy link relative to the usual one, by the node it leads to.
 
-        Usual is the median of the present rates of other nodes' links and this one's past.
+        The usual rate is the median of the current rates of other nodes' links and of this link's
+        past.
         """
         there = [rate for each in others.values() for rate in by_device(each, RATE).values()]
         found: Numbers = {}
@@ -166,19 +167,19 @@ class SlowLinks:
         return found
 
 
-# --- Noise: by how much numbers differ from window to window without a reason. It is estimated from
-# changes between windows, which do not depend on levels: a rank that is always slow adds nothing.
-# Changes far from the usual (it became slow) count for less, and few windows' noise for more.
+# --- Noise: random differences from window to window. It is estimated from changes between windows,
+# which do not depend on levels: a rank that is always slow adds nothing. Very large changes (the
+# rank became slow) are clipped, and estimates from few windows are increased.
 
 _NOISE_WINDOWS, _LATE_WINDOWS = 256, 32
-_FAR = 3.0  # medians: larger changes count as that
-_LATE_SHARE = 0.9  # noise that rose lately counts; of few windows it seems to rise now and then
-_NORMAL = sqrt(pi) / 2  # standard deviation by the mean distance of two normal draws
-_MEDIAN = 1.4826 / sqrt(2) / _NORMAL  # the mean of such distances by their median
+_FAR = 3.0  # changes are clipped to this multiple of their median
+_LATE_SHARE = 0.9  # weight of recent noise, which in few windows is sometimes high by chance
+_NORMAL = sqrt(pi) / 2  # standard deviation over the mean distance of two normal draws
+_MEDIAN = 1.4826 / sqrt(2) / _NORMAL  # mean of such distances over their median
 
 
 class NoiseEstimate:
-    """The noise of one number of one device."""
+    """Estimate of the noise of one number of one device."""
 
     def __init__(self) -> None:
         self._changes: deque[float] = deque(maxlen=_NOISE_WINDOWS)
@@ -191,7 +192,7 @@ class NoiseEstimate:
         self._changes.append(abs(change))
 
     def deviation(self) -> float:
-        """The standard deviation, rather too large than too small; 0: unknown."""
+        """Return the standard deviation, biased to larger values; 0: unknown."""
         changes, count = self._changes, self.count
         if not count:
             return 0.0
@@ -199,26 +200,27 @@ class NoiseEstimate:
         late = islice(changes, max(0, count - _LATE_WINDOWS), None)
         sums = sum(min(each, most) for each in changes), sum(min(each, most) for each in late)
         mean = max(sums[0] / count, _LATE_SHARE * sums[1] / min(count, _LATE_WINDOWS))
+        # The last factor enlarges estimates from few windows; it tends to 1.
         return _NORMAL * mean * (1 + 1.5 / count + 12 / count**2)
 
 
 class SharedNoise:
-    """The noise of all devices of a kind, known sooner than that of each."""
+    """Noise shared by all devices of a kind, which is known sooner than that of each device."""
 
     def __init__(self) -> None:
         self._noise = NoiseEstimate()
         self._before: dict[tuple[str, str], float] = {}
 
     def add(self, values: Mapping[tuple[str, str], float], least: float) -> float:
-        """Add a window; returns the standard deviation of a share from the median of the others."""
+        """Add a window of values, and return the standard deviation of relative deviations."""
         middle = median(values.values()) if values else 0.0
         shares = {who: _share(each, middle, least) for who, each in values.items()}
         changes = [
             abs(each - self._before[who]) for who, each in shares.items() if who in self._before
         ]
         self._before = shares
-        if len(changes) > 2:  # of two, each alone knows as much
-            # The median of all moves with each of them; that of the others does not.
+        if len(changes) > 2:  # two devices' shared noise says no more than that of each
+            # The factor n / (n - 1) corrects for the median of all, which moves with each value.
             self._noise.add(_MEDIAN * median(changes) * len(changes) / (len(changes) - 1))
         return self._noise.deviation()
 
@@ -231,7 +233,7 @@ def _share(value: float, usual: float, least: float) -> float:
 
 _ALLOWANCE = 1.1
 _ALARM = 5.3
-# Much noise hides a little slowness anyway: then false alarms cost more.
+# Much noise hides slight slowness anyway, so the alarm level rises to avoid false alarms.
 _ALARM_OF_NOISE, _CALM_NOISE = 3.0, 1.25
 _MOST = 3.0
 _CALM = 0.5
@@ -242,22 +244,22 @@ _ENOUGH_FOR_NOISE = 3
 
 @dataclass(frozen=True)
 class CusumWindow:
-    """One value of a number, and what was usual then."""
+    """One window of a number: its value, and the usual value at that time."""
 
     value: float
-    usual: float  # median of what it is compared with
-    deviation: float  # to the bad side, as a share
-    spread: float  # of healthy ones, as a share
+    usual: float  # median of the values that it is compared with
+    deviation: float  # relative deviation to the bad side
+    spread: float  # relative spread of healthy values
 
 
 class Cusum:
-    """What adds up, window by window, about one number of one device.
+    """Cumulative sum (CUSUM, Page 1954) of the deviations of one number of one device.
 
-    Each window gives a z: by how many spreads a value is worse than the usual. What exceeds an
-    allowance adds up, and what stays under it is subtracted again (cumulative sum, Page 1954). No
-    window counts for more than `_MOST`, so an alarm takes three of them however bad one was. A
-    spread is never less than the number's own noise: numbers that differ more take longer to add
-    up. Once more of the noise is known, the windows before are weighed anew by it.
+    Each window has a z-score: the number of spreads by which the value is worse than usual. The
+    excess over an allowance is added to the sum, a shortfall subtracted, and the sum never falls
+    below 0. z is limited to `_MOST`, so an alarm takes at least three windows. The spread is never
+    less than the number's own noise, so noisier numbers take longer. The sum is computed again for
+    all windows at each call, with the newest estimate of the noise.
     """
 
     def __init__(self, is_noisy: bool = True) -> None:
@@ -268,7 +270,11 @@ class Cusum:
         self._is_bad = False
 
     def add(self, window: CusumWindow, others: float = 0.0) -> bool:
-        """Whether the number is bad after one more window."""
+        """Add a window, and return True if the number is bad now.
+
+        `others` is the noise of all devices of the kind; the larger of it and the own noise is
+        used.
+        """
         if self._windows:
             self._noise.add(window.deviation - self._windows[-1].deviation)
         self._windows.append(window)
@@ -280,9 +286,9 @@ class Cusum:
         return self._is_bad
 
     def level(self) -> tuple[float, float]:
-        """Value and usual in the middle of the windows that have added up.
+        """Return the median value and the usual value over the windows that have added up.
 
-        Medians: the first of them may have been bad for a part of its time only.
+        Medians, because the first window may have been bad for only a part of its time.
         """
         windows = list(self._windows)[-max(1, self._adding) :]
         usual = median(each.usual for each in windows)
@@ -305,12 +311,12 @@ def _alarm(noise: float) -> float:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A number that has been worse for some windows."""
+    """A number that has been significantly worse than usual for some windows."""
 
     signal: HealthSignal
-    device: str  # empty: of the node
-    value: float  # in the middle of these windows
-    usual: float  # in the same unit, the median of what it is compared with
+    device: str  # empty: the number describes the whole node
+    value: float  # median over these windows
+    usual: float  # in the same unit, the median of the values it is compared with
     against: Baseline
 
     @property
@@ -318,7 +324,7 @@ class Outlier:
         return 100 * (self.value / self.usual - 1) if self.usual else 0.0
 
     def __str__(self) -> str:
-        """GPU 3 power 412 W against 655 W median; rank 24 step time +11 %."""
+        """Describe the outlier: GPU 3 power 412 W against 655 W median; rank 24 step time +11 %."""
         signal = self.signal
         if signal.counts:
             port = " port ".join(self.device.rsplit("/", 1))
@@ -346,12 +352,12 @@ def _count(value: float) -> str:
 _ENOUGH_FOR_SPREAD = 8
 _BASELINE_WINDOWS = 12
 _IN_USE = 0.1
-_MOST_ABSENT = 12  # windows for which an outlier outlives its number: steps may be longer
+_MOST_ABSENT = 12  # windows for which an outlier stays without new values: steps may be long
 _Key = tuple[str, str, Baseline]  # signal, device
 
 
 class OutlierDetector:
-    """Judges a node window by window; equal numbers give equal outliers."""
+    """Detector of a node's outliers, window by window; deterministic."""
 
     def __init__(self, signals: Sequence[HealthSignal] = SIGNALS) -> None:
         self._signals = signals
@@ -363,10 +369,10 @@ class OutlierDetector:
     def judge(
         self, own: Mapping[str, float], others: Mapping[str, Mapping[str, float]]
     ) -> list[Outlier]:
-        """All outliers after one more window.
+        """Add a window, and return all current outliers.
 
-        A number that is missing in this window, or has nothing to be compared with, stays what it
-        was for some windows.
+        An outlier whose number is missing in this window, or has nothing to be compared with, stays
+        for some windows.
         """
         found: dict[_Key, tuple[Outlier, int]] = {}
         judged: set[_Key] = set()
@@ -387,7 +393,7 @@ class OutlierDetector:
         own: Mapping[str, float],
         others: Mapping[str, Mapping[str, float]],
     ) -> Iterator[tuple[_Key, Outlier | None]]:
-        """The keys that are judged of one signal, each with its outlier."""
+        """Judge all devices of one signal; yields each key and its outlier, or None."""
         mine = _values(signal, own)
         there = {(n, k): v for n, each in others.items() for k, v in _values(signal, each).items()}
         everywhere = {**{("", device): each for device, each in mine.items()}, **there}
@@ -402,7 +408,7 @@ class OutlierDetector:
                 where = signal.name, device, "own past"
                 past = self._past[where]
                 if len(past) < _BASELINE_WINDOWS:
-                    past.append(value)  # the start stays the baseline
+                    past.append(value)  # the first windows stay the baseline for the whole run
                 else:
                     yield where, self._judged(signal, where, value, past)
 

@@ -1,8 +1,8 @@
-"""What a watcher is given, what it writes (run directory, events, alerts, the log), whom it ends.
+"""A watcher's target, its reports (run directory, events, alerts, log), and `watch.action`.
 
 The run directory may be on a disk that hangs or is full, which is when a watcher is needed most. So
-one thread touches it, and no other thread waits for it without a limit. People hear it first: from
-the terminal of the training and from the hook, neither of which needs the disk.
+only one thread accesses it, and no other thread waits for that one without a limit. Users are told
+first, on the terminal of the training and through the hook, neither of which needs the disk.
 """
 
 import errno
@@ -48,14 +48,14 @@ _MAX_ALERTS = 100
 
 @dataclass(frozen=True)
 class WatchTarget:
-    """One node of a run, as its watcher knows it."""
+    """The node of a run that a watcher watches, with its settings."""
 
     run: RunDirectory
     settings: WatchSettings
     host: str
     folder: Path  # the run's heartbeat folder on this node
     data: Sequence[Path] = ()  # folders whose disks are measured
-    by_hand: bool = False  # a person has started the watcher and reads its output
+    by_hand: bool = False  # a user has started the watcher and reads its output
 
     @property
     def node(self) -> NodeDirectory:
@@ -72,15 +72,16 @@ def watch_target(
     by_hand: bool = False,
     trust: bool = False,
 ) -> WatchTarget:
-    """The target on this node, or on a simulated one (`host` and `folder`).
+    """Build the target for this node, or for a simulated one (`host` and `folder`).
 
     Args:
         run: the run directory.
-        section: the launch's; None: that of the run's recipe, or the defaults if it is unreadable.
+        section: the launch's section `watch`; None: that of the run's recipe, or the defaults if
+            the recipe is unreadable.
         data: folders whose disks are measured.
-        host: None: this node's name.
-        folder: None: the run's heartbeat folder.
-        by_hand: a person has started it.
+        host: name of the node; None: this node's.
+        folder: heartbeat folder; None: the run's on this node.
+        by_hand: a user has started the watcher.
         trust: run the hook of the run's recipe even if others began the run; see `longtake.trust`.
     """
     directory = RunDirectory(run)
@@ -101,10 +102,10 @@ class NoAnswerError(OSError):
 
 
 class RunDirThread:
-    """Reads and writes the run directory in a thread of its own.
+    """The only thread of a watcher that accesses the run directory.
 
-    What is handed over to be written (the newest heartbeat, events, log lines) is written as soon
-    as the disk allows; `ask` waits for a result with a time limit.
+    Heartbeats, events and log lines are queued and written as soon as the disk allows; of
+    heartbeats only the newest is kept. `ask` waits for a result with a time limit.
     """
 
     def __init__(self, node: NodeDirectory) -> None:
@@ -131,14 +132,20 @@ class RunDirThread:
         self._write_soon()
 
     def ask(self, work: Callable[[], _T], seconds: float | None) -> _T:
-        """Do something in the thread and wait so long for its result; None: without limit."""
+        """Call `work` in the thread, and wait up to `seconds` for its result; None: no limit.
+
+        Raises:
+            NoAnswerError: there was no result in time, or an earlier call still hangs.
+            OSError: any error of `work`.
+        """
         if self._hanging is not None and not self._hanging.done():
             raise NoAnswerError(f"{self.node.run.path} does not answer")
         future = self._thread.submit(work)
         try:
             return future.result(seconds)
         except FutureTimeout:
-            # If it has not begun, what it waits for hangs: nothing else need wait for that again.
+            # A call that had not begun waits for one that hangs. That one is remembered, so that
+            # later calls fail at once.
             self._hanging = self._writing if future.cancel() else future
             text = f"{self.node.run.path} did not answer in {seconds:g} s"
             raise NoAnswerError(text) from None
@@ -148,7 +155,7 @@ class RunDirThread:
         return error
 
     def close(self, seconds: float) -> None:
-        """Wait up to so long until everything is written."""
+        """Wait up to `seconds` until everything is written."""
         end = time.monotonic() + seconds
         while (self._lines or self._events or self._heartbeat) and time.monotonic() < end:
             self._write_soon()
@@ -190,10 +197,10 @@ def is_disk_full(error: OSError) -> bool:
 
 
 class Terminal:
-    """Writes lines to the training's terminal, in a thread that waits as long as it takes none.
+    """Writer of lines to the training's terminal, in a thread that may block.
 
-    The watcher writes there itself: a rank that is stopped, or holds the GIL, could not. A progress
-    bar is one line that is drawn again and again; it gives way, and is continued in the next line.
+    The watcher writes there itself, as a rank that is stopped or holds the GIL could not. The line
+    of a progress bar is erased; the bar continues on the next line.
     """
 
     def __init__(self) -> None:
@@ -210,7 +217,7 @@ class Terminal:
             self._lines.put(text)
 
     def close(self, seconds: float) -> None:
-        """Wait up to so long until all is written."""
+        """Wait up to `seconds` until all lines are written."""
         self._is_written.wait(seconds)
 
     def _write_all(self) -> None:
@@ -224,7 +231,7 @@ class Terminal:
 
 
 class EventReporter:
-    """Passes events to people (terminal and hook), to events.jsonl and to the log; never waits."""
+    """Reports events on the terminal, to the hook, in events.jsonl and in the log; never waits."""
 
     def __init__(self, target: WatchTarget, disk: RunDirThread) -> None:
         self._host, self._run = target.host, str(target.run.path.resolve())
@@ -234,7 +241,13 @@ class EventReporter:
         self._quiet_tokens: set[str] = set()
 
     def emit(self, kind: NodeEventKind, /, *, is_alert: bool = True, **fields: Any) -> None:
-        """Tell people if its kind concerns them, and record an event."""
+        """Record an event, and tell the user if its kind is of interest.
+
+        Args:
+            kind: kind of the event.
+            is_alert: False: never run the hook.
+            fields: further fields of the event.
+        """
         texts = [str(fields[name]) for name in ("sentence", "message", "reason") if name in fields]
         values = (f"{name}={value}" for name, value in fields.items() if value != "")
         text = texts[0] if texts else " ".join(values)
@@ -246,7 +259,7 @@ class EventReporter:
         self._disk.log(f"{kind}: {text}")
 
     def tell(self, text: str) -> None:
-        """Say something at the training's terminal."""
+        """Write a line to the training's terminal."""
         self._terminal.tell(text)
 
     def alert(self, kind: NodeEventKind, /, **fields: Any) -> None:
@@ -261,7 +274,11 @@ class EventReporter:
         self._terminal.close(_SECONDS_FOR_TERMINAL)
 
     def _is_known(self, kind: NodeEventKind, fields: dict[str, Any]) -> bool:
-        """People know of this cause at this place, or were not told of the stall that is over."""
+        """Return True if no alert is needed.
+
+        This is so for a stall with the same suspect at the same place as a recent alert, and for
+        the end of a stall without an alert.
+        """
         token = str(fields.get("token", ""))
         if kind == "stall_cleared":
             return token in self._quiet_tokens
@@ -289,7 +306,7 @@ class AlertQueue:
             self._thread.start()
 
     def put(self, event: Mapping[str, Any]) -> None:
-        """Send an event; returns at once."""
+        """Queue an event for the hook; returns at once."""
         if self._thread.is_alive():
             try:
                 self._queue.put_nowait(event)
@@ -297,7 +314,7 @@ class AlertQueue:
                 self._disk.log(f"alert dropped, {_MAX_ALERTS} others wait: {event['event']}")
 
     def close(self, seconds: float) -> None:
-        """Wait up to so long until all are sent."""
+        """Wait up to `seconds` until all events are sent."""
         if self._thread.is_alive():
             with suppress(Full):
                 self._queue.put_nowait(None)
@@ -311,7 +328,11 @@ class AlertQueue:
 
 
 def run_hook(command: str, line: str, event: str, seconds: float = _HOOK_SECONDS) -> str:
-    """Run a shell command with a line of JSON on its stdin; returns what failed, or nothing."""
+    """Run a shell command with a line of JSON on its stdin.
+
+    Returns:
+        The reason of a failure; empty: it succeeded.
+    """
     try:
         hook = subprocess.Popen(
             ["/bin/sh", "-c", 'eval "$LONGTAKE_HOOK"'],  # other users can read arguments
@@ -341,16 +362,17 @@ def run_hook(command: str, line: str, event: str, seconds: float = _HOOK_SECONDS
     return f"it ended with status {hook.returncode}: {text or 'without output'}"
 
 
-# --- `watch.action` ends a process that hangs, on its own node. Only processes of the run are
-# signalled, if they are still the ones of the diagnosis and in the same phase. Where a wrong guess
-# costs most, a save that is only slow or a clip that is only long, the process has twice its limit.
+# --- `watch.action` kills a process that hangs, on its own node. Only processes of the run are
+# signalled, and only if they are still the ones of the diagnosis and in the same phase. A wrong
+# guess costs most for a save that is only slow or a clip that is only long: there the process gets
+# twice its limit.
 
-_COMPUTING_SHARE = 0.9  # of a core: a decode worker works, though perhaps at one line of Python
-_ROUNDING_SECONDS = 0.001  # of the seconds that a dump holds
+_COMPUTING_SHARE = 0.9  # cores used by a decode worker that computes, even at one line of Python
+_ROUNDING_SECONDS = 0.001  # precision of `seconds` in a dump
 
 
 class StallActions:
-    """Carries out `watch.action`."""
+    """Executes the recipe's `watch.action` on the suspects of a stall."""
 
     def __init__(
         self, target: WatchTarget, reporter: EventReporter, timeouts: PhaseTimeouts
@@ -361,9 +383,9 @@ class StallActions:
         self._clips: set[str] = set()
 
     def act_on(self, diagnosis: StallDiagnosis, request: DumpRequest) -> None:
-        """End the suspects of this node that the recipe allows to end.
+        """Kill the suspects on this node that `watch.action` allows to kill.
 
-        If no process is the cause, it is the rank that raised the alarm.
+        If no process is the cause, the rank that raised the alarm is killed instead.
         """
         if self._action == "report":
             return
@@ -371,7 +393,8 @@ class StallActions:
             if self._action == "kill":
                 self._end_alarmed_rank(diagnosis, request, reason)
         elif diagnosis.kind == "stuck":
-            # The cause, and other decode workers that hang; one rank's end is all ranks' end.
+            # Kill the cause, and other decode workers that hang. More than one rank is never
+            # needed: the end of one rank ends all.
             first, *others = diagnosis.suspects
             also = [each for each in others if each.role == "decode" and not each.moved]
             for suspect in (first, *also):
@@ -407,7 +430,11 @@ class StallActions:
             self._reporter.emit("killed_rank", **_rank_event(ended, diagnosis))
 
     def _end(self, suspect: Suspect) -> Heartbeat | None:
-        """Kill it, if it is still the same process and has not moved on; its last heartbeat."""
+        """Kill a suspect if it is still the same process and has not moved on.
+
+        Returns:
+            Its last heartbeat; None: it was not killed, and the log says why.
+        """
         pages = (each for each in read_heartbeats(self._folder) if each.pid == suspect.pid)
         found = next((each for each in pages if each.role == suspect.role), None)
         if found is None or not found.is_alive:
@@ -423,7 +450,7 @@ class StallActions:
         return None
 
     def _reason_to_wait(self, heartbeat: Heartbeat, suspect: Suspect) -> str:
-        """The reason to let a process live until twice its limit; empty: there is none."""
+        """Return the reason to let a process live until twice its limit; empty: there is none."""
         limit = self._timeouts.limit_of(heartbeat, time.monotonic())
         if limit is None or heartbeat.seconds >= 2 * limit:
             return ""
@@ -436,10 +463,13 @@ class StallActions:
 
 
 def kill_process(heartbeat: Heartbeat) -> str:
-    """Send SIGKILL to a process, and to no other that has got its pid since.
+    """Send SIGKILL to a process, and never to a later one with the same pid.
 
-    The pidfd is opened before the identity is checked, so the pid cannot change hands in between.
-    A kernel before 5.3 or a sandbox without pidfds has to do without.
+    The pidfd is opened before the identity is checked, so the pid cannot be reused in between. On
+    kernels before 5.3 and in sandboxes without pidfds, a plain `kill` is used.
+
+    Returns:
+        The reason of a failure; empty: the signal was sent.
     """
     pidfd = -1
     try:
@@ -463,7 +493,7 @@ def kill_process(heartbeat: Heartbeat) -> str:
 
 
 def _blames_no_process(diagnosis: StallDiagnosis) -> str:
-    """The reason why any rank may be ended: the network or a silent node; else empty."""
+    """Return the reason why any rank may be killed: the network or a silent node; else empty."""
     if diagnosis.kind == "link" and not diagnosis.suspects:
         return (
             "all ranks wait at the same place, and none is the cause: any one that ends restarts "

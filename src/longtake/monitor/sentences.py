@@ -1,4 +1,4 @@
-"""How processes and the calls that they are in are put in words."""
+"""Texts about processes and their stacks for `longtake stacks` and the board."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _HALTED = {
     "Z": "dead",
 }
 _WRAPPERS = ("_call_impl", "_wrapped_call_impl", "wrapper", "inner", "_fn", "decorate_context")
-"""Last parts of names of calls that only lead to the next one."""
+"""Names of functions that only call another one, without their qualifiers."""
 _STARTERS = (
     "<frozen runpy>",
     "<frozen importlib",
@@ -53,7 +53,7 @@ _STARTERS = (
     "/longtake/__main__.py",
     "/threading.py",
 )
-"""Files of calls that a program or a thread begins with."""
+"""Parts of the paths of files with the outermost calls of a program or thread."""
 _MOST_LIBRARY_CALLS = 6
 _MOST_CLIPS = 2
 _MOST_RANGES = 6
@@ -62,7 +62,7 @@ _WORTH_SAYING_SECONDS = 0.5
 
 
 def who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
-    """Name processes, as `ranks 0-2 (on gpu01)`."""
+    """Name processes of one role, such as `ranks 0-2 (on gpu01)`."""
     ranks = sorted({each["rank"] for each in members if each["rank"] is not None})
     of_ranks = ""
     if ranks:
@@ -82,7 +82,7 @@ def who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
 
 
 def doing(members: Sequence[Mapping[str, Any]]) -> str:
-    """Say what processes do by their heartbeats, and for how long; without, their command."""
+    """Describe the phase of processes and its duration; without heartbeats, their command."""
     if members[0]["phase"] is None:
         program, space, arguments = str(members[0]["command"]).partition(" ")
         name = Path(program).name if program.startswith("/") else program
@@ -100,7 +100,7 @@ def doing(members: Sequence[Mapping[str, Any]]) -> str:
 
 
 def state_of(members: Sequence[Mapping[str, Any]]) -> str:
-    """Say whether processes can run and do; nothing of those that have nothing to do."""
+    """Describe if processes are stopped, moving or computing; empty for idle ones."""
     first = members[0]
     if first["state"] in _HALTED:
         return _HALTED[str(first["state"])]
@@ -119,22 +119,22 @@ def is_halted(members: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def unread(member: Mapping[str, Any]) -> str:
-    """Say why there are no calls of a process, and where it is."""
+    """Describe a process whose stacks could not be read by its place in the kernel or its state."""
     waits = re.search(r"^wchan: (\w*[a-z]\w*)", member["raw"], re.MULTILINE)
     where = f"in the kernel's {waits[1]}" if waits else f"state {member['state']}"
     return f"its stacks could not be read; it is {where}"
 
 
 def own_call(stack: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The innermost call that is not Python's own; the innermost of all, if all are."""
+    """Return the innermost call outside of the standard library, or else the innermost call."""
     own = (c for c in stack if not is_library(c) or "/site-packages/" in c["file"])
     return next(own, stack[0])
 
 
 def worth_showing(stack: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A stack without what only leads to the next call, and with few calls of libraries.
+    """Shorten a stack for display: drop wrappers, the program's start and most library calls.
 
-    Kept are the innermost call, libraries' calls that it is in, and all calls of other code.
+    The innermost call, the library calls directly around it and all calls of other code are kept.
     """
     begun = list(stack)
     while len(begun) > 1 and any(name in begun[-1]["file"] for name in _STARTERS):
@@ -158,13 +158,13 @@ def is_library(call: Mapping[str, Any]) -> bool:
 
 
 def spelled(call: Mapping[str, Any]) -> str:
-    """A call as `function (file:line)`."""
+    """Format a call as `function (file:line)`."""
     line = f":{call['line']}" if call["line"] else ""
     return f"{_shortened(call['function'], _LONGEST_NAME)} ({place(call['file'])}{line})"
 
 
 def place(file: str) -> str:
-    """A file by the shortest path by which it is known; of what was compiled, its name."""
+    """Shorten a file's path to its package or the current directory; a library to its name."""
     file = printable(file)
     if ".so" in Path(file).suffixes:
         return Path(file).name

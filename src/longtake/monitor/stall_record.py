@@ -1,43 +1,47 @@
-"""The record of a stall: its suspects, who waits, and what else is known."""
+"""The record of a stall: suspects, waiting ranks and findings of the flight recorder."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 StallKind = Literal["stuck", "slow", "lost", "link", "unknown", "cleared"]
-"""`stuck`: it does not move; `slow`: it moves, for longer than ever; `lost`: its process died, or
-its node does not answer; `link`: all ranks wait at the same place, so it is the network; `unknown`:
-no process could be read; `cleared`: the process that raised the alarm moved on meanwhile."""
+"""Kind of a stall, by its cause.
+
+`stuck`: the suspect does not move; `slow`: it moves, but takes longer than ever; `lost`: its
+process died, or its node does not answer; `link`: all ranks wait at the same place, so the network
+is the cause; `unknown`: no process could be read; `cleared`: the process that raised the alarm
+moved on in the meantime.
+"""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A process that others wait for, or that hangs by itself; or a node that does not answer."""
+    """A process that others wait for or that hangs by itself, or a node that does not answer."""
 
     host: str
-    pid: int  # 0 of a node
+    pid: int  # 0 for a node
     role: Literal["rank", "decode", "node"]
-    rank: int | None  # its rank, or that of the rank that started it
-    thread: str = ""  # empty: the main one
+    rank: int | None  # its rank, or the rank that started it
+    thread: str = ""  # name of the thread that hangs; empty: the main thread
     function: str = ""  # innermost call outside of libraries, or innermost of all; empty: unknown
-    file: str = ""  # of that call, as the process has it
-    line: int = 0  # 0: unknown
+    file: str = ""  # file of that call, as in the process
+    line: int = 0  # line of that call; 0: unknown
     within: str = ""  # the Python call it waits in, if another: `wait (threading.py:327)`
     doing: str = ""  # the heartbeat's phase
-    step: int = 0  # global step of a rank; windows that a decode worker has begun
-    seconds: float = 0.0  # since the phase began; also of a process that died
+    step: int = 0  # global step of a rank; number of windows that a decode worker has begun
+    seconds: float = 0.0  # time since the phase began, also for a process that died
     clip: str = ""  # identity of the clip that a decode worker reads
     clip_path: str = ""
-    state: str = ""  # as in /proc, in the last round; empty: it died
+    state: str = ""  # state in /proc in the last round; empty: it died
     cpu_share: float = 0.0  # cores that it kept busy between first and last round
-    native: str | None = None  # the innermost C call, where it was read
-    has_gil: bool = False  # that thread holds it
+    native: str | None = None  # innermost C call, if it was read
+    has_gil: bool = False  # the thread holds the GIL
     moved: bool = False  # its stack or heartbeat changed between the rounds
-    waits_in: str = "nothing"  # a `Wait`
+    waits_in: str = "nothing"  # a `Wait` of `stall_snapshot`
 
 
 @dataclass(frozen=True)
 class WaitingRanks:
-    """Ranks that wait for the same."""
+    """Ranks that wait for the same kind of thing."""
 
     doing: str  # what they wait for: `a collective`, `data`, `the device`, `a checkpoint`, `a lock`
     ranks: tuple[int, ...]
@@ -46,31 +50,31 @@ class WaitingRanks:
 
 @dataclass(frozen=True)
 class MissingIn:
-    """A collective that ranks hold up, by the flight recorder."""
+    """A collective that ranks hold up, according to the flight recorder."""
 
     group: str  # the process group, by its description if it has one
     op: str  # such as `nccl:all_reduce`
-    ranks: tuple[int, ...]  # the cause
-    has_joined: bool = False  # they joined it and did not finish it; else they never joined
+    ranks: tuple[int, ...]  # the ranks that are the cause
+    has_joined: bool = False  # True: they joined and did not finish it; False: never joined
 
 
 @dataclass(frozen=True)
 class StallDiagnosis:
-    """stalls/<token>.json."""
+    """The diagnosis of a stall: the content of stalls/<token>.json."""
 
-    token: str  # of the request
+    token: str  # token of the request for dumps
     time: str
-    host: str  # who made it
+    host: str  # the node that made the diagnosis
     kind: StallKind
     launch: str
-    step: int  # of the process that raised the alarm; without an alarm, of the first suspect
-    phase: str  # when it was asked for
-    seconds: float | None  # for which that process had been in it at the alarm
-    limit: float | None  # of the phase, in seconds; None: no alarm
+    step: int  # step of the process that raised the alarm, else of the first suspect
+    phase: str  # phase of that process at the alarm
+    seconds: float | None  # time in that phase at the alarm; None: no alarm
+    limit: float | None  # limit of the phase in seconds; None: no alarm
     suspects: tuple[Suspect, ...]  # the first is the cause
     waiting: tuple[WaitingRanks, ...]
-    silent_nodes: tuple[str, ...]  # gave no dump
-    missing_in: tuple[MissingIn, ...]  # what the flight recorder adds
+    silent_nodes: tuple[str, ...]  # nodes without a dump
+    missing_in: tuple[MissingIn, ...]  # findings of the flight recorder
     sentence: str
     node_events: tuple[str, ...] = ()  # recent events of clocks, links and GPUs, in words
 

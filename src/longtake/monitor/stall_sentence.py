@@ -1,4 +1,4 @@
-"""The diagnosis of a stall as sentences for people."""
+"""The diagnosis of a stall in sentences for users."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +18,7 @@ _STATES = {
 
 
 def describe(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> str:
-    """Say which process caused a stall, where it is and since when, and who waits for it."""
+    """Describe a stall: the process that caused it, its place and time, and the waiting ranks."""
     suspects, silent = diagnosis.suspects, diagnosis.silent_nodes
     if diagnosis.kind == "cleared":
         return "The process that raised the alarm moved on while the processes were dumped."
@@ -82,7 +82,7 @@ def _causes(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> Iterator[str]
 
 
 def _store_of(suspect: Suspect) -> str:
-    """The store that a decode worker waits for; empty: none, or the worker itself does not run."""
+    """Return the store that a decode worker waits for; empty: none, or the worker is stopped."""
     if _is_halted(suspect):
         return ""
     return suspect.clip_path.partition(STORE_WAIT)[2].partition(" ")[0]

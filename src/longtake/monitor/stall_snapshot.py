@@ -1,4 +1,4 @@
-"""The processes of a stall: what each waits for, by its calls and its heartbeat."""
+"""The processes of a stall, and the kind of thing each waits for, by its calls and heartbeat."""
 
 import linecache
 import re
@@ -17,7 +17,10 @@ from longtake.monitor.dumps import ProcessTrace, traces
 from longtake.monitor.stall_record import Suspect, WaitingRanks
 
 Wait = Literal["collective", "data", "device", "checkpoint", "lock", "nothing"]
-"""`lock`: another thread or process of the same node; `nothing`: it computes or hangs by itself."""
+"""The kind of thing that a thread waits for.
+
+`lock`: another thread or process of the same node; `nothing`: it computes or hangs by itself.
+"""
 
 _WAIT_WORDS: dict[Wait, str] = {
     "collective": "a collective",
@@ -33,21 +36,21 @@ _PHASE_ORDER: dict[str, int] = {phase: place for place, phase in enumerate(get_a
 
 @dataclass(frozen=True, eq=False)
 class ProcessState:
-    """A rank or decode worker: the thread that matters, and what it waits for."""
+    """A rank or decode worker: its relevant thread, and the kind of thing that one waits for."""
 
     trace: ProcessTrace
-    thread: str  # empty: the main one
-    calls: stacks.Stack  # of that thread, in the last round
-    native: stacks.Stack  # the C calls below them, where they were read
+    thread: str  # name of the thread; empty: the main thread
+    calls: stacks.Stack  # calls of that thread in the last round
+    native: stacks.Stack  # C calls below them, if they were read
     wait: Wait
-    has_gil: bool  # that thread holds it
+    has_gil: bool  # the thread holds the GIL
 
     @classmethod
     def of(cls, trace: ProcessTrace) -> "ProcessState":
-        """Find the thread that tells what a process waits for.
+        """Build the state of a process from the thread that shows what it waits for.
 
-        A rank that waits for its checkpoint is where the thread is that writes it; one that
-        computes gradients on a device, where autograd's is; one that decodes in threads, there.
+        This is the main thread, except for a rank that waits for another of its threads: the one
+        that writes the checkpoint, autograd's for a device, or one that decodes.
         """
         phase = str((trace.heartbeat or {}).get("phase", ""))
         threads = trace.threads
@@ -94,7 +97,7 @@ class ProcessState:
 
     @cached_property
     def has_moved(self) -> bool:
-        """The thread's stack or the heartbeat changed between rounds."""
+        """True if the thread's stack or the heartbeat changed between rounds."""
         if self.trace.has_moved:
             return True
         seen = self.trace.stacks_of(self.thread) if self.thread else []
@@ -140,16 +143,21 @@ class ProcessState:
 class StallSnapshot:
     """All processes of a stall."""
 
-    ranks: Sequence[ProcessState]  # living ones
-    # By rank: busy decode workers, and idle ones that would have to work and do not.
+    ranks: Sequence[ProcessState]  # living ranks
+    # Decode workers by rank: busy ones, and idle ones that should work and do not.
     decoding: Mapping[int, Sequence[ProcessTrace]]
     lost: Sequence[Suspect]  # ranks whose process died
-    rounds: int  # of dumps
+    rounds: int  # number of rounds of dumps
     world_size: int  # 0: unknown
 
     @classmethod
     def of(cls, dumps: Sequence[node_dir.NodeDump], stalled: frozenset[int]) -> "StallSnapshot":
-        """Arrange dumps; `stalled`: ranks in an unfinished collective by the flight recorder."""
+        """Build the snapshot from the nodes' dumps.
+
+        Args:
+            dumps: dumps of all nodes.
+            stalled: ranks in an unfinished collective, according to the flight recorder.
+        """
         last = {each["host"]: [r["seconds"] for r in each["rounds"]][-1:] for each in dumps}
         ranks: list[ProcessState] = []
         decoding: dict[int, list[ProcessTrace]] = defaultdict(list)
@@ -192,7 +200,7 @@ class StallSnapshot:
         return [rank for rank in range(self.world_size) if rank not in seen]
 
     def waiting(self, suspects: Iterable[Suspect]) -> tuple[WaitingRanks, ...]:
-        """Ranks that only wait, by what for; the largest group first."""
+        """Group the ranks that only wait by what they wait for; the largest group comes first."""
         blamed = {(each.host, each.pid) for each in suspects}
         groups: dict[str, list[ProcessState]] = defaultdict(list)
         for each in self.ranks:
@@ -210,8 +218,8 @@ def _with_device_waits(
 ) -> list[ProcessState]:
     """Mark ranks that wait for their GPU, which their Python calls do not show.
 
-    Those that do not move and, by the flight recorder, have an unfinished collective; or those at
-    the same line as most ranks.
+    These are ranks that do not move and either have an unfinished collective, according to the
+    flight recorder, or are at the same line as most ranks.
     """
     candidates = {
         each
@@ -232,7 +240,7 @@ def _with_device_waits(
 def _by_heartbeat(
     host: str, pid: int, role: str, rank: int | None, heartbeat: Mapping[str, Any]
 ) -> Suspect:
-    """Make a suspect of a process's heartbeat, which may be all that is left of it."""
+    """Build a suspect from a process's heartbeat, which may be all that is left of it."""
     is_decoding = role == "decode"
     return Suspect(
         *(host, pid, "decode" if is_decoding else "rank", rank),
@@ -275,7 +283,13 @@ _BY_PHASE: dict[str, Wait] = {
 
 
 def classify_wait(calls: stacks.Stack, phase: str, native: stacks.Stack = ()) -> Wait:
-    """Classify what a thread waits for, by its calls and its process's phase."""
+    """Determine the kind of thing that a thread waits for, by its calls and its process's phase.
+
+    Args:
+        calls: the thread's Python calls, innermost first.
+        phase: phase of the process's heartbeat.
+        native: C calls below them, if they were read.
+    """
     if not calls:
         return _BY_PHASE.get(phase, "nothing")
     below, own = (
@@ -291,7 +305,7 @@ def classify_wait(calls: stacks.Stack, phase: str, native: stacks.Stack = ()) ->
         return "device"
     if not native and _reads_device(calls[0]):
         return "device"
-    # py-spy says `Condition.wait` where Python knows qualified names, and `wait` elsewhere.
+    # py-spy reports `Condition.wait` if the process's Python has qualified names, else `wait`.
     names = (name.rpartition(".")[2] for name, file, _ in below if _THREADS.search(file))
     if not any(name in _WAITS for name in names):
         return "nothing"
@@ -301,9 +315,10 @@ def classify_wait(calls: stacks.Stack, phase: str, native: stacks.Stack = ()) ->
 
 
 def _reads_device(call: stacks.Call) -> bool:
-    """A line of training takes values from the device, which shows no call of torch's.
+    """Return True if a line of `longtake.training` reads values from the device.
 
-    The line is read in this process's own package: another process's file may be anything.
+    Methods such as `item` are C calls, so the stack has no frame of torch for them. The line is
+    read from this process's own package, as the path of another process may be any file.
     """
     _, file, line = call
     _, ours, name = file.rpartition("/longtake/training/")

@@ -1,7 +1,7 @@
-"""The watcher of a node: reads its heartbeats some times a second and reacts; torch-free.
+"""The watcher of a node: reads its heartbeats several times a second and reacts; torch-free.
 
-The loop touches nothing but memory. What may wait has a thread of its own: the run directory, the
-node's health, dumps of processes, alerts.
+The loop itself accesses only memory. Everything that may block has a thread of its own: the run
+directory, the node's health, dumps of processes, alerts.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from longtake.monitor import coordinator, flight_recorder, observe, reporting
 from longtake.monitor.node_health import NodeHealth
 
 _SCAN_SECONDS, _MAX_SCAN_SECONDS = 0.25, 1.0
-_CPU_SHARE = 0.002  # of a core: on a node of many processes it scans less often
+_CPU_SHARE = 0.002  # fraction of a core for scans: with many processes they are less frequent
 _HEARTBEAT_SECONDS = 0.9
 _LATE_SECONDS = 1.0
 _SECONDS_WITHOUT_RANK = 60.0
@@ -40,10 +40,11 @@ _SECONDS_BETWEEN_LATE_LINES = 60.0
 
 
 def watch(target: reporting.WatchTarget) -> None:
-    """Watch a node's part of a run until it ends; returns at once if another watcher does.
+    """Watch a node's part of a run until it ends.
 
-    A watcher that a run has started waits until the other has ended. A SIGTERM, which a scheduler
-    sends to all processes of a job, does not end it while ranks still save.
+    If another watcher runs, one started by a user returns at once, and one started by the training
+    waits to take over. A SIGTERM, which a scheduler sends to all processes of a job, does not end
+    the watcher while ranks still save.
     """
     stop = process.StopSignal(
         (SIGTERM, SIGINT),
@@ -79,7 +80,7 @@ def _takes_over(
         has_seen_ranks |= any(each.role == "rank" for each in (*snapshot.living, *snapshot.dead))
         if snapshot.ranks:
             seen = time.monotonic()
-        elif has_seen_ranks:  # also if all were dead at the first look: the run was short
+        elif has_seen_ranks:  # also if all were dead at the first scan: the run was short
             return False
         if time.monotonic() - seen > _SECONDS_WITHOUT_RANK or stop.wait(_SCAN_SECONDS):
             return False
@@ -87,19 +88,20 @@ def _takes_over(
 
 
 class WatcherLock:
-    """Held by the only watcher of a run on a node; `folder`: its heartbeats', which is made."""
+    """File lock that only one watcher of a run on a node can hold, in the heartbeat folder."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "watcher.lock"
         self._file: IO[str] | None = None
 
     def acquire(self) -> bool:
-        """Take it if it is free; whether this process holds it now."""
+        """Take the lock if it is free, and return True if this process holds it now."""
         make_private_dir(self._path.parent)
         file = open(self._path, "a+", opener=fsio.no_follow)  # noqa: SIM115 - kept open
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder may have removed the file meanwhile.
+            # The last holder may have removed the file between open and flock. A lock on a removed
+            # file excludes nobody.
             is_there = os.fstat(file.fileno()).st_ino == self._path.stat().st_ino
         except OSError:
             is_there = False
@@ -118,7 +120,7 @@ class WatcherLock:
         return ""
 
     def release(self) -> None:
-        """Remove the file, and the folder if it is empty."""
+        """Release the lock and remove its file, and the folder if it is empty."""
         if self._file is not None:
             if not any(self._path.parent.glob("rank_*")):
                 flight_recorder.remove_all_files(self._path.parent)
@@ -148,7 +150,7 @@ class _Watcher:
         self._late_logged_at = -math.inf
 
     def watch(self, stop: process.StopSignal) -> None:
-        """Scan until the last rank of the node is gone, or a signal ends this."""
+        """Scan until the last rank of the node is gone or a signal requests the end."""
         self._begin()
         interval, planned = _SCAN_SECONDS, time.monotonic()
         while True:
@@ -181,7 +183,7 @@ class _Watcher:
         settings, by_hand = self._target.settings, self._target.by_hand
         limits = settings.model_dump(include={"action", "factor", "min_seconds", "max_seconds"})
         self._reporter.emit("watcher_started", pid=os.getpid(), by_hand=by_hand, **limits)
-        with suppress(OSError):  # afterwards the node's folder exists
+        with suppress(OSError):  # waits until the event is written, which creates the folder
             self._disk.ask(lambda: None, _BEGIN_SECONDS)
         self._service.start()
         self._health.start()
@@ -273,7 +275,7 @@ class _Watcher:
         if snapshot.ranks:
             self._ranks_at, self._has_seen_ranks = snapshot.now, True
             return False
-        # A rank that starts a watcher has a page already: a dead one means that the run was short.
+        # A rank has its page before it starts the watcher, so a dead page means a short run.
         self._has_seen_ranks |= any(each.role == "rank" for each in snapshot.dead)
         if self._has_seen_ranks and (not self._target.by_hand or self._have_all_ended(snapshot)):
             return True
@@ -296,13 +298,13 @@ class _Watcher:
 
 @dataclass
 class _Stall:
-    """An open stall of this node, of this or another node's alarm."""
+    """An open stall, by this node's or another node's alarm."""
 
     token: str
-    at: float  # when it was noticed, as `time.monotonic()`
-    seconds: float  # for which it had lasted then
-    overdue: observe.Overdue | None = None  # who raised the alarm; None: another node
-    is_asker: bool = False  # this node has asked
+    at: float  # time at which it was noticed, by time.monotonic()
+    seconds: float  # its duration at that time
+    overdue: observe.Overdue | None = None  # process that raised the alarm; None: another node's
+    is_asker: bool = False  # this node wrote the request
 
     @property
     def doubled_at(self) -> float:
@@ -312,8 +314,9 @@ class _Stall:
 class StallDetector:
     """Raises an alarm when a process exceeds its limit, one stall at a time.
 
-    The others come to wait for a process that hangs and exceed their own limits. So while a stall
-    is open, this node's or another's, the next alarm comes when it has lasted twice as long.
+    Other processes come to wait for one that hangs, and then exceed their own limits. So while a
+    stall is open, on this node or another, the next alarm is raised only when the stall has lasted
+    twice as long.
     """
 
     def __init__(
@@ -332,7 +335,7 @@ class StallDetector:
         return self._stall.token if self._stall else ""
 
     def check(self, snapshot: observe.Snapshot) -> None:
-        """Note other nodes' stalls, close one that is over, and raise the next alarm."""
+        """Note stalls of other nodes, close a stall that is over, and raise the next alarm."""
         while (request := self._service.take_begun()) is not None:
             self._note_request(request, snapshot.now)
         if self._stall is not None:
@@ -366,7 +369,7 @@ class StallDetector:
         )
 
     def _note_request(self, request: node_dir.DumpRequest, now: float) -> None:
-        """Another node's stall is this one's too: what does not move here waits for it."""
+        """Open another node's stall here too: processes that do not move here wait for it."""
         is_own = request["by"] == self._target.host
         if self._stall is not None and self._stall.token == request["token"]:
             self._stall.is_asker = is_own
@@ -408,7 +411,7 @@ def _who(heartbeat: Heartbeat) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -P -m longtake.monitor.watcher RUN`, which `train` starts; gives the exit status."""
+    """Run `python -P -m longtake.monitor.watcher RUN`, as `train` does; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m longtake.monitor.watcher", description="Watch this node's part of a run."
     )
