@@ -1,1 +1,1 @@
-"""Which processes run on which nodes: checks the nodes (preflight), starts the ranks (launch)."""
+"""Runs on several nodes: checks of the nodes (preflight), and start of the ranks (launch)."""

@@ -1,4 +1,4 @@
-"""Checks of the network: devices, addresses, connections, clocks and links between nodes."""
+"""Preflight checks of the network: devices, addresses, connections, clocks and links of nodes."""
 
 import ipaddress
 import os
@@ -34,7 +34,7 @@ _DEVICE_ADVICE = "Look at the cable, the port of the switch, and ethtool or ibst
 
 
 def measure_devices(context: CheckContext) -> Facts:
-    """State and speed of Ethernet interfaces and InfiniBand ports."""
+    """Read state and speed of Ethernet interfaces and InfiniBand ports."""
     return {
         "ethernet": _by_device(Ethernet().sample()),
         "infiniband": _by_device(InfiniBand().sample()),
@@ -74,12 +74,12 @@ def _describe_device(numbers: dict[str, float]) -> str:
 
 
 # --- Addresses ------------------------------------------------------------------------------------
-# Gloo binds to the address of a node's own name. Where a distribution writes `127.0.1.1 gpu07` into
-# /etc/hosts, the other nodes connect to themselves, and all wait for a timeout.
+# Gloo binds to the address of a node's own name. If /etc/hosts has `127.0.1.1 gpu07`, as some
+# distributions write it, the other nodes connect to themselves, and all wait for a timeout.
 
 
 def measure_addresses(context: CheckContext) -> Facts:
-    """The addresses of the node's own name, and the interface that gloo uses."""
+    """Resolve the node's own name, and read the interface that gloo is told to use."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         own = sorted({str(each[4][0]) for each in found})
@@ -89,7 +89,7 @@ def measure_addresses(context: CheckContext) -> Facts:
 
 
 def judge_addresses(facts: FactsByNode) -> CheckResult:
-    """Find nodes that others cannot reach by the name that they have for themselves."""
+    """Find nodes whose own name resolves to a loopback address or not at all."""
     result = CheckResult()
     if len(facts) < 2:
         result.skip("addresses, clocks and links between nodes", "one node")
@@ -128,9 +128,9 @@ def connect(context: CheckContext, store: Any, *, use_nccl: bool) -> Facts:
 
 
 # --- Clocks ---------------------------------------------------------------------------------------
-# Cristian's algorithm (Probabilistic clock synchronization, 1989): the asker notes when it asked
-# and when the answer came; the other clock is compared with the middle, and is off from it by at
-# most half the round trip. Of many questions the one with the shortest round trip counts.
+# Cristian's algorithm (Probabilistic clock synchronization, 1989): the other clock's answer is
+# compared with the middle between question and answer, so the error is at most half the round trip.
+# Of many questions the one with the shortest round trip is used.
 
 _NUM_QUESTIONS = 40
 _WARNING_SECONDS, _ERROR_SECONDS = 1e-3, 0.1
@@ -141,7 +141,7 @@ _CLOCK_ADVICE = (
 
 
 def measure_clocks(context: CheckContext) -> Facts:
-    """On rank 0: by how many seconds each node's clock is ahead, and how uncertain that is."""
+    """Measure on rank 0 the seconds by which each node's clock is ahead, and their uncertainty."""
     if not context.process.is_first:
         _answer_clock()
         return {}
@@ -150,7 +150,7 @@ def measure_clocks(context: CheckContext) -> Facts:
 
 
 def judge_clocks(facts: FactsByNode) -> CheckResult:
-    """Whose clock is off from the median of all, or, of two, from the other."""
+    """Find clocks that deviate from the median of all or, of two, from the other one."""
     first = next((node for node, each in facts.items() if "offsets" in each), None)
     if first is None or not facts[first]["offsets"]:
         return CheckResult()
@@ -182,7 +182,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _ask_clock(peer: int) -> tuple[float, float]:
-    """Seconds by which a peer's clock is ahead, and half of the shortest round trip."""
+    """Return the seconds by which a peer's clock is ahead, and half of the shortest round trip."""
     best = (0.0, float("inf"))
     answer = torch.zeros(1, dtype=torch.int64)
     for _ in range(_NUM_QUESTIONS):
@@ -204,7 +204,8 @@ def _answer_clock() -> None:
 
 
 # --- Links: each node sends to its neighbours in a ring, and back; then all reduce together -------
-# A link that is slow has two ends; a node that is slow has two slow links, and is named.
+# A slow link has two ends, either of which may be the cause; a slow node has two slow links, and is
+# named alone.
 
 _MIB = 2**20
 _NUM_BURSTS, _BURST_SECONDS, _MAX_SENDS = 3, 0.15, 64
@@ -220,7 +221,7 @@ _NVLINK_ADVICE = "Look at nvidia-smi topo -m and nvidia-smi nvlink --status on t
 
 
 def measure_links(context: CheckContext) -> Facts:
-    """MB/s to the neighbours, of an all-reduce over all, and of one within this node."""
+    """Measure MB/s to the neighbours, of an all-reduce over all ranks and of one in this node."""
     index = context.process.local_rank
     with torch.cuda.device(index) if _has_nccl() else nullcontext():  # it is per thread
         facts: Facts = {
@@ -241,7 +242,7 @@ def measure_links(context: CheckContext) -> Facts:
 
 
 def judge_links(facts: FactsByNode) -> CheckResult:
-    """Find links that are far slower than the median, and nodes all of whose links are."""
+    """Find links that are far slower than the median, and nodes with only slow links."""
     result = CheckResult()
     speeds: dict[str, float] = {}
     for node, each in facts.items():
@@ -277,7 +278,7 @@ def _judge_slow_links(result: CheckResult, speeds: dict[str, float], slow: Seque
 
 
 def _nodes_with_all_slow(speeds: dict[str, float], slow: Sequence[str]) -> list[str]:
-    """Nodes with several neighbours whose links are all slow, in one direction or both."""
+    """Return nodes with several neighbours whose links in one direction or both are all slow."""
     found = []
     for node in dict.fromkeys(end for link in slow for end in link.split(_TO)):
         sending = [link for link in speeds if link.startswith(f"{node}{_TO}")]
@@ -289,9 +290,10 @@ def _nodes_with_all_slow(speeds: dict[str, float], slow: Sequence[str]) -> list[
 
 
 def ring_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of neighbours in a ring, in rounds in which no node is in two pairs."""
+    """Yield rounds of pairs of neighbours in a ring; a node is in at most one pair of a round."""
     if count < 2:
         return
+    # Every second pair forms a round; with an odd number of nodes, the last pair needs its own.
     pairs = [(each, (each + 1) % count) for each in range(count if count > 2 else 1)]
     last = [pairs.pop()] if count > 2 and count % 2 else []
     yield pairs[0::2]
@@ -299,13 +301,13 @@ def ring_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _time_link(peer: int, *, is_sender: bool) -> float:
-    """MB/s of the best of some bursts: a bad link is bad in all of them, a busy node is not."""
+    """Return MB/s of the best of some bursts: a bad link is slow in all of them, a busy one not."""
     load = torch.zeros(_load_bytes(), dtype=torch.uint8, device=_device())
     reply, num_sends = torch.zeros(1, device=load.device), torch.zeros(1, device=load.device)
     forth, back = (dist.send, dist.recv) if is_sender else (dist.recv, dist.send)
 
     def burst(count: int) -> float:
-        """Seconds until the receiver has all, and the sender its reply."""
+        """Return the seconds until the receiver has everything and the sender has its reply."""
         begun = time.perf_counter()
         for _ in range(count):
             forth(load, peer)
@@ -315,13 +317,16 @@ def _time_link(peer: int, *, is_sender: bool) -> float:
 
     burst(1)  # the first one connects
     num_sends.fill_(min(_MAX_SENDS, max(1, _BURST_SECONDS // burst(1))))
-    forth(num_sends, peer)  # both use the sender's number
+    forth(num_sends, peer)  # both ends must use the same number: the sender's
     count = int(num_sends.item())
     return len(load) * count / 1e6 / min(burst(count) for _ in range(_NUM_BURSTS))
 
 
 def _all_reduce(group: dist.ProcessGroup | None) -> float:
-    """Bus bandwidth in MB/s: 2 (n - 1) / n of the bytes go over each process's link."""
+    """Return the bus bandwidth in MB/s, by the definition of nccl-tests.
+
+    A ring all-reduce sends 2 (n - 1) / n times the bytes over each process's link.
+    """
     load, size = torch.zeros(_load_bytes() // 4, device=_device()), dist.get_world_size(group)
     dist.all_reduce(load, group=group)
     _synchronize(load)
@@ -334,7 +339,7 @@ def _all_reduce(group: dist.ProcessGroup | None) -> float:
 
 
 def _within_node(context: CheckContext) -> float | None:
-    """All-reduce bandwidth of the processes of this node; None: it has only one."""
+    """Return the all-reduce bandwidth among this node's processes; None: it has only one."""
     found = None
     for ranks in context.ranks if context.process.world_size > len(context.hosts) else ():
         group = dist.new_group(list(ranks))  # all processes have to make each group

@@ -1,4 +1,4 @@
-"""Checks of a node by itself: name, limits, stack dumps, time, compute; its software and recipe."""
+"""Preflight checks of single nodes: name, limits, stack dumps, time, compute, software, recipe."""
 
 import hashlib
 import os
@@ -52,7 +52,7 @@ _HOST_NAME_ADVICE = (
 
 
 def measure_host_name(context: CheckContext) -> Facts:
-    """The node's name, and which machine's memory it shares."""
+    """Read the node's name, and an identifier of the machine whose memory it shares."""
     try:
         machine = f"{_BOOT_ID.read_text().strip()} {_SHARED_MEMORY.stat().st_dev}"
     except OSError:
@@ -61,7 +61,10 @@ def measure_host_name(context: CheckContext) -> Facts:
 
 
 def judge_host_names(facts: FactsByNode) -> CheckResult:
-    """Processes that were started separately on one machine are one node, of one name."""
+    """Find different machines with the same host name.
+
+    Processes that were started separately on one machine are one node.
+    """
     nodes = defaultdict(list)
     for node, each in facts.items():
         nodes[each["name"]].append(node)
@@ -86,7 +89,7 @@ _UNLIMITED = -1
 
 
 def measure_limits(context: CheckContext) -> Facts:
-    """The limits; -1: unlimited."""
+    """Read limits on open files, locked, shared and total memory; -1: unlimited."""
     shared = system.disk_space(_SHARED_MEMORY).get("disk_size_bytes", 0)
     memory = system.CgroupMemory().sample().get("cgroup_memory_limit_bytes")
     machine = system.LoadProbe().sample()["memory_size_bytes"]
@@ -130,7 +133,7 @@ def _below(facts: FactsByNode, name: str, least: int) -> tuple[str, ...]:
     )
 
 
-# --- Inspection: py-spy is really tried, as a watcher uses it -------------------------------------
+# --- Inspection: tries py-spy on a child process, as a watcher uses it ----------------------------
 
 _CHILD = """
 import time
@@ -151,7 +154,7 @@ _PTRACE_ADVICE = (
 
 
 def measure_inspection(context: CheckContext) -> Facts:
-    """Read the stacks of a child process, and what the kernel allows."""
+    """Try to read the stacks of a child process, and read the kernel's settings for ptrace."""
     child = subprocess.Popen(  # noqa: S603 - our own interpreter
         [sys.executable, "-P", "-c", _CHILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -206,7 +209,7 @@ _TIME_ADVICE = (
 
 
 def measure_time_sync(context: CheckContext) -> Facts:
-    """The programs that set the clock, and what the kernel and chrony report."""
+    """Find the programs that set the clock, and read the kernel's and chrony's state."""
     return {
         "daemons": clock.time_daemons(),
         "kernel": clock.KernelClock().sample(),
@@ -215,7 +218,7 @@ def measure_time_sync(context: CheckContext) -> Facts:
 
 
 def judge_time_sync(facts: FactsByNode) -> CheckResult:
-    """Finds clocks that no program sets, or two, or that are off by chrony's own account."""
+    """Find clocks that no program or several programs set, or that chrony reports as wrong."""
     result = CheckResult()
     free = tuple(n for n, e in facts.items() if e["kernel"].get("clock_is_synchronised") == 0)
     if free:
@@ -251,7 +254,7 @@ _CPU_ADVICE = "Look for other programs (top), and at its clocks (cpupower freque
 
 
 def measure_compute(context: CheckContext) -> Facts:
-    """TFLOP/s of this process's GPU in bf16; without one, of the node's cores in fp32."""
+    """Measure TFLOP/s of this process's GPU in bf16, or else of the node's cores in fp32."""
     gpu = context.process.local_rank
     if gpu < torch.cuda.device_count():
         return {"on": "GPU", "tflops": _gpu_tflops(torch.device("cuda", gpu))}
@@ -290,7 +293,7 @@ def _cpu_tflops() -> float:
 
 
 def _gpu_tflops(device: torch.device) -> float:
-    """The median of many products, without the first half, in which clocks settle."""
+    """Return the median over the second half of many products; in the first half clocks settle."""
     shape, taken = (_GPU_SIZE, _GPU_SIZE), list[float]()
     with torch.cuda.device(device):  # events belong to the current device of the thread
         left, right = (torch.rand(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -365,15 +368,15 @@ def judge_environment(facts: FactsByNode) -> CheckResult:
     return result
 
 
-# --- The command that removes a difference, on the nodes that differ from most.
+# --- Commands that remove a difference, to run on the nodes that differ from most.
 
 _TORCH_INDEX = "https://download.pytorch.org/whl/"
 
 
 def pip_command(name: str, version: str) -> str:
-    """Installs a version of a package as most nodes have it, or removes what they lack.
+    """Return the pip command that installs a version of a package, or removes it if `ABSENT`.
 
-    torch's builds for one CUDA (2.13.0+cu130) are on an index of their own.
+    torch's builds for one CUDA version (2.13.0+cu130) need their own package index.
     """
     pip = f"{shlex.quote(sys.executable)} -m pip"
     if version == ABSENT:
@@ -384,7 +387,7 @@ def pip_command(name: str, version: str) -> str:
 
 
 def _install_command(each: NodeDifference) -> str:
-    """None for hardware, and where most nodes have nothing to install."""
+    """Return the command for a difference of versions; empty for hardware and absent values."""
     version = str(each.majority)
     if version == ABSENT or not re.match(r"\d", version):
         return ""
@@ -432,7 +435,7 @@ def _copy_command(each: NodeDifference) -> str:
 
 
 def _one_of(each: NodeDifference) -> str:
-    """A node that has what most have."""
+    """Return a node that has the majority's value, quoted for a shell."""
     return shlex.quote(each.values[str(each.majority)][0])
 
 
@@ -482,10 +485,10 @@ _PACKAGE_ADVICE = (
 
 
 def measure_packages(context: CheckContext) -> Facts:
-    """The version of each package, a digest of all, and those that longtake needs."""
+    """Read the version of each package, a digest of all, and the packages longtake requires."""
     versions: dict[str, str] = {}
     for each in metadata.distributions():
-        if name := each.metadata["Name"]:  # of two on the path the first one is imported
+        if name := each.metadata["Name"]:  # of two on sys.path, Python imports the first
             versions.setdefault(_normalized(name), each.version)
     try:
         requires = metadata.requires("longtake") or []
@@ -503,7 +506,10 @@ def measure_packages(context: CheckContext) -> Facts:
 
 
 def judge_packages(facts: FactsByNode) -> CheckResult:
-    """Packages that compute give errors, others that longtake needs warnings, the rest notes."""
+    """Compare packages: differences are errors for packages that compute (`COMPUTING_PACKAGES`).
+
+    For other packages that longtake requires they are warnings, for all others notes.
+    """
     versions = {node: each["versions"] for node, each in facts.items()}
     names = {name for each in versions.values() for name in each}
     needed = {name for each in facts.values() for name in each["needed"]}
@@ -531,7 +537,7 @@ _CODE_ADVICE = (
 
 
 def measure_code(context: CheckContext) -> Facts:
-    """Digests of files by name."""
+    """Compute digests of longtake's files and of the recipe's classes, and the git revision."""
     package = Path(__file__).resolve().parents[1]
     files = {
         f"longtake/{path.relative_to(package)}": _digest(path.read_bytes())
@@ -558,7 +564,7 @@ def judge_code(facts: FactsByNode) -> CheckResult:
 
 
 def _module_digest(module: str) -> dict[str, str]:
-    """The file of a module, found from the working folder as the trainer finds it."""
+    """Return the digest of a module's file, found from the current directory like in training."""
     name = module.partition(":")[0]
     local = Path(*name.split(".")).with_suffix(".py")
     if local.is_file():
@@ -581,7 +587,7 @@ _RECIPE_ADVICE = "Copy the recipe to all nodes, or keep it on a disk that all of
 
 
 def measure_recipe(context: CheckContext) -> Facts:
-    """Keys and values, with defaults, as this node reads them."""
+    """Read the recipe's keys and values, including defaults, on this node."""
     if context.recipe_path is None:
         return {}
     if context.recipe is None:

@@ -1,4 +1,4 @@
-"""Checks of disks: clips, space, the run directory and its speed. Imports no torch."""
+"""Preflight checks of disks: clips, free space, the run directory and its speed; torch-free."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ _MIB, _GIB = 2**20, 2**30
 # --- Dataset: the catalogs, and a sample of their files -------------------------------------------
 
 _SAMPLE = 64  # clips
-_READ_SECONDS, _READ_BYTES = 1.0, 64 * _MIB  # in all, and of each clip
+_READ_SECONDS, _READ_BYTES = 1.0, 64 * _MIB  # limits: time for all clips, bytes of each
 _MIN_READ_BYTES = 8 * _MIB
 _READ_FACTOR = 0.5
 _DATASET_ADVICE = (
@@ -42,7 +42,7 @@ _READ_ADVICE = "Look at that node's mount options and its link to the storage."
 
 
 def measure_dataset(context: CheckContext) -> Facts:
-    """Look at each catalog: its fingerprint, a sample of its clips, and how fast they are read."""
+    """Read the fingerprint of each catalog and a sample of its clips, and measure their speed."""
     if context.recipe is None:
         return {}
     sources = context.recipe.data.sources()
@@ -88,7 +88,7 @@ def _look_at_catalog(path: Path) -> dict[str, Any]:
         catalog = Catalog.load(path)
     except DataError as error:
         return {**found, "problem": str(error)}
-    # Clips spread over all by their identities: the same on every node.
+    # A sample spread over the catalog, which is sorted by identity: the same on every node.
     rows = range(0, len(catalog), max(1, len(catalog) // _SAMPLE))
     paths: list[str] = catalog.table["path"].take(list(rows)).to_pylist() if len(catalog) else []
     sizes = {each: _size(each) for each in dict.fromkeys(paths)}
@@ -112,7 +112,7 @@ def _size(path: str) -> int | None:
 
 
 def _read_speed(sizes: dict[str, int]) -> float | None:
-    """MB/s of reading files past the page cache, for about a second; None: too few bytes."""
+    """Return MB/s of reading files without the page cache, for about a second; None: too small."""
     seconds, num_bytes = 0.0, 0
     for path, size in sizes.items():
         seconds += read_seconds(Path(path), _READ_BYTES)
@@ -123,13 +123,16 @@ def _read_speed(sizes: dict[str, int]) -> float | None:
 
 
 def _filesystem_of(path: Path) -> str:
-    """Kind and source of the file system that a path is, or would be, on: `nfs4 store:/clips`."""
+    """Return kind and source of a path's file system, such as `nfs4 store:/clips`.
+
+    The path need not exist.
+    """
     wanted = path.absolute().resolve()
     above = {str(each) for each in (wanted, *wanted.parents)}
     found = [each for each in psutil.disk_partitions(all=True) if each.mountpoint in above]
     if not found:
         return "unknown"
-    # Of two that are mounted at one place the later one is seen.
+    # A later mount at the same place hides an earlier one.
     nearest = max(enumerate(found), key=lambda each: (len(each[1].mountpoint), each[0]))[1]
     return f"{nearest.fstype} {nearest.device}"
 
@@ -137,19 +140,21 @@ def _filesystem_of(path: Path) -> str:
 # --- Disk space for checkpoints and temporary files -----------------------------------------------
 
 _SHORT_BYTES, _OUT_BYTES = 10 * _GIB, _GIB
-"""Free space that is a warning and an error, where it is not known how much is needed."""
+"""Free space below which there is a warning and an error, if the needed space is unknown."""
 _MIN_FILES = 10_000
 _BYTES_IN_FP32 = 4
 _OPTIMIZER_BYTES = {"adamw": 8, "muon": 8, "adamw8bit": 2}
-"""Per weight in a checkpoint; Muon's matrices have 4, so it is an upper bound. Of a class of the
-user's own 8 are assumed."""
+"""Bytes of optimizer state per weight in a checkpoint.
+
+For Muon it is an upper bound, as its matrices have 4. For a user's own class 8 is assumed.
+"""
 _SPACE_ADVICE = (
     "Make room, name another folder with --set out=FOLDER, or keep fewer (checkpoint.keep)."
 )
 
 
 def measure_disk_space(context: CheckContext) -> Facts:
-    """Free space by folder; on rank 0 also the size of a checkpoint."""
+    """Measure the free space of each folder; on rank 0 also the size of a checkpoint."""
     folders = {"temporary files": Path(tempfile.gettempdir())}
     if context.recipe is not None:
         folders["run directory"] = context.recipe.out
@@ -163,7 +168,7 @@ def measure_disk_space(context: CheckContext) -> Facts:
 
 
 def judge_disk_space(facts: FactsByNode) -> CheckResult:
-    """The kept checkpoints, and one that is being written, must fit."""
+    """Check that all kept checkpoints and one that is being written fit on the disk."""
     result = CheckResult()
     known = next((each["checkpoint"] for each in facts.values() if "checkpoint" in each), None)
     needed = None
@@ -204,7 +209,7 @@ def _free(path: Path) -> dict[str, int]:
 
 
 def _checkpoint_size(recipe: Recipe) -> dict[str, int | str | None]:
-    """Bytes of a checkpoint, and how they are known."""
+    """Return the bytes of a checkpoint, None if unknown, and the source of that number."""
     run = RunDirectory(recipe.out)
     if steps := run.checkpoint_steps():
         files = run.checkpoint_path(steps[-1]).rglob("*")
@@ -217,7 +222,7 @@ def _checkpoint_size(recipe: Recipe) -> dict[str, int | str | None]:
 
 
 def _predict_checkpoint(recipe: Recipe) -> int:
-    """Bytes of trained weights, averages and optimizer states; an upper bound."""
+    """Predict an upper bound of the bytes of trained weights, averages and optimizer states."""
     from longtake.models.components import outline
     from longtake.models.trainable import trained_state
 
@@ -234,14 +239,17 @@ RUN_DIRECTORY_ADVICE = (
     "let the user that trains write there."
 )
 _SEE_SECONDS, _POLL_SECONDS = 5.0, 0.1
-_SHOWN_SECONDS, _SLOW_SECONDS = 0.5, 3.0  # until a new file is seen
+_SHOWN_SECONDS, _SLOW_SECONDS = 0.5, 3.0  # delays of a new file that are shown, and reported
 
 
 def leave_token(context: CheckContext, created: list[Path]) -> None:
-    """Create the run directory if needed, and leave the file in it; OSError if it cannot.
+    """Create the run directory if needed, and write this preflight's token into a file there.
 
-    Folders that it creates are appended to `created`, the deepest first, before they exist: a
-    signal may come at any time.
+    Folders to create are appended to `created`, the deepest first, before they exist, so that
+    `remove_token` can remove them even after a signal.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
     """
     if context.recipe is None:
         return
@@ -255,7 +263,7 @@ def leave_token(context: CheckContext, created: list[Path]) -> None:
 
 
 def remove_token(context: CheckContext, created: list[Path]) -> None:
-    """On rank 0: remove the files of this preflight, and the folders that were created for them."""
+    """Remove, on rank 0, this preflight's files and the folders that were created for them."""
     if context.recipe is None or not context.process.is_first:
         return
     with suppress(OSError):
@@ -267,7 +275,7 @@ def remove_token(context: CheckContext, created: list[Path]) -> None:
 
 
 def measure_run_directory(context: CheckContext) -> Facts:
-    """Wait for the first node's file, and write one."""
+    """Wait until the first node's file is visible on this node, and try to write one."""
     if context.recipe is None:
         return {}
     folder = context.recipe.out
@@ -281,7 +289,10 @@ def measure_run_directory(context: CheckContext) -> Facts:
 
 
 def judge_run_directory(facts: FactsByNode) -> CheckResult:
-    """Find nodes that do not share the folder; if no node has it, rank 0 has reported why."""
+    """Find nodes that do not share the run directory.
+
+    If no node has it, rank 0 could not create it and has reported why.
+    """
     seen = {node: each for node, each in facts.items() if each}
     paths = {
         node: {key: str(each[key]) for key in ("path", "filesystem")} for node, each in seen.items()
@@ -321,7 +332,7 @@ def _token_path(context: CheckContext) -> Path:
 
 
 def _seconds_until_seen(path: Path, token: str) -> float | None:
-    """Seconds until a file is seen with a text in it; None: it is not."""
+    """Return the seconds until a file with the token is visible; None: not within the limit."""
     begun = time.monotonic()
     while (waited := time.monotonic() - begun) < _SEE_SECONDS:
         with suppress(OSError):
@@ -334,7 +345,7 @@ def _seconds_until_seen(path: Path, token: str) -> float | None:
 
 
 def _try_to_write(context: CheckContext) -> str:
-    """Write a file in the run directory; returns why that failed, or nothing."""
+    """Try to write a file in the run directory; returns the reason of a failure, or ""."""
     path = _token_path(context).with_suffix(f".{context.process.rank}")
     try:
         path.write_text(context.token)
@@ -355,7 +366,7 @@ _SPEED_ADVICE = (
 
 
 def measure_disk_speed(context: CheckContext) -> Facts:
-    """MB/s of writing with an fsync at the end, and ms of an fsync after a small write."""
+    """Measure MB/s of a large write with fsync, and the ms of an fsync after a small write."""
     if context.recipe is None or not context.recipe.out.is_dir():
         return {}
     rank = context.process.rank

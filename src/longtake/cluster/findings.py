@@ -1,7 +1,7 @@
-"""What a preflight check is, comparisons of nodes, and the report of what was found; torch-free.
+"""Preflight checks, comparisons between nodes, and the report of findings; torch-free.
 
 To add a check: write `measure_...` and `judge_...` in the checks module of its subject, and add a
-row to `preflight.CHECKS`. A report is JSON, and the tables are made of it.
+row to `preflight.CHECKS`. A report is JSON; the printed tables are made from it.
 """
 
 from collections import defaultdict
@@ -25,27 +25,27 @@ from longtake.formatting import escape, escape_lines
 
 Severity = Literal["ok", "note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
-"""The mildest first."""
+"""All severities, the mildest first."""
 Facts = dict[str, Any]
-"""What a node or process measured: values of JSON. `failed` holds why a check could not measure."""
+"""Measurements of a node or process as JSON values; `failed` is the reason of a failed check."""
 FactsByNode = Mapping[str, Facts]
-"""By the name of a node; for checks of each rank, by the name of the process."""
+"""Facts by node name or, for checks of each rank, by process name."""
 ABSENT = "absent"
-"""The value of a fact that a node does not have."""
+"""Value of a fact that a node does not have."""
 
 _MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that the user should know."""
+    """A problem or remark about nodes that the user should know."""
 
     severity: Severity  # note: nothing to do; warning: the run will suffer; error: it will fail
-    nodes: tuple[str, ...]  # empty: all
-    what: str  # with values
+    nodes: tuple[str, ...]  # empty: all nodes
+    what: str  # description, with the measured values
     expected: str = ""
     advice: str = ""
-    check: str = ""  # filled in by preflight
+    check: str = ""  # name of the check, filled in by preflight
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class NodeDifference:
     name: str
     majority: str | None  # value on most nodes; None: no value is more frequent than all others
     values: dict[str, tuple[str, ...]]  # nodes by value, the most frequent first
-    command: str = ""  # what removes it on the nodes that differ; empty: no one command does
+    command: str = ""  # command that removes the difference on the others; empty: there is none
 
     @property
     def reference(self) -> str:
-        """The value that others are made equal to: the majority's, or the first node's."""
+        """Value that the other nodes should get: the majority's, or else the most frequent."""
         return next(iter(self.values)) if self.majority is None else self.majority
 
     @property
@@ -72,17 +72,17 @@ class NodeDifference:
 
 @dataclass(frozen=True)
 class NodeMeasure:
-    """A number per node or process, for the table."""
+    """A measured number of each node or process, for the report's table."""
 
     name: str
     unit: str
     values: dict[str, float]
-    outliers: tuple[str, ...] = ()  # those that a finding names
+    outliers: tuple[str, ...] = ()  # nodes that a finding names
 
 
 @dataclass(frozen=True)
 class SkippedCheck:
-    """A check that was not made, and the reason."""
+    """A check that was skipped, and the reason."""
 
     what: str
     why: str
@@ -90,7 +90,7 @@ class SkippedCheck:
 
 @dataclass
 class CheckResult:
-    """The conclusions of one check from the facts of all nodes, or of all checks together."""
+    """The conclusions of one check from the facts of all nodes, or those of several checks."""
 
     findings: list[Finding] = field(default_factory=list)
     differences: list[NodeDifference] = field(default_factory=list)
@@ -124,16 +124,16 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """The recipe, and the process among all others, for a check that begins."""
+    """Input of a check: the recipe, this process, and the nodes of the preflight."""
 
     process: ProcessInfo
-    recipe: Recipe | None = None  # as this node reads it
-    recipe_path: Path | None = None  # as asked for; None: no recipe was given
-    recipe_problem: str = ""  # why it cannot be read
+    recipe: Recipe | None = None  # the recipe as read on this node
+    recipe_path: Path | None = None  # None: no recipe was given
+    recipe_problem: str = ""  # reason why the recipe cannot be read
     token: str = ""  # the same on all processes, different in each preflight
-    seconds: float = 120.0  # that a check may take
+    seconds: float = 120.0  # time limit of a check
     hosts: Sequence[str] = ()  # names of the nodes
-    ranks: Sequence[Sequence[int]] = ((0,),)  # of each node; its leader first
+    ranks: Sequence[Sequence[int]] = ((0,),)  # ranks of each node, its leader first
 
     @property
     def leaders(self) -> list[int]:
@@ -150,17 +150,17 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Check:
-    """A row of `preflight.CHECKS`.
+    """A preflight check: a row of `preflight.CHECKS`.
 
-    `measure` runs on every node (or rank) in a thread with a time limit, and may raise; `judge`
-    runs on rank 0, with the facts of all that could measure, and measures nothing.
+    `measure` runs on every node (or rank) in a thread with a time limit, and may raise. `judge`
+    runs on rank 0 with the facts of all nodes that could measure, and only compares them.
     """
 
     name: str
     measure: Callable[[CheckContext], Facts]
     judge: Callable[[FactsByNode], CheckResult]
-    # together: by all at the same time, after the checks before; connected: as together, with a
-    # process group of torch.distributed
+    # together: on all nodes at the same time, after the earlier checks; connected: also with a
+    # process group of torch.distributed.
     when: Literal["independent", "together", "connected"] = "independent"
     each: Literal["node", "rank"] = "node"  # measured by one process per node, or by every rank
 
@@ -175,8 +175,16 @@ def same_everywhere(
 ) -> CheckResult:
     """Compare each fact with the majority of the nodes.
 
-    Facts that differ on the same nodes, equally severely, are one finding. `command` says what
-    removes a difference; where no value is the majority's, it gets the first node's as such.
+    Facts that differ on the same nodes with the same severity form one finding.
+
+    Args:
+        name: group of the facts, such as packages.
+        facts: values of the facts by node and fact.
+        severity: severity of a difference.
+        advice: advice for the user.
+        exceptions: severities of single facts.
+        command: returns the command that removes a difference; without a majority, it gets the
+            most frequent value as the majority's.
     """
     differences = []
     for fact in sorted({fact for each in facts.values() for fact in each}):
@@ -233,9 +241,17 @@ def far_from_median(
     harmless: float | None = None,
     limit: float | None = None,
 ) -> CheckResult:
-    """Compare a number of each node with the median: a measure, and a warning about outliers.
+    """Compare a number of each node with the median, and report outliers.
 
-    The unit is what follows the last comma of `name`.
+    Args:
+        name: name of the number; its unit follows the last comma.
+        values: the number by node.
+        worse: the bad direction.
+        factor: an outlier is worse than this multiple of the median.
+        advice: advice for the user.
+        error_factor: worse than this multiple of the median is an error, else a warning.
+        harmless: values not worse than this are never outliers.
+        limit: if there are no outliers, values worse than this are reported.
     """
     name, _, unit = name.rpartition(", ")
     if not values:
@@ -261,7 +277,10 @@ def far_from_median(
 def outliers_of(
     values: Mapping[str, float], worse: Literal["lower", "higher"], factor: float
 ) -> tuple[str, ...]:
-    """Whose value is beyond so many times the median (of two: the better one); the worst first."""
+    """Return the nodes whose value is worse than `factor` times the median, the worst first.
+
+    The median of two values is the better one.
+    """
     if len(values) < 2:
         return ()
     limit = factor * median_of(values.values(), worse)
@@ -284,8 +303,11 @@ def _is_worse(value: float, limit: float, worse: Literal["lower", "higher"]) -> 
 # --- Report ---------------------------------------------------------------------------------------
 
 PreflightReport = dict[str, Any]
-"""nodes, processes, recipe, findings, differences, measures, skipped, severity, exit_status,
-verdict and seconds, as JSON, so that one machine can show what another found."""
+"""A report as JSON values, so that one machine can show the report of another.
+
+Keys: nodes, processes, recipe, findings, differences, measures, skipped, severity, exit_status,
+verdict and seconds.
+"""
 
 _EXIT_STATUS: dict[Severity, int] = {"ok": 0, "note": 0, "warning": 0, "error": 1}
 _WIDTH = 80
@@ -301,7 +323,10 @@ def make_report(
     result: CheckResult,
     seconds: float,
 ) -> PreflightReport:
-    """The report of all checks; `nodes` are their names, numbers of processes and digests."""
+    """Build the report of all checks.
+
+    `nodes` has the name, number of processes, versions and digests of each node.
+    """
     facts = {
         "longtake": __version__,
         "recipe": recipe,
@@ -314,7 +339,7 @@ def make_report(
 
 
 def with_verdict(report: PreflightReport) -> PreflightReport:
-    """The report with its findings in order, the worst first, and the verdict that follows."""
+    """Return a report with its findings sorted, the worst first, and the resulting verdict."""
     findings = sorted(report["findings"], key=lambda each: -SEVERITIES.index(each["severity"]))
     worst: Severity = findings[0]["severity"] if findings else "ok"
     concluded = {**report, "findings": findings, "severity": worst}
@@ -349,7 +374,7 @@ def print_report(console: Console, report: PreflightReport) -> None:
 
 
 def _without_trailing_blanks(line: list[Segment]) -> list[Segment]:
-    """A line that can be copied: tables fill theirs up to their width."""
+    """Strip the blanks with which tables fill their lines, so that lines can be copied."""
     while line and not line[-1].text.strip():
         line = line[:-1]
     if not line:
@@ -392,7 +417,7 @@ def _title(report: PreflightReport) -> str:
 
 
 def _agreed(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """The most important of what all nodes have in common."""
+    """Return a line of the most important facts that all nodes have in common."""
     facts = [
         {
             **{name: each.get("versions", {}).get(name) for name in _VERSIONS},
@@ -409,7 +434,7 @@ def _agreed(nodes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _differences(differences: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """One row for each value that is not the majority's."""
+    """Build a table with one row for each value that is not the majority's."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("differs", "most nodes", "others", "which"):
         table.add_column(name, overflow="fold")
@@ -434,7 +459,7 @@ def _add_difference(table: Table, group: str, each: Mapping[str, Any]) -> None:
 
 
 def _commands(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The commands that make nodes equal, each once, with its nodes."""
+    """Yield the commands that make nodes equal, each once, with its nodes."""
     found: dict[str, list[str]] = {}
     for each in differences:
         if each["command"]:
@@ -448,7 +473,7 @@ def _commands(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _measures(measures: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> RenderableType:
-    """A column per node; of many nodes the median, the extremes and the outliers."""
+    """Build the table of measures: a column per node or, for many, median, extremes, outliers."""
     few = len(nodes) <= _MAX_COLUMNS and all(len(node) <= 12 for node in nodes)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("measured")
@@ -480,7 +505,7 @@ def _cell(each: Mapping[str, Any], node: str) -> str:
 
 
 def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
-    """A table for each finding, with its advice; nodes with the same finding share it."""
+    """Yield a table for each finding, with its advice; nodes with the same finding share it."""
     for each in _merge_nodes(findings):
         table = Table.grid(padding=(0, 1))
         table.add_column(width=7, no_wrap=True)

@@ -1,8 +1,8 @@
-"""Launches the ranks of a run on this node, together with those of the other nodes.
+"""Launcher of a run's ranks on this node, together with launchers on the other nodes.
 
-torch's elastic agent with another restart policy: no restart after a user's mistake or a stop; a
-new checkpoint resets the count of restarts, so that a run of weeks may have many and a crash loop
-ends; ranks that lost a peer have seconds, not half a minute, to report it.
+It is torch's elastic agent with another restart policy: no restart after a user's mistake or a
+stop; a new checkpoint resets the count of restarts, so a run of weeks may have many while a crash
+loop ends; ranks that lost a peer have seconds, not half a minute, to report it.
 """
 
 import logging
@@ -38,12 +38,12 @@ from longtake.run_dir import LAUNCH_VARIABLE
 
 _RENDEZVOUS_SECONDS = 600
 _CONNECT_EVERY_SECONDS = 2.0
-_REPORT_SECONDS = 5.0  # after a failure: the other ranks find and report the failed rank
-_STOP_SECONDS = 30.0  # in which ranks begin to save before all are restarted for a new node
+_REPORT_SECONDS = 5.0  # time for other ranks to find and report the failed rank
+_STOP_SECONDS = 30.0  # time for ranks to begin saving before a restart for a new node
 _SAVING_PHASES = ("checkpoint", "save")
 
 _ENVIRONMENT: Final = {
-    # A store that outlives a start would show ranks what those of the start before wrote.
+    # A store shared between starts would show ranks values that ranks of an earlier start wrote.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",  # LaunchStop handles the others
 }
@@ -55,15 +55,17 @@ _WARNING: Final = (
 )
 _RENDEZVOUS: Final = {
     "join_timeout": _RENDEZVOUS_SECONDS,
-    "last_call_timeout": 10,  # for which more nodes are waited for when there are enough
+    "last_call_timeout": 10,  # wait for further nodes when the minimum has come
     "keep_alive_interval": 3,
-    "keep_alive_max_attempt": 3,  # after which a silent node counts as lost
+    "keep_alive_max_attempt": 3,  # missed intervals after which a node counts as lost
 }
 _SAVE_SECONDS = 600.0
-"""For saving after a signal; a scheduler that gives less time kills all processes anyway."""
+"""Time for saving after a signal; a scheduler with less patience kills all processes anyway."""
 _STDERR_TO_STDOUT: Final = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh")
-"""Precedes a command. Torch would open the log once per stream, and the streams would overwrite
-each other."""
+"""Prefix of a command that joins stderr and stdout.
+
+With two streams torch would open the log twice, and they would overwrite each other.
+"""
 _POLL_SECONDS = 0.02
 _LAST_BYTES = 4096
 _STOP_CODES: Final = {code: signal.Signals[name] for name, code in process.EXIT_CODES.items()}
@@ -71,14 +73,14 @@ _USER_ERROR, _LOST_PEER = errors.LongtakeError.exit_code, errors.LostPeerError.e
 
 
 def launch(options: LaunchOptions, console: Console) -> int:
-    """Train with all ranks to the end, restarting them where that helps.
+    """Train with all ranks to the end, and restart them after failures that a restart may cure.
 
     Returns:
-        An exit code: 0; 2 for what a restart does not cure; 130, 143 or 75 after a signal; else
-        that of the rank that failed first, 128 + n if signal n killed it.
+        An exit code: 0; 2 after an error that a restart does not cure; 130, 143 or 75 after a
+        signal; else that of the rank that failed first, 128 + n if signal n killed it.
 
     Raises:
-        LostPeerError: the other nodes cannot be met.
+        LostPeerError: the other nodes did not come to the rendezvous, or have ended the launch.
     """
     os.environ.update(
         process.environment(**_ENVIRONMENT), **{LAUNCH_VARIABLE: secrets.token_hex(8)}
@@ -132,13 +134,14 @@ def _report_exit(ended: "RanksExit | None", stop: "LaunchStop", console: Console
 def _rendezvous(
     options: LaunchOptions, stop: "LaunchStop"
 ) -> Iterator[rendezvous.RendezvousHandler]:
-    """Join the rendezvous; closed at the end, so that other nodes do not wait for this one."""
+    """Join the rendezvous, and close it at the end, so that other nodes do not wait in it."""
     with TemporaryDirectory(prefix="longtake-", ignore_cleanup_errors=True) as folder:
         handler = _rendezvous_handler(options, Path(folder))
         try:
             yield handler
         finally:
-            # Once it is closed, the other nodes cannot continue without this one.
+            # A closed rendezvous ends the launch on all nodes. An elastic launch continues without
+            # a node that was stopped by a signal.
             if stop.first_signal is None or not options.is_elastic:
                 handler.shutdown()
 
@@ -181,7 +184,7 @@ def _not_met(options: LaunchOptions, error: rendezvous.RendezvousError) -> str:
 
 
 class RankLogs(LogsSpecs):
-    """One log per rank and start in the run directory."""
+    """Log files of the ranks in the run directory, one per rank and start."""
 
     def __init__(self, node: NodeDirectory, *, tee: bool) -> None:
         super().__init__()
@@ -195,7 +198,7 @@ class RankLogs(LogsSpecs):
         return str(self._node.logs_path)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Logs of a start; `envs` are the environments of the ranks, by local rank."""
+        """Create the logs of a start; called by torch with each local rank's environment."""
         time = fsio.file_time()
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         self.paths = {rank: self._node.rank_log_path(time, rank) for rank in ranks.values()}
@@ -216,7 +219,7 @@ class RankLogs(LogsSpecs):
 
 
 def _last_line(log: Path, code: int) -> str:
-    """The last line that a process printed; empty after SIGKILL, which leaves no message."""
+    """Return the last line that a process printed; empty after SIGKILL, which leaves none."""
     if code == -signal.SIGKILL:
         return ""
     try:
@@ -232,7 +235,7 @@ def _last_line(log: Path, code: int) -> str:
 
 
 class RankHandler(SubprocessHandler):
-    """Starts a rank of this node, which inherits the launcher's terminal for its watcher."""
+    """Handler that starts a rank with the launcher's terminal inherited, for its watcher."""
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         return subprocess.Popen(  # noqa: S603 - ourselves
@@ -247,7 +250,7 @@ class RankHandler(SubprocessHandler):
 
 @contextmanager
 def _starting_by_rank_handler() -> Iterator[None]:
-    """Within the block torch starts processes by `RankHandler`, for which it has no argument."""
+    """Make torch start processes with `RankHandler` in the block; it has no argument for this."""
     api: Any = subprocesses
     usual = api.get_subprocess_handler
     api.get_subprocess_handler = RankHandler
@@ -258,7 +261,7 @@ def _starting_by_rank_handler() -> Iterator[None]:
 
 
 def _failed_codes(pids: Iterable[int]) -> dict[int, int]:
-    """Exit codes other than 0, negative for signals, of children that were not waited for yet."""
+    """Return the nonzero exit codes of ended children, negative for signals, without reaping."""
     found = {}
     for pid in pids:
         with suppress(ChildProcessError):
@@ -270,7 +273,7 @@ def _failed_codes(pids: Iterable[int]) -> dict[int, int]:
 
 
 def _wait_for_end(pids: Iterable[int], seconds: float) -> list[int]:
-    """Wait for children to end; returns those that have not."""
+    """Wait up to `seconds` for children to end, and return those that still run."""
     until = time.monotonic() + seconds
     while (left := [pid for pid in pids if _is_running(pid)]) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
@@ -278,7 +281,7 @@ def _wait_for_end(pids: Iterable[int], seconds: float) -> list[int]:
 
 
 def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to the children that are running."""
+    """Send a signal to those of the children that are still running."""
     for pid in pids:
         if _is_running(pid):
             with suppress(ProcessLookupError):
@@ -286,7 +289,7 @@ def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _machine_oom_kills() -> int:
-    """Processes of this machine that the kernel killed for lack of memory, since boot."""
+    """Return the number of OOM kills on this machine since boot; 0: unknown."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
@@ -301,11 +304,12 @@ def _is_running(pid: int) -> bool:
 
 
 def _wait_result(pid: int) -> "os.waitid_result | None":
+    # WNOWAIT leaves the child to be reaped by torch, which needs its exit code too.
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 class LaunchStop(process.StopSignal):
-    """A request to stop this launch; while it is entered, signals are passed on to the ranks.
+    """Request to stop this launch: within the block, signals are passed on to the ranks.
 
     A signal while no rank runs, such as during the rendezvous, raises `SignalException`.
     """
@@ -350,10 +354,10 @@ class LaunchStop(process.StopSignal):
 
 @dataclass(frozen=True)
 class RanksExit:
-    """The end of a node's ranks, not all of them with exit code 0."""
+    """The end of a node's ranks if not all had exit code 0."""
 
-    code: int  # exit code of the launcher, unless the ranks are started again
-    # `stopped`: by a signal; `mistake`: a restart would end the same way; `crashed`: it may help
+    code: int  # exit code of the launcher, unless the ranks are restarted
+    # stopped: by a signal; mistake: a restart would end the same way; crashed: a restart may help
     kind: Literal["stopped", "mistake", "crashed"]
     message: str
 
@@ -361,7 +365,13 @@ class RanksExit:
 def classify_exit(
     codes: Mapping[int, int], found: Sequence[failures.RankFailure], logs: Mapping[int, Path]
 ) -> RanksExit:
-    """Decide how ranks ended."""
+    """Decide if ranks were stopped, failed by a user's mistake or crashed.
+
+    Args:
+        codes: exit codes of this node's ranks, negative for signals.
+        found: recorded failures on all nodes, the cause first.
+        logs: log file of each rank.
+    """
     stops = [code for code in codes.values() if code in _STOP_CODES]
     if found and found[0].kind == "error":
         return RanksExit(_USER_ERROR, "mistake", str(found[0]))
@@ -419,7 +429,7 @@ def _agent(
 
 
 class Agent(LocalElasticAgent):
-    """Starts the ranks of this node, again where that helps, until they have ended."""
+    """Torch's agent with longtake's policy: starts and restarts the ranks of this node."""
 
     def __init__(
         self,
@@ -431,7 +441,7 @@ class Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs, log_line_prefix_template="${role_name}")  # which is empty
         self.ended: RanksExit | None = None
-        self._has_answered = False  # a request to stop
+        self._has_answered = False  # the answer to a stop request was printed
         self._logs, self._options, self._stop, self._console = logs, options, stop, console
         self._newest = self._newest_checkpoint()
         self._oom_kills, self._started_at = 0, ""
@@ -447,12 +457,14 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Monitor as torch does, but give other ranks time to report a failure and to end."""
+        """Monitor like torch, but give other ranks time to report a failure and to end."""
         ranks = {worker.id: worker.global_rank for worker in worker_group.workers}
         if self._stop.first_signal is not None and not self._has_answered:
             self._has_answered = True
             text = answer_to(self._stop.first_signal, self._heartbeats(ranks))
             self._console.print(text, markup=False)
+        # Torch kills all other ranks as soon as it sees one fail. So failed children are found
+        # here first, without reaping them, and the restart is decided before torch monitors.
         if codes := _failed_codes(ranks):
             killed = self._let_others_end(codes, ranks)
             codes |= {pid: code for pid, code in _failed_codes(ranks).items() if pid not in killed}
@@ -468,7 +480,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Before a restart: ranks that still run may save; those that hang have less time."""
+        """Stop ranks before a restart; those that are saving get more time than others."""
         pids = [worker.id for worker in worker_group.workers if worker.id]
         _send_signal(pids, signal.SIGTERM)
         left, seconds = _wait_for_end(pids, _STOP_SECONDS), _STOP_SECONDS
@@ -509,7 +521,7 @@ class Agent(LocalElasticAgent):
             failures.failure_of(heartbeat, kind, error, log, source="launcher").record(run)
 
     def _as_stop_code(self, code: int) -> int:
-        """A rank that the signal killed, before it could handle it, was stopped too."""
+        """Map the code of a rank that the stop signal itself killed to that of a stopped rank."""
         received = self._stop.first_signal
         killed = -signal.SIGKILL if self._stop.is_urgent else None
         is_stop = received is not None and code in (-received, killed)
@@ -523,13 +535,13 @@ class Agent(LocalElasticAgent):
         return [] if launch is None else failures.failures_of_launch(run, launch)
 
     def _decide_restarts(self, ended: RanksExit) -> None:
-        """Count the restarts that are left; a new checkpoint resets the count."""
+        """Set the number of restarts that are left; a new checkpoint resets it."""
         newest, is_requested = self._newest_checkpoint(), self._stop.first_signal is not None
         if newest != self._newest:
             self._newest, self._remaining_restarts = newest, self._options.max_restarts
         if is_requested or ended.kind == "mistake":
             self._remaining_restarts = 0
-        elif ended.kind == "stopped":  # on another node; an elastic launch continues without it
+        elif ended.kind == "stopped":  # another node was signalled; elastic launches continue
             is_elastic = self._options.is_elastic
             self._remaining_restarts = self._options.max_restarts + 1 if is_elastic else 0
         if ended.kind == "crashed" and not is_requested:
@@ -552,7 +564,7 @@ class Agent(LocalElasticAgent):
 
 
 def _launch_of_all_nodes(store: Any) -> str:
-    """The name of the launch: the first node to ask chooses it in the store of the rendezvous."""
+    """Return the launch's identifier, which the first node sets in the rendezvous's store."""
     while hasattr(store, "underlying_store"):  # a PrefixStore, whose prefix differs per start
         store = store.underlying_store
     own = os.environ[LAUNCH_VARIABLE]

@@ -1,6 +1,6 @@
-"""What `longtake launch` starts: a recipe, on how many ranks of how many nodes, which meet where.
+"""Options of `longtake launch`: recipe, number of ranks and nodes, and rendezvous; torch-free.
 
-Imports no torch: a login node submits a job, and a wrong option is refused at once.
+Without torch a login node can submit a job, and a wrong option is refused at once.
 """
 
 import re
@@ -13,23 +13,23 @@ from longtake.run_dir import RunDirectory, beside
 from longtake.trust import load_recipe
 
 DEFAULT_PORT = 29400
-"""Port of the rendezvous if none is given: that of torchrun."""
+"""Default port of the rendezvous, the same as torchrun's."""
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A launch, on this node or as a Slurm job."""
+    """Options of a launch, on this node or as a Slurm job."""
 
-    path: Path  # of the recipe
-    changes: tuple[str, ...]  # of the recipe, `key=value`
-    recipe: config.Recipe  # with these changes
-    processes: str = "auto"  # ranks per node: a number, or one per GPU
-    nodes: tuple[int, int] = (1, 1)  # at least, and at most
+    path: Path  # the recipe's file
+    changes: tuple[str, ...]  # --set changes of the recipe, `key=value`
+    recipe: config.Recipe  # the recipe with these changes
+    processes: str = "auto"  # ranks per node: a number, or `auto` for one per GPU
+    nodes: tuple[int, int] = (1, 1)  # fewest and most nodes
     endpoint: str = ""  # host:port of the rendezvous; empty: this node alone
     run_id: str = "longtake"  # distinguishes launches that share a rendezvous
-    max_restarts: int = 3  # of all ranks, without a new checkpoint in between
+    max_restarts: int = 3  # restarts of all ranks without a new checkpoint in between
     tee: bool = True  # show the output of rank 0 on the terminal
-    trust: bool = False  # run code that a kept recipe names, also if others began its run
+    trust: bool = False  # run code that a run's recipe names even if others began the run
     begin_from: str | None = None  # `train --from`
     weights_only: bool = False  # `train --weights-only`
 
@@ -43,7 +43,7 @@ class LaunchOptions:
 
     @property
     def begin_arguments(self) -> list[str]:
-        """Options of `train` and `launch`, without changes of the recipe."""
+        """Options to pass to `train` or `launch`, without --set changes."""
         parent = [] if self.begin_from is None else ["--from", self.begin_from]
         flags = {"--weights-only": self.weights_only, "--trust": self.trust}
         return [*parent, *(flag for flag, is_set in flags.items() if is_set)]
@@ -57,17 +57,19 @@ class LaunchOptions:
 def load_for_all_ranks(
     path: Path, changes: tuple[str, ...], *, fresh: bool, is_alone: bool, trust: bool = False
 ) -> tuple[config.Recipe, tuple[str, ...]]:
-    """The recipe, and the changes with which every rank reads the same, also after a restart.
+    """Load the recipe, and return it with the changes by which every rank reads the same one.
+
+    The changes include the folder that `fresh` chooses, so that restarts do not choose another.
 
     Args:
-        path: of the recipe.
-        changes: the user's.
+        path: the recipe's file.
+        changes: --set changes of the user.
         fresh: train from scratch, in a new folder beside an existing run.
-        is_alone: only this process chooses that folder.
-        trust: run code that a kept recipe names, also if others began its run.
+        is_alone: no other node takes part, so this process may choose that folder.
+        trust: run code that a run's recipe names even if others began the run.
 
     Raises:
-        LongtakeError: several nodes would each choose a folder; or the recipe cannot be read.
+        LongtakeError: several nodes would each choose a folder, or the recipe cannot be read.
     """
     from longtake.data.auto_buckets import with_buckets  # which imports pyarrow and PyAV
 
@@ -84,7 +86,11 @@ def load_for_all_ranks(
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """`4` is (4, 4), and `2:4` is (2, 4); LongtakeError if it is neither."""
+    """Parse a number or range of nodes: `4` is (4, 4), `2:4` is (2, 4).
+
+    Raises:
+        LongtakeError: the text has another format.
+    """
     found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
@@ -96,10 +102,13 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_endpoint(text: str | None, nodes: tuple[int, int]) -> str:
-    """`host:port`, with a port; empty for a single node.
+    """Parse an endpoint to `host:port`, with the default port if none is given.
+
+    Returns:
+        The endpoint; empty for a single node without one.
 
     Raises:
-        LongtakeError: several nodes have no endpoint; or it is not HOST:PORT.
+        LongtakeError: several nodes have no endpoint, or the text is not HOST:PORT.
     """
     if text is None:
         if nodes == (1, 1):

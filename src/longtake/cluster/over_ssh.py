@@ -1,8 +1,8 @@
-"""The preflight of named nodes: it is started on each over ssh, and rank 0's report comes back.
+"""Preflight over ssh: starts a process on each named node, and returns the report of rank 0.
 
-First every node is asked whether it can take part; the others continue without those that cannot.
-Each process gets its rank in the environment, as torchrun would give it, prints one JSON object,
-and ends with its stdin: nothing else tells it that ssh is gone.
+First every node is tried; the preflight then runs without nodes that cannot take part. Each process
+gets its rank in the environment like from torchrun, prints one JSON object, and ends when its stdin
+is closed, as nothing else tells it that ssh is gone.
 """
 
 import json
@@ -29,9 +29,9 @@ from longtake.process import LeftError, leave_on_signals, program
 _MAX_AT_ONCE = 64
 _CONNECT_SECONDS = 10
 _ASK_SECONDS = 30.0
-_MARGIN_SECONDS = 30.0  # beyond twice the time limit, for the start of Python and torch
-_OTHERS_SECONDS = 5.0  # after one process failed, for what the others report
-_CLEANUP_SECONDS = 5.0  # of a process whose ssh is gone
+_MARGIN_SECONDS = 30.0  # added to twice the time limit, for the start of Python and torch
+_OTHERS_SECONDS = 5.0  # time for others to report after one process failed
+_CLEANUP_SECONDS = 5.0  # time for a process to clean up after ssh is gone
 _END_SECONDS = 8.0
 _POLL_SECONDS = 0.05
 _COMMAND_NOT_FOUND, _SSH_FAILED = 127, 255
@@ -52,20 +52,21 @@ def preflight_over_ssh(
     seconds: float,
     options: Sequence[str] = (),
 ) -> findings.PreflightReport:
-    """Check some nodes from here.
+    """Check nodes from this machine.
 
     Args:
-        nodes: names for ssh; the others must resolve the first one too.
-        recipe: its path, on the nodes as here; None: check what every run needs.
-        changes: of the recipe.
-        seconds: how long to wait for a node or a check.
-        options: of ssh, such as `User=me`.
+        nodes: names for ssh; the other nodes must also be able to resolve the first name.
+        recipe: path of the recipe, the same here and on the nodes; None: check what every run
+            needs.
+        changes: --set changes of the recipe.
+        seconds: limit of the wait for a node or a check.
+        options: options of ssh, such as `User=me`.
 
     Returns:
-        The report of rank 0, and which nodes could not take part.
+        The report of rank 0, with findings about nodes that could not take part.
 
     Raises:
-        LongtakeError: no node is named, or one twice; or there is no ssh here.
+        LongtakeError: no node is named, or one twice; or ssh is not installed here.
     """
     begun = time.monotonic()
     if not nodes or len(set(nodes)) < len(nodes):
@@ -102,7 +103,10 @@ def preflight_over_ssh(
 
 
 def preflight_on_node(recipe: Path | None, changes: Sequence[str], seconds: float) -> NoReturn:
-    """Check as one of the nodes: print `report`, or `error`, as JSON, and end this process."""
+    """Run the preflight as one of the nodes, print its result as JSON, and end this process.
+
+    The JSON object has `report` (rank 0) or `error`.
+    """
     from longtake.cluster.preflight import preflight
     from longtake.cluster.rendezvous import SilentProcessError
 
@@ -124,7 +128,7 @@ def preflight_on_node(recipe: Path | None, changes: Sequence[str], seconds: floa
 
 
 def _end_with_stdin() -> None:
-    """When ssh is gone: clean up, by force after some seconds."""
+    """Wait until ssh is gone, then end this process, by force after some seconds."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -141,7 +145,7 @@ def _kill_own_group() -> NoReturn:
 def _commands(
     nodes: Sequence[str], port: int, recipe: Path | None, changes: Sequence[str], seconds: float
 ) -> dict[str, str]:
-    """The command of each node, a shell's; the first one serves the store where all meet."""
+    """Return the shell command of each node; the first node serves the rendezvous's store."""
     arguments = [] if recipe is None else [str(recipe)]
     arguments += [word for each in changes for word in ("--set", each)]
     command = program("longtake", "preflight", *arguments, "--timeout", f"{seconds:g}", "--relayed")
@@ -169,7 +173,7 @@ def _on_node(command: Sequence[str], variables: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class _Output:
-    """The output of a command on a node; `status` is None if it had to be ended."""
+    """The output of a command on a node; `status` is None if it had to be killed."""
 
     status: int | None
     out: str
@@ -194,8 +198,8 @@ def _ssh_command(options: Sequence[str]) -> list[str]:
             "--nodes needs the ssh program, which is not installed here. Install it "
             "(openssh-client), or start the preflight by torchrun or srun."
         )
-    # BatchMode: ssh fails where it would ask for a password or about an unknown host's key. Options
-    # of the user come first and win.
+    # BatchMode: ssh fails instead of asking for a password or about an unknown host key. Of equal
+    # options ssh takes the first, so the user's win.
     ours = ("BatchMode=yes", f"ConnectTimeout={_CONNECT_SECONDS}", "ServerAliveInterval=5")
     return [program, "-T", *(word for each in (*options, *ours) for word in ("-o", each))]
 
@@ -207,7 +211,7 @@ def _run_on_all(
     *,
     until_one_fails: bool = False,
 ) -> dict[str, _Output]:
-    """Run a command on each node, all at once."""
+    """Run a command on each node in parallel, for up to `seconds`."""
     running = {node: _start([*ssh, "--", node, each]) for node, each in commands.items()}
     end = time.monotonic() + seconds
     try:
@@ -231,7 +235,7 @@ def _start(command: Sequence[str]) -> _RemoteCommand:
 
 
 def _end(command: _RemoteCommand) -> _Output:
-    """The output of a command; one that still runs ends with its stdin, or is killed."""
+    """Return the output of a command; if it still runs, close its stdin, then kill it."""
     status = command.process.poll()
     assert command.process.stdin is not None
     with suppress(OSError):
@@ -253,7 +257,7 @@ def _end(command: _RemoteCommand) -> _Output:
 
 
 def _json_of(out: str) -> dict[str, Any]:
-    """The JSON object that a process printed; a login shell may have printed something before."""
+    """Parse the JSON object at the end of an output; a login shell may print text before it."""
     start = f"\n{out}".rfind("\n{")
     try:
         found: dict[str, Any] = json.loads(out[start:] if start >= 0 else "")
@@ -269,7 +273,7 @@ def _cannot_take_part(node: str, output: _Output) -> findings.Finding:
 
 
 def _explain(node: str, output: _Output) -> tuple[str, str]:
-    """Explain why a command could not be run on a node, and what to do."""
+    """Return the reason why a command could not be run on a node, and advice."""
     status, error, last = output.status, output.error, output.last_line
     if status is None:
         what = f"it has not answered within {_ASK_SECONDS:g} s"
@@ -294,7 +298,7 @@ def _explain(node: str, output: _Output) -> tuple[str, str]:
 def _why_no_report(
     outputs: Mapping[str, _Output], said: Mapping[str, Mapping[str, Any]], limit: float
 ) -> list[findings.Finding]:
-    """Findings about the nodes that are the reason, not about those that waited for them."""
+    """Return findings about the nodes that prevented the report, not those that waited for them."""
     nodes = list(outputs)
     silent = {nodes[rank] for each in said.values() for rank in each.get("silent", ())}
     failed = {node for node, each in outputs.items() if each.status and "silent" not in said[node]}

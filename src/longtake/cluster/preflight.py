@@ -1,7 +1,7 @@
-"""Checks all nodes before a run: the table of checks, and one process's way through them.
+"""Preflight of all nodes before a run: the table of checks, and their execution in one process.
 
-Every stage ends when rank 0 has the facts of all processes. So nodes measure at the
-same time, and a process that does not come back is named with what it was doing.
+Every stage ends when rank 0 has the facts of all processes. So nodes measure at the same time, and
+a process that does not come back is named together with the check that it was doing.
 """
 
 import secrets
@@ -46,26 +46,26 @@ CHECKS: tuple[findings.Check, ...] = (
     findings.Check("clocks", network.measure_clocks, network.judge_clocks, "connected"),
     findings.Check("links", network.measure_links, network.judge_links, "connected", each="rank"),
 )
-"""In this order; consecutive checks that are `independent` are one stage."""
+"""All checks in order; consecutive checks that are `independent` form one stage."""
 
 _RUN_DIRECTORY = "run directory"
 _OWN_SHARE = 0.8
-"""Share of the time limit that the checks of a process take, so that it can report a hang."""
+"""Fraction of the time limit for a process's own checks, so that it can still report a hang."""
 _SECONDS_TO_LET_GO = 0.1  # see parallel.mesh.join
 
 
 @dataclass
 class _Measured:
-    """The facts that were measured: of all processes on rank 0, elsewhere of this process."""
+    """Measured facts: on rank 0 those of all processes, elsewhere those of this process."""
 
     checks: list[findings.Check] = field(default_factory=list)
     facts: dict[str, dict[str, findings.Facts]] = field(default_factory=dict)
-    """By check, then by node or process."""
+    """Facts by check, then by node or process."""
     skipped: list[findings.SkippedCheck] = field(default_factory=list)
     is_hanging: bool = False
 
     def judge(self, check: findings.Check) -> findings.CheckResult:
-        """The result of a check, with an error for each node that could not measure."""
+        """Judge a check, with an error for each node that could not measure."""
         facts = self.facts[check.name]
         good = {who: each for who, each in facts.items() if "failed" not in each}
         result = check.judge(good) if good else findings.CheckResult()
@@ -79,20 +79,20 @@ class _Measured:
 def preflight(
     path: Path | None = None, changes: Sequence[str] = (), seconds: float = 120.0
 ) -> tuple[findings.PreflightReport | None, bool]:
-    """Check this node, or all nodes together with the processes that were started like this one.
+    """Check this node, or all nodes together with the other processes of the same start.
 
     Args:
-        path: of the recipe; None: check what every run needs.
-        changes: of the recipe, such as `training.steps=100`.
-        seconds: how long to wait for any process and any check.
+        path: the recipe's file; None: check what every run needs.
+        changes: --set changes of the recipe, such as `training.steps=100`.
+        seconds: limit of the wait for any process and any check.
 
     Returns:
-        The report, on rank 0 only; and whether a check of this process still hangs, so that the
+        The report, on rank 0 only; and True if a check of this process still hangs, so that the
         process has to end without waiting for its threads.
 
     Raises:
-        LongtakeError: a process has not come, or rank 0 cannot be reached; for a single process:
-            the recipe cannot be used.
+        LongtakeError: a process has not come, or rank 0 cannot be reached; for a single process
+            also: the recipe cannot be used.
     """
     begun = time.monotonic()
     rendezvous = Rendezvous(topology.find_process(), seconds)
@@ -154,7 +154,7 @@ def _context(
 
 
 def _leave_token(context: findings.CheckContext, created: list[Path]) -> list[findings.Finding]:
-    """Leave the token in the run directory; returns a finding if it cannot be written."""
+    """Write the token into the run directory, and return a finding if it cannot be written."""
     try:
         storage.leave_token(context, created)
     except OSError as error:
@@ -170,7 +170,7 @@ def _leave_token(context: findings.CheckContext, created: list[Path]) -> list[fi
 def _measure_all(
     rendezvous: Rendezvous, context: findings.CheckContext, measured: _Measured
 ) -> None:
-    """Go through all stages; after SilentProcessError `measured` has what came before."""
+    """Measure all stages into `measured`; after SilentProcessError it has the earlier stages."""
     for stage in _stages([check for check in CHECKS if check.when != "connected"]):
         _measure_stage(stage, rendezvous, context, measured)
     if rendezvous.store is None:
@@ -194,7 +194,7 @@ def _measure_all(
 
 
 def _why_not_connected(measured: _Measured, name: str) -> str:
-    """On rank 0: why the connected checks are skipped after the check `name`; empty: they run."""
+    """Return, on rank 0, why check `name` prevents the connected checks; empty: they can run."""
     check = next((each for each in measured.checks if each.name == name), None)
     if check is None or not measured.judge(check).findings:
         return ""
@@ -202,7 +202,7 @@ def _why_not_connected(measured: _Measured, name: str) -> str:
 
 
 def _has_gpu_each(measured: _Measured, context: findings.CheckContext) -> bool:
-    """On rank 0: whether each process has a GPU of its own, so that NCCL can join them."""
+    """Return, on rank 0, True if each process has its own GPU, so that NCCL can be used."""
     gpus = {node: each.get("gpus", 0) for node, each in measured.facts["environment"].items()}
     nodes = zip(context.hosts, context.ranks, strict=True)
     return dist.is_nccl_available() and all(
@@ -226,7 +226,7 @@ def _measure_stage(
     context: findings.CheckContext,
     measured: _Measured,
 ) -> None:
-    """Measure on this process, and collect the facts of all on rank 0."""
+    """Measure a stage's checks in this process, and collect the facts of all on rank 0."""
     own: dict[str, findings.Facts] = {}
     end = time.monotonic() + _OWN_SHARE * rendezvous.seconds
     for check in stage:
@@ -249,9 +249,12 @@ def _measure_stage(
 def measure_within(
     seconds: float, check: findings.Check, context: findings.CheckContext
 ) -> findings.Facts:
-    """The facts of a check; `{"failed": why}` if it raises or takes longer.
+    """Run a check's `measure` with a time limit.
 
-    It runs in a thread, which is abandoned where it hangs, as on a disk that does not answer.
+    It runs in a thread, which is abandoned if it hangs, such as on a disk that does not answer.
+
+    Returns:
+        The facts; `{"failed": reason}` if it raises or takes longer than `seconds`.
     """
     box: list[findings.Facts] = []
 
@@ -268,7 +271,7 @@ def measure_within(
 
 
 def _describe_nodes(measured: _Measured, context: findings.CheckContext) -> list[dict[str, Any]]:
-    """For the report: each node's name, number of processes, versions and digests."""
+    """Return for the report each node's name, number of processes, versions and digests."""
     described = []
     for host, ranks in zip(context.hosts, context.ranks, strict=True):
         facts = {name: each.get(host, {}) for name, each in measured.facts.items()}
@@ -287,7 +290,7 @@ def _describe_nodes(measured: _Measured, context: findings.CheckContext) -> list
 
 
 def _leave(rendezvous: Rendezvous, measured: _Measured) -> None:
-    """Leave the rendezvous and the process group in an order in which no process misses another."""
+    """Leave the rendezvous, then the process group, unless a process is silent or hangs."""
     try:
         rendezvous.close()
     except SilentProcessError:

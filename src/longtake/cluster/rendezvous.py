@@ -1,8 +1,8 @@
-"""Where the processes of a preflight meet and exchange facts, so that a silent one gets a name.
+"""Rendezvous of a preflight's processes: exchange of facts that can name a silent process.
 
-A key-value store of torch, not collectives: a collective that one process does not enter says
-nothing about that process; a missing key says who did not write it, and another key what that
-process was doing. Values are JSON.
+It uses torch's key-value store instead of collectives. A collective that one process does not enter
+shows nothing about that process, but a missing key shows which process did not write it, and
+another key what that process was doing. Values are JSON.
 """
 
 import ipaddress
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _GOODBYE_SECONDS = 5.0
 _MARGIN_SECONDS = 10.0
-"""Other processes wait so much longer than rank 0, which decides who is silent."""
+"""Extra time that other processes wait for rank 0, which decides which processes are silent."""
 _POLL_SECONDS = 1.0
-"""Longest wait inside torch, where no signal is handled."""
+"""Longest wait inside of torch, during which Python handles no signal."""
 _MAX_NAMED = 8
 _BACKLOG = 2048
 
@@ -34,8 +34,8 @@ class SilentProcessError(LongtakeError):
     """Processes did not answer in time.
 
     Attributes:
-        silent: what each rank was doing; empty for a rank that never came. On other processes
-            than rank 0 there are no ranks.
+        silent: silent ranks and the check that each was doing, or "" for a rank that never came.
+            Empty in processes other than rank 0.
     """
 
     def __init__(self, message: str, silent: dict[int, str]) -> None:
@@ -44,7 +44,16 @@ class SilentProcessError(LongtakeError):
 
 
 class Rendezvous:
-    """All processes of a preflight; a single one needs no store."""
+    """Exchange of JSON values between all processes of a preflight; one process needs no store.
+
+    Args:
+        process: this process among the others.
+        seconds: limit of each wait.
+
+    Raises:
+        LongtakeError: the store cannot be reached.
+        SilentProcessError: a process has not come in time.
+    """
 
     def __init__(self, process: ProcessInfo, seconds: float) -> None:
         self.process = process
@@ -59,7 +68,11 @@ class Rendezvous:
             self.store.set(f"preflight/doing/{self.process.rank}", what)
 
     def gather(self, name: str, facts: Any) -> dict[int, Any]:
-        """Collect facts (JSON) on rank 0; returns when those of all processes are there."""
+        """Collect facts (JSON) of all processes on rank 0; the others wait for it and get {}.
+
+        Raises:
+            SilentProcessError: a process has not answered in time.
+        """
         if self.store is None:
             return {0: facts}
         self.store.set(f"preflight/{name}/{self.process.rank}", json.dumps(facts))
@@ -81,7 +94,11 @@ class Rendezvous:
         return found
 
     def from_first(self, name: str, value: Any) -> Any:
-        """The value (JSON) of rank 0, on every process; SilentProcessError without rank 0."""
+        """Broadcast a value (JSON) of rank 0 to every process.
+
+        Raises:
+            SilentProcessError: rank 0 has not answered in time.
+        """
         if self.store is None:
             return value
         if self.process.is_first:
@@ -89,7 +106,7 @@ class Rendezvous:
         return self._read(f"preflight/{name}")
 
     def close(self) -> None:
-        """Leave once rank 0 has come here; the store may end afterwards."""
+        """Leave once rank 0 has come here; the process with the store waits for the others."""
         if self.store is None:
             return
         self.from_first("end", True)
@@ -113,7 +130,6 @@ class Rendezvous:
         return found, silent
 
     def _read(self, key: str) -> Any:
-        """A value of rank 0."""
         assert self.store is not None
         seconds = self.seconds + _MARGIN_SECONDS
         if not self._wait_for(key, seconds):
@@ -169,7 +185,10 @@ def _store(process: ProcessInfo, seconds: float) -> "Store":
 
 
 def _loopback_socket(host: str, port: int) -> int | None:
-    """A socket that only this machine reaches; None for other hosts: torch listens on all."""
+    """Open a socket that only this machine can reach; None for other hosts.
+
+    Without such a socket torch listens on all addresses.
+    """
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may be a loopback address on this host alone

@@ -1,4 +1,4 @@
-"""A Slurm job of a launch: the batch file, which people read and edit, and its submission."""
+"""A launch as a Slurm job: a batch file that users can read and edit, and its submission."""
 
 import re
 import shlex
@@ -25,25 +25,25 @@ _COMMENTS: Final = {
     "mem": "With all of their memory",
 }
 _MAX_REQUEUES = 3
-"""Starts of a job in a row that may leave no new checkpoint."""
+"""Number of consecutive starts of a job that may leave no new checkpoint."""
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """The resources that a job requests, and whether it checks its nodes and is requeued."""
+    """Resources that a job requests, and options for preflight and requeueing."""
 
-    gpus: int | None = None  # per node; None: no GPUs are requested
+    gpus: int | None = None  # GPUs per node; None: no GPUs are requested
     cpus: int | None = None  # cores per node; None: whole nodes with all of their memory
-    time: str | None = None  # the limit, as Slurm writes it; None: the partition's
-    flags: tuple[str, ...] = ()  # of sbatch, `name=value` or `name`; they replace ours
-    signal_seconds: int = 300  # before the limit, for saving
+    time: str | None = None  # time limit in Slurm's format; None: the partition's
+    flags: tuple[str, ...] = ()  # flags of sbatch, `name=value` or `name`; they replace ours
+    signal_seconds: int = 300  # time between the signal and the limit, for saving
     runs_preflight: bool = True
     requeues: bool = True  # after the time limit and after failures
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A launch as a Slurm job; `folder` is where it works, `python` its interpreter."""
+    """A launch as a Slurm job; `folder` is its working directory, `python` its interpreter."""
 
     launch: options.LaunchOptions
     slurm: SlurmOptions = SlurmOptions()
@@ -63,7 +63,11 @@ class BatchJob:
         return self.run_path / "slurm" / "job_%j.log"
 
     def script(self) -> str:
-        """The text of the batch file; LongtakeError if a flag or a name cannot be written in it."""
+        """Render the text of the batch file.
+
+        Raises:
+            LongtakeError: a flag or name has control characters.
+        """
         recipe = self.launch.path.absolute()
         names = f"{recipe}{self.run_path}{self.python}{self.launch.begin_from}"
         if printable(names) != names:
@@ -98,7 +102,11 @@ class BatchJob:
         return text
 
     def write(self) -> None:
-        """Write the batch file; RunError if the run directory cannot be written."""
+        """Write the batch file into the run directory.
+
+        Raises:
+            RunError: the run directory cannot be written.
+        """
         text = self.script()
         try:
             fsio.make_writable(self.path.parent)
@@ -109,10 +117,10 @@ class BatchJob:
             ) from error
 
     def submit(self) -> str:
-        """Submit the written file; returns the number of the job.
+        """Submit the written batch file, and return the job's number.
 
         Raises:
-            LongtakeError: there is no Slurm here, or it refuses the job.
+            LongtakeError: Slurm is not installed here, or it refuses the job.
         """
         program = shutil.which("sbatch")
         if program is None:
@@ -127,7 +135,7 @@ class BatchJob:
         return done.stdout.strip().partition(";")[0]
 
     def _flags(self) -> dict[str, str]:
-        """Flags of sbatch; a flag of the user replaces ours."""
+        """Return the flags of sbatch by name; a flag of the user replaces ours."""
         slurm = self.slurm
         flags = {
             "job-name": self.run_path.name,

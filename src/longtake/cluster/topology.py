@@ -1,6 +1,6 @@
-"""Which process runs on which node, by the environment of torchrun, of Slurm or of neither.
+"""Assignment of processes to nodes from the environment of torchrun or Slurm; torch-free.
 
-Also how lists of hosts are written, in Slurm's short form and in our messages. Imports no torch.
+The module also parses Slurm's lists of hosts, and writes such lists in messages.
 """
 
 import os
@@ -17,9 +17,9 @@ from longtake.errors import LongtakeError
 from longtake.formatting import natural_key
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
-"""Ports of our rendezvous in a Slurm job, which follow from its number."""
+"""Range of ports for the rendezvous in a Slurm job: FIRST_PORT + job number % NUM_PORTS."""
 HOSTS_VARIABLE: Final = "LONGTAKE_HOSTS"
-"""In the environment of a preflight over ssh: the hosts of all ranks, joined by commas."""
+"""Environment variable in a preflight over ssh: the hosts of all ranks, joined by commas."""
 
 _LOOPBACK = "127.0.0.1"
 _MAX_GROUPS = 4
@@ -28,16 +28,16 @@ _MAX_SPANS = 8
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """A process among those that were started together."""
+    """This process's place among all processes of the same start."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0  # on its node; rank 0 there measures what the node's processes share
+    local_rank: int = 0  # rank on its node; local rank 0 measures what its processes share
     host: str = ""
-    node: str = ""  # number of the node, as torchrun or Slurm counts; empty: unknown
-    address: tuple[str, int] | None = None  # of the store where all meet; None: it is alone
+    node: str = ""  # number of the node by torchrun or Slurm; empty: unknown
+    address: tuple[str, int] | None = None  # address of the common store; None: single process
     serves_store: bool = False
-    expected_hosts: tuple[str, ...] = ()  # known before all have come; empty: unknown
+    expected_hosts: tuple[str, ...] = ()  # hosts known in advance; empty: unknown
 
     @property
     def is_first(self) -> bool:
@@ -49,7 +49,14 @@ class ProcessInfo:
 
 
 def find_process(environment: Mapping[str, str] | None = None) -> ProcessInfo:
-    """This process; `environment` replaces os.environ."""
+    """Determine this process's place from the environment variables of torchrun or Slurm.
+
+    Args:
+        environment: variables to use instead of os.environ.
+
+    Raises:
+        LongtakeError: the variables are incomplete.
+    """
     env = os.environ if environment is None else environment
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
@@ -98,7 +105,10 @@ def _started_by_slurm(env: Mapping[str, str]) -> ProcessInfo:
 
 
 def group_by_node(came: Mapping[int, tuple[str, str]]) -> tuple[list[str], list[list[int]]]:
-    """Names of the nodes, that of rank 0 first, and the ranks on each."""
+    """Return the names of the nodes, that of rank 0 first, and the ranks on each.
+
+    Nodes with the same host name are numbered: `gpu0`, `gpu0 (2)`.
+    """
     together: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(came):
         together.setdefault(came[rank], []).append(rank)
@@ -110,7 +120,7 @@ def group_by_node(came: Mapping[int, tuple[str, str]]) -> tuple[list[str], list[
 
 
 def expand_hosts(text: str) -> Iterator[str]:
-    """The hosts of a list of Slurm, such as `gpu[01-03,07],login1`, in its order."""
+    """Yield the hosts of a Slurm list such as `gpu[01-03,07],login1`, in its order."""
     if (program := shutil.which("scontrol")) and text:
         command = [program, "show", "hostnames", text]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
@@ -122,7 +132,7 @@ def expand_hosts(text: str) -> Iterator[str]:
 
 
 def _expand(part: str) -> Iterator[str]:
-    """`a[1-2]b[3,4]` is a1b3, a1b4, a2b3, a2b4."""
+    """Yield the hosts of one part of a list: `a[1-2]b[3,4]` gives a1b3, a1b4, a2b3, a2b4."""
     found = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
     if found is None:
         yield part
@@ -136,7 +146,10 @@ def _expand(part: str) -> Iterator[str]:
 
 
 def fold_hosts(hosts: Iterable[str]) -> str:
-    """Names on one short line; those that differ in their last number are folded: gpu[0-6,12]."""
+    """Write host names on one short line; names that differ in their last number are folded.
+
+    Such as gpu[0-6,12]; at most four groups are shown.
+    """
     ordered = sorted(hosts, key=natural_key)
     groups = [_fold(list(some)) for _, some in groupby(ordered, key=_around_number)]
     more = len(groups) - _MAX_GROUPS
