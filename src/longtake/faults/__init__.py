@@ -1,1 +1,1 @@
-"""Faults that `longtake drill` injects into small runs, and what must happen then."""
+"""Faults that `longtake drill` injects into small runs, and checks of the outcomes."""

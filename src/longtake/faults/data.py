@@ -38,7 +38,7 @@ Policy = Literal["merge", "finish"]
 _ADDED = NUM_CLIPS // 10
 _REMOVED = NUM_CLIPS * 3 // 10
 _POLICIES = ("merge", "finish", "restart")
-_LATE_STEP = 15  # of an epoch of 16
+_LATE_STEP = 15  # last but one of an epoch's 16 steps
 _CORRUPT_STEP = 8
 
 
@@ -106,11 +106,11 @@ def one_clip_removed(sandbox: Sandbox) -> Evidence:
 def _resume_by_policy(
     evidence: Evidence, sandbox: Sandbox, site: TrainingSite, old: Catalog, policy: Policy
 ) -> Evidence:
-    """Resume with `data.on_change`, to the end of the run, and expect what the policy promises.
+    """Resume with `data.on_change` to the end of the run, and check the policy's guarantees.
 
-    `merge`: epoch 0 is what was consumed before and the rest of the new catalog. `finish`: epoch 0
-    is the old catalog. Either way later epochs are the new catalog, and the steps before the change
-    are bitwise the undisturbed run's.
+    `merge`: epoch 0 consists of the clips consumed before and the rest of the new catalog.
+    `finish`: epoch 0 is the old catalog. With both, later epochs are the new catalog, and the steps
+    before the change are bitwise those of the undisturbed run.
     """
     with site.launch(f"data.on_change={policy}") as process:
         found = process.wait_for_event("data_changed", policy=policy)
@@ -141,7 +141,8 @@ def _resume_by_policy(
 def corrupt_clip(sandbox: Sandbox) -> Evidence:
     site = sandbox.fresh("corrupt-clip")
     clip = site.clips / clips_at(sandbox.undisturbed, _CORRUPT_STEP)[0].name
-    # Inverts all bits in the middle third; the file's ends and its length stay.
+    # Invert all bits in the middle third. The file's header, index and length stay valid, so only
+    # decoding can find the damage.
     content = bytearray(clip.read_bytes())
     third = len(content) // 3
     content[third : 2 * third] = bytes(0xFF ^ octet for octet in content[third : 2 * third])
@@ -194,7 +195,7 @@ def killed_loader_worker(sandbox: Sandbox) -> Evidence:
     site, evidence = sandbox.fresh("killed-loader-worker"), Evidence()
     with site.launch() as process:
         process.wait_for_rows(1)
-        hang = stop_while_decoding(process, site.clips)  # so that it is killed at work
+        hang = stop_while_decoding(process, site.clips)  # a stopped worker is killed at its clip
         os.kill(hang.pid, signal.SIGKILL)
         found = process.wait_for_event("decoder_died", pid=hang.pid)
         process.finish()
@@ -214,7 +215,7 @@ def _expect_replaced(
     found: ObservedEvent | None,
     undisturbed: TrainingSite,
 ) -> None:
-    """Expect an event with the worker's clip and stacks, and the undisturbed run."""
+    """Expect an event with the worker's clip and stacks, and the results of the undisturbed run."""
     evidence.expect_event(found, hang.at, f"no event {kind} tells of process {hang.pid}")
     if found:
         named, decoded = Path(found.event["path"]).name, Path(hang.path).name
@@ -290,11 +291,12 @@ def kill_while_saving(sandbox: Sandbox) -> Evidence:
 
 
 def _stop_while_saving(process: TrainingProcess, site: TrainingSite) -> Path:
-    """Stop a run while a checkpoint is half written; returns its partial folder."""
+    """Stop a run while a checkpoint is half written, and return its partial folder."""
 
     def stop_it() -> Path | None:
         if partial := next(site.run.checkpoints_path.glob(".step_*.partial"), None):
             stop(process.pid)
+            # It may have been renamed before the signal arrived.
             if partial.is_dir():
                 return partial
             os.kill(process.pid, signal.SIGCONT)
@@ -338,7 +340,7 @@ def bit_rot_in_checkpoint(sandbox: Sandbox) -> Evidence:
 
 
 def flip(path: Path, bit: int) -> None:
-    """Flip one bit of a file; bit 8 is the lowest of the second byte."""
+    """Flip one bit of a file; bit 8 is the lowest bit of the second byte."""
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
@@ -374,16 +376,16 @@ def disk_full_while_saving(sandbox: Sandbox) -> Evidence:
 
 
 def limit_file_size(pid: int, num_bytes: int) -> None:
-    """Let no file of a process grow beyond a size, as on a full disk.
+    """Limit the size of all files that a process writes, to simulate a full disk.
 
-    RLIMIT_FSIZE meets writes half-way through a file as a full disk does ("File too large" instead
-    of "No space left on device"); mounting a small disk needs privileges.
+    Like a full disk, RLIMIT_FSIZE lets a write fail half-way through a file ("File too large"
+    instead of "No space left on device"). A real small disk would need privileges to mount.
     """
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
 def resume(evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite) -> Evidence:
-    """Start the same command again, to the end of the run, and check it."""
+    """Start the same command again, wait for the end of the run, and check the results."""
     newest = site.run.checkpoint_steps()[-1]
     with site.launch() as process:
         found = process.wait_for_event("resumed")
@@ -396,7 +398,7 @@ def resume(evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite) ->
 
 
 def _resume_from_older(site: TrainingSite, damaged: str, undisturbed: TrainingSite) -> Evidence:
-    """Resume a run with a damaged file in its newest checkpoint, and check it."""
+    """Resume a run whose newest checkpoint has a damaged file, and check the results."""
     evidence = Evidence()
     older, newest = site.run.checkpoint_steps()[-2:]
     with site.launch() as process:

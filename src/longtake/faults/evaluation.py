@@ -1,7 +1,7 @@
 """Faults of evaluation: servers that are killed or share a run, lost checkpoints, a tracker down.
 
-In each, every checkpoint has one result of the weights that were saved, nothing partial is left, no
-checkpoint is held any more, and the training is not affected.
+After each, every checkpoint has one result for its saved weights, nothing partial is left, no
+checkpoint is protected any more, and the training is not affected.
 """
 
 import os
@@ -43,12 +43,12 @@ PRESET = "drill"
 PROMPTS = 4  # sampled one by one, so that there is a first video while others are still to come
 
 _TAKEOVER_SECONDS = 5.0
-_WHOLE_SECONDS = 5.0  # from when a checkpoint is whole until it was evaluated
+_WHOLE_SECONDS = 5.0  # limit of the evaluation after the copy of a checkpoint is complete
 _KEEP = 2
 _SOLVER_STEPS = 40
 _MANY_SOLVER_STEPS = 80  # several checkpoints are saved while one is sampled
 _DELETIONS = 3
-_LAST_DELETED_STEP = STEPS - 10  # the run's last checkpoints are compared
+_LAST_DELETED_STEP = STEPS - 10  # the last checkpoints stay: they are compared
 _PRESETS = "presets.toml"
 _DRIFT_PRESET = {
     "num_inference_steps": 4,
@@ -56,16 +56,16 @@ _DRIFT_PRESET = {
     "prompts": ["a red square moving right", "a blue circle moving up"],
     "seeds": [0, 1],
 }
-_BRIGHTER = 0.03  # of latents, which are pixels from -1 to 1: four of 255 grey levels
+_BRIGHTER = 0.03  # added to latents, which are pixels from -1 to 1: four of 255 grey levels
 _BRIGHTER_TIMES = 4
-_BRIGHTER_STEPS = 5  # between two such checkpoints
+_BRIGHTER_STEPS = 5  # steps between two brighter checkpoints
 _UNREACHABLE = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
 _LONGEST_STEP_SECONDS = 10.0
 _LONGEST_FOLLOWER_SECONDS = 60.0
 
 
 class EvaluatorProcess(RunObserver):
-    """`longtake evaluate` on a site's run, which need not have begun."""
+    """A process `longtake evaluate` on a site's run, which need not have begun."""
 
     NAME = "evaluation server"
 
@@ -86,14 +86,22 @@ class EvaluatorProcess(RunObserver):
         return self._process.wait() == -signal.SIGKILL
 
     def wait_for_video(self) -> int:
-        """Return the step of its first unpublished video; RunError if it ends before."""
+        """Wait for the server's first unpublished video, and return its step.
+
+        Raises:
+            RunError: the server ends before.
+        """
         videos = self.wait_until(
             lambda: _partial_videos(self._run, self.server), "it had sampled a video"
         )
         return _step_of(videos[0])
 
     def wait_for_report(self, kind: str, step: int) -> None:
-        """Return when a server has reported an event of a step; RunError if this one ends."""
+        """Wait until any server has reported an event about a step.
+
+        Raises:
+            RunError: this server ends before.
+        """
         self.wait_until(
             lambda: any(
                 (each["event"], each.get("step")) == (kind, step)
@@ -104,7 +112,7 @@ class EvaluatorProcess(RunObserver):
 
 
 def _recipe(solver_steps: int) -> str:
-    """The recipe of most drills with one preset."""
+    """Return a short recipe with one preset, whose sampling takes this many solver steps."""
     prompts = [f"a red square moves left, number {number}" for number in range(PROMPTS)]
     return f"""\
 {SHORT_RECIPE}
@@ -137,7 +145,7 @@ def _attempts(run: RunDirectory, step: int) -> list[dict[str, Any]]:
 
 
 def _expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterable[int]) -> None:
-    """Expect one whole result of each of some checkpoints, and no remains of others."""
+    """Expect exactly one complete result for each of the steps, and no partial results."""
     announced = Counter(
         each["step"] for each in server_events(run) if each["event"] == "evaluation_finished"
     )
@@ -156,7 +164,7 @@ def _expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterabl
 
 
 def _is_whole(run: RunDirectory, step: int) -> bool:
-    """A result has all videos, and is of the checkpoint's weights if that still exists."""
+    """Return True if a result has all videos and, if the checkpoint exists, fits its weights."""
     directory, checkpoint = evaluation_dir.EvaluationDirectory(run), run.checkpoint_path(step)
     scores = directory.scores(PRESET, step)
     if scores is None:
@@ -209,7 +217,7 @@ def evaluator_killed_while_sampling(sandbox: Sandbox) -> Evidence:
 def _two_servers(
     site: TrainingSite, slow_from: int
 ) -> Iterator[tuple[EvaluatorProcess, EvaluatorProcess, TrainingProcess]]:
-    """Two servers and a run that keeps all checkpoints; its steps are slow from `slow_from` on."""
+    """Start two servers, and a run that keeps all checkpoints and is slow from a step on."""
     inject = Injection("slow-steps", slow_from)
     with (
         EvaluatorProcess(site, "--until-finished") as first,
@@ -246,10 +254,10 @@ def two_evaluators(sandbox: Sandbox) -> Evidence:
 
 @dataclass
 class _HeldCheckpoints:
-    """Observations of a run's checkpoints while a server holds them."""
+    """Observations of checkpoints that a server holds, that is, protects from deletion."""
 
-    held: int = -1  # a step that was sampled while the run could have deleted its checkpoint
-    saves: int = 0  # how many checkpoints were saved meanwhile
+    held: int = -1  # step that was sampled while the run could have deleted its checkpoint
+    saves: int = 0  # number of checkpoints saved in the meantime
     deleted: list[int] = field(default_factory=list)  # steps deleted right after they were held
 
 
@@ -285,7 +293,7 @@ def checkpoint_deleted_under_evaluator(sandbox: Sandbox) -> Evidence:
 
 
 def _watch_held(run: RunDirectory, server: EvaluatorProcess, seen: _HeldCheckpoints) -> None:
-    """Count the saves that the first sampled checkpoint outlives."""
+    """Count the checkpoints saved while the first sampled one is held."""
     seen.held = server.wait_for_video()
 
     def is_released() -> bool:
@@ -300,7 +308,7 @@ def _watch_held(run: RunDirectory, server: EvaluatorProcess, seen: _HeldCheckpoi
 
 
 def _delete_held(run: RunDirectory, server: EvaluatorProcess, seen: _HeldCheckpoints) -> None:
-    """Delete checkpoints as soon as they are held, before they are read."""
+    """Delete checkpoints by hand as soon as they are held, before they are read."""
 
     def are_enough() -> bool:
         for step in needed_steps(run) - {seen.held, *seen.deleted}:
@@ -314,7 +322,7 @@ def _delete_held(run: RunDirectory, server: EvaluatorProcess, seen: _HeldCheckpo
 
 
 def _expect_held(evidence: Evidence, run: RunDirectory, seen: _HeldCheckpoints) -> None:
-    """Expect that what was held stayed, and what was deleted is whole or gone; others once."""
+    """Expect that held checkpoints stayed, and that each one was evaluated once or is gone."""
     evidence.expect(
         seen.saves > _KEEP,
         f"step {seen.held} was held for {seen.saves} saves, and the run keeps {_KEEP} anyway",
@@ -401,7 +409,10 @@ def _copy(
     step: int,
     weights: Literal["whole", "half", "garbled"] = "whole",
 ) -> None:
-    """Copy a checkpoint, COMMITTED first; of weights the first half, or then zeros."""
+    """Copy a checkpoint, COMMITTED first; optionally only the first half of its weights.
+
+    `garbled` fills the second half with zeros, so that the size is right.
+    """
     source, target = source_run.checkpoint_path(step), run.checkpoint_path(step)
     files = sorted(path for path in source.rglob("*") if path.is_file())
     for path in sorted(files, key=lambda each: each.name != "COMMITTED"):
@@ -420,9 +431,10 @@ def _copy(
     must="No loss shows it; the evaluator raises the alarm, and none before it.",
 )
 def brightness_drift(sandbox: Sandbox) -> Evidence:
-    """Each later checkpoint has a little more in the bias of the EMA's last layer.
+    """Increase the bias of the EMA's last layer from checkpoint to checkpoint.
 
-    The loss is that of the weights, and samples are of the EMA: only videos show it.
+    The loss is computed with the raw weights and videos are sampled from the EMA, so only videos
+    show the drift.
     """
     evidence = Evidence()
     site = sandbox.undisturbed.copied_to(sandbox.undisturbed.folder.with_name("brightness-drift"))
@@ -444,7 +456,7 @@ def brightness_drift(sandbox: Sandbox) -> Evidence:
 
 
 def _brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> list[int]:
-    """Save further checkpoints of a tubelet, each with a brighter EMA; returns their steps."""
+    """Save further checkpoints of a tubelet, each with a brighter EMA, and return their steps."""
     import torch
 
     from longtake.checkpoint.store import write
@@ -540,7 +552,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def _follow_offline(run: RunDirectory) -> None:
-    """End the run's follower, and start another that writes W&B's files into the run."""
+    """End the run's follower, and start another one that writes W&B's offline files."""
     writer, until = (
         lease.newest(evaluation_dir.writer_path(run)),
         time.monotonic() + _LONGEST_FOLLOWER_SECONDS,
@@ -555,7 +567,10 @@ def _follow_offline(run: RunDirectory) -> None:
 
 
 def _expect_tracked(evidence: Evidence, run: RunDirectory, rows_before: int) -> None:
-    """Expect every step once in TensorBoard and, after `rows_before` = 0 rows, in W&B's files."""
+    """Expect every step once in TensorBoard and in W&B's files.
+
+    `rows_before` is the number of rows that W&B got while it was unreachable: 0.
+    """
     from longtake.tracking.wandb import rows_from, run_id_of
 
     steps = [row["step"] for row in run.metrics()]

@@ -1,7 +1,7 @@
-"""What must hold after a fault: checks of what a run wrote, collected in one `Evidence`.
+"""Checks of a run's files after a fault, collected in one `Evidence`.
 
-What an epoch must hold is worked out here by sets of identities, independent of the plan that the
-run followed and of `longtake data audit`; the two counts have to agree.
+The clips that an epoch must have are computed here as sets of identities, independently of the
+run's plan and of `longtake data audit`; both counts have to agree.
 """
 
 import json
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 Identities = NDArray[np.uint64]
 
 BITWISE = "every step, weights, EMA and optimizer are bitwise those of the undisturbed run"
-RECOVERY_SECONDS = 120.0  # from a rank's loss until a step is trained again; usual are 3 to 15
+RECOVERY_SECONDS = 120.0  # limit from a rank's loss to the next trained step; usually 3 to 15
 
 _LARGEST_LOSS_ERROR = 1e-3  # relative, after some dozens of steps whose sums round differently
 _LARGEST_WEIGHT_ERROR = 1e-5  # relative
 _NONE: Identities = np.empty(0, np.uint64)
 _NOTHING: Mapping[int, Identities] = MappingProxyType({})
 _COMPARED = ("step", "epoch", "loss", "grad_norm", "learning_rate")
-_OF_THE_SAVE = {".metadata", "COMMITTED", "trainer.json"}  # differ though the state does not
-_STATE = ("global_step", "data", "guard", "last_update")  # of trainer.json
+_OF_THE_SAVE = {".metadata", "COMMITTED", "trainer.json"}  # files that differ for equal states
+_STATE = ("global_step", "data", "guard", "last_update")  # compared keys of trainer.json
 
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Samples of a run, over all epochs."""
+    """Counts of a run's samples over all epochs, against the clips that each epoch must have."""
 
     repeated: int
     missing: int
@@ -56,8 +56,8 @@ class Recovery:
     """The resumption of a run after it lost a rank."""
 
     resumed: ObservedEvent | None
-    newest: int  # step of the newest whole checkpoint then
-    seconds: float  # from the loss until a step was trained again
+    newest: int  # step of the newest complete checkpoint at that time
+    seconds: float  # time from the loss to the next trained step
 
     @property
     def step(self) -> int | None:
@@ -69,7 +69,7 @@ class Evidence:
     """The findings of a drill, which passes if there are no complaints."""
 
     complaints: list[str] = field(default_factory=list)
-    message: str = ""  # what happened, if the drill passes
+    message: str = ""  # description of the outcome if the drill passes
     counts: SampleCounts | None = None
     detected_seconds: float | None = None
     detected_steps: int | None = None
@@ -105,7 +105,14 @@ class Evidence:
         rejected: int = 0,
         skipped: Mapping[int, Identities] = _NOTHING,
     ) -> None:
-        """Expect that the run ended, and that each epoch has each clip of the catalog once."""
+        """Expect that the run ended, and that each epoch has each clip exactly once.
+
+        Args:
+            site: the site of the run.
+            first: clips of epoch 0; None: those of the catalog, like in later epochs.
+            rejected: number of clips that cannot be decoded.
+            skipped: clips that a rollback excludes, by epoch.
+        """
         run, later = site.run, identities_of(site.catalog())
         whole = {} if first is None else {0: first}
         counts = self.counts = count_samples(run, whole, later, skipped)
@@ -136,7 +143,10 @@ class Evidence:
     def expect_equal(
         self, run: RunDirectory, undisturbed: RunDirectory, until: int | None = None
     ) -> None:
-        """Expect that a run is bitwise the undisturbed one."""
+        """Expect that a run's steps, up to `until` or to the end, equal the undisturbed bitwise.
+
+        Without `until`, the newest checkpoints must be equal too.
+        """
         different = first_difference(run, undisturbed, until)
         self.expect(different is None, f"step {different} is not the undisturbed run's")
         if until is None:
@@ -149,7 +159,11 @@ class Evidence:
         self.expect_equal(site.run, undisturbed.run)
 
     def expect_near(self, site: TrainingSite, undisturbed: TrainingSite) -> float:
-        """Expect each clip once an epoch, and losses equal but for rounding."""
+        """Expect each clip once per epoch, and losses equal up to rounding.
+
+        Returns:
+            The largest relative difference of a loss.
+        """
         self.expect_exact(site)
         error = largest_loss_error(site.run, undisturbed.run)
         far = f"a loss differs by {error:.1e} from the undisturbed"
@@ -157,7 +171,7 @@ class Evidence:
         return error
 
     def expect_near_weights(self, site: TrainingSite, undisturbed: TrainingSite) -> float:
-        """Expect final weights and EMA equal but for rounding; returns the relative distance."""
+        """Expect final weights and EMA equal up to rounding; returns the relative distance."""
         distance = largest_weight_distance(site.run, undisturbed.run)
         far = f"weights end {distance:.1e} (relative) from the undisturbed run's"
         self.expect(distance <= _LARGEST_WEIGHT_ERROR, far)
@@ -184,7 +198,7 @@ class Evidence:
     def expect_lost_steps_reported(
         self, found: ObservedEvent | None, newest: int, output: str
     ) -> None:
-        """Expect that event and output say how many steps have to be trained again."""
+        """Expect that event and output report the number of steps to be trained again."""
         lost = self.steps_lost or 0
         reported = found.event.get("lost_steps") if found else None
         self.expect(reported == lost, f"the event reports {reported} lost steps, and {lost} were")
@@ -209,7 +223,7 @@ class Evidence:
         self.expect(rank in named, none)
 
     def outcome(self) -> dict[str, Any]:
-        """Fields of a `DrillResult`."""
+        """Return the fields of a `DrillResult`."""
         seconds, counts = self.detected_seconds, self.counts
         return {
             "passed": not self.complaints,
@@ -234,7 +248,14 @@ def count_samples(
     later: Identities,
     skipped: Mapping[int, Identities] = _NOTHING,
 ) -> SampleCounts:
-    """Count a run's samples against the clips that each epoch must hold, each once."""
+    """Count a run's samples against the clips that each epoch must have exactly once.
+
+    Args:
+        run: the run directory.
+        whole: clips of single epochs.
+        later: clips of all other epochs.
+        skipped: clips that are left out on purpose, by epoch.
+    """
     consumed = read_ledger(run.ledger_path)
     last = int(consumed.epoch.max())
     repeated = missing = unplanned = 0
@@ -251,7 +272,7 @@ def count_samples(
 
 
 def clips_between(run: RunDirectory, first: int, end: int) -> dict[int, Identities]:
-    """Clips that a run consumed in its batches `first` .. `end - 1`, by epoch."""
+    """Return the clips that a run consumed in batches `first` to `end - 1`, by epoch."""
     consumed = read_ledger(run.ledger_path)
     is_its = (consumed.step >= first) & (consumed.step < end)
     epochs, identities = consumed.epoch[is_its], consumed.identity[is_its]
@@ -259,7 +280,7 @@ def clips_between(run: RunDirectory, first: int, end: int) -> dict[int, Identiti
 
 
 def clips_at(site: TrainingSite, step: int) -> list[Path]:
-    """Files of the clips that a site's run consumed at a step."""
+    """Return the files of the clips that a site's run consumed at a step."""
     consumed = read_ledger(site.run.ledger_path)
     wanted = set(consumed.identity[consumed.step == step].tolist())
     catalog = site.catalog()
@@ -272,7 +293,7 @@ def identities_of(catalog: Catalog) -> Identities:
 
 
 def steps_given_up(run: RunDirectory) -> int:
-    """Number of steps that a run trained and then went back from, over all its launches."""
+    """Count the steps that a run trained and then discarded, over all its launches."""
     given_up = done = 0
     for row in read_json_lines(run.metrics_path):
         given_up += max(0, done + 1 - row["step"])
@@ -285,7 +306,7 @@ def steps_skipped(run: RunDirectory) -> list[int]:
 
 
 def first_difference(run: RunDirectory, other: RunDirectory, until: int | None) -> int | None:
-    """The first step, up to `until`, whose metrics differ in any bit; None: none does."""
+    """Return the first step, up to `until`, whose metrics differ in any bit; None: none does."""
     for step, pair in enumerate(zip_longest(_curve(run), _curve(other)), 1):
         if until is not None and step > until:
             return None
@@ -306,10 +327,10 @@ def largest_loss_error(run: RunDirectory, other: RunDirectory, until: int | None
 
 
 def saved_differences(run: RunDirectory, other: RunDirectory) -> list[str]:
-    """Names of what differs in any bit between two runs' newest checkpoints.
+    """Return the names of parts that differ in any bit between two runs' newest checkpoints.
 
-    Weights, EMA and optimizer are compared as bytes of their files, which they determine for equal
-    numbers of ranks; the rest of the state as JSON.
+    Weights, EMA and optimizer are compared as bytes of their files, which are deterministic for
+    equal numbers of ranks; the rest of the state is compared as JSON.
     """
     if not run.checkpoint_steps() or not other.checkpoint_steps():
         return ["all of it: one of them has no checkpoint"]
@@ -334,7 +355,7 @@ def _state(checkpoint: Path) -> dict[str, object]:
 
 
 def largest_weight_distance(run: RunDirectory, other: RunDirectory) -> float:
-    """The largest relative L2 distance of a tensor between two runs' newest checkpoints."""
+    """Return the largest relative L2 distance of a tensor between two newest checkpoints."""
     import torch
 
     paths = [each.checkpoint_path(each.checkpoint_steps()[-1]) for each in (run, other)]
@@ -347,7 +368,7 @@ def largest_weight_distance(run: RunDirectory, other: RunDirectory) -> float:
 
 
 def _tensors(checkpoint: Path) -> dict[str, "Tensor"]:
-    """Weights and EMA, whole, however many ranks saved them."""
+    """Load a checkpoint's weights and EMA unsharded, for any number of ranks that saved them."""
     import torch
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -1,4 +1,4 @@
-"""A decode worker that hangs and a watcher with a wrong clock; torch-free.
+"""Programs with a fault: a decode worker that hangs, a watcher with a wrong clock; torch-free.
 
     python -m longtake.faults.faulty_processes worker in-c 40 (and the arguments of a worker)
     python -m longtake.faults.faulty_processes watcher --step -2.5 --after 1.5 RUN
@@ -39,7 +39,7 @@ _BYTE = ctypes.create_string_buffer(1)
 
 @dataclass(frozen=True)
 class Hang:
-    """A process's own note before it hung; the diagnosis is compared with it."""
+    """Note that a process writes before it hangs, with which the diagnosis is compared."""
 
     pid: int
     at: float  # by the monotonic clock, in seconds
@@ -47,7 +47,7 @@ class Hang:
     function: str = ""
     line: int = 0  # of the statement in which it hangs; 0: unknown, it was stopped from outside
     clip: str = ""  # identity of the clip that it was decoding
-    path: str = ""  # of that clip
+    path: str = ""  # file of that clip
 
 
 def asleep() -> None:
@@ -67,7 +67,7 @@ def stopped() -> None:
 
 
 def hang_once(hang: Callable[[], None], clip: str = "", path: str = "") -> None:
-    """Write down where this process will hang, and hang; do nothing if one of this run has."""
+    """Write a note of the place and hang, unless a process of this run has hung before."""
     code = hang.__code__
     line = max(line for _, _, line in code.co_lines() if line is not None)
     found = Hang(os.getpid(), time.monotonic(), code.co_filename, code.co_name, line, clip, path)
@@ -82,10 +82,10 @@ def read_hang(folder: Path) -> Hang | None:
 
 @dataclass
 class HangingReader:
-    """Reads windows until it hangs; of a run's workers only the first to get there does."""
+    """Reader of windows that hangs after some; only the first of a run's workers does."""
 
     hang: Callable[[], None]
-    after: int  # windows that are read before
+    after: int  # number of windows that are read before
     _numbers: "count[int]" = field(default_factory=count)
 
     def read(self, window: Wanted, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -96,12 +96,12 @@ class HangingReader:
 
 @dataclass
 class WrongClock:
-    """The machine's clocks, which go wrong after a while."""
+    """Clocks of the machine that go wrong some time after the first reading."""
 
-    step_seconds: float  # by which the date is then set
+    step_seconds: float  # step of the system time
     ppm: float  # microseconds per second by which the clocks then run fast
-    after_seconds: float  # counted from the first reading
-    file: Path  # is written when they go wrong
+    after_seconds: float  # time from the first reading to the fault
+    file: Path  # file that is written when the clocks go wrong
     _begun: int | None = field(default=None, init=False)
 
     def read(self) -> Clocks:
@@ -112,12 +112,12 @@ class WrongClock:
         if (since := raw - self._begun) < 0:
             return Clocks(real, monotonic, raw)
         write_once(self.file, {"at": time.monotonic()})
-        drift = int(since * self.ppm / 1e6)  # of all clocks but the raw oscillator
+        drift = int(since * self.ppm / 1e6)  # adjtimex slews all clocks except the raw one
         return Clocks(real + drift + int(self.step_seconds * 1e9), monotonic + drift, raw)
 
 
 def _decode() -> None:
-    """Be a decode worker that hangs."""
+    """Run a decode worker that hangs."""
     how, after = sys.argv[1:3]
     del sys.argv[1:3]
     hang = {"in-c": in_c, "holding-gil": holding_gil}[how]
@@ -126,7 +126,7 @@ def _decode() -> None:
 
 
 def _watch() -> None:
-    """Be a watcher with a wrong clock."""
+    """Run a watcher with a wrong clock."""
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM} watcher")
     parser.add_argument("--step", type=float, default=0.0)
     parser.add_argument("--ppm", type=float, default=0.0)

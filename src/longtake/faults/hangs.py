@@ -1,4 +1,4 @@
-"""Faults of processes that hang: decode workers and ranks."""
+"""Faults in which decode workers or ranks hang."""
 
 import os
 import signal
@@ -25,11 +25,11 @@ from longtake.faults.sandbox import (
     stop_while_idle,
 )
 
-_LIMIT_SECONDS = 15.0  # from the hang until the process is named, in a run of short steps
+_LIMIT_SECONDS = 15.0  # longest time from a hang to its report, in a run of short steps
 _WORKER_CHANGES = ("watch.action=restart-worker", "data.sample_timeout_seconds=60")
-_WINDOWS = 40  # that a decode worker reads before it hangs
-USUAL_STEPS = 8  # until the usual time of a clip is known
-_STEP = 23  # in which rank 1 hangs
+_WINDOWS = 40  # number of windows that a decode worker reads before it hangs
+USUAL_STEPS = 8  # number of steps after which the usual time of a clip is known
+_STEP = 23  # step in which rank 1 hangs
 _RANK = 1
 _WORKER_NAMED = (
     "It is named with its line and clip in 15 s, and replaced; every step is bitwise the same."
@@ -249,7 +249,16 @@ def expect_diagnosis(
     rank: int,
     waiting: Iterable[int],
 ) -> None:
-    """Expect that the process that hangs is named in time: it alone, with its line and clip."""
+    """Expect that the diagnosis names only the process that hangs, in time, with line and clip.
+
+    Args:
+        evidence: collects complaints.
+        found: the event `stalled`; None: there was none.
+        diagnosis: the stall's diagnosis.
+        hang: the note of the process that hangs.
+        rank: its rank.
+        waiting: ranks that must be reported as waiting.
+    """
     none = f"no event says that process {hang.pid} hangs"
     evidence.expect_event(found, hang.at, none, within=_LIMIT_SECONDS)
     if found:

@@ -1,4 +1,4 @@
-"""Faults of a node that works badly: slow ranks and wrong clocks."""
+"""Faults of a node's health: slow ranks and wrong clocks."""
 
 import math
 import os
@@ -33,7 +33,7 @@ _LARGEST_SHARE_ERROR = 0.05
 _CLOCK_STEP_SECONDS = -2.5
 _LARGEST_STEP_ERROR_SECONDS = 1e-3
 _CLOCK_PPM = 500.0
-_LARGEST_PPM_ERROR = 100.0  # of the machine's own clock, and of measuring it
+_LARGEST_PPM_ERROR = 100.0  # error of the machine's own clock and of the measurement
 
 
 _SLOW_RANK_NAMED = (
@@ -147,7 +147,7 @@ def clock_step_during_collective(sandbox: Sandbox) -> Evidence:
 def _train_by_wrong_clock(
     site: TrainingSite, kind: node_dir.NodeEventKind, *arguments: str, slow_from: int
 ) -> ObservedEvent | None:
-    """Train a run whose only watcher has a wrong clock; returns what that reported."""
+    """Train a run whose only watcher has a wrong clock, and return that watcher's event."""
     inject = Injection("slow-steps", slow_from)
     with site.launch("watch.enabled=false", inject=inject) as process:
         process.wait_for_rows(1)
@@ -176,7 +176,7 @@ def expect_clock_event(
     kind: node_dir.NodeEventKind,
     within: float,
 ) -> None:
-    """Expect one event of the clock in time, and no stall, dead rank or other clock event."""
+    """Expect one clock event of the given kind in time, and no stall or other clock event."""
     began = fsio.read_json(site.folder / CLOCK_FILE).get("at")
     evidence.expect(began is not None, "the clock has never gone wrong")
     none = f"no event {kind} tells of the clock"

@@ -1,9 +1,10 @@
-"""`longtake train` with a fault inside the process, which no other process could inject.
+"""`longtake train` with a fault inside of the process, which no other process could inject.
 
     python -m longtake.faults.inject poison 120 train recipe.toml --set ...
 
-Replaces functions that a training step calls, then does what `longtake` does; longtake contains no
-code for drills. Faults of data return with their batch; faults of the machine occur once.
+The program replaces functions that a training step calls, then runs `longtake`, which contains no
+code for drills. Faults of data repeat with their batch after a rollback; faults of the machine
+occur once.
 """
 
 import argparse
@@ -41,12 +42,12 @@ from longtake.training.statistics import parameter_groups
 from longtake.training.step import apply_update, compute_gradients
 
 _BRIGHTER = 8.0  # pixels of poisoned batches are multiplied by it
-_RANK = 1  # that hangs or is slow
+_RANK = 1  # the rank that gets a fault
 _second_group: list[dist.ProcessGroup] = []
 
 
 class StepFunctions(NamedTuple):
-    """The functions that a training step calls."""
+    """Functions that a training step calls, with or without a fault."""
 
     compute: Callable[[Session, TrainingState, Batch], SampleLosses] = compute_gradients
     update: Callable[..., float] = apply_update
@@ -65,7 +66,10 @@ def _patch(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
 
 @dataclass
 class Trigger:
-    """When a fault is active."""
+    """Condition for a fault: active from step `at` on, until the run goes back to an earlier step.
+
+    With `lasting` it stays active after that.
+    """
 
     at: int
     lasting: bool = False
@@ -90,7 +94,7 @@ def poison(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 
 
 def raise_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
-    """Multiply the updates of the attention's weights from a step on."""
+    """Multiply the updates of the attention's weights by `RATE_FACTOR` from a step on."""
 
     def update(session: Session, state: TrainingState, *of_step: Any) -> float:
         if not trigger.is_active(state.global_step):
@@ -125,7 +129,7 @@ def raise_norm(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 
 
 def lose_gradient(trigger: Trigger, step: StepFunctions, rank: int | None = None) -> StepFunctions:
-    """Make one number of a gradient NaN in one step, on all ranks or on one."""
+    """Set one element of a gradient to NaN in one step, on all ranks or on one."""
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
         samples = step.compute(session, state, batch)
@@ -217,9 +221,10 @@ def slow_steps(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 
 
 def slow_rank(trigger: Trigger, step: StepFunctions, share: float) -> StepFunctions:
-    """Let rank 1 take longer by a share from a step on; all ranks are slowed from the first.
+    """Let rank 1 take longer by the fraction `share` from a step on.
 
-    The time of so small a model alone varies by more than the share.
+    All ranks are slowed by a constant from the first step, as the step time of such a small model
+    alone varies by more than `share`.
     """
     return _slowed(
         step,
@@ -233,7 +238,10 @@ def slow_rank(trigger: Trigger, step: StepFunctions, share: float) -> StepFuncti
 def _slowed(
     step: StepFunctions, delay: Callable[[int, mesh.World], tuple[float, float]]
 ) -> StepFunctions:
-    """Delay the forward pass by seconds, and then by a share of the time that it took."""
+    """Delay the forward pass by seconds, and then by a fraction of its time so far.
+
+    `delay` returns both for a step and a world.
+    """
     began, seconds, share = 0.0, 0.0, 0.0
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
@@ -287,7 +295,7 @@ def _with_checksum(step: StepFunctions, path: Path) -> StepFunctions:
 
 
 def _weights(state: TrainingState, groups: Collection[str] = GROUPS) -> list[Tensor]:
-    """This rank's shards of the trained weights of some groups."""
+    """Return this rank's shards of the trained weights in some groups of parameters."""
     model = state.components.model
     group_of = parameter_groups(model, state.components.family.blocks(model))
     names = [name for name, group in group_of.items() if group in groups]
@@ -295,7 +303,7 @@ def _weights(state: TrainingState, groups: Collection[str] = GROUPS) -> list[Ten
 
 
 def main() -> None:
-    """Inject a fault, and do what `longtake` does with the rest of the command line."""
+    """Inject a fault, and run `longtake` with the rest of the command line."""
     parser = argparse.ArgumentParser(prog="python -m longtake.faults.inject")
     parser.add_argument("--lasting", action="store_true")
     parser.add_argument("--guard", type=json.loads, default={}, help="constants, as JSON")

@@ -1,4 +1,4 @@
-"""Faults of nodes: full and frozen disks, lost watchers, lost ranks and other numbers of ranks."""
+"""Faults of nodes: full and frozen disks, lost watchers and ranks, changed numbers of ranks."""
 
 import fcntl
 import os
@@ -35,7 +35,7 @@ _WATCHER_KILLED_STEP = 38
 _NEW_WATCHER_SECONDS = 5.0
 _WATCHER_STOPPED_STEP = 3
 _NEXT_WATCHER_SECONDS = 20.0
-_DISK_LIMIT_SECONDS = 20.0  # the watcher tries to read what other nodes say, first
+_DISK_LIMIT_SECONDS = 20.0  # includes the watcher's attempts to read the frozen disk
 _DISK_BYTES = 64 * 2**20
 _FREEZE, _THAW = 0xC0045877, 0xC0045878  # FIFREEZE and FITHAW of <linux/fs.h>
 _KILL_STEPS = range(8, 30)  # there is a checkpoint, and the run is far from its end
@@ -124,7 +124,12 @@ def _without_watcher(
     disable: Callable[[int], float | None],
     within: float,
 ) -> tuple[Evidence, int, bool]:
-    """Train to the end after a watcher was disabled; also its pid, and whether it was gone."""
+    """Train to the end after the watcher was disabled at a step.
+
+    Returns:
+        The evidence, the pid of the disabled watcher, and True if that process was gone when the
+        next watcher started.
+    """
     evidence = Evidence()
     with site.launch(inject=Injection("slow-steps", step)) as process:
         process.wait_for_rows(step)
@@ -180,7 +185,7 @@ def _stalls_of(hook: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _own_disk(folder: Path) -> Iterator[None]:
-    """Mount a file system of its own at a new folder, from a file beside it."""
+    """Mount a small file system, kept in a file beside it, at a new folder."""
     image = folder.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(_DISK_BYTES)
@@ -206,7 +211,7 @@ def _as_root(*command: str) -> None:
 
 @contextmanager
 def _frozen(folder: Path) -> Iterator[float]:
-    """Freeze a file system: writing to it waits until the block ends; yields since when."""
+    """Freeze a file system, so that writes block until the end; yields the time of freezing."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.ioctl(descriptor, _FREEZE, 0)
@@ -244,7 +249,7 @@ def kill_rank(sandbox: Sandbox) -> Evidence:
 
 
 def wait_for_recovery(observer: RunObserver, site: TrainingSite, lost_at: float) -> Recovery:
-    """Wait until a run that lost a rank at `lost_at` has trained a step again."""
+    """Wait until a run that lost a rank at time `lost_at` has trained a step again."""
     resumed = observer.wait_for_event("resumed")
     newest = max(site.run.checkpoint_steps(), default=0)
     observer.wait_for_rows(observer.num_rows() + 1)

@@ -1,4 +1,4 @@
-"""Faults of the numbers: NaN, spikes, slow divergence, weights that change between epochs."""
+"""Numerical faults: NaN, loss spikes, slow divergence, weights that change between epochs."""
 
 import math
 from datetime import datetime
@@ -28,8 +28,8 @@ _RATE_WITHIN_STEPS = 100
 _NORM_EPOCH = 7
 _NORM_STEP = _NORM_EPOCH * STEPS_PER_EPOCH - 1
 _LAST_BATCHES = 30
-_LARGEST_FINAL_LOSS_CHANGE = 0.1  # relative, of the loss at the end
-_LARGEST_LOSS_ERROR = 1e-3  # relative, of a loss whose sums round differently
+_LARGEST_FINAL_LOSS_CHANGE = 0.1  # relative change of the final loss
+_LARGEST_LOSS_ERROR = 1e-3  # relative error of a loss whose sums round differently
 
 
 @fault(
@@ -149,7 +149,7 @@ def _expect_rollback(
 def _expect_skip(
     evidence: expect.Evidence, site: TrainingSite, at: int, undisturbed: TrainingSite
 ) -> None:
-    """Expect that the update of one step is skipped; arguments are those of `_expect_rollback`."""
+    """Expect that only the update after step `at` is skipped, without a rollback."""
     _expect_guard_report(evidence, site.run, at, "non_finite", within_steps=0)
     skipped = expect.steps_skipped(site.run)
     evidence.expect(
@@ -165,9 +165,10 @@ def guard_reports(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _relative_end_loss(run: RunDirectory, undisturbed: RunDirectory) -> float:
-    """The loss at the end over the undisturbed run's, of the last batches that both trained.
+    """Return the ratio of a run's final loss to the undisturbed run's.
 
-    Different batches have different noise levels, which move a loss by more than most faults do.
+    It is computed on the last batches that both have trained: different batches have different
+    noise levels, which change the loss by more than most faults do.
     """
     one, other = _loss_by_batch(run), _loss_by_batch(undisturbed)
     both = sorted(one.keys() & other.keys())[-_LAST_BATCHES:]
@@ -209,7 +210,10 @@ def _expect_good_end(
     undisturbed: TrainingSite,
     excluded: tuple[int, int],
 ) -> None:
-    """Expect all steps, each clip once but those of excluded batches, and the usual loss."""
+    """Expect all steps, the undisturbed run's final loss, and each clip once.
+
+    Clips of the excluded batches (a half-open range) must be left out.
+    """
     evidence.expect_exact(site, skipped=expect.clips_between(undisturbed.run, *excluded))
     share = _relative_end_loss(site.run, undisturbed.run)
     evidence.expect(
@@ -219,7 +223,7 @@ def _expect_good_end(
 
 
 def _expect_named(evidence: expect.Evidence, run: RunDirectory, *wanted: str) -> str:
-    """Expect words in the guard's messages, which are returned."""
+    """Expect words in the guard's messages, and return the messages."""
     said = " ".join(report["message"] for report in guard_reports(run))
     for name in wanted:
         evidence.expect(name in said, f"the message does not name {name}: {said}")

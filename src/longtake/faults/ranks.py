@@ -1,4 +1,4 @@
-"""Faults of ranks that should be equal: another recipe, other weights, a flipped bit."""
+"""Faults in which ranks that should be equal differ: in recipe, in weights, in a flipped bit."""
 
 from longtake.faults import sandbox as sites
 from longtake.faults.expect import Evidence
@@ -72,7 +72,7 @@ def bit_flips_in_one_replica(sandbox: sites.Sandbox) -> Evidence:
 def _train_nothing(
     evidence: Evidence, site: sites.TrainingSite, kind: sites.InjectionKind, *changes: str
 ) -> str:
-    """Expect that two ranks end with an error before the first step; returns it."""
+    """Expect that two ranks end with an error before the first step, and return the message."""
     inject = sites.Injection(kind, 0)
     with site.launch(*sites.ON_TWO_RANKS, *changes, ranks=2, inject=inject) as process:
         code = process.wait()

@@ -1,4 +1,4 @@
-"""The faults of `longtake drill` by name; runs them and prints the results. Torch-free."""
+"""Registry of the faults of `longtake drill`: runs drills and prints their results; torch-free."""
 
 import tempfile
 import time
@@ -47,11 +47,11 @@ class Fault:
     """A fault that can be injected into a run."""
 
     name: str
-    does: str  # what is done to the run, in one line
-    must: str  # what must happen then, in one line
+    does: str  # the fault, in one line
+    must: str  # the required outcome, in one line
     run: Callable[["Sandbox"], "Evidence"]  # trains, injects the fault, and checks the outcome
-    module: str  # that has the drill
-    family: str  # a name that stands for several faults; empty: none
+    module: str  # module of the drill
+    family: str  # common name of several faults; empty: none
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,22 @@ class DrillResult:
 
     fault: str
     passed: bool
-    # From the fault until the run reported it; None: nothing is reported, or it was not.
+    # Time from the fault to its report; None: it need not be reported, or was not.
     detected_seconds: float | None = None
-    # Over all epochs; None: the drill ended before they could be counted.
+    # Counts over all epochs; None: the drill ended before they could be counted.
     samples_repeated: int | None = None
     samples_missing: int | None = None
-    # Every step's loss and gradient norm, and at the end weights, EMA and optimizer, are bitwise
-    # those of the undisturbed run; None: after this fault they cannot be.
+    # True: loss and gradient norm of every step, and the final weights, EMA and optimizer, are
+    # bitwise those of the undisturbed run; None: after this fault they cannot be.
     equal_to_undisturbed: bool | None = None
     message: str = ""
     samples_unplanned: int | None = None  # trained in an epoch that they do not belong to
     samples_rejected: int | None = None  # left out because they could not be decoded
-    detected_steps: int | None = None  # from the fault's step until the step that reported it
-    steps_lost: int | None = None  # trained, and then given up by a resume or a rollback
-    samples_skipped: int | None = None  # left out by the guard, by skips and rollbacks
+    detected_steps: int | None = None  # steps from the fault to its report
+    steps_lost: int | None = None  # steps trained and then discarded by a resume or a rollback
+    samples_skipped: int | None = None  # samples left out by the guard's skips and rollbacks
     drill_seconds: float = 0.0
-    skipped: str | None = None  # why it cannot be run on this machine
+    skipped: str | None = None  # reason why it cannot be run on this machine
 
     @property
     def failed(self) -> bool:
@@ -88,10 +88,15 @@ _faults: dict[str, Fault] = {}
 def fault(
     *, does: str, must: str, name: str = "", family: str = "", **arguments: object
 ) -> Callable[[Drill], Drill]:
-    """Register a drill as a fault, by its function's name with hyphens.
+    """Return a decorator that registers a drill as a fault.
 
-    A drill of several faults has a decorator for each, with a `name`; it then gets this name and
-    `arguments`. `family` stands for several faults.
+    Args:
+        does: the fault, in one line.
+        must: the required outcome, in one line.
+        name: name of the fault, if a drill has several decorators; the drill then gets it and
+            `arguments`. Default: the function's name with hyphens.
+        family: common name of several faults.
+        arguments: further arguments of the drill.
     """
 
     def register(drill: Drill) -> Drill:
@@ -104,7 +109,7 @@ def fault(
 
 
 def all_faults() -> dict[str, Fault]:
-    """All faults by name, in the order in which `--all` runs them."""
+    """Return all faults by name, in the order in which `--all` runs them."""
     modules = [import_module(f"longtake.faults.{name}").__name__ for name in _MODULES]
     found = (each for each in _faults.values() if each.module in modules)
     in_order = sorted(found, key=lambda each: modules.index(each.module))
@@ -112,10 +117,10 @@ def all_faults() -> dict[str, Fault]:
 
 
 def find_faults(names: Sequence[str]) -> list[Fault]:
-    """The faults of these names, each once; all of them for `all` or without names.
+    """Find faults by name, each once; all of them for `all` or without names.
 
     Args:
-        names: of faults, or of families of faults.
+        names: names of faults or of families of faults.
 
     Raises:
         LongtakeError: a name is unknown; the message suggests the nearest.
@@ -140,15 +145,15 @@ def find_faults(names: Sequence[str]) -> list[Fault]:
 def run_drills(
     names: Sequence[str], console: Console, keep: Path | None = None
 ) -> list[DrillResult]:
-    """Inject faults into small runs of this installation and check what follows.
+    """Inject faults into small runs of this installation, and check the outcomes.
 
     Args:
-        names: of faults; none: all.
-        console: where progress is printed.
-        keep: an empty or new folder in which all runs are left; None: a temporary folder.
+        names: names of faults; empty: all.
+        console: console to print progress to.
+        keep: an empty or new folder in which all runs are kept; None: a temporary folder.
 
     Returns:
-        A result for each fault, also for one whose drill could not be finished.
+        A result for each fault, even if its drill could not be finished.
 
     Raises:
         LongtakeError: a name is unknown, the folder cannot be used, or the undisturbed run cannot
@@ -176,9 +181,9 @@ def run_drills(
 
 
 def run_drill(fault: Fault, sandbox: "Sandbox") -> DrillResult:
-    """Run one drill; one that could not be finished has failed.
+    """Run one drill; it has failed if it could not be finished.
 
-    A drill that needs something that this machine does not have is skipped.
+    A drill is skipped if this machine lacks something that it needs.
     """
     began = time.monotonic()
     try:
@@ -192,7 +197,7 @@ def run_drill(fault: Fault, sandbox: "Sandbox") -> DrillResult:
 
 
 def show_faults(faults: Sequence[Fault], console: Console) -> None:
-    """Print each fault: what it does, and what must happen."""
+    """Print a table of faults with their required outcomes."""
     name = Column("fault", no_wrap=True)
     table = Table(name, "what it does", "what must happen", show_lines=True)
     for each in faults:
@@ -201,11 +206,11 @@ def show_faults(faults: Sequence[Fault], console: Console) -> None:
 
 
 def show_results(results: Sequence[DrillResult], console: Console) -> None:
-    """Print a table of results in 80 columns, and how many passed.
+    """Print a table of results in 80 columns, and the number of drills that passed.
 
-    Columns: `found in` and `after`: until the run reported the fault; `lost`: steps given up;
-    `skipped`, `twice`, `never`: clips left out on purpose, repeated, missing; `all same`: bitwise
-    equal to the undisturbed run.
+    Columns: `found in` and `after`: time and steps until the fault was reported; `lost`: discarded
+    steps; `skipped`, `twice`, `never`: clips left out on purpose, repeated, missing; `all same`:
+    bitwise equal to the undisturbed run.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("fault", no_wrap=True)

@@ -1,9 +1,9 @@
-"""Small runs to inject faults into: a folder with clips and a recipe, and the processes that train.
+"""Small runs for drills: folders with clips and a recipe, and observers of their processes.
 
     data/clips/*.mp4  data/catalog.parquet  recipe.toml  run/  launch_0.log ...
 
 All paths are relative, so a copy of the folder is another run at the same point, and `longtake
-train recipe.toml` in it repeats what the drill does.
+train recipe.toml` in it does the same as the drill.
 """
 
 import json
@@ -44,14 +44,14 @@ ON_TWO_RANKS = ("data.workers=0",)  # changes of the recipe: two cores have no r
 POISONED_BATCHES = 5  # more than the guard skips one by one
 RATE_FACTOR = 10.0
 NORM_FACTOR = 1.007  # like the epoch-end defect that added 5 to a weight norm of 700
-PACE_SECONDS = 0.5  # added to each step where a run has to last for some seconds
-SLOW_PACE_SECONDS = 0.25  # the same where one rank is slower than the others
+PACE_SECONDS = 0.5  # delay of each step if a run has to last for some seconds
+SLOW_PACE_SECONDS = 0.25  # delay of each step if one rank is slower than the others
 NODE_POLL_SECONDS = 0.05  # a watcher takes seconds to report
 NAN_PARAMETER = "blocks.1.attention.to_out.weight"
 
-# Sums round differently with another number of threads; small ones are faster with one.
+# The number of threads changes the rounding of sums, so it is fixed; 1 is fastest for small models.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-# Ranks that torchrun starts again would otherwise find what the former ones left in its store.
+# Otherwise ranks that torchrun restarts would find values of the former ranks in its store.
 RANK_ENVIRONMENT = {**ONE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 _LIMIT_SECONDS = 600.0
@@ -107,7 +107,7 @@ checkpoint.every = {checkpoint_every}
 
 
 SHORT_RECIPE = _recipe(STEPS, checkpoint_every=5)  # never saved at the end of an epoch
-# For faults that the guard finds by comparing with past steps.
+# A longer run for faults that the guard finds by comparison with earlier steps.
 LONG_RECIPE = _recipe(
     LONG_STEPS,
     checkpoint_every=20,
@@ -117,11 +117,11 @@ LONG_RECIPE = _recipe(
 
 @dataclass(frozen=True)
 class Injection:
-    """A fault inside the training process; `longtake.faults.inject` carries it out."""
+    """A fault inside of the training process, injected by `longtake.faults.inject`."""
 
     kind: InjectionKind
-    at: int  # the step or batch that it begins with; for a frozen worker: windows read before
-    lasting: bool = False  # whether it returns after the run went back
+    at: int  # first step or batch; for a frozen worker, the number of windows read before
+    lasting: bool = False  # True: it stays active after the run went back
 
     @property
     def arguments(self) -> list[str]:
@@ -130,23 +130,23 @@ class Injection:
 
 @dataclass(frozen=True)
 class ObservedEvent:
-    """An event of a run, and when it was seen."""
+    """An event of a run, and the time at which this process saw it."""
 
     event: dict[str, Any]
-    at: float  # by this process's monotonic clock, in seconds
+    at: float  # seconds by this process's monotonic clock
 
 
 class RunObserver(ABC):
-    """Watches a run while processes work on it; the processes are killed when the block is left.
+    """Observer of a run while processes work on it; leaving the block kills the processes.
 
     Args:
-        folder: where the processes work, with the run in `run`.
+        folder: working directory of the processes, with the run in `run`.
         hosts: names of the nodes that they run on.
-        log: beginning of the name of the file that takes their output.
+        log: beginning of the name of the file for their output.
 
     Attributes:
-        began: when they were started, by the monotonic clock, in seconds.
-        polled_at: when they were last found running, by the same clock.
+        began: start of the processes, in seconds of the monotonic clock.
+        polled_at: last time they were found running, by the same clock.
     """
 
     NAME = "training process"
@@ -173,30 +173,30 @@ class RunObserver(ABC):
 
     @abstractmethod
     def exit_code(self) -> int | None:
-        """The exit code; None while the processes run."""
+        """Return the exit code; None while the processes run."""
 
     @abstractmethod
     def kill(self) -> bool:
-        """Send SIGKILL if they still run; returns whether that ended them."""
+        """Send SIGKILL if the processes still run; returns True if that ended them."""
 
     @property
     def output(self) -> str:
-        """The output of the processes."""
+        """Output of the processes so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def events(self) -> list[dict[str, Any]]:
-        """The run's events since the start."""
+        """Return the run's events since the start of the processes."""
         return list(fsio.read_json_lines(self._run.events_path))[self._num_events :]
 
     def node_events(self) -> list[dict[str, Any]]:
-        """The watchers' events since the start, node by node."""
+        """Return the watchers' events since the start of the processes, node by node."""
         found: list[dict[str, Any]] = []
         for node, num_before in self._num_node_events.items():
             found += list(fsio.read_json_lines(node.events_path))[num_before:]
         return found
 
     def num_rows(self) -> int:
-        """Number of rows of metrics, those of former launches included."""
+        """Return the number of rows of metrics, including those of former launches."""
         path = self._run.metrics_path
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -204,7 +204,7 @@ class RunObserver(ABC):
         """Yield every `seconds` while the processes run, and once after their end.
 
         Raises:
-            RunError: they do not end in ten minutes.
+            RunError: the processes do not end within ten minutes.
         """
         while self.exit_code() is None:
             self.polled_at = time.monotonic()
@@ -217,10 +217,10 @@ class RunObserver(ABC):
     def wait_until(
         self, condition: Callable[[], T | None], else_ended: str, seconds: float = _POLL_SECONDS
     ) -> T:
-        """Poll until a condition holds; returns its value.
+        """Poll until `condition` returns a true value, and return that value.
 
         Raises:
-            RunError: the processes end before; the message says `else_ended`.
+            RunError: the processes end before; the message contains `else_ended`.
         """
         for _ in self.polls(seconds):
             if found := condition():
@@ -228,25 +228,41 @@ class RunObserver(ABC):
         raise self.failed(f"ended before {else_ended}")
 
     def wait_for_rows(self, count: int) -> None:
-        """Return when the run has this many rows of metrics; RunError if it ends before."""
+        """Wait until the run has this many rows of metrics.
+
+        Raises:
+            RunError: the run ends before.
+        """
         self.wait_until(lambda: self.num_rows() >= count, f"step {count}")
 
     def wait_for_checkpoints(self, count: int) -> None:
-        """Return when the run has this many whole checkpoints; RunError if it ends before."""
+        """Wait until the run has this many complete checkpoints.
+
+        Raises:
+            RunError: the run ends before.
+        """
         run = self._run
         self.wait_until(
             lambda: len(run.checkpoint_steps()) >= count, f"it had {count} whole checkpoints"
         )
 
     def wait_for_watcher(self) -> int:
-        """The pid of the first node's watcher, as on that node; RunError if the run ends before."""
+        """Wait for the first node's watcher, and return its pid on that node.
+
+        Raises:
+            RunError: the run ends before.
+        """
         node = self._nodes[0]
         return self.wait_until(
             lambda: int(node.read_heartbeat().get("pid") or 0), "it was watched", NODE_POLL_SECONDS
         )
 
     def wait_for_hang(self) -> Hang:
-        """The note of the process that hangs; RunError if the run ends without one."""
+        """Wait until a process hangs, and return its note.
+
+        Raises:
+            RunError: the run ends before.
+        """
         return self.wait_until(lambda: read_hang(self._folder), "one of its processes could hang")
 
     def wait_for_event(self, kind: EventKind, **fields: Any) -> ObservedEvent | None:
@@ -268,7 +284,7 @@ class RunObserver(ABC):
         return None
 
     def wait(self) -> int:
-        """Wait for the end; returns the exit code."""
+        """Wait for the end of the processes, and return the exit code."""
         for _ in self.polls():
             pass
         code = self.exit_code()
@@ -276,12 +292,16 @@ class RunObserver(ABC):
         return code
 
     def finish(self, expected: int = 0) -> None:
-        """Wait for the end; RunError if the exit code is another than expected."""
+        """Wait for the end of the processes.
+
+        Raises:
+            RunError: the exit code is not `expected`.
+        """
         if (code := self.wait()) != expected:
             raise self.failed(f"ended with exit code {code}")
 
     def failed(self, how: str) -> errors.RunError:
-        """An error with the end of the output."""
+        """Build an error with the end of the processes' output."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         last = " / ".join(lines[-3:]) or "nothing"
         return errors.RunError(
@@ -290,7 +310,7 @@ class RunObserver(ABC):
 
 
 class TrainingProcess(RunObserver):
-    """`longtake train`, or several ranks of it."""
+    """A process `longtake train`, or a launcher of several ranks of it."""
 
     def __init__(
         self,
@@ -314,7 +334,10 @@ class TrainingProcess(RunObserver):
         return self._process.poll()
 
     def kill(self) -> bool:
-        """Send SIGKILL to it and its descendants except the watcher, which ends by itself."""
+        """Send SIGKILL to the process and its descendants except the watcher.
+
+        The watcher ends by itself. Returns True if the signal ended the process.
+        """
         if self._process.returncode is None:  # else the pid may be another process's by now
             started = [stacks.facts(pid) for pid in stacks.descendants(self.pid)]
             ranks = [each.pid for each in started if each and _WATCHER not in each.command]
@@ -326,7 +349,7 @@ class TrainingProcess(RunObserver):
 
 
 def _program(ranks: int, inject: Injection | None, restarts: int) -> list[str]:
-    """The arguments of `python -m`, up to the recipe."""
+    """Return the arguments of `python -m` before the recipe."""
     ours = ["longtake", "train"]
     if inject is not None:
         ours = ["longtake.faults.inject", *inject.arguments, "train"]
@@ -341,7 +364,7 @@ def _program(ranks: int, inject: Injection | None, restarts: int) -> list[str]:
 
 @dataclass(frozen=True)
 class TrainingSite:
-    """A folder in which a small run is trained."""
+    """A folder with clips, catalog and recipe in which a small run is trained."""
 
     folder: Path
 
@@ -394,7 +417,7 @@ class TrainingSite:
 
 
 class Sandbox:
-    """A folder of training sites; what several drills need is made once, when first asked for."""
+    """A folder of training sites; sites that several drills need are made once, on first use."""
 
     def __init__(self, folder: Path, console: Console, more: str = "") -> None:
         self._folder = folder.resolve()
@@ -456,7 +479,11 @@ class Sandbox:
 
 
 def stop(pid: int) -> float | None:
-    """Stop a process (SIGSTOP), and wait up to a second until it has stopped."""
+    """Stop a process (SIGSTOP), and wait up to a second until it has stopped.
+
+    Returns:
+        The time of the signal by the monotonic clock; None: there is no such process.
+    """
     try:
         os.kill(pid, signal.SIGSTOP)
     except ProcessLookupError:
@@ -468,11 +495,12 @@ def stop(pid: int) -> float | None:
 
 
 def stop_while_decoding(process: TrainingProcess, folder: Path) -> Hang:
-    """Stop one of a run's decode workers while it has a file of the folder open."""
+    """Stop one of a run's decode workers while it has a clip of the folder open."""
 
     def stop_one() -> Hang | None:
         for pid in _decoders(process.pid):
             if _open_file(pid, folder) and (at := stop(pid)) is not None:
+                # It may have closed the file before it stopped: then try again.
                 if clip := _open_file(pid, folder):
                     return Hang(pid, at, path=str(clip))
                 with suppress(ProcessLookupError):
@@ -484,7 +512,7 @@ def stop_while_decoding(process: TrainingProcess, folder: Path) -> Hang:
 
 
 def stop_while_idle(process: TrainingProcess, heartbeats: Path) -> Hang:
-    """Stop one of a run's decode workers while it waits for a clip, before its next one."""
+    """Stop one of a run's decode workers while it waits for its next clip."""
 
     def stop_one() -> Hang | None:
         for pid in _decoders(process.pid):
@@ -500,7 +528,7 @@ def stop_while_idle(process: TrainingProcess, heartbeats: Path) -> Hang:
 
 
 def _decoders(pid: int) -> Iterator[int]:
-    """Decode workers that a process has started."""
+    """Yield the pids of decode workers that a process has started."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # either may have ended meanwhile
             for child in map(int, children.read_text().split()):
@@ -509,7 +537,7 @@ def _decoders(pid: int) -> Iterator[int]:
 
 
 def _open_file(pid: int, folder: Path) -> Path | None:
-    """The file of a folder that a process has open."""
+    """Return a file in the folder that a process has open; None: there is none."""
     with suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Faults of object stores: slow, or gone for a while. The store is an HTTP server on loopback."""
+"""Faults of object stores: slow, or gone for a while; the store is an HTTP server on loopback."""
 
 import csv
 import re
@@ -19,18 +19,18 @@ from longtake.faults.registry import NotPossibleHereError, fault
 from longtake.faults.sandbox import Sandbox, TrainingSite
 
 _GONE_SECONDS = 20.0
-_SLOW_SECONDS = 0.4  # before each answer; some clips take longer than all of a step
+_SLOW_SECONDS = 0.4  # delay of each answer, with which some clips take longer than a step
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _USUAL_STEPS = 6  # before the store is gone: a stall is found by comparing with them
 _REPORT = ("watch.action=restart-worker", "data.store.timeout_seconds=2")
 
 
 class LoopbackStore:
-    """Serves the files of a folder over HTTP, by ranges of bytes, while it is there."""
+    """HTTP server for the files of a folder, with byte ranges, that can disappear and return."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.seconds = 0.0  # before each answer
+        self.seconds = 0.0  # delay of each answer
         self.num_answers = 0
         self.is_gone = False
         self._server = self._start(0)
@@ -46,7 +46,7 @@ class LoopbackStore:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def lose(self) -> None:
-        """Refuse every connection, and answer none that is open."""
+        """Refuse new connections, and answer no request on open ones."""
         self.is_gone = True
         self._server.shutdown()
         self._server.server_close()
@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Accept-Ranges", "bytes")
         self.end_headers()
         if has_body:
-            self._store.num_answers += 1  # before the client can have all of it
+            self._store.num_answers += 1  # counted before the client can have the whole answer
             self.wfile.write(part)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's name
@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def _clips_in_store(site: TrainingSite) -> Iterator[LoopbackStore]:
-    """Serve a site's clips from a store, and replace its catalog by one of URLs."""
+    """Serve a site's clips from a store, and replace its catalog by one with their URLs."""
     if find_spec("aiohttp") is None:
         raise NotPossibleHereError("it needs aiohttp: pip install 'longtake[stores]'")
     store = LoopbackStore(site.clips)
