@@ -1,1 +1,1 @@
-"""Probes of one node: clocks, GPUs, network, disks, memory, load; without torch and numpy."""
+"""Health probes of one node: clocks, GPUs, network, disks, memory, load; no torch, no numpy."""

@@ -1,8 +1,9 @@
-"""The node's clock: steps, slews, who sets it, and how far other nodes' clocks can be off.
+"""The node's clock: steps, slews, programs that set it, and offsets of other nodes' clocks.
 
-A step (the clock is set) shows as a change of CLOCK_REALTIME against a clock that cannot be set; a
-slew (it is made to run faster or slower) as a drift of it against CLOCK_MONOTONIC_RAW, which is not
-corrected. Steps backwards break what compares dates: timeouts, certificates, file times.
+A step (the clock is set) is detected as a change of CLOCK_REALTIME against a clock that cannot be
+set. A slew (the clock runs faster or slower) is detected as a drift against CLOCK_MONOTONIC_RAW,
+which is not corrected. Steps backwards break everything that compares system times: timeouts,
+certificates, file times.
 """
 
 import ctypes
@@ -23,9 +24,9 @@ from typing import Any, NamedTuple
 from longtake.health.system import Numbers, StatelessProbe, read_text
 
 STEP_SECONDS = 1e-3
-"""Smaller steps are reported only where the kernel reports that the clock was set."""
+"""Smallest step that is detected from readings; smaller ones only if the kernel reports them."""
 SLEW_PPM = 200.0
-"""More than the error of an oscillator (under 100 ppm): a program corrects the clock."""
+"""Drift from which the clock counts as slewed: an oscillator's error is below 100 ppm."""
 _SLEW_OVER_PPM = 100.0
 _SLEW_SECONDS, _SLEW_SPANS = 5.0, 3
 _NUM_READINGS = 5
@@ -33,11 +34,11 @@ _SECOND_LOOK_SECONDS = 0.02
 
 
 class Clocks(NamedTuple):
-    """The three clocks at one moment."""
+    """Readings of three clocks at the same moment, in nanoseconds."""
 
-    real_ns: int  # CLOCK_REALTIME: the date, which can be set
-    # CLOCK_BOOTTIME: like CLOCK_MONOTONIC it cannot be set and is slewed together with the date;
-    # like the date it includes the time in which the machine sleeps.
+    real_ns: int  # CLOCK_REALTIME: the system time, which can be set
+    # CLOCK_BOOTTIME: like CLOCK_MONOTONIC it cannot be set and is slewed with the system time; but
+    # like the system time it includes the time in which the machine sleeps.
     monotonic_ns: int
     raw_ns: int  # CLOCK_MONOTONIC_RAW: the oscillator, uncorrected
 
@@ -48,30 +49,31 @@ class Clocks(NamedTuple):
 
 @dataclass(frozen=True)
 class ClockStepped:
-    """The clock was set."""
+    """A clock change: the clock was set."""
 
-    seconds: float  # negative: back. About 0: it was set, and set back before the next look
+    seconds: float  # negative: back; about 0: it was set back before the next reading
 
 
 @dataclass(frozen=True)
 class ClockSlewed:
-    """The clock runs too fast (positive) or too slow on purpose."""
+    """A clock change: the clock is being slewed, too fast (positive) or too slow."""
 
     ppm: float  # microseconds per second
-    seconds: float  # moved since that was first seen
+    seconds: float  # total correction since the slew was first seen
 
 
 @dataclass(frozen=True)
 class ClockSteady:
-    """A slew has ended."""
+    """A clock change: a slew has ended."""
 
-    seconds: float  # by which it has moved the clock
+    seconds: float  # total correction by the slew
 
 
 ClockChange = ClockStepped | ClockSlewed | ClockSteady
 
 
 def read_clocks() -> Clocks:
+    """Read the three clocks; of several readings the one that took least time is returned."""
     return min((_reading() for _ in range(_NUM_READINGS)), key=lambda each: each[0])[1]
 
 
@@ -84,7 +86,7 @@ def _reading() -> tuple[int, Clocks]:
 
 
 class Clock:
-    """Detects steps from one look to the next, and slews over some seconds."""
+    """Probe of the node's clock: detects steps between two looks, and slews over some seconds."""
 
     name = "clock"
     numbers: Mapping[str, str] = {
@@ -114,7 +116,7 @@ class Clock:
         return None if self._alarm is None else self._alarm.fileno
 
     def look(self) -> None:
-        """Compare the clocks with those of the last look; call it some times a second."""
+        """Compare the clocks with the last readings; call this several times a second."""
         was_set = self._alarm is not None and self._alarm.was_set()
         self._sets += was_set
         now = read_clocks()
@@ -128,7 +130,8 @@ class Clock:
             self._changes.append(ClockStepped(self._last_step))
         elif was_set and not self._is_explained:
             self._changes.append(ClockStepped(change / 1e9))
-        # Set between the two lines above: the kernel reports this step at the next look.
+        # A step between `was_set` and `read_clocks` above is reported by the kernel only at the
+        # next look, and must not count twice.
         self._is_explained = is_step and not was_set
         self._last = now
         self._look_for_slew(now)
@@ -154,12 +157,12 @@ class Clock:
         self._alarm = None
 
     def _change_since_last(self, now: Clocks) -> int:
-        """Nanoseconds by which the date was set since the last look."""
+        """Return the nanoseconds by which the system time was set since the last look."""
         change = now.offset_ns - self._last.offset_ns
         if abs(change) < STEP_SECONDS * 1e9:
             return change
-        # Where clocks are simulated (virtual machines, tests) the date may drift against the other
-        # clock; a step does not continue.
+        # In simulated clocks (virtual machines, tests) the system time may drift against the other
+        # clock. A second reading shows it: a drift continues, a step does not.
         threading.Event().wait(_SECOND_LOOK_SECONDS)
         later = read_clocks()
         rate = (later.offset_ns - now.offset_ns) / max(1, later.monotonic_ns - now.monotonic_ns)
@@ -190,7 +193,7 @@ class Clock:
 
 
 _TFD_TIMER_ABSTIME, _TFD_TIMER_CANCEL_ON_SET = 1, 2
-_FAR_SECONDS = 2**40  # until the timer fires: 36,800 years
+_FAR_SECONDS = 2**40  # expiry of the timer, 34,800 years: it never fires
 
 
 class _Timespec(ctypes.Structure):
@@ -202,10 +205,13 @@ class _Itimerspec(ctypes.Structure):
 
 
 class ClockAlarm:
-    """Tells whether the clock was set, also where that is undone between two readings.
+    """Detects that the clock was set, even if it was set back before the next reading.
 
-    A timer with TFD_TIMER_CANCEL_ON_SET is cancelled by it: timerfd_create(2). Python has
-    os.timerfd_create from 3.13 on only, so the C library is called here.
+    Setting the clock cancels a timer with TFD_TIMER_CANCEL_ON_SET: timerfd_create(2). Python has
+    os.timerfd_create only since 3.13, so the C library is called here.
+
+    Attributes:
+        fileno: descriptor that becomes readable when the clock is set.
 
     Raises:
         OSError: the system has no such timers.
@@ -217,7 +223,6 @@ class ClockAlarm:
             create, set_time = libc.timerfd_create, libc.timerfd_settime
         except AttributeError as error:
             raise OSError(errno.ENOSYS, "this system has no timerfd_create") from error
-        # Becomes readable when the clock is set.
         self.fileno = create(time.CLOCK_REALTIME, os.O_NONBLOCK | os.O_CLOEXEC)
         if self.fileno < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
@@ -229,7 +234,7 @@ class ClockAlarm:
             raise OSError(failed, "timerfd_settime failed")
 
     def was_set(self) -> bool:
-        """Whether the clock was set since the last call."""
+        """Return True if the clock was set since the last call."""
         try:
             os.read(self.fileno, 8)
         except BlockingIOError:
@@ -244,7 +249,7 @@ class ClockAlarm:
         self.fileno = -1
 
 
-# --- Who sets the clock.
+# --- Programs that set the clock.
 
 _STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
 _NOMINAL_TICK = 10_000
@@ -269,7 +274,7 @@ class _Timex(ctypes.Structure):
 
 
 class KernelClock(StatelessProbe):
-    """The kernel's corrections of the clock, as chrony or ntpd has set them."""
+    """Probe of the kernel's clock corrections, which chrony or ntpd controls by adjtimex."""
 
     name = "kernel_clock"
     numbers: Mapping[str, str] = {
@@ -284,11 +289,12 @@ class KernelClock(StatelessProbe):
         self._adjtimex = getattr(ctypes.CDLL(None, use_errno=True), "adjtimex", None)
 
     def sample(self) -> Numbers:
-        """The numbers now; none without adjtimex."""
+        """Read the kernel's state by adjtimex(2); no numbers without adjtimex."""
         timex = _Timex(modes=0)
         if self._adjtimex is None or self._adjtimex(ctypes.byref(timex)) == _ERROR:
             return {}
         of_one = 1e-9 if timex.status & _STA_NANO else 1e-6
+        # Coarse corrections change the length of a tick, fine ones `freq`, in 2**-16 ppm.
         ticks_ppm = (timex.tick - _NOMINAL_TICK) * 1e6 / _NOMINAL_TICK
         return {
             "clock_is_synchronised": float(not timex.status & _STA_UNSYNC),
@@ -302,12 +308,12 @@ _CHRONYC = ("chronyc", "-n", "-c", "tracking")
 _CHRONYC_TIMEOUT_SECONDS = 5.0
 _CHRONYC_EVERY_SECONDS = 60.0
 _UNREACHABLE_STRATUM = 16
-# Of a line of `chronyc -c tracking`: see chronyc(1), "tracking".
+# Indices of fields in a line of `chronyc -c tracking`: see chronyc(1), "tracking".
 _STRATUM, _OFFSET, _RMS_OFFSET, _FREQUENCY, _DELAY, _DISPERSION, _LEAP = 2, 4, 6, 7, 10, 11, 13
 
 
 class Chrony(StatelessProbe):
-    """Asks chronyd once a minute, which needs no rights; `command` prints one line of numbers."""
+    """Probe of chronyd, asked once a minute through `command`; it needs no privileges."""
 
     name = "chrony"
     numbers: Mapping[str, str] = {
@@ -326,7 +332,7 @@ class Chrony(StatelessProbe):
         self._found: Numbers = {}
 
     def sample(self) -> Numbers:
-        """The numbers of the last minute; none without chronyd. It may take 5 s."""
+        """Return chronyd's numbers, at most a minute old; none without it. It may take 5 s."""
         now = time.monotonic()
         if self._is_installed and now - self._asked >= _CHRONYC_EVERY_SECONDS:
             self._asked, self._found = now, {}
@@ -342,13 +348,13 @@ class Chrony(StatelessProbe):
 
 
 def parse_tracking(line: str) -> Numbers:
-    """The numbers of a line of `chronyc -c tracking`; none if it is no such line."""
+    """Parse a line of `chronyc -c tracking`; an invalid line gives no numbers."""
     fields = line.strip().split(",")
     with suppress(IndexError, ValueError):
         is_lost = fields[_LEAP] == "Not synchronised"
         error = float(fields[_DELAY]) / 2 + float(fields[_DISPERSION])
         return {
-            # chrony has the opposite sign: positive where the clock is slow.
+            # chrony's sign is the opposite: positive if the clock is slow.
             "clock_ntp_offset_seconds": 0.0 - float(fields[_OFFSET]),
             "clock_ntp_rms_offset_seconds": float(fields[_RMS_OFFSET]),
             "clock_ntp_error_seconds": error,
@@ -358,8 +364,8 @@ def parse_tracking(line: str) -> Numbers:
     return {}
 
 
-_LINUXPTP = frozenset({"ptp4l", "phc2sys", "timemaster"})  # parts of one
-# The kernel keeps fifteen letters of a name.
+_LINUXPTP = frozenset({"ptp4l", "phc2sys", "timemaster"})  # programs that work together
+# The kernel keeps 15 characters of a process's name, hence systemd-timesyn.
 _DAEMONS = frozenset({"chronyd", "ntpd", "ntpdate", "ntpsec", "openntpd", "sntp"})
 _DAEMONS |= {"systemd-timesyn", "vmtoolsd"} | _LINUXPTP
 
@@ -371,7 +377,7 @@ def time_daemons(proc: Path = Path("/proc")) -> list[str]:
 
 
 class TimeDaemons(StatelessProbe):
-    """Two programs that set the clock work against each other."""
+    """Probe that counts programs that set the clock; two of them work against each other."""
 
     name = "time_daemons"
     numbers: Mapping[str, str] = {"clock_daemons": "Running programs that set the clock"}
@@ -382,17 +388,17 @@ class TimeDaemons(StatelessProbe):
 
 # --- Other nodes' clocks.
 
-_MAX_LEADS = 30  # of five minutes, at a sample each ten seconds
+_MAX_LEADS = 30  # five minutes at one sample per ten seconds
 LEAD = "clock_lead_seconds"
 
 
 class ClockOffsets:
-    """How far the clocks of this node, `host`, and others can differ, by heartbeats' dates.
+    """Bounds of the offsets between this node's clock and others', from times in heartbeats.
 
-    A date in another node's heartbeat that is in the future here proves that the other clock is
-    ahead, by at least the greatest such lead of the last minutes: all that lies between writing and
-    reading makes leads smaller. The other node knows the same of this one. Together that is an
-    interval, as with NTP, whose width is the time until a heartbeat is seen: about a second.
+    A time in another node's heartbeat that is in the future here proves that the other clock is
+    ahead. The offset is at least the greatest such lead of the last minutes, as the delay between
+    writing and reading only reduces leads. The other node publishes the opposite bound. Both form
+    an interval, as with NTP, whose width is the time until a heartbeat is seen: about a second.
     """
 
     numbers: Mapping[str, str] = {
@@ -410,12 +416,15 @@ class ClockOffsets:
         self._leads = {}
 
     def look(self, host: str, heartbeat: Mapping[str, Any], wall: float) -> Numbers:
-        """The numbers of another node, `host`, whose watcher lives.
+        """Update the bounds with the heartbeat of a node whose watcher is alive.
 
         Args:
             host: the other node.
-            heartbeat: its heartbeat.json.
-            wall: this node's date just after it was read, in seconds.
+            heartbeat: content of its heartbeat.json.
+            wall: this node's time just after reading it, in seconds since 1970.
+
+        Returns:
+            The numbers about the other node's clock.
         """
         date = heartbeat.get("wall")
         if not isinstance(date, int | float):
@@ -426,7 +435,8 @@ class ClockOffsets:
         found = {f"{LEAD}:{host}": round(lead, 6)}
         theirs = (heartbeat.get("health") or {}).get(f"{LEAD}:{self._host}")
         low, high = lead, -theirs if isinstance(theirs, int | float) else float("inf")
-        # Where both would be wrong (a clock was set in the meantime) nothing is known.
+        # Bounds that contradict each other are from before and after a clock was set. Then only a
+        # lead that is positive proves a difference.
         if low <= high < float("inf"):
             found[f"clock_offset_at_most_seconds:{host}"] = round(max(abs(low), abs(high)), 6)
             found[f"clock_offset_at_least_seconds:{host}"] = round(max(low, -high, 0.0), 6)

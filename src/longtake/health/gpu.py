@@ -1,4 +1,4 @@
-"""NVIDIA GPUs by the driver (NVML): power, temperature, clocks, throttling, and errors (XIDs)."""
+"""Probe of NVIDIA GPUs through NVML: power, temperature, clocks, throttling and errors (XIDs)."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ _XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+
 _RECORD_BYTES = 8192
 _MAX_RECORDS = 10_000
 PciAddress = tuple[int, int, int]
-"""Domain, bus and device."""
+"""PCI address of a GPU: domain, bus and device."""
 _THROTTLES = {
     0x02: "clocks set by a user",
     0x04: "power limit",
@@ -27,9 +27,9 @@ _THROTTLES = {
     0x200: "limit of the board",
     0x400: "voltage limit",
 }
-"""nvmlClocksEventReason..., without 0x01, idle."""
+"""Words for the bits nvmlClocksEventReason..., except 0x01 (idle)."""
 HARMFUL_THROTTLES = 0x08 | 0x20 | 0x40 | 0x80
-"""Of no healthy GPU; a power limit is usual under full load."""
+"""Throttle bits that no healthy GPU has; the power limit is normal under full load."""
 
 
 def throttle_words(bits: float) -> list[str]:
@@ -37,7 +37,7 @@ def throttle_words(bits: float) -> list[str]:
 
 
 class GpuProbe:
-    """Power, temperature, clocks, throttling and errors; without a driver it measures nothing."""
+    """Probe of all GPUs of the node; without a driver it measures nothing."""
 
     name = "gpu"
     numbers: Mapping[str, str] = {
@@ -68,7 +68,7 @@ class GpuProbe:
 
     @property
     def is_present(self) -> bool:
-        """Whether there is a driver with a GPU; asking may hang where the driver does."""
+        """True if there is a driver with a GPU; the first access hangs if the driver does."""
         if not self._has_looked:
             self._has_looked = True
             self._nvml = _driver()
@@ -77,7 +77,7 @@ class GpuProbe:
         return bool(self._handles)
 
     def sample(self) -> Numbers:
-        """The numbers now, by the GPU's number."""
+        """Read the numbers of all GPUs, as `name:index`."""
         if not self.is_present:
             return {}
         for bus, xid in self._log.take() if self._log is not None else ():
@@ -105,6 +105,8 @@ class GpuProbe:
                     handle = nvml.nvmlDeviceGetHandleByIndex(number)
                     self._handles[str(number)] = handle
                     self._buses[_bus(nvml, handle)] = str(number)
+        # The kernel's log also has errors of GPUs that no longer answer, but containers and
+        # unprivileged users often cannot read it.
         try:
             self._log = KernelLog()
         except OSError:
@@ -113,7 +115,7 @@ class GpuProbe:
 
 
 def _driver() -> Any:
-    """pynvml, initialised; None: there is no driver."""
+    """Import and initialise pynvml; None: there is no driver."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -128,7 +130,7 @@ def _driver() -> Any:
 
 
 def driver_facts() -> dict[str, Any]:
-    """The driver's version, and the GPUs that it has; empty without a driver."""
+    """Return the versions of driver and CUDA, and the GPUs; empty without a driver."""
     nvml = _driver()
     if nvml is None:
         return {}
@@ -146,7 +148,7 @@ def driver_facts() -> dict[str, Any]:
 
 
 def _read(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
-    """The numbers that this GPU has."""
+    """Yield the numbers that this GPU supports."""
     yield "gpu_is_lost", 0.0 if _responds(nvml, handle) else 1.0
     for name, (read, unit) in _readers(nvml).items():
         with suppress(nvml.NVMLError):
@@ -162,7 +164,7 @@ def _responds(nvml: Any, handle: Any) -> bool:
 
 
 def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
-    """By number: how it is read, and its unit."""
+    """Return for each number the function that reads it, and the factor to its unit."""
 
     def ecc(kind: int) -> Callable[[Any], float]:
         return lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, nvml.NVML_VOLATILE_ECC)
@@ -179,7 +181,7 @@ def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
         ),
         "gpu_sm_clock_mhz": (clock(nvml.NVML_CLOCK_SM), 1),
         "gpu_memory_clock_mhz": (clock(nvml.NVML_CLOCK_MEM), 1),
-        # Its older name: every driver has it.
+        # The older name of nvmlDeviceGetCurrentClocksEventReasons, which every driver has.
         "gpu_throttle_bits": (nvml.nvmlDeviceGetCurrentClocksThrottleReasons, 1),
         "gpu_utilization_share": (lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, 0.01),
         "gpu_memory_used_bytes": (lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used, 1),
@@ -199,24 +201,28 @@ def pci_address(text: str) -> PciAddress:
 
 
 def parse_xid(line: str) -> tuple[PciAddress, int] | None:
-    """GPU and XID in a line of the kernel's log; None: there is none."""
+    """Parse GPU and XID from a line of the kernel's log; None: the line has none."""
     found = _XID_LINE.search(line)
     return None if found is None else (pci_address(found[1]), int(found[2]))
 
 
 class KernelLog:
-    """Follows the kernel's log, which has all XIDs, also of a GPU that no longer answers."""
+    """Follows the kernel's log, which has all XIDs, even of a GPU that no longer answers.
+
+    Raises:
+        OSError: the log cannot be read.
+    """
 
     def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         os.lseek(self._file, 0, os.SEEK_END)
 
     def take(self) -> Iterator[tuple[PciAddress, int]]:
-        """GPUs and their XIDs since the last call."""
+        """Yield GPUs and their XIDs since the last call."""
         for _ in range(_MAX_RECORDS):
             try:
                 record = os.read(self._file, _RECORD_BYTES)
-            except BrokenPipeError:  # some were overwritten before they were read
+            except BrokenPipeError:  # records were overwritten before they were read
                 continue
             except OSError:
                 return
@@ -231,7 +237,7 @@ class KernelLog:
 
 
 class DriverEvents:
-    """The critical XIDs that the driver itself reports, which any user may read."""
+    """Critical XIDs reported by the driver itself, which any user may read."""
 
     def __init__(self, nvml: Any, handles: Iterable[Any]) -> None:
         self._nvml = nvml
@@ -242,8 +248,8 @@ class DriverEvents:
                 nvml.nvmlDeviceRegisterEvents(handle, kind, self._events)
 
     def take(self) -> Iterator[tuple[PciAddress, int]]:
-        """GPUs and their XIDs since the last call."""
-        with suppress(self._nvml.NVMLError):  # also "nothing has happened"
+        """Yield GPUs and their XIDs since the last call."""
+        with suppress(self._nvml.NVMLError):  # a timeout, without an event, is an error too
             for _ in range(_MAX_RECORDS):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                 yield _bus(self._nvml, event.device), int(event.eventData)

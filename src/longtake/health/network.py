@@ -1,7 +1,7 @@
-"""Links of a node: Ethernet, InfiniBand and RoCE, and its processes' TCP connections.
+"""Probes of a node's links (Ethernet, InfiniBand, RoCE) and of its processes' TCP connections.
 
-Connections are read over netlink (sock_diag(7)), as by `ss -ti`, which needs no rights; fields are
-those of `struct tcp_info` in linux/tcp.h, which only grows at its end.
+Connections are read over netlink (sock_diag(7)) like by `ss -ti`, which needs no privileges. Fields
+are those of `struct tcp_info` in linux/tcp.h, which only grows at its end.
 """
 
 import socket
@@ -30,7 +30,7 @@ _ETHERNET_COUNTS = {
 
 
 class Ethernet(StatelessProbe):
-    """Network cards, not virtual ones; `root`: where the kernel tells of them."""
+    """Probe of physical network cards; `root` is the folder of sysfs with network devices."""
 
     name = "ethernet"
     numbers: Mapping[str, str] = {
@@ -45,7 +45,7 @@ class Ethernet(StatelessProbe):
         self._rates = Rates()
 
     def sample(self) -> Numbers:
-        """The numbers now, by network card."""
+        """Read the numbers of all network cards, as `name:interface`."""
         found: Numbers = {}
         for folder in _network_cards(self._root):
             found |= {f"{name}:{folder.name}": value for name, value in self._card(folder).items()}
@@ -66,7 +66,7 @@ class Ethernet(StatelessProbe):
 
 
 def _network_cards(root: Path) -> list[Path]:
-    """Network cards and bonds of them; without any (a container), every link but lo."""
+    """Return network cards and bonds; without any (in a container), all interfaces but lo."""
     try:
         folders = sorted(path for path in root.iterdir() if (path / "operstate").exists())
     except OSError:
@@ -75,7 +75,7 @@ def _network_cards(root: Path) -> list[Path]:
     return real or [each for each in folders if each.name != "lo"]
 
 
-_WORD_BYTES = 4  # data are counted in words (InfiniBand Architecture, PortCounters)
+_WORD_BYTES = 4  # data counters count 32-bit words (InfiniBand Architecture, PortCounters)
 _TRAFFIC = {
     "link_receive_bytes_per_second": ("port_rcv_data", _WORD_BYTES),
     "link_transmit_bytes_per_second": ("port_xmit_data", _WORD_BYTES),
@@ -103,7 +103,7 @@ _ERRORS = {
 
 
 class InfiniBand(StatelessProbe):
-    """InfiniBand and RoCE ports; `root`: where the kernel tells of them."""
+    """Probe of InfiniBand and RoCE ports; `root` is the folder of sysfs with their devices."""
 
     name = "infiniband"
     numbers: Mapping[str, str] = {
@@ -120,7 +120,7 @@ class InfiniBand(StatelessProbe):
         self._rates = Rates()
 
     def sample(self) -> Numbers:
-        """The numbers now, by port, such as mlx5_0/1."""
+        """Read the numbers of all ports, as `name:port` with a port such as mlx5_0/1."""
         found: Numbers = {}
         for folder in sorted(self._root.glob("*/ports/*")):
             port = f"{folder.parents[1].name}/{folder.name}"
@@ -165,19 +165,22 @@ _IPV4_IN_IPV6 = "::ffff:"
 
 @dataclass(frozen=True)
 class TcpConnection:
-    """One end of an established connection."""
+    """One end of an established TCP connection."""
 
-    inode: int  # of the socket
-    own: str  # address
-    peer: str  # address
-    retries: int  # retransmissions of what was sent last
-    answered_seconds: float  # since the peer last acknowledged anything
-    acked_bytes: int  # ever
-    busy_seconds: float  # ever, with data in flight or waiting, without those the peer refused
+    inode: int  # inode of the socket
+    own: str  # own address
+    peer: str  # address of the other end
+    retries: int  # retransmissions of the data sent last
+    answered_seconds: float  # time since the last acknowledgement
+    acked_bytes: int  # total of acknowledged bytes
+    busy_seconds: float  # total time with unacknowledged data, without time at a full window
 
 
 def connections_of(pids: Iterable[int]) -> list[TcpConnection]:
-    """Connections of this user's processes to other addresses than their own; none: unknown."""
+    """Return the TCP connections of processes to other addresses than their own.
+
+    Processes of other users, and families that the kernel does not report, are left out.
+    """
     inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
     if not inodes:
         return []
@@ -211,7 +214,7 @@ def _messages(answer: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _connection(message: bytes) -> TcpConnection | None:
-    """None: the kernel says too little (before 4.10)."""
+    """Parse an answer of sock_diag; None: `tcp_info` is too short (kernels before 4.10)."""
     family, _, _, _, _, _, own, peer, _, _, *rest = _FOUND.unpack_from(message)
     info = _attribute(message, _INFO)
     if len(info) < _MIN_BYTES:
@@ -256,24 +259,25 @@ def _socket_inodes(pid: int) -> Iterator[int]:
                 yield int(name[len("socket:[") : -1])
 
 
-# --- Latency and rates to other nodes. A collective is slow for all ranks alike, whichever link is
-# slow. The kernel tells: on a connection over the slow link data is always in flight.
+# --- Latency and rates to other nodes. A slow link makes a collective equally slow for all ranks.
+# The kernel's statistics tell links apart: on connections over the slow one, data is always in
+# flight.
 
 BUSY = "peer_busy_share"
 RATE = "peer_send_bytes_per_second"
 UNANSWERED = "peer_unanswered_seconds"
-_UNANSWERED_RETRIES = 4  # on a fast network 3 s without an answer, which healthy links never have
-_USED = 0.25  # of the traffic to the peer with the most: others have nothing to compare
+_UNANSWERED_RETRIES = 4  # about 3 s on a fast network; healthy links never need that many
+_USED = 0.25  # fraction of the busiest peer's traffic below which a peer is not compared
 _MIN_TRAFFIC_BYTES = 2**16
 
 
 class PeerConnections(StatelessProbe):
-    """Compares ranks' TCP connections with those of the last sample.
+    """Probe of the ranks' TCP traffic to other nodes since the last sample.
 
-    What goes over InfiniBand is not among them: `InfiniBand` counts it.
+    Traffic over InfiniBand is not included: the probe `InfiniBand` counts it.
 
     Args:
-        pids: gives the ranks' processes.
+        pids: returns the pids of the ranks.
     """
 
     name = "reach"
@@ -288,13 +292,13 @@ class PeerConnections(StatelessProbe):
         self._hosts: Mapping[str, str] = {}
         self._before: dict[tuple[int, str], TcpConnection] = {}
         self._sampled_at = time.monotonic()
-        self.addresses: list[str] = []  # this node's, as its ranks use them
+        self.addresses: list[str] = []  # addresses of this node that its ranks use
 
     def set_hosts(self, hosts: Mapping[str, str]) -> None:
         self._hosts = hosts
 
     def sample(self) -> Numbers:
-        """The numbers since the last sample, by node."""
+        """Measure traffic since the last sample, as `name:node`."""
         found = connections_of(self._pids())
         before, self._before = self._before, {(each.inode, each.peer): each for each in found}
         then, self._sampled_at = self._sampled_at, time.monotonic()
@@ -314,7 +318,13 @@ def peer_traffic(
     seconds: float,
     hosts: Mapping[str, str],
 ) -> Numbers:
-    """Traffic to each node with much of it, from connections before and after some seconds."""
+    """Compute the traffic to each node that has enough of it.
+
+    Args:
+        pairs: each connection before and after.
+        seconds: time between both.
+        hosts: node of each address.
+    """
     sent: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)
     for before, after in pairs:

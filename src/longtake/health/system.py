@@ -1,4 +1,4 @@
-"""What a probe is, and those of disks, memory, processors and open files.
+"""The protocol of health probes, and the probes of disks, memory, CPUs and open files.
 
 A number is called `name` or `name:device`, with its unit in the name.
 """
@@ -15,44 +15,44 @@ from pathlib import Path
 from typing import Protocol
 
 Numbers = dict[str, float]
-"""By `name` or `name:device`."""
+"""Measured numbers by `name` or `name:device`."""
 
 HANGS = "check_hangs_seconds"
 HANGING_SECONDS = 5.0
-"""After that, what was measured before no longer counts."""
-_NO_LIMIT = 2.0**60  # cgroups of version 1 say so by a number near 2**63
+"""Time after which the earlier numbers of a probe that hangs are dropped."""
+_NO_LIMIT = 2.0**60  # version 1 of cgroups has a number near 2**63 for "no limit"
 _PROBE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class HealthProbe(Protocol):
-    """Measures one side of a node."""
+    """A probe that measures one aspect of a node's health."""
 
     name: str
-    numbers: Mapping[str, str]  # each name, without device, and its meaning
+    numbers: Mapping[str, str]  # explanation of each number, by its name without device
 
     def sample(self) -> Numbers:
-        """The numbers now; what cannot be measured is left out. It never raises."""
+        """Measure the numbers; those that cannot be measured are left out. It never raises."""
         ...
 
     def close(self) -> None:
-        """Release what the probe holds."""
+        """Release the probe's resources."""
         ...
 
 
 class StatelessProbe:
-    """A probe that holds nothing."""
+    """Base of probes without resources to release."""
 
     def close(self) -> None:
         return
 
 
 class ThreadedProbe:
-    """A probe that may hang: the newest numbers, and for how long it has not answered.
+    """Wrapper of a probe that may hang: its newest numbers, and the time for which it has hung.
 
     Args:
-        probe: called in a thread of its own.
-        patience_seconds: how long `sample` and `close` wait for it.
+        probe: the probe; it is called in a thread of its own.
+        patience_seconds: limit of the wait for it in `sample` and `close`.
     """
 
     numbers_of_thread: Mapping[str, str] = {HANGS: "How long this probe of the node has hung"}
@@ -74,12 +74,13 @@ class ThreadedProbe:
             self._since = time.monotonic()
             self._asked.set()
         self._answered.wait(self._patience_seconds)
+        # A sample that is late is returned by the next call; only one is ever under way.
         seconds = self._seconds()
         found = self._found if seconds < HANGING_SECONDS else {}
         return {**found, f"{HANGS}:{self.name}": round(seconds, 3)}
 
     def _seconds(self) -> float:
-        since = self._since  # which the thread sets to None
+        since = self._since  # a copy, as the thread may set it to None at any time
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
@@ -103,15 +104,16 @@ class ThreadedProbe:
 
 
 class Rates:
-    """Events per second, from counters that only rise."""
+    """Converts counters that only rise to events per second."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, float]] = {}
 
     def rate(self, name: str, device: str, count: float | None) -> Numbers:
-        """Per second since the last call with this name and device, to 0.001, by its name.
+        """Return the rate since the last call with this name and device, as {name: rate}.
 
-        Empty: there was none, or the counter has fallen (the device was reset).
+        It is rounded to 0.001. Empty: this is the first call, or the counter has fallen because the
+        device was reset.
         """
         if count is None:
             return {}
@@ -124,7 +126,7 @@ class Rates:
 
 
 def read_text(path: Path) -> str | None:
-    """A small file of the kernel, stripped; None: it cannot be read."""
+    """Read a small file of the kernel, stripped; None: it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -132,7 +134,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_number(path: Path) -> float | None:
-    """A small file of the kernel with a number; None: it has none."""
+    """Read a small file of the kernel with a number; None: there is no number."""
     try:
         return float(read_text(path) or "")
     except ValueError:
@@ -140,11 +142,11 @@ def read_number(path: Path) -> float | None:
 
 
 class CgroupMemory(StatelessProbe):
-    """Memory of this process's cgroup, of version 1 or 2.
+    """Probe of the memory of this process's cgroup, version 1 or 2.
 
     Args:
-        groups: where the kernel lists this process's cgroups.
-        root: where cgroups are mounted.
+        groups: file in which the kernel lists this process's cgroups.
+        root: folder in which cgroups are mounted.
     """
 
     name = "cgroup"
@@ -164,7 +166,8 @@ class CgroupMemory(StatelessProbe):
         self._files = _CGROUP_FILES[2 if controllers is None else 1]
         top = root if controllers is None else root / "memory"
         folder = top / paths.get(controllers or "", "/").lstrip("/")
-        # In a container the path is often that of the host; then its own group is at the top.
+        # In a container the listed path is often that of the host; then the container's own group
+        # is at the root of the mount.
         is_there = (folder / self._files["cgroup_memory_bytes"][0]).exists()
         self._folder = folder if is_there else top
 
@@ -184,7 +187,7 @@ class CgroupMemory(StatelessProbe):
         return None
 
 
-# By version of cgroups: files, and the word that begins a line, or the only line.
+# Files by version of cgroups, and the first word of the line; empty: the file has one line.
 _CGROUP_FILES: dict[int, dict[str, tuple[str, str]]] = {
     1: {
         "cgroup_memory_bytes": ("memory.usage_in_bytes", ""),
@@ -207,13 +210,13 @@ def oom_kills() -> int | None:
 
 
 class DiskProbe(StatelessProbe):
-    """Times a small file in the run directory, and measures the space there and elsewhere.
+    """Probe of disks: latency of a small file in the run directory, and free space.
 
-    It takes as long as the disk hangs: use it through `ThreadedProbe`.
+    It blocks while the disk hangs: use it through `ThreadedProbe`.
 
     Args:
-        folder: where the file is written and removed.
-        spaces: folders whose disks are measured, by name.
+        folder: folder in which the file is written and removed.
+        spaces: folders whose free space is measured, by name.
     """
 
     name = "disk"
@@ -253,10 +256,10 @@ class DiskProbe(StatelessProbe):
 
 
 def write_sync_seconds(path: Path, num_bytes: int = _PROBE_BYTES) -> float:
-    """How long writing a file with fsync takes; the file stays.
+    """Write a file with fsync, and return the seconds that it took; the file stays.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     content = os.urandom(num_bytes)  # a disk that compresses gains nothing
     start = time.monotonic()
@@ -268,10 +271,12 @@ def write_sync_seconds(path: Path, num_bytes: int = _PROBE_BYTES) -> float:
 
 
 def read_seconds(path: Path, max_bytes: float = math.inf) -> float:
-    """How long reading a file, or its beginning, takes, past the page cache if the disk heeds that.
+    """Read a file, or its beginning, and return the seconds that it took.
+
+    Its pages are dropped from the page cache before, if the file system supports that.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -282,7 +287,7 @@ def read_seconds(path: Path, max_bytes: float = math.inf) -> float:
 
 
 def disk_space(folder: Path) -> Numbers:
-    """The space of the disk that a folder is on, without its name; empty: unknown."""
+    """Measure size and free space of a folder's disk, without a device's name; empty: unknown."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -310,7 +315,7 @@ _MEMORY = {
 
 
 class LoadProbe(StatelessProbe):
-    """Processors and memory of the whole node; `proc`: where the kernel tells of them."""
+    """Probe of load and memory of the whole node; `proc` is the mount point of procfs."""
 
     name = "load"
     numbers: Mapping[str, str] = {
@@ -354,7 +359,7 @@ _OPEN_LIMIT = re.compile(r"^Max open files\s+(\d+)", re.MULTILINE)
 
 
 def open_files(pids: Sequence[int], proc: Path = Path("/proc")) -> Numbers:
-    """Open files and limit of the process that is nearest to its limit; empty: unknown."""
+    """Return open files and limit of the process nearest to its limit; empty: unknown."""
     found: list[tuple[int, int]] = []
     for folder in (proc / str(pid) for pid in pids):
         with suppress(OSError):
