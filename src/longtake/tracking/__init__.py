@@ -1,1 +1,1 @@
-"""Sends what a run directory gains to experiment trackers; never imports torch."""
+"""Mirrors of a run's metrics, events and evaluations in experiment trackers; torch-free."""

@@ -1,7 +1,8 @@
-"""The follower: the one process that writes to a run's trackers, and who starts it.
+"""The follower: the only process that writes to a run's trackers.
 
-`python -P -m longtake.tracking.follower RUN --as trainer` follows the run's files. It holds the
-lease `tracking/writer`. A training starts one; an evaluation server starts one for a run without.
+`python -P -m longtake.tracking.follower RUN --as trainer` follows the run's files and holds the
+lease `tracking/writer`. A training starts one; an evaluation server starts one for a run that has
+none.
 """
 
 import argparse
@@ -30,27 +31,27 @@ Role = Literal["trainer", "evaluator"]
 
 _LEASE_SECONDS = 20.0
 _LOOK_SECONDS = 0.5
-_LOOK_SECONDS_AT_END = 0.05  # somebody waits
-_MAX_TROUBLE_SECONDS = 60.0  # an evaluator's follower ends then, since another may do better
-_MAX_END_SECONDS = 60.0  # after the end of a launch
+_LOOK_SECONDS_AT_END = 0.05  # short, as the end of a launch waits for it
+_MAX_TROUBLE_SECONDS = 60.0  # an evaluator's follower then gives another one the chance
+_MAX_END_SECONDS = 60.0  # limit of sending after the end of a launch
 _MAX_CLOSE_SECONDS = 30.0
-_EVALUATOR_WAIT_SECONDS = 30.0  # for the lease, which seemed to be free
+_EVALUATOR_WAIT_SECONDS = 30.0  # limit of the wait for the lease, which seemed to be free
 _EVALUATOR_WAIT_SECONDS_AT_END = 2.0
 
-_SILENT_SECONDS = 120.0  # more than it waits for a tracker's library, or for a slow disk
+_SILENT_SECONDS = 120.0  # more than any wait for a tracker's library or a slow disk
 _POLL_SECONDS = 0.02
 _CATCH_UP_SECONDS = 10.0
 _SERVER_LOOK_SECONDS = 5.0
 _FREE_SECONDS = 30.0  # longer than a lease lasts without a beat
 _QUIET_SECONDS = 60.0
 _MAX_RETRY_SECONDS = 600.0
-# W&B: share nothing with a process above that uses it too; print and report nothing.
+# W&B: share no service with a parent process that uses it too; print and report nothing.
 _QUIET = {"WANDB_SERVICE": "", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
-_FEED_POLL_SECONDS = 1.0  # between two looks for what is new
-_ARRIVAL_POLL_SECONDS = 0.1  # between two looks whether what was sent has arrived
+_FEED_POLL_SECONDS = 1.0  # interval of looking for new records
+_ARRIVAL_POLL_SECONDS = 0.1  # interval of checking if sent records have arrived
 _FIRST_PAUSE_SECONDS = 2.0
 _MAX_PAUSE_SECONDS = 120.0
-_SAVE_SECONDS = 5.0  # between two saves of the cursor, while only rows come
+_SAVE_SECONDS = 5.0  # interval of saving the cursor while only rows come
 _MAX_FAILURES = 5
 
 
@@ -58,9 +59,13 @@ _MAX_FAILURES = 5
 
 
 class Feed:
-    """Sends one tracker what a run directory gains, until it has arrived.
+    """Sends new records of a run directory to one tracker, and repeats them until they arrive.
 
-    In a thread of its own, so that a tracker that cannot be reached delays no other.
+    Each feed has a thread of its own, so that an unreachable tracker does not delay others.
+
+    Attributes:
+        trouble: the current error; empty: there is none.
+        is_over: everything has arrived, and the tracker is closed.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class Feed:
         self._path, self._reader = evaluation_dir.cursor_path(run, name), UpdateReader(run)
         self._saved = self._arrived = Cursor()
         self._saved_at = float("-inf")
-        self._sent: Cursor | None = None  # after what was sent, and has not arrived yet
+        self._sent: Cursor | None = None  # after records that were sent and have not arrived yet
         self._next = 0
         self._is_open = self._is_last = self._is_abandoned = False
         self._pause = _FIRST_PAUSE_SECONDS
@@ -98,12 +103,12 @@ class Feed:
         return not self._thread.is_alive()
 
     @property
-    def is_settled(self) -> bool:  # all is sent, or cannot be now
+    def is_settled(self) -> bool:  # everything is sent, or cannot be sent now
         return self.is_over or bool(self.trouble)
 
     def _send_updates(self) -> None:
         while not self._is_abandoned or self._may_write():
-            is_last = self._is_last  # asked before it is read what there is
+            is_last = self._is_last  # before reading: then `_send` surely reads the last records
             try:
                 has_more = self._send(thoroughly=is_last)
                 if is_last and not has_more:
@@ -120,9 +125,10 @@ class Feed:
         self._close()
 
     def _send(self, *, thoroughly: bool) -> bool:
-        """Send what is new, and note what has arrived; whether there may be more.
+        """Send new records and note which have arrived; return True if there may be more.
 
-        What follows is read and sent once this has arrived: after an error it begins again there.
+        Further records are read only once these have arrived, so that sending can start again from
+        the cursor after an error.
         """
         num_sent = 0
         if self._sent is None:
@@ -145,10 +151,10 @@ class Feed:
         return num_sent > 0 or self._sent is not None
 
     def _write(self, record: TrackedRecord) -> None:
-        """Write a record, unless the tracker has rejected it several times for the same reason.
+        """Write a record, unless the tracker has rejected it five times for the same reason.
 
-        Such a record would delay all that come after it for ever. What the system reports, such as
-        a full disk, is not due to the record.
+        Such a record would block all later ones for ever. Errors of the system, such as a full
+        disk, are not counted, as the record is not their cause.
         """
         if self._rejected and repr(record) in self._rejected:
             return
@@ -169,7 +175,7 @@ class Feed:
             self._arrived, self._sent = self._sent, None
 
     def _save(self, *, at_once: bool) -> None:
-        """Save how much has arrived; while only rows come, not each time."""
+        """Save the cursor of arrived records; while only rows come, at most every 5 s."""
         has_results = self._arrived.evaluations != self._saved.evaluations
         is_due = at_once or has_results or time.monotonic() > self._saved_at + _SAVE_SECONDS
         if is_due and self._arrived != self._saved and self._may_write():
@@ -189,7 +195,7 @@ class Feed:
         self.is_over = True
 
     def _recover(self, error: Exception) -> None:
-        """Begin again after what has arrived."""
+        """Close the tracker after an error, to start again after the records that have arrived."""
         reason = f"{type(error).__name__}: {error}"
         if reason != self.trouble:
             log(f"{self.name}: {reason}. It is tried again, and then gets all that it missed.")
@@ -199,7 +205,7 @@ class Feed:
         self._sent = None
 
     def _close(self) -> None:
-        """Close the tracker if it is open, whatever that raises."""
+        """Close the tracker if it is open, ignoring errors, and save the cursor."""
         if self._is_open:
             self._is_open = False
             with suppress(Exception):
@@ -216,7 +222,7 @@ class Feed:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Follow a run; returns the exit code: 0, or 1 if another process is to take over."""
+    """Follow a run, and return the exit code: 0, or 1 if another process should take over."""
     parser = argparse.ArgumentParser(prog="python -m longtake.tracking.follower")
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--as", dest="role", choices=get_args(Role), required=True)
@@ -237,10 +243,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Shutdown(StopSignal):
-    """A request to send what there is and to end: a signal, a byte in stdin, the parent's end."""
+    """Request to send the rest and end: by a signal, by stdin, or by the end of the parent."""
 
     def __init__(self, parent: int | None) -> None:
-        # SIGUSR1, a scheduler's warning, is for the parent, which ends soon by it.
+        # SIGUSR1, a scheduler's warning, is meant for the parent, whose end then ends this process.
         super().__init__(
             ignored=(signal.SIGUSR1,), on_signal=self._end_at_once, keeps_ignored=False
         )
@@ -251,7 +257,10 @@ class Shutdown(StopSignal):
             threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long, or until the request; shorter after it."""
+        """Wait for `seconds` or until the request, and return True after it.
+
+        Once the request has come, every call waits only 0.05 s.
+        """
         self.beat()
         if self._parent is not None and os.getppid() != self._parent:
             self.request("the parent has ended")
@@ -269,10 +278,13 @@ class Shutdown(StopSignal):
 
 
 def follow(run: RunDirectory, role: Role, section: TrackingSection, shutdown: Shutdown) -> bool:
-    """Send the trackers what the run's directory gains, while this process holds the lease.
+    """Send a run's new records to its trackers while this process holds the lease.
 
-    A trainer's follower waits for the lease and keeps it for as long as the training runs. An
-    evaluator's gives it back when a launch begins, or if a tracker cannot be reached for a minute.
+    A trainer's follower waits for the lease and keeps it while the training runs. An evaluator's
+    follower gives it back when a launch begins, or if a tracker cannot be reached for a minute.
+
+    Returns:
+        True if the work is done; False if another process should take over.
     """
     return _RunWriter(run, role, section, shutdown).follow()
 
@@ -294,9 +306,9 @@ class _RunWriter:
         while self._run.exists():
             lease = None
             try:
-                path.parent.mkdir(exist_ok=True)  # not the run's, which may be deleted now
+                path.parent.mkdir(exist_ok=True)  # no parents: a deleted run must not come back
                 lease = leases.take(path)
-            except OSError as error:  # a full disk, for as long as it lasts
+            except OSError as error:  # such as a full disk: try again until it has room
                 if str(error) != trouble:
                     trouble = str(error)
                     log(f"{path} cannot be written: {error}")
@@ -310,9 +322,10 @@ class _RunWriter:
         return True
 
     def _has_launch_begun(self) -> bool:
-        """A launch begins, and its own follower is to write.
+        """Return True if a launch has begun, whose own follower should write.
 
-        For a trainer's follower that is one after its own launch, whose end was requested.
+        For a trainer's follower only a launch after its own counts, that is, one that begins after
+        the end of this follower was requested.
         """
         was_over = self._is_launch_over
         self._is_launch_over |= self._shutdown.is_requested
@@ -322,7 +335,7 @@ class _RunWriter:
         return False
 
     def _is_too_late(self, began: float) -> bool:
-        """Wait no longer for the lease: the process that has it sends everything."""
+        """Return True if waiting for the lease should end: its holder sends everything."""
         is_trainer, shutdown = self._role == "trainer", self._shutdown
         if shutdown.is_requested:
             seconds = _MAX_END_SECONDS if is_trainer else _EVALUATOR_WAIT_SECONDS_AT_END
@@ -330,7 +343,11 @@ class _RunWriter:
         return not is_trainer and time.monotonic() - began > _EVALUATOR_WAIT_SECONDS
 
     def _write(self, lease: Lease) -> bool | None:
-        """Write until the lease is lost or given back; None: wait for it again."""
+        """Write until the lease is lost or given back.
+
+        Returns:
+            The result of `follow`; None: wait for the lease again.
+        """
         trackers = make_trackers(self._run, self._section)
         feeds = [Feed(self._run, *each, lease) for each in trackers.items()]
         with kept(lease):
@@ -350,7 +367,7 @@ class _RunWriter:
         return True if is_over or self._role == "evaluator" else None
 
     def _wait(self, lease: Lease, feeds: Sequence[Feed]) -> bool:
-        """Wait until the lease is lost (False), or this process is to end (True)."""
+        """Wait until the lease is lost (returns False) or this process should end (True)."""
         condition: dict[str, Any] = {"troubles": {}, "caught_up": False}
         well_at = time.monotonic()
         while lease.is_held and self._run.exists():
@@ -369,7 +386,7 @@ class _RunWriter:
                     return True
             if (found := _condition(feeds)) != condition:
                 condition = found
-                with suppress(OSError):  # a full disk: it is said later
+                with suppress(OSError):  # a full disk: the next renewal writes it
                     lease.renew(**condition)
         return False
 
@@ -391,20 +408,20 @@ def _condition(feeds: Sequence[Feed]) -> dict[str, Any]:
     return {"troubles": troubles, "caught_up": all(feed.is_settled for feed in feeds)}
 
 
-# --- Who starts it ----------------------------------------------------------------------------
+# --- Starting followers -----------------------------------------------------------------------
 
 
 class Follower(KeptProcess):
-    """A run's follower, as a process of its own; one that fails is replaced.
+    """A run's follower as a child process, which is restarted if it fails.
 
     Args:
-        run: the run.
-        role: who starts it.
-        section: its trackers; None: those of the run's recipe.
+        run: the run directory.
+        role: the program that starts it: a trainer or an evaluator.
+        section: the trackers; None: those of the run's recipe.
 
     Raises:
         RunError: there is no such run.
-        RecipeError: its recipe cannot be read.
+        RecipeError: the run's recipe cannot be read.
     """
 
     def __init__(
@@ -426,19 +443,19 @@ class Follower(KeptProcess):
         )
 
     def start(self) -> None:
-        """Start it, in milliseconds, if it was not and there is a tracker."""
+        """Start the process, in milliseconds, if it was not started and a tracker is wanted."""
         if self._is_wanted:
             super().start()
         else:
             self.end()
 
     def close(self, wait_seconds: float = _CATCH_UP_SECONDS) -> None:
-        """Say that nothing more will come, and wait until the trackers have all, or cannot.
+        """Request the follower's end, and wait until the trackers have everything or have failed.
 
-        While another process's follower writes, there is nothing to wait for: that one sends all.
+        If another process's follower holds the lease, this returns at once: that one sends all.
 
         Args:
-            wait_seconds: at most; the follower continues by itself, for a minute at most.
+            wait_seconds: limit of the wait; the follower then continues for up to a minute.
         """
         self.end()
         end = time.monotonic() + wait_seconds
@@ -454,10 +471,10 @@ class Follower(KeptProcess):
 
 @contextmanager
 def tracking_follower(run: RunDirectory, section: TrackingSection) -> Iterator[Follower]:
-    """A training's follower, to be started when there is a run.
+    """Yield a training's follower, to be started once the run exists.
 
-    It has 10 s to catch up when the block ends, and then continues by itself. It has none where an
-    unexpected error ends the block: other ranks wait for this process to end.
+    The end of the block waits up to 10 s for it; it then continues by itself. After an unexpected
+    error there is no wait, as other ranks wait for this process to end.
     """
     follower, seconds = Follower(run, "trainer", section), 0.0
     try:
@@ -471,21 +488,21 @@ def tracking_follower(run: RunDirectory, section: TrackingSection) -> Iterator[F
 
 
 class Followers:
-    """The followers that an evaluation server starts.
+    """The followers of an evaluation server, one for each run that needs it.
 
-    One is started when a run has something new, and its trackers have had no writer for 30 s: a
-    training's own follower has precedence. It ends when nothing new has come for a minute. At the
-    server's end what is left is sent at once.
+    A follower is started when a run has new records and its trackers have had no writer for 30 s,
+    as a training's own follower has precedence. It ends when nothing new has come for a minute. At
+    the server's end the rest is sent at once.
     """
 
     def __init__(self) -> None:
         self._of_run: dict[RunDirectory, _RunFollower] = {}
 
     def serve(self, runs: Sequence[RunDirectory]) -> None:
-        """Start followers where there is something to send, and end those without.
+        """Start followers for runs with new records, and end those without.
 
         Args:
-            runs: all runs; those that are missing were deleted.
+            runs: all runs; followers of runs that are not among them are ended.
         """
         for run in self._of_run.keys() - set(runs):
             self._of_run.pop(run).end()
@@ -499,12 +516,12 @@ class Followers:
         for each in self._of_run.values():
             each.start_for_rest()
             each.end()
-        for each in self._of_run.values():  # they send what is left at the same time
+        for each in self._of_run.values():  # a loop of its own, so that all send at the same time
             each.close()
 
 
 class _RunFollower:
-    """The follower of one run, while there is one."""
+    """The follower of one run, started and ended as needed."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -518,7 +535,7 @@ class _RunFollower:
         self._retry_seconds = _FREE_SECONDS
 
     def look(self) -> None:
-        """Start a follower if there is something to send, or end it if nothing comes."""
+        """Start a follower if there are new records, or end it if nothing comes."""
         now = time.monotonic()
         if now - self._looked_at < _SERVER_LOOK_SECONDS:
             return
@@ -539,7 +556,7 @@ class _RunFollower:
             self._retry_seconds = min(2 * self._retry_seconds, _MAX_RETRY_SECONDS)
 
     def start_for_rest(self) -> None:
-        """Start a follower for what is left, unless there is one."""
+        """Start a follower for the remaining records, unless one runs."""
         state = _state(self._run)
         is_new = state != self._sent or _has_trouble(newest(writer_path(self._run)))
         if is_new and not self._is_running():
@@ -558,7 +575,7 @@ class _RunFollower:
         return self._follower is not None and not self._follower.is_over
 
     def _start(self, state: object) -> None:
-        """Try again later if the recipe cannot be read now, which others report."""
+        """Start a follower; if the recipe cannot be read, which others report, try again later."""
         with suppress(errors.LongtakeError):
             self._follower = Follower(self._run, "evaluator")
             self._follower.start()
@@ -570,7 +587,7 @@ def _has_trouble(writer: Mapping[str, Any] | None) -> bool:
 
 
 def _state(run: RunDirectory) -> dict[Path, tuple[int, int]]:
-    """Changes with each row, each event and each result."""
+    """Return times and sizes of files, which change with each row, event and result."""
     paths = [run.metrics_path, run.events_path]
     with suppress(OSError):  # there are none yet
         paths += EvaluationDirectory(run).path.iterdir()
@@ -583,4 +600,4 @@ def _state(run: RunDirectory) -> dict[Path, tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # a tracker's own threads would be waited for
+    os._exit(main(sys.argv[1:]))  # sys.exit would wait for threads of a tracker's library

@@ -1,7 +1,7 @@
-"""Reads what a run directory has gained for a tracker: metrics, events, evaluations.
+"""Reader of a run directory's new records for a tracker: metrics, events, evaluations.
 
-A cursor says how far a tracker has been sent them. It is a small file, which is replaced after what
-it counts has arrived, so that the next process continues there.
+A cursor is the position up to which a tracker has got them. It is a small file, replaced after the
+records before it have arrived, so that the next process continues from there.
 """
 
 import time
@@ -19,24 +19,24 @@ from longtake.tracking.tracker import MediaFile, TrackedRecord
 
 EVENTS = frozenset({"resumed", "data_changed", "anomaly_detected", "update_skipped"})
 EVENTS |= {"rolled_back", "diverged", "interrupted"}
-"""Kinds of events that trackers are sent; rows and evaluations say the rest."""
+"""Kinds of events that trackers get; other facts are in rows and evaluations."""
 
-_MAX_LINES = 1000  # at a time, so that they need little memory
+_MAX_LINES = 1000  # lines read at a time, which limits the memory
 _RESCAN_SECONDS = 30.0
 _MAX_SECONDS_INCOMPLETE = 60.0
 
 Result = tuple[str, int, str]
-"""Preset, step and key: what tells an evaluation from all others."""
+"""Identity of an evaluation: preset, step and key."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """The part of a run directory that a tracker has been sent."""
+    """Position in a run directory up to which a tracker has got its records."""
 
-    metrics_offset: fsio.Count = 0  # bytes of metrics.jsonl
-    events_offset: fsio.Count = 0
-    rows: fsio.Count = 0  # the number of the next record
-    evaluations: frozenset[Result] = frozenset()  # those that it has
+    metrics_offset: fsio.Count = 0  # byte offset in metrics.jsonl
+    events_offset: fsio.Count = 0  # byte offset in events.jsonl
+    rows: fsio.Count = 0  # number of the next record
+    evaluations: frozenset[Result] = frozenset()  # evaluations that the tracker has
 
     @staticmethod
     def load(path: Path) -> "Cursor":
@@ -45,10 +45,10 @@ class Cursor:
         return Cursor()
 
     def save(self, path: Path) -> None:
-        """Replace the file, which is on disk when this returns.
+        """Replace the cursor's file and flush it to disk.
 
         Raises:
-            OSError: it cannot be written; a run that was deleted is not made anew.
+            OSError: the file cannot be written; the folder of a deleted run is not created again.
         """
         path.parent.mkdir(exist_ok=True)
         fsio.write_json(path, {**asdict(self), "evaluations": sorted(self.evaluations)})
@@ -56,14 +56,14 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Updates:
-    """Records since a cursor, in the order in which they are sent, and the cursor after them."""
+    """Records since a cursor, in the order of sending, and the cursor after them."""
 
     records: list[TrackedRecord]
     cursor: Cursor
 
 
 class UpdateReader:
-    """Reads a run directory for one tracker."""
+    """Reader of a run directory for one tracker; `warnings` are lines for the log."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.warnings: list[str] = []
@@ -71,11 +71,16 @@ class UpdateReader:
         self._warned: set[str] = set()
         self._seen: dict[Path, int] = {}
         self._scanned = float("-inf")
-        self._damaged: dict[Path, tuple[int, ...]] = {}  # as they were when they were read
+        self._damaged: dict[Path, tuple[int, ...]] = {}  # versions of damaged files
         self._incomplete: dict[Result, float] = {}
 
     def read(self, cursor: Cursor, *, thoroughly: bool = False) -> Updates:
-        """Read what has come since a cursor; lines that are still being written wait."""
+        """Read the records since a cursor, without lines that are still being written.
+
+        Args:
+            cursor: the position of the tracker.
+            thoroughly: look for evaluations even if no folder seems to have changed.
+        """
         rows, metrics_offset = _lines_after(self._run.metrics_path, cursor.metrics_offset)
         events, events_offset = _lines_after(self._run.events_path, cursor.events_offset)
         found = [
@@ -110,7 +115,10 @@ class UpdateReader:
         return found
 
     def _may_be_sent(self, result: Result, scores: Scores, path: Path) -> bool:
-        """All files of a result are there, or have not come in a minute: they were deleted."""
+        """Return True if all files of a result exist, or have been missing for a minute.
+
+        Files come late when another machine copies them; after a minute they were deleted.
+        """
         if all((path.parent / name).is_file() for name in _files(scores)):
             self._incomplete.pop(result, None)
             return True
@@ -121,16 +129,16 @@ class UpdateReader:
         return is_long
 
     def _scores(self, path: Path) -> Scores | None:
-        """None where they cannot be read; damaged ones are read again once the file changes."""
+        """Read a result; None: it cannot be read. A damaged file is skipped until it changes."""
         try:
             status = path.stat()
             now = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
             if self._damaged.get(path) == now:
                 return None
             return fsio.parse_record(fsio.read_regular(path), SCORES, path)
-        except FileNotFoundError:  # it has just given way to a newer one
+        except FileNotFoundError:  # it was just replaced by a newer result
             return None
-        except OSError as error:  # of the disk or the network: the next look may do better
+        except OSError as error:  # of the disk or network: the next attempt may succeed
             self._warn(f"{path} cannot be read now: {error!r}")
             return None
         except errors.RecordError as error:
@@ -144,7 +152,10 @@ class UpdateReader:
             self.warnings.append(text)
 
     def _may_have_come(self) -> bool:
-        """A folder of results has changed; now and then yes, as clocks are coarse."""
+        """Return True if a folder of results has changed, or was not scanned for 30 s.
+
+        Modification times are coarse, so a change can leave them equal.
+        """
         seen = {}
         with suppress(OSError):
             seen = {each: each.stat().st_mtime_ns for each in self._folder.iterdir()}
@@ -175,7 +186,7 @@ def _event_record(event: Mapping[str, Any]) -> TrackedRecord:
 
 
 def _evaluation_record(scores: Scores, folder: Path) -> TrackedRecord:
-    """A result with the files that are there now."""
+    """Build the record of an evaluation with those of its files that exist."""
     preset, step = scores["preset"], scores["step"]
     prefix = f"eval/{preset}"
     measured: dict[str, float | None] = {**scores["measures"]}
@@ -202,7 +213,7 @@ def _files(scores: Scores) -> dict[str, str]:
 
 
 def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers of a row; one inside of a list or an object has the names of both."""
+    """Yield all numbers of a row; one within a list or object is called outer/inner."""
     for name, value in row.items():
         if isinstance(value, list):
             value = {str(place): each for place, each in enumerate(value)}
@@ -213,7 +224,7 @@ def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
 
 
 def _is_event(event: Mapping[str, Any]) -> bool:
-    """An event has a time, and its step, if any, is an integer."""
+    """Return True if an event has a valid time, and its step, if any, is an integer."""
     if not isinstance(event.get("step"), int | None):
         return False
     try:
@@ -224,7 +235,7 @@ def _is_event(event: Mapping[str, Any]) -> bool:
 
 
 def _lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Records from a byte on, and the byte after them; what is no record is left out."""
+    """Read the records from a byte offset on, and the offset after them."""
     try:
         return fsio.read_new_records(path, dict[str, Any], offset, _MAX_LINES)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""TensorBoard: event files below the run's `tensorboard`.
+"""TensorBoard: event files below the run's folder `tensorboard`.
 
 tensorboard/          train/...           a scalar for each number of each row
-tensorboard/eval/     eval/<preset>/...   what was measured, its pictures, its alarms
-tensorboard/events/   events/<event>      what else happened, as text
+tensorboard/eval/     eval/<preset>/...   measures, pictures and alarms of evaluations
+tensorboard/events/   events/<event>      other events, as text
 """
 
 import os
@@ -26,14 +26,14 @@ from longtake.run_dir import RunDirectory
 from longtake.tracking.tracker import TrackedRecord, wait_for_unused_second
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by colour type
+_PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # number of channels by PNG's colour type
 _MAX_PICTURE_BYTES = 16 * 2**20
 _CRC_POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
 _CRC_MASK = 0xA282EAD8
 
 
 class TensorBoard:
-    """Begins new event files at each opening, when there is something to write to them."""
+    """Tracker for TensorBoard; each opening begins new event files at their first event."""
 
     def __init__(self, run: RunDirectory, section: TrackingSection) -> None:
         self._path = run.tensorboard_path
@@ -41,8 +41,8 @@ class TensorBoard:
         self._next = 0
 
     def open(self, first: int) -> int:
-        """See `Tracker`."""
-        self._path.mkdir(exist_ok=True)  # not the run's, which may be deleted now
+        """Begin new event files; see `Tracker.open`."""
+        self._path.mkdir(exist_ok=True)  # no parents: a deleted run must not come back
         self._files = {
             "train": _EventFile(self._path, has_steps=True),
             "eval": _EventFile(self._path / "eval"),
@@ -52,7 +52,7 @@ class TensorBoard:
         return first
 
     def write(self, number: int, record: TrackedRecord) -> bool:
-        """See `Tracker`; all of a record is one event."""
+        """Write a record as one event; see `Tracker.write`."""
         values = [Summary.Value(tag=tag, simple_value=each) for tag, each in record.scalars.items()]
         values += [_text(tag, each) for tag, each in record.texts.items()]
         for tag, file in record.media.items():
@@ -68,7 +68,7 @@ class TensorBoard:
         return self._next
 
     def close(self) -> int:
-        """See `Tracker`."""
+        """Flush and close all event files; see `Tracker.close`."""
         try:
             return self.flush()
         finally:
@@ -78,15 +78,15 @@ class TensorBoard:
 
 
 class _EventFile:
-    """A file of records: a length, a protobuf, and their checksums, as in TFRecord files.
+    """An event file in TFRecord format: length and protobuf of each event, with checksums.
 
-    `tensorboard.summary.writer` writes the same, but its import takes more memory than all else
-    here. The file is made when there is something to write to it.
+    `tensorboard.summary.writer` writes the same, but importing it takes more memory than all else
+    here. The file is created with its first event.
 
     Args:
-        folder: where it is made.
-        has_steps: steps may be run again: TensorBoard then forgets, in this folder only, those that
-            come after. Else events are written once, in any order of steps.
+        folder: folder of the file.
+        has_steps: steps may be run again: a session log then makes TensorBoard discard later steps
+            in this folder. False: each event is written once, in any order of steps.
     """
 
     def __init__(self, folder: Path, has_steps: bool = False) -> None:
@@ -99,7 +99,7 @@ class _EventFile:
         }
 
     def write(self, event: Event) -> bool:
-        """Append an event; False if it was there already, or is empty."""
+        """Append an event; returns False if it is empty or exists already."""
         names = _names(event)
         if not self._has_steps and (not names or names <= self._there):
             return False
@@ -147,7 +147,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def events_in(path: Path) -> Iterator[Event]:
-    """The whole events of a file; what was cut off or is damaged after them is left out."""
+    """Yield the complete events of a file, up to the first that is cut off or damaged."""
     with open_regular(path) as file:
         while len(header := file.read(12)) == 12:
             if _checksum(header[:8]) != header[8:]:
@@ -176,7 +176,7 @@ def _text(tag: str, lines: str) -> Summary.Value:
 
 
 def _picture(tag: str, path: Path) -> list[Summary.Value]:
-    """A PNG file as it is; nothing if it is another, or too large to be looked at there."""
+    """Build the summary of a PNG file, unchanged; nothing for other files and above 16 MiB."""
     if path.suffix != ".png" or path.stat().st_size > _MAX_PICTURE_BYTES:
         return []
     data = path.read_bytes()
@@ -200,7 +200,7 @@ _CRC_TABLE = _crc_table()
 
 
 def _checksum(data: bytes) -> bytes:
-    """The masked CRC-32C, as TFRecord files have it."""
+    """Compute the masked CRC-32C of TFRecord files."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)

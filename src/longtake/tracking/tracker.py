@@ -1,7 +1,7 @@
-"""What a tracker is, and which there are; imports no tracker's library.
+"""The protocol of experiment trackers, and the table of all; imports no tracker's library.
 
-To add one: a module with a class of the protocol `Tracker`, its row in `TRACKERS`, and a key of the
-same name in `config.TrackingSection`.
+To add a tracker: write a module with a class of the protocol `Tracker`, and add a row to `TRACKERS`
+and a key of the same name to `config.TrackingSection`.
 """
 
 import json
@@ -19,23 +19,23 @@ from longtake.run_dir import RunDirectory
 
 
 class TrackerRow(NamedTuple):
-    """A row of `TRACKERS`."""
+    """A tracker that recipes can name: a row of `TRACKERS`."""
 
-    class_name: str  # in longtake.tracking.<key>; made with the run and the recipe's section
+    class_name: str  # class in longtake.tracking.<key>; arguments: run, `tracking` section
     title: str
-    package: str | None  # that it imports; None: none
-    requirement: str = ""  # that pip installs
+    package: str | None  # package that it imports; None: none
+    requirement: str = ""  # requirement for pip
 
 
 TRACKERS: Final = {
     "tensorboard": TrackerRow("TensorBoard", "TensorBoard", "tensorboard", "tensorboard"),
     "wandb": TrackerRow("Wandb", "W&B", "wandb", "longtake[wandb]"),
 }
-"""By their keys in the recipe's `tracking`, where false, "off" and no value switch one off."""
+"""All trackers by their keys in the recipe's `tracking`; false, "off" or unset disables one."""
 
 
 class MediaFile(NamedTuple):
-    """A picture (.png) or a video (.mp4)."""
+    """A picture (.png) or video (.mp4) for a tracker."""
 
     path: Path
     caption: str  # may be empty
@@ -43,7 +43,7 @@ class MediaFile(NamedTuple):
 
 @dataclass(frozen=True)
 class TrackedRecord:
-    """A line of metrics.jsonl, an event or an evaluation, as trackers are sent it.
+    """A record for trackers: a line of metrics.jsonl, an event or an evaluation.
 
     `scalars` has the finite numbers, with names such as `train/loss` and `train/grad_norm/blocks`.
     """
@@ -58,34 +58,35 @@ class TrackedRecord:
 
 
 class Tracker(Protocol):
-    """A tracker. One thread uses it. All of it may raise whatever its library raises.
+    """Protocol of an experiment tracker, used by one thread.
 
-    Every record has a number, which rises strictly over all openings, whichever process writes.
+    Every method may raise any error of the tracker's library. Every record has a number, which
+    rises strictly over all openings by all processes.
     """
 
     def open(self, first: int) -> int:
-        """Begin to write.
+        """Begin to write records from number `first` on.
 
-        A process that was killed may have written records from `first` on, and `write` gets them
-        again: a tracker that counts what it has written returns the number after the last; one
-        that does not returns `first`, and its `write` recognises what is there.
+        A process that was killed may have written some of them, and `write` gets these again. A
+        tracker that counts its records returns the number after the last; another one returns
+        `first`, and its `write` must recognise records that exist.
 
         Returns:
             The number of the next record, at least `first`.
         """
 
     def write(self, number: int, record: TrackedRecord) -> bool:
-        """Write a record; False if it was there already, and the number is still free."""
+        """Write a record; returns False if it exists already, so that its number is still free."""
 
     def flush(self) -> int:
-        """Send what was written.
+        """Send the written records.
 
         Returns:
-            The number below which all records arrive, whatever becomes of this process.
+            The number below which all records arrive even if this process is killed now.
         """
 
     def close(self) -> int:
-        """Flush, and end; returns what `flush` does. It may be opened again."""
+        """Flush and close; returns the result of `flush`. The tracker may be opened again."""
 
 
 def wanted_trackers(section: TrackingSection) -> list[str]:
@@ -93,7 +94,7 @@ def wanted_trackers(section: TrackingSection) -> list[str]:
 
 
 def make_trackers(run: RunDirectory, section: TrackingSection) -> dict[str, Tracker]:
-    """The trackers that a recipe wants, by their keys; only their modules are imported."""
+    """Create the trackers that a recipe enables, by key; only their modules are imported."""
     found = {}
     for key in wanted_trackers(section):
         module = import_module(f"longtake.tracking.{key}")
@@ -102,10 +103,10 @@ def make_trackers(run: RunDirectory, section: TrackingSection) -> dict[str, Trac
 
 
 def refuse_missing_packages(section: TrackingSection) -> None:
-    """Refuse a recipe that wants a tracker whose package is not installed.
+    """Refuse a recipe that enables a tracker whose package is not installed.
 
     Raises:
-        RecipeError: one is not.
+        RecipeError: a package is not installed.
     """
     for key in wanted_trackers(section):
         row, value = TRACKERS[key], getattr(section, key)
@@ -124,9 +125,9 @@ def log(text: str) -> None:
 
 
 def wait_for_unused_second(folder: Path, pattern: str) -> int:
-    """Wait until no file's name has the current second; returns it, since 1970.
+    """Wait until no file's name contains the current second, and return it, since 1970.
 
-    Trackers name files by seconds, and read them in that order.
+    Trackers name files by seconds and read them in that order.
     """
     while True:
         second = int(time.time())

@@ -1,7 +1,8 @@
-"""W&B: one run, written by one process at a time, each in a segment (a `.wandb` file) of its own.
+"""W&B: one W&B run, written by one process at a time, each with its own `.wandb` file (segment).
 
-W&B drops a row whose number is lower than the one before, merges rows of the same number, and
-hands rows to another process, which may be killed: what has arrived is read from its file.
+W&B drops rows whose number is lower than the last one's, and merges rows with the same number. It
+passes rows to another process, which may be killed, so the rows that have arrived are read from its
+file.
 """
 
 import json
@@ -47,7 +48,7 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 class Wandb:
-    """Writes a run's rows to W&B, or to the run's folder `wandb` for `wandb sync`."""
+    """Tracker for W&B: sends rows online, or writes them to the folder `wandb` for `wandb sync`."""
 
     def __init__(self, run: RunDirectory, section: TrackingSection) -> None:
         self._run, self._section = run, section
@@ -56,18 +57,18 @@ class Wandb:
         self._has_failed = False
 
     def open(self, first: int) -> int:
-        """Begin a segment; see `Tracker`."""
+        """Begin a segment; see `Tracker.open`."""
         if self._section.wandb == "online":
             if reason := missing_key(self._section):
                 raise ConnectionError(reason)
             _require_answer(base_url())
-        import wandb  # a second, and only where it is wanted
+        import wandb  # takes a second, so only if W&B is used
 
         if self._has_failed:
-            wandb.teardown()  # its other process may be gone, or hang
+            wandb.teardown()  # W&B's other process may be gone, or hang
         self._has_failed = True
         run_id = run_id_of(self._run)
-        rows = rows_from(first, self._run.path / "wandb", run_id)  # of a writer that was killed
+        rows = rows_from(first, self._run.path / "wandb", run_id)  # from a writer that was killed
         self._already = {_identity(row) for row in rows}
         first = max((row["_step"] + 1 for row in rows), default=first)
         wandb_run = self._begin(run_id)
@@ -77,7 +78,7 @@ class Wandb:
         return first
 
     def write(self, number: int, record: TrackedRecord) -> bool:
-        """See `Tracker`; a record is a row."""
+        """Write a record as a row; see `Tracker.write`."""
         assert self._segment is not None
         if _identity(record.identity) in self._already:
             return False
@@ -91,7 +92,7 @@ class Wandb:
         return self._segment.arrived()
 
     def close(self) -> int:
-        """End the segment."""
+        """End the segment; see `Tracker.close`."""
         if self._segment is None:
             return 0
         segment, self._segment = self._segment, None
@@ -120,7 +121,7 @@ class Wandb:
                 resume="allow",
                 settings=_settings(self._section),
             )
-        except Exception:  # there may be one every 2 minutes: nothing is left of it
+        except Exception:  # retries would leave a folder every 2 minutes: remove it
             for path in set(folder.glob(f"*run-*-{run_id}")) - before:
                 shutil.rmtree(path, ignore_errors=True)
             raise
@@ -132,7 +133,7 @@ class Wandb:
 
 @dataclass
 class _Segment:
-    """A `.wandb` file that is being written."""
+    """A `.wandb` file that is being written, and the number of the next row to arrive."""
 
     run: Any
     file: Any
@@ -145,10 +146,10 @@ class _Segment:
 
 
 def run_id_of(run: RunDirectory) -> str:
-    """The run's id as W&B allows it, which is the same wherever it is written from.
+    """Return the run's id in W&B's alphabet, which is the same for all processes that write it.
 
     Raises:
-        ValueError: the run has none.
+        ValueError: the run has no id.
     """
     found = read_json(run.record_path).get("id")
     if not found:
@@ -157,7 +158,7 @@ def run_id_of(run: RunDirectory) -> str:
 
 
 def missing_key(section: TrackingSection) -> str | None:
-    """Say that a recipe wants W&B online and there is no key for it; None: there is one."""
+    """Return a message if W&B is used online without an API key; None: there is a key."""
     if section.wandb != "online" or _has_key():
         return None
     return (
@@ -182,7 +183,11 @@ def _has_key() -> bool:
 
 
 def _require_answer(url: str) -> None:
-    """Return if a server answers, whatever it says; W&B's own library would wait for minutes."""
+    """Check that a server answers; W&B's own library would wait for minutes.
+
+    Raises:
+        ConnectionError: there is no answer.
+    """
     try:
         urllib.request.urlopen(url, timeout=_ANSWER_SECONDS).close()  # noqa: S310 - the user's own
     except urllib.error.HTTPError:
@@ -193,7 +198,7 @@ def _require_answer(url: str) -> None:
 
 
 def _settings(section: TrackingSection) -> Any:
-    """W&B touches nothing else in the process: no console, code, git or statistics; no prints."""
+    """Return settings with which W&B records only rows: no console, code, git or statistics."""
     import wandb
 
     return wandb.Settings(
@@ -234,7 +239,7 @@ def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class WandbFile:
-    """One file; each reading gives what has come since the one before."""
+    """Reader of a `.wandb` file that grows: each reading yields the rows since the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -248,7 +253,7 @@ class WandbFile:
     def _new_records(self) -> Iterator[Any]:
         from wandb.proto import wandb_internal_pb2
 
-        # Its types say nothing of what is made at run time.
+        # The module's classes are created at run time, which type checkers do not see.
         record: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             parts: list[bytes] = []
@@ -260,19 +265,19 @@ class WandbFile:
 
 
 def rows_from(number: int, folder: Path, run_id: str) -> list[dict[str, Any]]:
-    """The rows of a run in a folder `wandb` whose number is not less than one."""
+    """Read the rows of a W&B run numbered `number` and above, from its folder `wandb`."""
     files = list(folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
     found: list[dict[str, Any]] = []
     for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         rows = list(WandbFile(path).new_rows())
         found += [row for row in rows if row["_step"] >= number]
         if any(row["_step"] < number for row in rows):
-            break  # all of the older files' are less
+            break  # older files have only lower numbers
     return found
 
 
 def _row(items: Iterable[Any]) -> dict[str, Any]:
-    """A row by its keys; what one of them holds by its own."""
+    """Build a row from a history record; nested keys become nested dictionaries."""
     row: dict[str, Any] = {}
     for item in items:
         *above, name = item.nested_key or [item.key]
@@ -284,13 +289,15 @@ def _row(items: Iterable[Any]) -> dict[str, Any]:
 
 
 def _chunks(file: Any, offset: int) -> Iterator[tuple[int, bytes, int]]:
-    """Kind, data and end of each whole chunk from an offset on.
+    """Yield kind, data and end offset of each complete chunk from an offset on.
 
-    After 7 bytes, the framing of LevelDB's logs: blocks of 32 KiB, chunks of checksum, length, kind
-    and data; a record, a protobuf, is one chunk or several. (leveldb/doc/log_format.md)
+    The file is framed like LevelDB's logs (leveldb/doc/log_format.md) after a header of 7 bytes:
+    blocks of 32 KiB with chunks of checksum, length, kind and data. A record, a protobuf, consists
+    of one chunk or several.
     """
     while True:
         left = _BLOCK - offset % _BLOCK
+        # The end of a block that is too short for a chunk's header is padding.
         if left < _CHUNK_HEADER.size:
             offset += left
             continue
