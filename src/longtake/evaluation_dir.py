@@ -207,7 +207,7 @@ class ServerDirectory:
     """Paths and records of one evaluation server in a run; that server is their only writer."""
 
     run: RunDirectory
-    name: str  # of the server, such as `vm-4711`
+    name: str  # name of the server, such as `vm-4711`
 
     @property
     def path(self) -> Path:

@@ -71,7 +71,7 @@ _MAGIC = 0x4C54_4842_0004  # the last digits are the format's number
 _SIZE = 4096
 _DETAIL_BYTES, _CLIP_BYTES, _ERROR_BYTES = 128, 896, 512
 _READ_ATTEMPTS = 100
-_SETTLING_STEPS = 5  # of a launch: compilation and allocation make them slow
+_SETTLING_STEPS = 5  # first steps of a launch, slow by compilation and allocation
 _SETTLING_STEPS_OF_SHAPE = 2
 _PREFIX = "longtake-"
 
@@ -162,7 +162,7 @@ class Heartbeat:
         return process.start_ticks(self.pid) == self.started
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the timings, as JSON values."""
+        """Return all fields except the timings, as JSON values."""
         names = ("role", "pid", "rank", "local_rank", "world_size", "launch", "step", "steps_done")
         facts = {name: getattr(self, name) for name in names}
         facts |= {"phase": self.phase, "seconds": round(self.seconds, 3), "detail": self.detail}
@@ -436,6 +436,7 @@ class GivenClip:
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """Read a page; None: it is missing, belongs to another user or has another format."""
+    # O_NOFOLLOW and O_NONBLOCK: another user may have put a link or a pipe here.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError, ValueError, LookupError), os.fdopen(os.open(path, flags), "rb") as file:
         if os.fstat(file.fileno()).st_uid != os.getuid():

@@ -23,7 +23,7 @@ RECENT_SECONDS = 600.0
 _MOST_NAMED = 8
 _LEAST_STEP_SECONDS = 1e-3
 _STEPS_OF_A_PERIOD = 4
-_IRREGULAR = 0.1  # of a period, by which the time between two steps may differ from it
+_IRREGULAR = 0.1  # fraction of a period by which the interval of two steps may differ from it
 _MOST_CHARS = 200
 _UNKNOWN_END = "not looked for since: its watcher was started again"
 

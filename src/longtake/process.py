@@ -62,7 +62,7 @@ _LONG_DELAY_SECONDS = 600.0
 _FIRST_BEAT_SECONDS = 300.0  # importing from a cold network file system takes long
 _BEAT_LOOK_SECONDS = 1.0
 _KILL_SECONDS = 3.0
-_INTERRUPT_SECONDS = 3.0  # in which Python code notices a second Ctrl-C; C code may never
+_INTERRUPT_SECONDS = 3.0  # time for Python code to notice a second Ctrl-C; C code may never
 
 boot_seconds = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
@@ -82,6 +82,7 @@ def command(name: str = "longtake") -> str:
     """
     called = Path(sys.argv[0])
     scripts = Path(sys.executable).parent if called.name != "longtake" else called.parent
+    # Another installation's script of the same name may come first in PATH.
     own, found = scripts / name, shutil.which(name)
     if not own.is_file() or (found is not None and own.samefile(found)):
         return name

@@ -124,7 +124,7 @@ class Launch(TypedDict):
 
 
 class Identity(TypedDict):
-    """The user and host that began a run; see `longtake.process.identity`."""
+    """The user and host that began a run; see `longtake.process.host_identity`."""
 
     uid: fsio.Count
     host: str
@@ -440,6 +440,7 @@ class RunDirectory:
                 "begun_by": host_identity(),
             }
             begun |= {} if parent is None else {"parent": parent}
+            # recipe.toml comes last: its presence is what `exists` tests.
             fsio.write_json(self.record_path, {**begun, "launches": []})
             fsio.write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
@@ -465,7 +466,7 @@ class RunDirectory:
             return
         listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, old, new in changed)
         ways = ""
-        # The message offers only commands that work: more steps can be resumed in place, changed
+        # The message offers only commands that work. More steps can be resumed in place, changed
         # data with an `on_change`, and the same model and trainables by --from.
         keys = {key for key, _, _ in changed}
         options, catalogs = self._other_catalogs(recipe)

@@ -81,7 +81,7 @@ class StackDump:
     """The stacks of a process's threads, and its state."""
 
     pid: int
-    state: str  # of /proc: R runs, S waits, D waits for a device, T stopped, Z zombie; empty: gone
+    state: str  # in /proc: R runs, S waits, D waits for a device, T stopped, Z zombie; empty: gone
     method: str  # py-spy --native, py-spy --nonblocking, py-spy, faulthandler, proc or none
     threads: tuple[ThreadStack, ...] = ()  # the main thread first; empty: only /proc could be read
     raw: str = ""  # what was read, as text
@@ -398,13 +398,13 @@ def descendants(
     for child, parent in sorted((parents() if known is None else known).items()):
         children[parent].append(child)
     found = [pid]
-    for each in found:  # which grows
+    for each in found:  # the list grows during the loop: a breadth-first search
         found += (child for child in children[each] if child not in without)
     return found[1:]
 
 
 def _read(path: Path | str) -> str:
-    """Empty: there is no such file, or it may not be read."""
+    """Read a file; empty: it is missing or cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:

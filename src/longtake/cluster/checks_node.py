@@ -488,7 +488,7 @@ def measure_packages(context: CheckContext) -> Facts:
     """Read the version of each package, a digest of all, and the packages longtake requires."""
     versions: dict[str, str] = {}
     for each in metadata.distributions():
-        if name := each.metadata["Name"]:  # of two on sys.path, Python imports the first
+        if name := each.metadata["Name"]:  # Python imports the first of two on sys.path
             versions.setdefault(_normalized(name), each.version)
     try:
         requires = metadata.requires("longtake") or []

@@ -447,6 +447,7 @@ class Agent(LocalElasticAgent):
         self._oom_kills, self._started_at = 0, ""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # From here on a signal is kept for the ranks, which get it in `begin`.
         self._stop.hold()
         self._oom_kills, self._started_at = _machine_oom_kills(), fsio.now()
         if self._options.endpoint:

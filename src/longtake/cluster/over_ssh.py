@@ -303,6 +303,7 @@ def _why_no_report(
     silent = {nodes[rank] for each in said.values() for rank in each.get("silent", ())}
     failed = {node for node, each in outputs.items() if each.status and "silent" not in said[node]}
     unended = {node for node, each in outputs.items() if each.status is None}
+    # The best evidence first: a node that failed, then one that others name and that still runs.
     causes = failed or (silent & unended) or silent or unended or set(nodes)
     waited = next((each["error"] for each in said.values() if each.get("silent")), "")
     found = []

@@ -88,6 +88,7 @@ class Rendezvous:
             named = [self._name_silent(*each) for each in list(silent.items())[:_MAX_NAMED]]
             named += [f"and {len(silent) - _MAX_NAMED} more"] * (len(silent) > _MAX_NAMED)
             message = f"Within {self.seconds:g} s there was no answer of {'; '.join(named)}."
+        # Also without silent processes: the others wait for this key.
         self.store.set(f"preflight/{name}/silent", json.dumps(message))
         if silent:
             raise SilentProcessError(message, silent)

@@ -199,7 +199,7 @@ def _explain_unknown(location: str, parts: list[str]) -> str:
         section = section[:2]  # whatever the preset, the input, catalog or module is called
     known = _known_keys()
     inside = [key for key in known if key.split(".")[:-1] == section]
-    # Rather a similar key of the same section than an equal one elsewhere.
+    # Prefer a similar key of the same section to an equal one elsewhere.
     near = (
         _OTHER_NAMES.get(name)
         or _most_similar(name, inside, cutoff=0.6)
@@ -228,7 +228,7 @@ def _known_keys() -> list[str]:
     """List all keys of a recipe; keys of a section come before those of its inner tables."""
     keys: list[str] = []
     tables: list[tuple[str, type[Section]]] = [("", Recipe)]
-    for prefix, table in tables:  # which grows meanwhile
+    for prefix, table in tables:  # the list grows during the loop
         for name, field in table.model_fields.items():
             keys.append(f"{prefix}{name}")
             tables += [(f"{prefix}{name}.", inner) for inner in _tables_in(field.annotation)]

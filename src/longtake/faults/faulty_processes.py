@@ -45,7 +45,7 @@ class Hang:
     at: float  # by the monotonic clock, in seconds
     file: str = ""
     function: str = ""
-    line: int = 0  # of the statement in which it hangs; 0: unknown, it was stopped from outside
+    line: int = 0  # line of the statement in which it hangs; 0: it was stopped from outside
     clip: str = ""  # identity of the clip that it was decoding
     path: str = ""  # file of that clip
 

@@ -338,7 +338,7 @@ class TrainingProcess(RunObserver):
 
         The watcher ends by itself. Returns True if the signal ended the process.
         """
-        if self._process.returncode is None:  # else the pid may be another process's by now
+        if self._process.returncode is None:  # otherwise the pid may have been reused
             started = [stacks.facts(pid) for pid in stacks.descendants(self.pid)]
             ranks = [each.pid for each in started if each and _WATCHER not in each.command]
             for pid in (self.pid, *ranks):

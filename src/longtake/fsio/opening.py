@@ -129,6 +129,7 @@ def open_folder_below(top: Path, parts: Sequence[str]) -> Iterator[int]:
 
 def _opened(descriptor: int, path: Path) -> BufferedReader:
     try:
+        # Checked again on the descriptor: the file may have been replaced before it was opened.
         _refuse_irregular(os.fstat(descriptor).st_mode, path)
         return os.fdopen(descriptor, "rb")
     except BaseException:

@@ -266,6 +266,7 @@ def _split_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
         for line in lines:
             yield line if _is_readable(line, max_bytes) and not is_too_long else None
             is_too_long = False
+        # Memory stays bounded even for a file that is one endless line.
         if len(rest) > max_bytes:
             rest, is_too_long = b"", True
 

@@ -147,7 +147,7 @@ class InfiniBand(StatelessProbe):
 
 # --- TCP connections.
 
-_SOCK_DIAG, _BY_FAMILY = 4, 20  # of linux/netlink.h and linux/sock_diag.h
+_SOCK_DIAG, _BY_FAMILY = 4, 20  # from linux/netlink.h and linux/sock_diag.h
 _REQUEST_DUMP = 0x301
 _ERROR, _DONE = 2, 3
 _INFO = 2  # INET_DIAG_INFO
@@ -206,6 +206,7 @@ def _of_family(family: socket.AddressFamily) -> Iterator[TcpConnection]:
 
 
 def _messages(answer: bytes) -> Iterator[tuple[int, bytes]]:
+    # Messages are aligned to 4 bytes, but `length` does not count the padding.
     at = 0
     while at + _HEADER.size <= len(answer):
         length, kind, _, _, _ = _HEADER.unpack_from(answer, at)
@@ -330,6 +331,7 @@ def peer_traffic(
     for before, after in pairs:
         host = hosts.get(after.peer, after.peer)
         sent[host] += after.acked_bytes - before.acked_bytes
+        # Connections to one node share the link and are busy at the same time, so no sum.
         busy[host] = max(busy[host], after.busy_seconds - before.busy_seconds)
     least = max(_USED * max(sent.values(), default=0), _MIN_TRAFFIC_BYTES)
     found: Numbers = {}

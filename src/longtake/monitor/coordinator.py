@@ -216,6 +216,7 @@ def wait_for_dumps(
     while True:
         with suppress(OSError):
             beats = disk.ask(without_dump, _DISK_SECONDS)
+            # Until a living watcher must have written a heartbeat, every watcher may be alive.
             is_known = time.monotonic() - since > _ALIVE_SECONDS
             missing = {
                 host: not is_known or node_dir.has_beaten(before.get(host), each)
@@ -385,6 +386,7 @@ class DumpService:
             self._reporter.emit("request_refused", is_alert=False, reason=reason)
         while (alarm := _next(self._alarms)) is not None:
             launch, token = self._timeouts.launch, alarm["token"]
+            # Two nodes may notice the same hang: one request is enough for both.
             if any(each.get("stall", {}).get("launch") == launch for each in requests):
                 self._outcomes[token] = "cleared"  # another node's request was first
                 continue

@@ -103,6 +103,7 @@ def _helpers(
         )
 
     of_pid = {each.pid: each for each in heartbeats}
+    # The watcher and py-spy are descendants of a rank too, with everything that they start.
     below = {pid for root in roots for pid in descendants(root, known)}
     observers = set(filter(is_observer, below)) | {os.getpid()}
     below = {pid for root in roots for pid in descendants(root, known, without=observers)}
@@ -225,6 +226,7 @@ class EarlyRounds:
 
 def _dump_round(there: Sequence[RunProcess], at: float) -> Round:
     known = {each.pid: found for each in there if (found := facts(each.pid))}
+    # A process may have ended since it was found.
     there = [each for each in there if each.pid in known]
     dumps = stacks.dump_all({each.pid: each.signal_file for each in there})
     processes: list[ProcessDump] = []

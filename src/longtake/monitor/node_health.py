@@ -134,6 +134,7 @@ class NodeHealth:
         return last == self._tiny_step_at
 
     def _sample(self) -> None:
+        # Every probe that may hang is wrapped in a thread, so this returns within seconds.
         found = self._clock.sample()
         self._connections.set_hosts(self._peers.addresses)
         for probe in self._probes:

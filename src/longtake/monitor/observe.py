@@ -119,6 +119,7 @@ class StaleHeartbeats:
 
     def remove(self, snapshot: Snapshot) -> None:
         """Remove pages of former launches, and old pages except those of ranks that died."""
+        # Ranks of this launch that died stay, as dumps list them as missing.
         now, launch = snapshot.now, snapshot.launch
         self._since = {each.path: self._since.get(each.path, now) for each in snapshot.dead}
         for each in snapshot.dead:

@@ -165,6 +165,7 @@ class _Watcher:
                 self._write_heartbeat(snapshot)
             if self._is_over(snapshot):
                 break
+            # Scan less often when a scan is expensive, to stay below the share of a core.
             cost = time.thread_time() - started
             interval = min(max(cost / _CPU_SHARE, _SCAN_SECONDS), _MAX_SCAN_SECONDS)
             planned = time.monotonic() + interval
@@ -204,6 +205,7 @@ class _Watcher:
             observe.remove_heartbeats(snapshot.dead)
 
     def _check_own_lateness(self, now: float, planned: float) -> None:
+        # If the watcher was suspended, so were probably the processes: extend their limits.
         late = now - planned
         if late > _LATE_SECONDS:
             self._timeouts.extend(late, now)

@@ -544,7 +544,7 @@ class _RunFollower:
             self._state, self._state_since = state, now
         if (writer := newest(writer_path(self._run))) != self._writer:
             self._writer, self._writer_since = writer, now
-        free_seconds = now - self._writer_since  # a writer that lives changes its record
+        free_seconds = now - self._writer_since  # a living writer renews its lease's record
         if self._is_running():
             if now - self._state_since > _QUIET_SECONDS:
                 self.end()

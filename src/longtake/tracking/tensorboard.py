@@ -105,6 +105,7 @@ class _EventFile:
             return False
         if self._file is None:
             self._begin()
+        # A step that is not later than the last one was run again, after a resume or a rollback.
         if self._has_steps and event.step <= self._last:
             start = SessionLog(status=SessionLog.START)
             self._put(Event(session_log=start, step=event.step, wall_time=event.wall_time))
