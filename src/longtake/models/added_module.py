@@ -236,6 +236,7 @@ class _Attachment:
         self.prepared: dict[str, Mapping[str, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
+        # Tensors of a pass are neither copied nor pickled with the model.
         return self.__dict__ | {"given": None, "sigmas": None, "prepared": {}}
 
     def before_model(self, model: nn.Module, args: object) -> None:
@@ -286,6 +287,7 @@ class _BlockForward:
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Families pass a block's arguments by position or by name; both are sorted into fields.
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
         seen: dict[str, Any] = {
             field: given.get(argument) for field, argument in self.fields.items()
@@ -389,6 +391,7 @@ class _ModulesAroundAttention(AttentionMode):
             module = attachment.modules[each]
             own = replace(self._inputs, prepared=attachment.prepared[each])
             call = partial(self._attend_within, module, call, own)
+        # `how` is the same object in `call`, which gets the mask in its inputs instead.
         mask = how.pop("attn_mask", None)
         mixed: Any = call(AttentionInputs(query, key, value, mask, name, self._inputs))
         if not isinstance(mixed, Tensor) or mixed.shape != query.shape:

@@ -134,6 +134,7 @@ class Components:
             self.other.bring(torch.device("cpu"))
         held: dict[Part, nn.Module | Codec | TextEncoder]
         held = {"text": self.text, "model": self.model, "codec": self.codec}
+        # The other parts leave first: two of them may not fit on the device.
         for other, modules in self._modules().items():
             has_weights = not any(tensor.is_meta for each in modules for tensor in _tensors(each))
             if other != part and other not in self.stays and has_weights:
@@ -331,6 +332,7 @@ def _build(
         )
     program = None
     if weights == "seed":
+        # The same constructor on the meta device; each rank runs it again for its shard.
         program = deferred_init.record(lambda: chosen.build(section, shapes, text, weights=False))
     if weights == "checkpoint" or files is not None or program is not None:
         with torch.random.fork_rng(devices=[]), deferred_init.parameters_on_meta():
@@ -383,6 +385,7 @@ def _finish(parts: Components, recipe: config.Recipe, kinds: Kinds) -> Component
     trainable.make_trainable(model, chosen, recipe.trainable, parts.codec.channels, deferred)
     parts = replace(parts, experts=read_experts(recipe.model))
     for flow, bucket in trained_shapes(recipe):
+        # Fails before training if a stage's range of sigmas is empty at the shift of a bucket.
         parts.sample_sigmas(torch.zeros(1), flow, bucket)
     return parts
 

@@ -219,6 +219,7 @@ def parameters_on_meta() -> Iterator[None]:
                 known[parameter] = empty
             module._parameters[name] = known[parameter]
 
+    # Patched for all modules, because constructors of other libraries make parameters anywhere.
     modules.register_parameter = register_on_meta
     try:
         yield
@@ -346,6 +347,8 @@ class InitProgram:
         made: dict[int, torch.UntypedStorage] = {}
 
         def real(place: _Place) -> Tensor:
+            # A view of the storage in the recorded layout: tensors share memory as in the
+            # constructor.
             empty = torch.empty(0, dtype=place.dtype)
             return empty.set_(made[place.storage], place.offset, place.shape, place.stride)
 
@@ -353,6 +356,7 @@ class InitProgram:
             torch.manual_seed(self._seed)
             for number in self._needed:
                 call = self._calls[number]
+                # Replace places by tensors, and the meta device of the recording by the CPU.
                 args, kwargs = pytree.tree_map_only(_Place, real, (call.args, call.kwargs))
                 args, kwargs = pytree.tree_map_only(
                     torch.device, lambda _: torch.device("cpu"), (args, kwargs)
@@ -405,6 +409,7 @@ def placeholders_on_cpu(deferred: Sequence[DeferredParameter]) -> Iterator[None]
         yield
     finally:
         for each, parameter in zip(deferred, before, strict=True):
+            # A quantised layer had no parameter of that name before.
             if parameter is None:
                 del each.module._parameters[each.name]
             else:
@@ -492,6 +497,7 @@ def _fill(tensor: Target, stored: Any) -> None:
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
+    # A rank may have no rows of a small tensor.
     if all(shape):
         part = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
         tensor.to_local().copy_(stored[part])

@@ -61,6 +61,7 @@ class DiffusersBlocks(BlockContract):
         return [block for blocks in lists for block in blocks]
 
     def call_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        # diffusers calls its checkpointing function in place of each block.
         model.enable_gradient_checkpointing(call)  # type: ignore[operator]
 
     def num_heads(self, model: nn.Module) -> int:
@@ -156,6 +157,7 @@ class DiffusersFamily(Family):
 
     def _timesteps(self, sigmas: Tensor) -> Tensor:
         first, last = self.time_range
+        # Sigmas of a range of 1 are not multiplied, so that they are not rounded.
         scaled = sigmas if last - first == 1 else sigmas * (last - first)
         return first + scaled if first else scaled
 
@@ -266,6 +268,7 @@ class DiffusersFamily(Family):
             **(pair or {"transformer": model}),
             vae=autoencoder,
             scheduler=self.scheduler.build(section, rule, bucket_shift),
+            # None for now: these folders are copied from the release after saving.
             **dict.fromkeys(self.copied_parts),
             **parts,
             **settings,

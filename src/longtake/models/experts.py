@@ -82,6 +82,7 @@ class ExpertPair(nn.Module):
 
     def __init__(self, trained: Expert, model: nn.Module, other: nn.Module) -> None:
         super().__init__()
+        # `EXPERT_FOLDERS` lists the high-noise expert first.
         pair = (model, other) if trained == "high" else (other, model)
         for folder, each in zip(EXPERT_FOLDERS.values(), pair, strict=True):
             self.add_module(folder, each)

@@ -122,6 +122,7 @@ def read_lora(
     names = dict(_names_of_layers(layers, family))
     found, unknown = _sort_by_layer(stored, names)
     if unknown and len(stored) <= _MAX_CONVERTED:
+        # diffusers' converters know more names; their result is taken only if it fits better.
         converted = _convert_by_diffusers(stored, family)
         if converted is not None:
             other, still_unknown = _sort_by_layer(converted, names)
@@ -282,6 +283,7 @@ def _names_of_layers(layers: Mapping[str, Any], family: Family) -> Iterator[tupl
             yield f"{prefix}{name}", name
         for original in originals:
             yield from ((front + original, name) for front in ("", "diffusion_model."))
+            # Flat names, in which every dot of a layer's name is an underscore.
             yield from ((front + original.replace(".", "_"), name) for front in _FLAT_PREFIXES)
 
 

@@ -129,6 +129,7 @@ def _dequantized(
         return codes.to(dtype).mul_(scale.to(dtype))
     codes, scale_codes, factor, mean, levels = stored
     scales = scale_codes.view(len(factor), -1) / factor.unsqueeze(1) + mean
+    # A byte holds two weights: `levels` is a table [256, 2] of all pairs of levels.
     pairs = F.embedding(codes.int(), levels.to(dtype))
     weight = pairs.view(-1, _NF4_BLOCK).mul_(scales.view(-1, 1).to(dtype))
     return weight.view(-1, num_columns)

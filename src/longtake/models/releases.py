@@ -72,6 +72,7 @@ def find_part(where: str, expected: PipelinePart) -> PipelinePart:
     found = [name for name, value in named.items() if value in expected.class_names]
     if expected.folder in found or (found and expected.folder not in named):
         folder = expected.folder if expected.folder in found else found[0]
+        # A text encoder in another folder, such as text_encoder_3, may have a tokenizer of its own.
         beside = folder.replace("text_encoder", "tokenizer")
         has_own = "text_encoder" in folder and bool(expected.tokenizer) and beside in named
         tokenizer = beside if has_own else expected.tokenizer

@@ -147,6 +147,7 @@ class StreamedBlocks:
             return
         if self._current is not None:
             self._blocks[self._current].take_away()
+        # `free_buffers` may have given them back since.
         self._buffers = self._buffers or self._new_buffers()
         buffer = self._having(number)
         if buffer is None:
@@ -209,6 +210,7 @@ def _places(block: nn.Module) -> list[_Place]:
     for layer in _frozen_linears(block):
         is_plain = not isinstance(layer, QuantizedLinear)
         held: Any = layer._parameters if is_plain else layer._buffers
+        # All buffers of a quantised layer are streamed; of a plain layer the weight, not the bias.
         for name in ["weight"] if is_plain else held:
             offset = -(-_end(places) // _ALIGNMENT) * _ALIGNMENT
             like = held[name].detach().to("meta")

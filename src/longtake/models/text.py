@@ -180,6 +180,7 @@ class _Encoder:
         self.reads_captions = spec.reads_captions
         self.max_tokens = spec.section.num_tokens()
         self._is_pretrained = spec.section.pretrained is not None
+        # An encoder of pictures has neither a limit of tokens nor a vocabulary.
         if not spec.reads_captions:
             return
         if spec.section.quantize != "none":
@@ -245,6 +246,8 @@ class TransformersText:
         ):
             pipeline = getattr(diffusers, self._family.pipeline_of(parts))
             arguments = pretrained.defaults(pipeline.__init__).items()
+            # Components that the constructor requires but encoding does not, such as the
+            # transformer.
             absent = {name: None for name, default in arguments if default is Parameter.empty}
             return pipeline(**{**absent, **parts})
 

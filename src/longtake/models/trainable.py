@@ -98,6 +98,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
     The copy shares the memory of what is not merged; the model itself is unchanged.
     """
+    # With the tensors in the memo `deepcopy` makes new modules that share them.
     tensors = chain(model.parameters(), model.buffers())
     plain = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     added_module.detach(plain)

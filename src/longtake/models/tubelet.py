@@ -298,6 +298,7 @@ class Attention(nn.Module):
         heads = self.to_qkv(tokens).view(num_clips, num_tokens, 3, self.num_heads, -1)
         heads = heads.permute(2, 0, 3, 1, 4)
         query, key, value = (self.sharing.to_heads(heads) if self.sharing else heads).unbind()
+        # The query is scaled here, so that both ways below attend with a scale of 1.
         query, key = _normalise(query) * query.shape[-1] ** -0.5, _normalise(key)
         if self.sharing is not None and self.sharing.ring_size > 1:
             query, key = query.to(value.dtype), key.to(value.dtype)

@@ -62,6 +62,7 @@ class WanInputs(base.InputContract):
         grey = first.new_zeros(1).expand(len(first), 3, num_grey, bucket.height, bucket.width)
         latents = encode_videos(codec, torch.cat([first, grey, *last], dim=2))
         mask = torch.zeros_like(latents[:, :_MASK_CHANNELS])
+        # The first latent frame stands for one pixel frame, each later one for four.
         mask[:, :, : 1 + (first.shape[2] - 1) // _MASK_CHANNELS] = 1
         if last:  # the last of the pixel frames in the last latent frame
             mask[:, -1, -1] = 1
