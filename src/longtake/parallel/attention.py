@@ -160,6 +160,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         made = obtain(lambda: kernel.forward(query, key, value, scores))
         ctx.kernel, ctx.scores = kernel, scores._replace(bias=None)
+        # Tensors are saved by autograd; only other values may be attributes of `ctx`.
         ctx.numbers = [None if isinstance(each, Tensor) else each for each in made]
         tensors = (each if isinstance(each, Tensor) else None for each in made)
         ctx.save_for_backward(query, key, value, scores.bias, *tensors)

@@ -53,6 +53,7 @@ def from_first(thing: T, world: World, group: dist.ProcessGroup | None = None) -
     """Broadcast rank 0's object to every rank; `group` must contain all ranks."""
     if world.mesh is None:
         return thing
+    # torch replaces the list's items on the ranks that receive.
     box = [thing]
     dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[0]

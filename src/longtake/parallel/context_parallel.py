@@ -85,6 +85,7 @@ class TokenSharing:
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Gather the last row of tokens, of which each rank has a part along a dimension."""
         counts, mine = self._rows[-1], part.movedim(dim, 0)
+        # An all-gather by all-to-all, so that its derivative sums the gradients of all ranks.
         for_each = mine.expand(self.size, *mine.shape).flatten(0, 1)
         whole = self._exchange(for_each, [len(mine)] * self.size, counts, "all")
         return whole.movedim(0, dim)
@@ -99,6 +100,7 @@ class TokenSharing:
         num, clips, heads, mine, width = tensors.shape
         size = self.heads_size
         by_rank = tensors.reshape(num, clips, size, heads // size, mine, width)
+        # The exchange cuts the first dimension: it must go by rank, then by token.
         to_send = by_rank.permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
         received = self._exchange(to_send, [mine] * size, self._among_heads(), "heads")
         return received.permute(1, 2, 3, 0, 4)  # from [T, S, B, h, d]
@@ -218,6 +220,7 @@ def compute_once(
                 row[name] = mine[number][name].contiguous()
             else:
                 row[name] = torch.empty(shape, dtype=dtype, device=device)
+            # As bytes, whatever the dtype.
             dist.broadcast(row[name].view(-1).view(torch.uint8), group=group, group_src=owner)
         rows.append(row)
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}

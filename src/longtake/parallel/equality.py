@@ -132,6 +132,7 @@ def _sampled_digest(path: Path) -> str:
         rest = size - _HEAD_BYTES
         count = min(_NUM_SAMPLES, -(-rest // _SAMPLE_BYTES))
         for number in range(1, count + 1):
+            # The last place ends with the file.
             file.seek(max(_HEAD_BYTES, _HEAD_BYTES + rest * number // count - _SAMPLE_BYTES))
             digest.update(file.read(_SAMPLE_BYTES))
     return f"{size} bytes, sha256 {digest.hexdigest()[:12]}"
@@ -172,6 +173,7 @@ def compare_with_first(facts: Facts, world: World) -> list[RankDifference]:
     first = collectives.from_first(facts, world)
     keys = [each for each in first | facts if first.get(each) != facts.get(each)]
     mine = {each: facts.get(each, ABSENT) for each in keys}
+    # Only the facts that differ from rank 0's are sent.
     everyone = collectives.gather_objects((socket.gethostname(), mine), world)
     differences = differences_of(first, everyone)
     if deciding := [each for each in differences if each.decides]:

@@ -114,6 +114,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
         yield World(0, 0, 1, place, None)
         return
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # The processes of a node share its cores.
     torch.set_num_threads(max(1, process.num_cores() // local_size))
     if place.type == "cuda" and records is not None:
         records.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -125,6 +126,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
         long = timedelta(seconds=section.long_timeout_seconds)
         patient = dist.new_group(backend="gloo", timeout=long, group_desc="patient")
         timeout = timedelta(seconds=section.timeout_seconds)
+        # Meeting had a timeout of its own; from here on the recipe's applies.
         dist.distributed_c10d._set_pg_timeout(timeout)
         joined = World(rank, local_rank, size, place, None, patient_group=patient, timeout=timeout)
         yield arranged(joined, section)

@@ -32,6 +32,7 @@ class CopyStream:
         if self._stream is None:
             target.copy_(source)
             return
+        # Earlier computation may still write the source or read the target.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
