@@ -156,6 +156,7 @@ def stretched_logit_normal(
     low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
+        # The absolute value folds sigmas below 0 over: both signs count.
         folded = share_below(middle) - share_below(-middle)
         is_below = (1 - uniform_share) * folded + uniform_share * middle < wanted
         low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
