@@ -67,6 +67,7 @@ def build_optimizers(
         optimizers.append(Prodigy(chosen.prodigy, lr=rate, betas=betas, weight_decay=decay))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
+            # The schedule multiplies this rate at each step.
             group["base_lr"] = float(group["lr"])
     return optimizers
 

@@ -173,6 +173,7 @@ def _with_gradients(batches: Sequence[Sequence[Tensor]], comes_from_gpu: bool) -
         in_flight.append(
             (_Batch(parameters, [_start_copy(part) for part in gradients]), _record_event())
         )
+        # While one batch is updated, the gradients of the next are being copied.
         if len(in_flight) == 2:
             yield _wait_for_first(in_flight)
     while in_flight:
@@ -198,6 +199,7 @@ def _wait_for_first(in_flight: deque[tuple[_Batch, torch.cuda.Event]]) -> _Batch
 def _round_into(weight: Tensor, master: Tensor, gradient: Tensor) -> None:
     """Round a master into its weight; to a GPU through the gradient's page-locked memory."""
     if master.device != weight.device:
+        # The gradient has been used: its memory has room for the rounded weight.
         pinned = gradient.view(-1).view(weight.dtype)[: weight.numel()].view(weight.shape)
         weight.copy_(pinned.copy_(master), non_blocking=True)
     elif master is not weight:

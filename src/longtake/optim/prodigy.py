@@ -55,6 +55,7 @@ class Prodigy(Fp32Optimizer):
             return
         scale = distance / _FIRST_DISTANCE
         group["numerator"] = math.sqrt(beta2) * group["numerator"] + scale * rate * moved
+        # The estimate never falls.
         group["distance"] = max(distance, group["numerator"] / weighted)
         group["num_steps"] = done
         for parameter in parameters:
