@@ -157,11 +157,11 @@ def attach(
     recomputed, compiled, or has its weights gathered.
 
     Args:
-        model: of the family.
-        modules: by their names in the recipe, in `dtype`.
-        family: of the model.
+        model: a model of the family.
+        modules: the modules, in `dtype`, by their names in the recipe.
+        family: the model's family.
         blocks: names of the blocks of each module.
-        dtype: of the modules.
+        dtype: the modules' dtype.
     """
     host: Any = model
     attachment = _Attachment(modules, dtype, casts=dtype != numerics.main_dtype(model))

@@ -69,8 +69,8 @@ def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) 
     """Return the shape of the latents of one clip in a bucket.
 
     Args:
-        codec: of the recipe.
-        bucket: in pixels.
+        codec: the recipe's codec.
+        bucket: shape of the clips in pixels.
         patch: the family's; without it only the codec has to divide the bucket.
 
     Raises:
@@ -429,11 +429,11 @@ class Family(ABC):
         Call that pipeline with max_sequence_length = the recipe's `text.max_tokens`.
 
         Args:
-            section: of the run's recipe.
+            section: model section of the run's recipe.
             model: without LoRA layers; an `ExpertPair` where the release has two.
-            codec: of the run.
-            text: of the run.
-            rule: of sampling; the scheduler gets it if the pipeline can follow it.
+            codec: the run's codec.
+            text: the run's text encoder.
+            rule: shift rule of sampling; the scheduler gets it if the pipeline can follow it.
             bucket_shift: the shift at the run's first bucket, for a pipeline that cannot.
             folder: to write.
 

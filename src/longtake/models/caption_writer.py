@@ -27,7 +27,7 @@ class TransformersCaptioner:
         prompt: question to a chat model, or text that another model continues (by default none).
         max_new_tokens: the most tokens that are generated for a caption.
         device: by default "cuda" if there is one, else "cpu".
-        dtype: of the weights, such as "bfloat16"; by default as they are stored.
+        dtype: dtype of the weights, such as "bfloat16"; by default as they are stored.
 
     Raises:
         ModelError: the folder holds no such model, or needs code or weights that are not read.

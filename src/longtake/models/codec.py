@@ -26,7 +26,7 @@ _IMAGE_TILE = 512  # pixels; diffusers' default is the size of training images, 
 
 
 class Codec(Protocol):
-    """Encodes clips [B, 3, F, H, W] uint8 to latents [B, C, F', H', W'] fp32 and decodes them."""
+    """Interface between clips [B, 3, F, H, W] uint8 and latents [B, C, F', H', W'] fp32."""
 
     channels: int
     """Number of latent channels C."""
@@ -38,7 +38,7 @@ class Codec(Protocol):
         """Return the shape (F', H', W') of a bucket's latents.
 
         Args:
-            bucket: in pixels.
+            bucket: shape of clips in pixels.
             patch: latent frames, rows and columns of one token of the model.
 
         Raises:
@@ -406,7 +406,7 @@ def build_codec(
     """Build the recipe's codec on the CPU.
 
     Args:
-        section: of the recipe.
+        section: the recipe's codec section.
         part: the family's.
         made: the folder of frozen parts that the run made when it began; None when it begins.
 

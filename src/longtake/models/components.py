@@ -85,7 +85,7 @@ class Components:
         """Return the shift of sigmas, as a number, for clips of one shape.
 
         Args:
-            shift: of the recipe.
+            shift: the recipe's value.
             bucket: the clips' shape.
             num_steps: of sampling, which FLUX.2's rule follows. None, in training: those with
                 which the release is sampled, so that no key of sampling changes what is trained;
@@ -185,7 +185,7 @@ def assemble(
 
     Args:
         recipe: checked here for parts that do not fit together.
-        captions: of the catalog, for a vocabulary (not read where the run has one).
+        captions: the catalog's, for a vocabulary (not read where the run has one).
         made: the folder of frozen parts that the run made when it began; None when it begins.
         frozen_parts: without them codec and text encoders have shapes but cannot encode, for a run
             whose latents and prompt embeddings are cached; a vocabulary is the real one.

@@ -28,10 +28,10 @@ from longtake.trust import import_class
 
 
 class TransformerCall(NamedTuple):
-    """One call of a transformer of diffusers."""
+    """Arguments of one call of a diffusers transformer, and the reading of its output."""
 
     inputs: dict[str, Any]
-    """Keyword arguments of its `forward`."""
+    """Keyword arguments of the transformer's `forward`."""
     read: Callable[[Any], Tensor]
     """Function from the first value that `forward` returns to [B, C, F, H, W], in the model's sign.
     """
@@ -349,7 +349,7 @@ def share_inputs(
 
     Args:
         model: a transformer of diffusers.
-        sharing: of the group.
+        sharing: the group's token sharing.
         dims: the dimension along which an argument is cut, by its name. What is None or has fewer
             dimensions stays as it is.
         lengths: names of the arguments [B, T, D] whose tokens attend to each other.

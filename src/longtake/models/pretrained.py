@@ -209,7 +209,7 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
 
     Args:
         where: a local folder or a repository id.
-        subfolder: of it.
+        subfolder: folder of one part inside `where`.
         files: which of the subfolder's files are downloaded, as a pattern. The configurations
             of pipeline, scheduler and guider always are: objective and guidance.
 

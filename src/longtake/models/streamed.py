@@ -55,7 +55,7 @@ class _Place:
 
 @dataclass(eq=False)
 class _Weights:
-    """The streamed weights of one block."""
+    """The streamed weights of one block, kept in host memory."""
 
     places: Sequence[_Place]
     host: Tensor  # [bytes] uint8; on a machine with CUDA page-locked
@@ -88,7 +88,7 @@ class StreamedBlocks:
     block's output calls for the weights first.
 
     Args:
-        blocks: in the order in which they run.
+        blocks: the blocks in the order in which they run.
         device: on which they run.
     """
 

@@ -333,9 +333,9 @@ def build_text(
     """Build the recipe's text encoder on the CPU.
 
     Args:
-        section: of the recipe.
+        section: the recipe's text section.
         family: whose encoders they are.
-        captions: of the catalog; a vocabulary is made of their words where none is given.
+        captions: the catalog's captions; without a saved vocabulary one is made of their words.
         made: the folder of frozen parts that the run made when it began; None when it begins.
 
     Raises:

@@ -15,7 +15,7 @@ DECODER: Mapping[str, Any] = {"output_hidden_states": True, "use_cache": False}
 
 @dataclass(frozen=True)
 class TextContract:
-    """The way from captions to `prompt_embeds`, by the methods of the family's own pipeline.
+    """Encoding of captions to `prompt_embeds` by the methods of the family's own pipeline.
 
     A family whose pipeline encodes in another way overrides methods in a subclass.
     """
@@ -41,7 +41,7 @@ class TextContract:
         """Encode captions by the pipeline's own methods, on its device, without gradients.
 
         Args:
-            pipeline: of the family's class; it has the parts that encode, and no transformer.
+            pipeline: a pipeline of the family's class, with encoders and without a transformer.
             captions: B of them, in a list that may be changed.
             max_tokens: T, what captions are cut or padded to, without `picture_tokens`.
             pictures: [B, 3, 1, H, W] uint8 of each name in `pictures`.
@@ -55,7 +55,7 @@ class TextContract:
         """Outline what `encode` returns for one caption, on the meta device.
 
         Args:
-            encoders: by their folders in the pipeline, the captions' first; on the meta device.
+            encoders: encoders by their folders, the captions' first; on the meta device.
             max_tokens: T, with the tokens of pictures.
         """
         width = text_width(next(iter(encoders.values())))
@@ -68,8 +68,8 @@ class TextContract:
         """Run the encoders on fake tensors as `encode` does for the longest caption.
 
         Args:
-            encoders: by their folders in the pipeline.
-            max_tokens: of the encoders that read captions, with the tokens of pictures.
+            encoders: encoders by their folders in the pipeline.
+            max_tokens: tokens, those of pictures included, of the encoders that read captions.
         """
         for folder, length in max_tokens.items():
             ids = torch.ones(1, length + self.template_tokens, dtype=torch.long)
@@ -81,7 +81,7 @@ class TextContract:
 
         Args:
             where: folder or repository id of the pipeline.
-            subfolder: of it.
+            subfolder: the processor's folder inside `where`.
         """
         raise NotImplementedError(f"{type(self).__name__} encodes captions alone")
 

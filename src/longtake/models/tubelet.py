@@ -146,7 +146,7 @@ def _clip(sizes: Sequence[int]) -> str:
 
 
 class TubeletTransformer(nn.Module):
-    """Predicts the velocity of noisy clips from their captions' tokens.
+    """Transformer that predicts the velocity of noisy clips from their captions' tokens.
 
     Inside, the network predicts the clean clip: it lies near few dimensions, so a narrow network
     can represent it, and noise it cannot. `forward` converts it to the velocity.
@@ -313,7 +313,7 @@ class Attention(nn.Module):
 
 
 class Condition(nn.Module):
-    """Embeds the noise level and the caption's words into vectors [B, D]."""
+    """Embedding of the noise level and of the caption's words into vectors [B, D]."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ class WanInputs(base.InputContract):
 
 
 def _replaces_frames(codec: Codec) -> bool:
-    """Return True for Wan 2.2's own autoencoder, which is TI2V-5B's."""
+    """Return True for the autoencoder of TI2V-5B, whose given frames replace noisy ones."""
     return any(bool(getattr(each.config, "is_residual", False)) for each in codec.modules())
 
 
