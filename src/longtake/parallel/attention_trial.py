@@ -37,7 +37,7 @@ class AttentionCase(NamedTuple):
 
 
 class Trials(NamedTuple):
-    """The input of this program."""
+    """The program's input: cases of attention to try on a device."""
 
     device: str
     cases: tuple[AttentionCase, ...]

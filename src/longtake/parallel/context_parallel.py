@@ -40,7 +40,7 @@ def heads_size(num_heads: int, size: int, of_node: int) -> int:
     ranks of a node: all-to-all waits for the slowest link, and a ring hides behind the computation.
 
     Args:
-        num_heads: of the model.
+        num_heads: number of the model's attention heads.
         size: ranks that share a clip.
         of_node: ranks of a node.
     """
@@ -49,7 +49,7 @@ def heads_size(num_heads: int, size: int, of_node: int) -> int:
 
 
 class TokenSharing:
-    """Cuts the tokens of clips and shares attention between ranks.
+    """Division of clips' tokens and of their attention between ranks.
 
     A model calls `begin` once in each forward pass, after the backward pass of the one before:
     recomputed blocks read the numbers again.
@@ -199,10 +199,10 @@ def compute_once(
     All ranks call it.
 
     Args:
-        count: of samples; the first is computed by the first rank, and so on.
+        count: number of samples; the first is computed by the first rank, and so on.
         compute: from a sample's number to its tensors, [1, ...] each and by name, on `device`.
         group: the ranks.
-        device: of the tensors.
+        device: the tensors' device.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = {number: compute(number) for number in range(rank, count, size)}
@@ -227,10 +227,10 @@ def compute_once(
 
 
 class SharedAttention(attention.AttentionMode):
-    """A context in which `scaled_dot_product_attention` attends to the tokens of all ranks.
+    """Context in which `scaled_dot_product_attention` attends to the tokens of all ranks.
 
-    For self-attention only: query, key and value [B, H, t, d] are of the same tokens. A mask, bool
-    [B, 1, 1, t], says which of them are attended to.
+    For self-attention only: query, key and value [B, H, t, d] belong to the same tokens. A mask,
+    bool [B, 1, 1, t], is true for the tokens that are attended to.
     """
 
     def __init__(self, sharing: TokenSharing) -> None:

@@ -166,7 +166,7 @@ def compare_with_first(facts: Facts, world: World) -> list[RankDifference]:
     """Compare the ranks' facts; all ranks call it, and get the same differences.
 
     Raises:
-        RunError: on every rank; facts that decide what is trained differ.
+        RunError: facts that decide what is trained differ; raised on every rank.
     """
     if world.mesh is None:
         return []

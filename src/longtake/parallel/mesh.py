@@ -43,7 +43,7 @@ _SIGNS_OF_A_LOST_PEER = (
 
 @dataclass(frozen=True)
 class World:
-    """Rank and process groups of this process."""
+    """Rank, device and process groups of this process."""
 
     rank: int
     local_rank: int
@@ -169,7 +169,7 @@ def _meeting(rank: int, size: int) -> dict[str, Any]:
 
 
 def arranged(world: World, section: ParallelSection) -> World:
-    """Add the meshes of sharding and of shared clips to a world that has been joined."""
+    """Add the meshes of sharding and of context parallelism to a world that has been joined."""
     shards, sequence, group = shard_size(section, world.size), section.context, None
     # FSDP2 replicates over a mesh's first dimension and shards over its last.
     if shards in (1, world.size):
@@ -272,7 +272,7 @@ def shard_size(section: ParallelSection, size: int, of_node: int | None = None) 
     """Count the ranks that hold one copy of the model between them.
 
     Args:
-        section: of the recipe.
+        section: the recipe's parallel section.
         size: ranks of the launch.
         of_node: ranks of a node; None: torchrun's LOCAL_WORLD_SIZE.
 
