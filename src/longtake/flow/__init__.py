@@ -1,1 +1,1 @@
-"""The mathematics of flow matching, pure: no files, no ranks, no models."""
+"""The mathematics of flow matching, without files, ranks and models."""

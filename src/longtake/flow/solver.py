@@ -67,8 +67,9 @@ def unipc(
 ) -> Tensor:
     """Solve by diffusers' UniPCMultistepScheduler as Wan's releases configure it.
 
-    Of order 2, with one velocity a step (arXiv:2302.04867). Its sigmas end at 1 / 1000 before they
-    are shifted; the velocity is asked for at multiples of 1 / 1000, rounded down, as in pipelines.
+    It has order 2 and evaluates one velocity a step (arXiv:2302.04867). Its sigmas end at 1 / 1000
+    before the shift; velocities are evaluated at multiples of 1 / 1000, rounded down, as in
+    pipelines.
     """
     from diffusers import UniPCMultistepScheduler
 

@@ -24,7 +24,7 @@ _BISECTIONS = 53  # as many bits as a float64 has
 _MIN_SHARE = 1e-6
 MODE_SCALE_MIN = -1.0
 MODE_SCALE_MAX = 2 / (math.pi - 2)
-"""Outside this range `mode` is not monotone."""
+"""Upper bound of the `scale` of `mode`; outside the bounds `mode` is not monotone."""
 
 
 def sample_sigmas(
@@ -43,13 +43,13 @@ def sample_sigmas(
     Args:
         uniform: fp32 or wider.
         kind: the distribution.
-        mean: of `logit_normal`; above 0 means more noise.
-        std: of `logit_normal`.
-        scale: of `mode`; above 0 samples more in the middle, below 0 at the ends.
+        mean: mean of `logit_normal`; above 0 means more noise.
+        std: standard deviation of `logit_normal`.
+        scale: scale of `mode`; above 0 samples more in the middle, below 0 at the ends.
         shift: applied last; above 1 means more noise, 1 changes nothing.
         sigma_range: lowest and highest sigma after the shift. The distribution is restricted to it:
             inside, sigmas are as likely relative to each other as without it.
-        uniform_share: of `logit_normal`; above 0 it is `stretched_logit_normal`.
+        uniform_share: uniform share of `logit_normal`; above 0 it is `stretched_logit_normal`.
 
     Raises:
         RecipeError: the kind is unknown, or a number is out of range.
