@@ -19,8 +19,9 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
     """Build an optimizer of the class that `optimizer.kind` names.
 
     Raises:
-        RecipeError: it cannot be found or made, or checkpoints, by which
-            `torch.distributed.checkpoint` calls `step(closure=None)`, could not hold its settings.
+        RecipeError: the class cannot be found or constructed, its step cannot be called as
+            `step(closure=None)`, as `torch.distributed.checkpoint` calls it, or checkpoints could
+            not hold its settings.
     """
     key = f"optimizer.kind {section.kind!r}"
     found = import_class(section.kind, "optimizer.kind")
@@ -79,8 +80,8 @@ def refuse_own_optimizer(parameters: Sequence[Tensor], section: OptimizerSection
     have at most 4 numbers in each dimension. Where a step fails on them, its state is not judged.
 
     Args:
-        parameters: that it would train; they may be on the meta device.
-        section: of the recipe.
+        parameters: parameters that it would train; they may be on the meta device.
+        section: the recipe's optimizer section.
 
     Raises:
         RecipeError: it cannot be made; bf16 weights would lose small updates; or checkpoints could
@@ -125,13 +126,13 @@ def refuse_own_optimizer(parameters: Sequence[Tensor], section: OptimizerSection
 
 
 def own_states(parameters: Sequence[Tensor], section: OptimizerSection) -> list[Tensor] | None:
-    """Return the tensors that the user's own optimizer keeps, on the meta device.
+    """Return the state tensors of the user's own optimizer, on the meta device.
 
     Returns:
-        None: its step asks for values, or fails without them.
+        The tensors, or None if the optimizer's step reads values or fails without them.
 
     Raises:
-        RecipeError: it cannot be made.
+        RecipeError: the optimizer cannot be constructed.
     """
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         weights = [nn.Parameter(torch.zeros(each.shape)) for each in parameters]

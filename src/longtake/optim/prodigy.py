@@ -62,11 +62,11 @@ class Prodigy(Fp32Optimizer):
             self._move(parameter, group, rate)
 
     def _accumulate(self, parameter: Tensor, beta1: float, beta2: float, distance: float) -> Tensor:
-        """Update a parameter's averages.
+        """Update a parameter's averages and return its terms of the estimate.
 
         Returns:
-            [2] fp64: its gradient along the way from the first weights, negated, and the sum of the
-            sizes of its weighted gradients; of this rank's shard.
+            [2] fp64, for this rank's shard: the product of the gradient with the initial minus the
+            present weights, and the L1 norm of the weighted sum of gradients.
         """
         assert parameter.grad is not None
         if not self.state[parameter]:

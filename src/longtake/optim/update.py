@@ -35,7 +35,7 @@ def set_learning_rates(optimizers: Sequence[Optimizer], factor: float) -> None:
 
 
 def rate_factor(group: Mapping[str, Any]) -> float:
-    """Return a group's learning rate over the recipe's, or over that of its own schedule."""
+    """Return a group's present learning rate as a multiple of its base rate."""
     return float(group["lr"]) / (group["base_lr"] or 1.0)
 
 
@@ -105,7 +105,7 @@ class Averages:
     ) -> None:
         """Move the averages after the `num_updates`-th update (counted from 1).
 
-        `decay`, of a stage of the curriculum, is taken instead of the profiles' own.
+        `decay`, set by a stage of the curriculum, replaces the profiles' own.
         """
         if not self._averages:
             return
