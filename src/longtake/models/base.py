@@ -29,6 +29,7 @@ from longtake.models.text_contract import TextContract
 from longtake.parallel.context_parallel import TokenSharing
 from longtake.trust import import_class
 
+# Named by text, so that only the module of the chosen family is imported.
 FAMILIES = {
     "flux": "longtake.models.flux:Flux",
     "flux2": "longtake.models.flux2:Flux2",
@@ -471,6 +472,7 @@ def _own_family(path: str) -> Family:
             f"model.family {path!r} is not a Family. Make it a subclass of Family, or of "
             f"DiffusersFamily for a transformer of diffusers. {advice}"
         )
+    # Attributes that base classes only annotate, such as `frozen`, must get a value.
     attributes = {name for part in found.__mro__ for name in inspect.get_annotations(part)}
     methods: frozenset[str] = found.__abstractmethods__
     missing = [name for name in attributes if not hasattr(found, name)]

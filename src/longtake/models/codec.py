@@ -299,6 +299,7 @@ class ImageCodec(_Autoencoder):
         self.channels: int = config["latent_channels"]
         self._shift: float = config.get("shift_factor") or 0.0
         self._scale: float = config.get("scaling_factor") or 1.0
+        # Each stage but the last halves rows and columns.
         self._spatial = 2 ** (len(config["block_out_channels"]) - 1)
         autoencoder.tile_sample_min_size = _IMAGE_TILE  # type: ignore[assignment]
         autoencoder.tile_latent_min_size = _IMAGE_TILE // self._spatial
@@ -370,6 +371,7 @@ class PatchedImageCodec(ImageCodec):
                 "such as [2, 2]."
             )
         self._patch: int = rows
+        # A patch of pixels of the mode becomes the channels of one latent pixel.
         self.channels *= rows * columns
         self._spatial *= rows
         self._epsilon: float = config["batch_norm_eps"]
@@ -497,6 +499,7 @@ def _compression(config: Any) -> tuple[int, int]:
             f"{list(levels)}: expected {len(levels) - 1} values, one less than dim_mult has, and "
             f"at most two of them true, because time is encoded in pieces of {_CHUNK} frames."
         )
+    # Every level but one halves rows and columns; those marked true halve the frames, too.
     return temporal, (config.get("patch_size") or 1) * 2 ** len(halvings)
 
 

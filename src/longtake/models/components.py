@@ -274,6 +274,7 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
     ):
         if where is None or part is None:
             continue
+        # A release need not have the further parts.
         if part not in parts.further or releases.has_part(where, part):
             found = releases.find_part(where, part)
             for subfolder in filter(None, (found.folder, found.tokenizer)):

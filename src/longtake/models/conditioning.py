@@ -65,6 +65,7 @@ def condition_on(
         elif name not in encoded:
             found[name] = each.float() / 127.5 - 1
     if encoded:
+        # Encoded inputs go to the family together, because it may combine several of them.
         found |= parts.family.inputs.encode(parts.codec, parts.text, encoded, bucket)
     return found
 
@@ -83,6 +84,7 @@ def on_latents(codec: Codec, mask: Tensor) -> Tensor:
     """
     *_, frames, rows, columns = mask.shape
     shape = codec.latent_shape(Bucket(num_frames=frames, height=rows, width=columns))
+    # With one latent frame, or one for each frame, the first frame does not stand apart.
     if shape[0] in (1, frames):
         return F.adaptive_avg_pool3d(mask, shape)
     first = F.adaptive_avg_pool3d(mask[:, :, :1], (1, *shape[1:]))
@@ -120,6 +122,7 @@ def training_conditioning(
 
 
 def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
+    # Any tensor of the batch gives its size and device.
     like = next(iter(conditioning.values()))
     return {"guidance": torch.full((len(like),), scale, device=like.device)}
 

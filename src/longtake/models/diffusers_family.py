@@ -262,6 +262,7 @@ class DiffusersFamily(Family):
         pipeline_class = getattr(diffusers, self.pipeline_of(parts, release))
         known = pretrained.defaults(pipeline_class.__init__)
         index = release.pipeline
+        # Values in the release's model_index.json that are no components, such as boundary_ratio.
         settings = {n: v for n, v in index.items() if n in known and not isinstance(v, list)}
         pair = dict(model.named_children()) if isinstance(model, ExpertPair) else None
         pipeline = pipeline_class(

@@ -114,6 +114,8 @@ class Flux(diffusers_family.DiffusersFamily):
             return base.Defaults(
                 shift, self.guidance_scale, self.num_inference_steps, caption_dropout=0.0
             )
+        # Not distilled: guided by a second pass. Schnell, below, has a static shift instead of a
+        # line.
         if section.pretrained is None or isinstance(shift.by, MuLine):
             return base.Defaults(shift, guidance_scale=5.0, num_inference_steps=28)
         return base.Defaults(
@@ -133,6 +135,7 @@ class Flux(diffusers_family.DiffusersFamily):
         for number, image in enumerate(images[1:], 1):
             tokens = torch.cat([tokens, pack(image)], dim=1)
             ids = torch.cat([ids, image_ids(image, number)])
+        # The text's tokens have no position: all their ids are 0.
         inputs = {
             "hidden_states": tokens,
             "timestep": timesteps,
@@ -167,6 +170,7 @@ def pack(latents: Tensor) -> Tensor:
     """Pack latents [B, C, 1, H, W] into tokens [B, N, 4 C], each of 2 x 2 latent pixels."""
     num_samples, channels, _, height, width = latents.shape
     rows, columns = height // _PACK, width // _PACK
+    # The values of a token go by channel, then by row and column within its patch.
     parts = latents.reshape(num_samples, channels, rows, _PACK, columns, _PACK)
     return parts.permute(0, 2, 4, 1, 3, 5).reshape(num_samples, rows * columns, -1)
 

@@ -57,6 +57,7 @@ class Flux2Blocks(DiffusersBlocks):
 
 
 def _is_single(block: nn.Module) -> bool:
+    # Only joint blocks have a feed-forward network for the text.
     return not hasattr(block, "ff_context")
 
 
@@ -129,6 +130,7 @@ class Flux2(flux.Flux):
         images = [noisy_latents, *self.inputs.pictures(conditioning)]
         ids = [flux.image_ids(image, _TIME_STEP * at, patch=1) for at, image in enumerate(images)]
         words = torch.arange(prompt.shape[1], dtype=ids[0].dtype, device=ids[0].device)
+        # A token is one latent pixel, so nothing is packed.
         tokens = [image.to(noisy_latents).flatten(2).mT for image in images]
         inputs = {
             "hidden_states": torch.cat(tokens, dim=1),

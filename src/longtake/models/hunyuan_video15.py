@@ -205,6 +205,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
                 f"The model makes videos from {what}, but text.pretrained has {has} "
                 "image_encoder. Name the release of the model in text.pretrained."
             )
+        # Both tasks have one class of transformer; `_has_first` reads the task from its config.
         model.register_to_config(task_type="i2v" if takes_first else "t2v")
         for block in model.transformer_blocks:
             block.attn.set_processor(first_version.HunyuanVideoAttnProcessor2_0())
@@ -351,6 +352,7 @@ def _forward(
     if image_embeds is not None:
         texts.append(model.image_embedder(image_embeds))
         masks.append(None)
+    # Each kind of text gets a learnt embedding of its own.
     kinds = torch.arange(len(texts), device=video.device)
     typed = zip(texts, model.cond_type_embed(kinds), strict=True)
     text = torch.cat([each + kind for each, kind in typed], dim=1)  # without rope: in any order
@@ -359,6 +361,7 @@ def _forward(
         pairs = zip(texts, masks, strict=True)
         known = torch.cat([_all_known(t) if mask is None else mask for t, mask in pairs], dim=1)
     if sharing is not None:
+        # Text and video attend to each other, so a rank gets a part of both.
         sharing.begin(text.shape[1], video.shape[1])
         rope = tuple(sharing.cut(table, 0) for table in rope)
         video, text = sharing.cut(video, 1), sharing.cut(text, 1)

@@ -40,6 +40,7 @@ def cpu_has_bf16() -> bool:
 
     Elsewhere oneDNN emulates bf16, which is slower than fp32.
     """
+    # DNNL is the former name of oneDNN.
     limits = (os.environ.get(f"{name}_MAX_CPU_ISA", "") for name in ("ONEDNN", "DNNL"))
     if any(limit.upper() in _ISAS_WITHOUT_BF16 for limit in limits):
         return False

@@ -113,6 +113,7 @@ def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: s
     names = sorted(path.name for path in folder.iterdir())
     middles = [match[1] for name in names if (match := _WEIGHTS.fullmatch(name))]
     variants = [found[1] for middle in middles if (found := _VARIANT.search(middle))]
+    # All weights belong to a variant, and `from_pretrained` without one would find none.
     if variants and len(variants) == len(middles):
         raise ModelError(
             f"{folder} has weights of the variant {variants[0]} only, and longtake loads weights "
@@ -307,6 +308,7 @@ def _load(loaded_class: Any, folder: Path, options: dict[str, Any]) -> tuple[Any
     model, report = loaded_class.from_pretrained(
         str(folder), local_files_only=True, output_loading_info=True, **options
     )
+    # The libraries only warn of such tensors, and return the model all the same.
     return model, sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
 
 

@@ -347,12 +347,14 @@ def recognise(section: ModelSection, families: Collection[str]) -> Kind | None:
     config: Mapping[str, Any] = {}
     with suppress(ModelError):  # a UNet has none; others fail when they are read
         config = releases.read_release(section).config
+    # The transformer's values replace the pipeline's of the same name.
     facts = {
         **index,
         **config,
         "pipeline": str(index.get("_class_name", "")),
         "transformer": str(config.get("_class_name", "")),
     }
+    # Refusals come first: such a release may have the transformer of a family that is trained.
     for refused in _REFUSED:
         if refused.fits(facts):
             raise ModelError(

@@ -136,6 +136,8 @@ class StreamedBlocks:
         """Register hooks that bring the weights before the block's backward pass begins."""
         if in_backward():
             return  # recomputed: its backward pass has begun
+        # The gradient of an output arrives before the block's backward pass. A tensor that the
+        # block only passes on is not its output.
         inputs = [id(each) for each in (*args, *given.values())]
         for tensor in output if isinstance(output, tuple) else (output,):
             if tensor.requires_grad and id(tensor) not in inputs:
@@ -154,6 +156,7 @@ class StreamedBlocks:
             buffer = self._copy(number, besides=None)
         self._copies.wait(buffer.copied)
         block, place = self._blocks[number], self._buffers.index(buffer)
+        # Views into each buffer are made once and kept.
         if place not in block.views:
             block.views[place] = [each.within(buffer.memory) for each in block.places]
         block.put(block.views[place])

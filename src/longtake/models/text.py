@@ -276,6 +276,7 @@ class TransformersText:
         cleaned = [clean(caption) for caption in captions]
         tokens = self.tokenizer(cleaned, truncation=True, max_length=self.max_tokens).input_ids
         for row, ids in enumerate(tokens):
+            # Rounded up, so that captions of similar length share a batch.
             length = max(1, -(-len(ids) // LENGTH_STEP)) * LENGTH_STEP
             found.setdefault(min(self.max_tokens, length), []).append(row)
         return found

@@ -189,6 +189,7 @@ class TubeletTransformer(nn.Module):
         self.blocks = nn.ModuleList(
             Block(hidden_size, num_heads, mlp_ratio, residual_gate) for _ in range(num_blocks)
         )
+        # With its last layers at 0, a new network predicts a clip of zeros.
         self.modulation_out = _zeroed(nn.Linear(hidden_size, 2 * hidden_size))
         self.tube_out = _zeroed(nn.Linear(hidden_size, tube_size))
         nn.init.normal_(self.token_embedding.weight, std=0.5)
@@ -230,6 +231,7 @@ class TubeletTransformer(nn.Module):
         return tokens if self._sharing is None else self._sharing.gather(tokens, 1)
 
     def _read_caption(self, token_ids: Tensor, noise_level: Tensor) -> Tensor:
+        # Shorter captions are padded to the number of learnt positions.
         token_ids = F.pad(token_ids, (0, self.max_tokens - token_ids.shape[1]))
         words = self.token_embedding(token_ids) + self.token_positions
         return self._call(self.caption_block, words, noise_level)
