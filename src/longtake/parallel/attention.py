@@ -99,6 +99,7 @@ def choose_kernel(
     kernel = attention_rules.kernel_of(query, key, value, mask, how)
     if kernel == "flash" and query.device.type == "cpu":
         return FLASH_ON_CPU
+    # torch would pad these heads first, which `FLASH` does not.
     if kernel == "flash" and query.shape[-1] % _FLASH_CHANNELS:
         return None
     return {"flash": FLASH, "cudnn": CUDNN, "efficient": EFFICIENT}.get(kernel)
@@ -112,6 +113,7 @@ def as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     if query.device.type == "cpu":
         return mask
+    # Rows are padded in memory, and the bias is a view of them in its own length.
     if any(stride % _BIAS_ALIGNMENT for stride in mask.stride()[:-1]):
         length = mask.shape[-1]
         mask = F.pad(mask, (0, -length % _BIAS_ALIGNMENT))[..., :length]

@@ -179,6 +179,7 @@ def obey_refusals(dispatch_key: str) -> Any:
         is_causal: bool = False,
         **how: Any,
     ) -> Any:
+        # Without gradients no kernel is refused: the known faults are in backward passes.
         trains = torch.is_grad_enabled() and (
             query.requires_grad or key.requires_grad or value.requires_grad
         )

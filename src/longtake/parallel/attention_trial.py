@@ -60,6 +60,7 @@ def case_of(
     def length(tokens: int) -> int:
         return tokens if tokens <= _MOST_TOKENS + _TILE else _MOST_TOKENS + tokens % _TILE
 
+    # Heads are taken away in groups that share their keys.
     ratio = query.shape[1] // key.shape[1]
     num_keys = min(key.shape[1], max(1, _MOST_HEADS // ratio))
     samples, heads = min(len(query), _MOST_SAMPLES), (num_keys * ratio, num_keys)
@@ -146,6 +147,7 @@ class _Trial:
                 torch.ones(1, device=self.device).sum().item()  # raises if CUDA is lost: a crash
             return f"fails: {str(error).partition(chr(10))[0][:200]}"
         names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+        # NaN, which does not equal itself, counts as the largest error.
         worst = max(range(4), key=lambda each: (errors[each] != errors[each], errors[each]))
         if errors[worst] <= TOLERANCE:
             return ""
