@@ -191,6 +191,7 @@ def _seeded_class() -> Callable[..., Optimizer]:
 
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> Any:
+            # The run's own random numbers do not change by the rounding's.
             with torch.random.fork_rng(devices=gpus_of(self.param_groups[0]["params"])):
                 torch.manual_seed(self._steps_done())
                 return super().step(closure)

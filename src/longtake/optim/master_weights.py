@@ -37,6 +37,7 @@ class Fp32Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in fp32; torch would round it to the weights' dtype."""
+        # torch loads the groups without states; the states follow in fp32.
         super().load_state_dict({**state_dict, "state": {}})
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         ours = chain.from_iterable(group["params"] for group in self.param_groups)

@@ -136,6 +136,7 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if is_tall else matrices  # the smaller of the two products X X^T
+    # The Frobenius norm bounds the singular values by 1, where the iteration converges.
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     a, b, c = _QUINTIC
     for _ in range(num_iterations):
@@ -175,6 +176,7 @@ def _orthogonalise_among(
     """Orthogonalise matrices, some on each rank, and gather all of them on every rank."""
     counts = _counts(len(matrices), replicas.size(), first)
     begin, count = sum(counts[: replicas.rank()]), counts[replicas.rank()]
+    # All ranks send equally many; the zeros behind a rank's own matrices are cut off below.
     mine = matrices.new_zeros(max(counts), *matrices.shape[1:])
     if count:
         mine[:count] = orthogonalise(matrices[begin : begin + count], num_iterations)

@@ -34,6 +34,7 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
             f"{key}: its step{inspect.signature(found.step)} cannot be called as "
             "step(closure=None), which resuming does. Define it as step(self, closure=None)."
         ) from error
+    # The first argument of the constructor takes the weights, whatever its name.
     taken = defaults(found.__init__)
     given: dict[str, Any] = {next(iter(taken), "params"): parameters, "lr": section.learning_rate}
     for name in ("betas", "weight_decay"):
@@ -101,6 +102,7 @@ def refuse_own_optimizer(parameters: Sequence[Tensor], section: OptimizerSection
         shapes = [[min(size, 4) for size in each.shape] for each in parameters]
         weights = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
         optimizer, states = own_optimizer(weights, section), list[dict[str, str]]()
+        # The third step is like that of loading a checkpoint, whose learning rate is 0.
         for is_last in (False, False, True):
             for group in optimizer.param_groups if is_last else ():
                 group["lr"] = 0.0
@@ -163,6 +165,7 @@ def _describe_states(
                 f"{key} keeps state[{owner!r}], which belongs to no weight, so a checkpoint cannot "
                 "hold it. Keep it in self.state[weight], or as a number in self.param_groups."
             )
+        # Only dicts are nested; a list or tuple is one value, which a checkpoint cannot hold.
         paths = torch.utils._pytree.tree_flatten_with_path(
             state, is_leaf=lambda value: not isinstance(value, dict)
         )[0]

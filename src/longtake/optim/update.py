@@ -51,6 +51,7 @@ def adapted_rate(group: Mapping[str, Any]) -> float:
 def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
     """Return the learning rate of an update as a share of its full value, in [0, 1]."""
     if step < section.warmup_steps:
+        # The first update already has a rate above 0.
         return (step + 1) / (section.warmup_steps + 1)
     done = (step - section.warmup_steps) / max(1, steps - 1 - section.warmup_steps)
     remaining = {
