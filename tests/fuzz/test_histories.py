@@ -22,7 +22,7 @@ from tests.data.build import Oracle, catalog_of, clip, identities_of, names_of
 
 from longtake import config
 from longtake.config import DataSection
-from longtake.data import loader as loader_module
+from longtake.data import decoding_source
 from longtake.data.audit import audit
 from longtake.data.batch import Batch
 from longtake.data.ledger import Ledger, begin_launch, stream_names
@@ -251,7 +251,7 @@ class _History:
 
 @pytest.fixture
 def _pixels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loader_module, "DecodePool", _MadeUpPixels)
+    monkeypatch.setattr(decoding_source, "DecodePool", _MadeUpPixels)
     yield
     _MadeUpPixels.broken = frozenset()
 

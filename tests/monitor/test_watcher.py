@@ -28,7 +28,6 @@ from longtake.node_dir import (
     request_path,
     requests_path,
 )
-from longtake.process import TERMINAL_VARIABLE
 
 
 def _line_of(text: str) -> int:
@@ -195,25 +194,6 @@ def test_anybody_s_request_is_answered(stage: Any) -> None:
     assert len(dump["rounds"]) == 2
     assert {each["pid"] for each in dump["rounds"][0]["processes"]} >= {rank, worker}
     assert not diagnosis_path(stage.run, "asked_1").exists()
-
-
-def test_a_disk_that_hangs_stops_neither_watching_nor_telling(
-    stage: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guilty = stage.rank("sleeps")
-    monkeypatch.setenv(TERMINAL_VARIABLE, "1")
-    watcher = stage.watcher(action="kill", hook=f"cat >> {stage.path}/alerts")
-    aside = stage.node().path / ".heartbeat.partial.json"  # what it writes to next
-    fifo = stage.path / "fifo"
-    while not aside.is_fifo():  # else it came between writing and renaming, and was renamed
-        os.mkfifo(fifo)
-        fifo.rename(aside)  # to which writing waits for ever
-        time.sleep(1)
-    (event,) = wait_until(lambda: stage.alerts("stalled"))
-    assert event["suspects"][0]["pid"] == guilty
-    assert stage.is_gone(guilty)
-    lines = iter(watcher.stdout.readline, f"longtake: {event['sentence']}\n")
-    assert all("sleeps" not in line for line in lines)  # the log is written by the disk's thread
 
 
 def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
