@@ -250,6 +250,7 @@ def _path_of(character: str) -> str | None:
     """Return the file of a font that has a character; empty: Pillow's own; None: no font."""
     if character.isspace() or _has("", character):
         return ""
+    # Cheapest first: fonts in use, then a program, then all installed files.
     found = (path for path in (*_found, _by_fontconfig(character)) if path is not None)
     path = next((path for path in found if _has(path, character)), None)
     path = path or next((path for path in _installed() if _has(path, character)), None)

@@ -122,6 +122,7 @@ def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
     """Read the failures of a launch, by time; those recorded by watchers come last."""
     events = [event for node in all_nodes(run) for event in _events(node)]
     events = [event for event in events if event.get("launch") == launch]
+    # A watcher knows the least, and may write before the launcher does.
     events.sort(key=lambda event: (event.get("source") == "watcher", str(event["time"])))
     return list(map(RankFailure.from_event, events))
 

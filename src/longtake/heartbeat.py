@@ -214,6 +214,7 @@ class HeartbeatWriter:
         """
         with self._writing() as page:
             text = f"{clip}{STORE_WAIT}{store})" if store else clip
+            # The end of a long path is kept, as it has the file's name.
             page.clip = text.encode(errors="replace")[-_CLIP_BYTES:]
 
     def set_phase(self, phase: Phase, detail: str | None = None, clip: str = "") -> None:
@@ -348,6 +349,7 @@ def _shared(path: Path, page: bytes) -> mmap.mmap:
     with os.fdopen(open_private(aside), "wb+") as file:
         os.posix_fallocate(file.fileno(), 0, _SIZE)  # writing to a page without memory kills
         memory = mmap.mmap(file.fileno(), _SIZE)
+    # Renamed when it is filled, so that no reader sees a page of zeros.
     memory[: len(page)] = page
     aside.rename(path)
     return memory
@@ -427,6 +429,7 @@ class GivenClip:
             self._page = HeartbeatPage.from_buffer(mmap.mmap(file.fileno(), _SIZE))
 
     def set(self, clip: str) -> None:
+        # Not under the seqlock: that belongs to the worker, which may be in the middle of a write.
         if self._page is not None:
             self._page.given = clip.encode(errors="replace")[-_CLIP_BYTES:]
 

@@ -172,6 +172,7 @@ class Leases:
         if record is not None and record["ended"] is not None:
             self._seen.pop(path, None)
             return True
+        # On this machine /proc decides at once; `alive` is None for a holder elsewhere.
         if record is not None:
             alive = is_alive(record)
             if alive is False or (has_same_owner(record, self._inherits) and not alive):
@@ -198,6 +199,7 @@ def kept(lease: Lease, stuck_seconds: float = float("inf")) -> Iterator[Lease]:
             with suppress(OSError):  # a full disk: it is lost, if that lasts
                 lease.renew()
 
+    # Several beats per lease, so that a single late one does not lose it.
     lease.moved()
     with periodic("lease", renew, lease.record["seconds"] / _BEATS_PER_LEASE):
         yield lease

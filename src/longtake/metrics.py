@@ -124,6 +124,7 @@ class Metrics(TypedDict):
     """The guard's verdict on the step; missing: "ok". With a verdict no update was applied."""
 
 
+# get_type_hints keeps NotRequired as the outermost type; readers need the inner one.
 METRIC_TYPES: Final[Mapping[str, Any]] = {
     name: get_args(hint)[0] if get_origin(hint) is NotRequired else hint
     for name, hint in get_type_hints(Metrics, include_extras=True).items()

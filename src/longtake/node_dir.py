@@ -352,6 +352,7 @@ def state(run: RunDirectory) -> RunState:
     if holder is None:  # a mirror, or a run that nobody has begun to train
         ended = _how_it_ended(run)
         return RunState("running" if ended == "dead" and is_fresh else ended, None, silent)
+    # A lease that was given back: the events say how the launch ended.
     if holder["ended"] is not None:
         return RunState(_how_it_ended(run), holder, silent)
     alive = lease.is_alive(holder)
@@ -390,5 +391,6 @@ def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:
             stall = None
     if stall is None:
         return False
+    # A stall whose watcher died before it cleared it is over once later steps are done.
     last = fsio.read_last_record(run.metrics_path, Metrics)
     return last is None or bool(last["step"] <= (stall.get("step") or 0))

@@ -279,6 +279,7 @@ class KeptProcess:
             process = self._process
             if self._wait_for_end() == 0 and self._until_success:
                 self.end()
+            # `end` may have started one last process, which has to be waited for, too.
             if self._is_over.wait(delay.seconds) and self._process is process:
                 return
             with self._lock:
@@ -314,6 +315,7 @@ class KeptProcess:
                 (self._inside / folder).mkdir(exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             log = os.open(self._log, flags, 0o666)
+            # A full pipe must not block the child, so its end does not block.
             beats, theirs = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(theirs, False)
             inherited = {BEAT_VARIABLE: theirs}

@@ -57,6 +57,7 @@ class StepProgress:
         if metrics["loss"] is not None:
             self._loss = _smoothed(self._loss, metrics["loss"])
         self._num_steps += 1
+        # The first step also compiled kernels; its time would distort the mean for long.
         if self._num_steps == 2:
             self._seconds.clear()
         self._seconds.append(metrics["step_seconds"])

@@ -153,6 +153,7 @@ def dump_process(pid: int, signal_file: Path | None = None, native: bool = True)
         if threads is None and options != _NATIVE:
             break  # it would time out again
     can_answer = bool(state) and state not in _STOPPED
+    # A process that is stopped or in state D runs no signal handler.
     if signal_file and can_answer and (text := _by_signal(pid, signal_file)):
         return parse_faulthandler(pid, text, state)
     texts = ((name, _read(f"/proc/{pid}/{name}").strip()) for name in _PROC_FILES)

@@ -162,6 +162,7 @@ def _refuse_file_of_a_run(path: str, setting: str) -> None:
     places: Sequence[str] | None = None
     for number, part in enumerate(parts, 1):
         name = ".".join(parts[:number])
+        # PathFinder runs no code, and `places` replaces the parent package's __path__.
         spec = None if name in sys.builtin_module_names else PathFinder.find_spec(name, places)
         if spec is None:
             return

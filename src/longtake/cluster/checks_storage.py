@@ -203,6 +203,7 @@ def _judge_folder(name: str, free: dict[str, dict[str, int]], needed: int | None
 
 
 def _free(path: Path) -> dict[str, int]:
+    # The folder may not exist yet: its nearest parent is on the same disk.
     folder = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     space = disk_space(folder)
     return {"bytes": int(space["disk_free_bytes"]), "files": int(space.get("disk_free_inodes", -1))}

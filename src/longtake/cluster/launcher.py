@@ -524,6 +524,7 @@ class Agent(LocalElasticAgent):
     def _as_stop_code(self, code: int) -> int:
         """Map the code of a rank that the stop signal itself killed to that of a stopped rank."""
         received = self._stop.first_signal
+        # After a second Ctrl-C the launcher itself sends SIGKILL.
         killed = -signal.SIGKILL if self._stop.is_urgent else None
         is_stop = received is not None and code in (-received, killed)
         return process.EXIT_CODES[received.name] if received is not None and is_stop else code

@@ -233,6 +233,7 @@ def _measure_stage(
         if check.each == "node" and not context.process.is_node_leader:
             continue
         rendezvous.doing(check.name)
+        # In a stage of several checks, one that hangs takes half of the time that is left.
         left = end - time.monotonic()
         own[check.name] = measure_within(left if len(stage) == 1 else left / 2, check, context)
         measured.is_hanging |= "hangs" in own[check.name]

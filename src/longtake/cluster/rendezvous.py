@@ -147,6 +147,7 @@ class Rendezvous:
                     return True
                 if (left := end - time.monotonic()) <= 0:
                     return False
+                # Many short waits: Python handles signals only after torch's wait returns.
                 self.store.wait([key], timedelta(seconds=min(left, _POLL_SECONDS)))
             except dist.DistStoreError:  # the timeout
                 continue

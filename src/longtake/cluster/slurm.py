@@ -76,7 +76,7 @@ class BatchJob:
                 f"--from {self.launch.begin_from!r}: their names have control characters. Rename "
                 "them."
             )
-        template = Environment(  # noqa: S701 - no page: values are quoted for a shell
+        template = Environment(  # noqa: S701 - not HTML: values are quoted for a shell
             trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
         ).from_string(_TEMPLATE.read_text(encoding="utf-8"))
         text: str = template.render(

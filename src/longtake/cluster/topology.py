@@ -75,6 +75,7 @@ def _started_by_torchrun(env: Mapping[str, str]) -> ProcessInfo:
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     if world_size == 1:
         return ProcessInfo(host=socket.gethostname())
+    # torchrun's agent may already serve a store at this address; a second one could not bind.
     agent_serves = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return ProcessInfo(
         rank=rank,

@@ -138,6 +138,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _stalls_are_named_in_time(self) -> Self:
         seconds, stall = self.parallel.timeout_seconds, self.watch.min_seconds
+        # The default must not clash with a longer watch.min_seconds that a user sets.
         is_set = "timeout_seconds" in self.parallel.model_fields_set
         if is_set and self.watch.enabled and seconds <= stall:
             raise ValueError(

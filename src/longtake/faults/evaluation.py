@@ -373,6 +373,7 @@ def half_synced_checkpoint(sandbox: Sandbox) -> Evidence:
     _copy(trainer, run, early)
     with EvaluatorProcess(site, "--presets", _PRESETS, "--follow") as server:
         server.wait_for_report("evaluation_finished", early)
+        # By now the server has looked at the incomplete checkpoint, too.
         is_untouched = not _attempts(run, late)
         _copy(trainer, run, late, weights="garbled")
         server.wait_for_report("evaluation_failed", late)

@@ -131,6 +131,7 @@ class Evidence:
         names = ("repeated", "missing", "unplanned", "rejected", "skipped")
         found = tuple(sum(getattr(each, name) for each in audited.epochs) for name in names)
         ours = tuple(getattr(counts, name) for name in names)
+        # Two independent counts: an error in one of them must not let a drill pass.
         self.expect(
             found == ours,
             f"longtake data audit counts {found} and the drill {ours} ({', '.join(names)})",

@@ -103,7 +103,7 @@ def raise_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
         before = [weight.clone() for weight in weights]
         rate = step.update(session, state, *of_step)
         for weight, old in zip(weights, before, strict=True):
-            weight.lerp_(old, 1 - sandbox.RATE_FACTOR)  # old + factor * (weight - old)
+            weight.lerp_(old, 1 - sandbox.RATE_FACTOR)  # = old + factor * (weight - old)
         return rate
 
     return step._replace(update=update)

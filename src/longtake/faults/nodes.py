@@ -52,6 +52,7 @@ def full_run_disk(sandbox: Sandbox) -> Evidence:
         watcher = process.wait_for_watcher()
         limit_file_size(watcher, 0)
         at = time.monotonic()
+        # The training must go on all this time, although its watcher cannot write.
         for _ in process.polls():
             if time.monotonic() - at > _FULL_SECONDS:
                 break

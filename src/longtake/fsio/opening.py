@@ -119,6 +119,7 @@ def open_folder_below(top: Path, parts: Sequence[str]) -> Iterator[int]:
         for part in parts:
             if stat.S_ISLNK(os.lstat(part, dir_fd=folder).st_mode):
                 raise OSError(errno.ELOOP, f"{part} is a symbolic link", str(top.joinpath(*parts)))
+            # lstat gives the better message; O_NOFOLLOW closes the race between the two calls.
             inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner

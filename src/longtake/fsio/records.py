@@ -231,6 +231,7 @@ class Tail(Generic[_T]):
         try:
             status = self._path.stat()
             is_same = self._inode in (None, status.st_ino) and status.st_size >= self.offset
+            # Usually nothing is new: then a stat is enough, and the file is not opened.
             if is_same and status.st_size == self.offset:
                 found: list[_T] = []
             else:

@@ -41,6 +41,7 @@ def atomic_write(path: Path, *, by_many: bool = False) -> Iterator[Path]:
     partial.unlink(missing_ok=True)  # left by a writer that was killed; or a link to another file
     try:
         yield partial
+        # Somebody may have replaced the file by a link, which would then get the final name.
         if partial.is_symlink():
             raise OSError(errno.ELOOP, _IS_LINK, str(partial))
         partial.replace(path)
@@ -94,6 +95,7 @@ def write_once(path: Path, record: Mapping[str, Any]) -> bool:
     Raises:
         OSError: the file cannot be written; nothing is left of it.
     """
+    # A unique name, as several processes may try to create the file at the same time.
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

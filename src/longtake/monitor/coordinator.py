@@ -424,6 +424,7 @@ class DumpService:
         ranks = [each.rank for each in read_heartbeats(target.folder) if each.role == "rank"]
         before = flight_recorder.file_stamps(target.folder, ranks)
         flight_recorder.request_files(target.folder, ranks)
+        # Early rounds save the wait for later ones, but only fit a request with as many rounds.
         early = []
         if request["reason"] == "stall" and request["rounds"] == target.settings.rounds:
             is_own = request["by"] == target.host
@@ -494,6 +495,7 @@ class DumpService:
             events = self._disk.ask(partial(node_events.recent, run, launch=launch), _DISK_SECONDS)
         diagnosis = diagnose(request, answers, silent, recorders, self._target.host, events)
         path = node_dir.diagnosis_path(run, token)
+        # If the file cannot be written, only a real stall is reported.
         is_first = diagnosis.kind != "cleared"
         try:
             is_first = self._disk.ask(lambda: write_once(path, diagnosis.as_dict()), _DISK_SECONDS)

@@ -160,6 +160,7 @@ def _hanging_alone(snapshot: StallSnapshot, alarm: StallAlarm | None) -> list[Pr
     found = [*workers, *(each for each in alone if each.wait != "data" or each.rank not in fed)]
     still = [each for each in found if not each.has_moved]
     longest = max((each.seconds for each in still), default=0.0)
+    # A process that has just arrived may stand still by chance.
     found = [each for each in still if 2 * each.seconds >= longest] or found
     position = {each.rank: each.position for each in snapshot.ranks}
     alarmed = alarm and (alarm["host"], alarm["pid"])

@@ -59,9 +59,11 @@ class HeartbeatCollector(Collector):
             names = ["pid" if label == "worker" else label for label in labels]
             found = (([str(each[name]) for name in names], each.get(key)) for each in entries)
             yield _metric(node, name, words, labels, found)
+        # Health numbers are not in the table above: probes explain their own.
         yield from _of_health(node, record.get("health") or {})
 
     def describe(self) -> Iterator[Metric]:
+        # Without this the registry would call `collect` once to learn the names.
         return iter(())
 
 

@@ -320,7 +320,7 @@ def _recorded_by(
     enqueued: dict[GroupMembers, int] = {}
     for place, name in _group_names(dump).items():
         status = dump.get("pg_status", {}).get(place)
-        if status and name not in messages:  # otherwise it counts messages too
+        if status and name not in messages:  # with point-to-point messages it counts these too
             enqueued[groups[rank, name]] = int(status["last_enqueued_collective"])
     for entry in sorted(dump["entries"], key=lambda each: int(each["record_id"])):
         group = groups[rank, str(entry["process_group"][0])]

@@ -247,6 +247,7 @@ class HealthRules:
         for name, text in node_numbers.ERROR_COUNTS.items():
             for device, count in node_numbers.by_device(numbers, name).items():
                 key = f"{name}:{device}" if device else name
+                # A count that is seen for the first time is no increase.
                 more = count - self._before.get(key, count)
                 if more > 0:
                     xid = numbers.get(f"gpu_last_xid:{device}", 0)

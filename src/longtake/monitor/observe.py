@@ -218,6 +218,7 @@ class LivenessTracker:
         found = []
         for each in (each for each in dead if each.role == "rank" and each.phase != "ended"):
             who = _identity(each)
+            # A watcher that starts late must not report the dead ranks of a former launch.
             is_ours = who in self._alive or each.launch in launches
             if is_ours and who not in self._reported:
                 self._reported.add(who)
@@ -317,6 +318,7 @@ class PhaseTimeouts:
         base = self._base_limit(heartbeat)
         if base is None or self._is_of_another_launch(heartbeat):
             return None
+        # Phases that began before a stall was cleared include the wait for it.
         since = now - heartbeat.seconds
         limit = base + sum(seconds for at, seconds in self._delays if at >= since)
         if self._cleared_at is not None and since <= self._cleared_at:

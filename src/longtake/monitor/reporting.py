@@ -178,6 +178,7 @@ class RunDirThread:
                 print(printable_lines(line), flush=True)  # noqa: T201 - to the log, or to a person
         try:
             while self._events:
+                # Removed only once it is written, so that no event is lost on a full disk.
                 kind, fields = self._events[0]
                 self.node.append_event(kind, **fields)
                 self._events.popleft()

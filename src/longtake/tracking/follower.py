@@ -156,6 +156,7 @@ class Feed:
         Such a record would block all later ones for ever. Errors of the system, such as a full
         disk, are not counted, as the record is not their cause.
         """
+        # Records have no other identity that survives reading them again.
         if self._rejected and repr(record) in self._rejected:
             return
         try:

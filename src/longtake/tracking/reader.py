@@ -132,6 +132,7 @@ class UpdateReader:
         """Read a result; None: it cannot be read. A damaged file is skipped until it changes."""
         try:
             status = path.stat()
+            # ctime too: a copy may have the size and the mtime of the damaged file.
             now = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
             if self._damaged.get(path) == now:
                 return None

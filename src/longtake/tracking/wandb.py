@@ -66,6 +66,7 @@ class Wandb:
 
         if self._has_failed:
             wandb.teardown()  # W&B's other process may be gone, or hang
+        # Reset only on success, as an error leaves W&B's process in an unknown state.
         self._has_failed = True
         run_id = run_id_of(self._run)
         rows = rows_from(first, self._run.path / "wandb", run_id)  # from a writer that was killed
