@@ -34,7 +34,7 @@ def encode_inputs(
 
 
 def encoded_together(chosen: Family, recipe: Recipe) -> tuple[str, ...]:
-    """Return the encoded inputs if the family makes other tensors of them than their latents."""
+    """Return the names of inputs that the family encodes jointly; empty if it does so for none."""
     taken = chosen.inputs.names(recipe.model)[1] if chosen.inputs.encodes_together else ()
     encoded = tuple(name for name, each in recipe.model_inputs().items() if each.is_encoded)
     return encoded if any(name in taken for name in encoded) else ()

@@ -125,7 +125,7 @@ class Flux(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Put the noisy image's tokens first, then each reference's, with ids from 1, 2, ... on."""
+        """Prepare a call with the noisy image's tokens, then each reference's, numbered from 1."""
         dtype, (height, width) = noisy_latents.dtype, noisy_latents.shape[-2:]
         prompt = conditioning["prompt_embeds"].to(dtype)
         images = [noisy_latents]

@@ -125,7 +125,7 @@ class Flux2(flux.Flux):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Put the noisy image's tokens first, then the references', at times 10, 20, ..."""
+        """Prepare a call with the noisy image's tokens, then references' at times 10, 20, ..."""
         prompt, (height, width) = conditioning["prompt_embeds"], noisy_latents.shape[-2:]
         images = [noisy_latents, *self.inputs.pictures(conditioning)]
         ids = [flux.image_ids(image, _TIME_STEP * at, patch=1) for at, image in enumerate(images)]

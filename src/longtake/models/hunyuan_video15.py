@@ -219,7 +219,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Join the noisy channels, the first frame's latents, and a mask that is 1 there."""
+        """Prepare a call with the noisy channels, the first frame's, and a mask that is 1 there."""
         dtype, shape = noisy_latents.dtype, noisy_latents.shape
         given, mask = torch.zeros_like(noisy_latents), torch.zeros_like(noisy_latents[:, :1])
         embeds = None

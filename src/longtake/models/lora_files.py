@@ -187,7 +187,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _choose_half(
     path: Path, stored: dict[str, Tensor], expert: Expert | None
 ) -> tuple[dict[str, Tensor], str]:
-    """Select the tensors of one expert, as `transformer.`, and return that expert's folder, too."""
+    """Select one expert's tensors, renamed to `transformer.`; also return the expert's folder."""
     halves = {folder: f"{folder}." for folder in EXPERT_FOLDERS.values()}
     if not any(name.startswith(halves["transformer_2"]) for name in stored):
         return stored, "transformer"

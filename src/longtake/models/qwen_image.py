@@ -143,7 +143,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Put the noisy image's tokens first, then those of each reference."""
+        """Prepare a call with the noisy image's tokens, then those of each reference."""
         height, width = noisy_latents.shape[-2:]
         prompt, counts = diffusers_family.cut_texts(
             conditioning["prompt_embeds"], conditioning["prompt_length"]
