@@ -148,7 +148,7 @@ def _compute(compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention whose result is computed, or obtained from one that was kept."""
+    """Attention by a kernel, whose forward result `obtain` computes or takes from kept results."""
 
     @staticmethod
     def forward(

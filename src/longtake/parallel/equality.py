@@ -18,7 +18,7 @@ from longtake.parallel.mesh import World
 
 Group = Literal["recipe", "code", "version", "setting", "weights"]
 Facts = dict[tuple[Group, str], str]
-"""Values of facts by group and name."""
+"""Facts of a rank, such as versions of software, as texts by group and name."""
 
 ABSENT = "absent"
 _CODE = "longtake's code"

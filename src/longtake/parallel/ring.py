@@ -115,9 +115,9 @@ def _by_clip(block: Tensor) -> tuple[Tensor, Tensor]:
 def _as_made_by(
     kernel: AttentionKernel, inputs: Sequence[Tensor], made: Sequence[Tensor], scores: ScoreTerms
 ) -> list[Any]:
-    """Return output and logsumexp of all blocks with the other results of the kernel's forward.
+    """Complete the output and logsumexp of all blocks to the results of one kernel's forward pass.
 
-    Those others (states of random numbers, the logsumexp's layout) come from a few tokens.
+    The other results (states of random numbers, the logsumexp's layout) come from a few tokens.
     """
     output, rows = made
     query, key, value = (each[:, :, :_FEW_TOKENS] for each in inputs)
