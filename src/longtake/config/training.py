@@ -134,7 +134,7 @@ class OptimizerSection(Section):
             raise ValueError("it would scale every gradient to 0; to clip none, set 1e9")
         return value
 
-    # Before validation, as afterwards an explicit rate cannot be told from the default.
+    # Before validation, as the section is frozen afterwards.
     @model_validator(mode="before")
     @classmethod
     def _prodigy_begins_with_1(cls, values: Any) -> Any:
