@@ -551,7 +551,8 @@ def main() -> int:
     if given.tighten:
         head = (
             "# Ceilings that `make check` enforces. They are lowered by\n"
-            "# `python -m benchmarks.structure --tighten`; a rise needs a decision.\n"
+            "# `python -m benchmarks.structure --tighten`; a rise needs a decision. core_seconds:\n"
+            "# of each folder of tests in `make test`, on quiet cores; more is only reported.\n"
         )
         path.write_text(head + tomli_w.dumps(tightened(found, limits)), encoding="utf-8")
         return 0

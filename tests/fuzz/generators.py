@@ -65,8 +65,8 @@ _SHOW = [
 ]
 _REPORT = Case(["report", "run", "--out", "r.html"])
 _CURVES = [
-    Case(["show", "run", "--out", "o.png"]),
-    Case(["show", "run", "--around", "3", "--out", "o.png"]),
+    Case(["show", "run", "--out", "o.html"]),
+    Case(["show", "run", "--around", "3", "--out", "o.html"]),
 ]
 _AUDIT = Case(["data", "audit", "run"])
 

@@ -46,8 +46,8 @@ _JOURNAL = ".new.parquet.journal.jsonl"
 
 _SHOW = ("show", "run")
 _AROUND = ("show", "run", "--around", "3")
-_CURVES = ("show", "run", "--out", "o.png")
-_STRIP = ("show", "run", "--around", "3", "--out", "o.png")
+_CURVES = ("show", "run", "--out", "o.html")
+_STRIP = ("show", "run", "--around", "3", "--out", "o.html")
 _LAUNCH_ONE = ("launch", "recipe.toml", "--nproc-per-node", "1")
 _AUDIT = ("data", "audit", "run")
 _TRAIN = ("train", "recipe.toml")
@@ -179,7 +179,7 @@ _T3 = [
         ("recipe.toml", _SHOW_DATA),
         ("catalog.parquet", _SHOW_DATA),
         (_JOURNAL, ("data", "index", "catalog.parquet", "--out", "new.parquet")),
-        ("o.png", _CURVES),
+        ("o.html", _CURVES),
     ]
     for kind in ("pipe", "folder")
 ] + [
