@@ -1,6 +1,6 @@
 """Time and memory of the facts that pages are made of, on a run of 1,000,000 steps.
 
-    python benchmarks/board_facts.py [--steps 1000000] [--rounds 3]
+    python -m benchmarks.board_facts [--steps 1000000] [--rounds 3]
 
 Writes a metrics.jsonl as benchmarks/show_metrics.py does, with an event of a checkpoint every 5,000
 steps, and 50 runs of 2,000 steps beside it. Each figure is the median of new processes: the index
@@ -147,7 +147,7 @@ def _report(arguments: argparse.Namespace, found: dict[str, float]) -> str:
     table = "\n".join(lines)
     return f"""# Facts of pages, on a long run
 
-`python benchmarks/board_facts.py --steps {arguments.steps} --rounds {arguments.rounds}`:
+`python -m benchmarks.board_facts --steps {arguments.steps} --rounds {arguments.rounds}`:
 {arguments.steps:,} steps, {_PIXELS:,} pixels; `read_rows` without a cache on {os.cpu_count()} \
 cores of {platform.machine()}, the others on one; medians of new processes, without Python's start \
 and imports.{busy}

@@ -38,8 +38,10 @@ def ignore_progress(share: float) -> None:
 
 
 _BLOCK_BYTES = 2**20
-_CACHED_BYTES = 2**24  # fewer new bytes are not cached: reading them takes 0.2 s
-_MAX_CACHES = 32
+_CACHED_BYTES = 2**18  # fewer new bytes are not cached: reading them takes some milliseconds
+_MAX_UNCACHED_BYTES = 2**24  # more new bytes are always cached: reading them takes 0.2 s
+_CACHED_SHARE = 16  # a growing file's cache is written anew each time that 1/16 of it is new
+_MAX_CACHES = 128  # more than the runs of most folders, whose list reads all of them
 _HASHED_BYTES = 2**16
 _HEADER_BYTES = 2**12
 _CACHE_FORMAT = 3
@@ -266,7 +268,7 @@ def _updated(path: Path, file: BufferedReader, before: _Source, progress: Progre
             num_skipped=num_skipped,
         )
     fsio.note_skipped_lines(path, num_skipped)
-    if end - first >= _CACHED_BYTES:
+    if end - first >= min(_MAX_UNCACHED_BYTES, max(_CACHED_BYTES, end // _CACHED_SHARE)):
         with suppress(OSError, RuntimeError):  # without room, permission or home: read again
             _write_cache(path, source)
     return source
