@@ -306,7 +306,7 @@ def test_what_has_not_changed_is_not_read_again(
     for name in ("read_part", "begin"):
         monkeypatch.setattr(data_facts, name, None)
     monkeypatch.setattr(ledger_facts, "audit", None)
-    monkeypatch.setattr(batch_facts, "_badness", None)
+    monkeypatch.setattr(batch_facts, "samples_of_step", None)
     assert render_data(reader.facts(), ServerLinks(), {}) == before
 
 

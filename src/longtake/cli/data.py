@@ -15,7 +15,7 @@ from longtake.formatting import plural, printable
 
 if TYPE_CHECKING:
     from longtake.config import Bucket, Recipe
-    from longtake.data.audit import Audit, EpochAudit
+    from longtake.data.audit import Audit
     from longtake.data.catalog import Catalog, Rejection
     from longtake.data.index import IndexReport
     from longtake.data.sources import ClassFolder
@@ -707,13 +707,14 @@ def _say_audit(found: "Audit", again: "Sequence[Mapping[str, Any]]") -> None:
     from rich import box
     from rich.table import Table
 
+    from longtake.inspection.ledger_facts import alike, audit_notes
     from longtake.inspection.tables import restart_sentence
 
     names = ("seen", "repeated", "missing", "rejected", "skipped")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("stage", "catalog", "epochs", *names, "over"):
         table.add_column(name, no_wrap=True, justify="right" if name in names else "left")
-    for epochs in _alike(found.epochs):
+    for epochs in alike(found.epochs):
         first, last = epochs[0], epochs[-1]
         counts = (getattr(first, name) for name in names)
         number = f"{first.epoch}-{last.epoch} each" if last is not first else str(first.epoch)
@@ -726,22 +727,9 @@ def _say_audit(found: "Audit", again: "Sequence[Mapping[str, Any]]") -> None:
             f"{epoch.repeated} repeated, {epoch.missing} missing, {epoch.unplanned} that do not "
             f"belong there; clips whose identity begins with {', '.join(epoch.examples)}"
         )
-    steps = found.end_step - found.num_skipped
-    say.line(
-        f"{plural(steps, 'step')}; {plural(found.num_abandoned, 'sample')} of abandoned steps do "
-        "not count."
-    )
-    for each in again:
-        say.line(f"  {restart_sentence(each)}")
-    if found.num_skipped:
-        samples = sum(epoch.skipped for epoch in found.epochs)
-        say.line(
-            f"The guard skipped {plural(found.num_skipped, 'batch', 'batches')} "
-            f"({plural(samples, 'sample')}) for good: they were not trained in their epochs, and "
-            "are not missing there."
-        )
-    for where in found.two_writers[:_MOST_SHOWN]:
-        say.line(f"Two launches trained this run at the same time: {where}.")
+    steps, *notes = audit_notes(found, _MOST_SHOWN)
+    for sentence in (steps, *(f"  {restart_sentence(each)}" for each in again), *notes):
+        say.line(sentence)
     exact = "By the ledger, every clip was trained exactly as often as it should have been."
     if found.two_writers:
         say.line(
@@ -750,14 +738,3 @@ def _say_audit(found: "Audit", again: "Sequence[Mapping[str, Any]]") -> None:
         )
     else:
         say.line(exact if found.ok else "NOT EXACT: clips were repeated, missed or out of place.")
-
-
-def _alike(epochs: "Sequence[EpochAudit]") -> "list[list[EpochAudit]]":
-    """Group consecutive epochs that differ in nothing but their number."""
-    runs: list[list[EpochAudit]] = []
-    for epoch in epochs:
-        if runs and asdict(epoch) | {"epoch": 0} == asdict(runs[-1][0]) | {"epoch": 0}:
-            runs[-1].append(epoch)
-        else:
-            runs.append([epoch])
-    return runs

@@ -1,6 +1,5 @@
 """The batches around the guard's verdicts, with the clips of the highest loss first."""
 
-import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any, Final
 from longtake import errors, fsio, process
 from longtake.formatting import one_line
 from longtake.inspection.data_facts import versions
-from longtake.inspection.facts import verdicts
+from longtake.inspection.facts import samples_of_step, verdicts
 from longtake.inspection.ledger_facts import clips_of
 from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
@@ -118,17 +117,10 @@ def _read_report(facts: RunFacts, path: Path, step: int) -> _Reported:
         raise errors.DataError(said_of_link(path))
 
     def read() -> _Reported:
-        report = fsio.require_record(path, GuardReport)
-        samples = [each for each in report["samples"] if each["step"] + 1 == step]
-        samples.sort(key=_badness, reverse=True)
+        samples = samples_of_step(fsio.require_record(path, GuardReport), step)
         return _Reported(samples[:MOST_CLIPS], len(samples))
 
     return facts.kept(f"report {path.name} {step}", versions([path]), read)
-
-
-def _badness(sample: ReportedSample) -> tuple[bool, float]:
-    loss = float(sample["loss"])
-    return math.isnan(loss), loss  # NaN is worse than any number
 
 
 def _paths(facts: RunFacts, reports: list[_Reported]) -> tuple[dict[str, str], str]:

@@ -380,8 +380,7 @@ class _Report:
         return self.facts["step"] + 1
 
     def samples_of(self, step: int) -> list[ReportedSample]:
-        samples = [each for each in self.facts["samples"] if each["step"] + 1 == step]
-        return sorted(samples, key=_badness, reverse=True)
+        return samples_of_step(self.facts, step)
 
 
 def step_facts(
@@ -468,9 +467,15 @@ def _read_report(path: Path) -> GuardReport:
         ) from error
 
 
-def _badness(sample: ReportedSample) -> tuple[bool, float]:
-    loss = float(sample["loss"])
-    return (math.isnan(loss), loss)
+def samples_of_step(report: GuardReport, step: int) -> list[ReportedSample]:
+    """Return a report's samples of one step (counted from 1), those with the highest loss first."""
+
+    def badness(sample: ReportedSample) -> tuple[bool, float]:
+        loss = float(sample["loss"])
+        return math.isnan(loss), loss  # NaN is worse than any number
+
+    samples = [each for each in report["samples"] if each["step"] + 1 == step]
+    return sorted(samples, key=badness, reverse=True)
 
 
 def _report_facts(report: _Report, run: RunDirectory) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from longtake import fsio
 from longtake.errors import RecordError
 from longtake.fsio import open_below, open_folder_below
 
-__all__ = ["MEDIA_TYPES", "is_folder_below", "open_below", "read_below", "read_end"]
+__all__ = [
+    "MEDIA_TYPES",
+    "folder_names",
+    "is_folder_below",
+    "is_text",
+    "open_below",
+    "read_below",
+    "read_end",
+]
 
 _T = TypeVar("_T")
 
@@ -22,6 +30,19 @@ MEDIA_TYPES: Final = {
     ".webp": "image/webp",
 }
 """Media types of the files that pages show, by the suffix of the name."""
+
+
+def folder_names(path: os.PathLike[str]) -> list[str]:
+    """Return the names of the folders in a folder, sorted; links to folders are left out."""
+    with suppress(OSError), os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    return []
+
+
+def is_text(name: str) -> bool:
+    """Return whether a file's name is valid UTF-8, so that a page can show and link it."""
+    # Python decodes invalid bytes of file names to lone surrogates ("surrogateescape").
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def is_folder_below(top: Path, name: str) -> bool:

@@ -103,7 +103,7 @@ def _audited(run: RunDirectory, total: int) -> LedgerFacts:
         is_short = run.metrics_path.stat().st_size <= _MOST_AUDITED_METRICS
     # The metrics, which may be long, tell whether two launches trained at the same time.
     found = audit(run, with_metrics=is_short)
-    notes = list(_audit_notes(found))
+    notes = list(audit_notes(found, _NUM_EXAMPLES))
     if not is_short:
         notes.append("Whether two launches trained at the same time is found by the command.")
     rows = [_audited_row(each) for each in alike(found.epochs)]
@@ -118,7 +118,11 @@ def _audit_verdict(found: Audit) -> str:
     return "By the ledger, every clip was trained exactly as often as it should have been."
 
 
-def _audit_notes(found: Audit) -> Iterator[str]:
+def audit_notes(found: Audit, num_examples: int) -> Iterator[str]:
+    """Yield sentences on an audit: first the steps, then skipped batches and other writers.
+
+    Of two launches that trained at the same time, at most `num_examples` places are named.
+    """
     steps = found.end_step - found.num_skipped
     abandoned = plural(found.num_abandoned, "sample")
     yield f"{plural(steps, 'step')}; {abandoned} of abandoned steps do not count."
@@ -129,7 +133,7 @@ def _audit_notes(found: Audit) -> Iterator[str]:
             f"({plural(samples, 'sample')}) for good: they were not trained in their epochs, and "
             "are not missing there."
         )
-    for where in found.two_writers[:_NUM_EXAMPLES]:
+    for where in found.two_writers[:num_examples]:
         yield f"Two launches trained this run at the same time: {where}."
 
 

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from longtake import errors, fsio, node_dir
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import natural_key, one_line, plural
+from longtake.inspection.files import folder_names, is_text
 from longtake.inspection.rows import read_rows
 from longtake.inspection.timeline import goodput, share_of_training
 from longtake.metrics import Metrics
@@ -123,7 +124,7 @@ def find_runs(folder: Path) -> Iterator[Path]:
                 return
         # Folders of a run are not searched: there are many, and none of them is a run.
         elif depth < MAX_DEPTH:
-            shown = (name for name in folders if not name.startswith(".") and _is_text(name))
+            shown = (name for name in folders if not name.startswith(".") and is_text(name))
             pending += [(path / name, depth + 1) for name in sorted(shown)]
 
 
@@ -221,8 +222,8 @@ def _times(lines: Sequence[bytes]) -> list[_StepTimes]:
 def _read_evaluations(run: RunDirectory, found: RunSummary) -> RunSummary:
     """Set the newest sample of all presets, and add the drift alarms of their newest scores."""
     directory, newest, alarms = EvaluationDirectory(run), (-1, ""), list(found.alarms)
-    for preset in _folders(directory.path):
-        names = [name.removeprefix("step_") for name in _folders(directory.path / preset)]
+    for preset in folder_names(directory.path):
+        names = [name.removeprefix("step_") for name in folder_names(directory.path / preset)]
         steps = [int(name) for name in names if name.isdecimal() and len(name) < _MAX_DIGITS]
         if steps:
             newest = max(newest, (max(steps), preset))
@@ -240,19 +241,7 @@ def _first_picture(folder: Path) -> Path | None:
     """Return a folder's first video or picture; sheet.png only if there is nothing else."""
     with suppress(OSError), os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-        shown = (name for name in names if name.endswith(_PICTURES) and _is_text(name))
+        shown = (name for name in names if name.endswith(_PICTURES) and is_text(name))
         first = min(shown, key=lambda name: (name == "sheet.png", name), default=None)
         return None if first is None else folder / first
     return None
-
-
-def _folders(path: Path) -> list[str]:
-    with suppress(OSError), os.scandir(path) as entries:
-        return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
-    return []
-
-
-def _is_text(name: str) -> bool:
-    """Return whether a file's name is valid UTF-8, so that a page can show and link it."""
-    # Python decodes invalid bytes of file names to lone surrogates ("surrogateescape").
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from longtake import errors, evaluation_dir, fsio
 from longtake.formatting import natural_key, one_line
 from longtake.inspection.facts import failed_claims
-from longtake.inspection.files import open_below
+from longtake.inspection.files import folder_names, is_text, open_below
 from longtake.inspection.reader import Keep
 from longtake.run_dir import RunDirectory
 
@@ -171,14 +171,7 @@ def read_preset(run: RunDirectory, name: str, kept: Keep) -> SampledPreset:
 
 
 def _folders(path: os.PathLike[str]) -> list[str]:
-    with suppress(OSError), os.scandir(path) as entries:
-        names = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
-        return [each for each in names if _is_text(each)]
-    return []
-
-
-def _is_text(name: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return [name for name in folder_names(path) if is_text(name)]
 
 
 def _steps(run: RunDirectory, preset: str) -> Iterator[int]:
