@@ -225,6 +225,10 @@ def test_a_report_begins_with_the_result_and_the_videos(
     html = out.read_text()
     assert "Preset unseen at step 20: adherence 100%, motion 3" in html
     assert html.index('<section id="samples"') < html.index('<section id="overview"')
+    # Scripts find embedded data by ids, which the sections of a report must not take.
+    ids = re.findall(r'<[a-z]+ [^<>]*\bid="([\w-]+)"', html)
+    assert {"samples", "marked-samples", "series"} <= set(ids)
+    assert len(ids) == len(set(ids))
 
 
 def test_the_newest_and_the_oldest_samples_come_first() -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from longtake import config
+from longtake.cli.app import app
 from longtake.config import STEM
 from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
@@ -73,6 +75,17 @@ def test_what_to_type_next_follows_from_how_it_ended(told: RunDirectory) -> None
     told.append_event("diverged", step=40, message="again", why="no checkpoint")
     assert run_facts(told)["state"] == "diverged"
     assert _commands(run_facts(told))[0] == f"longtake show {told.path} --around 20"
+
+
+def test_each_command_to_type_next_is_a_verb(
+    told: RunDirectory, add_scores: Callable[..., Path]
+) -> None:
+    add_scores(told, "unseen", 20)
+    _make_old(told)
+    commands = _commands(run_facts(told))
+    assert f"longtake board {told.path.parent}" in commands
+    verbs = {shlex.split(each)[1] for each in commands}
+    assert verbs <= typer.main.get_command(app).commands.keys()  # type: ignore[attr-defined]
 
 
 def _make_old(run: RunDirectory) -> None:

@@ -203,7 +203,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, weights_only=True)
         name = read_item.dest_index.fqn
-        # As torch's own method does, which unpickles anything.
+        # The rest is what the base class does with what it unpickles without restriction.
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
@@ -294,7 +294,7 @@ class Saver:
         self.world = world
         self._run, self._section, self._reach = run, section, reach
         is_alone = world.mesh is None
-        # Of its own: collectives of a save must not mix with those of training.
+        # A process group of its own: collectives of a save must not mix with those of training.
         self._group = None if is_alone else mesh.new_group(world, "checkpoint")
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, "checkpoint", _prepare_thread, (world.device,))

@@ -279,8 +279,8 @@ def next_commands(
     if can_sample:
         ways.append((command_to_sample(run), "what it makes"))
     if presets:
-        named = f"--preset {shlex.quote(presets[0])} --out sheet.png"
-        ways.append((f"{own} compare {path} {named}", "its checkpoints side by side"))
+        folder = shlex.quote(str(run.path.parent))
+        ways.append((f"{own} board {folder}", "its checkpoints side by side"))
     if len(rows):
         ways.append((f"{own} show {path} --out curves.html", "its curves"))
     if run.ledger_path.exists():

@@ -22,7 +22,7 @@ class Charts {
     this.host = host;
     this.url = host.dataset.series;
     this.marks = embedded("marks") || [];
-    this.samples = embedded("samples") || [];
+    this.samples = embedded("marked-samples") || [];
     this.planned = Number(host.dataset.plannedBytes) || null;
     this.x = ["time", "batch"].includes(parameter("x")) ? parameter("x") : "step";
     this.range = readRange();
