@@ -339,7 +339,7 @@ def test_a_terminal_gets_a_line_of_its_own_beside_a_progress_bar(
     monkeypatch.setenv(TERMINAL_VARIABLE, str(theirs))
     terminal = Terminal()
     os.write(theirs, b"train ---- 26/200")
-    terminal.tell("rank 0 is\x1b[31m in forward")
+    terminal.put("rank 0 is\x1b[31m in forward")
     shown = b""
     while not shown.endswith(b"\n"):
         shown += os.read(ours, 4096)
@@ -360,7 +360,7 @@ def test_a_terminal_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.Mon
     os.set_blocking(writer, True)
     terminal = Terminal()
     for _ in range(3):
-        terminal.tell("rank 0 is in forward")
+        terminal.put("rank 0 is in forward")
     terminal.close(0.01)
     os.close(reader)  # lets its thread go
     terminal.close(120)

@@ -59,14 +59,10 @@ def stall_request(
 ) -> node_dir.DumpRequest:
     heartbeat = overdue.heartbeat
     alarm: node_dir.StallAlarm = {
-        "role": heartbeat.role,
-        "pid": heartbeat.pid,
-        "rank": heartbeat.rank,
+        **{name: getattr(heartbeat, name) for name in ("role", "pid", "rank", "phase", "detail")},  # type: ignore[typeddict-item]
         "launch": launch,
         "step": step,
-        "phase": heartbeat.phase,
         "seconds": round(heartbeat.seconds, 3),
-        "detail": heartbeat.detail,
         "host": target.host,
         "limit": round(overdue.limit, 3),
     }
@@ -200,16 +196,15 @@ def wait_for_dumps(
     run, end = disk.node.run, time.monotonic() + seconds
 
     def without_dump() -> dict[str, dict[str, Any]]:
-        nodes = {
-            h: each for h, each in node_dir.node_heartbeats(run).items() if not each.get("ended")
-        }
-        if launch is not None:
-            nodes.pop(disk.node.host, None)
-            nodes = {h: each for h, each in nodes.items() if each.get("launch") == launch}
+        def is_awaited(host: str, heartbeat: Mapping[str, Any]) -> bool:
+            is_other = host != disk.node.host and heartbeat.get("launch") == launch
+            return not heartbeat.get("ended") and (launch is None or is_other)
+
         return {
-            h: e
-            for h, e in nodes.items()
-            if not node_dir.NodeDirectory(run, h).dump_path(token).exists()
+            host: each
+            for host, each in node_dir.node_heartbeats(run).items()
+            if is_awaited(host, each)
+            and not node_dir.NodeDirectory(run, host).dump_path(token).exists()
         }
 
     missing: dict[str, bool] = {}
@@ -379,9 +374,8 @@ class DumpService:
                 self._reporter.log(f"a request was not answered:\n{traceback.format_exc()}")
 
     def _answer_requests(self) -> None:
-        launch, requests = self._timeouts.launch, list[node_dir.DumpRequest]()
-        with suppress(OSError):
-            requests = self._disk.ask(lambda: self._requests.look(launch), 2.0)
+        launch = self._timeouts.launch
+        requests = self._disk.try_ask(lambda: self._requests.look(launch), 2.0) or []
         for reason in self._requests.take_refused():
             self._reporter.emit("request_refused", is_alert=False, reason=reason)
         while (alarm := _next(self._alarms)) is not None:
@@ -390,19 +384,17 @@ class DumpService:
             if any(each.get("stall", {}).get("launch") == launch for each in requests):
                 self._outcomes[token] = "cleared"  # another node's request was first
                 continue
-            self._answer(self._publish(alarm))
+            self._outcomes.pop(token, None)
+            try:
+                alarm = self._disk.ask(
+                    partial(write_request, self._target.run, alarm), _DISK_SECONDS
+                )
+            except OSError as error:
+                self._reporter.log(f"{token}: other nodes cannot be asked: {error}")
+            self._answer(alarm)
             requests = [each for each in requests if each["token"] != token]
         for request in requests:
             self._answer(request)
-
-    def _publish(self, request: node_dir.DumpRequest) -> node_dir.DumpRequest:
-        self._outcomes.pop(request["token"], None)
-        try:
-            run = self._target.run
-            return self._disk.ask(lambda: write_request(run, request), _DISK_SECONDS)
-        except OSError as error:
-            self._reporter.log(f"{request['token']}: other nodes cannot be asked: {error}")
-            return request
 
     def _answer(self, request: node_dir.DumpRequest) -> None:
         token, reason = request["token"], request["reason"]
@@ -422,7 +414,7 @@ class DumpService:
         target, token = self._target, request["token"]
         # Flight recorders write in about a second, so they are asked before the rounds of dumps.
         ranks = [each.rank for each in read_heartbeats(target.folder) if each.role == "rank"]
-        before = flight_recorder.file_stamps(target.folder, ranks)
+        before = flight_recorder.file_versions(target.folder, ranks)
         flight_recorder.request_files(target.folder, ranks)
         # Early rounds save the wait for later ones, but only fit a request with as many rounds.
         early = []
@@ -470,11 +462,8 @@ class DumpService:
 
     def _turn(self, stall: _OpenStall, age: float) -> int:
         if stall.turn is None and age >= _TURN_SECONDS:
-            run, token = self._target.run, stall.request["token"]
-            nodes = list[node_dir.NodeDirectory]()
-            with suppress(OSError):
-                nodes = self._disk.ask(lambda: _nodes_with_dump(run, token), _DISK_SECONDS)
-            answered = [each.host for each in nodes]
+            find = partial(_nodes_with_dump, self._target.run, stall.request["token"])
+            answered = [each.host for each in self._disk.try_ask(find) or []]
             stall.turn = turn_of(self._target.host, stall.request["by"], answered)
         return 1 if stall.turn is None else stall.turn
 
@@ -484,16 +473,12 @@ class DumpService:
         answers, silent = collect_dumps(self._disk, request, stall.dump, stall.before, stall.since)
         answers = [self._with_current_alarm(each, request) for each in answers]
         folders = [node_dir.NodeDirectory(run, each["host"]).flight_path(token) for each in answers]
-        recorders: dict[int, dict[str, Any]] = {}
-        with suppress(OSError):
-            recorders, _ = self._disk.ask(
-                partial(flight_recorder.read_folders, folders), _DISK_SECONDS
-            )
-        events: list[node_events.NodeEvent] = []
+        read = self._disk.try_ask(lambda: flight_recorder.read_folders(folders))
         launch = str(request.get("stall", {}).get("launch", ""))
-        with suppress(OSError):
-            events = self._disk.ask(partial(node_events.recent, run, launch=launch), _DISK_SECONDS)
-        diagnosis = diagnose(request, answers, silent, recorders, self._target.host, events)
+        events = self._disk.try_ask(lambda: node_events.recent(run, launch=launch)) or []
+        diagnosis = diagnose(
+            request, answers, silent, read[0] if read else {}, self._target.host, events
+        )
         path = node_dir.diagnosis_path(run, token)
         # If the file cannot be written, only a real stall is reported.
         is_first = diagnosis.kind != "cleared"
@@ -551,12 +536,8 @@ class DumpService:
 
     def _heartbeats(self) -> dict[str, dict[str, Any]]:
         """Read the other nodes' heartbeats, by host; empty if the disk does not answer."""
-        with suppress(OSError):
-            found = self._disk.ask(
-                lambda: node_dir.node_heartbeats(self._target.run), _DISK_SECONDS
-            )
-            return {host: each for host, each in found.items() if host != self._target.host}
-        return {}
+        found = self._disk.try_ask(lambda: node_dir.node_heartbeats(self._target.run)) or {}
+        return {host: each for host, each in found.items() if host != self._target.host}
 
 
 def _next(queue: SimpleQueue[_T]) -> _T | None:

@@ -135,15 +135,14 @@ def _halted(snapshot: StallSnapshot) -> list[ProcessState]:
     ranks = [
         each
         for each in snapshot.ranks
-        if each.trace.is_stopped or (each.trace.is_in_device_wait and not each.has_moved)
+        if each.is_stopped or (each.is_in_device_wait and not each.has_moved)
     ]
     decoding = (trace for traces in snapshot.decoding.values() for trace in traces)
     workers = [ProcessState.of(trace) for trace in decoding if trace.is_stopped]
-    return [process for group in (ranks, workers) for process in sorted(group, key=_by_seconds)]
-
-
-def _by_seconds(process: ProcessState) -> float:
-    return -process.seconds
+    # Ranks first, each group by the time in the phase.
+    return sorted(
+        [*ranks, *workers], key=lambda each: (each.role, each.seconds_in_phase), reverse=True
+    )
 
 
 def _hanging_alone(snapshot: StallSnapshot, alarm: StallAlarm | None) -> list[ProcessState]:
@@ -159,17 +158,17 @@ def _hanging_alone(snapshot: StallSnapshot, alarm: StallAlarm | None) -> list[Pr
     alone = [each for each in snapshot.ranks if each.wait not in _FOR_OTHER_RANKS]
     found = [*workers, *(each for each in alone if each.wait != "data" or each.rank not in fed)]
     still = [each for each in found if not each.has_moved]
-    longest = max((each.seconds for each in still), default=0.0)
+    longest = max((each.seconds_in_phase for each in still), default=0.0)
     # A process that has just arrived may stand still by chance.
-    found = [each for each in still if 2 * each.seconds >= longest] or found
+    found = [each for each in still if 2 * each.seconds_in_phase >= longest] or found
     position = {each.rank: each.position for each in snapshot.ranks}
     alarmed = alarm and (alarm["host"], alarm["pid"])
     return sorted(
         found,
         key=lambda each: (
-            (each.trace.host, each.trace.pid) != alarmed,
+            (each.host, each.pid) != alarmed,
             position.get(each.rank, (0, 0)),
-            -each.seconds,
+            -each.seconds_in_phase,
         ),
     )
 
@@ -211,7 +210,7 @@ def _out_of_place(snapshot: StallSnapshot) -> list[ProcessState]:
     else:
         behind = min(each.position for each in snapshot.ranks)
         rest = [each for each in snapshot.ranks if each.position == behind]
-    return sorted(rest, key=lambda each: (each.position, -each.seconds))
+    return sorted(rest, key=lambda each: (each.position, -each.seconds_in_phase))
 
 
 def _missing_in(blocked: Sequence[BlockedCollective]) -> tuple[MissingIn, ...]:

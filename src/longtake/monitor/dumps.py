@@ -303,12 +303,17 @@ class ProcessTrace:
         return self.last["role"]
 
     @property
-    def rank(self) -> int | None:
-        return self.last["rank"]
+    def rank(self) -> int:  # -1: a helper or agent of no rank
+        rank = self.last["rank"]
+        return -1 if rank is None else rank
 
     @property
     def heartbeat(self) -> dict[str, Any] | None:
         return self.last["heartbeat"]
+
+    @property
+    def phase(self) -> str:
+        return str((self.heartbeat or {}).get("phase", ""))
 
     @property
     def seconds_in_phase(self) -> float:
@@ -357,7 +362,7 @@ class ProcessTrace:
     @property
     def hangs(self) -> bool:
         """True if the process has work to do and does not move."""
-        is_idle = self.heartbeat is not None and self.heartbeat["phase"] in ("idle", "ended")
+        is_idle = self.phase in ("idle", "ended")
         return self.role != "agent" and not is_idle and not self.has_moved
 
     @property
@@ -451,7 +456,18 @@ class _ProcessGroup:
     threads: Counter[tuple[str, Stack]] = field(default_factory=Counter)
 
     def add(self, trace: ProcessTrace) -> None:
-        self.members.append(_member(trace))
+        heartbeat, last = trace.heartbeat or {}, trace.last
+        names = ("phase", "seconds", "step", "detail", "path_of_clip")
+        of_process = ("pid", "role", "rank", "command", "state", "method", "raw")
+        member = {
+            "host": trace.host,
+            **{name: last.get(name) for name in of_process},
+            **{name: heartbeat.get(name) for name in names},
+            "has_moved": trace.has_moved if len(trace.rounds) > 1 else None,
+            "watched_seconds": round(trace.seconds[-1] - trace.seconds[0], 3),
+            "cpu_share": round(trace.cpu_share, 3),
+        }
+        self.members.append(member)
         self.threads.update((each["name"], python_stack(each)) for each in trace.threads[1:])
         if trace.threads and not self.native:
             self.native = native_stack(trace.threads[0])
@@ -470,20 +486,6 @@ class _ProcessGroup:
         ]
         stacks = {"stack": _calls(key[-1]), "native": _calls(self.native), "threads": threads}
         return {"role": key[0], "count": len(self.members), "members": self.members, **stacks}
-
-
-def _member(trace: ProcessTrace) -> dict[str, Any]:
-    heartbeat, last = trace.heartbeat or {}, trace.last
-    names = ("phase", "seconds", "step", "detail", "path_of_clip")
-    of_process = ("pid", "role", "rank", "command", "state", "method", "raw")
-    return {
-        "host": trace.host,
-        **{name: last.get(name) for name in of_process},
-        **{name: heartbeat.get(name) for name in names},
-        "has_moved": trace.has_moved if len(trace.rounds) > 1 else None,
-        "watched_seconds": round(trace.seconds[-1] - trace.seconds[0], 3),
-        "cpu_share": round(trace.cpu_share, 3),
-    }
 
 
 def _calls(stack: Stack) -> list[dict[str, Any]]:

@@ -24,7 +24,6 @@ from typing import Any
 
 from longtake import errors, fsio, node_dir, trust
 
-FileStamp = tuple[int, int]  # modification time in nanoseconds, inode
 MESSAGE = -1
 """Sequence number of every point-to-point message.
 
@@ -34,6 +33,9 @@ _MAX_BYTES = 2**28
 _ENTRY_KEYS = frozenset(
     ("record_id", "pg_id", "process_group", "collective_seq_id", "profiling_name", "input_sizes")
 ) | {"state", "retired", "is_p2p"}
+_NAME = re.compile(
+    rf"(?:{node_dir.FLIGHT_FILE_PREFIX}|{node_dir.FLIGHT_PIPE_PREFIX})(\d+)(?:\.pipe)?"
+)
 _PEERS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
@@ -53,30 +55,25 @@ def request_files(folder: Path, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if _write_byte(_pipe(folder, rank))]
 
 
-def file_stamps(folder: Path, ranks: Iterable[int]) -> dict[int, FileStamp]:
-    """Return a stamp of each rank's file, which differs from that of any later file."""
-    found = {}
-    for rank in ranks:
-        with suppress(OSError):
-            found[rank] = _stamp(_file(folder, rank))
-    return found
+def file_versions(folder: Path, ranks: Iterable[int]) -> dict[int, object]:
+    """Return the version of each rank's file, which differs from that of any later file."""
+    return {rank: fsio.file_version(_file(folder, rank)) for rank in ranks}
 
 
 def copy_files(
-    folder: Path, ranks: Iterable[int], target: Path, before: Mapping[int, FileStamp]
+    folder: Path, ranks: Iterable[int], target: Path, before: Mapping[int, object]
 ) -> list[int]:
     """Copy files that changed since `before` to `target`/rank_<rank>, and return their ranks.
 
     The folder `target` is only created if there is something to copy.
     """
     found = []
-    for rank in ranks:
-        path = _file(folder, rank)
-        with suppress(OSError):
-            if _stamp(path) != before.get(rank):
+    for rank, version in file_versions(folder, ranks).items():
+        if version is not None and version != before.get(rank):
+            with suppress(OSError):
                 target.mkdir(parents=True, exist_ok=True)
                 with fsio.atomic_write(target / f"rank_{rank}") as aside:
-                    shutil.copyfile(path, aside, follow_symlinks=False)
+                    shutil.copyfile(_file(folder, rank), aside, follow_symlinks=False)
                 found.append(rank)
     return found
 
@@ -94,12 +91,9 @@ def remove_files(folder: Path, ranks: Iterable[int]) -> None:
 
 def remove_all_files(folder: Path) -> None:
     """Remove files and pipes of all dead ranks."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    parts = [name.removesuffix(".pipe").rpartition("_") for name in names]
-    ours = (node_dir.FLIGHT_FILE_PREFIX, node_dir.FLIGHT_PIPE_PREFIX)
-    remove_files(
-        folder, {int(rank) for *head, rank in parts if "".join(head) in ours and rank.isdecimal()}
-    )
+    paths = folder.iterdir() if folder.is_dir() else ()
+    names = [_NAME.fullmatch(path.name) for path in paths]
+    remove_files(folder, {int(name[1]) for name in names if name})
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -153,11 +147,6 @@ def _pipe(folder: Path, rank: int) -> Path:
 
 def _file(folder: Path, rank: int) -> Path:
     return folder / f"{node_dir.FLIGHT_FILE_PREFIX}{rank}"
-
-
-def _stamp(path: Path) -> FileStamp:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_ino
 
 
 def _write_byte(pipe: Path) -> bool:
@@ -216,7 +205,6 @@ class BlockedCollective:
     group: str  # the process group's name
     description: str  # the program's name for it; may be empty
     op: str  # such as `nccl:all_reduce`
-    sizes: tuple[tuple[int, ...], ...]  # shapes of the inputs on the first rank that joined
     missing_ranks: tuple[int, ...]  # ranks that never joined
     stalled_ranks: tuple[int, ...]  # ranks that joined and did not finish
     causes: tuple[int, ...]  # missing or stalled ranks that are roots of the graph of waits
@@ -228,7 +216,10 @@ def analyse(dumps: Mapping[int, Mapping[str, Any]]) -> list[BlockedCollective]:
     Args:
         dumps: contents of flight recorders' files, by rank.
     """
-    recorded = _recorded_ops(dumps)
+    groups = _groups(dumps)
+    entries = [entry for dump in dumps.values() for entry in dump["entries"]]
+    messages = {str(entry["process_group"][0]) for entry in entries if entry["is_p2p"]}
+    recorded = {rank: _recorded_by(rank, dump, groups, messages) for rank, dump in dumps.items()}
     firsts = dict.fromkeys(each.first for each in recorded.values())
     waits = {op: _awaited(op, recorded) for op in firsts if op is not None}
     roots = _roots(recorded, waits)
@@ -247,7 +238,6 @@ def _blocked(
         group=op.group.name,
         description=str(entry["process_group"][1]),
         op=str(entry["profiling_name"]),
-        sizes=tuple(tuple(each) for each in entry["input_sizes"]),
         missing_ranks=tuple(sorted(missing)),
         stalled_ranks=tuple(sorted(stalled)),
         causes=tuple(sorted(roots & missing | blamed)),
@@ -289,25 +279,13 @@ def _roots(
         return set(chain.from_iterable(_missing(op, recorded) for op in waits))
     # Everybody has joined everything. A rank whose peers have finished its collective stalls on
     # its own device.
-    alone = {op for op in waits if _others_are_done(op, recorded)}
-    return {rank for rank, op in first.items() if op in alone}
-
-
-def _others_are_done(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> bool:
-    if op.number == MESSAGE:
-        return False
-    return any(op not in recorded[each].pending for each in op.ranks if each in recorded)
-
-
-def _recorded_ops(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, RecordedOps]:
-    groups = _groups(dumps)
-    messages = {
-        str(entry["process_group"][0])
-        for dump in dumps.values()
-        for entry in dump["entries"]
-        if entry["is_p2p"]
+    alone = {
+        op
+        for op in waits
+        if op.number != MESSAGE
+        and any(op not in recorded[each].pending for each in op.ranks if each in recorded)
     }
-    return {rank: _recorded_by(rank, dump, groups, messages) for rank, dump in dumps.items()}
+    return {rank for rank, op in first.items() if op in alone}
 
 
 def _recorded_by(
@@ -372,23 +350,13 @@ def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> dict[tuple[int, str], Gro
         for name in _group_names(dump).values():
             users[name].add(rank)
     guessed = {name: GroupMembers(name, tuple(sorted(ranks))) for name, ranks in users.items()}
-    stated = _stated_groups(dumps)
-    return {
-        (rank, name): stated.get((rank, name), group)
-        for name, group in guessed.items()
-        for rank in group.ranks
-    }
-
-
-def _stated_groups(dumps: Mapping[int, Mapping[str, Any]]) -> dict[tuple[int, str], GroupMembers]:
-    groups: dict[tuple[str, str], GroupMembers] = {}
-    found = {}
+    found = {(rank, name): group for name, group in guessed.items() for rank in group.ranks}
+    stated: dict[tuple[str, str], GroupMembers] = {}  # by name and the text of the ranks
     for rank, dump in dumps.items():
         for name, config in dump.get("pg_config", {}).items():
             key = str(name), str(config["ranks"])
-            if key not in groups:
-                ranks = tuple(int(each) for each in re.findall(r"\d+", key[1]))
-                groups[key] = GroupMembers(key[0], ranks)
-            if groups[key].ranks:
-                found[rank, key[0]] = groups[key]
+            ranks = tuple(int(each) for each in re.findall(r"\d+", key[1]))
+            # Ranks of one group need the same object, as groups are compared by identity.
+            if ranks and (rank, key[0]) in found:
+                found[rank, key[0]] = stated.setdefault(key, GroupMembers(key[0], ranks))
     return found

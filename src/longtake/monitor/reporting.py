@@ -20,8 +20,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Full, Queue, SimpleQueue
-from typing import Any, TypeVar
+from queue import Full, Queue
+from typing import Any, Generic, TypeVar
 
 from longtake import errors, fsio, process
 from longtake.config import WatchSection
@@ -35,6 +35,7 @@ from longtake.trust import is_own
 
 _T = TypeVar("_T")
 _MAX_LINES = 1000
+_ASK_SECONDS = 3.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET: frozenset[NodeEventKind] = frozenset({"watcher_started", "clock_slewed"})
 _SAID: frozenset[NodeEventKind] = frozenset(
@@ -150,6 +151,12 @@ class RunDirThread:
             text = f"{self.node.run.path} did not answer in {seconds:g} s"
             raise NoAnswerError(text) from None
 
+    def try_ask(self, work: Callable[[], _T], seconds: float = _ASK_SECONDS) -> _T | None:
+        """Call `work` as `ask` does; return None after an error or without an answer in time."""
+        with suppress(OSError):
+            return self.ask(work, seconds)
+        return None
+
     def take_error(self) -> OSError | None:
         error, self._error = self._error, None
         return error
@@ -197,7 +204,40 @@ def is_disk_full(error: OSError) -> bool:
     return error.errno is not None and error.errno in _FULL
 
 
-class Terminal:
+class QueueThread(Generic[_T]):
+    """Thread that handles items one after the other; callers never wait for it.
+
+    Args:
+        name: name of the thread.
+        handle: called with each item.
+        max_items: number of items that may wait; 0: any number.
+    """
+
+    def __init__(self, name: str, handle: Callable[[_T], object], max_items: int = 0) -> None:
+        self._items: Queue[_T | None] = Queue(max_items)
+        self._handle = handle
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, item: _T | None) -> bool:
+        """Queue an item, and return False if it is dropped because too many wait."""
+        try:
+            self._items.put_nowait(item)
+        except Full:
+            return False
+        return True
+
+    def close(self, seconds: float) -> None:
+        """Wait up to `seconds` until all items are handled."""
+        self.put(None)
+        self._thread.join(seconds)
+
+    def _work(self) -> None:
+        while (item := self._items.get()) is not None:
+            self._handle(item)
+
+
+class Terminal(QueueThread[str]):
     """Writer of lines to the training's terminal, in a thread that may block.
 
     The watcher writes there itself, as a rank that is stopped or holds the GIL could not. The line
@@ -205,30 +245,15 @@ class Terminal:
     """
 
     def __init__(self) -> None:
+        # Without a terminal each line fails to be written, which is ignored.
         self._descriptor = int(os.environ.pop(process.TERMINAL_VARIABLE, "-1"))
-        self._lines: SimpleQueue[str] = SimpleQueue()
-        self._is_written = threading.Event()
-        self._is_written.set()
-        if self._descriptor >= 0:
-            threading.Thread(target=self._write_all, name="terminal", daemon=True).start()
+        super().__init__("terminal", self._write)
 
-    def tell(self, text: str) -> None:
-        if self._descriptor >= 0:
-            self._is_written.clear()
-            self._lines.put(text)
-
-    def close(self, seconds: float) -> None:
-        """Wait up to `seconds` until all lines are written."""
-        self._is_written.wait(seconds)
-
-    def _write_all(self) -> None:
-        while True:
-            line = f"longtake: {printable_lines(self._lines.get())}\n"
-            with suppress(OSError):  # it was closed
-                begin = "\r\x1b[2K" if os.isatty(self._descriptor) else ""
-                os.write(self._descriptor, f"{begin}{line}".encode(errors="replace"))
-            if self._lines.empty():
-                self._is_written.set()
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # it was closed
+            begin = "\r\x1b[2K" if os.isatty(self._descriptor) else ""
+            line = f"{begin}longtake: {printable_lines(text)}\n"
+            os.write(self._descriptor, line.encode(errors="replace"))
 
 
 class EventReporter:
@@ -261,7 +286,7 @@ class EventReporter:
 
     def tell(self, text: str) -> None:
         """Write a line to the training's terminal."""
-        self._terminal.tell(text)
+        self._terminal.put(text)
 
     def alert(self, kind: NodeEventKind, /, **fields: Any) -> None:
         event = {"time": fsio.now(), "event": kind, "host": self._host, **fields, "run": self._run}
@@ -300,32 +325,22 @@ class AlertQueue:
     """Runs the recipe's hook for each alert, one after the other, in a thread of its own."""
 
     def __init__(self, section: WatchSection, disk: RunDirThread) -> None:
-        self._hook, self._disk = section.hook or "", disk
-        self._queue: Queue[Mapping[str, Any] | None] = Queue(_MAX_ALERTS)
-        self._thread = threading.Thread(target=self._send_all, name="alerts", daemon=True)
-        if section.hook:
-            self._thread.start()
+        self._hook, self._disk = section.hook, disk
+        self._thread = QueueThread("alerts", self._send, _MAX_ALERTS)
 
     def put(self, event: Mapping[str, Any]) -> None:
         """Queue an event for the hook; returns at once."""
-        if self._thread.is_alive():
-            try:
-                self._queue.put_nowait(event)
-            except Full:
-                self._disk.log(f"alert dropped, {_MAX_ALERTS} others wait: {event['event']}")
+        if self._hook is not None and not self._thread.put(event):
+            self._disk.log(f"alert dropped, {_MAX_ALERTS} others wait: {event['event']}")
 
     def close(self, seconds: float) -> None:
         """Wait up to `seconds` until all events are sent."""
-        if self._thread.is_alive():
-            with suppress(Full):
-                self._queue.put_nowait(None)
-            self._thread.join(seconds)
+        self._thread.close(seconds)
 
-    def _send_all(self) -> None:
-        while (event := self._queue.get()) is not None:
-            line = json.dumps(event, separators=(",", ":"))
-            if problem := run_hook(self._hook, line, str(event["event"])):
-                self._disk.log(f"hook: {problem}")
+    def _send(self, event: Mapping[str, Any]) -> None:
+        line = json.dumps(event, separators=(",", ":"))
+        if problem := run_hook(self._hook or "", line, str(event["event"])):
+            self._disk.log(f"hook: {problem}")
 
 
 def run_hook(command: str, line: str, event: str, seconds: float = _HOOK_SECONDS) -> str:
@@ -440,7 +455,11 @@ class StallActions:
         found = next((each for each in pages if each.role == suspect.role), None)
         if found is None or not found.is_alive:
             self._reporter.log(f"process {suspect.pid} is gone already")
-        elif _has_moved_on(found, suspect):
+        elif (
+            found.phase != suspect.doing
+            or (suspect.role == "decode" and found.detail != suspect.clip)
+            or found.seconds + _ROUNDING_SECONDS < suspect.seconds  # it has entered the phase again
+        ):
             self._reporter.log(f"process {suspect.pid} has moved on: it is not ended")
         elif wait := self._reason_to_wait(found, suspect):
             self._reporter.log(f"process {suspect.pid} is not ended yet: {wait}")
@@ -504,12 +523,6 @@ def _blames_no_process(diagnosis: StallDiagnosis) -> str:
         silent = ", ".join(diagnosis.silent_nodes) or "a node"
         return f"{silent} gives no answer, and all wait: any rank that ends restarts the job"
     return ""
-
-
-def _has_moved_on(heartbeat: Heartbeat, suspect: Suspect) -> bool:
-    is_at_another = suspect.role == "decode" and heartbeat.detail != suspect.clip
-    has_entered_again = heartbeat.seconds + _ROUNDING_SECONDS < suspect.seconds
-    return heartbeat.phase != suspect.doing or is_at_another or has_entered_again
 
 
 def _worker_event(ended: Heartbeat, diagnosis: StallDiagnosis) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _causes(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> Iterator[str]
         named += [f"{rest} more"] if rest else []
         yield f"Also: {'; '.join(named)}."
     if diagnosis.kind == "link":
-        one = max(snapshot.ranks, key=lambda each: each.seconds).suspect()
+        one = max(snapshot.ranks, key=lambda each: each.seconds_in_phase).suspect()
         yield (
             f"All {len(snapshot.ranks)} ranks are in {place_of(one) or 'the same place'}, "
             f"{_doing(one)}, for {for_seconds(one.seconds)}: none of them is the cause. Check the "

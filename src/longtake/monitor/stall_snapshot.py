@@ -35,10 +35,9 @@ _PHASE_ORDER: dict[str, int] = {phase: place for place, phase in enumerate(get_a
 
 
 @dataclass(frozen=True, eq=False)
-class ProcessState:
+class ProcessState(ProcessTrace):
     """A rank or decode worker: its relevant thread, and the kind of thing that one waits for."""
 
-    trace: ProcessTrace
     thread: str  # name of the thread; empty: the main thread
     calls: stacks.Stack  # calls of that thread in the last round
     native: stacks.Stack  # C calls below them, if they were read
@@ -52,24 +51,19 @@ class ProcessState:
         This is the main thread, except for a rank that waits for another of its threads: the one
         that writes the checkpoint, autograd's for a device, or one that decodes.
         """
-        phase = str((trace.heartbeat or {}).get("phase", ""))
-        threads = trace.threads
-        if not threads:
-            return cls(trace, "", (), (), classify_wait((), phase), has_gil=False)
-        main = cls._of_thread(trace, threads[0], "", phase)
-        if trace.role == "rank":
-            for each in threads[1:]:
-                if each["frames"] and main._is_represented_by(each):
-                    return cls._of_thread(trace, each, str(each["name"]), phase)
-        return main
 
-    @classmethod
-    def _of_thread(
-        cls, trace: ProcessTrace, thread: Mapping[str, Any], name: str, phase: str
-    ) -> "ProcessState":
-        calls, native = stacks.python_stack(thread), stacks.native_stack(thread)
-        wait = classify_wait(calls, phase, native)
-        return cls(trace, name, calls, native, wait, thread["has_gil"])
+        def of_thread(thread: Mapping[str, Any], name: str) -> "ProcessState":
+            calls, native = stacks.python_stack(thread), stacks.native_stack(thread)
+            wait = classify_wait(calls, trace.phase, native)
+            process = trace.host, trace.rounds, trace.seconds
+            return cls(*process, name, calls, native, wait, thread["has_gil"])
+
+        main, *others = trace.threads or [{"frames": [], "has_gil": False}]
+        state = of_thread(main, "")
+        for each in others if trace.role == "rank" else ():
+            if each["frames"] and state._is_represented_by(each):
+                return of_thread(each, str(each["name"]))
+        return state
 
     def _is_represented_by(self, thread: Mapping[str, Any]) -> bool:
         name = str(thread["name"])
@@ -83,29 +77,15 @@ class ProcessState:
         in_autograd = bool(self.calls) and self.calls[0][0] == "_engine_run_backward"
         return in_autograd and name.startswith("pt_autograd")
 
-    @property
-    def rank(self) -> int:
-        return -1 if self.trace.rank is None else self.trace.rank
-
-    @property
-    def phase(self) -> str:
-        return str((self.trace.heartbeat or {}).get("phase", ""))
-
-    @property
-    def seconds(self) -> float:
-        return self.trace.seconds_in_phase
-
     @cached_property
     def has_moved(self) -> bool:
         """True if the thread's stack or the heartbeat changed between rounds."""
-        if self.trace.has_moved:
-            return True
-        seen = self.trace.stacks_of(self.thread) if self.thread else []
-        return any(stack != seen[0] for stack in seen[1:])
+        seen = self.stacks_of(self.thread) if self.thread else []
+        return super().has_moved or any(stack != seen[0] for stack in seen[1:])
 
     @property
     def position(self) -> tuple[int, int]:
-        steps_done = int((self.trace.heartbeat or {}).get("steps_done", 0))
+        steps_done = int((self.heartbeat or {}).get("steps_done", 0))
         return steps_done, _PHASE_ORDER.get(self.phase, 0)
 
     @property
@@ -113,7 +93,6 @@ class ProcessState:
         return stacks.user_frame(self.calls) or (self.calls[0] if self.calls else None)
 
     def suspect(self) -> Suspect:
-        trace, heartbeat = self.trace, self.trace.heartbeat or {}
         function, file, line = self.place or ("", "", 0)
         within = ""
         if self.calls and self.calls[0] != self.place:
@@ -124,14 +103,14 @@ class ProcessState:
             name, library, _ = self.native[0]
             native = f"{name} ({library.rpartition('/')[2]})" if library else name
         return replace(
-            _by_heartbeat(trace.host, trace.pid, trace.role, trace.rank, heartbeat),
+            _by_heartbeat(self.host, self.pid, self.role, self.last["rank"], self.heartbeat or {}),
             thread=self.thread,
             function=function,
             file=file,
             line=line,
             within=within,
-            state=trace.last["state"],
-            cpu_share=round(max(0.0, trace.cpu_share), 3),
+            state=self.last["state"],
+            cpu_share=round(max(0.0, self.cpu_share), 3),
             native=native,
             has_gil=self.has_gil,
             moved=self.has_moved,
@@ -170,7 +149,7 @@ class StallSnapshot:
         for trace in traces(dumps):
             is_last = trace.seconds[-1] >= last[trace.host][0]
             is_there = is_last and trace.last["state"] not in ("", "X")
-            is_idle = (trace.heartbeat or {"phase": "idle"})["phase"] in ("idle", "ended")
+            is_idle = trace.phase in ("", "idle", "ended")
             if trace.role == "rank" and is_there:
                 ranks.append(ProcessState.of(trace))
             elif trace.role == "rank":
@@ -178,14 +157,14 @@ class StallSnapshot:
             elif trace.role == "decode" and is_there and is_idle:
                 idle.append(trace)
             elif trace.role == "decode" and is_there:
-                decoding[-1 if trace.rank is None else trace.rank].append(trace)
+                decoding[trace.rank].append(trace)
         starved = {each.rank for each in ranks if each.wait == "data"}
         for trace in idle:
             if trace.rank in starved and trace.is_held_up:
                 decoding[trace.rank].append(trace)
         # Each once: a process may have died while the rounds were read.
         once = {(each.host, each.pid): each for each in lost if each.role == "rank"}
-        sizes = [int((each.trace.heartbeat or {}).get("world_size", 0)) for each in ranks]
+        sizes = [int((each.heartbeat or {}).get("world_size", 0)) for each in ranks]
         return cls(
             ranks=_with_device_waits(ranks, stalled),
             decoding=decoding,
@@ -204,11 +183,11 @@ class StallSnapshot:
         blamed = {(each.host, each.pid) for each in suspects}
         groups: dict[str, list[ProcessState]] = defaultdict(list)
         for each in self.ranks:
-            if each.wait != "nothing" and (each.trace.host, each.trace.pid) not in blamed:
+            if each.wait != "nothing" and (each.host, each.pid) not in blamed:
                 groups[_WAIT_WORDS[each.wait]].append(each)
         found = []
         for doing, group in groups.items():
-            ranks, hosts = sorted(each.rank for each in group), {each.trace.host for each in group}
+            ranks, hosts = sorted(each.rank for each in group), {each.host for each in group}
             found.append(WaitingRanks(doing, tuple(ranks), len(hosts)))
         return tuple(sorted(found, key=lambda each: -len(each.ranks)))
 
