@@ -13,6 +13,7 @@ from longtake.health.network import Ethernet, InfiniBand
 from longtake.health.system import (
     CgroupMemory,
     DiskProbe,
+    HealthProbe,
     LoadProbe,
     Numbers,
     Rates,
@@ -234,7 +235,7 @@ def test_steps_tell_of_checkpoints(tmp_path: Path) -> None:
     assert [check.sample()["checkpoint_is_near"] for _ in range(8)] == [1] * 6 + [0] * 2
 
 
-class _Hanging:
+class _Hanging(HealthProbe):
     name = "hanging"
     numbers: Mapping[str, str] = {"answers": "What it says"}
 

@@ -17,7 +17,7 @@ from longtake.config import WatchSection
 from longtake.fsio import read_json_lines
 from longtake.monitor.observe import WatchSettings
 from longtake.node_dir import NodeDirectory
-from longtake.process import SETTINGS_VARIABLE
+from longtake.process import SECTION_VARIABLE, SETTINGS_VARIABLE
 from longtake.run_dir import RunDirectory
 
 _BEATING = Path(__file__).with_name("beating.py")
@@ -60,11 +60,12 @@ class Stage:
         settings = WatchSettings(**{**self.settings.model_dump(), **changes}).model_dump()
         users = {name: settings.pop(name) for name in WatchSection.model_fields}
         section = WatchSection(**users).model_dump_json()
-        where = ["--host", host, "--folder", str(self.folder(host)), "--section", section]
+        where = ["--host", host, "--folder", str(self.folder(host))]
         program = ["-m", "longtake.monitor.watcher", str(self.run.path), *where, *options]
         before = len(self.events("watcher_started", host)) if wait else 0
         process = self.start(
-            [sys.executable, "-P", *program], **{SETTINGS_VARIABLE: json.dumps(settings)}
+            [sys.executable, "-P", *program],
+            **{SETTINGS_VARIABLE: json.dumps(settings), SECTION_VARIABLE: section},
         )
         if wait:
             wait_until(lambda: len(self.events("watcher_started", host)) > before)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -259,10 +260,8 @@ def test_who_was_dead_before_anybody_looked_counts_if_others_of_its_launch_live(
 
 def test_a_death_for_want_of_memory_says_so() -> None:
     roll = LivenessTracker()
-    assert roll.wants_oom_count(0.0)
-    for now, kills in ((0.0, 3), (6.0, 3), (12.0, 4)):
-        roll.add_oom_count(kills, now)
-    assert not roll.wants_oom_count(12.1)
+    for now, kills in ((0.0, 3), (6.0, 3), (12.0, 4), (12.1, 99)):  # the last one is not counted
+        roll.count_oom_kills(partial(int, kills), now)
     roll.dead_ranks([_pulse_dead(1)], [])
     (lost,) = roll.dead_ranks([], [_pulse_dead(1)])
     event = lost.as_event(roll.recent_oom_kills(4))
@@ -290,7 +289,7 @@ def test_what_was_killed_long_ago_is_no_reason() -> None:
     roll = LivenessTracker()
     assert roll.recent_oom_kills(5) == 0
     for now in range(0, 120, 6):
-        roll.add_oom_count(5 if now else 4, float(now))
+        roll.count_oom_kills(partial(int, 5 if now else 4), float(now))
     assert roll.recent_oom_kills(5) == 0
     assert roll.recent_oom_kills(None) == 0
 

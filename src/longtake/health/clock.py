@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longtake.health.system import Numbers, StatelessProbe, read_text
+from longtake.health.system import HealthProbe, Numbers, read_text
 
 STEP_SECONDS = 1e-3
 """Smallest step that is detected from readings; smaller ones only if the kernel reports them."""
@@ -85,7 +85,7 @@ def _reading() -> tuple[int, Clocks]:
     return width, Clocks(real, monotonic + width // 2, (raw + raw_after) // 2)
 
 
-class Clock:
+class Clock(HealthProbe):
     """Probe of the node's clock: detects steps between two looks, and slews over some seconds."""
 
     name = "clock"
@@ -273,7 +273,7 @@ class _Timex(ctypes.Structure):
     )
 
 
-class KernelClock(StatelessProbe):
+class KernelClock(HealthProbe):
     """Probe of the kernel's clock corrections, which chrony or ntpd controls by adjtimex."""
 
     name = "kernel_clock"
@@ -312,7 +312,7 @@ _UNREACHABLE_STRATUM = 16
 _STRATUM, _OFFSET, _RMS_OFFSET, _FREQUENCY, _DELAY, _DISPERSION, _LEAP = 2, 4, 6, 7, 10, 11, 13
 
 
-class Chrony(StatelessProbe):
+class Chrony(HealthProbe):
     """Probe of chronyd, asked once a minute through `command`; it needs no privileges."""
 
     name = "chrony"
@@ -376,7 +376,7 @@ def time_daemons(proc: Path = Path("/proc")) -> list[str]:
     return sorted({"linuxptp" if name in _LINUXPTP else str(name) for name in found})
 
 
-class TimeDaemons(StatelessProbe):
+class TimeDaemons(HealthProbe):
     """Probe that counts programs that set the clock; two of them work against each other."""
 
     name = "time_daemons"

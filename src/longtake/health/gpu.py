@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longtake.health.system import Numbers
+from longtake.health.system import HealthProbe, Numbers
 
 _XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\): (\d+)")
 _RECORD_BYTES = 8192
@@ -36,7 +36,7 @@ def throttle_words(bits: float) -> list[str]:
     return [words for bit, words in _THROTTLES.items() if int(bits) & bit]
 
 
-class GpuProbe:
+class GpuProbe(HealthProbe):
     """Probe of all GPUs of the node; without a driver it measures nothing."""
 
     name = "gpu"

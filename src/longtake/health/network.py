@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtake.health.system import Numbers, Rates, StatelessProbe, read_number, read_text
+from longtake.health.system import HealthProbe, Numbers, Rates, read_number, read_text
 
 _LINK: Mapping[str, str] = {
     "link_up": "1: the link carries data",
@@ -29,7 +29,7 @@ _ETHERNET_COUNTS = {
 }
 
 
-class Ethernet(StatelessProbe):
+class Ethernet(HealthProbe):
     """Probe of physical network cards; `root` is the folder of sysfs with network devices."""
 
     name = "ethernet"
@@ -102,7 +102,7 @@ _ERRORS = {
 }
 
 
-class InfiniBand(StatelessProbe):
+class InfiniBand(HealthProbe):
     """Probe of InfiniBand and RoCE ports; `root` is the folder of sysfs with their devices."""
 
     name = "infiniband"
@@ -272,7 +272,7 @@ _USED = 0.25  # fraction of the busiest peer's traffic below which a peer is not
 _MIN_TRAFFIC_BYTES = 2**16
 
 
-class PeerConnections(StatelessProbe):
+class PeerConnections(HealthProbe):
     """Probe of the ranks' TCP traffic to other nodes since the last sample.
 
     Traffic over InfiniBand is not included: the probe `InfiniBand` counts it.

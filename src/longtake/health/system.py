@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 Numbers = dict[str, float]
 """Measured numbers by `name` or `name:device`."""
@@ -25,29 +24,21 @@ _PROBE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class HealthProbe(Protocol):
-    """A probe that measures one aspect of a node's health."""
+class HealthProbe:
+    """Base of probes, each of which measures one aspect of a node's health."""
 
     name: str
     numbers: Mapping[str, str]  # explanation of each number, by its name without device
 
     def sample(self) -> Numbers:
         """Measure the numbers; those that cannot be measured are left out. It never raises."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Release the probe's resources."""
-        ...
 
 
-class StatelessProbe:
-    """Base of probes without resources to release."""
-
-    def close(self) -> None:
-        return
-
-
-class ThreadedProbe:
+class ThreadedProbe(HealthProbe):
     """Wrapper of a probe that may hang: its newest numbers, and the time for which it has hung.
 
     Args:
@@ -55,33 +46,28 @@ class ThreadedProbe:
         patience_seconds: limit of the wait for it in `sample` and `close`.
     """
 
-    numbers_of_thread: Mapping[str, str] = {HANGS: "How long this probe of the node has hung"}
+    numbers: Mapping[str, str] = {HANGS: "Time for which this probe of the node has been hanging"}
 
     def __init__(self, probe: HealthProbe, patience_seconds: float = 0.2) -> None:
         self.name = probe.name
-        self.numbers: Mapping[str, str] = {**probe.numbers, **self.numbers_of_thread}
         self._probe, self._patience_seconds = probe, patience_seconds
         self._found: Numbers = {}
         self._asked, self._answered = threading.Event(), threading.Event()
         self._is_closing = False
-        self._since: float | None = None
+        self._since = math.inf  # time of the call that is under way; inf: there is none
         self._thread = threading.Thread(target=self._serve, name=f"probe {self.name}", daemon=True)
         self._thread.start()
 
     def sample(self) -> Numbers:
-        if self._since is None:
+        if self._since == math.inf:
             self._answered.clear()
             self._since = time.monotonic()
             self._asked.set()
         self._answered.wait(self._patience_seconds)
         # A sample that is late is returned by the next call; only one is ever under way.
-        seconds = self._seconds()
+        seconds = max(0.0, time.monotonic() - self._since)
         found = self._found if seconds < HANGING_SECONDS else {}
         return {**found, f"{HANGS}:{self.name}": round(seconds, 3)}
-
-    def _seconds(self) -> float:
-        since = self._since  # a copy, as the thread may set it to None at any time
-        return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
         self._is_closing = True
@@ -99,7 +85,7 @@ class ThreadedProbe:
                 self._found = self._probe.sample()
             except Exception:  # one failure must not end the probe for good
                 self._found = {}
-            self._since = None
+            self._since = math.inf
             self._answered.set()
 
 
@@ -141,7 +127,7 @@ def read_number(path: Path) -> float | None:
         return None
 
 
-class CgroupMemory(StatelessProbe):
+class CgroupMemory(HealthProbe):
     """Probe of the memory of this process's cgroup, version 1 or 2.
 
     Args:
@@ -172,19 +158,14 @@ class CgroupMemory(StatelessProbe):
         self._folder = folder if is_there else top
 
     def sample(self) -> Numbers:
-        found = {name: self._read(*where) for name, where in self._files.items()}
-        limit = found["cgroup_memory_limit_bytes"]
-        if limit is not None and limit > _NO_LIMIT:
-            del found["cgroup_memory_limit_bytes"]
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _read(self, file: str, word: str) -> float | None:
-        if not word:
-            return read_number(self._folder / file)  # "max": no limit
-        for line in (read_text(self._folder / file) or "").splitlines():
-            if line.startswith(f"{word} "):
-                return float(line.split()[1])
-        return None
+        found: Numbers = {}
+        for name, (file, key) in self._files.items():
+            for line in (read_text(self._folder / file) or "").splitlines():
+                word, _, value = line.rpartition(" ")
+                # Without a limit version 2 says "max", and version 1 a number near 2**63.
+                if word == key and value.isdecimal() and float(value) < _NO_LIMIT:
+                    found[name] = float(value)
+        return found
 
 
 # Files by version of cgroups, and the first word of the line; empty: the file has one line.
@@ -209,7 +190,7 @@ def oom_kills() -> int | None:
     return None if found is None else int(found)
 
 
-class DiskProbe(StatelessProbe):
+class DiskProbe(HealthProbe):
     """Probe of disks: latency of a small file in the run directory, and free space.
 
     It blocks while the disk hangs: use it through `ThreadedProbe`.
@@ -314,7 +295,7 @@ _MEMORY = {
 }
 
 
-class LoadProbe(StatelessProbe):
+class LoadProbe(HealthProbe):
     """Probe of load and memory of the whole node; `proc` is the mount point of procfs."""
 
     name = "load"
@@ -363,11 +344,7 @@ def open_files(pids: Sequence[int], proc: Path = Path("/proc")) -> Numbers:
     found: list[tuple[int, int]] = []
     for folder in (proc / str(pid) for pid in pids):
         with suppress(OSError):
-            count = sum(1 for _ in (folder / "fd").iterdir())
-            limit = _OPEN_LIMIT.search(read_text(folder / "limits") or "")
-            if limit and int(limit[1]):
-                found.append((count, int(limit[1])))
-    if not found:
-        return {}
-    count, most = max(found, key=lambda each: each[0] / each[1])
-    return {"open_files": float(count), "open_files_limit": float(most)}
+            if limit := _OPEN_LIMIT.search(read_text(folder / "limits") or ""):
+                found.append((len(list((folder / "fd").iterdir())), int(limit[1])))
+    count, most = max(found, key=lambda each: each[0] / max(each[1], 1), default=(0, 0))
+    return {"open_files": float(count), "open_files_limit": float(most)} if most else {}

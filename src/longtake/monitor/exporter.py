@@ -13,32 +13,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from longtake.monitor.node_health import METRIC_HELP
+from longtake.node_numbers import by_device
 
 # Part of the heartbeat, key in it, metric, labels, help. The label `worker` is the entry's `pid`.
 _RANK, _PHASE, _WORKER = ("rank",), ("rank", "phase"), ("rank", "worker", "phase")
-_LATE, _LIMIT = "Time by which the watcher itself was late", "After how long that would be a stall"
+_LIMIT = "Duration of the phase from which it is a stall"
 _METRICS = (
     ("", "beat", "watcher_beats_total", (), "Heartbeats that the watcher has written"),
     ("", "stalls", "stalls_total", (), "Stalls that the watcher has seen"),
-    ("", "watch_seconds_late", "watcher_late_seconds", (), f"{_LATE}, in total"),
+    ("", "watch_seconds_late", "watcher_late_seconds", (), "Delays of the watcher in total"),
     ("ranks", "step", "step", _RANK, "Global step of the rank; it falls at a rollback"),
     ("ranks", "steps_done", "steps_done", _RANK, "Steps that the rank has done in this launch"),
-    (
-        "ranks",
-        "step_seconds",
-        "rank_step_seconds",
-        _RANK,
-        "The rank's own work for a step, on average",
-    ),
-    ("ranks", "seconds", "phase_seconds", _PHASE, "For how long the rank has been in its phase"),
+    ("ranks", "step_seconds", "rank_step_seconds", _RANK, "Mean time of the rank's own work"),
+    ("ranks", "seconds", "phase_seconds", _PHASE, "Time since the rank's phase began"),
     ("ranks", "limit", "phase_limit_seconds", _PHASE, _LIMIT),
-    (
-        "workers",
-        "seconds",
-        "worker_seconds",
-        _WORKER,
-        "For how long a decode worker has been in its phase",
-    ),
+    ("workers", "seconds", "worker_seconds", _WORKER, "Time since a decode worker's phase began"),
     ("workers", "limit", "worker_limit_seconds", _WORKER, _LIMIT),
 )
 
@@ -59,8 +48,15 @@ class HeartbeatCollector(Collector):
             names = ["pid" if label == "worker" else label for label in labels]
             found = (([str(each[name]) for name in names], each.get(key)) for each in entries)
             yield _metric(node, name, words, labels, found)
-        # Health numbers are not in the table above: probes explain their own.
-        yield from _of_health(node, record.get("health") or {})
+        # Health numbers are not in the table above: probes explain their own. A number of a device
+        # or rank is called `name:device`.
+        health: Mapping[str, float] = record.get("health") or {}
+        for name in dict.fromkeys(key.partition(":")[0] for key in health):
+            values, words = by_device(health, name), METRIC_HELP.get(name, name.replace("_", " "))
+            label = "rank" if name in ("step_work_seconds", "steps_per_second") else "device"
+            labels = (label,) if any(values) else ()
+            samples = (([device][: len(labels)], each) for device, each in values.items())
+            yield _metric(node, name, words, labels, samples)
 
     def describe(self) -> Iterator[Metric]:
         # Without this the registry would call `collect` once to learn the names.
@@ -100,16 +96,6 @@ class Exporter:
             self._server.server_close()
             self._thread.join()
         self.port = None
-
-
-def _of_health(node: str, health: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield one metric per name of health numbers, with the device or rank as a label."""
-    for name in dict.fromkeys(key.partition(":")[0] for key in health):
-        found = {key: each for key, each in health.items() if key.partition(":")[0] == name}
-        label = "rank" if name in ("step_work_seconds", "steps_per_second") else "device"
-        labels = [label] if any(":" in key for key in found) else []
-        values = (([key.partition(":")[2]][: len(labels)], each) for key, each in found.items())
-        yield _metric(node, name, METRIC_HELP.get(name, name.replace("_", " ")), labels, values)
 
 
 def _metric(

@@ -5,7 +5,7 @@ eight GPUs and InfiniBand ports, so 20 to 50 MiB per day at one line per ten sec
 every second line is removed: the newest hours stay complete, and the oldest get sparse.
 """
 
-import queue
+import math
 import select
 import sys
 import threading
@@ -25,6 +25,7 @@ from longtake.health.gpu import HARMFUL_THROTTLES, GpuProbe, throttle_words
 from longtake.health.network import BUSY, RATE, UNANSWERED, Ethernet, InfiniBand, PeerConnections
 from longtake.heartbeat import heartbeat_dir, read_heartbeats
 from longtake.monitor import observe, outliers
+from longtake.monitor.reporting import QueueThread
 from longtake.node_dir import NodeDirectory, NodeEventKind, all_nodes
 from longtake.run_dir import RunDirectory
 
@@ -75,7 +76,7 @@ class NodeHealth:
         self._wrong: dict[str, str] = {}
         self._wrong_since = 0.0
         self._full: set[str] = set()
-        self._tiny_step_at: float | None = None
+        self._tiny_steps_reported_at = -math.inf
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample_all, name="health", daemon=True)
 
@@ -123,15 +124,12 @@ class NodeHealth:
         self._clock.look()
         for change in self._clock.take_changes():
             self._peers.forget_offsets()
-            if not self._is_known(change):
-                self._events.append(clock_event(self._host, change, clock.time_daemons()))
-
-    def _is_known(self, change: clock.ClockChange) -> bool:
-        if not isinstance(change, clock.ClockStepped) or abs(change.seconds) >= clock.STEP_SECONDS:
-            return False
-        last, at = self._tiny_step_at, time.monotonic()
-        self._tiny_step_at = at if last is None or at - last >= _TINY_STEPS_SECONDS else last
-        return last == self._tiny_step_at
+            now = time.monotonic()
+            if isinstance(change, clock.ClockStepped) and abs(change.seconds) < clock.STEP_SECONDS:
+                if now - self._tiny_steps_reported_at < _TINY_STEPS_SECONDS:
+                    continue
+                self._tiny_steps_reported_at = now
+            self._events.append(clock_event(self._host, change, clock.time_daemons()))
 
     def _sample(self) -> None:
         # Every probe that may hang is wrapped in a thread, so this returns within seconds.
@@ -155,7 +153,12 @@ class NodeHealth:
                 self._wrong_since = time.monotonic()
             reason = ", ".join(wrong.values())
             fields: dict[str, Any] = {"reason": reason, "causes": dict(wrong)}
-            fields |= {**_slowest_rank(flagged), **_slow_link(wrong, found)}
+            slow = [each for each in flagged if each.signal.name == "step_work_seconds"]
+            if slow:
+                worst = max(slow, key=lambda each: each.percent)
+                fields |= {"rank": int(worst.device), "percent": round(worst.percent, 1)}
+            if peer := next(iter(node_numbers.by_device(wrong, outliers.SLOW)), None):
+                fields |= {"peer": peer, "send_bytes_per_second": found.get(f"{RATE}:{peer}")}
             self._events.append(("degraded", {**fields, "message": f"{self._host}: {reason}."}))
         elif self._wrong and not wrong:
             seconds = time.monotonic() - self._wrong_since
@@ -177,20 +180,6 @@ class NodeHealth:
 def _rank_pids(folder: Path) -> list[int]:
     found = (each for each in read_heartbeats(folder) if each.role == "rank")
     return [each.pid for each in found if each.phase != "ended"]
-
-
-def _slowest_rank(flagged: Sequence[outliers.Outlier]) -> dict[str, Any]:
-    slow = [each for each in flagged if each.signal.name == "step_work_seconds"]
-    if not slow:
-        return {}
-    worst = max(slow, key=lambda each: each.percent)
-    return {"rank": int(worst.device), "percent": round(worst.percent, 1)}
-
-
-def _slow_link(wrong: dict[str, str], numbers: system.Numbers) -> dict[str, Any]:
-    for peer in node_numbers.by_device(wrong, outliers.SLOW):
-        return {"peer": peer, "send_bytes_per_second": numbers.get(f"{RATE}:{peer}")}
-    return {}
 
 
 # --- Rules: what is wrong, in words.
@@ -226,7 +215,12 @@ class HealthRules:
 
     def wrong(self, numbers: system.Numbers, flagged: Sequence[outliers.Outlier]) -> dict[str, str]:
         """Return a text for each current problem of the node, by a key that identifies it."""
-        found = dict(_outlier_texts(flagged))
+        found: dict[str, str] = {}
+        for name in dict.fromkeys(each.signal.name for each in flagged):
+            alike = [each for each in flagged if each.signal.name == name]
+            others = len({each.device for each in alike}) - 1
+            worst = max(alike, key=lambda each: abs(each.percent))
+            found[name] = f"{worst} (and {others} more)" if others else f"{worst}"
         bad = dict(_bad_now(numbers))
         self._ages = {key: self._ages.get(key, 0) + 1 for key in bad}
         for key, text in bad.items():
@@ -268,16 +262,6 @@ def full_disks(numbers: system.Numbers) -> dict[str, float]:
         if free < nearly or inodes < few or numbers.get(f"disk_is_full:{name}"):
             found[name] = free
     return found
-
-
-def _outlier_texts(flagged: Sequence[outliers.Outlier]) -> Iterator[tuple[str, str]]:
-    """Yield for each number a text about its worst device and the count of others."""
-    for name in dict.fromkeys(each.signal.name for each in flagged):
-        alike = [each for each in flagged if each.signal.name == name]
-        devices = {each.device for each in alike}
-        worst = max(alike, key=lambda each: abs(each.percent))
-        more = f" (and {len(devices) - 1} more)" if len(devices) > 1 else ""
-        yield name, f"{worst}{more}"
 
 
 def _bad_now(numbers: system.Numbers) -> Iterator[tuple[str, str]]:
@@ -376,7 +360,7 @@ def _amount(seconds: float) -> str:
 # --- Peers.
 
 
-class PeerNodes(system.StatelessProbe):
+class PeerNodes(system.HealthProbe):
     """Probe of the other nodes' heartbeats, with which this node is compared; it may hang."""
 
     name = "neighbours"
@@ -439,26 +423,20 @@ class HealthLog:
 
     def __init__(self, path: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
         self._path, self._max_bytes = path, max_bytes
-        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(_MAX_WAITING)
-        self._thread = threading.Thread(target=self._write, name="health log", daemon=True)
-        self._thread.start()
+        self._thread = QueueThread("health log", self._write, _MAX_WAITING)
 
     def put(self, record: dict[str, Any]) -> None:
-        with suppress(queue.Full):
-            self._waiting.put_nowait(record)
+        self._thread.put(record)
 
     def close(self, patience_seconds: float = 0.3) -> None:
-        with suppress(queue.Full):
-            self._waiting.put_nowait(None)
-        self._thread.join(patience_seconds)
+        self._thread.close(patience_seconds)
 
-    def _write(self) -> None:
-        while (record := self._waiting.get()) is not None:
-            with suppress(OSError):  # a full disk is reported elsewhere
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                append_json(self._path, record)
-                if self._path.stat().st_size > self._max_bytes:
-                    thin_out(self._path)
+    def _write(self, record: dict[str, Any]) -> None:
+        with suppress(OSError):  # a full disk is reported elsewhere
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            append_json(self._path, record)
+            if self._path.stat().st_size > self._max_bytes:
+                thin_out(self._path)
 
 
 def thin_out(path: Path) -> None:
@@ -469,28 +447,11 @@ def thin_out(path: Path) -> None:
         thin.writelines(line for number, line in enumerate(file) if (num_lines - number) % 2 == 1)
 
 
-_EXPLAINED: Any = (
-    *(
-        clock.Clock,
-        clock.KernelClock,
-        clock.Chrony,
-        clock.TimeDaemons,
-        PeerNodes,
-        GpuProbe,
-        Ethernet,
-        InfiniBand,
-    ),
-    *(
-        PeerConnections,
-        outliers.SlowLinks,
-        system.DiskProbe,
-        system.LoadProbe,
-        system.CgroupMemory,
-        outliers.StepProbe,
-    ),
-)
+_CLOCKS = (clock.Clock, clock.KernelClock, clock.Chrony, clock.TimeDaemons)
+_LINKS = (Ethernet, InfiniBand, PeerConnections, PeerNodes, outliers.SlowLinks)
+_REST = (GpuProbe, system.DiskProbe, system.LoadProbe, system.CgroupMemory, outliers.StepProbe)
+_EXPLAINED: Any = (*_CLOCKS, *_LINKS, *_REST, system.ThreadedProbe)
 METRIC_HELP: Mapping[str, str] = {
-    **{name: words for each in _EXPLAINED for name, words in each.numbers.items()},
-    **system.ThreadedProbe.numbers_of_thread,
+    name: words for each in _EXPLAINED for name, words in each.numbers.items()
 }
 """Explanation of each of a node's health numbers, by name."""

@@ -10,7 +10,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +80,6 @@ class HeartbeatScanner:
             (living if is_living else dead).append(each)
         return Snapshot(time.monotonic(), living, dead)
 
-    def close(self) -> None:
-        self._close(set(self._pidfds))
-
     def _is_alive(self, heartbeat: Heartbeat, gone: set[int]) -> bool:
         who = _identity(heartbeat)
         if (pidfd := self._pidfds.get(who)) is not None:
@@ -97,14 +94,6 @@ class HeartbeatScanner:
     def _close(self, processes: set[tuple[int, int]]) -> None:
         for each in processes:
             os.close(self._pidfds.pop(each))
-
-
-def scan_once(folder: Path) -> Snapshot:
-    scanner = HeartbeatScanner(folder)
-    try:
-        return scanner.scan()
-    finally:
-        scanner.close()
 
 
 def _identity(heartbeat: Heartbeat) -> tuple[int, int]:
@@ -201,11 +190,10 @@ class LivenessTracker:
         self._launches: set[str] = set()
         self._counts: deque[tuple[float, int]] = deque(maxlen=_NUM_COUNTS)
 
-    def wants_oom_count(self, now: float) -> bool:
-        return not self._counts or now - self._counts[-1][0] >= _SECONDS_BETWEEN_COUNTS
-
-    def add_oom_count(self, kills: int | None, now: float) -> None:
-        self._counts.append((now, kills or 0))
+    def count_oom_kills(self, count: Callable[[], int | None], now: float) -> None:
+        """Call `count`, if its last result is some seconds old, to know later which are recent."""
+        if not self._counts or now - self._counts[-1][0] >= _SECONDS_BETWEEN_COUNTS:
+            self._counts.append((now, count() or 0))
 
     def recent_oom_kills(self, kills: int | None) -> int:
         return max(0, (kills or 0) - self._counts[0][1]) if self._counts else 0

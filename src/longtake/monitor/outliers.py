@@ -12,7 +12,7 @@ on average at 1.5 % noise and after 7.1 at 3 %, one of four after 4.7 and 5.6; 3
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import pi, sqrt
@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from longtake.health.network import BUSY, RATE
-from longtake.health.system import OPEN_FILES, Numbers, StatelessProbe, open_files
+from longtake.health.system import OPEN_FILES, HealthProbe, Numbers, open_files
 from longtake.heartbeat import Heartbeat, Phase, read_heartbeats
 from longtake.node_dir import beat_of
 from longtake.node_numbers import CHECKPOINT, SIGMAS, SIGNALS, Baseline, HealthSignal, by_device
@@ -37,7 +37,7 @@ _NEAR_SAMPLES = 6  # samples after a save in which its data may still be written
 # --- What the ranks of this node need for a step.
 
 
-class StepProbe(StatelessProbe):
+class StepProbe(HealthProbe):
     """Probe of the ranks' steps: compares their heartbeats with those of the last sample."""
 
     name = "steps"
@@ -60,32 +60,22 @@ class StepProbe(StatelessProbe):
         ranks = {(each.pid, each.started): (now, each) for each in found if each.role == "rank"}
         numbers: Numbers = {}
         for who, (_, each) in ranks.items():
-            if who in self._before and each.phase != "ended":
-                numbers |= _since(*self._before[who], now, each)
-        numbers[CHECKPOINT] = float(self._is_near(each for _, each in ranks.values()))
+            then, before = self._before.get(who, (now, None))
+            is_saving = each.phase in _SAVES or _num_saves(each) > _num_saves(before)
+            self._near = _NEAR_SAMPLES + 1 if is_saving else self._near
+            if before is None or each.phase == "ended":
+                continue
+            steps = (each.steps_done - before.steps_done) / max(1e-9, now - then)
+            numbers[f"steps_per_second:{each.rank}"] = round(steps, 6)
+            count = each.work_count - before.work_count
+            if count > 0:
+                seconds = (each.work_seconds - before.work_seconds) / count
+                numbers[f"step_work_seconds:{each.rank}"] = round(seconds, 6)
+        # Data of a save may still be written to the disk some samples later.
+        self._near = max(0, self._near - 1)
+        numbers[CHECKPOINT] = float(self._near > 0)
         self._before = ranks
         return numbers | open_files([each.pid for each in found if each.phase != "ended"])
-
-    def _is_near(self, ranks: Iterable[Heartbeat]) -> bool:
-        """Return True if a rank is saving, or has saved within the last samples."""
-        before = {who: each for who, (_, each) in self._before.items()}
-        seen = [
-            each.phase in _SAVES
-            or _num_saves(each) > _num_saves(before.get((each.pid, each.started)))
-            for each in ranks
-        ]
-        self._near = _NEAR_SAMPLES if any(seen) else max(0, self._near - 1)
-        return self._near > 0
-
-
-def _since(then: float, before: Heartbeat, now: float, after: Heartbeat) -> Numbers:
-    steps = after.steps_done - before.steps_done
-    found = {f"steps_per_second:{after.rank}": round(steps / max(1e-9, now - then), 6)}
-    count = after.work_count - before.work_count
-    if count > 0:
-        seconds = (after.work_seconds - before.work_seconds) / count
-        found[f"step_work_seconds:{after.rank}"] = round(seconds, 6)
-    return found
 
 
 def _num_saves(heartbeat: Heartbeat | None) -> int:
@@ -281,7 +271,8 @@ class Cusum:
         if self._noise.count < _ENOUGH_FOR_NOISE:
             return False
         noise = max(self._noise.deviation(), others) if self._is_noisy else 0.0
-        alarm = _alarm(noise / window.spread)
+        excess = noise / window.spread - _CALM_NOISE
+        alarm = _ALARM + _ALARM_OF_NOISE * min(1.0, max(0.0, excess))
         self._is_bad = self._sum(noise) >= (_CALM if self._is_bad else alarm)
         return self._is_bad
 
@@ -303,10 +294,6 @@ class Cusum:
             found = min(_CEILING, max(0.0, found + min(z, _MOST) - _ALLOWANCE))
             self._adding = self._adding + 1 if found else 0
         return found
-
-
-def _alarm(noise: float) -> float:
-    return _ALARM + _ALARM_OF_NOISE * min(1.0, max(0.0, noise - _CALM_NOISE))
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,11 @@ from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGPIPE, SIGTERM, SIGUSR1
 from typing import IO, Any
 
-from pydantic import ValidationError
-
 from longtake import fsio, node_dir, process
 from longtake.config import WatchSection
 from longtake.formatting import printable_lines
 from longtake.health.system import oom_kills
-from longtake.heartbeat import Heartbeat, make_private_dir
+from longtake.heartbeat import Heartbeat, make_private_dir, read_heartbeats
 from longtake.monitor import coordinator, flight_recorder, observe, reporting
 from longtake.monitor.node_health import NodeHealth
 
@@ -76,9 +74,9 @@ def _takes_over(
             text = f"{target.run.path} is watched already, by process {lock.holder()}."
             print(printable_lines(text), flush=True)  # noqa: T201 - to a person
             return False
-        snapshot = observe.scan_once(target.folder)
-        has_seen_ranks |= any(each.role == "rank" for each in (*snapshot.living, *snapshot.dead))
-        if snapshot.ranks:
+        ranks = [each for each in read_heartbeats(target.folder) if each.role == "rank"]
+        has_seen_ranks |= bool(ranks)
+        if any(each.phase != "ended" and each.is_alive for each in ranks):
             seen = time.monotonic()
         elif has_seen_ranks:  # also if all were dead at the first scan: the run was short
             return False
@@ -217,8 +215,7 @@ class _Watcher:
                 )
 
     def _report_dead_ranks(self, snapshot: observe.Snapshot) -> None:
-        if self._liveness.wants_oom_count(snapshot.now):
-            self._liveness.add_oom_count(oom_kills(), snapshot.now)
+        self._liveness.count_oom_kills(oom_kills, snapshot.now)
         if found := self._liveness.dead_ranks(snapshot.living, snapshot.dead):
             kills = self._liveness.recent_oom_kills(oom_kills())
             for each in found:
@@ -419,14 +416,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--by-hand", action="store_true", help="a person has started it")
-    parser.add_argument("--section", type=_section, help="the recipe's `watch`, as JSON")
     parser.add_argument("--data", type=Path, action="append", help="a folder of data")
     parser.add_argument("--host", help="the name of this node, if it is simulated")
     parser.add_argument("--folder", type=Path, help="its heartbeat folder, if it is simulated")
     found = parser.parse_args(arguments)
+    # The recipe's `watch` as JSON: a variable, as other users can read arguments.
     stated = os.environ.pop(process.SECTION_VARIABLE, None)
-    section = found.section or (None if stated is None else _section(stated))
     try:
+        section = None if stated is None else WatchSection.model_validate_json(stated)
         watch(
             reporting.watch_target(
                 found.run,
@@ -441,13 +438,6 @@ def main(arguments: Sequence[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-def _section(text: str) -> WatchSection:
-    try:
-        return WatchSection.model_validate_json(text)
-    except ValidationError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":
