@@ -76,14 +76,14 @@ def join_words(words: Iterable[object], last: str = "and") -> str:
     return f"{', '.join(some)} {last} {end}" if some else end
 
 
-def number_ranges(numbers: Sequence[int], most: int | None = None) -> str:
-    """Format ascending numbers as ranges: 0-3, 7.
+def number_ranges(numbers: Sequence[int], most: int | None = None, width: int = 0) -> str:
+    """Format ascending numbers, with at least `width` digits, as ranges: 0-3, 7.
 
     Of more than `most` ranges, only the first ones and the count of all numbers are shown.
     """
     cuts = [0, *(at for at, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
     runs = [(numbers[first], numbers[end - 1]) for first, end in pairwise(cuts) if end > first]
-    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+    texts = ["-".join(f"{each:0{width}}" for each in dict.fromkeys(run)) for run in runs]
     if most is not None and len(texts) > most:
         texts = [*texts[: most - 1], f"… ({len(numbers)} in all)"]
     return ", ".join(texts)

@@ -77,8 +77,7 @@ def test_half_an_environment_is_an_error_in_words() -> None:
         ("", []),
     ],
 )
-def test_lists_of_hosts(text: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
+def test_lists_of_hosts(text: str, expected: list[str]) -> None:
     assert list(expand_hosts(text)) == expected
 
 
@@ -89,16 +88,13 @@ def test_lists_of_hosts(text: str, expected: list[str], monkeypatch: pytest.Monk
         (["gpu2", "gpu10", "gpu1", "gpu3"], "gpu[1-3,10]"),
         ([f"gpu{n:03d}" for n in range(200) if n != 7], "gpu[000-006,008-199]"),
         (["gpu0", "gpu1", "gpu2", "login"], "gpu[0-2], login"),
+        ([f"gpu{n}" for n in range(0, 400, 2)], "gpu[0,2,4,6,8,10,12,… (200 in all)]"),
         (["r0n0", "r0n1", "r0n2", "r1n0"], "r0n[0-2], r1n0"),
         ([], ""),
     ],
 )
 def test_many_names_in_one_line(nodes: list[str], expected: str) -> None:
     assert fold_hosts(nodes) == expected
-
-
-def test_two_hundred_even_nodes_are_not_all_spelt_out() -> None:
-    assert len(fold_hosts(f"gpu{n}" for n in range(0, 400, 2))) < 60
 
 
 def test_processes_by_node() -> None:

@@ -13,7 +13,6 @@ from longtake.cli import say, train
 
 if TYPE_CHECKING:
     from longtake.cluster.findings import PreflightReport
-    from longtake.cluster.slurm import BatchJob
 
 _SLURM = "Slurm (with --slurm)"
 
@@ -158,10 +157,7 @@ def launch(
     asked = SlurmOptions(
         gpus_per_node, cpus_per_task, time, tuple(flags), signal_seconds, with_preflight, requeue
     )
-    _submit(BatchJob(launched, asked), dry_run=dry_run)
-
-
-def _submit(job: "BatchJob", *, dry_run: bool) -> None:
+    job = BatchJob(launched, asked)
     if dry_run:
         print(job.script(), end="")  # noqa: T201 - a result, for a file or a pager
         say.line(f"Not written to {job.path}, and not submitted.")

@@ -143,7 +143,10 @@ _CLOCK_ADVICE = (
 def measure_clocks(context: CheckContext) -> Facts:
     """Measure on rank 0 the seconds by which each node's clock is ahead, and their uncertainty."""
     if not context.process.is_first:
-        _answer_clock()
+        question = torch.zeros(1, dtype=torch.int64)
+        for _ in range(_NUM_QUESTIONS):
+            dist.recv(question, 0)
+            dist.send(torch.tensor([time.time_ns()]), 0)
         return {}
     others = zip(context.leaders[1:], context.hosts[1:], strict=True)
     return {"offsets": {host: _ask_clock(leader) for leader, host in others}}
@@ -157,24 +160,19 @@ def judge_clocks(facts: FactsByNode) -> CheckResult:
     found: dict[str, list[float]] = {first: [0.0, 0.0], **facts[first]["offsets"]}
     usual = median(offset for offset, _ in found.values()) if len(found) > 2 else 0.0
     off = {node: (offset - usual, uncertainty) for node, (offset, uncertainty) in found.items()}
-    bad = {node: severity for node, each in off.items() if (severity := _clock_severity(*each))}
+    certain = {node: abs(offset) - uncertainty for node, (offset, uncertainty) in off.items()}
+    bad = [node for node, seconds in certain.items() if seconds > _WARNING_SECONDS]
     shown = {node: offset * 1000 for node, (offset, _) in off.items()}
     result = CheckResult()
     result.measure("clock ahead", "ms", shown, tuple(bad))
     of = "the median of all clocks" if len(found) > 2 else f"that of {topology.fold_hosts([first])}"
-    for node, severity in bad.items():
+    for node in bad:
         offset, uncertainty = off[node]
+        severity: Severity = "error" if certain[node] > _ERROR_SECONDS else "warning"
         side = "ahead of" if offset > 0 else "behind"
         what = f"its clock is {_seconds(abs(offset))} {side} {of} (+-{_seconds(uncertainty)})"
         result.find(severity, (node,), what, "within 1 ms", _CLOCK_ADVICE)
     return result
-
-
-def _clock_severity(offset: float, uncertainty: float) -> Severity | None:
-    certain = abs(offset) - uncertainty
-    if certain > _ERROR_SECONDS:
-        return "error"
-    return "warning" if certain > _WARNING_SECONDS else None
 
 
 def _seconds(seconds: float) -> str:
@@ -194,13 +192,6 @@ def _ask_clock(peer: int) -> tuple[float, float]:
         if round_trip / 2e9 < best[1]:
             best = ((int(answer.item()) - asked - round_trip // 2) / 1e9, round_trip / 2e9)
     return best
-
-
-def _answer_clock() -> None:
-    question = torch.zeros(1, dtype=torch.int64)
-    for _ in range(_NUM_QUESTIONS):
-        dist.recv(question, 0)
-        dist.send(torch.tensor([time.time_ns()]), 0)
 
 
 # --- Links: each node sends to its neighbours in a ring, and back; then all reduce together -------

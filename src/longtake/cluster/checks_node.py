@@ -34,6 +34,7 @@ from longtake.cluster.findings import (
 )
 from longtake.formatting import format_size
 from longtake.health import clock, network, system
+from longtake.health.gpu import driver_facts
 from longtake.parallel import attention_rules, equality
 from longtake.run_dir import COMPUTING_PACKAGES
 from longtake.trust import training_classes
@@ -329,12 +330,14 @@ def measure_environment(context: CheckContext) -> Facts:
         if _COMPARED.fullmatch(name) and not _PER_PROCESS.fullmatch(name)
     }
     memory = system.LoadProbe().sample()["memory_size_bytes"]
+    cpus = system.read_text(Path("/proc/cpuinfo")) or ""
+    processor = re.search(r"^model name\s*:\s*(.+)$", cpus, re.MULTILINE)
     versions = {
         "longtake": __version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "kernel": platform.release(),
-        "processor": _processor(),
+        "processor": processor[1].strip() if processor else platform.machine(),
         "cores": str(process.num_cores()),
         "memory": f"{round(memory / 2**30)} GiB",
         **_gpu_versions(),
@@ -439,13 +442,6 @@ def _one_of(each: NodeDifference) -> str:
     return shlex.quote(each.values[str(each.majority)][0])
 
 
-def _recipe_command(each: NodeDifference) -> str:
-    value = str(each.majority)
-    if value == ABSENT:
-        return ""
-    return f"longtake launch RECIPE --set {shlex.quote(f'{each.name}={value}')}"
-
-
 def _gpu_versions() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {"GPUs": "none"}
@@ -454,25 +450,8 @@ def _gpu_versions() -> dict[str, str]:
         "GPUs": ", ".join(f"{names.count(each)} x {each}" for each in dict.fromkeys(names)),
         "CUDA": str(torch.version.cuda),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
-        "driver": _driver(),
+        "driver": driver_facts().get("driver", "unknown"),
     }
-
-
-def _driver() -> str:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception as error:  # no driver, or not NVIDIA's
-        return f"unknown ({type(error).__name__})"
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
 
 
 # --- Packages -------------------------------------------------------------------------------------
@@ -602,7 +581,12 @@ def judge_recipe(facts: FactsByNode) -> CheckResult:
         result.skip("recipe, dataset, run directory and disk space", "no recipe was given")
         return result
     keys = {node: each["keys"] for node, each in facts.items() if "keys" in each}
-    result = same_everywhere(*("recipe", keys, "error", _RECIPE_ADVICE), command=_recipe_command)
+
+    def command(each: NodeDifference) -> str:
+        value = shlex.quote(f"{each.name}={each.majority}")
+        return "" if each.majority == ABSENT else f"longtake launch RECIPE --set {value}"
+
+    result = same_everywhere("recipe", keys, "error", _RECIPE_ADVICE, command=command)
     for node, each in facts.items():
         if problem := each.get("problem"):
             what = f"the recipe cannot be used: {problem}"

@@ -369,23 +369,23 @@ def print_report(console: Console, report: PreflightReport) -> None:
     for part in _parts(report):
         text = Text.from_markup(part) if isinstance(part, str) else part
         for line in console.render_lines(text, pad=False):
-            shown = [*_without_trailing_blanks(line), Segment.line()]
-            console.print(Segments(shown), end="")
-
-
-def _without_trailing_blanks(line: list[Segment]) -> list[Segment]:
-    """Strip the blanks with which tables fill their lines, so that lines can be copied."""
-    while line and not line[-1].text.strip():
-        line = line[:-1]
-    if not line:
-        return line
-    text, style, control = line[-1]
-    return [*line[:-1], Segment(text.rstrip(), style, control)]
+            # Strip the blanks with which tables fill their lines, so that lines can be copied.
+            while line and not line[-1].text.strip():
+                line.pop()
+            if line:
+                last, style, control = line.pop()
+                line.append(Segment(last.rstrip(), style, control))
+            console.print(Segments([*line, Segment.line()]), end="")
 
 
 def _parts(report: PreflightReport) -> Iterator[RenderableType]:
-    yield f"[bold]{escape(_title(report))}[/bold]"
-    if same := _agreed([node for node in report["nodes"] if node["processes"]]):
+    names = [node["name"] for node in report["nodes"]]
+    measured_nodes = [node for node in report["nodes"] if node["processes"]]
+    has_more = report["processes"] > len(measured_nodes)
+    processes = f", {report['processes']} processes" if has_more else ""
+    recipe = f", {report['recipe']}" if report["recipe"] else ""
+    yield f"[bold]{escape(f'Preflight of {fold_hosts(names)}{processes}{recipe}')}[/bold]"
+    if same := _agreed(measured_nodes):
         yield f"[dim]{escape(same)}[/dim]"
     if report["differences"]:
         yield ""
@@ -393,27 +393,22 @@ def _parts(report: PreflightReport) -> Iterator[RenderableType]:
         yield from _commands(report["differences"])
     if report["measures"]:
         yield ""
-        yield _measures(
-            report["measures"], [node["name"] for node in report["nodes"] if node["processes"]]
-        )
+        yield _measures(report["measures"], [node["name"] for node in measured_nodes])
     if report["findings"]:
         yield ""
         yield from _findings(report["findings"])
     if report["skipped"]:
         yield ""
         yield "[dim]Not checked[/dim]"
-        yield _skipped(report["skipped"])
+        table = Table.grid(padding=(0, 1))
+        table.add_column(width=7)
+        table.add_column(overflow="fold")
+        for each in report["skipped"]:
+            table.add_row("", f"[dim]{escape(each['what'])}: {escape(each['why'])}[/dim]")
+        yield table
     yield ""
     colour = _COLOURS[report["severity"]]
     yield f"[{colour}]{escape(report['verdict'])}[/{colour}] [dim]{report['seconds']:.1f} s[/dim]"
-
-
-def _title(report: PreflightReport) -> str:
-    names = [node["name"] for node in report["nodes"]]
-    more = report["processes"] - sum(node["processes"] > 0 for node in report["nodes"])
-    processes = f", {report['processes']} processes" if more > 0 else ""
-    recipe = f", {report['recipe']}" if report["recipe"] else ""
-    return f"Preflight of {fold_hosts(names)}{processes}{recipe}"
 
 
 def _agreed(nodes: Sequence[Mapping[str, Any]]) -> str:
@@ -482,7 +477,10 @@ def _measures(measures: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> Re
     of_links = []
     for each in measures:
         if few and each["values"].keys() <= set(nodes):
-            cells = [_cell(each, node) for node in nodes]
+            shown = {node: format_number(value) for node, value in each["values"].items()}
+            for node in shown.keys() & set(each["outliers"]):
+                shown[node] = f"[bold yellow]{shown[node]}[/bold yellow]"
+            cells = [shown.get(node, "-") for node in nodes]
         elif few:
             of_links.append(each)
             continue
@@ -497,16 +495,13 @@ def _measures(measures: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> Re
     return table
 
 
-def _cell(each: Mapping[str, Any], node: str) -> str:
-    if node not in each["values"]:
-        return "-"
-    text = format_number(each["values"][node])
-    return f"[bold yellow]{text}[/bold yellow]" if node in each["outliers"] else text
-
-
 def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
     """Yield a table for each finding, with its advice; nodes with the same finding share it."""
-    for each in _merge_nodes(findings):
+    merged: dict[tuple[str, ...], dict[str, Any]] = {}
+    for each in findings:
+        key = tuple(str(each[name]) for name in ("severity", "check", "what", "advice"))
+        merged.setdefault(key, {**each, "nodes": []})["nodes"] += each["nodes"]
+    for each in merged.values():
         table = Table.grid(padding=(0, 1))
         table.add_column(width=7, no_wrap=True)
         table.add_column(overflow="fold")
@@ -521,23 +516,3 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]
                 text = f"expected: {each[name]}" if name == "expected" else each[name]
                 table.add_row("", f"[dim]{escape_lines(text)}[/dim]")
         yield table
-
-
-def _merge_nodes(findings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for each in findings:
-        key = tuple(str(each[name]) for name in ("severity", "check", "what", "advice"))
-        if key in found:
-            found[key]["nodes"] = [*found[key]["nodes"], *each["nodes"]]
-        else:
-            found[key] = dict(each)
-    return list(found.values())
-
-
-def _skipped(skipped: Sequence[Mapping[str, str]]) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=7)
-    table.add_column(overflow="fold")
-    for each in skipped:
-        table.add_row("", f"[dim]{escape(each['what'])}: {escape(each['why'])}[/dim]")
-    return table

@@ -111,20 +111,16 @@ def launch(options: LaunchOptions, console: Console) -> int:
             raise errors.LostPeerError("The other nodes have ended this launch already.") from None
     except rendezvous.RendezvousError as error:
         raise errors.LostPeerError(_not_met(options, error)) from error
-    return _report_exit(ended, stop, console)
-
-
-def count_processes(text: str) -> int:
-    return max(1, torch.cuda.device_count()) if text == "auto" else int(text)
-
-
-def _report_exit(ended: "RanksExit | None", stop: "LaunchStop", console: Console) -> int:
     if ended is not None and ended.kind == "mistake":
         again = "A restart would end the same way, so nothing is started again."
         console.print(f"{ended.message}\n{again}", markup=False)
     if stop.first_signal is not None and (ended is None or ended.kind == "stopped"):
         return process.EXIT_CODES[stop.first_signal.name]
     return 1 if ended is None else ended.code
+
+
+def count_processes(text: str) -> int:
+    return max(1, torch.cuda.device_count()) if text == "auto" else int(text)
 
 
 # --- Rendezvous of the nodes ----------------------------------------------------------------------
@@ -451,7 +447,14 @@ class Agent(LocalElasticAgent):
         self._stop.hold()
         self._oom_kills, self._started_at = _machine_oom_kills(), fsio.now()
         if self._options.endpoint:
-            os.environ[LAUNCH_VARIABLE] = _launch_of_all_nodes(worker_group.store)
+            # The first node sets the launch's identifier in the rendezvous's store, below the
+            # PrefixStores, whose prefix differs per start.
+            store: Any = worker_group.store
+            while hasattr(store, "underlying_store"):
+                store = store.underlying_store
+            own = os.environ[LAUNCH_VARIABLE]
+            launch = store.compare_set("longtake/launch", "", own)
+            os.environ[LAUNCH_VARIABLE] = str(launch.decode())
         with _starting_by_rank_handler():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         self._stop.begin(pids.values())
@@ -470,7 +473,11 @@ class Agent(LocalElasticAgent):
             killed = self._let_others_end(codes, ranks)
             codes |= {pid: code for pid, code in _failed_codes(ranks).items() if pid not in killed}
             by_rank = {ranks[pid]: self._as_stop_code(code) for pid, code in codes.items()}
-            found = self._failures_on_all_nodes(ranks)
+            run = self._options.run
+            found = failures.failures_of_processes(run, ranks, self._started_at)
+            launches = [each.launch for each in self._heartbeats(ranks)]
+            launch = next(filter(None, [*launches, *(each.launch for each in found)]), None)
+            found = [] if launch is None else failures.failures_of_launch(run, launch)
             self.ended = classify_exit(by_rank, found, self._logs.paths)
             self._decide_restarts(self.ended)
         elif self._stop.is_overdue:
@@ -529,13 +536,6 @@ class Agent(LocalElasticAgent):
         is_stop = received is not None and code in (-received, killed)
         return process.EXIT_CODES[received.name] if received is not None and is_stop else code
 
-    def _failures_on_all_nodes(self, ranks: dict[int, int]) -> list[failures.RankFailure]:
-        run = self._options.run
-        found = failures.failures_of_processes(run, ranks, self._started_at)
-        launches = [heartbeat.launch for heartbeat in self._heartbeats(ranks)]
-        launch = next(filter(None, [*launches, *(each.launch for each in found)]), None)
-        return [] if launch is None else failures.failures_of_launch(run, launch)
-
     def _decide_restarts(self, ended: RanksExit) -> None:
         """Set the number of restarts that are left; a new checkpoint resets it."""
         newest, is_requested = self._newest_checkpoint(), self._stop.first_signal is not None
@@ -547,15 +547,13 @@ class Agent(LocalElasticAgent):
             is_elastic = self._options.is_elastic
             self._remaining_restarts = self._options.max_restarts + 1 if is_elastic else 0
         if ended.kind == "crashed" and not is_requested:
-            self._print_restart(ended)
-
-    def _print_restart(self, ended: RanksExit) -> None:
-        left, allowed = self._remaining_restarts, self._options.max_restarts
-        since = "" if self._newest is None else f" since the checkpoint of step {self._newest}"
-        restart = f"All ranks are started again ({allowed - left + 1} of {allowed} times{since})."
-        if not left:
-            restart = f"They were started again {allowed} times{since}; the launch ends."
-        self._console.print(f"{ended.message}\n{restart}", markup=False)
+            left, allowed = self._remaining_restarts, self._options.max_restarts
+            since = "" if newest is None else f" since the checkpoint of step {newest}"
+            times = f"{allowed - left + 1} of {allowed} times{since}"
+            restart = f"All ranks are started again ({times})."
+            if not left:
+                restart = f"They were started again {allowed} times{since}; the launch ends."
+            self._console.print(f"{ended.message}\n{restart}", markup=False)
 
     def _heartbeats(self, pids: Collection[int]) -> list[Heartbeat]:
         found = read_heartbeats(heartbeat_dir(self._options.run.path))
@@ -563,11 +561,3 @@ class Agent(LocalElasticAgent):
 
     def _newest_checkpoint(self) -> int | None:
         return max(self._options.run.checkpoint_steps(), default=None)
-
-
-def _launch_of_all_nodes(store: Any) -> str:
-    """Return the launch's identifier, which the first node sets in the rendezvous's store."""
-    while hasattr(store, "underlying_store"):  # a PrefixStore, whose prefix differs per start
-        store = store.underlying_store
-    own = os.environ[LAUNCH_VARIABLE]
-    return str(store.compare_set("longtake/launch", "", own).decode())

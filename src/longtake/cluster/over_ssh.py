@@ -77,7 +77,11 @@ def preflight_over_ssh(
     ask = _on_node([sys.executable, "-P", "-c", _ASK], {})
     answers = _run_on_all(ssh, dict.fromkeys(nodes, ask), _ASK_SECONDS)
     there = [node for node in nodes if answers[node].status == 0]
-    found = [_cannot_take_part(node, answers[node]) for node in nodes if node not in there]
+    found = []
+    for node in (node for node in nodes if node not in there):
+        what, advice = _explain(node, answers[node])
+        expected = "an answer" if answers[node].status is None else ""
+        found.append(findings.Finding("error", (node,), what, expected, advice, "nodes"))
     report = None
     if there:
         port = int(answers[there[0]].out.split()[-1])
@@ -264,12 +268,6 @@ def _json_of(out: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found
-
-
-def _cannot_take_part(node: str, output: _Output) -> findings.Finding:
-    expected = "an answer" if output.status is None else ""
-    what, advice = _explain(node, output)
-    return findings.Finding("error", (node,), what, expected, advice, "nodes")
 
 
 def _explain(node: str, output: _Output) -> tuple[str, str]:

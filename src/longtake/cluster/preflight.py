@@ -121,7 +121,13 @@ def preflight(
         taken = time.monotonic() - begun
         described = _describe_nodes(measured, context)
         report = findings.make_report(described, context.process.world_size, name, result, taken)
-    _leave(rendezvous, measured)
+    try:
+        rendezvous.close()
+    except SilentProcessError:
+        measured.is_hanging = True
+    if dist.is_initialized() and not measured.is_hanging:
+        dist.destroy_process_group()
+        time.sleep(_SECONDS_TO_LET_GO)
     return report, measured.is_hanging
 
 
@@ -178,7 +184,11 @@ def _measure_all(
     connected = [check for check in CHECKS if check.when == "connected"]
     why = rendezvous.from_first("skip connection", _why_not_connected(measured, "addresses"))
     if not why:
-        use_nccl = rendezvous.from_first("nccl", _has_gpu_each(measured, context))
+        # NCCL needs a GPU for each process.
+        gpus = {node: each.get("gpus", 0) for node, each in measured.facts["environment"].items()}
+        nodes = zip(context.hosts, context.ranks, strict=True)
+        has_gpus = all(gpus.get(host, 0) >= len(ranks) for host, ranks in nodes)
+        use_nccl = rendezvous.from_first("nccl", dist.is_nccl_available() and has_gpus)
         join = partial(network.connect, store=rendezvous.store, use_nccl=use_nccl)
         check = findings.Check(
             "connection", join, lambda facts: findings.CheckResult(), "connected", each="rank"
@@ -199,15 +209,6 @@ def _why_not_connected(measured: _Measured, name: str) -> str:
     if check is None or not measured.judge(check).findings:
         return ""
     return f"the check of {name} found errors, so not all processes can connect"
-
-
-def _has_gpu_each(measured: _Measured, context: findings.CheckContext) -> bool:
-    """Return, on rank 0, True if each process has its own GPU, so that NCCL can be used."""
-    gpus = {node: each.get("gpus", 0) for node, each in measured.facts["environment"].items()}
-    nodes = zip(context.hosts, context.ranks, strict=True)
-    return dist.is_nccl_available() and all(
-        gpus.get(host, 0) >= len(ranks) for host, ranks in nodes
-    )
 
 
 def _stages(checks: Sequence[findings.Check]) -> list[list[findings.Check]]:
@@ -288,14 +289,3 @@ def _describe_nodes(measured: _Measured, context: findings.CheckContext) -> list
             }
         )
     return described
-
-
-def _leave(rendezvous: Rendezvous, measured: _Measured) -> None:
-    """Leave the rendezvous, then the process group, unless a process is silent or hangs."""
-    try:
-        rendezvous.close()
-    except SilentProcessError:
-        measured.is_hanging = True
-    if dist.is_initialized() and not measured.is_hanging:
-        dist.destroy_process_group()
-        time.sleep(_SECONDS_TO_LET_GO)

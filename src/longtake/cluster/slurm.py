@@ -170,12 +170,7 @@ def _directive(name: str, value: str) -> Iterator[str]:
         )
     if name in _COMMENTS:
         yield f"# {_COMMENTS[name]}:"
-    yield f"#SBATCH --{name}{f'={_quoted(value)}' if value else ''}"
-
-
-def _quoted(value: str) -> str:
-    """Quote a value for sbatch: between double quotes, each inner one after a backslash."""
-    if re.fullmatch(r"[\w@%+=:,./-]+", value):
-        return value
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    if not re.fullmatch(r"[\w@%+=:,./-]*", value):
+        # sbatch takes a value between double quotes, with a backslash before each inner one.
+        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    yield f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}"

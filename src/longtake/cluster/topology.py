@@ -5,16 +5,14 @@ The module also parses Slurm's lists of hosts, and writes such lists in messages
 
 import os
 import re
-import shutil
 import socket
-import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Final
 
 from longtake.errors import LongtakeError
-from longtake.formatting import natural_key
+from longtake.formatting import natural_key, number_ranges
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
 """Range of ports for the rendezvous in a Slurm job: FIRST_PORT + job number % NUM_PORTS."""
@@ -24,6 +22,7 @@ HOSTS_VARIABLE: Final = "LONGTAKE_HOSTS"
 _LOOPBACK = "127.0.0.1"
 _MAX_GROUPS = 4
 _MAX_SPANS = 8
+_AROUND_NUMBER = re.compile(r"^(.*?)(\d*)(\D*)$")  # a name's last number, if it has one
 
 
 @dataclass(frozen=True)
@@ -122,12 +121,6 @@ def group_by_node(came: Mapping[int, tuple[str, str]]) -> tuple[list[str], list[
 
 def expand_hosts(text: str) -> Iterator[str]:
     """Yield the hosts of a Slurm list such as `gpu[01-03,07],login1`, in its order."""
-    if (program := shutil.which("scontrol")) and text:
-        command = [program, "show", "hostnames", text]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
-        if done.returncode == 0:
-            yield from done.stdout.split()
-            return
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         yield from _expand(part)
 
@@ -151,31 +144,16 @@ def fold_hosts(hosts: Iterable[str]) -> str:
 
     Such as gpu[0-6,12]; at most four groups are shown.
     """
-    ordered = sorted(hosts, key=natural_key)
-    groups = [_fold(list(some)) for _, some in groupby(ordered, key=_around_number)]
-    more = len(groups) - _MAX_GROUPS
-    return ", ".join(groups[:_MAX_GROUPS]) + (f" and {more} groups more" if more > 0 else "")
-
-
-def _around_number(name: str) -> tuple[str, str]:
-    found = _last_number(name)
-    return (found[1], found[3]) if found else (name, "")
-
-
-def _last_number(name: str) -> "re.Match[str] | None":
-    return re.fullmatch(r"(.*?)(\d+)(\D*)", name)
-
-
-def _fold(names: Sequence[str]) -> str:
-    if len(names) < 3:
-        return ", ".join(names)
-    before, after = _around_number(names[0])
-    spans: list[list[str]] = []
-    for number in (found[2] for found in map(_last_number, names) if found):
-        if spans and int(number) == int(spans[-1][-1]) + 1:
-            spans[-1].append(number)
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)  # numbers by the text around them
+    for name in sorted(hosts, key=natural_key):
+        before, number, after = _AROUND_NUMBER.findall(name)[0]
+        groups[before, after].append(number)
+    texts = []
+    for (before, after), numbers in groups.items():
+        if len(numbers) < 3:
+            texts.append(", ".join(f"{before}{number}{after}" for number in numbers))
         else:
-            spans.append([number])
-    shown = [span[0] if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
-    shown = shown if len(shown) <= _MAX_SPANS else [*shown[:_MAX_SPANS], "..."]
-    return f"{before}[{','.join(shown)}]{after}"
+            ranges = number_ranges([*map(int, numbers)], _MAX_SPANS, width=len(numbers[0]))
+            texts.append(f"{before}[{ranges.replace(', ', ',')}]{after}")
+    more = len(texts) - _MAX_GROUPS
+    return ", ".join(texts[:_MAX_GROUPS]) + (f" and {more} groups more" if more > 0 else "")
