@@ -90,12 +90,11 @@ class Clock(HealthProbe):
 
     name = "clock"
     numbers: Mapping[str, str] = {
-        "clock_steps_total": "How often the clock was set, by 1 ms or more",
-        "clock_backward_steps_total": "How often it was set back",
-        "clock_last_step_seconds": "By how much it was last set; negative: back",
-        "clock_sets_total": "How often the kernel said that the clock was set, however little",
-        "clock_slew_ppm": "Microseconds a second by which the clock runs faster than its "
-        "oscillator",
+        "clock_steps_total": "Times that the clock was set by 1 ms or more",
+        "clock_backward_steps_total": "Times that the clock was set back",
+        "clock_last_step_seconds": "Amount by which the clock was last set; negative: back",
+        "clock_sets_total": "Times that the kernel reported the clock as set, by any amount",
+        "clock_slew_ppm": "Drift of the clock against its oscillator in microseconds per second",
     }
 
     def __init__(self) -> None:
@@ -279,9 +278,9 @@ class KernelClock(HealthProbe):
     name = "kernel_clock"
     numbers: Mapping[str, str] = {
         "clock_is_synchronised": "1: the program that disciplines the clock follows a source",
-        "clock_kernel_offset_seconds": "What the kernel still has to correct",
-        "clock_kernel_correction_ppm": "By how much the kernel lets the clock run faster",
-        "clock_kernel_max_error_seconds": "How wrong the clock can be; it rises by 500 ppm unless "
+        "clock_kernel_offset_seconds": "Offset that the kernel has still to correct",
+        "clock_kernel_correction_ppm": "Rate by which the kernel makes the clock run faster",
+        "clock_kernel_max_error_seconds": "Largest error of the clock; it rises by 500 ppm unless "
         "a program disciplines the clock",
     }
 
@@ -318,11 +317,11 @@ class Chrony(HealthProbe):
     name = "chrony"
     numbers: Mapping[str, str] = {
         "clock_ntp_offset_seconds": "The clock minus the time of chrony's sources; positive: fast",
-        "clock_ntp_rms_offset_seconds": "That offset in the long run",
-        "clock_ntp_error_seconds": "How wrong chrony's time can be: half the delay to the source, "
-        "and its dispersion",
+        "clock_ntp_rms_offset_seconds": "Root mean square of that offset over a long time",
+        "clock_ntp_error_seconds": "Largest error of chrony's time: half the delay to the source, "
+        "plus its dispersion",
         "clock_ntp_frequency_ppm": "Error of the oscillator, which chrony corrects; positive: fast",
-        "clock_ntp_stratum": "How far from a reference clock; 16: no source is reached",
+        "clock_ntp_stratum": "Distance from a reference clock in steps; 16: no source is reached",
     }
 
     def __init__(self, command: Sequence[str] = _CHRONYC) -> None:
@@ -402,10 +401,9 @@ class ClockOffsets:
     """
 
     numbers: Mapping[str, str] = {
-        LEAD: "By how much the other node's clock is ahead at least; negative: by how much it can "
-        "be behind, or its heartbeat late",
-        "clock_offset_at_least_seconds": "How far the two clocks are proven to differ",
-        "clock_offset_at_most_seconds": "How far the two clocks can differ",
+        LEAD: "Least lead of the other node's clock; negative: greatest lag of clock or heartbeat",
+        "clock_offset_at_least_seconds": "Least difference of the two clocks",
+        "clock_offset_at_most_seconds": "Greatest possible difference of the two clocks",
     }
 
     def __init__(self, host: str) -> None:

@@ -41,21 +41,21 @@ class GpuProbe(HealthProbe):
 
     name = "gpu"
     numbers: Mapping[str, str] = {
-        "gpu_power_watts": "Power drawn",
-        "gpu_power_limit_watts": "Power that it may draw",
+        "gpu_power_watts": "Power that the GPU draws",
+        "gpu_power_limit_watts": "Power that the GPU may draw",
         "gpu_temperature_celsius": "Temperature of the chip",
         "gpu_sm_clock_mhz": "Clock of the multiprocessors",
         "gpu_memory_clock_mhz": "Clock of the memory",
-        "gpu_throttle_bits": "Why clocks are lower than they could be (nvmlClocksEventReason)",
+        "gpu_throttle_bits": "Reasons for lowered clocks, as bits (nvmlClocksEventReason)",
         "gpu_utilization_share": "Share of the last moments in which a kernel ran",
-        "gpu_memory_used_bytes": "Memory in use",
-        "gpu_memory_size_bytes": "All memory",
+        "gpu_memory_used_bytes": "Memory of the GPU in use",
+        "gpu_memory_size_bytes": "Size of the GPU's memory",
         "gpu_ecc_corrected_total": "Corrected memory errors since the driver was loaded",
         "gpu_ecc_uncorrected_total": "Uncorrectable memory errors",
         "gpu_remapped_rows": "Rows of memory that were remapped for good after errors",
         "gpu_xid_errors_total": "Errors that the driver has reported since the watcher began",
-        "gpu_last_xid": "Number of the last of them (XID)",
-        "gpu_is_lost": "1: the driver no longer reaches it",
+        "gpu_last_xid": "Number of the last of these errors (XID)",
+        "gpu_is_lost": "1: the driver no longer reaches the GPU",
     }
 
     def __init__(self) -> None:
@@ -149,28 +149,24 @@ def driver_facts() -> dict[str, Any]:
 
 def _read(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
     """Yield the numbers that this GPU supports."""
-    yield "gpu_is_lost", 0.0 if _responds(nvml, handle) else 1.0
+    lost_errors, is_lost = (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_UNKNOWN), False
     for name, (read, unit) in _readers(nvml).items():
-        with suppress(nvml.NVMLError):
+        try:
             yield name, float(read(handle)) * unit
-
-
-def _responds(nvml: Any, handle: Any) -> bool:
-    try:
-        nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-    except nvml.NVMLError as error:
-        return bool(error.value not in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_UNKNOWN))
-    return True
+        except nvml.NVMLError as error:
+            # Every GPU has a temperature; other numbers may be unknown to a healthy one.
+            is_lost |= name == "gpu_temperature_celsius" and error.value in lost_errors
+    yield "gpu_is_lost", float(is_lost)
 
 
 def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
     """Return for each number the function that reads it, and the factor to its unit."""
 
-    def ecc(kind: int) -> Callable[[Any], float]:
-        return lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, nvml.NVML_VOLATILE_ECC)
-
     def clock(kind: int) -> Callable[[Any], float]:
         return lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, kind)
+
+    def ecc(kind: int) -> Callable[[Any], float]:
+        return lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, nvml.NVML_VOLATILE_ECC)
 
     return {
         "gpu_power_watts": (nvml.nvmlDeviceGetPowerUsage, 1e-3),

@@ -17,7 +17,7 @@ from longtake.health.system import HealthProbe, Numbers, Rates, read_number, rea
 
 _LINK: Mapping[str, str] = {
     "link_up": "1: the link carries data",
-    "link_speed_bits_per_second": "What both ends of the link have agreed on",
+    "link_speed_bits_per_second": "Speed on which both ends of the link have agreed",
     "link_receive_bytes_per_second": "Received over the link",
     "link_transmit_bytes_per_second": "Sent over the link",
 }
@@ -29,29 +29,47 @@ _ETHERNET_COUNTS = {
 }
 
 
-class Ethernet(HealthProbe):
-    """Probe of physical network cards; `root` is the folder of sysfs with network devices."""
+class LinkProbe(HealthProbe):
+    """Base of probes of links; `root` is a folder of sysfs with a kind of network devices."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._rates = root, Rates()
+
+    def sample(self) -> Numbers:
+        """Read the numbers of all links, as `name:device`."""
+        found: Numbers = {}
+        for device, folder in self._devices():
+            found |= {f"{name}:{device}": each for name, each in self._read(device, folder).items()}
+        return found
+
+    def _devices(self) -> Iterable[tuple[str, Path]]:
+        raise NotImplementedError
+
+    def _read(self, device: str, folder: Path) -> Numbers:
+        raise NotImplementedError
+
+
+class Ethernet(LinkProbe):
+    """Probe of physical network cards and bonds, by interface."""
 
     name = "ethernet"
     numbers: Mapping[str, str] = {
         **_LINK,
         "link_errors_per_second": "Damaged packets",
         "link_drops_per_second": "Dropped packets",
-        "link_carrier_changes_total": "How often the link went up or down",
+        "link_carrier_changes_total": "Times that the link went up or down",
     }
 
     def __init__(self, root: Path = Path("/sys/class/net")) -> None:
-        self._root = root
-        self._rates = Rates()
+        super().__init__(root)
 
-    def sample(self) -> Numbers:
-        """Read the numbers of all network cards, as `name:interface`."""
-        found: Numbers = {}
-        for folder in _network_cards(self._root):
-            found |= {f"{name}:{folder.name}": value for name, value in self._card(folder).items()}
-        return found
+    def _devices(self) -> Iterable[tuple[str, Path]]:
+        folders = sorted(each.parent for each in self._root.glob("*/operstate"))
+        real = [f for f in folders if (f / "device").exists() or (f / "bonding").exists()]
+        # A container has none of these: then all interfaces but lo count.
+        return [(each.name, each) for each in real or folders if each.name != "lo"]
 
-    def _card(self, folder: Path) -> Numbers:
+    def _read(self, device: str, folder: Path) -> Numbers:
         found: Numbers = {"link_up": float(read_text(folder / "operstate") in ("up", "unknown"))}
         megabits, changes = read_number(folder / "speed"), read_number(folder / "carrier_changes")
         if megabits is not None and megabits > 0:  # -1: unknown
@@ -61,18 +79,8 @@ class Ethernet(HealthProbe):
         for name, files in _ETHERNET_COUNTS.items():
             counts = [read_number(folder / "statistics" / file) for file in files]
             known = [count for count in counts if count is not None]
-            found |= self._rates.rate(name, folder.name, sum(known) if known else None)
+            found |= self._rates.rate(name, device, sum(known) if known else None)
         return found
-
-
-def _network_cards(root: Path) -> list[Path]:
-    """Return network cards and bonds; without any (in a container), all interfaces but lo."""
-    try:
-        folders = sorted(path for path in root.iterdir() if (path / "operstate").exists())
-    except OSError:
-        return []
-    real = [each for each in folders if (each / "device").exists() or (each / "bonding").exists()]
-    return real or [each for each in folders if each.name != "lo"]
 
 
 _WORD_BYTES = 4  # data counters count 32-bit words (InfiniBand Architecture, PortCounters)
@@ -93,7 +101,7 @@ _TOTALS = {
 }
 # Nodes are compared by their rates: totals depend on how long a node has been up.
 _ERRORS = {
-    "link_recoveries": "How often the link recovered from errors",
+    "link_recoveries": "Times that the link recovered from errors",
     "link_symbol_errors": "Small errors on the wire",
     "link_receive_errors": "Packets that arrived damaged",
     "link_transmit_discards": "Packets that could not be sent",
@@ -102,32 +110,27 @@ _ERRORS = {
 }
 
 
-class InfiniBand(HealthProbe):
-    """Probe of InfiniBand and RoCE ports; `root` is the folder of sysfs with their devices."""
+class InfiniBand(LinkProbe):
+    """Probe of InfiniBand and RoCE ports, by port such as mlx5_0/1."""
 
     name = "infiniband"
     numbers: Mapping[str, str] = {
         **_LINK,
         "link_waits_per_second": "Moments at which the port had data and no credit to send",
-        "link_downed_total": "How often the link went down",
-        "link_congestion_notifications_total": "How often a sender was asked to be slower (RoCE)",
+        "link_downed_total": "Times that the link went down",
+        "link_congestion_notifications_total": "Requests to a sender to be slower (RoCE)",
         **{f"{name}_total": text for name, text in _ERRORS.items()},
         **{f"{name}_per_second": text for name, text in _ERRORS.items()},
     }
 
     def __init__(self, root: Path = Path("/sys/class/infiniband")) -> None:
-        self._root = root
-        self._rates = Rates()
+        super().__init__(root)
 
-    def sample(self) -> Numbers:
-        """Read the numbers of all ports, as `name:port` with a port such as mlx5_0/1."""
-        found: Numbers = {}
-        for folder in sorted(self._root.glob("*/ports/*")):
-            port = f"{folder.parents[1].name}/{folder.name}"
-            found |= {f"{name}:{port}": each for name, each in self._port(port, folder).items()}
-        return found
+    def _devices(self) -> Iterable[tuple[str, Path]]:
+        folders = sorted(self._root.glob("*/ports/*"))
+        return [(f"{each.parents[1].name}/{each.name}", each) for each in folders]
 
-    def _port(self, port: str, folder: Path) -> Numbers:
+    def _read(self, device: str, folder: Path) -> Numbers:
         found: Numbers = {}
         if (state := read_text(folder / "state")) is not None:  # "4: ACTIVE"
             found["link_up"] = float(state.startswith("4"))
@@ -141,7 +144,7 @@ class InfiniBand(HealthProbe):
             count = read_number(folder / "counters" / file)
             counts[name] = None if count is None else count * factor
         for name, count in counts.items():
-            found |= self._rates.rate(name, port, count)
+            found |= self._rates.rate(name, device, count)
         return found
 
 
@@ -284,8 +287,8 @@ class PeerConnections(HealthProbe):
     name = "reach"
     numbers: Mapping[str, str] = {
         BUSY: "Share of the time with data in flight to that node, over ranks' TCP",
-        RATE: "Bytes per second of the time with data in flight",
-        UNANSWERED: "How long that node has acknowledged nothing, after four retries; 0: it does",
+        RATE: "Bytes sent per second of the time with data in flight",
+        UNANSWERED: "Time for which that node has acknowledged nothing, after four retries; else 0",
     }
 
     def __init__(self, pids: Callable[[], list[int]]) -> None:

@@ -138,8 +138,8 @@ class CgroupMemory(HealthProbe):
     name = "cgroup"
     numbers: Mapping[str, str] = {
         "cgroup_memory_bytes": "Memory of the job's cgroup, its page cache included",
-        "cgroup_memory_limit_bytes": "What it may use; missing: no limit",
-        "cgroup_memory_limit_hits_total": "How often it reached the limit",
+        "cgroup_memory_limit_bytes": "Memory that the cgroup may use; missing: no limit",
+        "cgroup_memory_limit_hits_total": "Times that the cgroup reached its limit",
         "cgroup_oom_kills_total": "Processes that the kernel killed for lack of memory",
     }
 
@@ -202,14 +202,14 @@ class DiskProbe(HealthProbe):
 
     name = "disk"
     numbers: Mapping[str, str] = {
-        "disk_write_seconds": "Writing 4 KiB and syncing them (fsync)",
-        "disk_read_seconds": "Reading them back, past the page cache",
-        "disk_is_full": "1: they could not be written for lack of space or quota",
-        "disk_is_failing": "1: they could not be written or read, for another reason",
+        "disk_write_seconds": "Time to write and sync a file of 4 KiB (fsync)",
+        "disk_read_seconds": "Time to read that file without the page cache",
+        "disk_is_full": "1: that file could not be written for lack of space or quota",
+        "disk_is_failing": "1: that file could not be written or read for another reason",
         "disk_free_bytes": "Space that this user may still fill",
-        "disk_size_bytes": "The disk's size",
-        "disk_free_inodes": "Files that can still be made; missing: no limit",
-        "disk_inodes": "Files that there can be",
+        "disk_size_bytes": "Size of the disk",
+        "disk_free_inodes": "Number of files that can still be created; missing: no limit",
+        "disk_inodes": "Largest possible number of files",
     }
 
     def __init__(self, folder: Path, spaces: Mapping[str, Path]) -> None:
@@ -305,11 +305,11 @@ class LoadProbe(HealthProbe):
         "pressure_io_share": "Share of the last 10 s in which all waited for disks",
         "load_average": "Processes that ran or waited, over the last minute",
         "memory_available_bytes": "Memory that processes can still use",
-        "memory_size_bytes": "All memory",
-        "page_cache_bytes": "Memory that holds files",
-        "memory_dirty_bytes": "The part of it that is not written to disk yet",
+        "memory_size_bytes": "Size of the memory",
+        "page_cache_bytes": "Memory of the page cache, which holds files",
+        "memory_dirty_bytes": "Memory of the page cache that is not written to disk yet",
         "shared_memory_bytes": "Memory of /dev/shm and the like",
-        "open_files_node": "Files that all processes of the node have open",
+        "open_files_node": "Number of open files of all processes of the node",
     }
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
@@ -333,8 +333,8 @@ class LoadProbe(HealthProbe):
 
 
 OPEN_FILES: Mapping[str, str] = {
-    "open_files": "Of the run's process on this node that is nearest to its limit",
-    "open_files_limit": "How many files that process may have open",
+    "open_files": "Open files of the run's process on this node that is nearest to its limit",
+    "open_files_limit": "Number of files that this process may have open",
 }
 _OPEN_LIMIT = re.compile(r"^Max open files\s+(\d+)", re.MULTILINE)
 

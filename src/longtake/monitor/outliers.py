@@ -43,7 +43,7 @@ class StepProbe(HealthProbe):
     name = "steps"
     numbers: Mapping[str, str] = {
         "step_work_seconds": "The rank's own work for a step, without waiting for others",
-        "steps_per_second": "Steps that the rank has done",
+        "steps_per_second": "Steps of the rank per second",
         CHECKPOINT: "1: a rank of the node saves a checkpoint, or did in the last six samples",
         **OPEN_FILES,
     }
@@ -131,7 +131,7 @@ class SlowLinks:
     """Finds links that a run waits for and that are slower than links usually are."""
 
     numbers: Mapping[str, str] = {
-        SLOW: "Rate of the link to that node as a share of the usual, if the run waits for it"
+        SLOW: "Rate of the link to that node as a share of the usual rate, if the run waits for it"
     }
 
     def __init__(self) -> None:

@@ -587,17 +587,12 @@ def _has_trouble(writer: Mapping[str, Any] | None) -> bool:
     return writer is not None and bool(writer.get("troubles"))
 
 
-def _state(run: RunDirectory) -> dict[Path, tuple[int, int]]:
-    """Return times and sizes of files, which change with each row, event and result."""
+def _state(run: RunDirectory) -> dict[Path, object]:
+    """Return the versions of files, which change with each row, event and result."""
     paths = [run.metrics_path, run.events_path]
     with suppress(OSError):  # there are none yet
         paths += EvaluationDirectory(run).path.iterdir()
-    found = {}
-    for path in paths:
-        with suppress(OSError):
-            status = path.stat()
-            found[path] = status.st_mtime_ns, status.st_size
-    return found
+    return {path: fsio.file_version(path) for path in paths}
 
 
 if __name__ == "__main__":

@@ -188,16 +188,9 @@ def _picture(tag: str, path: Path) -> list[Summary.Value]:
     return [Summary.Value(tag=tag, image=Summary.Image(**size, encoded_image_string=data))]
 
 
-def _crc_table() -> list[int]:
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = (value >> 1) ^ _CRC_POLYNOMIAL if value & 1 else value >> 1
-        table.append(value)
-    return table
-
-
-_CRC_TABLE = _crc_table()
+_CRC_TABLE = list(range(256))
+for _ in range(8):
+    _CRC_TABLE = [(each >> 1) ^ (_CRC_POLYNOMIAL if each & 1 else 0) for each in _CRC_TABLE]
 
 
 def _checksum(data: bytes) -> bytes:
