@@ -15,15 +15,12 @@ this process that accepts on a socket of `Cluster.listen`. With ssh, each has an
 A host is one process tree that dies with this process, and its namespaces with it.
 """
 
-import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,18 +177,6 @@ class Cluster:
     def plug(self, host: str) -> None:
         """Bring it up again."""
         self.must(_SWITCH, "ip", "link", "set", self._port(host), "up")
-
-    def listen(self) -> socket.socket:
-        """A socket that accepts, in this process, what hosts connect to at the switch."""
-        with ThreadPoolExecutor(1) as thread:  # which enters the namespace, and ends
-            return thread.submit(self._listen).result()
-
-    def _listen(self) -> socket.socket:
-        libc = ctypes.CDLL(None, use_errno=True)
-        with Path(f"/proc/{self._inits[_SWITCH].pid}/ns/net").open("rb") as namespace:
-            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns failed")
-        return socket.create_server((_SWITCH_ADDRESS, 0))
 
     def limit(self, host: str, rate: str) -> None:
         """Limit a host's link to a rate (such as `8mbit`) in both directions."""

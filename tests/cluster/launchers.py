@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.hosts import Cluster
@@ -35,19 +35,13 @@ class Launchers(RunObserver):
         cluster: the hosts.
         nodes: how many of them are needed, such as `3` or `2:3`.
         changes: of the recipe, `key=value`.
-        env: of each host, by its name, added to the environment.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        cluster: Cluster,
-        nodes: str,
-        changes: Sequence[str] = (),
-        env: Mapping[str, Mapping[str, str]] | None = None,
+        self, folder: Path, cluster: Cluster, nodes: str, changes: Sequence[str] = ()
     ) -> None:
         super().__init__(folder, cluster.names)
-        self._cluster, self._env = cluster, env or {}
+        self._cluster = cluster
         meet = ["--rdzv-endpoint", f"{cluster.names[0]}:{_PORT}"]
         options = [part for change in changes for part in ("--set", change)]
         ranks = ["--nnodes", nodes, "--nproc-per-node", "1"]
@@ -61,7 +55,7 @@ class Launchers(RunObserver):
         names = self._cluster.names
         cores = core_shares(len(names))[names.index(host)]
         command = ["taskset", "--cpu-list", cores, *self._command]
-        env = environment(**RANK_ENVIRONMENT, **self._env.get(host, {}))
+        env = environment(**RANK_ENVIRONMENT)
         self._launchers[host] = self._cluster.start(host, command, env, self._folder, self._log)
 
     def kill_host(self, host: str) -> None:

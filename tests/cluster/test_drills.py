@@ -145,23 +145,6 @@ def _expect_link(
         evidence.expect(abs(rate / _RATE_BYTES - 1) <= _LARGEST_RATE_ERROR, wrong)
 
 
-def test_links_that_are_wrong_late_or_too_fast_are_complained_of() -> None:
-    event = {"host": "node0", "peer": "node2", "send_bytes_per_second": 0.9e6, "message": "slow"}
-    good, wrong, none = Evidence(), Evidence(), Evidence()
-    _expect_link(good, ObservedEvent(event, 5.0), [event], "node2", 1.0)
-    assert (good.complaints, good.detected_seconds) == ([], 4.0)
-    other = {**event, "peer": "node1", "message": "not that"}
-    fast = ObservedEvent({**event, "send_bytes_per_second": 9e6}, 100.0)
-    _expect_link(wrong, fast, [event, other], "node2", 1.0)
-    assert [each.split(",")[0] for each in wrong.complaints] == [
-        "it was reported after 99.0 s",
-        "a link is called slow that is not node2's: ['not that']",
-        "it is said to send 9.00 MB/s",
-    ]
-    _expect_link(none, None, [], "node2", 1.0)
-    assert none.complaints == ["no event says that a link is slow"]
-
-
 def test_a_link_that_is_cut_is_named_and_the_run_recovers(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,6 @@ from typing import Literal
 
 import psutil
 import pytest
-import torch
-from tests.build import saved
 
 from longtake.cluster.launcher import classify_exit
 from longtake.failures import RankFailure
@@ -21,7 +19,6 @@ from longtake.faults.sandbox import ONE_THREAD, SHORT_RECIPE, TrainingSite
 from longtake.fsio import read_json_lines
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.process import environment, program
-from longtake.run_dir import RunDirectory
 
 _SECONDS = 300.0
 _RANKS = ("--nproc-per-node", "2")
@@ -204,31 +201,6 @@ def test_each_rank_of_each_start_has_a_log(site: TrainingSite, restarted: Launch
     assert "Done: step 50" in logs[-2].read_text()
     assert "Done: step 50" in restarted.said
     assert str(Path(*logs[-1].parts[-6:-2])) in restarted.said
-
-
-_ONE_STEP = ("training.steps=1", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-30")
-
-
-@pytest.mark.drill
-@pytest.mark.slow
-def test_a_launch_begins_with_the_weights_of_another_run(
-    site: TrainingSite, restarted: LaunchResult, tmp_path: Path
-) -> None:
-    step = site.run.checkpoint_steps()[0]
-    changes = [part for each in (*_ONE_STEP, f"out={tmp_path}/run") for part in ("--set", each)]
-    parent = ("--from", f"{site.run.path}@{step}", "--weights-only")
-    ended = _launch(site, "--nproc-per-node", "1", *changes, *parent)
-    assert ended.code == 0, ended.said
-    run = RunDirectory(tmp_path / "run")
-    begun = run.record()["parent"]
-    assert (begun["id"], begun["step"]) == (site.run.record()["id"], step)
-    recipe = run.recipe()
-    before = recipe.model_copy(update={"out": site.run.path})
-    torch.testing.assert_close(
-        saved(recipe, 1, "model"), saved(before, step, "model"), rtol=0, atol=0
-    )
-    moments = saved(recipe, 1, "optimizer")  # of one step: those of the parent were left behind
-    assert {float(value) for name, value in moments.items() if name.endswith(".step")} == {1.0}
 
 
 @pytest.mark.drill

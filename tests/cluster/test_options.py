@@ -7,6 +7,7 @@ import pytest
 
 from longtake import config
 from longtake.cluster.options import (
+    LaunchOptions,
     load_for_all_ranks,
     parse_endpoint,
     parse_nodes,
@@ -60,3 +61,11 @@ def test_a_run_from_scratch_gets_its_folder_before_its_ranks_start(
     assert given == ("seed=3", f"out={tmp_path / 'run-2'}")
     with pytest.raises(LongtakeError, match="--set out="):
         load_for_all_ranks(path, (), fresh=True, is_alone=False)
+
+
+def test_ranks_train_with_the_options_of_the_launch(small_recipe: Callable[..., Recipe]) -> None:
+    launched = LaunchOptions(
+        Path("r.toml"), ("seed=3",), small_recipe(), trust=True, begin_from="a@8", weights_only=True
+    )
+    options = ["--from", "a@8", "--weights-only", "--trust"]
+    assert launched.train_arguments == ["train", "r.toml", "--set", "seed=3", *options]

@@ -1,12 +1,8 @@
 """What Prometheus finds at a watcher: by the OpenMetrics parser, and by its alerts."""
 
-import contextlib
-import json
 import re
 import shutil
-import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,37 +194,6 @@ def test_alerts_fire_on_what_they_name(tmp_path: Path) -> None:
     path = tmp_path / "tests.yml"
     path.write_text(_UNIT_TESTS.format(rules=_EXAMPLES / "alerts.yml"))
     _promtool("test", "rules", str(path))
-
-
-@pytest.mark.drill
-@needs_prometheus
-def test_a_prometheus_server_reads_it(exporter: Exporter, tmp_path: Path) -> None:
-    text = (_EXAMPLES / "prometheus.yml").read_text()
-    text = text.replace("localhost:9464", f"127.0.0.1:{exporter.port}").replace("5s", "1s")
-    (tmp_path / "prometheus.yml").write_text(text)
-    shutil.copy(_EXAMPLES / "alerts.yml", tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = ["prometheus", f"--web.listen-address={address}", "--config.file=prometheus.yml"]
-    names: set[str] = set()
-    with (tmp_path / "log").open("wb") as log:
-        command += [f"--storage.tsdb.path={tmp_path / 'data'}"]
-        server = subprocess.Popen(command, cwd=tmp_path, stderr=log)
-        try:
-            end = time.monotonic() + 60
-            while "longtake_step" not in names and time.monotonic() < end:
-                time.sleep(0.3)
-                url = f"http://{address}/api/v1/label/__name__/values"
-                with (
-                    contextlib.suppress(OSError),  # it does not listen yet
-                    urllib.request.urlopen(url, timeout=5) as answer,
-                ):
-                    names = set(json.load(answer)["data"])
-        finally:
-            server.terminate()
-            server.wait(20)
-    assert {"up", "longtake_gpu_power_watts", "longtake_step"} <= names
 
 
 def test_it_listens_on_this_machine_only() -> None:
