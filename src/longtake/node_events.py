@@ -21,7 +21,6 @@ from longtake.run_dir import RunDirectory
 
 RECENT_SECONDS = 600.0
 _MOST_NAMED = 8
-_LEAST_STEP_SECONDS = 1e-3
 _STEPS_OF_A_PERIOD = 4
 _IRREGULAR = 0.1  # fraction of a period by which the interval of two steps may differ from it
 _MOST_CHARS = 200
@@ -99,14 +98,14 @@ def _begun(
 ) -> Iterator[NodeEvent]:
     lasting: dict[str, NodeEvent] = {}
     pairs = list(zip(events, ages, strict=True))
-    # A smaller sum means a step that was at once set back: it explains no failure.
-    stepped = [age for event, age in pairs if abs(_step_of(event)) >= _LEAST_STEP_SECONDS]
+    stepped = [age for event, age in pairs if event["event"] == "clock_stepped"]
     for event, age in pairs:
         kind = event["event"]
         if kind == "clock_stepped":
-            if abs(_step_of(event)) < _LEAST_STEP_SECONDS:
-                continue
-            text = _step_text(_step_of(event))
+            seconds = _step_of(event)
+            size, way = abs(seconds), "back" if seconds < 0 else "forward"
+            amount = f"{size:.3f} s" if size >= 1 else f"{size * 1e3:.3g} ms"
+            text = f"the clock was set {way} by {amount}"
             if age == stepped[-1]:
                 text += _period_text(stepped)
             yield NodeEvent(host, kind, kind, text, age, is_over=True, time=str(event["time"]))
@@ -164,9 +163,3 @@ def _lasting_texts(event: Mapping[str, Any]) -> dict[str, str]:
         for key, text in causes.items()
         if str(key).startswith(CAUSES)
     }
-
-
-def _step_text(seconds: float) -> str:
-    size = abs(seconds)
-    amount = f"{size:.3f} s" if size >= 1 else f"{size * 1e3:.3g} ms"
-    return f"the clock was set {'back' if seconds < 0 else 'forward'} by {amount}"

@@ -7,8 +7,6 @@ certificates, file times.
 """
 
 import ctypes
-import errno
-import os
 import shutil
 import subprocess
 import threading
@@ -24,7 +22,7 @@ from typing import Any, NamedTuple
 from longtake.health.system import HealthProbe, Numbers, read_text
 
 STEP_SECONDS = 1e-3
-"""Smallest step that is detected from readings; smaller ones only if the kernel reports them."""
+"""Smallest step that is detected; several readings of the clocks differ by less."""
 SLEW_PPM = 200.0
 """Drift from which the clock counts as slewed: an oscillator's error is below 100 ppm."""
 _SLEW_OVER_PPM = 100.0
@@ -51,7 +49,7 @@ class Clocks(NamedTuple):
 class ClockStepped:
     """A clock change: the clock was set."""
 
-    seconds: float  # negative: back; about 0: it was set back before the next reading
+    seconds: float  # negative: back
 
 
 @dataclass(frozen=True)
@@ -93,45 +91,28 @@ class Clock(HealthProbe):
         "clock_steps_total": "Times that the clock was set by 1 ms or more",
         "clock_backward_steps_total": "Times that the clock was set back",
         "clock_last_step_seconds": "Amount by which the clock was last set; negative: back",
-        "clock_sets_total": "Times that the kernel reported the clock as set, by any amount",
         "clock_slew_ppm": "Drift of the clock against its oscillator in microseconds per second",
     }
 
     def __init__(self) -> None:
-        self._alarm: ClockAlarm | None = None
-        with suppress(OSError):
-            self._alarm = ClockAlarm()
         self._last = read_clocks()
         self._points = deque([self._point(self._last, 0)], maxlen=_SLEW_SPANS + 1)
         self._stepped_ns = 0
-        self._steps = self._backward_steps = self._sets = 0
+        self._steps = self._backward_steps = 0
         self._last_step = 0.0
-        self._is_explained = False
         self._slewing_since: tuple[int, int] | None = None
         self._changes: list[ClockChange] = []
 
-    @property
-    def fileno(self) -> int | None:
-        return None if self._alarm is None else self._alarm.fileno
-
     def look(self) -> None:
         """Compare the clocks with the last readings; call this several times a second."""
-        was_set = self._alarm is not None and self._alarm.was_set()
-        self._sets += was_set
         now = read_clocks()
         change = self._change_since_last(now)
-        is_step = abs(change) >= STEP_SECONDS * 1e9
-        if is_step:
+        if abs(change) >= STEP_SECONDS * 1e9:
             self._stepped_ns += change
             self._steps += 1
             self._backward_steps += change < 0
             self._last_step = change / 1e9
             self._changes.append(ClockStepped(self._last_step))
-        elif was_set and not self._is_explained:
-            self._changes.append(ClockStepped(change / 1e9))
-        # A step between `was_set` and `read_clocks` above is reported by the kernel only at the
-        # next look, and must not count twice.
-        self._is_explained = is_step and not was_set
         self._last = now
         self._look_for_slew(now)
 
@@ -141,7 +122,6 @@ class Clock(HealthProbe):
             "clock_steps_total": self._steps,
             "clock_backward_steps_total": self._backward_steps,
             "clock_last_step_seconds": self._last_step,
-            "clock_sets_total": self._sets,
         }
         rates = self._rates()
         return found | ({"clock_slew_ppm": round(rates[-1], 3)} if rates else {})
@@ -149,11 +129,6 @@ class Clock(HealthProbe):
     def take_changes(self) -> list[ClockChange]:
         taken, self._changes = self._changes, []
         return taken
-
-    def close(self) -> None:
-        if self._alarm is not None:
-            self._alarm.close()
-        self._alarm = None
 
     def _change_since_last(self, now: Clocks) -> int:
         """Return the nanoseconds by which the system time was set since the last look."""
@@ -189,63 +164,6 @@ class Clock(HealthProbe):
 
     def _rates(self) -> list[float]:
         return [(b[1] - a[1]) / (b[0] - a[0]) * 1e6 for a, b in pairwise(self._points)]
-
-
-_TFD_TIMER_ABSTIME, _TFD_TIMER_CANCEL_ON_SET = 1, 2
-_FAR_SECONDS = 2**40  # expiry of the timer, 34,800 years: it never fires
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-class _Itimerspec(ctypes.Structure):
-    _fields_ = (("interval", _Timespec), ("value", _Timespec))
-
-
-class ClockAlarm:
-    """Detects that the clock was set, even if it was set back before the next reading.
-
-    Setting the clock cancels a timer with TFD_TIMER_CANCEL_ON_SET: timerfd_create(2). Python has
-    os.timerfd_create only since 3.13, so the C library is called here.
-
-    Attributes:
-        fileno: descriptor that becomes readable when the clock is set.
-
-    Raises:
-        OSError: the system has no such timers.
-    """
-
-    def __init__(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        try:
-            create, set_time = libc.timerfd_create, libc.timerfd_settime
-        except AttributeError as error:
-            raise OSError(errno.ENOSYS, "this system has no timerfd_create") from error
-        self.fileno = create(time.CLOCK_REALTIME, os.O_NONBLOCK | os.O_CLOEXEC)
-        if self.fileno < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_create failed")
-        flags = _TFD_TIMER_ABSTIME | _TFD_TIMER_CANCEL_ON_SET
-        far = _Itimerspec(value=_Timespec(_FAR_SECONDS, 0))
-        if set_time(self.fileno, flags, ctypes.byref(far), None) < 0:
-            failed = ctypes.get_errno()
-            self.close()
-            raise OSError(failed, "timerfd_settime failed")
-
-    def was_set(self) -> bool:
-        """Return True if the clock was set since the last call."""
-        try:
-            os.read(self.fileno, 8)
-        except BlockingIOError:
-            return False
-        except OSError as error:  # the timer stays armed
-            return error.errno == errno.ECANCELED
-        return True
-
-    def close(self) -> None:
-        if self.fileno >= 0:
-            os.close(self.fileno)
-        self.fileno = -1
 
 
 # --- Programs that set the clock.

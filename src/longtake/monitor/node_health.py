@@ -5,8 +5,6 @@ eight GPUs and InfiniBand ports, so 20 to 50 MiB per day at one line per ten sec
 every second line is removed: the newest hours stay complete, and the oldest get sparse.
 """
 
-import math
-import select
 import sys
 import threading
 import time
@@ -32,7 +30,6 @@ from longtake.run_dir import RunDirectory
 HealthEvent = tuple[NodeEventKind, dict[str, Any]]
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 0.5
-_TINY_STEPS_SECONDS = 600.0  # interval between reports of negligible clock steps
 
 
 class NodeHealth:
@@ -76,7 +73,6 @@ class NodeHealth:
         self._wrong: dict[str, str] = {}
         self._wrong_since = 0.0
         self._full: set[str] = set()
-        self._tiny_steps_reported_at = -math.inf
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample_all, name="health", daemon=True)
 
@@ -88,8 +84,6 @@ class NodeHealth:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
-        else:
-            self._clock.close()
         for probe in self._probes:
             probe.close()
         self._log.close()
@@ -114,21 +108,12 @@ class NodeHealth:
                     self._sample()
             except Exception:  # one failure must not end all later samples
                 traceback.print_exc(file=sys.stderr)
-            if self._clock.fileno is None:
-                self._stop.wait(_LOOK_SECONDS)
-            else:
-                select.select([self._clock.fileno], [], [], _LOOK_SECONDS)
-        self._clock.close()
+            self._stop.wait(_LOOK_SECONDS)
 
     def _look_at_clock(self) -> None:
         self._clock.look()
         for change in self._clock.take_changes():
             self._peers.forget_offsets()
-            now = time.monotonic()
-            if isinstance(change, clock.ClockStepped) and abs(change.seconds) < clock.STEP_SECONDS:
-                if now - self._tiny_steps_reported_at < _TINY_STEPS_SECONDS:
-                    continue
-                self._tiny_steps_reported_at = now
             self._events.append(clock_event(self._host, change, clock.time_daemons()))
 
     def _sample(self) -> None:
@@ -331,24 +316,16 @@ def clock_event(
             "far: a program corrects it, or its oscillator is broken."
         )
     else:
-        text = _step(change)
+        way = "back" if change.seconds < 0 else "forward"
+        text = (
+            f"the clock was set {way} by {_amount(change.seconds)}. Timeouts of collectives and "
+            "stores, certificates and file times may be wrong now."
+        )
     if daemons:
         verb = "runs" if len(daemons) == 1 else "run, and work against each other"
         text += f" Here {' and '.join(daemons)} {verb}."
     message = f"{host}: {text} {CLOCK_ADVICE}"
     return kind, {**fields, "daemons": list(daemons), "advice": CLOCK_ADVICE, "message": message}
-
-
-def _step(step: clock.ClockStepped) -> str:
-    amount = _amount(step.seconds)
-    if abs(step.seconds) < clock.STEP_SECONDS:
-        return (
-            f"the kernel reports that the clock was set, but it is only {amount} off: it was set "
-            "back at once, or by next to nothing."
-        )
-    way = "back" if step.seconds < 0 else "forward"
-    effects = "Timeouts of collectives and stores, certificates and file times may be wrong now."
-    return f"the clock was set {way} by {amount}. {effects}"
 
 
 def _amount(seconds: float) -> str:
